@@ -1,0 +1,68 @@
+"""The exception tree. Everything gradsync raises on purpose derives from `GradsyncError`.
+
+    GradsyncError
+    ├── UsageError(ValueError)         exit code 2: the request cannot be right
+    │   ├── ConfigError                  unknown or ill-typed key, impossible batch arithmetic
+    │   ├── LaunchError                  launcher variables missing, half set or contradicting
+    │   └── DataError                    data missing, empty, truncated or not what it claims to be
+    └── RunError(RuntimeError)         exit code 1: the request was right, the run failed
+        ├── RendezvousError              ranks did not find each other in time
+        ├── CheckpointError              a checkpoint is missing, corrupt or of another run
+        └── PeerError                    another rank failed; carries that rank's traceback
+
+A message says what happened, which rank, what was got and expected, and what to do.
+Catch broadly (`GradsyncError`), recover narrowly.
+"""
+
+from __future__ import annotations
+
+
+class GradsyncError(Exception):
+    """Base of every error gradsync raises on purpose. `exit_code` is what the command returns."""
+
+    exit_code = 1
+
+
+class UsageError(GradsyncError, ValueError):
+    """The request cannot be right as given; nothing was started or written."""
+
+    exit_code = 2
+
+
+class ConfigError(UsageError):
+    """A configuration key or value that cannot be used."""
+
+
+class LaunchError(UsageError):
+    """Launcher variables are half set or contradict each other."""
+
+
+class DataError(UsageError):
+    """A data set is missing, empty, truncated or not what its metadata says."""
+
+
+class RunError(GradsyncError, RuntimeError):
+    """The run itself failed."""
+
+
+class RendezvousError(RunError):
+    """The ranks did not find each other within the timeout."""
+
+
+class CheckpointError(RunError):
+    """A checkpoint cannot be read, or belongs to a different run."""
+
+
+class PeerError(RunError):
+    """Another rank failed.
+
+    Args:
+        message: one line naming the rank.
+        rank: the rank that failed first.
+        traceback_text: that rank's traceback, as text.
+    """
+
+    def __init__(self, message: str, *, rank: int = -1, traceback_text: str = "") -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.traceback_text = traceback_text

@@ -1,0 +1,99 @@
+"""Who am I among the ranks: one frozen value, checked when it is made, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from gradsync.errors import LaunchError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class World:
+    """The place of this process among all processes of a run.
+
+    Rank 0 is the *main process*. A `World` never changes; `replace` makes another one.
+
+    Raises:
+        LaunchError: when the numbers cannot describe a run (for example `rank >= world_size`).
+    """
+
+    rank: int = 0
+    """Index of this process, 0 .. world_size-1."""
+    world_size: int = 1
+    """Number of processes in the run."""
+    local_rank: int = 0
+    """Index of this process on its host, 0 .. local_world_size-1."""
+    local_world_size: int = 1
+    """Number of this run's processes on this host."""
+    node_rank: int = 0
+    """Index of this host, 0 .. num_nodes-1."""
+    num_nodes: int = 1
+    """Number of hosts."""
+    launcher: str = "python"
+    """Who started us: python, torchrun, env (set by hand), openmpi, pals, flux, mvapich2, hydra, srun."""
+    device: str = "cpu"
+    """Torch device of this rank, such as "cpu" or "cuda:1". Set when the session starts."""
+
+    def __post_init__(self) -> None:
+        checks = (
+            (self.world_size >= 1, "world_size must be at least 1"),
+            (0 <= self.rank < max(self.world_size, 1), "rank must be in 0..world_size-1"),
+            (
+                1 <= self.local_world_size <= max(self.world_size, 1),
+                "local_world_size must be in 1..world_size",
+            ),
+            (
+                0 <= self.local_rank < max(self.local_world_size, 1),
+                "local_rank must be in 0..local_world_size-1",
+            ),
+            (0 <= self.node_rank < max(self.num_nodes, 1), "node_rank must be in 0..num_nodes-1"),
+            (1 <= self.num_nodes <= max(self.world_size, 1), "num_nodes must be in 1..world_size"),
+        )
+        for holds, rule in checks:
+            if not holds:
+                raise LaunchError(f"{rule}; got {self.describe()}")
+
+    @property
+    def is_main(self) -> bool:
+        """True on rank 0, the only rank that prints and saves."""
+        return self.rank == 0
+
+    @property
+    def is_distributed(self) -> bool:
+        """True when there is more than one rank."""
+        return self.world_size > 1
+
+    @property
+    def one_host(self) -> bool:
+        """True when all ranks share one host."""
+        return self.local_world_size == self.world_size
+
+    def describe(self) -> str:
+        """One line, `local_rank=2(4)` meaning local rank 2 of 4 on this host."""
+        return (
+            f"rank={self.rank}({self.world_size}) local_rank={self.local_rank}"
+            f"({self.local_world_size}) node_rank={self.node_rank}({self.num_nodes}) "
+            f"launcher={self.launcher} device={self.device}"
+        )
+
+
+def place(world: World, hosts: Sequence[str], *, trust_local: bool = True) -> World:
+    """Complete `world` from the host name of every rank.
+
+    Launchers such as Open MPI do not say which host is which, and variables set by hand may lack
+    the local rank. Hosts are numbered in order of their lowest rank.
+
+    Args:
+        world: what the launcher said.
+        hosts: host name of each rank, in rank order; length `world_size`.
+        trust_local: keep the launcher's local rank and size; False derives them from `hosts`.
+    """
+    if len(hosts) != world.world_size:
+        raise LaunchError(f"got {len(hosts)} host names for {world.world_size} ranks")
+    order = list(dict.fromkeys(hosts))
+    mine = [rank for rank, host in enumerate(hosts) if host == hosts[world.rank]]
+    placed = replace(world, node_rank=order.index(hosts[world.rank]), num_nodes=len(order))
+    if trust_local:
+        return placed
+    return replace(placed, local_rank=mine.index(world.rank), local_world_size=len(mine))

@@ -1,0 +1,93 @@
+"""The `gradsync` command: pick a sub-command, run it, turn errors into one line and an exit code.
+
+Each command is a module of this package with `SUMMARY` and `run(argv) -> exit code`, imported only
+when it is asked for: `gradsync --help` answers without torch.
+
+Exit codes: 0 done · 1 failed · 2 usage or configuration · 75 stopped cleanly after a signal,
+checkpoint written · 130 interrupted twice.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from importlib import import_module
+
+from gradsync import __version__
+from gradsync.errors import ConfigError, GradsyncError
+from gradsync.runtime import environ
+
+COMMANDS = {
+    "train": "train a GPT on 1..N ranks, from any launcher",
+    "prepare": "turn files, folders or JSONL into train.bin and val.bin",
+    "sample": "generate text from a checkpoint",
+    "doctor": "show what gradsync sees: launcher, world, machine",
+}
+
+_HELP = """\
+usage: gradsync COMMAND [options]
+
+Data-parallel training for PyTorch: the same script on 1..N ranks.
+
+commands:
+{commands}
+
+`gradsync COMMAND --help` says more; `gradsync --version` names the version.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: the process's own); returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    logging.basicConfig(format="gradsync: %(levelname)s: %(message)s", level=logging.WARNING)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_help(), end="")
+        return 0 if arguments else 2
+    if arguments[0] in ("-V", "--version"):
+        print(f"gradsync {__version__}")
+        return 0
+    name, rest = arguments[0], arguments[1:]
+    if name not in COMMANDS:
+        near = get_close_matches(name, COMMANDS, n=1)
+        hint = f"; perhaps you meant {near[0]!r}" if near else ""
+        return _fail(f"unknown command {name!r}{hint} (there are: {', '.join(COMMANDS)})", 2)
+    try:
+        return import_module(f"gradsync.cli.{name}").run(rest)
+    except ConfigError as error:
+        # The same on every rank: one copy is enough.
+        return _fail(str(error), error.exit_code) if _is_first_rank() else error.exit_code
+    except GradsyncError as error:
+        return _fail(str(error), error.exit_code)
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
+    except BrokenPipeError:
+        return 1  # the reader of our output has gone (`| head`)
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {summary}" for name, summary in COMMANDS.items()]
+    return _HELP.format(commands="\n".join(lines))
+
+
+def _fail(message: str, code: int) -> int:
+    rank = _rank()
+    who = f"[rank {rank}] " if rank else ""
+    print(f"gradsync: error: {who}{message}", file=sys.stderr, flush=True)
+    return code
+
+
+def _rank() -> int:
+    """Rank for error lines only; 0 when the environment makes no sense."""
+    from gradsync.runtime.resolve import resolve
+
+    try:
+        return resolve(environ.snapshot()).world.rank
+    except GradsyncError:
+        return 0
+
+
+def _is_first_rank() -> bool:
+    return _rank() == 0

@@ -1,0 +1,71 @@
+"""A communicator over a torch process group (gloo, nccl), held explicitly.
+
+The group object is used directly, never through the module-level default: so several ranks may
+live as threads of one process (tests), and nothing here depends on global state. Calling the
+group's own methods also keeps us clear of names that torch renames between releases
+(`all_gather_into_tensor` became `all_gather_single` in 2.13).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from gradsync.comm.base import ReduceOp, Work
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+
+
+class ProcessGroupCommunicator:
+    """Collectives of one torch process group.
+
+    Args:
+        group: a `torch.distributed.ProcessGroup` or a backend such as `ProcessGroupGloo`.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+
+    @property
+    def rank(self) -> int:
+        """Index of this rank in the group."""
+        return self.group.rank()
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in the group."""
+        return self.group.size()
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
+        """See `Communicator.all_reduce`."""
+        options = dist.AllreduceOptions()
+        options.reduceOp = _OPS[op]
+        return self.group.allreduce([tensor], options)
+
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Work:
+        """See `Communicator.broadcast`."""
+        options = dist.BroadcastOptions()
+        options.rootRank = src
+        return self.group.broadcast([tensor], options)
+
+    def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
+        """See `Communicator.all_gather`."""
+        return self.group._allgather_base(output, tensor, dist.AllgatherOptions())
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, op: ReduceOp = "sum") -> Work:
+        """See `Communicator.reduce_scatter`."""
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = _OPS[op]
+        return self.group._reduce_scatter_base(output, tensor, options)
+
+    def barrier(self) -> None:
+        """See `Communicator.barrier`; one all-reduce, float32 [1] on the CPU.
+
+        Torch's own barrier picks a GPU by itself, and may pick the wrong one (pytorch #124714).
+        """
+        self.all_reduce(torch.zeros(1)).wait()

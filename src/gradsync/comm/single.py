@@ -1,0 +1,38 @@
+"""World size 1 as an ordinary communicator: every collective is the identity."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gradsync.comm.base import Done, ReduceOp, Work
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class SingleCommunicator:
+    """One rank, no process group, no bytes moved."""
+
+    rank = 0
+    world_size = 1
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
+        """The combination over one rank is the tensor itself."""
+        return Done()
+
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Work:
+        """Nobody else to hand it to."""
+        return Done()
+
+    def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
+        """Copy `tensor`, shape [n], into `output`, shape [n]."""
+        output.copy_(tensor)
+        return Done()
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, op: ReduceOp = "sum") -> Work:
+        """Copy `tensor`, shape [n], into `output`, shape [n]."""
+        output.copy_(tensor)
+        return Done()
+
+    def barrier(self) -> None:
+        """Everyone is here."""

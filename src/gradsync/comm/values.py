@@ -1,0 +1,62 @@
+"""Small values between ranks, as JSON over uint8 tensors: no pickle ever crosses the wire."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradsync.comm.base import Communicator
+
+
+def broadcast_json(comm: Communicator, value: Any = None) -> Any:
+    """Rank 0's `value` (anything JSON can write) on every rank; other ranks' argument is ignored.
+
+    Two broadcasts over the whole communicator: int64 [1] with the length, uint8 [length] with the
+    text. For start-up and shutdown, not for the step.
+    """
+    if comm.world_size == 1:
+        return value
+    payload = json.dumps(value).encode() if comm.rank == 0 else b""
+    size = torch.tensor([len(payload)], dtype=torch.int64)
+    comm.broadcast(size).wait()
+    data = torch.zeros(int(size.item()), dtype=torch.uint8)
+    if comm.rank == 0:
+        data.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+    comm.broadcast(data).wait()
+    return json.loads(bytes(data.tolist()))
+
+
+def all_sum(comm: Communicator, *numbers: float) -> tuple[float, ...]:
+    """The sums of a few numbers over all ranks, in float64 (one all-reduce, float64 [n])."""
+    data = torch.tensor(numbers, dtype=torch.float64)
+    comm.all_reduce(data).wait()
+    return tuple(data.tolist())
+
+
+def broadcast_tensors(
+    comm: Communicator, tensors: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """Rank 0's named CPU tensors on every rank; other ranks' argument is ignored.
+
+    Names, shapes and dtypes first (`broadcast_json`), then one broadcast per tensor.
+    """
+    if comm.world_size == 1:
+        return dict(tensors or {})
+    described = [
+        [name, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]
+        for name, tensor in (tensors or {}).items()
+    ]
+    received: dict[str, Tensor] = {}
+    for name, shape, dtype in broadcast_json(comm, described):
+        if comm.rank == 0 and tensors is not None:
+            tensor = tensors[name].contiguous()
+        else:
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+        # A uint8 view of the whole tensor: every dtype travels, bits unchanged.
+        comm.broadcast(tensor.reshape(-1).view(torch.uint8)).wait()
+        received[name] = tensor
+    return received

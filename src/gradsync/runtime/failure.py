@@ -1,0 +1,179 @@
+"""One rank's failure ends all ranks within seconds, and everybody shows *that* rank's traceback.
+
+    rank 1 raises            -> writes its traceback to the store, waits for acknowledgements, leaves
+    rank 0, in Python code   -> its watcher sees the note; after a grace the process ends
+    rank 0, in a collective  -> the connection closes, the collective raises; the note says why
+    rank 1 is killed (-9)    -> no note; the heartbeat that stopped says who
+
+A thread per rank reads one key of the store and writes one heartbeat a few times a second.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import sys
+import threading
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from gradsync.errors import PeerError
+from gradsync.runtime.store import wait_until
+
+_POLL_S = 0.25
+_GRACE_S = 5.0
+_SILENT_S = 2.0
+_TRACEBACK_LIMIT = 20_000
+_LOST_PEER = re.compile(
+    r"gloo|nccl|connection (closed|reset|refused)|broken pipe|recv|process ?group", re.IGNORECASE
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The first failure of a run, as the failing rank wrote it down."""
+
+    rank: int
+    host: str
+    summary: str
+    traceback_text: str
+
+    def as_error(self) -> PeerError:
+        """The exception that the other ranks raise."""
+        return PeerError(
+            f"rank {self.rank} on {self.host} failed first: {self.summary}\n"
+            f"--- traceback of rank {self.rank} ---\n{self.traceback_text.rstrip()}",
+            rank=self.rank,
+            traceback_text=self.traceback_text,
+        )
+
+
+def looks_like_lost_peer(error: BaseException) -> bool:
+    """True for what a collective or the store raises when another process has gone."""
+    kinds = ("DistError", "DistNetworkError", "DistBackendError", "DistStoreError")
+    if any(base.__name__ in kinds for base in type(error).__mro__):
+        return True
+    return type(error) is RuntimeError and bool(_LOST_PEER.search(str(error)))
+
+
+class FailureWatch:
+    """Watches for other ranks' failures; tells them ours.
+
+    Args:
+        store: a connection to the rendezvous store that nothing else blocks on.
+        rank, world_size: as in `World`.
+        grace_s: how long the main thread may take to notice by itself before the process ends.
+    """
+
+    def __init__(
+        self, store: Any, *, rank: int, world_size: int, grace_s: float = _GRACE_S
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._grace_s = grace_s
+        # Many ranks share one store: the more there are, the rarer each one's heartbeat.
+        self._interval_s = max(_POLL_S, world_size / 1000)
+        self._stop = threading.Event()
+        self._seen: Failure | None = None
+        self._thread = threading.Thread(target=self._run, name="gradsync-watch", daemon=True)
+
+    def start(self) -> None:
+        """Begin watching."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the watch; returns once the thread has gone."""
+        self._stop.set()
+        self._thread.join()
+
+    def settle(self, error: BaseException) -> PeerError | None:
+        """Decide whose failure `error` is: None for our own (now published), else the peer's.
+
+        Stops the watch, so that the main thread, which has noticed, may finish in peace.
+        """
+        self.stop()
+        if not looks_like_lost_peer(error):
+            self._publish(error)
+            return None
+        try:
+            wait_until(lambda: self._read() is not None, time.monotonic() + _SILENT_S)
+            failure = self._read()
+            if failure is None:
+                return PeerError(f"{self._who_is_silent()}; this rank ({self._rank}) saw: {error}")
+            return failure.as_error()
+        except Exception:  # whatever the store raises now, its server has gone
+            return PeerError(_coordinator_gone(self._rank), rank=0)
+
+    def _publish(self, error: BaseException) -> None:
+        text = "".join(traceback.format_exception(error))[-_TRACEBACK_LIMIT:]
+        summary = traceback.format_exception_only(error)[-1].strip()
+        failure = Failure(self._rank, socket.gethostname(), summary, text)
+        try:
+            if self._store.add("failures", 1) > 1:
+                return  # somebody was first; theirs is the cause worth showing
+            self._store.set("failure", json.dumps(asdict(failure)))
+            wait_until(
+                lambda: self._store.add("acknowledged", 0) >= self._world_size - 1,
+                time.monotonic() + _SILENT_S,
+            )
+        except Exception:
+            return  # the store's host has gone: nobody is left to be told
+
+    def _read(self) -> Failure | None:
+        if self._seen is None and self._store.check(["failure"]):
+            self._seen = Failure(**json.loads(self._store.get("failure")))
+            self._store.add("acknowledged", 1)
+        return self._seen
+
+    def _run(self) -> None:
+        beat = 0
+        while not self._stop.wait(self._interval_s):
+            beat += 1
+            try:
+                self._store.set(f"beat/{self._rank}", str(beat))
+                failure = self._read()
+                if failure is None:
+                    continue
+                message = str(failure.as_error())
+            except Exception:
+                message = _coordinator_gone(self._rank)
+            if not self._stop.wait(self._grace_s):
+                self._end_process(message)
+            return
+
+    def _end_process(self, message: str) -> None:
+        """The main thread hangs in a collective or computes on: end it from here."""
+        sys.stderr.write(f"gradsync: error: [rank {self._rank}] {message}\n")
+        sys.stderr.flush()
+        sys.stdout.flush()
+        os._exit(1)
+
+    def _who_is_silent(self) -> str:
+        """Name the ranks whose heartbeat stands still."""
+        others = [rank for rank in range(self._world_size) if rank != self._rank]
+
+        def beats() -> dict[int, bytes]:
+            keys = {rank: f"beat/{rank}" for rank in others}
+            return {
+                rank: self._store.get(key) for rank, key in keys.items() if self._store.check([key])
+            }
+
+        before = beats()
+        time.sleep(3 * self._interval_s)
+        after = beats()
+        silent = [rank for rank in others if before.get(rank) == after.get(rank)]
+        if not silent:
+            return "a connection to another rank broke, though all ranks are alive"
+        names = ", ".join(map(str, silent))
+        return f"rank(s) {names} vanished without a word (killed, out of memory, or the host died)"
+
+
+def _coordinator_gone(rank: int) -> str:
+    return (
+        f"rank 0, which serves the rendezvous store, vanished without a word; rank {rank} stops too"
+    )

@@ -1,0 +1,152 @@
+"""How the ranks of a run find each other: act on a `CoordinatorPlan`, end with a shared store.
+
+Rank 0 serves the store (or torchrun's agent does); all keys are prefixed by the restart
+generation, because an agent's store outlives its workers and a new generation that reads the dead
+one's addresses hangs (2 of 12 restarts came back without the prefix, 12 of 12 with it).
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gradsync.errors import RendezvousError
+from gradsync.runtime.coordinator import plan_coordinator
+from gradsync.runtime.publish import publish_port, read_port
+from gradsync.runtime.resolve import Resolution
+from gradsync.runtime.store import host_store, join_store, own_address, wait_until
+from gradsync.world import World
+
+
+class Meeting:
+    """A shared store, where it is, and what has to be cleaned up afterwards.
+
+    Args:
+        server: the `TCPStore` this rank serves, or None.
+        client: this rank's connection to the store.
+        address, port: where the store is served.
+        generation: prefix of every key.
+        note: file to remove once all ranks have joined.
+    """
+
+    def __init__(
+        self,
+        *,
+        server: Any,
+        client: Any,
+        address: str,
+        port: int,
+        generation: str,
+        note: Path | None = None,
+    ) -> None:
+        self.address = address
+        self.port = port
+        self._server = server
+        self._client = client
+        self._generation = generation
+        self._note = note
+        self.store = self._prefixed(client)
+
+    def second_connection(self, rank: int) -> Any:
+        """A store connection of its own, for a thread: a blocked one must not block the other."""
+        deadline_s = time.monotonic() + 10
+        return self._prefixed(join_store(self.address, self.port, rank=rank, deadline_s=deadline_s))
+
+    def everyone_is_here(self) -> None:
+        """Remove the published port: nobody needs it any more."""
+        if self._note is not None:
+            self._note.unlink(missing_ok=True)
+            self._note = None
+
+    def say_farewell(self, world: World, timeout_s: float) -> None:
+        """The rank that serves the store leaves last, or others would lose it in mid-sentence."""
+        try:
+            self.store.add("farewell", 1)
+            if self._server is not None:
+                wait_until(
+                    lambda: self.store.add("farewell", 0) >= world.world_size,
+                    time.monotonic() + timeout_s,
+                )
+        except Exception:  # the server has gone already; there is nobody left to be polite to
+            return
+
+    def torchrun_variables(self, world: World) -> dict[str, str]:
+        """The variables torchrun would have set, for other libraries in this process."""
+        return {
+            "RANK": str(world.rank),
+            "WORLD_SIZE": str(world.world_size),
+            "LOCAL_RANK": str(world.local_rank),
+            "LOCAL_WORLD_SIZE": str(world.local_world_size),
+            "MASTER_ADDR": self.address,
+            "MASTER_PORT": str(self.port),
+        }
+
+    def close(self) -> None:
+        """Drop the connections and, on the serving rank, the server."""
+        self.everyone_is_here()
+        self.store = self._client = self._server = None
+
+    def _prefixed(self, store: Any) -> Any:
+        import torch.distributed as dist
+
+        return dist.PrefixStore(f"gradsync/{self._generation}", store)
+
+
+def meet(env: Mapping[str, str], resolution: Resolution, *, deadline_s: float) -> Meeting:
+    """Find the other ranks as the launcher allows.
+
+    Args:
+        env: environment variables.
+        resolution: who we are.
+        deadline_s: monotonic clock, seconds; nothing here waits beyond it.
+
+    Raises:
+        LaunchError: no way to find rank 0 is given.
+        RendezvousError: rank 0 could not be reached in time, or its port is taken.
+    """
+    plan = plan_coordinator(env, resolution)
+    world = resolution.world
+    serves = world.is_main and not plan.hosted_by_agent
+    server, note = None, None
+    address, port = plan.address or "127.0.0.1", plan.port
+    if plan.kind == "mpi":
+        server, address, port = _meet_by_mpi(world)
+    elif serves:
+        server = host_store(address, port, one_host=world.one_host)
+        port = server.port
+        if plan.kind == "file":
+            note = publish_port(plan.key, port)
+    elif plan.kind == "file":
+        port = read_port(plan.key, rank=world.rank, deadline_s=deadline_s)
+    client = join_store(address, port, rank=world.rank, deadline_s=deadline_s)
+    return Meeting(
+        server=server,
+        client=client,
+        address=address,
+        port=port,
+        generation=resolution.generation,
+        note=note,
+    )
+
+
+def _meet_by_mpi(world: World) -> tuple[Any, str, int]:
+    """Rank 0 binds any free port and broadcasts where, as bytes: MPI's own object calls pickle."""
+    try:
+        from mpi4py import MPI
+    except ImportError:
+        raise RendezvousError(
+            f"rank {world.rank}: mpirun spans several hosts and gives no coordinator; install "
+            "gradsync[mpi] (mpi4py), or pass -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=<port>"
+        ) from None
+    server, address, port = None, "", 0
+    if world.is_main:
+        address = own_address()
+        server = host_store(address, 0, one_host=False)
+        port = server.port
+    message = bytearray(struct.pack("!H64s", port, address.encode()))
+    MPI.COMM_WORLD.Bcast([message, MPI.BYTE], root=0)
+    port, name = struct.unpack("!H64s", message)
+    return server, name.rstrip(b"\0").decode(), port

@@ -1,0 +1,228 @@
+"""A session: from launcher variables to a working process group and back, in one `with` block.
+
+    with gs.init() as world:
+        ...                     # world.device, world.rank; collectives work
+
+Order of what happens: read the launcher, pin threads, choose the device, meet the other ranks,
+build the process group, watch for failures. Everything is undone at the end of the block, also
+when it ends by an exception. With one process there is no process group at all.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from types import TracebackType
+
+from gradsync.errors import RunError
+from gradsync.runtime import environ
+from gradsync.runtime.device import check_not_shared, choose_device, device_identity
+from gradsync.runtime.failure import FailureWatch
+from gradsync.runtime.rendezvous import Meeting, meet
+from gradsync.runtime.resolve import Resolution, resolve
+from gradsync.runtime.store import Presence, check_in
+from gradsync.runtime.threads import choose_threads, pin_threads
+from gradsync.world import World, place
+
+log = logging.getLogger("gradsync")
+
+_FAREWELL_S = 10.0
+# Exit codes of an orderly end: done, and stopped by a signal with the checkpoint written.
+_ORDERLY_EXITS = (None, 0, 75)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SessionOptions:
+    """How to open a session."""
+
+    device: str = "auto"
+    """auto, cpu, cuda, or cuda:N."""
+    backend: str | None = None
+    """Torch backend; None takes gloo on CPU and gloo + nccl on CUDA."""
+    timeout_s: float = 1800.0
+    """Longest a collective may take, seconds."""
+    rendezvous_timeout_s: float = 60.0
+    """Longest to wait for the other ranks at the start, seconds."""
+    threads: int | None = None
+    """Intra-op threads of this rank; None takes cores of the host / ranks on the host."""
+
+
+class Session:
+    """See `gradsync.init`. `world` and `threads` hold from `open` on."""
+
+    def __init__(
+        self, options: SessionOptions | None = None, *, env: Mapping[str, str] | None = None
+    ) -> None:
+        self.options = options or SessionOptions()
+        self.world = World()
+        self.threads = 0
+        self._env = environ.snapshot() if env is None else dict(env)
+        self._stack = ExitStack()
+        self._meeting: Meeting | None = None
+        self._watch: FailureWatch | None = None
+
+    def __enter__(self) -> World:
+        return self.open()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close(error)
+
+    def open(self) -> World:
+        """Join the run; returns this rank's `World` with its device.
+
+        Raises:
+            LaunchError: launcher variables or the requested device make no sense.
+            RendezvousError: the other ranks did not come in time.
+        """
+        resolution = resolve(self._env)
+        self.world = resolution.world
+        if self.world.is_main:
+            for warning in resolution.warnings:
+                log.warning("%s", warning)
+        try:
+            if self.world.is_distributed:
+                self._join(resolution)
+            else:
+                self._set_up_compute(self.world)
+        except BaseException:
+            self._stack.close()
+            raise
+        return self.world
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave the run. With `error`, tell the other ranks, or raise the one that came first.
+
+        Raises:
+            PeerError: `error` is only the echo of another rank's failure.
+        """
+        orderly = error is None or (isinstance(error, SystemExit) and error.code in _ORDERLY_EXITS)
+        watch, self._watch = self._watch, None
+        cause = None
+        if watch is not None and self._meeting is not None:
+            if orderly or error is None:
+                watch.stop()
+                self._meeting.say_farewell(self.world, _FAREWELL_S)
+            else:
+                cause = watch.settle(error)
+                self._abort_cuda_group()
+        self._stack.close()
+        if cause is not None:
+            raise cause from None
+
+    def _join(self, resolution: Resolution) -> None:
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            raise RunError("a process group exists already; gradsync.init() makes its own")
+        options, world = self.options, self.world
+        deadline_s = time.monotonic() + options.rendezvous_timeout_s
+        meeting = meet(self._env, resolution, deadline_s=deadline_s)
+        self._meeting = meeting
+        self._stack.callback(meeting.close)
+        # A rank's device is part of what it tells the others, unless they must first tell it
+        # which of the host's ranks it is.
+        if not resolution.needs_hosts:
+            self._set_up_compute(world)
+        presences = check_in(
+            meeting.store,
+            Presence(socket.gethostname(), device_identity(self.world.device), os.getpid()),
+            rank=world.rank,
+            world_size=world.world_size,
+            deadline_s=deadline_s,
+        )
+        meeting.everyone_is_here()
+        if resolution.needs_hosts:
+            hosts = [presence.host for presence in presences]
+            self._set_up_compute(place(world, hosts, trust_local=resolution.trust_local))
+        check_not_shared(
+            [presence.host for presence in presences],
+            [presence.device_identity for presence in presences],
+        )
+        self._make_group(meeting)
+
+    def _set_up_compute(self, world: World) -> None:
+        options = self.options
+        self.threads = choose_threads(world.local_world_size, requested=options.threads)
+        self._stack.callback(pin_threads, pin_threads(self.threads))
+        self.world = replace(world, device=choose_device(options.device, world.local_rank))
+
+    def _make_group(self, meeting: Meeting) -> None:
+        import torch
+        import torch.distributed as dist
+
+        world, options = self.world, self.options
+        on_cuda = world.device.startswith("cuda")
+        variables = meeting.torchrun_variables(world)
+        if world.one_host and not self._env.get("GLOO_SOCKET_IFNAME"):
+            # Gloo would listen on whatever the host's name resolves to.
+            variables["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
+        self._stack.enter_context(environ.exported(variables))
+        dist.init_process_group(
+            options.backend or ("cpu:gloo,cuda:nccl" if on_cuda else "gloo"),
+            store=dist.PrefixStore("group", meeting.store),
+            rank=world.rank,
+            world_size=world.world_size,
+            timeout=timedelta(seconds=options.timeout_s),
+            device_id=torch.device(world.device) if on_cuda else None,
+        )
+        self._stack.callback(dist.destroy_process_group)
+        self._watch = FailureWatch(
+            meeting.second_connection(world.rank), rank=world.rank, world_size=world.world_size
+        )
+        self._watch.start()
+
+    def _abort_cuda_group(self) -> None:
+        """Destroying an NCCL group waits for its operations, which may never end: abort it."""
+        import torch.distributed as dist
+
+        if dist.is_initialized() and self.world.device.startswith("cuda"):
+            dist.distributed_c10d._abort_process_group()
+
+
+def init(
+    *,
+    device: str = "auto",
+    backend: str | None = None,
+    timeout_s: float = 1800.0,
+    rendezvous_timeout_s: float = 60.0,
+    threads: int | None = None,
+) -> Session:
+    """Join the run this process was started in: python, torchrun, mpirun, srun, or nothing.
+
+    Use it as `with gs.init() as world:`. One rank's exception ends all ranks within seconds.
+
+    Args:
+        device: auto, cpu, cuda (index = local rank modulo visible devices), or cuda:N.
+        backend: torch backend; None takes gloo on CPU and gloo + nccl on CUDA.
+        timeout_s: longest a collective may take, seconds.
+        rendezvous_timeout_s: longest to wait for the other ranks at the start, seconds.
+        threads: intra-op threads; None takes cores of the host / ranks on the host.
+
+    Returns:
+        A context manager that gives this rank's `World`.
+
+    Raises (when entered):
+        LaunchError: launcher variables or the requested device make no sense.
+        RendezvousError: the other ranks did not come in time.
+    """
+    return Session(
+        SessionOptions(
+            device=device,
+            backend=backend,
+            timeout_s=timeout_s,
+            rendezvous_timeout_s=rendezvous_timeout_s,
+            threads=threads,
+        )
+    )

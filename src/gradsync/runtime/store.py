@@ -1,0 +1,175 @@
+"""The rendezvous store: its socket bound by us, its peers waited for with names and a deadline.
+
+Torch's `TCPStore` listens on every interface even for 127.0.0.1, and an address chosen before it
+is bound can be taken by somebody else. So rank 0 binds the socket itself (port 0: the system picks
+a free one), hands it over by `master_listen_fd`, and publishes the port only then.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import json
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+from gradsync.errors import RendezvousError
+
+# How long one operation on a store that answers may take; connecting has its own deadline.
+_OPERATION_TIMEOUT = timedelta(seconds=60)
+_POLL_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Presence:
+    """What a rank tells the others when it arrives."""
+
+    host: str
+    device_identity: str
+    pid: int
+
+
+def host_store(address: str, port: int, *, one_host: bool) -> Any:
+    """Bind, listen, and serve a store; rank 0 calls it. The bound port is `store.port`.
+
+    Args:
+        address: name or IP under which the others will look for us.
+        port: 0 for any free port.
+        one_host: bind to loopback only.
+
+    Raises:
+        RendezvousError: the port is taken, or the address is not one of this host.
+    """
+    import torch.distributed as dist
+
+    bind_to = "127.0.0.1" if one_host else _bind_address(address)
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((bind_to, port))
+        listener.listen(512)
+        bound = listener.getsockname()[1]
+    except OSError as error:
+        listener.close()
+        raise RendezvousError(_bind_problem(error, address, port)) from None
+    return dist.TCPStore(
+        "127.0.0.1" if bind_to == "0.0.0.0" else bind_to,
+        bound,
+        None,
+        is_master=True,
+        timeout=_OPERATION_TIMEOUT,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def join_store(address: str, port: int, *, rank: int, deadline_s: float) -> Any:
+    """Connect to the store rank 0 serves, trying until `deadline_s` (monotonic clock, seconds).
+
+    Raises:
+        RendezvousError: nobody answered in time.
+    """
+    import torch.distributed as dist
+
+    # Knock with a plain socket first: torch's client logs a stack trace for every failed try.
+    started = time.monotonic()
+    problem = "no answer"
+    while True:
+        left = deadline_s - time.monotonic()
+        if left <= 0:
+            raise RendezvousError(
+                f"rank {rank} could not reach the coordinator at {address}:{port} within "
+                f"{time.monotonic() - started:.0f} s ({problem}); is rank 0 running, is "
+                "MASTER_ADDR/MASTER_PORT right, and is the port open between the hosts?"
+            )
+        try:
+            socket.create_connection((address, port), timeout=min(left, 5.0)).close()
+            break
+        except OSError as error:
+            problem = error.strerror or str(error)
+            time.sleep(min(_POLL_S, left))
+    return dist.TCPStore(
+        address,
+        port,
+        None,
+        is_master=False,
+        timeout=_OPERATION_TIMEOUT,
+        wait_for_workers=False,
+    )
+
+
+def check_in(
+    store: Any, presence: Presence, *, rank: int, world_size: int, deadline_s: float
+) -> list[Presence]:
+    """Announce this rank and wait for all others; returns every rank's presence in rank order.
+
+    Raises:
+        RendezvousError: naming the ranks that did not come.
+    """
+    store.set(f"here/{rank}", json.dumps(asdict(presence)))
+    keys = [f"here/{other}" for other in range(world_size)]
+    if not wait_until(lambda: store.check(keys), deadline_s):
+        missing = [other for other in range(world_size) if not store.check([f"here/{other}"])]
+        raise RendezvousError(
+            f"rank {rank} waited in vain for rank(s) {_short(missing)} of {world_size}; they did "
+            "not start, crashed on the way, or were given another coordinator"
+        )
+    return [Presence(**json.loads(value)) for value in store.multi_get(keys)]
+
+
+def wait_until(holds: Callable[[], bool], deadline_s: float) -> bool:
+    """Poll `holds` until it is true or the monotonic clock passes `deadline_s`."""
+    while not holds():
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(_POLL_S)
+    return True
+
+
+def own_address() -> str:
+    """The address other hosts reach this one by: the source address of its default route."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # TEST-NET-1; a datagram connect sends nothing
+            return probe.getsockname()[0]
+        except OSError:
+            return socket.gethostbyname(socket.gethostname())
+
+
+def _bind_address(address: str) -> str:
+    """The interface to listen on, so that no other one is open.
+
+    A *name* that means loopback here (Debian maps the own host name to 127.0.1.1) means another
+    address on the other hosts: then, and only then, listen on all interfaces.
+    """
+    try:
+        resolved = socket.gethostbyname(address)
+    except OSError as error:
+        raise RendezvousError(f"the coordinator's name {address!r} does not resolve") from error
+    literal = address in (resolved, "localhost")
+    if ipaddress.ip_address(resolved).is_loopback and not literal:
+        return "0.0.0.0"
+    return resolved
+
+
+def _bind_problem(error: OSError, address: str, port: int) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return (
+            f"port {port} on {address} is already in use; set MASTER_PORT to a free port, or leave "
+            "it unset on one host to get one"
+        )
+    if error.errno == errno.EADDRNOTAVAIL:
+        return (
+            f"rank 0 runs on {socket.gethostname()}, which does not own the coordinator's address "
+            f"{address}; set MASTER_ADDR to rank 0's host"
+        )
+    return f"cannot listen on {address}:{port}: {error.strerror}"
+
+
+def _short(ranks: list[int]) -> str:
+    head = ", ".join(map(str, ranks[:8]))
+    return head + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

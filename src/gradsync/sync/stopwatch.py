@@ -1,0 +1,43 @@
+"""Time between two points of the step, on the CPU's clock or in the GPU's stream."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+
+class Stopwatch:
+    """`start`, `stop`, and later `seconds()`.
+
+    On CUDA it records events and reads them only when asked, so that measuring does not
+    synchronise the step; wall-clock time there would measure the launch, not the work.
+    """
+
+    def __init__(self, *, on_cuda: bool) -> None:
+        self._on_cuda = on_cuda
+        self._marks: list[Any] = [None, None]
+
+    def start(self) -> None:
+        """Mark the beginning."""
+        self._marks[0] = self._now()
+
+    def stop(self) -> None:
+        """Mark the end."""
+        self._marks[1] = self._now()
+
+    def seconds(self) -> float:
+        """Time from `start` to `stop`, seconds; waits for the GPU if it has not come so far."""
+        first, last = self._marks
+        if not self._on_cuda:
+            return last - first
+        last.synchronize()
+        return first.elapsed_time(last) / 1000
+
+    def _now(self) -> Any:
+        if not self._on_cuda:
+            return time.perf_counter()
+        import torch
+
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event

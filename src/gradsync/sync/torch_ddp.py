@@ -1,0 +1,110 @@
+"""`ddp`: torch's own DistributedDataParallel, the yardstick.
+
+Buckets of `bucket_mb` are all-reduced while backward still runs (Li et al. 2020, arXiv 2006.15704):
+
+    backward   ──[layer n]──[layer n-1]── … ──[layer 1]─┐
+    all_reduce        ──[bucket 0]──[bucket 1]── … ──[last]── optimizer
+
+DDP must know *before the forward* whether the coming backward shall synchronise: set between
+forward and backward, the flag is ignored and replicas drift apart silently. Hence `micro_step`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gradsync.comm.base import Communicator
+from gradsync.errors import ConfigError
+from gradsync.sync.reducer import Reduction, sum_gradients, trainable
+from gradsync.sync.stopwatch import Stopwatch
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class TorchDdpReducer:
+    """Adapter around `torch.nn.parallel.DistributedDataParallel`.
+
+    Args:
+        model: on its device already; stays unwrapped for everybody else (names, checkpoints).
+        comm: must be a process-group communicator.
+        bucket_mb: `bucket_cap_mb` of DDP, MiB.
+        find_unused_parameters: as in DDP; needed when a parameter gets no gradient in some step.
+        compile_wrapper: `torch.compile` around DDP, as torch's documentation recommends; the other
+            order is to compile the model before it comes here.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        comm: Communicator,
+        *,
+        bucket_mb: float = 25.0,
+        find_unused_parameters: bool = False,
+        compile_wrapper: bool = False,
+    ) -> None:
+        group = getattr(comm, "group", None)
+        if group is None:
+            raise ConfigError("sync='ddp' needs a torch process group; use sync='naive' here")
+        self._comm = comm
+        self._parameters = [parameter for _, parameter in trainable(model)]
+        self._ddp = torch.nn.parallel.DistributedDataParallel(
+            model,
+            process_group=group,
+            bucket_cap_mb=bucket_mb,
+            gradient_as_bucket_view=True,
+            find_unused_parameters=find_unused_parameters,
+        )
+        self._called: Any = torch.compile(self._ddp) if compile_wrapper else self._ddp
+        self._synchronised = False
+        self._forwards = 0
+        self._watch = Stopwatch(on_cuda=any(p.is_cuda for p in self._parameters))
+        # The last gradient that is ready marks the end of this rank's own work; what backward
+        # still waits for after that is exposed communication.
+        for parameter in self._parameters:
+            parameter.register_post_accumulate_grad_hook(lambda _: self._watch.start())
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """The model, through DDP; counted, so that a forward past it is noticed."""
+        self._forwards += 1
+        return self._called(*inputs, **named)
+
+    def prime(self, forward_backward: Callable[[], None]) -> None:
+        """Let DDP see one backward: it regroups its buckets after the first one, in ready order."""
+        with self.micro_step(last=True):
+            forward_backward()
+        self._synchronised = False
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    @contextmanager
+    def micro_step(self, *, last: bool) -> Iterator[None]:
+        """Synchronise in this backward, or (`no_sync`, forward included) only accumulate."""
+        before = self._forwards
+        if last:
+            yield
+            self._synchronised = True
+            self._watch.stop()
+        else:
+            with self._ddp.no_sync():
+                yield
+        if self._forwards == before:
+            raise ConfigError(
+                "sync='ddp': the forward did not go through `sync.forward(...)`, so torch DDP "
+                "could not synchronise; call it in place of the model"
+            )
+
+    def reduce(self, used: list[bool]) -> Reduction:
+        """Nothing is left to do, unless no micro-step was the last one on all ranks.
+
+        That is the case in a step in which some rank had no leaf: DDP cannot take part without a
+        backward, so all ranks sum after it, as `naive` does.
+        """
+        if not self._synchronised:
+            return sum_gradients(self._parameters, used, self._comm)
+        self._synchronised = False
+        return Reduction(divided_by=self._comm.world_size, exposed=self._watch)

@@ -1,0 +1,185 @@
+"""What a training run is, as one frozen value. No torch here: `--help` must be quick."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from gradsync.errors import ConfigError
+from gradsync.models.config import GPTConfig
+
+Dtype = Literal["bf16", "fp32", "fp16"]
+Schedule = Literal["cosine", "wsd", "constant"]
+CompileOrder = Literal["off", "model", "ddp"]
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise ConfigError(message)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimConfig:
+    """AdamW (arXiv 1711.05101) and its learning-rate schedule."""
+
+    lr: float = 6e-4
+    """Peak learning rate."""
+    min_lr_ratio: float = 0.1
+    """Final learning rate as a fraction of the peak."""
+    schedule: Schedule = "cosine"
+    """cosine (arXiv 1608.03983), wsd = warm-up, stable, decay (arXiv 2404.06395), or constant."""
+    warmup_steps: int = 100
+    """Linear warm-up, optimizer steps; at most `steps`."""
+    decay_fraction: float = 0.2
+    """wsd: share of all steps in which the learning rate falls linearly."""
+    weight_decay: float = 0.1
+    """Decay of matrices and embeddings; vectors (norms) are not decayed."""
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.95
+    """Decay of the second moment."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    clip_norm: float | None = 1.0
+    """Largest L2 norm of the mean gradient; None does not clip."""
+    fused: bool = True
+    """Torch's fused AdamW kernel."""
+
+    def __post_init__(self) -> None:
+        _require(self.lr > 0, f"optim.lr must be positive; got {self.lr}")
+        _require(
+            0 <= self.min_lr_ratio <= 1,
+            f"optim.min_lr_ratio must be in 0..1; got {self.min_lr_ratio}",
+        )
+        _require(
+            self.warmup_steps >= 0,
+            f"optim.warmup_steps must not be negative; got {self.warmup_steps}",
+        )
+        _require(
+            0 < self.decay_fraction <= 1,
+            f"optim.decay_fraction must be in 0..1; got {self.decay_fraction}",
+        )
+        _require(
+            self.clip_norm is None or self.clip_norm > 0,
+            f"optim.clip_norm must be positive, or None for no clipping; got {self.clip_norm}",
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalConfig:
+    """Exact evaluation on the validation split, shared by all ranks."""
+
+    every: int = 100
+    """Optimizer steps between evaluations; one more follows the last step. 0: only that one."""
+    max_tokens: int | None = 65_536
+    """Evaluate on the first so many tokens (rounded down to whole sequences); None for all."""
+
+    def __post_init__(self) -> None:
+        _require(self.every >= 0, f"eval.every must not be negative; got {self.every}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig:
+    """When to save and how many to keep."""
+
+    every: int = 200
+    """Optimizer steps between checkpoints; one more follows the last step. 0: only that one."""
+    keep_last: int = 2
+    """Good checkpoints to keep, at least 1."""
+
+    def __post_init__(self) -> None:
+        _require(self.every >= 0, f"checkpoint.every must not be negative; got {self.every}")
+        _require(self.keep_last >= 1, f"checkpoint.keep_last must be >= 1; got {self.keep_last}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SyncConfig:
+    """Options of the synchronisation strategy."""
+
+    bucket_mb: float = 25.0
+    """ddp: size of a bucket of gradients, MiB."""
+    find_unused_parameters: bool = False
+    """ddp: look for parameters that get no gradient in a step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """A training run. Sizes are global: they mean the same on any number of ranks."""
+
+    preset: str = "tiny"
+    """Model preset this configuration started from."""
+    steps: int = 1000
+    """Optimizer steps."""
+    seed: int = 1337
+    """Decides initial weights, order of samples and dropout."""
+    sync: str = "ddp"
+    """Synchronisation strategy: naive or ddp."""
+    out: str = ""
+    """Run directory; empty makes runs/PRESET-DATE-TIME."""
+    data: str = ""
+    """Directory with train.bin and val.bin; empty takes the Python standard library's source."""
+    tokens_per_update: int = 524_288
+    """Tokens of one optimizer step over all ranks, whatever the world size."""
+    micro_batch_size: int = 4
+    """Sequences of one forward and backward (one leaf)."""
+    seq_len: int | None = None
+    """Tokens of a sequence; None takes the model's block_size."""
+    dtype: Dtype = "bf16"
+    """bf16 and fp16 are autocast over fp32 weights; fp16 needs CUDA."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
+    tf32: bool = True
+    """CUDA: allow TF32 in fp32 matrix products."""
+    threads: int | None = None
+    """Intra-op threads of a rank; None takes cores of the host / ranks on the host."""
+    nproc_per_node: int | None = None
+    """Start this many ranks on this host; None joins the launcher that started us."""
+    resume: str = "auto"
+    """auto (continue what --out holds), none (refuse to), or the path of a run or checkpoint."""
+    allow_numeric_change: bool = False
+    """Resume although bits may differ: another torch, CPU, dtype, thread count …"""
+    compile: CompileOrder = "off"
+    """torch.compile: off, model (before the strategy wraps it) or ddp (around torch DDP)."""
+    activation_checkpointing: bool = False
+    """Recompute activations in backward: less memory, about a third more compute."""
+    num_workers: int = 0
+    """Data-loading processes of a rank."""
+    log_every: int = 10
+    """Optimizer steps between printed lines; metrics.jsonl has every step."""
+    timeout_s: float = 1800.0
+    """Longest a collective may take, seconds."""
+    rendezvous_timeout_s: float = 60.0
+    """Longest to wait for the other ranks at the start, seconds."""
+    sample_tokens: int = 200
+    """Tokens of text to generate at the end; 0 for none."""
+    model: GPTConfig = field(default_factory=GPTConfig)
+    """Shape of the model; its vocabulary follows the data unless it is set."""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    """Optimizer and schedule."""
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    """Evaluation."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """Checkpoints."""
+    ddp: SyncConfig = field(default_factory=SyncConfig)
+    """Options of sync=ddp."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "tokens_per_update", "micro_batch_size", "log_every"):
+            value = getattr(self, name)
+            _require(value >= 1, f"{name} must be at least 1; got {value}")
+        for name in ("threads", "nproc_per_node", "seq_len"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, f"{name} must be at least 1; got {value}")
+        _require(
+            self.sequence_length <= self.model.block_size,
+            f"seq_len {self.seq_len} is longer than model.block_size {self.model.block_size}",
+        )
+        _require(
+            self.compile != "ddp" or self.sync == "ddp",
+            f"compile=ddp wraps torch DDP, but sync={self.sync}; use compile=model",
+        )
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens of a sequence."""
+        return self.model.block_size if self.seq_len is None else self.seq_len

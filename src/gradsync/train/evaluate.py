@@ -1,0 +1,46 @@
+"""Exact evaluation: every sample once, shared by all ranks, no padded duplicates."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import torch
+
+from gradsync.comm.base import Communicator
+from gradsync.comm.values import all_sum
+from gradsync.data.evaluation import EvalLeaves
+from gradsync.errors import RunError
+from gradsync.models.gpt import GPT, loss_sum
+
+
+@torch.no_grad()
+def evaluate(
+    model: GPT, leaves: EvalLeaves, comm: Communicator, autocast: AbstractContextManager[None]
+) -> float:
+    """Mean loss per target over the evaluation set, nats, the same on all ranks.
+
+    Ranks may have different numbers of leaves: nothing communicates until all are done, then one
+    all-reduce of (loss sum, targets, samples), float64 [3]. It calls the model itself, not its
+    wrapper: a wrapper's forward would communicate.
+
+    Raises:
+        RunError: the samples counted are not the samples there are.
+    """
+    was_training = model.training
+    model.eval()
+    total = torch.zeros((), dtype=torch.float64, device=model.embed.weight.device)
+    targets, samples = 0, 0
+    try:
+        for leaf in leaves:
+            with autocast:
+                total += loss_sum(model(leaf.inputs), leaf.targets)
+            targets += leaf.num_targets
+            samples += leaf.num_samples
+    finally:
+        model.train(was_training)
+    loss, num_targets, num_samples = all_sum(comm, float(total), targets, samples)
+    if num_samples != leaves.total_samples:
+        raise RunError(
+            f"evaluation counted {num_samples:.0f} samples, the set has {leaves.total_samples}"
+        )
+    return loss / num_targets

@@ -1,0 +1,71 @@
+"""The numeric fingerprint: everything that decides bits, apart from the data and the weights.
+
+Measured: 16 of 56 fp32 operations change bits with the thread count, ten settings of the CPU's
+instruction set gave eight different weight hashes. So a run writes down what it computed with, and
+a resume that differs is refused by name.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from gradsync.data.plan import BatchPlan
+from gradsync.errors import CheckpointError
+from gradsync.runtime import environ
+from gradsync.train.config import TrainConfig
+from gradsync.world import World
+
+Fingerprint = dict[str, str | int | float | bool | None]
+
+# What the machine decides. Between different world sizes the strategies here promise the same
+# samples, not the same bits, so there these only warn.
+_MACHINE = ("torch", "device", "cpu_capability", "math_env", "threads", "tf32")
+_MATH_VARIABLES = ("MKL_CBWR", "ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
+
+
+def numeric_fingerprint(
+    config: TrainConfig, world: World, plan: BatchPlan, *, threads: int
+) -> Fingerprint:
+    """What this run computes with, equal on all ranks of a homogeneous run."""
+    on_cuda = world.device.startswith("cuda")
+    settings = [f"{name}={value}" for name in _MATH_VARIABLES if (value := environ.get(name))]
+    return {
+        "torch": str(torch.__version__),
+        "device": torch.cuda.get_device_name(world.device) if on_cuda else "cpu",
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "math_env": " ".join(settings),
+        "threads": threads,
+        "tf32": config.tf32 if on_cuda else False,
+        "dtype": config.dtype,
+        "sync": config.sync,
+        "compile": config.compile,
+        "leaf_shape": f"{plan.micro_batch_size}x{plan.seq_len}",
+        "num_leaves": plan.num_leaves,
+        "world_size": world.world_size,
+    }
+
+
+def compare(saved: Fingerprint, now: Fingerprint, *, allow_change: bool) -> list[str]:
+    """Differences that only deserve a warning.
+
+    Raises:
+        CheckpointError: a difference changes the bits, naming each field.
+    """
+    differs = {
+        name: f"{name}: {saved.get(name)!r} then, {now.get(name)!r} now"
+        for name in now
+        if saved.get(name) != now.get(name)
+    }
+    if not differs:
+        return []
+    tolerated = {"world_size"}
+    if "world_size" in differs:
+        tolerated |= set(_MACHINE)
+    refused = [text for name, text in differs.items() if name not in tolerated]
+    if refused and not allow_change:
+        raise CheckpointError(
+            "the checkpoint was computed with other numerics, bits would change: "
+            + "; ".join(refused)
+            + " (restore the setting, or go on with --allow-numeric-change)"
+        )
+    return list(differs.values())

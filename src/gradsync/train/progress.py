@@ -1,0 +1,125 @@
+"""What a person sees: a live line on a terminal, one plain line per interval elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tick:
+    """The figures of one logged interval; losses and norms are global values."""
+
+    step: int
+    """Optimizer steps done."""
+    loss: float
+    """Mean loss of the interval's last step, nats per token."""
+    lr: float
+    """Learning rate of that step."""
+    grad_norm: float | None
+    """Norm of its mean gradient before clipping."""
+    tokens_per_s: float
+    """Tokens per second, all ranks together."""
+    step_s: float
+    """Mean time of a step, seconds."""
+    data_s: float
+    """Of which waiting for data on rank 0, seconds."""
+    comm_s: float
+    """Of which communication that nothing hid on rank 0, seconds."""
+
+
+class Progress:
+    """Prints on rank 0, says nothing elsewhere.
+
+    Args:
+        steps: total optimizer steps.
+        world_size: ranks, for the per-device rate.
+        enabled: rank 0.
+        stream: where to; a terminal gets a live line (rich honours NO_COLOR).
+    """
+
+    def __init__(
+        self, steps: int, world_size: int, *, enabled: bool, stream: TextIO | None = None
+    ) -> None:
+        self._steps = steps
+        self._world_size = world_size
+        self._enabled = enabled
+        self._stream = stream or sys.stdout
+        self._live: Any = None
+        self._task: Any = None
+        self._since: tuple[int, float] | None = None
+
+    def start(self, done_steps: int) -> None:
+        """Begin at `done_steps`."""
+        self._since = (done_steps, time.monotonic())
+        if self._enabled and self._stream.isatty():
+            self._live = _live_line(self._stream)
+            self._task = self._live.add_task(
+                "train", total=self._steps, completed=done_steps, say=""
+            )
+            self._live.start()
+
+    def say(self, text: str) -> None:
+        """Print a line, above the live one if there is one."""
+        if not self._enabled:
+            return
+        if self._live is not None:
+            self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            print(text, file=self._stream, flush=True)
+
+    def tick(self, tick: Tick) -> None:
+        """Show one interval."""
+        if not self._enabled:
+            return
+        line = self._describe(tick)
+        if self._live is not None:
+            self._live.update(self._task, completed=tick.step, say=line)
+        else:
+            eta = f"eta {_clock(self._seconds_left(tick.step))}"
+            self.say(f"step {tick.step:>{len(str(self._steps))}}/{self._steps}  {line}  {eta}")
+
+    def stop(self) -> None:
+        """End the live line; safe to call twice."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _describe(self, tick: Tick) -> str:
+        norm = "" if tick.grad_norm is None else f"  norm {tick.grad_norm:.2f}"
+        rate = tick.tokens_per_s / self._world_size
+        share = 100 * tick.comm_s / tick.step_s if tick.step_s else 0.0
+        return (
+            f"loss {tick.loss:.4f}{norm}  lr {tick.lr:.2e}  "
+            f"{rate:,.0f} tok/s/device  comm {share:.0f}%"
+        )
+
+    def _seconds_left(self, step: int) -> float:
+        if self._since is None or step <= self._since[0]:
+            return 0.0
+        first, started = self._since
+        return (time.monotonic() - started) / (step - first) * (self._steps - step)
+
+
+def _live_line(stream: TextIO) -> Any:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Live
+
+    return Live(
+        TextColumn("step"),
+        MofNCompleteColumn(),
+        BarColumn(bar_width=20),
+        TextColumn("{task.fields[say]}", markup=False),
+        TextColumn("eta"),
+        TimeRemainingColumn(),
+        console=Console(file=stream),
+    )
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,0 +1,237 @@
+"""One training run from configuration to summary."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, TextIO
+
+from gradsync.checkpoint.store import CheckpointStore
+from gradsync.checkpoint.weights import weights_sha256
+from gradsync.comm.choose import communicator
+from gradsync.data.tokenizer import load_tokenizer
+from gradsync.errors import GradsyncError
+from gradsync.models.generate import generate
+from gradsync.runtime.signals import StopRequest
+from gradsync.train.config import TrainConfig
+from gradsync.train.fingerprint import numeric_fingerprint
+from gradsync.train.loop import Totals, Trainer
+from gradsync.train.progress import Progress
+from gradsync.train.run_dir import RunDir
+from gradsync.train.setup import Data, Learner, build_learner, model_config, open_data
+from gradsync.train.state import restore
+from gradsync.world import World
+
+EXIT_REQUEUE = 75
+
+log = logging.getLogger("gradsync")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """How a run ended."""
+
+    exit_code: int
+    """0 done, 75 stopped by a signal with the checkpoint written."""
+    summary: dict[str, Any]
+    """What `summary.json` holds; on rank 0 only, else empty."""
+
+
+def train(
+    config: TrainConfig, world: World, *, threads: int, stream: TextIO | None = None
+) -> Outcome:
+    """Train as `config` says, as one rank of `world`; call it inside `with gs.init()`.
+
+    Args:
+        config: `out` must be set, and equal on all ranks.
+        world: from `gs.init()`.
+        threads: intra-op threads of this rank, for the fingerprint.
+        stream: where rank 0 prints; stdout by default.
+
+    Raises:
+        GradsyncError: see the error tree; nothing that was there before is lost.
+    """
+    run_dir = RunDir(config.out)
+    with StopRequest() as stop, _rank_log(run_dir, world), _exit_note(run_dir, world):
+        progress = Progress(
+            config.steps, world.world_size, enabled=world.is_main, stream=stream or sys.stdout
+        )
+        try:
+            return _train(config, world, threads, run_dir, progress, stop)
+        finally:
+            progress.stop()
+            run_dir.close()
+
+
+def _train(
+    config: TrainConfig,
+    world: World,
+    threads: int,
+    run_dir: RunDir,
+    progress: Progress,
+    stop: StopRequest,
+) -> Outcome:
+    comm = communicator(world)
+    if world.is_main and config.resume == "none":
+        run_dir.refuse_overwrite()
+    data = open_data(config, world, comm)
+    shape = model_config(config, None if data.meta is None else data.meta.vocab_size)
+    learner = build_learner(config, world, shape, comm)
+    fingerprint = numeric_fingerprint(config, world, data.plan, threads=threads)
+    store = CheckpointStore(run_dir.checkpoints, config.checkpoint.keep_last)
+    resumed = restore(config, learner, data.train, fingerprint, comm, store)
+    if world.is_main:
+        run_dir.begin(config, world, threads=threads, done_steps=resumed.step)
+        _introduce(progress, config, world, data, learner, threads)
+        for note in resumed.notes:
+            progress.say(f"note: {note}")
+        if resumed.source:
+            progress.say(f"continuing from {resumed.source} (step {resumed.step})")
+    trainer = Trainer(
+        config,
+        world,
+        comm,
+        data,
+        learner,
+        fingerprint=fingerprint,
+        run_dir=run_dir,
+        store=store,
+        progress=progress,
+    )
+    progress.start(resumed.step)
+    totals = trainer.run(resumed.step, stop)
+    progress.stop()
+    data.train.close()
+    if totals.stopped_by:
+        progress.say(
+            f"stopped by {totals.stopped_by} after step {totals.step}; checkpoint written, the "
+            f"same command with --out {run_dir.path} goes on from there"
+        )
+    if not world.is_main:
+        return Outcome(exit_code=EXIT_REQUEUE if totals.stopped_by else 0, summary={})
+    summary = _summarise(totals, config, world, data, learner)
+    run_dir.write_json("summary.json", summary)
+    if not totals.stopped_by:
+        _farewell(progress, config, data, learner, totals, run_dir)
+    return Outcome(exit_code=EXIT_REQUEUE if totals.stopped_by else 0, summary=summary)
+
+
+def _introduce(
+    progress: Progress,
+    config: TrainConfig,
+    world: World,
+    data: Data,
+    learner: Learner,
+    threads: int,
+) -> None:
+    shape = learner.model.config
+    progress.say(
+        f"{world.world_size} rank(s) by {world.launcher} on {world.num_nodes} host(s), "
+        f"{world.device.partition(':')[0]}, {threads} thread(s) a rank, {config.dtype}, "
+        f"sync {config.sync}"
+    )
+    progress.say(
+        f"model {config.preset}: {shape.n_embd} wide x {shape.n_layer} deep, "
+        f"{shape.num_params():,} parameters, vocabulary {shape.vocab_size}"
+    )
+    progress.say(f"data {data.directory}")
+    progress.say(data.plan.describe())
+
+
+def _summarise(
+    totals: Totals, config: TrainConfig, world: World, data: Data, learner: Learner
+) -> dict[str, Any]:
+    tokens_timed = totals.steps_timed * config.tokens_per_update
+    return {
+        "steps": totals.step,
+        "tokens": totals.step * config.tokens_per_update,
+        "final_train_loss": _number(totals.train_loss),
+        "val_loss": _number(totals.val_loss),
+        "unigram_entropy": None if data.meta is None else data.meta.unigram_entropy_nats,
+        "weights_sha256": weights_sha256(learner.model.named_parameters()),
+        "world_size": world.world_size,
+        "launcher": world.launcher,
+        "sync": config.sync,
+        "tokens_per_s": tokens_timed / totals.wall_s if totals.wall_s else None,
+        "exposed_comm_fraction": totals.exposed_s / totals.wall_s if totals.wall_s else None,
+        "wall_s": totals.wall_s,
+        "stopped_by": totals.stopped_by,
+        "config": asdict(config),
+    }
+
+
+def _farewell(
+    progress: Progress,
+    config: TrainConfig,
+    data: Data,
+    learner: Learner,
+    totals: Totals,
+    run_dir: RunDir,
+) -> None:
+    """Final figures, a sample of text, and where everything lies."""
+    if math.isfinite(totals.train_loss):
+        progress.say(f"final training loss {totals.train_loss:.4f}")
+    if math.isfinite(totals.val_loss):
+        progress.say(f"final validation loss {totals.val_loss:.4f} nats per token")
+    if data.meta is not None:
+        progress.say(
+            f"for comparison: {data.meta.unigram_entropy_nats:.4f} is the entropy of single "
+            f"{data.meta.tokenizer} tokens (a model that only counts them)"
+        )
+        if config.sample_tokens:
+            tokenizer = load_tokenizer(data.meta, data.directory)
+            prompt = tokenizer.encode("def ").tolist()
+            ids = generate(learner.model, prompt, config.sample_tokens, seed=config.seed)
+            progress.say(f"--- a sample ---\n{tokenizer.decode(ids)}\n----------------")
+    progress.say(f"everything lies in {run_dir.path}")
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+@contextmanager
+def _rank_log(run_dir: RunDir, world: World) -> Iterator[None]:
+    """Every rank's own file: when it began, what was logged, how it ended (with the traceback)."""
+    folder = run_dir.path / "logs"
+    folder.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(folder / f"rank_{world.rank:05d}.log")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    own = logging.Logger("gradsync.rank")  # not in the tree: nothing of it reaches the terminal
+    own.addHandler(handler)
+    log.addHandler(handler)
+    try:
+        own.info("started: %s", world.describe())
+        yield
+        own.info("ended")
+    except BaseException as error:
+        own.exception("ended by %s", type(error).__name__)
+        raise
+    finally:
+        log.removeHandler(handler)
+        handler.close()
+
+
+@contextmanager
+def _exit_note(run_dir: RunDir, world: World) -> Iterator[None]:
+    """Leave `exit.json` behind when the run fails: torchrun folds every failure into 1."""
+    try:
+        yield
+    except Exception as error:
+        if world.is_main:
+            code = error.exit_code if isinstance(error, GradsyncError) else 1
+            note = {"exit_code": code, "reason": "failed", "error": str(error)}
+            (run_dir.path / "exit.json").write_text(json.dumps(note, indent=2) + "\n")
+        raise
+
+
+def write_exit(config: TrainConfig, outcome: Outcome) -> None:
+    """Write `exit.json` of a run that ended in an orderly way; rank 0 only."""
+    stopped_by = outcome.summary.get("stopped_by", "")
+    reason = f"stopped by {stopped_by}" if stopped_by else "done"
+    RunDir(config.out).write_json("exit.json", {"exit_code": outcome.exit_code, "reason": reason})

@@ -1,0 +1,107 @@
+"""The run directory: one place for everything a run leaves behind. Only rank 0 writes here, except
+for `logs/`."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import socket
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, TextIO
+
+from gradsync.errors import ConfigError
+from gradsync.train.config import TrainConfig
+from gradsync.train.config_io import write_config
+from gradsync.world import World
+
+
+def default_out(config: TrainConfig) -> str:
+    """A fresh run directory: `runs/PRESET-DATE-TIME`."""
+    return str(Path("runs") / f"{config.preset}-{time.strftime('%Y%m%d-%H%M%S')}")
+
+
+class RunDir:
+    """Paths and small files of a run.
+
+    Args:
+        path: the directory itself; made when first written to.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.checkpoints = self.path / "checkpoints"
+        self._metrics: TextIO | None = None
+
+    def begin(self, config: TrainConfig, world: World, *, threads: int, done_steps: int) -> None:
+        """Write what is known at the start; drop metrics of steps that will be done again."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        (self.path / "exit.json").unlink(missing_ok=True)
+        write_config(config, self.path / "config.yaml")
+        self.write_json("env.json", describe_environment(world, threads))
+        metrics = self.path / "metrics.jsonl"
+        kept = []
+        if done_steps and metrics.exists():
+            lines = metrics.read_text().splitlines(keepends=True)
+            kept = [line for line in lines if _step_of(line) <= done_steps]
+        _replace(metrics, "".join(kept))
+        self._metrics = metrics.open("a")
+
+    def log_metrics(self, values: dict[str, float | int | None]) -> None:
+        """Append one object to `metrics.jsonl`."""
+        if self._metrics is not None:
+            self._metrics.write(json.dumps(values) + "\n")
+            self._metrics.flush()
+
+    def write_json(self, name: str, value: Any) -> None:
+        """Write a small JSON file, whole or not at all."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        _replace(self.path / name, json.dumps(value, indent=2) + "\n")
+
+    def close(self) -> None:
+        """Close the metrics file."""
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = None
+
+    def refuse_overwrite(self) -> None:
+        """Raise ConfigError when the directory holds checkpoints of another run."""
+        if self.checkpoints.is_dir() and any(self.checkpoints.glob("step-*")):
+            raise ConfigError(
+                f"{self.path} already holds a run; continue it with --resume auto, or choose "
+                "another --out"
+            )
+
+
+def describe_environment(world: World, threads: int) -> dict[str, Any]:
+    """Who computes with what; for `env.json`."""
+    return {
+        "host": socket.gethostname(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "gradsync": version("gradsync"),
+        "argv": sys.argv,
+        "launcher": world.launcher,
+        "world_size": world.world_size,
+        "num_nodes": world.num_nodes,
+        "device": world.device,
+        "threads": threads,
+        "cores": os.cpu_count(),
+    }
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+def _step_of(line: str) -> int:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return sys.maxsize  # a torn last line of a killed run

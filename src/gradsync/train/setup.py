@@ -1,0 +1,162 @@
+"""From a configuration to the parts of a run: data, model, optimizer, synchronisation."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gradsync.comm.base import Communicator
+from gradsync.data.corpus import default_corpus
+from gradsync.data.evaluation import EvalLeaves, eval_leaves
+from gradsync.data.loader import Loader, loader
+from gradsync.data.meta import Meta, read_meta
+from gradsync.data.plan import BatchPlan, solve_batch_plan
+from gradsync.data.tokens import open_dataset
+from gradsync.errors import ConfigError
+from gradsync.models.config import GPTConfig
+from gradsync.models.gpt import GPT
+from gradsync.models.presets import preset
+from gradsync.sync.gradient_sync import GradientSync, replicate
+from gradsync.train.config import TrainConfig
+from gradsync.train.optimizer import build_optimizer
+from gradsync.world import World
+
+Autocast = AbstractContextManager[Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Data:
+    """What a run reads."""
+
+    directory: Path
+    meta: Meta | None
+    """None for data sets made by somebody else."""
+    plan: BatchPlan
+    train: Loader
+    val: EvalLeaves
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Learner:
+    """What a run trains."""
+
+    model: GPT
+    optimizer: torch.optim.Optimizer
+    sync: GradientSync
+    scaler: Any
+    """`torch.amp.GradScaler` for fp16, else None."""
+
+
+def plan_batch(config: TrainConfig, world_size: int) -> BatchPlan:
+    """The exact batch arithmetic of `config` on `world_size` ranks.
+
+    Raises:
+        ConfigError: it cannot be exact; the nearest legal values are named.
+    """
+    return solve_batch_plan(
+        tokens_per_update=config.tokens_per_update,
+        seq_len=config.sequence_length,
+        micro_batch_size=config.micro_batch_size,
+        world_size=world_size,
+    )
+
+
+def open_data(config: TrainConfig, world: World, comm: Communicator) -> Data:
+    """Open the data sets; the default corpus is prepared by one rank of each host, once.
+
+    Raises:
+        ConfigError: the batch arithmetic is not exact.
+        DataError: missing, truncated or altered files.
+    """
+    plan = plan_batch(config, world.world_size)
+    if config.data:
+        directory = Path(config.data)
+    else:
+        if world.local_rank == 0:
+            default_corpus()
+        comm.barrier()
+        directory = default_corpus()
+    train = open_dataset(directory, "train", config.sequence_length)
+    val = open_dataset(directory, "val", config.sequence_length)
+    limit = config.eval.max_tokens
+    return Data(
+        directory=directory,
+        meta=read_meta(directory),
+        plan=plan,
+        train=loader(
+            train,
+            world,
+            global_batch_size=plan.global_batch_size,
+            micro_batch_size=plan.micro_batch_size,
+            seed=config.seed,
+            num_workers=config.num_workers,
+        ),
+        val=eval_leaves(
+            val,
+            world,
+            plan.micro_batch_size,
+            None if limit is None else max(limit // config.sequence_length, 1),
+        ),
+    )
+
+
+def model_config(config: TrainConfig, vocab_size: int | None) -> GPTConfig:
+    """The model's shape with the vocabulary of the data, unless another one was asked for.
+
+    Raises:
+        ConfigError: the vocabulary asked for is too small for the data.
+    """
+    asked = config.model.vocab_size
+    if vocab_size is None or asked == vocab_size:
+        return config.model
+    if asked == preset(config.preset).vocab_size:
+        return replace(config.model, vocab_size=vocab_size)
+    if asked < vocab_size:
+        raise ConfigError(
+            f"model.vocab_size {asked} is smaller than the data's vocabulary {vocab_size}; leave "
+            "it out to take the data's"
+        )
+    return config.model
+
+
+def build_learner(
+    config: TrainConfig, world: World, shape: GPTConfig, comm: Communicator
+) -> Learner:
+    """Model, optimizer and synchronisation on this rank's device.
+
+    Raises:
+        ConfigError: unknown strategy, or a dtype the device has not.
+    """
+    device = torch.device(world.device)
+    if config.dtype == "fp16" and device.type != "cuda":
+        raise ConfigError("dtype fp16 needs CUDA; use bf16 or fp32 on a CPU")
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
+    model = GPT(
+        shape, seed=config.seed, activation_checkpointing=config.activation_checkpointing
+    ).to(device)
+    optimizer = build_optimizer(model, config.optim)
+    options = {}
+    if config.sync == "ddp":
+        options = {**asdict(config.ddp), "compile_wrapper": config.compile == "ddp"}
+    if config.compile == "model":
+        model.compile()  # in place: names stay clean
+    sync = replicate(model, world, sync=config.sync, comm=comm, **options)
+    scaler = None
+    if config.dtype == "fp16":
+        # Losses are sums over a step's targets: start lower by as many powers of two.
+        start = 2.0 ** (16 - (config.tokens_per_update - 1).bit_length())
+        scaler = torch.amp.GradScaler("cuda", init_scale=start)
+    return Learner(model=model, optimizer=optimizer, sync=sync, scaler=scaler)
+
+
+def autocast(config: TrainConfig, world: World) -> Autocast:
+    """The mixed-precision context of a forward."""
+    if config.dtype == "fp32":
+        return nullcontext()
+    dtype = torch.bfloat16 if config.dtype == "bf16" else torch.float16
+    return torch.autocast(torch.device(world.device).type, dtype=dtype)

@@ -1,0 +1,137 @@
+"""Everything needed to go on exactly, out of a run and back into one.
+
+Rank 0 alone reads and writes checkpoints and hands what it read to the others: the run directory
+has to be reachable from one host only, and all ranks surely continue from the same bytes.
+Random state is not saved because there is none: see [Note: Keyed streams].
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from gradsync.checkpoint.optimizer_state import pack_optimizer, unpack_optimizer
+from gradsync.checkpoint.store import CheckpointStore, Snapshot, resolve
+from gradsync.checkpoint.weights import load_weights, pack_weights
+from gradsync.comm.base import Communicator
+from gradsync.comm.values import broadcast_json, broadcast_tensors
+from gradsync.data.loader import Loader
+from gradsync.errors import CheckpointError
+from gradsync.models.config import GPTConfig
+from gradsync.train.config import TrainConfig
+from gradsync.train.fingerprint import Fingerprint, compare
+from gradsync.train.setup import Learner
+
+RANDOM_STREAMS = "keyed by (seed, step, leaf), version 1"
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """Where a run starts."""
+
+    step: int = 0
+    """Optimizer steps done."""
+    source: str = ""
+    """Checkpoint directory, "" for a fresh start."""
+    notes: tuple[str, ...] = ()
+    """What the user should know: damaged checkpoints, changed numerics."""
+
+
+def snapshot(
+    step: int, config: TrainConfig, learner: Learner, loader: Loader, fingerprint: Fingerprint
+) -> Snapshot:
+    """The state after `step` optimizer steps; shares the run's tensors, save it at once."""
+    named = list(learner.model.named_parameters())
+    optimizer_tensors, optimizer_state = pack_optimizer(learner.optimizer, named)
+    return Snapshot(
+        step=step,
+        tensors={"model": pack_weights(learner.model), "optimizer": optimizer_tensors},
+        state={
+            "optimizer": optimizer_state,
+            "data": dict(loader.state_dict()),
+            "scaler": None if learner.scaler is None else learner.scaler.state_dict(),
+            "random": {"streams": RANDOM_STREAMS, "seed": config.seed},
+            "model": asdict(learner.model.config),
+            "config": asdict(config),
+        },
+        fingerprint=fingerprint,
+    )
+
+
+def find_checkpoint(resume: str, store: CheckpointStore) -> tuple[Path | None, list[str]]:
+    """Which checkpoint `--resume` means, and a note for each damaged one that was passed over.
+
+    Raises:
+        CheckpointError: a path was given and nothing good is there, or `auto` finds only damage.
+    """
+    if resume == "none":
+        return None, []
+    if resume != "auto":
+        return resolve(Path(resume))
+    info, problems = store.latest()
+    if info is None and problems:
+        raise CheckpointError(
+            "no good checkpoint is left: "
+            + "; ".join(problems)
+            + " (choose another --out to start "
+            "anew)"
+        )
+    notes = [f"{problem}; using {info.path.name}" for problem in problems if info is not None]
+    return (info.path if info else None), notes
+
+
+def restore(
+    config: TrainConfig,
+    learner: Learner,
+    loader: Loader,
+    fingerprint: Fingerprint,
+    comm: Communicator,
+    store: CheckpointStore,
+) -> Resumed:
+    """Find, check and load what `config.resume` asks for, on all ranks.
+
+    Raises:
+        CheckpointError: unreadable, of another model, or with other numerics.
+        DataError: of another data set or seed.
+    """
+    found: Snapshot | None = None
+    header: dict[str, Any] = {"path": "", "notes": []}
+    if comm.rank == 0:
+        path, notes = find_checkpoint(config.resume, store)
+        if path is not None:
+            found = store.load(path)
+            _check_model(learner.model.config, found.state["model"], path)
+            notes += compare(
+                found.fingerprint, fingerprint, allow_change=config.allow_numeric_change
+            )
+            header = {"path": str(path), "step": found.step, "state": found.state}
+        header["notes"] = notes
+    header = broadcast_json(comm, header)
+    notes = tuple(header["notes"])
+    if not header["path"]:
+        return Resumed(notes=notes)
+    state = header["state"]
+    loader.load_state_dict(state["data"])
+    load_weights(learner.model, broadcast_tensors(comm, found and dict(found.tensors["model"])))
+    unpack_optimizer(
+        learner.optimizer,
+        list(learner.model.named_parameters()),
+        broadcast_tensors(comm, found and dict(found.tensors["optimizer"])),
+        state["optimizer"],
+    )
+    if learner.scaler is not None and state["scaler"]:
+        learner.scaler.load_state_dict(state["scaler"])
+    return Resumed(header["step"], header["path"], notes)
+
+
+def _check_model(now: GPTConfig, saved: dict[str, Any], path: Path) -> None:
+    """Shapes are compared before anything is loaded, by the names users know."""
+    current = asdict(now)
+    differs = [
+        f"model.{name} is {saved.get(name)!r} there, {value!r} here"
+        for name, value in current.items()
+        if saved.get(name) != value
+    ]
+    if differs:
+        raise CheckpointError(f"{path} is of another model: {'; '.join(differs)}")

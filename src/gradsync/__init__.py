@@ -1,1 +1,82 @@
+"""gradsync: data-parallel training for PyTorch, the same script on 1..N ranks.
+
+    import gradsync as gs
+
+    with gs.init() as world:                        # python, torchrun, mpirun, srun, or nothing
+        sync = gs.replicate(model, world)
+        for step in gs.loader(dataset, world, global_batch_size=64, micro_batch_size=8):
+            ...
+
+Names are loaded when they are first used: importing gradsync imports no torch and changes nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from gradsync.data.dataset_loader import DatasetLoader as DatasetLoader
+    from gradsync.data.loader import loader as loader
+    from gradsync.data.streaming import stream_loader as stream_loader
+    from gradsync.errors import CheckpointError as CheckpointError
+    from gradsync.errors import ConfigError as ConfigError
+    from gradsync.errors import DataError as DataError
+    from gradsync.errors import GradsyncError as GradsyncError
+    from gradsync.errors import LaunchError as LaunchError
+    from gradsync.errors import PeerError as PeerError
+    from gradsync.errors import RendezvousError as RendezvousError
+    from gradsync.errors import RunError as RunError
+    from gradsync.errors import UsageError as UsageError
+    from gradsync.faces.functions import get_device as get_device
+    from gradsync.faces.functions import init_distributed as init_distributed
+    from gradsync.faces.functions import is_main_process as is_main_process
+    from gradsync.faces.functions import setup_distributed as setup_distributed
+    from gradsync.faces.manager import DDPManager as DDPManager
+    from gradsync.runtime.resolve import explain_world as explain_world
+    from gradsync.runtime.session import init as init
+    from gradsync.sync.gradient_sync import replicate as replicate
+    from gradsync.world import World as World
+
+_HOMES = {
+    "gradsync.data.dataset_loader": ("DatasetLoader",),
+    "gradsync.data.loader": ("loader",),
+    "gradsync.data.streaming": ("stream_loader",),
+    "gradsync.errors": (
+        "CheckpointError",
+        "ConfigError",
+        "DataError",
+        "GradsyncError",
+        "LaunchError",
+        "PeerError",
+        "RendezvousError",
+        "RunError",
+        "UsageError",
+    ),
+    "gradsync.faces.functions": (
+        "get_device",
+        "init_distributed",
+        "is_main_process",
+        "setup_distributed",
+    ),
+    "gradsync.faces.manager": ("DDPManager",),
+    "gradsync.runtime.resolve": ("explain_world",),
+    "gradsync.runtime.session": ("init",),
+    "gradsync.sync.gradient_sync": ("replicate",),
+    "gradsync.world": ("World",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = sorted([*_HOME_OF, "__version__"])
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'gradsync' has no attribute {name!r}")
+    return getattr(import_module(_HOME_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

@@ -55,7 +55,7 @@ class ProcessGroupCommunicator:
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
         """See `Communicator.all_gather`."""
-        return self.group._allgather_base(output, tensor, dist.AllgatherOptions())
+        return self.group._allgather_base(output, tensor)
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         """See `Communicator.reduce_scatter`."""

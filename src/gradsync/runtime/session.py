@@ -162,6 +162,10 @@ class Session:
         import torch
         import torch.distributed as dist
 
+        # Its functions take the default group as a default argument, bound at import: imported
+        # later (the first optimizer does), it would keep a destroyed group and its sockets alive.
+        import torch.distributed.nn.functional
+
         world, options = self.world, self.options
         on_cuda = world.device.startswith("cuda")
         variables = meeting.torchrun_variables(world)

@@ -65,8 +65,9 @@ class TorchDdpReducer:
         self._watch = Stopwatch(on_cuda=any(p.is_cuda for p in self._parameters))
         # The last gradient that is ready marks the end of this rank's own work; what backward
         # still waits for after that is exposed communication.
+        watch = self._watch  # the hooks must not hold `self`, which holds the parameters
         for parameter in self._parameters:
-            parameter.register_post_accumulate_grad_hook(lambda _: self._watch.start())
+            parameter.register_post_accumulate_grad_hook(lambda _: watch.start())
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """The model, through DDP; counted, so that a forward past it is noticed."""

@@ -7,6 +7,9 @@ a resume that differs is refused by name.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from gradsync.data.plan import BatchPlan
@@ -45,7 +48,7 @@ def numeric_fingerprint(
     }
 
 
-def compare(saved: Fingerprint, now: Fingerprint, *, allow_change: bool) -> list[str]:
+def compare(saved: Mapping[str, Any], now: Fingerprint, *, allow_change: bool) -> list[str]:
     """Differences that only deserve a warning.
 
     Raises:

@@ -82,6 +82,10 @@ def open_data(config: TrainConfig, world: World, comm: Communicator) -> Data:
         directory = default_corpus()
     train = open_dataset(directory, "train", config.sequence_length)
     val = open_dataset(directory, "val", config.sequence_length)
+    for dataset in (train, val):
+        # Data of somebody else does not say its vocabulary: then each batch is checked against
+        # the model's, since on a GPU a token too large is an assertion without a place.
+        dataset.vocab_size = dataset.vocab_size or config.model.vocab_size
     limit = config.eval.max_tokens
     return Data(
         directory=directory,

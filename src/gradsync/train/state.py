@@ -112,12 +112,13 @@ def restore(
     if not header["path"]:
         return Resumed(notes=notes)
     state = header["state"]
+    saved = {} if found is None else dict(found.tensors)
     loader.load_state_dict(state["data"])
-    load_weights(learner.model, broadcast_tensors(comm, found and dict(found.tensors["model"])))
+    load_weights(learner.model, broadcast_tensors(comm, saved.get("model")))
     unpack_optimizer(
         learner.optimizer,
         list(learner.model.named_parameters()),
-        broadcast_tensors(comm, found and dict(found.tensors["optimizer"])),
+        broadcast_tensors(comm, saved.get("optimizer")),
         state["optimizer"],
     )
     if learner.scaler is not None and state["scaler"]:

@@ -1,0 +1,96 @@
+"""`gradsync sample`: text from a checkpoint, on one process."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from tyro.conf import Positional
+
+from gradsync.errors import DataError
+
+SUMMARY = "generate text from a checkpoint"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleConfig:
+    """Generate text from a checkpoint."""
+
+    path: Annotated[Positional[str], tyro.conf.arg(metavar="PATH")]
+    """Run directory or checkpoint."""
+    prompt: str = "def "
+    """Text to continue."""
+    tokens: int = 300
+    """Tokens to add."""
+    temperature: float = 0.8
+    """Logits are divided by it; 0 takes the most likely token."""
+    top_k: int = 50
+    """Sample among the k most likely tokens; 0 among all."""
+    seed: int = 0
+    """Of the draws."""
+    data: str = ""
+    """Data directory for its tokenizer; empty takes the one the run was trained on."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
+    json: bool = False
+    """Print one JSON document."""
+
+
+def run(argv: list[str]) -> int:
+    """See `gradsync sample --help`."""
+    arguments = tyro.cli(SampleConfig, prog="gradsync sample", args=argv)
+    checkpoint, text = sample(Path(arguments.path), arguments)
+    if arguments.json:
+        print(json.dumps({"checkpoint": str(checkpoint), "text": text}))
+    else:
+        print(text)
+    return 0
+
+
+def sample(path: Path, config: SampleConfig) -> tuple[Path, str]:
+    """Continue `config.prompt` with the model under `path`.
+
+    Returns:
+        The checkpoint used, and prompt and continuation as text.
+
+    Raises:
+        CheckpointError: no good checkpoint there.
+        DataError: the data directory, and with it the tokenizer, is gone.
+    """
+    from gradsync.checkpoint.store import CheckpointStore, resolve
+    from gradsync.checkpoint.weights import load_weights
+    from gradsync.models.config import GPTConfig
+    from gradsync.models.generate import generate
+    from gradsync.models.gpt import GPT
+    from gradsync.runtime.device import choose_device
+
+    checkpoint, _ = resolve(path)
+    snapshot = CheckpointStore(checkpoint.parent).load(checkpoint)
+    tokenizer = _tokenizer(config.data or snapshot.state["config"]["data"])
+    model = GPT(GPTConfig(**snapshot.state["model"]))
+    load_weights(model, snapshot.tensors["model"])
+    model.to(choose_device(config.device, 0))
+    ids = generate(
+        model,
+        tokenizer.encode(config.prompt).tolist(),
+        config.tokens,
+        temperature=config.temperature,
+        top_k=config.top_k or None,
+        seed=config.seed,
+    )
+    return checkpoint, tokenizer.decode(ids)
+
+
+def _tokenizer(directory: str) -> Any:
+    from gradsync.data.corpus import default_corpus
+    from gradsync.data.meta import read_meta
+    from gradsync.data.tokenizer import load_tokenizer
+
+    path = Path(directory) if directory else default_corpus()
+    meta = read_meta(path)
+    if meta is None:
+        raise DataError(f"{path} has no meta.json, so its tokenizer is unknown; give --data DIR")
+    return load_tokenizer(meta, path)

@@ -1,0 +1,144 @@
+"""Where text comes from: files, folders and JSON lines, as a stream of documents."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gradsync.errors import DataError
+
+_BLOCK_BYTES = 1 << 22
+_PROBE_BYTES = 1 << 13
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One text, in pieces of a few MiB so that a large file never lies in memory as a whole."""
+
+    path: Path
+    text: bytes | None = None
+    """The whole text; None means the content of `path`."""
+
+    def chunks(self) -> Iterator[bytes]:
+        """The text in order; pieces end at a line end where there is one."""
+        if self.text is not None:
+            yield self.text
+            return
+        rest = b""
+        with self.path.open("rb") as stream:
+            while block := stream.read(_BLOCK_BYTES):
+                block = rest + block
+                cut = _cut_point(block)
+                yield block[:cut]
+                rest = block[cut:]
+        if rest:
+            yield rest
+
+
+class Documents:
+    """All documents under `paths`, in a fixed order; may be iterated more than once.
+
+    A `.jsonl` file holds one document a line, under `text_key`; any other file is one document.
+    Folders are read with everything below them, sorted by name; hidden and binary files in them
+    are passed over and counted. Texts without a byte are left out.
+
+    Args:
+        paths: files and folders.
+        text_key: key of the text in JSON lines.
+        exclude: a folder to leave out, such as the output.
+
+    Raises:
+        DataError: when a path does not exist or cannot be read, or a file named by itself is
+            binary; while iterating, for a line that is not as it should be (`file:line` is named).
+    """
+
+    def __init__(
+        self, paths: Sequence[Path | str], *, text_key: str = "text", exclude: Path | None = None
+    ) -> None:
+        self.text_key = text_key
+        self.skipped_files = 0
+        """Hidden and binary files found in folders."""
+        self._exclude = exclude.resolve() if exclude else None
+        self.files: list[Path] = []
+        for path in map(Path, paths):
+            if path.is_dir():
+                self.files += self._walk(path)
+            elif not path.exists():
+                raise DataError(f"{path} does not exist")
+            elif not path.is_file() or _is_binary(path):
+                raise DataError(f"{path} is no text file; gradsync prepare reads text and .jsonl")
+            else:
+                self.files.append(path)
+
+    def _walk(self, folder: Path) -> Iterator[Path]:
+        for parent, folders, names in os.walk(folder, onerror=_unreadable):
+            folders[:] = sorted(
+                name
+                for name in folders
+                if not name.startswith(".") and (Path(parent) / name).resolve() != self._exclude
+            )
+            for name in sorted(names):
+                path = Path(parent) / name
+                if name.startswith(".") or not path.is_file() or _is_binary(path):
+                    self.skipped_files += 1
+                else:
+                    yield path
+
+    def __iter__(self) -> Iterator[Document]:
+        for path in self.files:
+            if path.suffix == ".jsonl":
+                yield from self._json_lines(path)
+            elif path.stat().st_size:
+                yield Document(path)
+
+    def _json_lines(self, path: Path) -> Iterator[Document]:
+        with path.open("rb") as stream:
+            for number, line in enumerate(stream, start=1):
+                if not line.strip():
+                    continue
+                try:
+                    row = json.loads(line)
+                except ValueError as error:
+                    raise DataError(f"{path}:{number}: no JSON: {error}") from error
+                text = row.get(self.text_key) if isinstance(row, dict) else None
+                if not isinstance(text, str):
+                    raise DataError(
+                        f"{path}:{number}: needs an object with a string under {self.text_key!r}; "
+                        f"{_found(row)}; another key is named with --text-key"
+                    )
+                if text:
+                    # Half of a surrogate pair is legal in JSON and nowhere else.
+                    yield Document(path, text.encode(errors="replace"))
+
+
+def _unreadable(error: OSError) -> None:
+    raise DataError(f"{error.filename}: {error.strerror}") from error
+
+
+def _found(row: object) -> str:
+    if isinstance(row, dict):
+        return f"its keys are {', '.join(map(repr, row)) or 'none'}"
+    return f"it is a {type(row).__name__}"
+
+
+def _is_binary(path: Path) -> bool:
+    """A NUL byte near the start, which is how git tells."""
+    try:
+        with path.open("rb") as stream:
+            return b"\0" in stream.read(_PROBE_BYTES)
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from error
+
+
+def _cut_point(block: bytes) -> int:
+    """After the last line end, or else before the last UTF-8 character, which may be cut."""
+    cut = block.rfind(b"\n") + 1
+    if cut:
+        return cut
+    cut = len(block) - 1
+    while cut > len(block) - 4 and block[cut] & 0xC0 == 0x80:
+        cut -= 1
+    return cut if cut > 0 else len(block)

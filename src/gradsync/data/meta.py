@@ -1,0 +1,147 @@
+"""`meta.json`: what a prepared data directory says about itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gradsync.errors import DataError
+
+FILE_NAME = "meta.json"
+FORMAT_VERSION = 1
+DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+"""The token types of a `.bin` file, little-endian whatever the machine."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileMeta:
+    """One file of the directory."""
+
+    num_bytes: int
+    """Size of the file in bytes."""
+    sha256: str
+    """SHA-256 of its content, hexadecimal."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Meta:
+    """The description of a prepared data set.
+
+    Raises:
+        DataError: when the fields contradict each other.
+    """
+
+    dtype: str
+    """Type of one token in the `.bin` files: "uint16" or "uint32"."""
+    vocab_size: int
+    """Number of distinct token ids; every token is below it."""
+    tokenizer: str
+    """"byte" or "bpe" (then `tokenizer.json` lies beside)."""
+    documents: int
+    """Documents read, over all splits."""
+    text_bytes: int
+    """Bytes of text read, over all splits; for bits per byte."""
+    tokens: Mapping[str, int]
+    """Tokens of each split ("train", "val")."""
+    split_by: str
+    """"documents" (whole documents, chosen by content), "tail" (the last tokens) or "none"."""
+    unigram_entropy_nats: float
+    """Entropy of the token frequencies over all splits, in nats: the loss of a model that knows
+    only how often each token occurs."""
+    skipped_files: int
+    """Hidden and binary files that were passed over in folders."""
+    source: str
+    """Where the text came from, in words."""
+    files: Mapping[str, FileMeta]
+    """Size and checksum of each file but this one."""
+    format_version: int = FORMAT_VERSION
+    """Version of this layout."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise DataError(f"dtype must be one of {', '.join(DTYPES)}; got {self.dtype!r}")
+        if self.vocab_size < 1:
+            raise DataError(f"vocab_size must be at least 1; got {self.vocab_size}")
+        if self.vocab_size - 1 > np.iinfo(DTYPES[self.dtype]).max:
+            raise DataError(f"{self.vocab_size} tokens do not fit into {self.dtype}")
+        for split, num_tokens in self.tokens.items():
+            file = self.files.get(f"{split}.bin")
+            if file is None:
+                raise DataError(f"split {split!r} has no entry {split}.bin under files")
+            if file.num_bytes != num_tokens * DTYPES[self.dtype].itemsize:
+                raise DataError(
+                    f"{num_tokens} tokens of {self.dtype} in {split}.bin "
+                    f"cannot take {file.num_bytes} bytes"
+                )
+
+    def to_json(self) -> str:
+        """The text of `meta.json`."""
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+
+def read_meta(directory: Path) -> Meta | None:
+    """The directory's `meta.json`, or None when it has none (as nanoGPT's own directories).
+
+    Raises:
+        DataError: when the file is there but is not a description this version understands.
+    """
+    path = directory / FILE_NAME
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read as JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise DataError(f"{path}: must hold a JSON object, holds a {type(raw).__name__}")
+    version = raw.get("format_version")
+    if version != FORMAT_VERSION:
+        raise DataError(
+            f"{path}: format_version is {version!r}, this gradsync reads {FORMAT_VERSION}; "
+            "prepare the data again"
+        )
+    try:
+        return _from_json(raw)
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from error
+
+
+_FIELDS: dict[str, type | tuple[type, ...]] = {
+    "dtype": str,
+    "vocab_size": int,
+    "tokenizer": str,
+    "documents": int,
+    "text_bytes": int,
+    "tokens": dict,
+    "split_by": str,
+    "unigram_entropy_nats": (int, float),
+    "skipped_files": int,
+    "source": str,
+    "files": dict,
+    "format_version": int,
+}
+
+
+def _from_json(raw: Mapping[str, Any]) -> Meta:
+    _check(raw, _FIELDS)
+    for split in raw["tokens"]:
+        _check(raw["tokens"], {split: int})
+    files = {}
+    for name, entry in raw["files"].items():
+        _check(raw["files"], {name: dict})
+        _check(entry, {"num_bytes": int, "sha256": str})
+        files[name] = FileMeta(num_bytes=entry["num_bytes"], sha256=entry["sha256"])
+    return Meta(**({name: raw[name] for name in _FIELDS} | {"files": files}))
+
+
+def _check(raw: Mapping[str, Any], fields: Mapping[str, type | tuple[type, ...]]) -> None:
+    for name, kind in fields.items():
+        if name not in raw:
+            raise DataError(f"key {name!r} is missing")
+        if not isinstance(raw[name], kind) or isinstance(raw[name], bool):
+            raise DataError(f"key {name!r} has a value of the wrong type: {raw[name]!r}")

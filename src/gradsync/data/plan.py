@@ -1,0 +1,181 @@
+"""The batch arithmetic: how many leaves a step has and which rank owns which; never floored."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from gradsync.data.limits import require_at_least
+from gradsync.errors import ConfigError
+
+_MOST_SHARES_SHOWN = 16
+
+
+def share(num_items: int, rank: int, world_size: int) -> range:
+    """The contiguous part of `range(num_items)` that belongs to `rank`.
+
+    Parts of all ranks follow each other without gaps, and their sizes differ by at most one.
+    """
+    return range(rank * num_items // world_size, (rank + 1) * num_items // world_size)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchPlan:
+    """One optimizer step as leaves: `num_leaves x micro_batch_size = global_batch_size`.
+
+    Raises:
+        ConfigError: when a number is below 1 or a rank would have no leaf.
+    """
+
+    num_leaves: int
+    """Micro-batches in a step, over all ranks."""
+    micro_batch_size: int
+    """Samples in a leaf."""
+    world_size: int
+    """Ranks that share the leaves."""
+    seq_len: int | None = None
+    """Tokens in a sample; None for data that is not counted in tokens."""
+
+    def __post_init__(self) -> None:
+        require_at_least(
+            1,
+            num_leaves=self.num_leaves,
+            micro_batch_size=self.micro_batch_size,
+            world_size=self.world_size,
+            seq_len=self.seq_len,
+        )
+        if self.world_size > self.num_leaves:
+            raise ConfigError(_too_many_ranks(self))
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples in a step, over all ranks."""
+        return self.num_leaves * self.micro_batch_size
+
+    @property
+    def tokens_per_update(self) -> int:
+        """Tokens in a step, over all ranks. Only for plans that know `seq_len`."""
+        if self.seq_len is None:
+            raise ConfigError("this plan counts samples, not tokens: it has no seq_len")
+        return self.global_batch_size * self.seq_len
+
+    def leaves_of(self, rank: int) -> range:
+        """Indices of the leaves that `rank` owns: contiguous; sizes differ by at most one."""
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank must be in 0..{self.world_size - 1}; got {rank}")
+        return share(self.num_leaves, rank, self.world_size)
+
+    def grad_accum_steps(self, rank: int) -> int:
+        """Forward and backward passes that `rank` makes for one optimizer step."""
+        return len(self.leaves_of(rank))
+
+    def describe(self) -> str:
+        """Two lines to print at the start: the arithmetic of a step, and everyone's share."""
+        factors = f"{self.num_leaves:,} leaves x {self.micro_batch_size:,} samples"
+        if self.seq_len is None:
+            total = f"{self.global_batch_size:,} samples per update = {factors}"
+        else:
+            tokens = f"{self.tokens_per_update:,} tokens per update"
+            total = f"{tokens} = {factors} x {self.seq_len:,} tokens"
+        shares = [self.grad_accum_steps(rank) for rank in range(self.world_size)]
+        if len(shares) <= _MOST_SHARES_SHOWN:
+            listed = ", ".join(map(str, shares))
+        else:
+            counts = sorted(Counter(shares).items(), reverse=True)
+            listed = ", ".join(f"{size} on {ranks} ranks" for size, ranks in counts)
+        return f"{total}\nleaves per rank: {listed}"
+
+
+def solve_batch_plan(
+    *,
+    micro_batch_size: int,
+    world_size: int,
+    tokens_per_update: int | None = None,
+    seq_len: int | None = None,
+    global_batch_size: int | None = None,
+) -> BatchPlan:
+    """The plan for a step of `tokens_per_update` tokens, or of `global_batch_size` samples.
+
+    Args:
+        micro_batch_size: samples in a leaf.
+        world_size: ranks that share the leaves.
+        tokens_per_update: tokens in a step, over all ranks; needs `seq_len`.
+        seq_len: tokens in a sample.
+        global_batch_size: samples in a step, over all ranks; instead of `tokens_per_update`.
+
+    Raises:
+        ConfigError: when the numbers do not fit exactly (the nearest legal values are named), or
+            when there are more ranks than leaves.
+    """
+    if (tokens_per_update is None) == (global_batch_size is None):
+        raise ConfigError("give either tokens_per_update or global_batch_size")
+    if tokens_per_update is not None and seq_len is None:
+        raise ConfigError("tokens_per_update needs seq_len")
+    require_at_least(
+        1,
+        micro_batch_size=micro_batch_size,
+        world_size=world_size,
+        seq_len=seq_len,
+        tokens_per_update=tokens_per_update,
+        global_batch_size=global_batch_size,
+    )
+    if tokens_per_update is not None:
+        assert seq_len is not None
+        name, total, item = "tokens_per_update", tokens_per_update, seq_len
+        unit_text = f"micro_batch_size x seq_len = {micro_batch_size} x {seq_len}"
+    else:
+        assert global_batch_size is not None
+        name, total, item = "global_batch_size", global_batch_size, 1
+        unit_text = f"micro_batch_size = {micro_batch_size}"
+    unit = micro_batch_size * item
+    if total % unit:
+        raise ConfigError(
+            f"{name}={total} is not a multiple of {unit_text}"
+            f"{f' = {unit}' if item > 1 else ''}; "
+            f"the nearest legal {name} is {_nearest(total, unit, world_size)}"
+            f"{_other_micro_batches(total, item, micro_batch_size, world_size)}"
+        )
+    return BatchPlan(
+        num_leaves=total // unit,
+        micro_batch_size=micro_batch_size,
+        world_size=world_size,
+        seq_len=seq_len,
+    )
+
+
+def _nearest(total: int, unit: int, world_size: int) -> str:
+    below = total // unit * unit
+    least = unit * world_size
+    legal = [value for value in (below, below + unit) if value >= least] or [least]
+    return " or ".join(map(str, legal))
+
+
+def _other_micro_batches(total: int, item: int, micro_batch_size: int, world_size: int) -> str:
+    """Micro-batch sizes that would make `total` exact, as the tail of a message; may be empty."""
+    if total % item:
+        return ""
+    legal = [size for size in _divisors(total // item) if total // item // size >= world_size]
+    below = [size for size in legal if size < micro_batch_size][-1:]
+    above = [size for size in legal if size > micro_batch_size][:1]
+    if not legal:
+        return ""
+    return f"; or keep it, with micro_batch_size {' or '.join(map(str, below + above))}"
+
+
+def _too_many_ranks(plan: BatchPlan) -> str:
+    samples = plan.global_batch_size
+    fitting = [size for size in _divisors(samples) if samples // size >= plan.world_size]
+    if fitting:
+        remedy = f"or micro_batch_size {fitting[-1]}"
+    else:
+        remedy = f"or a global batch of at least {plan.world_size} samples"
+    return (
+        f"{plan.world_size} ranks cannot share {plan.num_leaves} leaves "
+        f"({samples} samples per update / micro_batch_size {plan.micro_batch_size}): "
+        f"use at most {plan.num_leaves} ranks, {remedy}"
+    )
+
+
+def _divisors(number: int) -> list[int]:
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})

@@ -1,0 +1,241 @@
+"""Text to token files: `train.bin`, `val.bin` (nanoGPT's layout) and `meta.json`.
+
+Documents are read twice: once to hash them (the split is decided by content), once to write their
+tokens. Memory stays at a few MiB and eight bytes a document.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from gradsync.data import meta as meta_file
+from gradsync.data import tokenizer as tokenizer_file
+from gradsync.data.documents import Documents
+from gradsync.data.meta import DTYPES, FileMeta, Meta
+from gradsync.data.split import choose_validation
+from gradsync.data.staging import check_target, staged_directory
+from gradsync.data.tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer
+from gradsync.errors import ConfigError, DataError, RunError
+
+DEFAULT_BPE_VOCAB_SIZE = 4096
+_GROUP_BYTES = 1 << 22
+_PIECE_BYTES = 256
+"""About what a piece takes besides its text; keeps groups of tiny documents small."""
+_LARGEST_UINT16_VOCAB = 65_535
+
+
+def prepare(
+    paths: Sequence[Path | str],
+    out: Path | str,
+    *,
+    tokenizer: Literal["byte", "bpe"] = "byte",
+    vocab_size: int | None = None,
+    val_fraction: float = 0.05,
+    text_key: str = "text",
+    overwrite: bool = False,
+    source: str | None = None,
+) -> Meta:
+    """Turn files, folders and JSON lines into a data directory that `open_dataset` reads.
+
+    Each document is followed by `<|endoftext|>`. With 20 documents or more whole documents are
+    held out for validation, chosen by content; with fewer, the last tokens are. The directory
+    appears whole or not at all.
+
+    Args:
+        paths: files, folders (read recursively), `.jsonl` files.
+        out: the directory to make.
+        tokenizer: "byte" (257 tokens), or "bpe", trained on this text.
+        vocab_size: tokens of the bpe vocabulary; None is 4096.
+        val_fraction: share to hold out, 0 <= val_fraction < 1; 0 writes no `val.bin`.
+        text_key: key of the text in JSON lines.
+        overwrite: replace `out` when it is a data directory.
+        source: where the text comes from, in words, for `meta.json`.
+
+    Raises:
+        ConfigError: for an option that cannot be used, or no path.
+        DataError: for input that is missing, empty or malformed, or an `out` that is in the way.
+        RunError: when reading or writing fails half-way, such as on a full disk.
+    """
+    if not paths:
+        raise ConfigError("name at least one file or folder to prepare")
+    _check_options(tokenizer, vocab_size, val_fraction)
+    target = Path(os.path.abspath(out))
+    check_target(target, overwrite=overwrite)
+    documents = Documents(paths, text_key=text_key, exclude=target)
+    try:
+        scanned = _scan(documents)
+        if not scanned.text_bytes:
+            raise DataError(f"no text in {', '.join(map(str, paths))}")
+        encoder = _make_tokenizer(tokenizer, vocab_size, documents)
+        with staged_directory(target, overwrite=overwrite) as folder:
+            meta = _write(
+                folder, documents, scanned, encoder, val_fraction=val_fraction, source=source
+            )
+            (folder / meta_file.FILE_NAME).write_text(meta.to_json(), encoding="utf-8")
+    except OSError as error:
+        raise RunError(f"preparing {target} failed: {error}") from error
+    return meta
+
+
+def _check_options(tokenizer: str, vocab_size: int | None, val_fraction: float) -> None:
+    if tokenizer not in ("byte", "bpe"):
+        raise ConfigError(f"tokenizer must be byte or bpe; got {tokenizer!r}")
+    if tokenizer == "byte" and vocab_size not in (None, ByteTokenizer.vocab_size):
+        raise ConfigError(f"the byte tokenizer has 257 tokens, vocab_size={vocab_size} is for bpe")
+    if not 0 <= val_fraction < 1:
+        raise ConfigError(f"val_fraction must be at least 0 and below 1; got {val_fraction}")
+
+
+class _Scanned(NamedTuple):
+    hashes: np.ndarray
+    text_bytes: int
+
+
+def _scan(documents: Documents) -> _Scanned:
+    hashes, text_bytes = array("Q"), 0
+    for document in documents:
+        digest = hashlib.sha256()
+        for chunk in document.chunks():
+            digest.update(chunk)
+            text_bytes += len(chunk)
+        hashes.append(int.from_bytes(digest.digest()[:8], "big"))
+    return _Scanned(np.array(hashes, dtype=np.uint64), text_bytes)
+
+
+def _make_tokenizer(name: str, vocab_size: int | None, documents: Documents) -> Tokenizer:
+    if name == "byte":
+        return ByteTokenizer()
+    chunks = (chunk for document in documents for chunk in document.chunks())
+    return BpeTokenizer.train(chunks, DEFAULT_BPE_VOCAB_SIZE if vocab_size is None else vocab_size)
+
+
+def _write(
+    folder: Path,
+    documents: Documents,
+    scanned: _Scanned,
+    tokenizer: Tokenizer,
+    *,
+    val_fraction: float,
+    source: str | None,
+) -> Meta:
+    dtype = "uint16" if tokenizer.vocab_size <= _LARGEST_UINT16_VOCAB else "uint32"
+    held_out = choose_validation(scanned.hashes, val_fraction) if val_fraction else None
+    split_by = "none" if not val_fraction else "tail" if held_out is None else "documents"
+    if held_out is None:
+        held_out = np.zeros(len(scanned.hashes), dtype=bool)
+    counts = np.zeros(tokenizer.vocab_size, dtype=np.int64)
+    end_of_text = np.array([tokenizer.end_of_text_id])
+    with (
+        closing(_TokenFile(folder / "train.bin", dtype)) as train,
+        closing(_TokenFile(folder / "val.bin", dtype)) as val,
+    ):
+        for group in _groups(documents, held_out):
+            encoded = tokenizer.encode_batch([piece.text for piece in group])
+            counts += np.bincount(np.concatenate(encoded), minlength=len(counts))
+            counts[end_of_text] += sum(piece.ends for piece in group)
+            for piece, ids in zip(group, encoded, strict=True):
+                file = val if piece.held_out else train
+                file.append(ids)
+                if piece.ends:
+                    file.append(end_of_text)
+    if split_by == "tail":
+        _move_tail(train, val, max(1, round(train.num_tokens * val_fraction)))
+    splits = {"train": train, "val": val}
+    if split_by == "none":
+        splits.pop("val").path.unlink()
+    if isinstance(tokenizer, BpeTokenizer):
+        tokenizer.save(folder / tokenizer_file.FILE_NAME)
+    return Meta(
+        dtype=dtype,
+        vocab_size=tokenizer.vocab_size,
+        tokenizer=tokenizer.name,
+        documents=len(scanned.hashes),
+        text_bytes=scanned.text_bytes,
+        tokens={name: split.num_tokens for name, split in splits.items()},
+        split_by=split_by,
+        unigram_entropy_nats=entropy_nats(counts),
+        skipped_files=documents.skipped_files,
+        source=source or f"{len(documents.files)} files",
+        files={path.name: _describe(path) for path in sorted(folder.iterdir())},
+    )
+
+
+def entropy_nats(counts: np.ndarray) -> float:
+    """Shannon entropy, in nats, of the frequencies that `counts` gives; zeros add nothing."""
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log(shares)).sum())
+
+
+@dataclass(slots=True)
+class _Piece:
+    """Part of a document on its way to a file."""
+
+    text: bytes
+    held_out: bool
+    ends: bool
+    """True for the last piece of a document."""
+
+
+def _groups(documents: Documents, held_out: np.ndarray) -> Iterator[list[_Piece]]:
+    """Pieces in order, a few MiB at a time, so that a tokenizer may use all cores."""
+    group: list[_Piece] = []
+    num_bytes = 0
+    for document, is_held_out in itertools.zip_longest(documents, held_out):
+        if document is None or is_held_out is None:
+            raise DataError("the input changed while it was read; prepare it again")
+        for chunk in document.chunks():
+            group.append(_Piece(chunk, bool(is_held_out), ends=False))
+            num_bytes += len(chunk) + _PIECE_BYTES
+            if num_bytes >= _GROUP_BYTES and len(group) > 1:
+                # The newest piece stays: only the next one tells whether it ends its document.
+                yield group[:-1]
+                group, num_bytes = group[-1:], len(chunk)
+        if group:
+            group[-1].ends = True
+    if group:
+        yield group
+
+
+class _TokenFile:
+    """A `.bin` file while it is written."""
+
+    def __init__(self, path: Path, dtype: str) -> None:
+        self.path = path
+        self.dtype = DTYPES[dtype]
+        self.num_tokens = 0
+        self._stream = path.open("wb")
+
+    def append(self, tokens: np.ndarray) -> None:
+        self._stream.write(tokens.astype(self.dtype).tobytes())
+        self.num_tokens += len(tokens)
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+def _move_tail(train: _TokenFile, val: _TokenFile, count: int) -> None:
+    """Move the last `count` tokens (but never all) from the end of `train` to `val`."""
+    count = min(count, train.num_tokens - 1)
+    keep = (train.num_tokens - count) * train.dtype.itemsize
+    with train.path.open("rb") as source, val.path.open("wb") as target:
+        source.seek(keep)
+        while block := source.read(_GROUP_BYTES):
+            target.write(block)
+    os.truncate(train.path, keep)
+    train.num_tokens, val.num_tokens = train.num_tokens - count, count
+
+
+def _describe(path: Path) -> FileMeta:
+    with path.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    return FileMeta(num_bytes=path.stat().st_size, sha256=digest)

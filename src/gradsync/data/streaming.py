@@ -1,0 +1,156 @@
+"""Iterable data sets of Hugging Face `datasets` (extra `gradsync[data]`), without hanging.
+
+Their shares are uneven: one rank runs out of data before another. A rank that stopped would leave
+the others waiting in a collective for ever. So the ranks agree before every step who has data;
+those without yield no leaves and stay, until nobody has any.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import default_collate
+
+from gradsync.data.leaf import Leaf, make_leaf
+from gradsync.data.limits import require_at_least
+from gradsync.data.step import Step
+from gradsync.errors import ConfigError
+from gradsync.world import World
+
+AgreeOnLeaves = Callable[[int], tuple[int, int]]
+"""Takes this rank's number of leaves, returns (sum, min) over all ranks: one tiny all-reduce."""
+
+
+class StreamLoader:
+    """Iterating gives `Step`s until no rank has data; see `stream_loader`."""
+
+    def __init__(
+        self,
+        shard: Any,
+        world: World,
+        *,
+        micro_batch_size: int,
+        leaves_per_rank: int,
+        any_left: AgreeOnLeaves,
+        num_epochs: int | None,
+        collate_fn: Callable[[list[Any]], Any],
+        device: torch.device,
+    ) -> None:
+        self._shard = shard
+        self._first_index = world.rank * leaves_per_rank
+        self._micro_batch_size = micro_batch_size
+        self._leaves_per_rank = leaves_per_rank
+        self._any_left = any_left
+        self._num_epochs = num_epochs
+        self._collate_fn = collate_fn
+        self._device = device
+
+    def __iter__(self) -> Iterator[Step]:
+        number = 0
+        epochs = itertools.count() if self._num_epochs is None else range(self._num_epochs)
+        for epoch in epochs:
+            if hasattr(self._shard, "set_epoch"):
+                self._shard.set_epoch(epoch)
+            before = number
+            for step in self._epoch(number):
+                yield step
+                number += 1
+            if number == before:
+                return  # no rank had any sample: another epoch would be as empty
+
+    def _epoch(self, number: int) -> Iterator[Step]:
+        samples = iter(self._shard)
+        while True:
+            groups = self._next_groups(samples)
+            num_leaves, fewest = self._any_left(len(groups))
+            if not num_leaves:
+                return
+            yield Step(
+                self._leaves(groups, number, everyone_has_leaves=fewest > 0),
+                number=number,
+                num_leaves=num_leaves,
+                num_local_leaves=len(groups),
+            )
+            number += 1
+
+    def _next_groups(self, samples: Iterator[Any]) -> list[list[Any]]:
+        """Samples of this rank's next leaves; fewer or none at the end."""
+        groups = []
+        for _ in range(self._leaves_per_rank):
+            group = list(itertools.islice(samples, self._micro_batch_size))
+            if not group:
+                break
+            groups.append(group)
+        return groups
+
+    def _leaves(
+        self, groups: list[list[Any]], step: int, *, everyone_has_leaves: bool
+    ) -> Iterator[Leaf]:
+        for place, group in enumerate(groups):
+            yield make_leaf(
+                self._collate_fn(group),
+                index=self._first_index + place,
+                step=step,
+                num_samples=len(group),
+                is_last=everyone_has_leaves and place == len(groups) - 1,
+                device=self._device,
+            )
+
+
+def stream_loader(
+    dataset: Any,
+    world: World,
+    *,
+    micro_batch_size: int,
+    leaves_per_rank: int,
+    any_left: AgreeOnLeaves,
+    num_epochs: int | None = 1,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    device: torch.device | str | None = None,
+) -> StreamLoader:
+    """Steps from a Hugging Face `IterableDataset`, split by `split_dataset_by_node`.
+
+    All ranks make the same number of steps, and every sample comes exactly once an epoch. Near the
+    end, ranks without data yield no leaves. What streaming cannot give: which samples form a step
+    depends on the world size, and there is no state to resume from at another one. Where that
+    matters, use `loader` with a map-style data set.
+
+    Args:
+        dataset: a `datasets.IterableDataset`.
+        world: who we are.
+        micro_batch_size: samples in a leaf.
+        leaves_per_rank: leaves a rank takes for a step.
+        any_left: tells a rank's number of leaves to all and returns (sum, min) over the ranks;
+            called by every rank before each step.
+        num_epochs: passes over the data; None never ends. `set_epoch` is called for each.
+        collate_fn: list of samples to batch; None is torch's `default_collate`.
+        device: where batches go; None is the world's device.
+
+    Raises:
+        ConfigError: when a number is below 1 or the extra is missing.
+    """
+    require_at_least(
+        1,
+        micro_batch_size=micro_batch_size,
+        leaves_per_rank=leaves_per_rank,
+        num_epochs=num_epochs,
+    )
+    try:
+        from datasets.distributed import split_dataset_by_node
+    except ImportError as error:
+        raise ConfigError(
+            "stream_loader needs the package datasets: pip install 'gradsync[data]'"
+        ) from error
+    return StreamLoader(
+        split_dataset_by_node(dataset, rank=world.rank, world_size=world.world_size),
+        world,
+        micro_batch_size=micro_batch_size,
+        leaves_per_rank=leaves_per_rank,
+        any_left=any_left,
+        num_epochs=num_epochs,
+        collate_fn=collate_fn or default_collate,
+        device=torch.device(world.device if device is None else device),
+    )

@@ -1,0 +1,192 @@
+"""Tokenizers that work offline: bytes as they are, or byte-level BPE trained on the user's text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from gradsync.data.meta import Meta
+from gradsync.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    import tokenizers
+
+END_OF_TEXT = "<|endoftext|>"
+FILE_NAME = "tokenizer.json"
+_NUM_BYTES = 256
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back."""
+
+    @property
+    def name(self) -> str:
+        """ "byte" or "bpe", as in `meta.json`."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+        ...
+
+    @property
+    def end_of_text_id(self) -> int:
+        """The token that stands after each document; no text encodes to it."""
+        ...
+
+    def encode(self, text: bytes | str) -> np.ndarray:
+        """Token ids of `text`, uint32, shape [T]; a literal `<|endoftext|>` is plain text."""
+        ...
+
+    def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        """`encode` for several texts at once."""
+        ...
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text; what is not valid UTF-8 becomes U+FFFD."""
+        ...
+
+
+class ByteTokenizer:
+    """One token a byte, and 256 for the end of a text. Needs nothing, fits every language."""
+
+    name = "byte"
+    vocab_size = _NUM_BYTES + 1
+    end_of_text_id = _NUM_BYTES
+
+    def encode(self, text: bytes | str) -> np.ndarray:
+        """Token ids of `text`, uint32, shape [T]."""
+        raw = text.encode() if isinstance(text, str) else text
+        return np.frombuffer(raw, dtype=np.uint8).astype(np.uint32)
+
+    def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        """`encode` for several texts at once."""
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of token ids; the end of a text reads `<|endoftext|>`.
+
+        Raises:
+            DataError: for an id above 256.
+        """
+        raw = bytearray()
+        for token in ids:
+            if not 0 <= token < self.vocab_size:
+                raise DataError(f"token {token} is outside the byte vocabulary of 257")
+            raw += END_OF_TEXT.encode() if token == _NUM_BYTES else bytes((token,))
+        return raw.decode(errors="replace")
+
+
+class BpeTokenizer:
+    """Byte-level byte-pair encoding (Sennrich et al., https://arxiv.org/abs/1508.07909), through
+    the `tokenizers` package (extra `gradsync[tokenizers]`).
+
+    Its `tokenizer.json` opens in transformers as it is. No text is unknown, since the 256 bytes
+    are part of the vocabulary.
+    """
+
+    name = "bpe"
+
+    def __init__(self, inner: tokenizers.Tokenizer) -> None:
+        self._inner = inner
+        # A document that contains the separator's spelling must not end there.
+        self._inner.encode_special_tokens = True
+        self.vocab_size: int = inner.get_vocab_size()
+        found = inner.token_to_id(END_OF_TEXT)
+        if found is None:
+            raise DataError(f"the tokenizer has no token {END_OF_TEXT}")
+        self.end_of_text_id: int = found
+
+    @classmethod
+    def train(cls, texts: Iterable[bytes], vocab_size: int) -> BpeTokenizer:
+        """Learn a vocabulary of at most `vocab_size` tokens (fewer when the text is short).
+
+        Raises:
+            ConfigError: when `vocab_size` is below 257 or the extra is missing.
+        """
+        if vocab_size <= _NUM_BYTES:
+            raise ConfigError(f"a bpe vocabulary has at least 257 tokens; got {vocab_size}")
+        _require_tokenizers()
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+        inner = Tokenizer(models.BPE())
+        inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        inner.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=[END_OF_TEXT],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        inner.train_from_iterator((text.decode(errors="replace") for text in texts), trainer)
+        return cls(inner)
+
+    @classmethod
+    def load(cls, path: Path) -> BpeTokenizer:
+        """Read a `tokenizer.json`.
+
+        Raises:
+            DataError: when the file is missing or is no tokenizer.
+        """
+        _require_tokenizers()
+        from tokenizers import Tokenizer
+
+        try:
+            text = path.read_text(encoding="utf-8")
+        except OSError as error:
+            raise DataError(f"{path}: {error.strerror}") from error
+        try:
+            inner = Tokenizer.from_str(text)
+        except Exception as error:  # the package raises bare `Exception` for every defect
+            raise DataError(f"{path}: is no tokenizer: {error}") from error
+        return cls(inner)
+
+    def save(self, path: Path) -> None:
+        """Write `tokenizer.json`."""
+        path.write_text(self._inner.to_str(pretty=True), encoding="utf-8")
+
+    def encode(self, text: bytes | str) -> np.ndarray:
+        """Token ids of `text`, uint32, shape [T]; bytes that are not UTF-8 become U+FFFD."""
+        words = text if isinstance(text, str) else text.decode(errors="replace")
+        return np.array(self._inner.encode(words).ids, dtype=np.uint32)
+
+    def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        """`encode` for several texts at once, on all cores."""
+        words = [text.decode(errors="replace") for text in texts]
+        encoded = self._inner.encode_batch_fast(words)
+        return [np.array(one.ids, dtype=np.uint32) for one in encoded]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of token ids; the end of a text reads `<|endoftext|>`."""
+        return self._inner.decode([int(token) for token in ids], skip_special_tokens=False)
+
+
+def load_tokenizer(meta: Meta, directory: Path | str) -> Tokenizer:
+    """The tokenizer of a prepared data directory.
+
+    Raises:
+        DataError: when it is missing or does not match `meta.json`.
+        ConfigError: when it needs an extra that is not installed.
+    """
+    tokenizer: Tokenizer
+    if meta.tokenizer == "byte":
+        tokenizer = ByteTokenizer()
+    elif meta.tokenizer == "bpe":
+        tokenizer = BpeTokenizer.load(Path(directory) / FILE_NAME)
+    else:
+        raise DataError(f"{directory}: unknown tokenizer {meta.tokenizer!r} in meta.json")
+    if tokenizer.vocab_size != meta.vocab_size:
+        raise DataError(
+            f"{directory}: the tokenizer has {tokenizer.vocab_size} tokens, "
+            f"meta.json says {meta.vocab_size}"
+        )
+    return tokenizer
+
+
+def _require_tokenizers() -> None:
+    if find_spec("tokenizers") is None:
+        raise ConfigError("bpe needs the package tokenizers: pip install 'gradsync[tokenizers]'")

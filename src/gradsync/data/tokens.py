@@ -1,0 +1,199 @@
+"""Token files: nanoGPT's layout, one long row of token ids and nothing else, read by memory map."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from gradsync.data.meta import DTYPES, FileMeta, Meta, read_meta
+from gradsync.errors import DataError
+
+_LARGEST_HASHED_BYTES = 1 << 30
+_SAMPLED_BLOCKS = 64
+_BLOCK_BYTES = 1 << 16
+
+
+class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
+    """Samples of `seq_len` tokens from a `.bin` file, each with the next tokens as its targets.
+
+    Sample i is `tokens[i*T : i*T + T + 1]`, so neighbours share one token and every token but the
+    first is a target exactly once. The rest after the last full sample is left out.
+
+    Args:
+        path: the `.bin` file: little-endian token ids, no header.
+        seq_len: T, tokens in a sample.
+        dtype: "uint16" or "uint32"; None takes it from `meta.json` beside the file, or "uint16"
+            (what nanoGPT writes) when there is none.
+        vocab_size: every token must be below it; None takes it from `meta.json`, or leaves it
+            unchecked when there is none.
+        content: a name of the content for the fingerprint (its SHA-256); None samples the file.
+
+    Raises:
+        DataError: when the file is missing, empty, cut off or too short for one sample.
+    """
+
+    def __init__(
+        self,
+        path: Path | str,
+        seq_len: int,
+        *,
+        dtype: str | None = None,
+        vocab_size: int | None = None,
+        content: str | None = None,
+    ) -> None:
+        self.path = Path(path)
+        self.seq_len = seq_len
+        meta = read_meta(self.path.parent) if dtype is None else None
+        self.dtype = dtype or (meta.dtype if meta else "uint16")
+        self.vocab_size = vocab_size or (meta.vocab_size if meta else None)
+        self.num_tokens = _count_tokens(self.path, self.dtype, seq_len)
+        self._windows = self._open()
+        content = content or _sample_content(self.path)
+        text = f"{content} {self.dtype} {seq_len}"
+        self.fingerprint: str = hashlib.sha256(text.encode()).hexdigest()[:16]
+        """Names content, token type and sample length: equal for equal files opened alike."""
+
+    def _open(self) -> np.ndarray:
+        """The file as overlapping rows, shape [len, T+1]; no copy, T tokens from row to row."""
+        tokens = np.memmap(self.path, dtype=DTYPES[self.dtype], mode="r", shape=(self.num_tokens,))
+        return np.lib.stride_tricks.as_strided(
+            tokens,
+            shape=(len(self), self.seq_len + 1),
+            strides=(self.seq_len * tokens.itemsize, tokens.itemsize),
+            writeable=False,
+        )
+
+    def __len__(self) -> int:
+        return (self.num_tokens - 1) // self.seq_len
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of one sample, int64, shape [T] each."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        inputs_BT, targets_BT = self.read_batch(np.array([index]))
+        return inputs_BT[0], targets_BT[0]
+
+    def read_batch(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of several samples, int64, shape [B, T] each.
+
+        Raises:
+            DataError: when a token is not below `vocab_size`; on a GPU the embedding would only
+                give an asynchronous assertion.
+        """
+        rows = self._windows[indices]
+        if self.vocab_size is not None and rows.size and int(rows.max()) >= self.vocab_size:
+            self._raise_bad_token(indices, rows, self.vocab_size)
+        inputs_BT = torch.from_numpy(rows[:, :-1].astype(np.int64))
+        return inputs_BT, torch.from_numpy(rows[:, 1:].astype(np.int64))
+
+    def _raise_bad_token(self, indices: np.ndarray, rows: np.ndarray, vocab_size: int) -> None:
+        row, column = np.argwhere(rows >= vocab_size)[0]
+        position = int(indices[row]) * self.seq_len + int(column)
+        raise DataError(
+            f"{self.path}: token {int(rows[row, column])} at position {position} is outside the "
+            f"vocabulary of {vocab_size}; wrong dtype ({self.dtype}) or wrong vocabulary?"
+        )
+
+    def max_token(self) -> int:
+        """The largest token id (reads the whole file): the vocabulary is at least one more."""
+        tokens = np.memmap(self.path, dtype=DTYPES[self.dtype], mode="r")
+        block = _BLOCK_BYTES * 64
+        return max(int(tokens[at : at + block].max()) for at in range(0, len(tokens), block))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A memory map would be pickled as a copy of the file; workers open their own."""
+        return {name: value for name, value in self.__dict__.items() if name != "_windows"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._windows = self._open()
+
+
+def open_dataset(directory: Path | str, split: str, seq_len: int) -> TokenDataset:
+    """Open one split ("train" or "val") of a data directory, checked against its `meta.json`.
+
+    nanoGPT's own directories, without `meta.json`, are taken as uint16 with an unknown vocabulary
+    (their `meta.pkl` is never loaded: unpickling runs code).
+
+    Raises:
+        DataError: when anything is missing or not what `meta.json` says. The SHA-256 is compared
+            for files up to 1 GiB, the size always.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise DataError(f"data directory {directory} does not exist; make it with gradsync prepare")
+    meta = read_meta(directory)
+    path = directory / f"{split}.bin"
+    if meta is None:
+        return TokenDataset(path, seq_len, dtype="uint16")
+    if split not in meta.tokens:
+        raise DataError(f"{directory} was prepared without a {split!r} split")
+    file = meta.files[path.name]
+    _check_file(path, file, meta)
+    return TokenDataset(
+        path, seq_len, dtype=meta.dtype, vocab_size=meta.vocab_size, content=file.sha256
+    )
+
+
+def _check_file(path: Path, file: FileMeta, meta: Meta) -> None:
+    num_bytes = _size_of(path)
+    if num_bytes != file.num_bytes:
+        raise DataError(
+            f"{path}: has {num_bytes} bytes, meta.json says {file.num_bytes} "
+            f"({meta.tokens[path.stem]} tokens): cut off or replaced; prepare the data again"
+        )
+    if num_bytes > _LARGEST_HASHED_BYTES:
+        return
+    with path.open("rb") as stream:
+        found = hashlib.file_digest(stream, "sha256").hexdigest()
+    if found != file.sha256:
+        raise DataError(
+            f"{path}: SHA-256 is {found[:12]}…, meta.json says {file.sha256[:12]}…: "
+            "damaged or replaced; prepare the data again"
+        )
+
+
+def _size_of(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        raise DataError(f"{path} does not exist") from None
+
+
+def _count_tokens(path: Path, dtype: str, seq_len: int) -> int:
+    if seq_len < 1:
+        raise DataError(f"seq_len must be at least 1; got {seq_len}")
+    if dtype not in DTYPES:
+        raise DataError(f"{path}: dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
+    num_bytes, itemsize = _size_of(path), DTYPES[dtype].itemsize
+    if num_bytes == 0:
+        raise DataError(f"{path} is empty")
+    if num_bytes % itemsize:
+        raise DataError(
+            f"{path}: {num_bytes} bytes is no whole number of {dtype} tokens: the file is cut off"
+        )
+    num_tokens = num_bytes // itemsize
+    if num_tokens < seq_len + 1:
+        raise DataError(
+            f"{path}: {num_tokens} tokens are too few for seq_len={seq_len}, "
+            f"which needs at least {seq_len + 1}"
+        )
+    return num_tokens
+
+
+def _sample_content(path: Path) -> str:
+    """A quick name for a file nobody hashed: its size and evenly spread blocks."""
+    num_bytes = _size_of(path)
+    digest = hashlib.sha256(str(num_bytes).encode())
+    last = max(num_bytes - _BLOCK_BYTES, 0)
+    with path.open("rb") as stream:
+        for index in range(_SAMPLED_BLOCKS):
+            stream.seek(last * index // (_SAMPLED_BLOCKS - 1))
+            digest.update(stream.read(_BLOCK_BYTES))
+    return digest.hexdigest()

@@ -1,0 +1,1 @@
+"""Names that readers of other guides know, as thin faces over the same parts."""

@@ -1,0 +1,79 @@
+"""Functions for scripts that do not want a `with` block."""
+
+from __future__ import annotations
+
+import atexit
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from gradsync.runtime import environ
+from gradsync.runtime.device import choose_device
+from gradsync.runtime.resolve import resolve
+from gradsync.runtime.session import Session, SessionOptions
+
+if TYPE_CHECKING:
+    import torch
+
+
+def init_distributed(
+    backend: str | None = None, *, timeout: timedelta = timedelta(minutes=30)
+) -> tuple[int, int, int]:
+    """Join the run this process was started in; leave it when the process ends.
+
+    Works under torchrun, mpirun (Open MPI, MPICH, Intel MPI, MVAPICH2), srun, and plain python,
+    with nothing exported by hand. `with gs.init()` is the better way: it also tells the other
+    ranks when this one fails.
+
+    Args:
+        backend: torch backend; None takes gloo on CPU and gloo + nccl on CUDA.
+        timeout: longest a collective may take.
+
+    Returns:
+        (rank, world_size, local_rank).
+
+    Raises:
+        LaunchError, RendezvousError: as `gs.init`.
+    """
+    session = Session(SessionOptions(backend=backend, timeout_s=timeout.total_seconds()))
+    world = session.open()
+    atexit.register(session.close)
+    return world.rank, world.world_size, world.local_rank
+
+
+def setup_distributed(rank: int, world_size: int, backend: str | None = None) -> None:
+    """Join a run whose rank and size the caller knows, for example in a spawned process.
+
+    Ranks meet at MASTER_ADDR:MASTER_PORT, by default 127.0.0.1:29500. `nccl` becomes gloo + nccl
+    where there is CUDA, and gloo elsewhere, so that the same call works on a laptop.
+
+    Args:
+        rank: index of this process.
+        world_size: number of processes.
+        backend: torch backend; None or "nccl" is chosen by the device.
+
+    Raises:
+        LaunchError, RendezvousError: as `gs.init`.
+    """
+    names = ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    env = {name: value for name in names if (value := environ.get(name))}
+    env |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    options = SessionOptions(backend=None if backend == "nccl" else backend)
+    session = Session(options, env=env)
+    session.open()
+    atexit.register(session.close)
+
+
+def get_device() -> torch.device:
+    """This rank's device: `cuda:(local_rank % visible devices)`, or the CPU. No group is needed."""
+    import torch
+
+    return torch.device(choose_device("auto", resolve(environ.snapshot()).world.local_rank))
+
+
+def is_main_process() -> bool:
+    """True on rank 0; asks the process group if there is one, else the launcher's variables."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank() == 0
+    return resolve(environ.snapshot()).world.is_main

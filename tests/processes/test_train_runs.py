@@ -1,0 +1,172 @@
+"""Whole training runs on warm processes: equal at every world size, exact across a stop."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradsync.sync.registry import STRATEGIES
+from support.small_run import Inject, losses, make_data, small_config, train_rank
+
+SYNCS = tuple(STRATEGIES)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def one_rank(pool: Any, data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """The oracle: the same run on one rank."""
+    out = tmp_path_factory.mktemp("oracle")
+    (result,) = pool.run(train_rank, 1, small_config(out, data, sync="naive"))
+    assert result.exit_code == 0, result
+    return dict(losses(out))
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("sync", SYNCS)
+def test_losses_equal_those_of_one_rank(
+    pool: Any, data: Path, tmp_path: Path, one_rank: dict[int, float], sync: str, world_size: int
+) -> None:
+    results = pool.run(train_rank, world_size, small_config(tmp_path, data, sync=sync))
+    assert [result.exit_code for result in results] == [0] * world_size
+    assert losses(tmp_path) == pytest.approx(one_rank, rel=1e-6)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("sync", SYNCS)
+def test_stop_and_resume_keeps_every_bit(
+    pool: Any, data: Path, tmp_path: Path, sync: str, world_size: int
+) -> None:
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    undisturbed = pool.run(train_rank, world_size, small_config(whole, data, sync=sync))
+    config = small_config(halves, data, sync=sync)
+    stop = Inject(rank=world_size - 1, step=2, what="SIGTERM")
+
+    stopped = pool.run(train_rank, world_size, config, stop)
+    assert [result.exit_code for result in stopped] == [75] * world_size
+    assert stopped[0].summary["steps"] == 3
+    assert "SIGTERM" in stopped[0].summary["stopped_by"] or world_size > 1
+
+    resumed = pool.run(train_rank, world_size, config)
+    assert "continuing from" in resumed[0].printed
+    assert resumed[0].summary["weights_sha256"] == undisturbed[0].summary["weights_sha256"]
+    assert resumed[0].summary["final_train_loss"] == undisturbed[0].summary["final_train_loss"]
+    assert losses(halves) == losses(whole)
+
+
+@pytest.mark.parametrize(("first", "then"), [(2, 1), (1, 3), (4, 2)])
+def test_resume_at_another_world_size_goes_on_with_the_same_samples(
+    pool: Any, data: Path, tmp_path: Path, one_rank: dict[int, float], first: int, then: int
+) -> None:
+    config = small_config(tmp_path, data, sync="naive")
+    stopped = pool.run(train_rank, first, config, Inject(rank=0, step=2, what="SIGUSR1"))
+    assert stopped[0].exit_code == 75
+    resumed = pool.run(train_rank, then, config)
+    assert resumed[0].exit_code == 0
+    assert "world_size" in resumed[0].printed
+    assert losses(tmp_path) == pytest.approx(one_rank, rel=1e-6)
+
+
+def test_one_ranks_exception_ends_all_with_that_traceback(
+    pool: Any, data: Path, tmp_path: Path
+) -> None:
+    config = small_config(tmp_path, data, sync="naive")
+    results = pool.run(train_rank, 3, config, Inject(rank=1, step=3, what="raise"))
+    assert results[1].error == "ValueError: injected on rank 1 before step 3"
+    for other in (0, 2):
+        assert "rank 1 on" in results[other].error
+        assert "step_with_injection" in results[other].error  # the traceback of rank 1
+    note = json.loads((tmp_path / "exit.json").read_text())
+    assert note["exit_code"] == 1
+    # What was saved before is there, and the run goes on from it.
+    resumed = pool.run(train_rank, 3, config)
+    assert resumed[0].exit_code == 0
+    assert "step-00000002" in resumed[0].printed
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_used(
+    pool: Any, data: Path, tmp_path: Path
+) -> None:
+    config = small_config(tmp_path, data, steps=4)
+    assert pool.run(train_rank, 1, config)[0].exit_code == 0
+    victim = tmp_path / "checkpoints" / "step-00000004" / "model.safetensors"
+    content = bytearray(victim.read_bytes())
+    content[-1] ^= 1
+    victim.write_bytes(content)
+    (again,) = pool.run(train_rank, 1, replace(config, steps=6))
+    assert again.exit_code == 0
+    assert "step-00000004 is damaged" in again.printed
+    assert "using step-00000002" in again.printed
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seed": 2}, "seed"),
+        ({"tokens_per_update": 128}, "num_leaves: 8 then, 4 now"),
+        ({"dtype": "bf16"}, "dtype: 'fp32' then, 'bf16' now"),
+        ({"model": "wider"}, "model.n_embd is 32 there, 48 here"),
+        ({"data": "other"}, "data set"),
+        ({"resume": "none"}, "already holds a run"),
+    ],
+)
+def test_resuming_something_else_is_refused_by_name(
+    pool: Any, data: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    config = small_config(tmp_path / "run", data, steps=2)
+    assert pool.run(train_rank, 1, config)[0].exit_code == 0
+    if changes.get("model"):
+        changes = {"model": replace(config.model, n_embd=48)}
+    if changes.get("data"):
+        changes = {"data": str(make_data(tmp_path / "other", seed=1))}
+    (refused,) = pool.run(train_rank, 1, replace(config, steps=4, **changes))
+    assert message in refused.error
+    assert (tmp_path / "run" / "checkpoints" / "step-00000002").is_dir()
+
+
+def test_numeric_change_can_be_allowed(pool: Any, data: Path, tmp_path: Path) -> None:
+    config = small_config(tmp_path, data, steps=2)
+    pool.run(train_rank, 1, config)
+    changed = replace(config, steps=4, dtype="bf16", allow_numeric_change=True)
+    (result,) = pool.run(train_rank, 1, changed)
+    assert result.exit_code == 0
+    assert "note: dtype: 'fp32' then, 'bf16' now" in result.printed
+
+
+def test_a_finished_run_is_left_as_it_is(pool: Any, data: Path, tmp_path: Path) -> None:
+    config = small_config(tmp_path, data, steps=2)
+    first = pool.run(train_rank, 2, config)[0]
+    again = pool.run(train_rank, 2, config)[0]
+    assert again.exit_code == 0
+    assert again.summary["weights_sha256"] == first.summary["weights_sha256"]
+
+
+def test_the_run_directory_holds_what_it_promises(pool: Any, data: Path, tmp_path: Path) -> None:
+    config = small_config(tmp_path, data)
+    result = pool.run(train_rank, 2, config)[0]
+    for name in ("config.yaml", "env.json", "metrics.jsonl", "summary.json"):
+        assert (tmp_path / name).is_file(), name
+    assert (tmp_path / "logs" / "rank_00001.log").is_file()
+    steps = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert steps == ["step-00000004", "step-00000006"]
+    assert result.summary["tokens"] == 6 * 256
+    assert result.summary["val_loss"] < 4.15  # better than guessing: ln 64 = 4.16
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+def test_activation_checkpointing_changes_no_bit(
+    pool: Any, data: Path, tmp_path: Path, sync: str
+) -> None:
+    plain = small_config(tmp_path / "plain", data, steps=2, sync=sync)
+    other = replace(plain, out=str(tmp_path / "other"), activation_checkpointing=True)
+    hashes = {
+        pool.run(train_rank, 2, config)[0].summary["weights_sha256"] for config in (plain, other)
+    }
+    assert len(hashes) == 1

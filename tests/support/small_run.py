@@ -1,0 +1,112 @@
+"""A training run small enough for a test, on the ranks of the process pool."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from gradsync.data.step import Step
+from gradsync.models.config import GPTConfig
+from gradsync.train.config import CheckpointConfig, EvalConfig, OptimConfig, TrainConfig
+from gradsync.train.loop import Trainer
+from gradsync.train.run import train
+from support.rank_session import open_session
+
+VOCAB = 64
+
+
+def make_data(directory: Path, *, num_tokens: int = 6_000, seed: int = 0) -> Path:
+    """A nanoGPT-layout data set with something to learn: tokens that mostly count upwards."""
+    directory.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(seed)
+    for split, size in (("train", num_tokens), ("val", 1_000)):
+        steps = rng.choice([1, 1, 1, 5], size=size)
+        (np.cumsum(steps) % VOCAB).astype("<u2").tofile(directory / f"{split}.bin")
+    return directory
+
+
+def small_config(out: Path, data: Path, **changes: Any) -> TrainConfig:
+    """Two layers of width 32, 8 leaves of 2 x 16 tokens, fp32, every step logged."""
+    config = TrainConfig(
+        preset="tiny",
+        steps=6,
+        out=str(out),
+        data=str(data),
+        tokens_per_update=256,
+        micro_batch_size=2,
+        dtype="fp32",
+        device="cpu",
+        threads=1,
+        log_every=1,
+        sample_tokens=0,
+        model=GPTConfig(
+            n_layer=2, n_head=2, n_embd=32, vocab_size=VOCAB, block_size=16, dropout=0.1
+        ),
+        optim=OptimConfig(lr=1e-2, warmup_steps=2),
+        eval=EvalConfig(every=3, max_tokens=None),
+        checkpoint=CheckpointConfig(every=2, keep_last=2),
+    )
+    return replace(config, **changes)
+
+
+@dataclass(frozen=True)
+class Inject:
+    """Something that happens on one rank right before one optimizer step."""
+
+    rank: int
+    step: int
+    what: str
+    """A signal's name, or "raise"."""
+
+
+@dataclass
+class RankResult:
+    """What one rank's `train` came to."""
+
+    exit_code: int
+    summary: dict[str, Any]
+    printed: str
+    error: str = ""
+
+
+def train_rank(
+    rank: int,
+    world_size: int,
+    store_path: str,
+    config: TrainConfig,
+    inject: Inject | None = None,
+) -> RankResult:
+    """Run `train` on this rank of the pool; gradsync's own errors come back as text."""
+    printed = io.StringIO()
+    session = open_session(rank, world_size, store_path)
+    original = Trainer._train_step
+
+    def step_with_injection(self: Trainer, step: Step, *rest: Any) -> Any:
+        if inject is not None and (rank, step.number) == (inject.rank, inject.step):
+            if inject.what == "raise":
+                raise ValueError(f"injected on rank {rank} before step {step.number}")
+            os.kill(os.getpid(), signal.Signals[inject.what])
+        return original(self, step, *rest)
+
+    with mock.patch.object(Trainer, "_train_step", step_with_injection):
+        try:
+            with session as world:
+                outcome = train(config, world, threads=session.threads, stream=printed)
+        except Exception as error:
+            return RankResult(1, {}, printed.getvalue(), f"{type(error).__name__}: {error}")
+    return RankResult(outcome.exit_code, outcome.summary, printed.getvalue())
+
+
+def losses(out: Path) -> Mapping[int, float]:
+    """Training loss of each step, as `metrics.jsonl` has it."""
+    lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}

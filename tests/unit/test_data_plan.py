@@ -1,0 +1,127 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradsync.data.plan import BatchPlan, share, solve_batch_plan
+from gradsync.data.spans import cut_step
+from gradsync.errors import ConfigError
+
+
+@given(num_items=st.integers(0, 300), world_size=st.integers(1, 40))
+def test_shares_are_contiguous_complete_and_even(num_items: int, world_size: int) -> None:
+    shares = [share(num_items, rank, world_size) for rank in range(world_size)]
+    assert [item for part in shares for item in part] == list(range(num_items))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+@given(
+    leaves=st.integers(1, 64),
+    micro=st.integers(1, 64),
+    seq_len=st.integers(1, 64),
+    world_size=st.integers(1, 64),
+)
+def test_an_exact_plan_is_never_floored(
+    leaves: int, micro: int, seq_len: int, world_size: int
+) -> None:
+    tokens = leaves * micro * seq_len
+    arguments = {"micro_batch_size": micro, "world_size": world_size}
+    if world_size > leaves:
+        with pytest.raises(ConfigError, match=f"{world_size} ranks cannot share {leaves} leaves"):
+            solve_batch_plan(tokens_per_update=tokens, seq_len=seq_len, **arguments)
+        return
+    plan = solve_batch_plan(tokens_per_update=tokens, seq_len=seq_len, **arguments)
+    assert plan.tokens_per_update == tokens
+    assert sum(plan.grad_accum_steps(rank) for rank in range(world_size)) * micro == leaves * micro
+    assert solve_batch_plan(global_batch_size=leaves * micro, **arguments).num_leaves == leaves
+
+
+def test_description_gives_the_arithmetic_and_the_shares() -> None:
+    plan = solve_batch_plan(tokens_per_update=2**15, seq_len=512, micro_batch_size=8, world_size=3)
+    assert plan.describe() == (
+        "32,768 tokens per update = 8 leaves x 8 samples x 512 tokens\nleaves per rank: 2, 3, 3"
+    )
+    many = BatchPlan(num_leaves=33, micro_batch_size=2, world_size=32)
+    assert many.describe() == (
+        "66 samples per update = 33 leaves x 2 samples\n"
+        "leaves per rank: 2 on 1 ranks, 1 on 31 ranks"
+    )
+
+
+def test_what_is_not_exact_names_the_nearest_legal_values() -> None:
+    with pytest.raises(ConfigError) as caught:
+        solve_batch_plan(tokens_per_update=100_000, seq_len=1000, micro_batch_size=8, world_size=2)
+    assert str(caught.value) == (
+        "tokens_per_update=100000 is not a multiple of micro_batch_size x seq_len = 8 x 1000 = "
+        "8000; the nearest legal tokens_per_update is 96000 or 104000; "
+        "or keep it, with micro_batch_size 5 or 10"
+    )
+    with pytest.raises(ConfigError) as caught:
+        solve_batch_plan(global_batch_size=10, micro_batch_size=4, world_size=1)
+    assert str(caught.value) == (
+        "global_batch_size=10 is not a multiple of micro_batch_size = 4; "
+        "the nearest legal global_batch_size is 8 or 12; or keep it, with micro_batch_size 2 or 5"
+    )
+
+
+def test_proposed_values_leave_no_rank_without_work() -> None:
+    with pytest.raises(ConfigError, match="global_batch_size is 16;") as caught:
+        solve_batch_plan(global_batch_size=9, micro_batch_size=4, world_size=4)
+    assert str(caught.value).endswith("micro_batch_size 1")
+    with pytest.raises(ConfigError, match=r"tokens_per_update is 64 or 128$"):
+        solve_batch_plan(tokens_per_update=100, seq_len=16, micro_batch_size=4, world_size=1)
+
+
+def test_more_ranks_than_leaves_names_both_and_a_way_out() -> None:
+    with pytest.raises(ConfigError) as caught:
+        solve_batch_plan(global_batch_size=64, micro_batch_size=16, world_size=8)
+    assert str(caught.value) == (
+        "8 ranks cannot share 4 leaves (64 samples per update / micro_batch_size 16): "
+        "use at most 4 ranks, or micro_batch_size 8"
+    )
+    with pytest.raises(ConfigError, match="a global batch of at least 8 samples"):
+        solve_batch_plan(global_batch_size=4, micro_batch_size=4, world_size=8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "either tokens_per_update or global_batch_size"),
+        ({"tokens_per_update": 8, "global_batch_size": 8}, "either"),
+        ({"tokens_per_update": 8}, "needs seq_len"),
+        ({"global_batch_size": 0}, "global_batch_size must be at least 1; got 0"),
+        ({"global_batch_size": 8, "micro_batch_size": 0}, "micro_batch_size must be at least 1"),
+        ({"global_batch_size": 8, "world_size": -1}, "world_size must be at least 1"),
+    ],
+)
+def test_senseless_numbers_are_refused(arguments: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        solve_batch_plan(**({"micro_batch_size": 1, "world_size": 1} | arguments))
+
+
+def test_a_plan_in_samples_has_no_tokens_and_knows_its_ranks() -> None:
+    plan = BatchPlan(num_leaves=2, micro_batch_size=1, world_size=2)
+    with pytest.raises(ConfigError, match="no seq_len"):
+        _ = plan.tokens_per_update
+    with pytest.raises(ValueError, match=r"rank must be in 0\.\.1"):
+        plan.leaves_of(2)
+
+
+@given(
+    start=st.integers(0, 1000),
+    size=st.integers(0, 100),
+    micro=st.integers(1, 20),
+    world_size=st.integers(1, 12),
+)
+def test_a_step_is_cut_alike_for_every_world_size(
+    start: int, size: int, micro: int, world_size: int
+) -> None:
+    def leaves(rank: int, ranks: int) -> list[tuple[int, int, int]]:
+        span = cut_step(start, start + size, micro_batch_size=micro, rank=rank, world_size=ranks)
+        assert span.everyone_has_leaves == (span.num_leaves >= ranks)
+        return list(span.leaves)
+
+    together = [leaf for rank in range(world_size) for leaf in leaves(rank, world_size)]
+    assert together == leaves(0, 1)
+    assert [p for _, first, n in together for p in range(first, first + n)] == list(
+        range(start, start + size)
+    )

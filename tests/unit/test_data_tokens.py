@@ -1,0 +1,186 @@
+import json
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from gradsync.data.meta import read_meta
+from gradsync.data.prepare import prepare
+from gradsync.data.tokens import TokenDataset, open_dataset
+from gradsync.errors import DataError
+
+
+def write_tokens(path: Path, tokens: np.ndarray, dtype: str = "uint16") -> Path:
+    tokens.astype(dtype).tofile(path)
+    return path
+
+
+@pytest.fixture
+def prepared(tmp_path: Path) -> Path:
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox " * 50)
+    prepare([text], tmp_path / "data")
+    return tmp_path / "data"
+
+
+def edit_meta(directory: Path, **changes: object) -> None:
+    path = directory / "meta.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize("num_tokens", [17, 20, 21, 24, 25, 41])
+def test_every_token_but_the_first_is_a_target_once(tmp_path: Path, num_tokens: int) -> None:
+    tokens = np.arange(100, 100 + num_tokens)
+    data = TokenDataset(write_tokens(tmp_path / "train.bin", tokens), 4)
+    assert len(data) == (num_tokens - 1) // 4
+    inputs_BT, targets_BT = data.read_batch(np.arange(len(data)))
+    assert inputs_BT.shape == targets_BT.shape == (len(data), 4)
+    assert inputs_BT.dtype == targets_BT.dtype == torch.int64
+    assert inputs_BT.is_contiguous()
+    assert targets_BT.is_contiguous()
+    assert inputs_BT.flatten().tolist() == tokens[: len(data) * 4].tolist()
+    assert targets_BT.flatten().tolist() == tokens[1 : len(data) * 4 + 1].tolist()
+
+
+def test_single_samples_equal_the_batch_and_iteration_ends(tmp_path: Path) -> None:
+    data = TokenDataset(write_tokens(tmp_path / "train.bin", np.arange(50)), 7)
+    inputs_BT, targets_BT = data.read_batch(np.array([3, 0, 3]))
+    assert torch.equal(inputs_BT[0], data[3][0])
+    assert torch.equal(targets_BT[1], data[0][1])
+    assert len(list(data)) == len(data)
+    with pytest.raises(IndexError):
+        data[-1]
+
+
+def test_a_pickled_data_set_reopens_its_file_instead_of_copying_it(tmp_path: Path) -> None:
+    data = TokenDataset(write_tokens(tmp_path / "train.bin", np.arange(60_000)), 10)
+    copy = pickle.dumps(data)
+    assert len(copy) < 1000
+    again = pickle.loads(copy)  # noqa: S301  our own bytes, made a line above
+    assert torch.equal(again[17][0], data[17][0])
+    assert again.fingerprint == data.fingerprint
+
+
+def test_wide_vocabularies_use_uint32(tmp_path: Path) -> None:
+    path = write_tokens(tmp_path / "train.bin", np.array([70_000, 1, 90_000]), "uint32")
+    data = TokenDataset(path, 2, dtype="uint32")
+    assert data[0][0].tolist() == [70_000, 1]
+    assert data.max_token() == 90_000
+
+
+def test_nanogpt_directories_are_taken_as_they_are(tmp_path: Path) -> None:
+    write_tokens(tmp_path / "train.bin", np.array([5, 50_256, 7, 8, 9]))
+    (tmp_path / "meta.pkl").write_bytes(b"not even a pickle: it must not be opened")
+    data = open_dataset(tmp_path, "train", 2)
+    assert data.vocab_size is None
+    assert data.max_token() == 50_256
+    assert data[0][1].tolist() == [50_256, 7]
+
+
+def test_prepared_files_bring_their_dtype_and_vocabulary(prepared: Path) -> None:
+    opened = open_dataset(prepared, "train", 16)
+    assert opened.vocab_size == 257
+    assert TokenDataset(prepared / "train.bin", 16).vocab_size == 257
+    assert bytes(opened[0][0].tolist()).decode() == "the quick brown "
+
+
+def test_fingerprint_names_content_and_sample_length(tmp_path: Path) -> None:
+    names = set()
+    for index, (value, seq_len) in enumerate([(1, 4), (1, 5), (2, 4)]):
+        path = write_tokens(tmp_path / f"{index}.bin", np.full(100_000, value))
+        names.add(TokenDataset(path, seq_len).fingerprint)
+    assert len(names) == 3
+    same = write_tokens(tmp_path / "same.bin", np.full(100_000, 1))
+    assert TokenDataset(same, 4).fingerprint in names
+
+
+def test_a_token_outside_the_vocabulary_is_named_with_its_place(tmp_path: Path) -> None:
+    tokens = np.zeros(100)
+    tokens[57] = 300
+    path = write_tokens(tmp_path / "train.bin", tokens)
+    data = TokenDataset(path, 10, vocab_size=257)
+    data.read_batch(np.array([0, 1]))
+    with pytest.raises(DataError, match=r"train.bin: token 300 at position 57 .* of 257"):
+        data.read_batch(np.array([2, 5]))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "train.bin is empty"),
+        (b"abc", "3 bytes is no whole number of uint16 tokens: the file is cut off"),
+        (bytes(10), "5 tokens are too few for seq_len=5, which needs at least 6"),
+    ],
+)
+def test_unusable_files_are_refused(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "train.bin").write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        open_dataset(tmp_path, "train", 5)
+
+
+def test_missing_things_are_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="nowhere does not exist; make it with gradsync prepare"):
+        open_dataset(tmp_path / "nowhere", "train", 4)
+    with pytest.raises(DataError, match=r"train.bin does not exist"):
+        open_dataset(tmp_path, "train", 4)
+    write_tokens(tmp_path / "train.bin", np.arange(9))
+    with pytest.raises(DataError, match="seq_len must be at least 1"):
+        open_dataset(tmp_path, "train", 0)
+    with pytest.raises(DataError, match="dtype must be one of"):
+        TokenDataset(tmp_path / "train.bin", 4, dtype="int8")
+
+
+def test_a_file_cut_off_after_preparing_is_refused(prepared: Path) -> None:
+    path = prepared / "train.bin"
+    path.write_bytes(path.read_bytes()[:-2])
+    with pytest.raises(DataError, match=r"has 1900 bytes, meta.json says 1902 \(951 tokens\)"):
+        open_dataset(prepared, "train", 16)
+
+
+def test_a_changed_file_of_the_right_size_is_refused(prepared: Path) -> None:
+    path = prepared / "train.bin"
+    content = bytearray(path.read_bytes())
+    content[100] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"SHA-256 is .* damaged or replaced"):
+        open_dataset(prepared, "train", 16)
+    open_dataset(prepared, "val", 16)
+
+
+def test_a_missing_split_or_file_is_told_apart(prepared: Path) -> None:
+    with pytest.raises(DataError, match="prepared without a 'test' split"):
+        open_dataset(prepared, "test", 4)
+    (prepared / "val.bin").unlink()
+    with pytest.raises(DataError, match=r"val.bin does not exist"):
+        open_dataset(prepared, "val", 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dtype": "float32"}, "dtype must be one of uint16, uint32; got 'float32'"),
+        ({"dtype": "uint32"}, "951 tokens of uint32 in train.bin cannot take 1902 bytes"),
+        ({"format_version": 99}, "format_version is 99, this gradsync reads 1"),
+        ({"vocab_size": "257"}, "key 'vocab_size' has a value of the wrong type: '257'"),
+        ({"vocab_size": 0}, "vocab_size must be at least 1"),
+        ({"files": {}}, "has no entry train.bin under files"),
+        ({"files": {"train.bin": {"num_bytes": 1902}}}, "key 'sha256' is missing"),
+        ({"tokens": {"train": 1.5}}, "wrong type: 1.5"),
+    ],
+)
+def test_a_malformed_description_names_file_and_key(
+    prepared: Path, changes: dict[str, object], message: str
+) -> None:
+    edit_meta(prepared, **changes)
+    with pytest.raises(DataError, match=message) as caught:
+        open_dataset(prepared, "train", 16)
+    assert "meta.json" in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", '"x"', "\x00"])
+def test_a_description_that_is_no_json_object_is_refused(prepared: Path, text: str) -> None:
+    (prepared / "meta.json").write_text(text)
+    with pytest.raises(DataError, match=r"meta.json: (cannot be read as JSON|must hold)"):
+        read_meta(prepared)

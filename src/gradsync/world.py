@@ -31,7 +31,7 @@ class World:
     num_nodes: int = 1
     """Number of hosts."""
     launcher: str = "python"
-    """Who started us: python, torchrun, env (by hand), openmpi, pals, flux, mvapich2, hydra, srun."""
+    """python, torchrun, env (by hand), openmpi, pals, flux, mvapich2, hydra or srun."""
     device: str = "cpu"
     """Torch device of this rank, such as "cpu" or "cuda:1". Set when the session starts."""
 

@@ -48,16 +48,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[0] in ("-V", "--version"):
         print(f"gradsync {__version__}")
         return 0
-    name, rest = arguments[0], arguments[1:]
+    return _run_command(arguments[0], arguments[1:])
+
+
+def _run_command(name: str, arguments: list[str]) -> int:
     if name not in COMMANDS:
         near = get_close_matches(name, COMMANDS, n=1)
         hint = f"; perhaps you meant {near[0]!r}" if near else ""
         return _fail(f"unknown command {name!r}{hint} (there are: {', '.join(COMMANDS)})", 2)
     try:
-        return import_module(f"gradsync.cli.{name}").run(rest)
+        return import_module(f"gradsync.cli.{name}").run(arguments)
     except ConfigError as error:
         # The same on every rank: one copy is enough.
-        return _fail(str(error), error.exit_code) if _is_first_rank() else error.exit_code
+        return _fail(str(error), error.exit_code) if _rank() == 0 else error.exit_code
     except GradsyncError as error:
         return _fail(str(error), error.exit_code)
     except KeyboardInterrupt:
@@ -87,7 +90,3 @@ def _rank() -> int:
         return resolve(environ.snapshot()).world.rank
     except GradsyncError:
         return 0
-
-
-def _is_first_rank() -> bool:
-    return _rank() == 0

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 class DDPManager:
     """Everything a plain DDP script needs; also a context manager.
 
-        with DDPManager() as manager:
-            model = manager.wrap_model(build_model())
-            for batch in manager.get_dataloader(dataset, batch_size=8):
-                ...
+    with DDPManager() as manager:
+        model = manager.wrap_model(build_model())
+        for batch in manager.get_dataloader(dataset, batch_size=8):
+            ...
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class DDPManager:
     def get_dataloader(
         self, dataset: Any, batch_size: int, *, seed: int = 0, shuffle: bool = True, **options: Any
     ) -> BatchLoader:
-        """Batches of `batch_size` samples for this rank; no sample twice in an epoch, none left out.
+        """Batches of `batch_size` samples for this rank; in an epoch each sample comes once.
 
         Args:
             dataset: map-style.

@@ -41,7 +41,10 @@ def exported(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def cache_dir() -> Path:
-    """Where prepared data may be kept: `GRADSYNC_CACHE`, else `XDG_CACHE_HOME/gradsync`, else `~/.cache/gradsync`."""
+    """Where prepared data may be kept: `GRADSYNC_CACHE`, else `XDG_CACHE_HOME/gradsync`.
+
+    Without either it is `~/.cache/gradsync`.
+    """
     own = get("GRADSYNC_CACHE")
     if own:
         return Path(own)

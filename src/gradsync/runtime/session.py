@@ -25,6 +25,7 @@ from gradsync.errors import RunError
 from gradsync.runtime import environ
 from gradsync.runtime.device import check_not_shared, choose_device, device_identity
 from gradsync.runtime.failure import FailureWatch
+from gradsync.runtime.gloo_group import wait_until_workers_sleep
 from gradsync.runtime.rendezvous import Meeting, meet
 from gradsync.runtime.resolve import Resolution, resolve
 from gradsync.runtime.store import Presence, check_in
@@ -182,6 +183,7 @@ class Session:
             device_id=torch.device(world.device) if on_cuda else None,
         )
         self._stack.callback(dist.destroy_process_group)
+        self._stack.callback(wait_until_workers_sleep)
         self._watch = FailureWatch(
             meeting.second_connection(world.rank), rank=world.rank, world_size=world.world_size
         )

@@ -21,6 +21,7 @@ from gradsync.comm.base import Communicator
 from gradsync.errors import ConfigError
 from gradsync.sync.reducer import Reduction, sum_gradients, trainable
 from gradsync.sync.stopwatch import Stopwatch
+from gradsync.sync.torch_names import ddp_without_buffer_sync
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,6 +32,7 @@ class TorchDdpReducer:
 
     Args:
         model: on its device already; stays unwrapped for everybody else (names, checkpoints).
+            Its buffers start as rank 0's and are each rank's own from then on.
         comm: must be a process-group communicator.
         bucket_mb: `bucket_cap_mb` of DDP, MiB.
         find_unused_parameters: as in DDP; needed when a parameter gets no gradient in some step.
@@ -52,11 +54,16 @@ class TorchDdpReducer:
             raise ConfigError("sync='ddp' needs a torch process group; use sync='naive' here")
         self._comm = comm
         self._parameters = [parameter for _, parameter in trainable(model)]
+        for buffer in model.buffers():
+            comm.broadcast(buffer.detach()).wait()  # whole group, the buffer's shape and dtype
         self._ddp = torch.nn.parallel.DistributedDataParallel(
             model,
             process_group=group,
             bucket_cap_mb=bucket_mb,
             gradient_as_bucket_view=True,
+            # DDP would broadcast buffers in some forwards; ranks with other numbers of leaves make
+            # other numbers of forwards, and would wait for ever.
+            **ddp_without_buffer_sync(),
             find_unused_parameters=find_unused_parameters,
         )
         self._called: Any = torch.compile(self._ddp) if compile_wrapper else self._ddp

@@ -62,7 +62,9 @@ def train(
             config.steps, world.world_size, enabled=world.is_main, stream=stream or sys.stdout
         )
         try:
-            return _train(config, world, threads, run_dir, progress, stop)
+            return _train(
+                config, world, threads=threads, run_dir=run_dir, progress=progress, stop=stop
+            )
         finally:
             progress.stop()
             run_dir.close()
@@ -71,6 +73,7 @@ def train(
 def _train(
     config: TrainConfig,
     world: World,
+    *,
     threads: int,
     run_dir: RunDir,
     progress: Progress,
@@ -84,10 +87,10 @@ def _train(
     learner = build_learner(config, world, shape, comm)
     fingerprint = numeric_fingerprint(config, world, data.plan, threads=threads)
     store = CheckpointStore(run_dir.checkpoints, config.checkpoint.keep_last)
-    resumed = restore(config, learner, data.train, fingerprint, comm, store)
+    resumed = restore(config, learner, data.train, fingerprint=fingerprint, comm=comm, store=store)
     if world.is_main:
         run_dir.begin(config, world, threads=threads, done_steps=resumed.step)
-        _introduce(progress, config, world, data, learner, threads)
+        _introduce(progress, config, world, data, learner, threads=threads)
         for note in resumed.notes:
             progress.say(f"note: {note}")
         if resumed.source:
@@ -117,7 +120,7 @@ def _train(
     summary = _summarise(totals, config, world, data, learner)
     run_dir.write_json("summary.json", summary)
     if not totals.stopped_by:
-        _farewell(progress, config, data, learner, totals, run_dir)
+        _farewell(progress, config, data, learner, totals=totals, run_dir=run_dir)
     return Outcome(exit_code=EXIT_REQUEUE if totals.stopped_by else 0, summary=summary)
 
 
@@ -127,6 +130,7 @@ def _introduce(
     world: World,
     data: Data,
     learner: Learner,
+    *,
     threads: int,
 ) -> None:
     shape = learner.model.config
@@ -170,6 +174,7 @@ def _farewell(
     config: TrainConfig,
     data: Data,
     learner: Learner,
+    *,
     totals: Totals,
     run_dir: RunDir,
 ) -> None:

@@ -85,6 +85,7 @@ def restore(
     config: TrainConfig,
     learner: Learner,
     loader: Loader,
+    *,
     fingerprint: Fingerprint,
     comm: Communicator,
     store: CheckpointStore,

@@ -1,0 +1,78 @@
+# Everything happens in .venv, which each target sets up as far as it needs.
+# Wanted on the machine: python3 (with its venv module), make, a C compiler.
+#
+#   make train                      train a small GPT on real text with two ranks
+#   make test                       the whole suite
+#   make test PYTEST_ARGS='-k data' some of it
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+TRAIN_ARGS ?= tiny --nproc-per-node 2
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+
+.DEFAULT_GOAL := help
+.PHONY: help train test check lint types layers sizes format clean
+
+help: ## Show this list
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
+
+train: $(VENV)/.ready-train ## Train a small GPT on real text with two ranks
+	$(BIN)/gradsync train $(TRAIN_ARGS)
+
+test: $(VENV)/.ready-test ## Run the whole test suite
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: lint types layers sizes ## Lint, types, layers and sizes
+
+lint: $(VENV)/.ready-lint ## Style and common mistakes (ruff)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: $(VENV)/.ready-lint ## Types (pyrefly)
+	$(BIN)/pyrefly check
+
+layers: $(VENV)/.ready-lint ## Imports go down only (import-linter)
+	$(BIN)/lint-imports
+
+sizes: $(VENV)/.ready-lint ## Sizes of files, functions and classes; unsafe calls
+	$(BIN)/python tools/check_sizes.py
+	$(BIN)/python tools/check_safety.py
+
+format: $(VENV)/.ready-lint ## Put the code into the house's format
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean: ## Remove the environment, caches and build products (runs/ stays)
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# -- the environment: each stamp is newer than what it was made from --------------------------------
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "gradsync needs Python 3.11 or newer; say: make PYTHON=/path/to/python3" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV) \
+	  || { rm -rf $(VENV); echo "no venv module: on Debian, apt-get install python3-venv" >&2; exit 1; }
+
+# torch first and alone: what is already there (a CUDA build, say) is kept, whatever else is installed.
+$(VENV)/.ready-torch: | $(BIN)/python
+	@echo 'setting up $(VENV) (the first time takes some minutes)'
+	$(PIP) --upgrade 'pip>=25.1'
+	$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) '$(TORCH)'
+	@touch $@
+
+$(VENV)/.ready-train: pyproject.toml $(VENV)/.ready-torch
+	$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.ready-test: pyproject.toml $(VENV)/.ready-torch
+	$(PIP) --editable . --group test
+	@touch $@ $(VENV)/.ready-train
+
+$(VENV)/.ready-lint: pyproject.toml $(VENV)/.ready-torch
+	$(PIP) --editable . --group lint
+	@touch $@ $(VENV)/.ready-train

@@ -1,0 +1,181 @@
+"""An optimizer's state by parameter name, so that it survives another order, wrapper or world size.
+
+    tensors   "exp_avg/blocks.0.attention.q.weight" -> tensor, "step/blocks.0…" -> 0-dim tensor
+    state     {"class": "AdamW",
+               "groups": [{"params": [names], "lr": 0.001, "betas": [0.9, 0.95], …}],
+               "params": {name: {"shape": […], "slots": ["exp_avg", …], "values": {other: number}}}}
+
+Torch's own `load_state_dict` is not used: it goes by position, and casts state to the parameter's
+dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from gradsync.checkpoint.names import clean_names
+from gradsync.errors import CheckpointError
+
+# How a step is computed, not what: the loading run keeps its own choice.
+_IMPLEMENTATION = frozenset({"params", "fused", "foreach", "capturable", "differentiable"})
+
+NamedParams = Iterable[tuple[str, Tensor]]
+
+
+def pack_optimizer(
+    optimizer: Optimizer, named_params: NamedParams
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Take the state out of an optimizer.
+
+    Args:
+        optimizer: any torch optimizer with dense tensors, numbers or None as state.
+        named_params: as from `model.named_parameters()`; names are cleaned of wrappers.
+
+    Returns:
+        The tensors (the optimizer's own, not copies), and a dict fit for JSON.
+
+    Raises:
+        CheckpointError: the optimizer holds a parameter that has no name here.
+    """
+    tensors: dict[str, Tensor] = {}
+    params: dict[str, Any] = {}
+    layout = _Layout.of(optimizer, named_params)
+    for name, param in layout.params.items():
+        entry: dict[str, Any] = {"shape": list(param.shape), "slots": [], "values": {}}
+        for slot, value in optimizer.state.get(param, {}).items():
+            if isinstance(value, Tensor):
+                tensors[f"{slot}/{name}"] = value
+                entry["slots"].append(slot)
+            else:
+                entry["values"][slot] = value
+        params[name] = entry
+    groups = [
+        {"params": names}
+        | {key: _to_json(v) for key, v in group.items() if key not in _IMPLEMENTATION}
+        for names, group in zip(layout.groups, optimizer.param_groups, strict=True)
+    ]
+    return tensors, {"class": type(optimizer).__name__, "groups": groups, "params": params}
+
+
+def unpack_optimizer(
+    optimizer: Optimizer,
+    named_params: NamedParams,
+    tensors: Mapping[str, Tensor],
+    state: Mapping[str, Any],
+) -> None:
+    """Put packed state back; the next step then has the same bits as it would have had.
+
+    Everything is checked before anything changes. Tensors are copied to their parameter's device;
+    `step` stays on the CPU unless the group is fused or capturable, as torch expects.
+
+    Raises:
+        CheckpointError: another optimizer class, other groups, or a parameter that is missing,
+            unknown or of another shape; the message names it.
+    """
+    layout = _Layout.of(optimizer, named_params)
+    _check(optimizer, layout, tensors, state)
+    for names, group, saved in zip(
+        layout.groups, optimizer.param_groups, state["groups"], strict=True
+    ):
+        on_device = bool(group.get("fused") or group.get("capturable"))
+        for key, value in saved.items():
+            if key not in _IMPLEMENTATION:
+                _restore_setting(group, key, value)
+        for name in names:
+            param, entry = layout.params[name], state["params"][name]
+            restored: dict[str, Any] = dict(entry["values"])
+            for slot in entry["slots"]:
+                home = param.device if slot != "step" or on_device else torch.device("cpu")
+                value = tensors[f"{slot}/{name}"]
+                restored[slot] = torch.empty_like(value, device=home).copy_(value)
+            optimizer.state.pop(param, None)
+            if restored:
+                optimizer.state[param] = restored
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Which parameters an optimizer has, by clean name."""
+
+    params: dict[str, Tensor]
+    groups: list[list[str]]
+
+    @classmethod
+    def of(cls, optimizer: Optimizer, named_params: NamedParams) -> _Layout:
+        named = dict(named_params)
+        clean = clean_names(named)
+        name_of = {id(param): clean[name] for name, param in reversed(named.items())}
+        groups: list[list[str]] = []
+        params: dict[str, Tensor] = {}
+        for group in optimizer.param_groups:
+            names = []
+            for param in group["params"]:
+                name = name_of.get(id(param))
+                if name is None:
+                    raise CheckpointError(
+                        f"the optimizer holds a parameter of shape {tuple(param.shape)} that is "
+                        "not among the named parameters: its state has no name"
+                    )
+                names.append(name)
+                params[name] = param
+            groups.append(names)
+        return cls(params, groups)
+
+
+def _check(
+    optimizer: Optimizer, layout: _Layout, tensors: Mapping[str, Tensor], state: Mapping[str, Any]
+) -> None:
+    kind = type(optimizer).__name__
+    if state["class"] != kind:
+        raise CheckpointError(f"optimizer state is of {state['class']}, expected {kind}")
+    saved = state["params"]
+    for name, param in layout.params.items():
+        if name not in saved:
+            raise CheckpointError(f"optimizer state: parameter {name!r} is missing")
+        if saved[name]["shape"] != list(param.shape):
+            raise CheckpointError(
+                f"optimizer state: parameter {name!r} has shape {tuple(saved[name]['shape'])}, "
+                f"expected {tuple(param.shape)}"
+            )
+        for slot in saved[name]["slots"]:
+            if f"{slot}/{name}" not in tensors:
+                raise CheckpointError(f"optimizer state: {slot!r} of parameter {name!r} is missing")
+    if unknown := [name for name in saved if name not in layout.params]:
+        raise CheckpointError(f"optimizer state: parameter {unknown[0]!r} is unknown here")
+    known = {f"{slot}/{name}" for name, entry in saved.items() for slot in entry["slots"]}
+    if stray := sorted(set(tensors) - known):
+        raise CheckpointError(f"optimizer state: tensor {stray[0]!r} belongs to no parameter")
+    groups = [set(group["params"]) for group in state["groups"]]
+    for index, names in enumerate(layout.groups):
+        there = groups[index] if index < len(groups) else set()
+        if moved := sorted(there ^ set(names)):
+            raise CheckpointError(
+                f"optimizer state: parameter {moved[0]!r} is in another parameter group "
+                f"({len(groups)} saved groups, {len(layout.groups)} here)"
+            )
+    if len(groups) != len(layout.groups):
+        raise CheckpointError(
+            f"optimizer state: {len(groups)} parameter groups, expected {len(layout.groups)}"
+        )
+
+
+def _to_json(value: Any) -> Any:
+    if isinstance(
+        value, Tensor
+    ):  # a learning rate may be a 0-dim tensor; a double holds it exactly
+        return value.item()
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _restore_setting(group: dict[str, Any], key: str, value: Any) -> None:
+    current = group.get(key)
+    if isinstance(current, Tensor):
+        current.fill_(value)  # in place: a captured graph or a scheduler may hold this tensor
+    else:
+        group[key] = tuple(value) if isinstance(value, list) else value

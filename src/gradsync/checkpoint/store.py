@@ -1,0 +1,320 @@
+"""Checkpoints of one run: `step-00000100/` directories, of which the newest good one counts.
+
+    checkpoints/
+      step-00000100/            model.safetensors  optimizer.safetensors  state.json  manifest.json
+      step-00000200/
+      .tmp-step-00000300-…/     being written, or left by a killed writer
+
+There is no pointer to the latest one that could lie: it is found by checking the manifests, newest
+first. Nothing is ever unpickled.
+
+[Note: newest means saved last]
+A run may go back to step 100 and on from there with another learning rate, while step 300 of the
+first try still lies there. The checkpoint to go on from is then the new step 200, not step 300. So
+each manifest has a sequence number, one more than all before it, and the order of saves counts, not
+the step, nor a clock.
+
+[Note: replacing a step]
+Saving a step that is there already replaces it: the one there is renamed to `step-….old`, the new
+one takes the name, and the old one is removed. Readers know `.old`, so that at every moment one
+good checkpoint of that step is there.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from gradsync.checkpoint.atomic import (
+    Filesystem,
+    StagedDirectory,
+    discard,
+    make_dirs,
+    remove_leftovers,
+)
+from gradsync.checkpoint.manifest import (
+    MANIFEST_NAME,
+    Fingerprint,
+    Manifest,
+    check_file_name,
+    json_bytes,
+)
+from gradsync.checkpoint.names import clean_names
+from gradsync.checkpoint.tensor_file import encode_tensors, read_tensors, split_aliases
+from gradsync.errors import CheckpointError, ConfigError
+
+_STATE_NAME = "state.json"
+_SUFFIX = ".safetensors"
+_OLD = ".old"
+_STEP_NAME = re.compile(r"step-(\d{8,})(\.old)?")
+
+Problems = list[str]
+"""One line for each damaged checkpoint, naming file and reason."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Snapshot:
+    """All that a run needs to go on."""
+
+    step: int
+    """Optimizer steps done."""
+    tensors: Mapping[str, Mapping[str, Tensor]]
+    """File stem ("model", "optimizer") -> name -> tensor, on any device."""
+    state: dict[str, Any]
+    """Everything else, as JSON types: schedule, data position, random state, configuration."""
+    fingerprint: Fingerprint = field(default_factory=dict)
+    """What the numbers depend on; compared at resume."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointInfo:
+    """A checkpoint as its manifest describes it."""
+
+    path: Path
+    """Its directory."""
+    manifest: Manifest
+    """Files, hashes, fingerprint."""
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self.manifest.step
+
+    @property
+    def size_bytes(self) -> int:
+        """All its files, without the manifest."""
+        return sum(record.size for record in self.manifest.files.values())
+
+
+class CheckpointStore:
+    """Saves, finds and loads the checkpoints of one run. One process writes; any may read.
+
+    Args:
+        directory: where the `step-…` directories lie; made at the first save.
+        keep_last: how many good checkpoints to keep.
+        fs: the operations of a save; a seam for tests.
+
+    Raises:
+        ConfigError: `keep_last` below 1.
+    """
+
+    def __init__(
+        self, directory: Path, keep_last: int = 3, *, fs: Filesystem | None = None
+    ) -> None:
+        if keep_last < 1:
+            raise ConfigError(f"keep_last: got {keep_last}, expected at least 1")
+        self.directory = Path(directory)
+        self.keep_last = keep_last
+        self._fs = fs or Filesystem()
+        self._verified: set[Path] = set()  # written or hashed by this object: not hashed again
+
+    def save(self, snapshot: Snapshot) -> Path:
+        """Write a checkpoint and remove what is too old.
+
+        Names of tensors are cleaned of wrappers, tied tensors are written once. On return the
+        checkpoint is on the device. See [Note: replacing a step] for a step that exists.
+
+        Returns:
+            its directory.
+
+        Raises:
+            CheckpointError: it could not be written (disk full, I/O error); the message names the
+                last good one, which is untouched, and nothing half-written stays.
+        """
+        if snapshot.step < 0:
+            raise ConfigError(f"step: got {snapshot.step}, expected 0 or more")
+        target = self.directory / f"step-{snapshot.step:08d}"
+        try:
+            make_dirs(self._fs, self.directory)
+            with StagedDirectory(self._fs, self.directory, target.name) as staged:
+                self._write(staged, snapshot)
+                self._clear_way(target)
+                staged.commit(target)
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot write {target}: {error.strerror or error}; {self._last_good()}"
+            ) from error
+        self._verified.add(target)
+        self._clean_up()
+        return target
+
+    def list(self) -> list[CheckpointInfo]:
+        """Checkpoints whose manifest is sound and whose files have the right sizes, newest first.
+
+        Contents are not read; `latest` and `load` do that.
+        """
+        found = (self._examine(path, contents=False) for path in self._newest_first())
+        return [info for info in found if isinstance(info, CheckpointInfo)]
+
+    def latest(self) -> tuple[CheckpointInfo | None, Problems]:
+        """The newest good checkpoint, every byte of it checked.
+
+        Returns:
+            it, or None; and a line for each newer one that is damaged.
+        """
+        problems = []
+        for path in self._newest_first():
+            found = self._examine(path, contents=True)
+            if isinstance(found, CheckpointInfo):
+                return found, problems
+            problems.append(f"{path.name} is damaged ({found})")
+        return None, problems
+
+    def load(self, path: Path) -> Snapshot:
+        """Read one checkpoint, checking size and hash of every file.
+
+        Args:
+            path: a `step-…` directory.
+
+        Returns:
+            CPU tensors, backed by the file until they are copied elsewhere.
+
+        Raises:
+            CheckpointError: naming the file, what was got and expected.
+        """
+        manifest = Manifest.read(path)
+        expected = {_STATE_NAME, *(f"{stem}{_SUFFIX}" for stem in manifest.aliases)}
+        if expected != set(manifest.files):
+            raise CheckpointError(
+                f"{path / MANIFEST_NAME}: lists {sorted(manifest.files)}, "
+                f"expected {sorted(expected)}"
+            )
+        manifest.verify(path)
+        return Snapshot(
+            step=manifest.step,
+            tensors={
+                stem: read_tensors(path / f"{stem}{_SUFFIX}", aliases)
+                for stem, aliases in manifest.aliases.items()
+            },
+            state=json.loads((path / _STATE_NAME).read_bytes()),
+            fingerprint=manifest.fingerprint,
+        )
+
+    def _write(self, staged: StagedDirectory, snapshot: Snapshot) -> None:
+        json_bytes(dict(snapshot.fingerprint), "fingerprint")
+        files = {
+            _STATE_NAME: staged.write(_STATE_NAME, [json_bytes(snapshot.state, "state")]),
+        }
+        aliases: dict[str, dict[str, str]] = {}
+        for stem, tensors in snapshot.tensors.items():
+            cleaned = {clean: tensors[name] for name, clean in clean_names(tensors).items()}
+            once, aliases[stem] = split_aliases(cleaned)
+            name = check_file_name(f"{stem}{_SUFFIX}")
+            files[name] = staged.write(name, encode_tensors(once))
+        manifest = Manifest(
+            step=snapshot.step,
+            sequence=1 + max((number for number, _ in self._ordered()), default=0),
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            files=files,
+            aliases=aliases,
+            fingerprint=dict(snapshot.fingerprint),
+        )
+        staged.write(MANIFEST_NAME, [manifest.to_bytes()])
+        staged.seal()
+
+    def _clear_way(self, target: Path) -> None:
+        """Free the name `target`; see [Note: replacing a step]."""
+        if not target.exists():
+            return
+        old = target.with_name(target.name + _OLD)
+        if old.exists():  # a replacement was cut short: one good one of the two must stay
+            if isinstance(self._examine(target, contents=True), CheckpointError):
+                discard(self._fs, target)
+                return
+            discard(self._fs, old)
+        self._fs.rename(target, old)
+
+    def _clean_up(self) -> None:
+        """Keep the last k good ones; a failure here is logged, the checkpoint itself is safe.
+
+        A checkpoint that this object has written or checked before is not hashed again.
+        """
+        try:
+            remove_leftovers(self._fs, self.directory)
+            good: set[str] = set()
+            for path in self._newest_first():
+                if len(good) >= self.keep_last or _plain(path) in good:
+                    self._verified.discard(path)
+                    discard(self._fs, path)
+                    continue
+                found = self._examine(path, contents=path not in self._verified)
+                if isinstance(found, CheckpointInfo):
+                    self._verified.add(path)
+                    good.add(_plain(path))
+        except OSError as error:
+            _log.warning("old checkpoints in %s stay: %s", self.directory, error)
+
+    def _last_good(self) -> str:
+        info, _ = self.latest()
+        if info is None:
+            return "there is no earlier good checkpoint"
+        return f"the last good checkpoint, {info.path}, is intact"
+
+    def _newest_first(self) -> Iterator[Path]:
+        return (path for _, path in reversed(self._ordered()))
+
+    def _ordered(self) -> Sequence[tuple[int, Path]]:
+        """Sequence numbers and checkpoint directories, oldest first.
+
+        One whose manifest cannot be read stands right after the step before it.
+        """
+        found = []
+        for path in self.directory.iterdir() if self.directory.is_dir() else ():
+            if match := _STEP_NAME.fullmatch(path.name):
+                found.append((int(match[1]), match[2] is None, path))
+        ordered, before = [], 0
+        for step, is_plain, path in sorted(found):
+            with suppress(CheckpointError):
+                before = Manifest.read(path).sequence
+            ordered.append((before, step, is_plain, path))
+        return [(number, path) for number, *_, path in sorted(ordered)]
+
+    def _examine(self, path: Path, *, contents: bool) -> CheckpointInfo | CheckpointError:
+        try:
+            manifest = Manifest.read(path)
+            if f"step-{manifest.step:08d}" != _plain(path):
+                raise CheckpointError(f"{path / MANIFEST_NAME}: is of step {manifest.step}")
+            manifest.verify(path, contents=contents)
+        except CheckpointError as error:
+            return error
+        return CheckpointInfo(path=path, manifest=manifest)
+
+
+def _plain(path: Path) -> str:
+    return path.name.removesuffix(_OLD)
+
+
+def resolve(path: Path) -> tuple[Path, Problems]:
+    """The checkpoint that `path` means: itself, or the latest good one of a run or of a store.
+
+    Args:
+        path: a `step-…` directory, a run directory, or its `checkpoints` directory.
+
+    Returns:
+        its directory; and one line for each newer one that is damaged.
+
+    Raises:
+        CheckpointError: nothing there, or nothing good.
+    """
+    path = Path(path)
+    if (path / MANIFEST_NAME).exists() or _STEP_NAME.fullmatch(path.name):
+        if not path.is_dir():
+            raise CheckpointError(f"{path}: no such checkpoint")
+        return path, []
+    directory = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    info, problems = CheckpointStore(directory).latest()
+    if info is None:
+        reason = "; ".join(problems) or "no checkpoint there"
+        raise CheckpointError(f"{path}: {reason}; expected a step-… directory or a run directory")
+    return info.path, problems

@@ -1,0 +1,93 @@
+"""A module's tensors out of it and back into it, under clean names, and their hash."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from gradsync.checkpoint.names import clean_name, clean_names
+from gradsync.checkpoint.tensor_file import alias_key, tensor_bytes
+from gradsync.errors import CheckpointError
+
+_SHOWN = 3
+
+
+def pack_weights(model: nn.Module) -> dict[str, Tensor]:
+    """All parameters and persistent buffers under clean names, tied ones under each of theirs.
+
+    The tensors are the module's own: save or copy them before the next step.
+
+    Raises:
+        CheckpointError: two names differ only by a wrapper's prefix.
+    """
+    state = model.state_dict()
+    return {clean: state[name] for name, clean in clean_names(state).items()}
+
+
+@torch.no_grad()
+def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Copy `tensors` into `model`, whatever wrappers either side's names come from.
+
+    Everything is checked before anything is copied. A tied weight needs one of its names. Floating
+    dtypes are converted to the module's.
+
+    Raises:
+        CheckpointError: missing, unexpected or misshapen tensors: counts, and up to three names.
+    """
+    saved = {clean: tensors[name] for name, clean in clean_names(tensors).items()}
+    targets: dict[str, Tensor] = {}
+    first: dict[int, str] = {}
+    unexpected = set(saved)
+    own = model.state_dict(keep_vars=True)
+    # A tied weight is one object under several names; any of them will do.
+    for name, clean in clean_names(own).items():
+        unexpected.discard(clean)
+        if clean in saved:
+            first.setdefault(id(own[name]), clean)
+            targets[clean] = own[name]
+    missing = [clean_name(name) for name, tensor in own.items() if id(tensor) not in first]
+    misshapen = [
+        f"{name} (got {_describe(saved[name])}, expected {_describe(target)})"
+        for name, target in targets.items()
+        if saved[name].shape != target.shape
+        or saved[name].is_floating_point() != target.is_floating_point()
+    ]
+    faults = [
+        f"{len(names)} {word}: {', '.join(names[:_SHOWN])}{', …' * (len(names) > _SHOWN)}"
+        for word, names in (
+            ("missing from the checkpoint", missing),
+            ("unknown to the model", sorted(unexpected)),
+            ("of another shape or kind", misshapen),
+        )
+        if names
+    ]
+    if faults:
+        raise CheckpointError(f"the weights are those of another model: {'; '.join(faults)}")
+    for name, target in targets.items():
+        target.copy_(saved[name])
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def weights_sha256(named_tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """SHA-256 over the tensors' bytes, one after another in the given order.
+
+    Only elements are hashed: row-major, in each tensor's own dtype (fp32 for master weights),
+    little endian, without names, shapes or separators. A tensor that appears again under another
+    name is hashed once, at its first place. For a run: `weights_sha256(model.named_parameters())`.
+
+    Returns:
+        64 hexadecimal digits.
+    """
+    digest = hashlib.sha256()
+    seen: set[tuple[object, ...]] = set()
+    for _, tensor in named_tensors:
+        if alias_key(tensor) not in seen:
+            seen.add(alias_key(tensor))
+            digest.update(tensor_bytes(tensor))
+    return digest.hexdigest()

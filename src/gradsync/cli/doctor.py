@@ -1,0 +1,124 @@
+"""`gradsync doctor`: what this process sees of its launcher and machine, without torch."""
+
+from __future__ import annotations
+
+import json
+import platform
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from typing import Annotated, Any
+
+import psutil
+import tyro
+
+from gradsync.errors import LaunchError
+from gradsync.runtime import environ
+from gradsync.runtime.coordinator import CoordinatorPlan, plan_coordinator
+from gradsync.runtime.resolve import Resolution, resolve
+from gradsync.runtime.threads import choose_threads
+
+SUMMARY = "show which launcher was found and why, and what the machine offers"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DoctorOptions:
+    """Show which launcher was found and why, how the ranks will meet, and what the machine offers.
+
+    Start it as you start training, for example `mpirun -np 2 gradsync doctor --launcher`.
+    """
+
+    launcher: bool = False
+    """Show the launcher part only."""
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
+    """Print one JSON document."""
+
+
+def run(argv: list[str]) -> int:
+    """Carry out `gradsync doctor ARGV`; returns the exit code.
+
+    Raises:
+        LaunchError: launcher variables are partly set or contradict each other; the message holds
+            what each launcher family says.
+    """
+    options = tyro.cli(
+        DoctorOptions, args=argv, prog="gradsync doctor", config=(tyro.conf.FlagCreatePairsOff,)
+    )
+    env = environ.snapshot()
+    resolution = resolve(env)
+    try:
+        plan = plan_coordinator(env, resolution)
+    except LaunchError as error:
+        raise LaunchError(f"{error}\n{resolution.explain()}") from error
+    machine = None if options.launcher else describe_machine(resolution.world.local_world_size)
+    if options.as_json:
+        document = launcher_document(resolution, plan)
+        print(json.dumps(document if machine is None else document | {"machine": machine}))
+        return 0
+    print(launcher_text(resolution, plan))
+    if machine is not None:
+        print("\nmachine")
+        for name, value in machine.items():
+            print(f"  {name.replace('_', ' '):<16}  {value}")
+    return 0
+
+
+def launcher_text(resolution: Resolution, plan: CoordinatorPlan) -> str:
+    """The launcher part, for people."""
+    where = f" {plan.address}:{plan.port or 'free port'}" if plan.address else ""
+    lines = [
+        "launcher rows, in the order in which they count",
+        resolution.explain(),
+        "",
+        f"world        {resolution.world.describe()}",
+        f"coordinator  {plan.kind}{where} ({plan.why})",
+        f"generation   {resolution.generation}",
+    ]
+    if resolution.needs_hosts:
+        lines.append("hosts        not told by the launcher; ranks exchange their host names")
+    return "\n".join([*lines, *(f"warning: {warning}" for warning in resolution.warnings)])
+
+
+def launcher_document(resolution: Resolution, plan: CoordinatorPlan) -> dict[str, Any]:
+    """The launcher part, for programs."""
+    rows = [
+        {
+            "name": reading.name,
+            "complete": reading.complete,
+            "won": reading is resolution.reading,
+            "says": reading.says(),
+            "why": reason,
+            "seen": dict(reading.seen),
+            "missing": list(reading.missing),
+        }
+        for reading, reason in zip(resolution.readings, resolution.reasons, strict=True)
+    ]
+    return {
+        "rows": rows,
+        "world": asdict(resolution.world),
+        "needs_hosts": resolution.needs_hosts,
+        "generation": resolution.generation,
+        "coordinator": asdict(plan),
+        "warnings": list(resolution.warnings),
+    }
+
+
+def describe_machine(local_world_size: int) -> dict[str, str | int | float]:
+    """Versions, cores and memory (GiB), without importing torch.
+
+    `cores` are those this process may use; `threads_per_rank` is what a session would pin.
+    """
+    return {
+        "python": platform.python_version(),
+        "gradsync": _version("gradsync"),
+        "torch": _version("torch"),
+        "cores": choose_threads(1),
+        "threads_per_rank": choose_threads(local_world_size),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,110 @@
+"""Start N ranks on this host, without torchrun: `gradsync train … --nproc-per-node N`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gradsync.errors import ConfigError
+from gradsync.launch import exit_codes
+from gradsync.runtime import environ
+
+if TYPE_CHECKING:
+    from gradsync.launch.agent import LocalAgent
+
+GRACE_S = 60.0
+"""How long ranks may take to save and end after a signal, seconds."""
+
+
+def launch_local(
+    argv: list[str],
+    nproc_per_node: int,
+    *,
+    log_dir: Path | None,
+    max_restarts: int = 0,
+    module: str = "gradsync",
+) -> int:
+    """Run `python -m gradsync ARGV` as N ranks on this host and wait for them.
+
+    The ranks are children of torch's elastic agent and see torchrun's variables. Rank 0 keeps the
+    terminal; the other ranks keep its standard error. SIGTERM, SIGINT, SIGHUP, SIGQUIT and SIGUSR1
+    are passed on to each rank once; ranks then have `GRACE_S` seconds to end.
+
+    Args:
+        argv: arguments of the command, as each rank gets them.
+        nproc_per_node: number of ranks.
+        log_dir: folder for the standard output of ranks above 0; None drops it.
+        max_restarts: how often all ranks are started again when one failed.
+        module: the module that a rank runs.
+
+    Returns:
+        0 when all ranks succeeded; otherwise the code of the rank that failed first if it is one
+        of gradsync's (2, 75, 124, 130), else 1. After a signal: 75 when the ranks stopped cleanly,
+        128 + signal when it ended them.
+
+    Raises:
+        ConfigError: `nproc_per_node` or `max_restarts` is out of range.
+    """
+    if nproc_per_node < 1:
+        raise ConfigError(f"nproc_per_node must be at least 1, got {nproc_per_node}")
+    if max_restarts < 0:
+        raise ConfigError(f"max_restarts must be at least 0, got {max_restarts}")
+    from gradsync.launch.agent import build_agent
+
+    agent = build_agent(
+        ["-u", "-m", "gradsync.launch.worker", str(os.getpid()), module, *argv],
+        nproc_per_node,
+        log_dir=log_dir,
+        max_restarts=max_restarts,
+        grace_s=GRACE_S,
+    )
+    with ExitStack() as stack:
+        stack.callback(agent.release)
+        stack.enter_context(_quiet())
+        # No names: the agent must not install handlers of its own.
+        stack.enter_context(environ.exported({"TORCHELASTIC_SIGNALS_TO_HANDLE": ""}))
+        stack.enter_context(_signals_to(agent))
+        agent.run()
+        codes = agent.exit_codes()
+        if agent.received:
+            return exit_codes.after_signal(codes, agent.received[0])
+        return exit_codes.after_failure(agent.first_failures or codes)
+
+
+@contextmanager
+def _signals_to(agent: LocalAgent) -> Iterator[None]:
+    """Hand the forwarded signals to `agent`; only the main thread can."""
+    from gradsync.launch.agent import FORWARDED
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, agent.on_signal) for number in FORWARDED}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the agent's log to itself, unless `LOGLEVEL` asks for it: ranks report their errors."""
+    if environ.get("LOGLEVEL"):
+        yield
+        return
+    logger = logging.getLogger("torch.distributed.elastic")
+    before, silent = logger.propagate, logging.NullHandler()
+    logger.propagate = False
+    logger.addHandler(silent)
+    try:
+        yield
+    finally:
+        logger.propagate = before
+        logger.removeHandler(silent)

@@ -1,0 +1,115 @@
+"""The shape of a decoder, and what follows from it by arithmetic alone. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gradsync.errors import ConfigError
+
+_HIDDEN_MULTIPLE = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GPTConfig:
+    """A Llama-style decoder: RMSNorm, rotary positions, SwiGLU, grouped-query attention.
+
+    Raises:
+        ConfigError: a size that is not a positive integer, heads that do not divide the width or
+            each other, an odd head size (rotary positions turn pairs), dropout outside [0, 1).
+    """
+
+    n_layer: int = 4
+    """Decoder blocks."""
+    n_head: int = 4
+    """Query heads; each is `n_embd / n_head` wide."""
+    n_kv_head: int | None = None
+    """Key and value heads, shared by groups of query heads (arXiv 2305.13245). None: `n_head`."""
+    n_embd: int = 256
+    """Width of the residual stream."""
+    vocab_size: int = 256
+    """Number of token ids."""
+    block_size: int = 256
+    """Longest sequence, in tokens."""
+    hidden_dim: int | None = None
+    """Width inside the SwiGLU. None: 8/3 of `n_embd`, rounded up to a multiple of 64."""
+    dropout: float = 0.0
+    """Probability of zeroing an element of the embeddings and of each branch's output."""
+    tie_head: bool = True
+    """Whether the output layer uses the embedding's weights (arXiv 1608.05859)."""
+    rope_theta: float = 10_000.0
+    """Base of the rotary wave lengths (arXiv 2104.09864)."""
+    norm_eps: float = 1e-5
+    """Added to the mean square inside each RMSNorm (arXiv 1910.07467)."""
+
+    def __post_init__(self) -> None:
+        for name in ("n_layer", "n_head", "n_embd", "vocab_size", "block_size"):
+            _require_positive_int(name, getattr(self, name))
+        for name in ("n_kv_head", "hidden_dim"):
+            if getattr(self, name) is not None:
+                _require_positive_int(name, getattr(self, name))
+        if self.n_embd % self.n_head:
+            raise ConfigError(
+                f"n_embd must be a multiple of n_head: got n_embd={self.n_embd}, "
+                f"n_head={self.n_head} (remainder {self.n_embd % self.n_head})"
+            )
+        if self.head_dim % 2:
+            raise ConfigError(
+                f"the head size n_embd / n_head must be even for rotary positions: "
+                f"got {self.n_embd} / {self.n_head} = {self.head_dim}"
+            )
+        if self.n_head % self.num_kv_heads:
+            raise ConfigError(
+                f"n_head must be a multiple of n_kv_head: got n_head={self.n_head}, "
+                f"n_kv_head={self.n_kv_head}"
+            )
+        if not 0.0 <= self.dropout < 1.0:
+            raise ConfigError(f"dropout: got {self.dropout}, expected 0 <= dropout < 1")
+        for name in ("rope_theta", "norm_eps"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name}: got {getattr(self, name)}, expected a positive number")
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head."""
+        return self.n_embd // self.n_head
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key and value heads, with the default resolved."""
+        return self.n_head if self.n_kv_head is None else self.n_kv_head
+
+    @property
+    def mlp_dim(self) -> int:
+        """Width inside the SwiGLU, with the default resolved."""
+        if self.hidden_dim is not None:
+            return self.hidden_dim
+        wanted = -(-8 * self.n_embd // 3)
+        return -(-wanted // _HIDDEN_MULTIPLE) * _HIDDEN_MULTIPLE
+
+    def num_params(self) -> int:
+        """Number of trained values, a tied head counted once."""
+        kv_width = self.num_kv_heads * self.head_dim
+        attention = 2 * self.n_embd * self.n_embd + 2 * self.n_embd * kv_width
+        block = attention + 3 * self.n_embd * self.mlp_dim + 2 * self.n_embd
+        tables = self.vocab_size * self.n_embd * (1 if self.tie_head else 2)
+        return tables + self.n_layer * block + self.n_embd
+
+    def flops_per_token(self, seq_len: int) -> int:
+        """Floating-point operations to train on one token: `6 N + 12 L H Q T`.
+
+        `N` is the parameters that multiply something: all of them, without the embedding table when
+        the head has its own (a look-up multiplies nothing). `L` layers, `H` heads of size `Q`, `T`
+        tokens; attention is counted in full, without halving it for the causal mask. Recomputation
+        under activation checkpointing is not counted, so it shows as lower utilisation.
+        Source: PaLM, arXiv 2204.02311, appendix B.
+
+        Args:
+            seq_len: tokens a sequence.
+        """
+        lookup = 0 if self.tie_head else self.vocab_size * self.n_embd
+        return 6 * (self.num_params() - lookup) + 12 * self.n_layer * self.n_embd * seq_len
+
+
+def _require_positive_int(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name}: got {value!r}, expected a positive integer")

@@ -1,0 +1,237 @@
+"""A Llama-style decoder.
+
+Shape suffixes: B batch, T time (tokens), C channels (width), H query heads, G key/value heads,
+K head size, F hidden width of the SwiGLU, V vocabulary.
+
+    tokens_BT -> embed -> n_layer x { + attention(norm(x)), + SwiGLU(norm(x)) } -> norm -> head
+
+[Note: a head without weights]
+With `tie_head` there is no second parameter that must be kept equal: the output layer multiplies by
+the embedding's own weight. So it is counted, reduced, clipped and saved once by construction, and
+survives `to_empty`, which separates parameters that are merely shared.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from gradsync.errors import ConfigError
+from gradsync.models.config import GPTConfig
+
+_INIT_STD = 0.02
+
+
+def rope_tables(config: GPTConfig) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of every position's angles, always computed in fp32 on the CPU.
+
+    Half the frequencies are written twice, side by side, for the rotate-half convention
+    (arXiv 2104.09864, in the layout of Llama).
+
+    Returns:
+        cos_TK, sin_TK: `(block_size, head_dim)`, fp32.
+    """
+    # Named device and dtype: neither a default device nor a default dtype may reach these values.
+    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.int64, device="cpu").float()
+    frequency = 1.0 / (config.rope_theta ** (exponent / config.head_dim))
+    position = torch.arange(config.block_size, dtype=torch.float32, device="cpu")
+    angle_TK = torch.outer(position, frequency).repeat(1, 2)
+    return angle_TK.cos(), angle_TK.sin()
+
+
+def rotate(x_BHTK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
+    """Turn each pair (k, k + K/2) by its position's angle; the result has x's dtype."""
+    low, high = x_BHTK.chunk(2, dim=-1)
+    # The tables are fp32, so the products are: in bf16, with 8 bits, far positions would blur.
+    turned = x_BHTK * cos_TK + torch.cat((-high, low), dim=-1) * sin_TK
+    return turned.to(x_BHTK.dtype)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions and grouped key/value heads."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.n_head = config.n_head
+        self.n_kv_head = config.num_kv_heads
+        kv_width = config.num_kv_heads * config.head_dim
+        self.q = nn.Linear(config.n_embd, config.n_embd, bias=False)
+        self.k = nn.Linear(config.n_embd, kv_width, bias=False)
+        self.v = nn.Linear(config.n_embd, kv_width, bias=False)
+        self.out = nn.Linear(config.n_embd, config.n_embd, bias=False)
+
+    def forward(self, x_BTC: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
+        """(B, T, C) -> (B, T, C)."""
+        q_BHTK = self.q(x_BTC).unflatten(-1, (self.n_head, -1)).transpose(1, 2)
+        k_BGTK = self.k(x_BTC).unflatten(-1, (self.n_kv_head, -1)).transpose(1, 2)
+        v_BGTK = self.v(x_BTC).unflatten(-1, (self.n_kv_head, -1)).transpose(1, 2)
+        y_BHTK = F.scaled_dot_product_attention(
+            rotate(q_BHTK, cos_TK, sin_TK),
+            rotate(k_BGTK, cos_TK, sin_TK),
+            v_BGTK,
+            is_causal=True,
+            enable_gqa=self.n_kv_head != self.n_head,
+        )
+        return self.out(y_BHTK.transpose(1, 2).flatten(2))
+
+
+class SwiGLU(nn.Module):
+    """`down(silu(gate(x)) * up(x))`, arXiv 2002.05202."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.gate = nn.Linear(config.n_embd, config.mlp_dim, bias=False)
+        self.up = nn.Linear(config.n_embd, config.mlp_dim, bias=False)
+        self.down = nn.Linear(config.mlp_dim, config.n_embd, bias=False)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        """(B, T, C) -> (B, T, C), (B, T, F) inside."""
+        hidden_BTF = F.silu(self.gate(x_BTC)) * self.up(x_BTC)
+        return self.down(hidden_BTF)
+
+
+class Block(nn.Module):
+    """Attention and SwiGLU, each behind an RMSNorm and beside the residual stream."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.n_embd, eps=config.norm_eps)
+        self.attention = Attention(config)
+        self.mlp_norm = nn.RMSNorm(config.n_embd, eps=config.norm_eps)
+        self.mlp = SwiGLU(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x_BTC: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
+        """(B, T, C) -> (B, T, C)."""
+        x_BTC = x_BTC + self.dropout(self.attention(self.attention_norm(x_BTC), cos_TK, sin_TK))
+        return x_BTC + self.dropout(self.mlp(self.mlp_norm(x_BTC)))
+
+
+class GPT(nn.Module):
+    """The decoder. Same weights for the same seed, whatever the rank or the device.
+
+    Weights are drawn on the CPU from a generator of their own, so building a model neither reads
+    nor moves torch's global random state; they are then moved to the default device. Under
+    `torch.device("meta")` nothing is drawn: call `to_empty(device=…)`, then `init_weights`.
+
+    Args:
+        config: the shape.
+        seed: of the initial weights.
+        activation_checkpointing: recompute each block in backward instead of keeping its
+            activations (arXiv 1604.06174); gradients keep the same bits.
+    """
+
+    rope_cos: Tensor
+    rope_sin: Tensor
+
+    def __init__(
+        self, config: GPTConfig, *, seed: int = 0, activation_checkpointing: bool = False
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.activation_checkpointing = activation_checkpointing
+        home = torch.get_default_device()
+        with torch.device("meta"):  # layers would draw their own, rank-dependent start values
+            self.embed = nn.Embedding(config.vocab_size, config.n_embd)
+            self.dropout = nn.Dropout(config.dropout)
+            self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+            self.norm = nn.RMSNorm(config.n_embd, eps=config.norm_eps)
+            # [Note: a head without weights]
+            self.head = None
+            if not config.tie_head:
+                self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+            table = torch.empty(config.block_size, config.head_dim, dtype=torch.float32)
+        self.register_buffer("rope_cos", table, persistent=False)
+        self.register_buffer("rope_sin", table.clone(), persistent=False)
+        if home.type != "meta":
+            self.to_empty(device=home)
+            self.init_weights(torch.Generator().manual_seed(seed))
+
+    @torch.no_grad()
+    def init_weights(self, generator: torch.Generator) -> None:
+        """Draw all weights anew, in `named_parameters` order, and fill the rotary tables.
+
+        Normal with deviation 0.02; the projections into the residual stream are scaled by
+        `1 / sqrt(2 n_layer)` so that its variance does not grow with depth (GPT-2); gains are one.
+
+        Args:
+            generator: a CPU generator.
+        """
+        residual_std = _INIT_STD / math.sqrt(2 * self.config.n_layer)
+        for name, parameter in self.named_parameters():
+            if parameter.ndim < 2:
+                parameter.fill_(1.0)
+                continue
+            std = (
+                residual_std
+                if name.endswith(("attention.out.weight", "down.weight"))
+                else _INIT_STD
+            )
+            drawn = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
+            parameter.copy_(drawn.normal_(0.0, std, generator=generator))
+        for buffer, table in zip(
+            (self.rope_cos, self.rope_sin), rope_tables(self.config), strict=True
+        ):
+            buffer.copy_(table)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """Logits of the next token at every position.
+
+        Args:
+            tokens_BT: token ids, int64, `T <= block_size`.
+
+        Returns:
+            logits_BTV.
+
+        Raises:
+            ConfigError: more tokens than `block_size`.
+        """
+        return self.logits(self.features(tokens_BT))
+
+    def features(self, tokens_BT: Tensor) -> Tensor:
+        """What the head sees: `tokens_BT -> x_BTC`, after the last norm. Raises as `forward`."""
+        T = tokens_BT.shape[1]
+        if self.config.block_size < T:
+            raise ConfigError(
+                f"sequence of {T} tokens: this model was built for block_size="
+                f"{self.config.block_size}; shorten it or build a longer model"
+            )
+        cos_TK, sin_TK = self.rope_cos[:T], self.rope_sin[:T]
+        x_BTC = self.dropout(self.embed(tokens_BT))
+        recompute = self.activation_checkpointing and self.training and torch.is_grad_enabled()
+        for block in self.blocks:
+            if recompute:
+                x_BTC = checkpoint(block, x_BTC, cos_TK, sin_TK, use_reentrant=False)
+            else:
+                x_BTC = block(x_BTC, cos_TK, sin_TK)
+        return self.norm(x_BTC)
+
+    def logits(self, x_BTC: Tensor) -> Tensor:
+        """The head alone: `x_BTC -> logits_BTV`; any number of positions."""
+        weight_VC = self.embed.weight if self.head is None else self.head.weight
+        return F.linear(x_BTC, weight_VC)
+
+
+def loss_sum(logits_BTV: Tensor, targets_BT: Tensor, ignore_index: int = -100) -> Tensor:
+    """Cross-entropy summed over the targets that count, in nats.
+
+    A sum, not a mean: sums of leaves add up to the sum of the batch however it was cut, and one
+    division by the global number of targets makes the exact mean.
+
+    Args:
+        logits_BTV: any float dtype; computed in fp32.
+        targets_BT: int64 token ids; `ignore_index` where there is nothing to predict.
+
+    Returns:
+        fp32, 0-dim.
+    """
+    return F.cross_entropy(
+        logits_BTV.float().flatten(0, 1),  # a bf16 sum over thousands of targets stops growing
+        targets_BT.flatten(),
+        ignore_index=ignore_index,
+        reduction="sum",
+    )

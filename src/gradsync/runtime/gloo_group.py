@@ -1,0 +1,51 @@
+"""Take a gloo process group down without hanging.
+
+[Note: Destroying a gloo group]
+Torch's `ProcessGroupGloo` joins its worker threads in its destructor while it holds Python's lock
+(seen in 2.13). A worker that has just finished an operation needs that lock to let go of the
+tensor: if it was scheduled late, both wait for ever. So before the last reference can go, we wait,
+with the lock released, until all workers sleep and none wakes up in between.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+_WORKER_NAME = "pt_gloo_runloop"
+_TASKS = Path("/proc/self/task")
+# A thread that waits for Python's lock wakes up every 5 ms; one that has nothing to do does not.
+_SAMPLE_S = 0.012
+
+
+def wait_until_workers_sleep(timeout_s: float = 2.0) -> bool:
+    """True once every gloo worker thread of this process sleeps soundly, False after `timeout_s`.
+
+    Where the system does not show its threads, wait a moment and hope for the best.
+    """
+    if not _TASKS.is_dir():
+        time.sleep(4 * _SAMPLE_S)
+        return True
+    deadline_s = time.monotonic() + timeout_s
+    before = _workers()
+    while time.monotonic() < deadline_s:
+        time.sleep(_SAMPLE_S)
+        now = _workers()
+        if now == before and all("State:\tS" in status for status in now.values()):
+            return True
+        before = now
+    return False
+
+
+def _workers() -> dict[str, str]:
+    """Thread id -> its state and how often it went to sleep, for each gloo worker."""
+    found = {}
+    for task in _TASKS.iterdir():
+        try:
+            if (task / "comm").read_text().strip() == _WORKER_NAME:
+                lines = (task / "status").read_text().splitlines()
+                kept = (line for line in lines if line.startswith(("State", "voluntary_ctxt")))
+                found[task.name] = "\n".join(kept)
+        except OSError:
+            continue  # it ended while we looked
+    return found

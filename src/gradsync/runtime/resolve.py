@@ -1,0 +1,205 @@
+"""Which launcher started this process: every family is asked, the first complete row wins.
+
+The rest must be explained: a row may be an *outer layer* (Slurm around mpirun, anything around
+torchrun), or say the same in other words. Anything else is a contradiction, and guessing there
+gives N processes that all believe to be rank 0, or ranks that wait for ever: so it is an error
+that shows the whole table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from gradsync.errors import LaunchError
+from gradsync.runtime import environ
+from gradsync.runtime.launchers import PARSERS
+from gradsync.runtime.launchers.reading import Reading, integer
+from gradsync.runtime.launchers.srun import tasks_without_step
+from gradsync.world import World
+
+_MANAGERS = ("flux", "srun")
+_RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resolution:
+    """What the environment says about this process, and why."""
+
+    world: World
+    """The place of this process among all ranks."""
+    reading: Reading
+    """The row that won."""
+    readings: tuple[Reading, ...]
+    """All rows, in the order in which they count."""
+    reasons: tuple[str, ...]
+    """Why each of `readings` won or did not."""
+    warnings: tuple[str, ...] = ()
+    """What the user should hear once, from the main process."""
+    generation: str = "0"
+    """Restart count of the job; differs between a dead run's processes and ours."""
+
+    @property
+    def needs_hosts(self) -> bool:
+        """True when `world` must be completed from the host names of all ranks."""
+        return self.reading.needs_hosts
+
+    @property
+    def trust_local(self) -> bool:
+        """With `needs_hosts`: the local rank and size are the launcher's own, not to be derived."""
+        return self.reading.trust_local
+
+    def explain(self) -> str:
+        """The table of rows, one line each: name, what it says, why it won or not."""
+        return table(self.readings, self.reasons)
+
+
+def resolve(env: Mapping[str, str]) -> Resolution:
+    """Find this process's place from launcher variables.
+
+    Args:
+        env: environment, as from `gradsync.runtime.environ.snapshot`.
+
+    Raises:
+        LaunchError: when a variable is not a number, a family is partly set, or families
+            contradict each other; the message holds what each family says.
+    """
+    readings = tuple(parser(env) for parser in PARSERS)
+    winner = next((reading for reading in readings if reading.complete), None)
+    if winner is None:
+        _refuse_partly_set(readings)
+        winner = Reading(name="python", world=World())
+    reasons = []
+    for reading in readings:
+        reason, contradicts = _judge(reading, winner, readings)
+        reasons.append(reason)
+        if contradicts:
+            raise _contradiction(reading, winner, readings)
+    if winner.name == "python":
+        readings = (*readings, winner)
+        reasons.append("no launcher: one rank")
+    assert winner.world is not None
+    return Resolution(
+        world=winner.world,
+        reading=winner,
+        readings=readings,
+        reasons=tuple(reasons),
+        warnings=_warnings(env, winner),
+        generation=_generation(env),
+    )
+
+
+def explain_world(env: Mapping[str, str] | None = None) -> str:
+    """Which launcher row won and why, as text: the table, the world and any warnings.
+
+    Args:
+        env: environment to explain; by default this process's own.
+
+    Raises:
+        LaunchError: as `resolve`.
+    """
+    resolution = resolve(environ.snapshot() if env is None else env)
+    lines = [resolution.explain(), f"world: {resolution.world.describe()}"]
+    return "\n".join([*lines, *(f"warning: {warning}" for warning in resolution.warnings)])
+
+
+def table(readings: tuple[Reading, ...], reasons: tuple[str, ...] = ()) -> str:
+    """The rows as aligned text; `reasons`, if given, holds one for each row."""
+    said = [reading.says() for reading in readings]
+    names = max(len(reading.name) for reading in readings)
+    width = max(len(text) for text in said)
+    reasons = reasons or ("",) * len(readings)
+    lines = [
+        f"  {reading.name:<{names}}  {text:<{width}}  {reason}".rstrip()
+        for reading, text, reason in zip(readings, said, reasons, strict=True)
+    ]
+    return "\n".join(lines)
+
+
+def _judge(reading: Reading, winner: Reading, readings: tuple[Reading, ...]) -> tuple[str, bool]:
+    """Why `reading` won or not, and whether it contradicts the winner."""
+    if reading is winner:
+        return "won: the first complete row", False
+    if not reading.complete and not reading.partly_set:
+        return "", False
+    if winner.name == "torchrun":
+        return "outer layer of torchrun", False
+    if reading.partly_set:
+        return _judge_partly_set(reading, winner)
+    return _judge_complete(reading, winner, readings)
+
+
+def _judge_complete(
+    reading: Reading, winner: Reading, readings: tuple[Reading, ...]
+) -> tuple[str, bool]:
+    assert reading.world is not None
+    assert winner.world is not None
+    if _same_place(reading.world, winner.world):
+        return f"says the same as {winner.name}", False
+    mpi = [row.name for row in readings if row.complete and row.name not in ("env", *_MANAGERS)]
+    if reading.name in _MANAGERS and mpi:
+        # mpirun's daemons are tasks of a Slurm step of their own: its numbers mean nothing here.
+        return f"outer layer of {mpi[0]}", False
+    if winner.name == "env" and _nested(winner.world, reading.world):
+        return "outer layer of the ranks set by hand", False
+    return "contradicts", True
+
+
+def _judge_partly_set(reading: Reading, winner: Reading) -> tuple[str, bool]:
+    if reading.name in _MANAGERS:
+        return "partly set, not needed", False
+    # Wrappers that bind devices export the local rank under torchrun's name.
+    mine = winner.world
+    assert mine is not None
+    known = {"LOCAL_RANK": mine.local_rank, "LOCAL_WORLD_SIZE": mine.local_world_size}
+    agrees = reading.name == "env" and all(
+        variable in known and value == str(known[variable]) for variable, value in reading.seen
+    )
+    return ("says the same, partly set", False) if agrees else ("partly set", True)
+
+
+def _same_place(one: World, other: World) -> bool:
+    return (one.rank, one.world_size) == (other.rank, other.world_size)
+
+
+def _nested(inner: World, outer: World) -> bool:
+    """True when each rank of `outer` started an equal block of consecutive ranks of `inner`."""
+    if inner.world_size <= outer.world_size or inner.world_size % outer.world_size:
+        return False
+    return inner.rank // (inner.world_size // outer.world_size) == outer.rank
+
+
+def _refuse_partly_set(readings: tuple[Reading, ...]) -> None:
+    for reading in readings:
+        if reading.partly_set:
+            raise LaunchError(
+                f"launcher variables are partly set: {reading.says()}. Set the missing ones, or "
+                f"unset all of them to run one rank. What each launcher family says:\n"
+                f"{table(readings)}"
+            )
+
+
+def _contradiction(reading: Reading, winner: Reading, readings: tuple[Reading, ...]) -> LaunchError:
+    names = " ".join(f"-u {name}" for name, _ in (winner if winner.name == "env" else reading).seen)
+    return LaunchError(
+        f"launcher variables contradict each other: {winner.name} says {winner.says()}, "
+        f"{reading.name} says {reading.says()}. Unset the ones that are left over (for example "
+        f"`env {names} gradsync …`). What each launcher family says:\n{table(readings)}"
+    )
+
+
+def _warnings(env: Mapping[str, str], winner: Reading) -> tuple[str, ...]:
+    tasks = tasks_without_step(env) if winner.name == "python" else 0
+    if tasks <= 1:
+        return ()
+    return (
+        f"this Slurm job has {tasks} tasks, but this process was not started by srun: running as "
+        f"one rank. Put `srun` before the command to use all {tasks}",
+    )
+
+
+def _generation(env: Mapping[str, str]) -> str:
+    for name in _RESTART_COUNTS:
+        if env.get(name, "").strip():
+            return str(integer(env, name))
+    return "0"

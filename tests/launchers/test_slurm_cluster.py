@@ -1,0 +1,151 @@
+"""The loopback Slurm behaves like a real one, in the variables that gradsync relies on."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from support import processes
+from support.launchers import Finished, run_srun
+from support.slurm_cluster import SlurmCluster
+
+pytestmark = pytest.mark.launcher("srun")
+
+DUMP = """
+import json, os
+with open(f"{os.environ['DUMP_FOLDER']}/{os.getpid()}", "w") as file:
+    json.dump(dict(os.environ), file)
+"""
+BATCH = "#!/bin/sh\n#SBATCH --ntasks=2 --nodes=2\n"
+STEP_VARIABLES = (
+    *("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_NODES"),
+    *("SLURM_STEP_TASKS_PER_NODE", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"),
+)
+
+
+class Dumper:
+    """Makes tasks write their environment to files (on stdout, long lines of two tasks mix)."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.extra_env = {"DUMP_FOLDER": str(folder)}
+        script = folder.with_suffix(".py")
+        script.write_text(DUMP)
+        self.argv = (sys.executable, str(script))
+
+    def environments(self, done: Finished) -> list[dict[str, str]]:
+        """Each task's environment, in order of its `SLURM_PROCID`."""
+        done.ok()
+        found = [json.loads(path.read_text()) for path in self.folder.iterdir()]
+        return sorted(found, key=lambda env: int(env.get("SLURM_PROCID", 0)))
+
+
+@pytest.fixture
+def dump(tmp_path: Path) -> Dumper:
+    folder = tmp_path / "dump"
+    folder.mkdir()
+    return Dumper(folder)
+
+
+def test_a_step_on_two_nodes(slurm: SlurmCluster, dump: Dumper) -> None:
+    tasks = dump.environments(slurm.srun(2, dump.argv, extra_env=dump.extra_env))
+    assert [[env[name] for name in STEP_VARIABLES] for env in tasks] == [
+        ["0", "2", "n[1-2]", "2", "1(x2)", "0", "0", "0"],
+        ["0", "2", "n[1-2]", "2", "1(x2)", "1", "0", "1"],
+    ]
+    assert [env["SLURMD_NODENAME"] for env in tasks] == ["n1", "n2"]
+
+
+def test_an_uneven_step(slurm: SlurmCluster, dump: Dumper) -> None:
+    tasks = dump.environments(slurm.srun(3, dump.argv, extra_env=dump.extra_env))
+    places = [(env["SLURM_PROCID"], env["SLURM_NODEID"], env["SLURM_LOCALID"]) for env in tasks]
+    assert places == [("0", "0", "0"), ("1", "0", "1"), ("2", "1", "0")]
+    assert {env["SLURM_STEP_TASKS_PER_NODE"] for env in tasks} == {"2,1"}
+
+
+def test_four_tasks_on_one_node_need_no_four_cores(slurm: SlurmCluster, dump: Dumper) -> None:
+    tasks = dump.environments(slurm.srun(4, dump.argv, nodes=1, extra_env=dump.extra_env))
+    assert [env["SLURM_LOCALID"] for env in tasks] == ["0", "1", "2", "3"]
+
+
+def test_a_batch_shell_has_a_rank_but_no_step(slurm: SlurmCluster, dump: Dumper) -> None:
+    """One process sees `SLURM_NTASKS=2` and rank 0: only the missing step id tells the truth."""
+    script = BATCH + " ".join(dump.argv)
+    (env,) = dump.environments(slurm.sbatch_script(script, extra_env=dump.extra_env))
+    assert env["SLURM_PROCID"] == "0"
+    assert env["SLURM_NTASKS"] == "2"
+    assert "SLURM_STEP_ID" not in env
+    assert "SLURM_STEP_NUM_TASKS" not in env
+
+
+def test_a_step_in_a_batch_job(slurm: SlurmCluster, dump: Dumper) -> None:
+    script = BATCH + " ".join(("srun", *dump.argv))
+    tasks = dump.environments(slurm.sbatch_script(script, extra_env=dump.extra_env))
+    assert [env["SLURM_STEP_ID"] for env in tasks] == ["0", "0"]
+    assert [env["SLURM_PROCID"] for env in tasks] == ["0", "1"]
+
+
+def test_an_allocation_shell_has_no_rank(slurm: SlurmCluster, dump: Dumper) -> None:
+    salloc = ("salloc", "--ntasks=2", "--nodes=2", *dump.argv)
+    (env,) = dump.environments(slurm.command(salloc, extra_env=dump.extra_env))
+    assert env["SLURM_NTASKS"] == "2"
+    assert "SLURM_PROCID" not in env
+    assert "SLURM_STEP_ID" not in env
+
+
+def test_a_step_may_be_smaller_than_its_allocation(slurm: SlurmCluster, dump: Dumper) -> None:
+    srun = ("srun", "--ntasks=1", "--nodes=1", *dump.argv)
+    salloc = ("salloc", "--ntasks=4", "--nodes=2", *srun)
+    (env,) = dump.environments(slurm.command(salloc, extra_env=dump.extra_env))
+    assert env["SLURM_JOB_NODELIST"] == "n[1-2]"
+    assert env["SLURM_STEP_NODELIST"] == "n1"
+    assert env["SLURM_STEP_NUM_TASKS"] == "1"
+
+
+@pytest.mark.launcher("mpirun")
+def test_mpirun_in_an_allocation_inherits_a_step_of_daemons(
+    slurm: SlurmCluster, dump: Dumper
+) -> None:
+    """Open MPI starts one daemon a node by srun, so its ranks carry that step's variables."""
+    mpirun = ["mpirun", "--oversubscribe", "-np", "4", *dump.argv]
+    if os.geteuid() == 0:
+        mpirun.insert(1, "--allow-run-as-root")
+    salloc = ("salloc", "--ntasks=4", "--nodes=2", *mpirun)
+    ranks = dump.environments(slurm.command(salloc, extra_env=dump.extra_env))
+    assert sorted(env["OMPI_COMM_WORLD_RANK"] for env in ranks) == ["0", "1", "2", "3"]
+    assert {env["OMPI_COMM_WORLD_SIZE"] for env in ranks} == {"4"}
+    assert {env["SLURM_STEP_NUM_TASKS"] for env in ranks} == {"2"}
+
+
+def test_pmi2_adds_pmi_variables_to_the_step(slurm: SlurmCluster, dump: Dumper) -> None:
+    tasks = dump.environments(
+        slurm.srun(2, dump.argv, options=["--mpi=pmi2"], extra_env=dump.extra_env)
+    )
+    assert [(env["PMI_RANK"], env["PMI_SIZE"]) for env in tasks] == [("0", "2"), ("1", "2")]
+    assert [env["SLURM_PROCID"] for env in tasks] == ["0", "1"]
+
+
+def test_exit_codes_come_through(slurm: SlurmCluster) -> None:
+    assert run_srun(2, ["-c", "raise SystemExit(75)"], slurm).returncode == 75
+    assert slurm.sbatch_script("#!/bin/sh\necho out; echo err >&2; exit 3\n").returncode == 3
+
+
+def test_output_of_a_batch_job(slurm: SlurmCluster) -> None:
+    done = slurm.sbatch_script("#!/bin/sh\necho out\necho err >&2\n", options=["--ntasks=2"]).ok()
+    assert (done.stdout, done.stderr) == ("out\n", "err\n")
+
+
+def test_only_slurm_knows_the_nodes(slurm: SlurmCluster) -> None:
+    asked = slurm.command(["scontrol", "show", "hostnames", "n[1-2]"]).ok()
+    assert asked.stdout.split() == ["n1", "n2"]
+    assert "NodeAddr=127.0.0.1" in slurm.command(["scontrol", "show", "node", "n2"]).ok().stdout
+
+
+def test_nothing_is_left_of_a_cluster(tmp_path: Path) -> None:
+    with SlurmCluster() as cluster:
+        cluster.command(["sbatch", "--wrap=sleep 1000", "--output=/dev/null"]).ok()
+        assert cluster.root.exists()
+    assert not cluster.root.exists()
+    assert processes.marked(f"SLURM_CONF={cluster.env['SLURM_CONF']}") == []

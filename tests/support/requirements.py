@@ -1,0 +1,61 @@
+"""What a test needs from the machine: a missing component skips, unless it was declared required.
+
+`GRADSYNC_TEST_REQUIRE=mpirun,slurm` (or `all`) makes a missing one fail, so that CI cannot go green
+by skipping. `all` means all that a package manager can install; a CUDA device is asked for by name.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Callable
+
+import pytest
+
+from support import slurm_cluster
+
+
+def _program(name: str) -> list[str]:
+    return [] if shutil.which(name, path=slurm_cluster.program_path()) else [name]
+
+
+def _module(name: str) -> list[str]:
+    return [] if importlib.util.find_spec(name) else [name]
+
+
+def _cuda() -> list[str]:
+    import torch
+
+    return [] if torch.cuda.is_available() else ["a CUDA device"]
+
+
+MISSING: dict[str, Callable[[], list[str]]] = {
+    "python": list,
+    "torchrun": lambda: _module("torch"),
+    "mpirun": lambda: _program("mpirun"),
+    "slurm": slurm_cluster.missing_programs,
+    "iproute2": lambda: _program("ip"),
+    "import-linter": lambda: _module("importlinter"),
+    "cuda": _cuda,
+}
+"""Component -> what of it is not there."""
+ALIASES = {"srun": "slurm"}
+
+
+def is_required(name: str) -> bool:
+    """True when the run declared that it has `name`."""
+    declared = os.environ.get("GRADSYNC_TEST_REQUIRE", "").split(",")
+    return name in declared or ("all" in declared and name != "cuda")
+
+
+def require(name: str) -> None:
+    """Skip the test when component `name` is missing; fail it when the run declared it required."""
+    name = ALIASES.get(name, name)
+    missing = MISSING[name]()
+    if not missing:
+        return
+    message = f"{name} needs {', '.join(missing)}, not found here"
+    if is_required(name):
+        pytest.fail(f"{message}, and GRADSYNC_TEST_REQUIRE lists it", pytrace=False)
+    pytest.skip(message)

@@ -1,0 +1,382 @@
+"""Saving, finding, loading, keeping and refusing checkpoints."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pickle
+import random
+import time
+
+import pytest
+import torch
+
+from gradsync.checkpoint.atomic import Filesystem, StagedDirectory
+from gradsync.checkpoint.manifest import Manifest
+from gradsync.checkpoint.store import CheckpointStore, Snapshot, resolve
+from gradsync.errors import CheckpointError, ConfigError
+
+FILES = {"model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"}
+
+
+def snapshot(step=100, **changes):
+    shared = torch.arange(6.0).reshape(2, 3)
+    parts = {
+        "step": step,
+        "tensors": {
+            "model": {
+                "embed.weight": shared,
+                "half": torch.linspace(-3, 3, 10).bfloat16(),
+                "turned": torch.arange(12).reshape(3, 4).t(),
+                "strided": torch.arange(9.0)[::2],
+                "flag": torch.tensor(True),
+                "nothing": torch.empty(0, 3),
+            },
+            "optimizer": {"step/embed.weight": torch.tensor(7.0)},
+        },
+        "state": {"lr": 0.1 + 0.2, "position": 2**53 + 1, "name": "π", "list": [1, None, True]},
+        "fingerprint": {"torch": "2.13.0", "threads": 1, "tf32": False, "device": None},
+    }
+    return Snapshot(**{**parts, **changes})
+
+
+def steps(store):
+    return [info.step for info in store.list()]
+
+
+def test_what_is_saved_is_what_is_loaded(tmp_path):
+    store, saved = CheckpointStore(tmp_path / "run" / "checkpoints"), snapshot()
+    path = store.save(saved)
+    assert path == tmp_path / "run" / "checkpoints" / "step-00000100"
+    assert {entry.name for entry in path.iterdir()} == FILES
+    loaded = store.load(path)
+    assert (loaded.step, loaded.state, loaded.fingerprint) == (
+        *(saved.step, saved.state, saved.fingerprint),
+    )
+    for stem, tensors in saved.tensors.items():
+        assert set(loaded.tensors[stem]) == set(tensors)
+        for name, tensor in tensors.items():
+            assert loaded.tensors[stem][name].dtype == tensor.dtype
+            assert torch.equal(loaded.tensors[stem][name], tensor), name
+    info = store.list()[0]
+    assert info.size_bytes == sum((path / n).stat().st_size for n in FILES - {"manifest.json"})
+
+
+def test_names_are_clean_and_tied_weights_are_written_once(tmp_path):
+    weight = torch.randn(50, 20)
+    model = {
+        "_orig_mod.module.embed.weight": weight,
+        "_orig_mod.module.head.weight": weight,
+        "module.blocks.0._orig_mod.same_values": weight.clone(),
+        "module.view": weight[:10],
+    }
+    store = CheckpointStore(tmp_path)
+    path = store.save(snapshot(tensors={"model": model}))
+    assert (path / "model.safetensors").stat().st_size < 2.5 * weight.nbytes
+    loaded = store.load(path).tensors["model"]
+    assert set(loaded) == {"embed.weight", "head.weight", "blocks.0.same_values", "view"}
+    assert loaded["head.weight"] is loaded["embed.weight"]
+    assert loaded["blocks.0.same_values"] is not loaded["embed.weight"]
+    assert torch.equal(loaded["view"], weight[:10])
+
+
+def test_names_that_collide_are_refused_and_nothing_stays(tmp_path):
+    tensors = {"model": {"a.module.w": torch.ones(1), "a.w": torch.ones(1)}}
+    with pytest.raises(CheckpointError, match=r"'a\.module\.w' and 'a\.w' would both be"):
+        CheckpointStore(tmp_path).save(snapshot(tensors=tensors))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ({"betas": (0.9, 0.95)}, "state.betas: tuple cannot be kept in JSON"),
+        ({"a": [{"b": torch.ones(1)}]}, "state.a[0].b: Tensor cannot be kept in JSON"),
+        ({"a": {3: "x"}}, "state.a: key 3 is not text"),
+    ],
+)
+def test_state_that_json_would_change_is_refused(tmp_path, state, words):
+    with pytest.raises(CheckpointError) as caught:
+        CheckpointStore(tmp_path).save(snapshot(state=state))
+    assert words in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("changes", [{"step": -1}, {"tensors": {"../model": {}}}])
+def test_impossible_snapshots_are_refused(tmp_path, changes):
+    with pytest.raises(ConfigError, match=r"got -1|'../model\.safetensors'"):
+        CheckpointStore(tmp_path).save(snapshot(**changes))
+    assert not list(tmp_path.iterdir())
+
+
+def test_keep_last_must_be_positive(tmp_path):
+    with pytest.raises(ConfigError, match="keep_last: got 0"):
+        CheckpointStore(tmp_path, keep_last=0)
+
+
+def test_nothing_is_unpickled(tmp_path, monkeypatch):
+    store = CheckpointStore(tmp_path)
+    path = store.save(snapshot())
+
+    def refuse(*_args, **_kwargs):
+        raise AssertionError("unpickled")
+
+    for name in ("load", "loads", "Unpickler"):
+        monkeypatch.setattr(pickle, name, refuse)
+    monkeypatch.setattr(torch, "load", refuse)
+    assert store.load(path).step == 100
+    assert store.latest()[0].step == 100
+
+
+# --- damage ---------------------------------------------------------------------------------------
+
+
+def test_every_flipped_bit_is_refused_and_the_one_before_is_used(tmp_path):
+    store = CheckpointStore(tmp_path)
+    store.save(snapshot(100))
+    path = store.save(snapshot(200))
+    rng = random.Random(0)
+    for name in sorted(FILES):
+        good = (path / name).read_bytes()
+        for _ in range(100):
+            bad, bit = bytearray(good), rng.randrange(len(good) * 8)
+            bad[bit // 8] ^= 1 << bit % 8
+            (path / name).write_bytes(bad)
+            with pytest.raises(CheckpointError, match=rf"{path}/{name}: .*(SHA-256|damaged)"):
+                store.load(path)
+            info, problems = store.latest()
+            assert info.step == 100
+            assert len(problems) == 1
+            assert problems[0].startswith(f"step-00000200 is damaged ({path}/{name}: ")
+        (path / name).write_bytes(good)
+    assert store.latest()[0].step == 200
+
+
+def test_every_truncation_is_refused(tmp_path):
+    store = CheckpointStore(tmp_path)
+    path = store.save(snapshot())
+    for name in sorted(FILES):
+        good = (path / name).read_bytes()
+        for size in {0, 1, 7, 8, 9, len(good) // 2, len(good) - 1}:
+            (path / name).write_bytes(good[:size])
+            with pytest.raises(CheckpointError, match=rf"{name}: (damaged|{size} bytes, expected)"):
+                store.load(path)
+            assert store.latest()[0] is None
+        (path / name).write_bytes(good + b" ")
+        with pytest.raises(CheckpointError, match=f"{name}: "):
+            store.load(path)
+        (path / name).unlink()
+        with pytest.raises(CheckpointError, match=f"{name}: missing"):
+            store.load(path)
+        (path / name).mkdir()
+        with pytest.raises(CheckpointError, match=f"{name}: "):
+            store.load(path)
+        (path / name).rmdir()
+        (path / name).write_bytes(good)
+    assert store.load(path).step == 100
+
+
+def rewrite_manifest(path, change):
+    """A manifest that is consistent in itself, but not of our making."""
+    from gradsync.checkpoint import manifest
+
+    body = json.loads((path / "manifest.json").read_bytes())["manifest"]
+    change(body)
+    outer = {"manifest": body, "sha256": manifest._digest(body)}
+    (path / "manifest.json").write_bytes(manifest._canonical(outer))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda body: body.update(format_version=2), "format version 2, this gradsync reads 1"),
+        (lambda body: body.update(step="100"), "must be integers"),
+        (lambda body: body.update(surprise=1), "surprise"),
+        (lambda body: body.pop("files"), "files"),
+        (lambda body: body["files"].update({"../x": {"size": 0, "sha256": ""}}), "'../x'"),
+        (lambda body: body["files"].pop("state.json"), "expected ['model.safetensors', 'opt"),
+        (lambda body: body["aliases"].update({"../../x": {}}), "expected ['../../x"),
+        (lambda body: body["aliases"]["model"].update(a="b"), "no tensor 'b'"),
+    ],
+)
+def test_foreign_manifests_are_refused(tmp_path, change, words):
+    store = CheckpointStore(tmp_path)
+    path = store.save(snapshot())
+    rewrite_manifest(path, change)
+    with pytest.raises(CheckpointError) as caught:
+        store.load(path)
+    assert words in str(caught.value)
+
+
+def test_a_renamed_checkpoint_is_not_another_step(tmp_path):
+    store = CheckpointStore(tmp_path)
+    store.save(snapshot(100)).rename(tmp_path / "step-00000900")
+    info, problems = store.latest()
+    assert info is None
+    assert "step-00000900 is damaged" in problems[0]
+    assert "is of step 100" in problems[0]
+
+
+def test_a_file_that_lies_about_its_format_is_named(tmp_path):
+    store = CheckpointStore(tmp_path)
+    path = store.save(snapshot())
+    (path / "model.safetensors").write_bytes(b"\xff" * 40)
+
+    def follow(body):
+        import hashlib
+
+        body["files"]["model.safetensors"] = {
+            "size": 40,
+            "sha256": hashlib.sha256(b"\xff" * 40).hexdigest(),
+        }
+
+    rewrite_manifest(path, follow)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: not readable as safetensors"):
+        store.load(path)
+
+
+# --- retention ------------------------------------------------------------------------------------
+
+
+def test_the_last_k_good_ones_stay(tmp_path):
+    store = CheckpointStore(tmp_path, keep_last=2)
+    for step in range(5):
+        store.save(snapshot(step))
+        assert steps(store) == sorted(range(step + 1), reverse=True)[:2]
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_damaged_ones_do_not_count_as_kept(tmp_path, fresh):
+    store = CheckpointStore(tmp_path, keep_last=2)
+    store.save(snapshot(1))
+    for step in (2, 3):
+        path = store.save(snapshot(step))
+        if step == 2 or fresh:
+            (path / "state.json").write_bytes(b"{}")
+    if fresh:  # same size, other content: only reading it tells
+        size = Manifest.read(path).files["state.json"].size
+        (path / "state.json").write_bytes(b" " * size)
+        store = CheckpointStore(tmp_path, keep_last=2)
+    store.save(snapshot(4))
+    good = [info.step for info in store.list() if not _damaged(store, info.path)]
+    assert good == ([4, 1] if fresh else [4, 3])
+    store.save(snapshot(5))
+    store.save(snapshot(6))
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["step-00000005", "step-00000006"]
+
+
+def _damaged(store, path):
+    try:
+        store.load(path)
+    except CheckpointError:
+        return True
+    return False
+
+
+def test_newest_means_saved_last(tmp_path):
+    store = CheckpointStore(tmp_path, keep_last=2)
+    for step in (100, 200, 300):
+        store.save(snapshot(step))
+    # The run goes back to 200 and comes to 250: 300 belongs to a past that did not happen.
+    store.save(snapshot(250))
+    assert steps(store) == [250, 300]
+    assert store.latest()[0].step == 250
+    CheckpointStore(tmp_path, keep_last=2).save(snapshot(260))
+    assert steps(store) == [260, 250]
+
+
+def test_a_step_saved_again_is_replaced(tmp_path):
+    store = CheckpointStore(tmp_path)
+    store.save(snapshot(1))
+    store.save(snapshot(2))
+    path = store.save(snapshot(1, state={"second": True}))
+    assert store.load(path).state == {"second": True}
+    assert steps(store) == [1, 2]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_replacement_that_was_cut_short_leaves_the_old_one_usable(tmp_path):
+    store = CheckpointStore(tmp_path)
+    path = store.save(snapshot(1))
+    old = path.rename(tmp_path / "step-00000001.old")
+    info, problems = store.latest()
+    assert (info.path, problems) == (old, [])
+    assert store.load(old).step == 1
+    assert resolve(tmp_path)[0] == old
+    # Cut short later: the new one is there, but came to harm. The old one must survive again.
+    path.mkdir()
+    assert store.latest()[0].path == old
+    assert store.save(snapshot(1)) == path
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+
+
+def test_only_temporary_directories_of_dead_writers_go(tmp_path):
+    store = CheckpointStore(tmp_path)
+    import socket
+
+    host = socket.gethostname()
+    dead, alive = tmp_path / f".tmp-step-7-{host}-1-5", tmp_path / f".tmp-step-8-{host}-1-6"
+    foreign, ancient = tmp_path / ".tmp-step-9-other-1-7", tmp_path / ".tmp-step-9-other-1-8"
+    for path in (dead, alive, foreign, ancient):
+        path.mkdir()
+        (path / "model.safetensors").write_bytes(b"half")
+    os.utime(ancient, (time.time() - 7200,) * 2)
+    other = tmp_path / "notes.txt"
+    other.write_text("mine")
+    lock = os.open(alive, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        path = store.save(snapshot(1))
+        assert set(tmp_path.iterdir()) == {path, alive, foreign, other}
+    finally:
+        os.close(lock)
+    store.save(snapshot(1))
+    assert set(tmp_path.iterdir()) == {path, foreign, other}
+
+
+def test_a_writer_at_work_keeps_its_temporary_directory(tmp_path):
+    with StagedDirectory(Filesystem(), tmp_path, "step-00000009") as staged:
+        path = CheckpointStore(tmp_path).save(snapshot(1))
+        assert set(tmp_path.iterdir()) == {path, staged.path}
+
+
+def test_an_interrupted_save_removes_its_temporary_directory(tmp_path):
+    class Interrupting(dict):
+        def items(self):
+            raise KeyboardInterrupt
+
+    store = CheckpointStore(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        store.save(snapshot(tensors=Interrupting()))
+    assert not list(tmp_path.iterdir())
+
+
+# --- resolve --------------------------------------------------------------------------------------
+
+
+def test_resolve_takes_a_checkpoint_a_store_or_a_run(tmp_path):
+    store = CheckpointStore(tmp_path / "checkpoints")
+    first, second = store.save(snapshot(1)), store.save(snapshot(2))
+    assert resolve(first) == (first, [])
+    assert resolve(tmp_path) == (second, [])
+    assert resolve(tmp_path / "checkpoints") == (second, [])
+    (second / "model.safetensors").unlink()
+    path, problems = resolve(tmp_path)
+    assert path == first
+    assert "model.safetensors: missing" in problems[0]
+    assert resolve(second) == (second, [])  # asked for by name: `load` says what is wrong
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: missing"):
+        store.load(second)
+
+
+def test_resolve_says_what_it_did_not_find(tmp_path):
+    with pytest.raises(CheckpointError, match="no checkpoint there; expected a step-"):
+        resolve(tmp_path)
+    with pytest.raises(CheckpointError, match="no such checkpoint"):
+        resolve(tmp_path / "step-00000004")
+    (tmp_path / "step-00000003").mkdir()
+    with pytest.raises(
+        CheckpointError, match=r"step-00000003 is damaged .*manifest\.json: missing"
+    ):
+        resolve(tmp_path)

@@ -1,0 +1,260 @@
+"""How ranks find each other, as a plan."""
+
+import json
+import subprocess
+
+import pytest
+
+from gradsync.errors import LaunchError
+from gradsync.runtime.coordinator import plan_coordinator
+from gradsync.runtime.resolve import resolve
+
+ONE_HOST_MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "2102460417",
+    "PMIX_SERVER_TMPDIR": "/tmp/ompi.head.0/pid.4527",
+}
+TWO_HOST_MPI = ONE_HOST_MPI | {
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+}
+HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+ONE_HOST_SRUN = {
+    "SLURM_JOB_ID": "1234567",
+    "SLURM_STEP_ID": "2",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "2",
+    "SLURM_STEP_NODELIST": "n1",
+}
+SRUN = ONE_HOST_SRUN | {
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    "SLURM_STEP_NODELIST": "n[03-04]",
+}
+PALS = {
+    "PALS_RANKID": "1",
+    "PMI_SIZE": "2",
+    "PALS_LOCAL_RANKID": "0",
+    "PALS_LOCAL_SIZE": "1",
+    "PBS_JOBID": "17.server",
+    "PBS_NODEFILE": "/var/spool/nodes",
+}
+FLUX = {
+    "FLUX_TASK_RANK": "1",
+    "FLUX_JOB_SIZE": "2",
+    "FLUX_TASK_LOCAL_ID": "0",
+    "FLUX_JOB_NNODES": "2",
+    "FLUX_JOB_ID": "f2ABc",
+}
+BY_HAND = {"RANK": "1", "WORLD_SIZE": "2"}
+TORCHRUN = BY_HAND | {
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "TORCHELASTIC_RUN_ID": "x",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "40000",
+}
+
+
+def never(*_):
+    raise AssertionError("not to be asked")
+
+
+def plan(env, **functions):
+    asked = {"resolve_host": never, "run": never, "read_text": never, "ancestor": never}
+    return plan_coordinator(env, resolve(env), **(asked | functions))
+
+
+def unknown_host(name):
+    raise OSError("Name or service not known")
+
+
+def test_one_rank_needs_none():
+    assert plan({}).kind == "none"
+    assert plan({"MASTER_ADDR": "head"}).kind == "none"
+
+
+@pytest.mark.parametrize("env", [ONE_HOST_MPI, TWO_HOST_MPI, HYDRA, SRUN, PALS, FLUX, BY_HAND])
+def test_what_is_given_is_taken(env):
+    found = plan(env | {"MASTER_ADDR": "head", "MASTER_PORT": "4711"})
+    assert (found.kind, found.address, found.port) == ("given", "head", 4711)
+    assert not found.hosted_by_agent
+
+
+def test_torchruns_store_is_served_by_its_agent_only_if_it_says_so():
+    assert plan(TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).hosted_by_agent
+    assert not plan(TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "False"}).hosted_by_agent
+    assert not plan(TORCHRUN).hosted_by_agent
+
+
+def test_by_hand_on_one_host_all_ranks_know_the_port():
+    found = plan(BY_HAND)
+    assert (found.kind, found.address, found.port) == ("given", "127.0.0.1", 29500)
+    assert plan(BY_HAND | {"MASTER_PORT": "4711"}).port == 4711
+    assert plan(BY_HAND | {"MASTER_ADDR": "head"}).port == 29500
+
+
+def test_by_hand_on_several_hosts_the_address_must_be_given():
+    local = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    with pytest.raises(LaunchError, match="set MASTER_ADDR"):
+        plan(BY_HAND | local)
+
+
+@pytest.mark.parametrize(
+    "env", [ONE_HOST_MPI, ONE_HOST_SRUN, HYDRA], ids=["openmpi", "srun", "hydra"]
+)
+def test_on_one_host_rank_0_publishes_its_port_in_a_file(env):
+    found = plan(env, ancestor=lambda: "77:1")
+    assert (found.kind, found.address, found.port) == ("file", "127.0.0.1", 0)
+    assert found.key.replace("-", "").isalnum()
+    assert found == plan(env, ancestor=lambda: "77:1")
+
+
+def test_a_port_alone_is_used_on_the_loopback():
+    found = plan(ONE_HOST_MPI | {"MASTER_PORT": "4711"})
+    assert (found.kind, found.address, found.port) == ("given", "127.0.0.1", 4711)
+
+
+def test_all_ranks_of_a_job_have_one_key():
+    first = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0", "PMIX_RANK": "0"}
+    assert plan(ONE_HOST_MPI).key == plan(ONE_HOST_MPI | first).key
+    first = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_TASK_PID": "5"}
+    assert plan(ONE_HOST_SRUN).key == plan(ONE_HOST_SRUN | first).key
+
+
+@pytest.mark.parametrize(
+    ("env", "change"),
+    [
+        (ONE_HOST_MPI, {"PMIX_NAMESPACE": "3"}),
+        (ONE_HOST_MPI, {"PMIX_SERVER_TMPDIR": "/tmp/ompi.head.0/pid.4528"}),
+        (ONE_HOST_MPI, {"OMPI_MCA_orte_precondition_transports": "aa-bb"}),
+        (ONE_HOST_SRUN, {"SLURM_JOB_ID": "1234568"}),
+        (ONE_HOST_SRUN, {"SLURM_STEP_ID": "3"}),
+        (ONE_HOST_SRUN, {"SLURM_CLUSTER_NAME": "other"}),
+        (ONE_HOST_SRUN, {"SLURM_RESTART_COUNT": "1"}),
+    ],
+    ids=lambda value: "+".join(value)[:40],
+)
+def test_another_job_or_generation_has_another_key(env, change):
+    assert plan(env).key != plan(env | change).key
+
+
+def test_without_a_job_id_the_launching_process_is_the_key():
+    assert plan(HYDRA, ancestor=lambda: "77:1").key != plan(HYDRA, ancestor=lambda: "77:2").key
+    unnamed = {name: value for name, value in ONE_HOST_MPI.items() if "PMIX" not in name}
+    assert plan(unnamed, ancestor=lambda: "1:1").key != plan(unnamed, ancestor=lambda: "2:1").key
+
+
+def test_over_several_hosts_mpi_broadcasts():
+    found = plan(TWO_HOST_MPI)
+    assert (found.kind, found.address, found.port) == ("mpi", "", 0)
+    assert plan(TWO_HOST_MPI | {"MASTER_PORT": "4711"}).port == 4711
+
+
+def test_srun_takes_the_first_host_and_a_port_from_the_job():
+    found = plan(SRUN, resolve_host=str)
+    assert (found.kind, found.address) == ("port", "n03")
+    assert found.port == 15000 + (1234567 + 2 * 97) % 10000
+    assert plan(SRUN | {"MASTER_PORT": "4711"}, resolve_host=str).port == 4711
+    assert plan(SRUN | {"SLURM_JOB_ID": "1234568"}, resolve_host=str).port != found.port
+    assert plan(SRUN | {"SLURM_STEP_ID": "3"}, resolve_host=str).port != found.port
+
+
+def test_the_jobs_node_list_serves_where_the_steps_is_missing():
+    env = dict(SRUN, SLURM_JOB_NODELIST="n[07-08]")
+    del env["SLURM_STEP_NODELIST"]
+    assert plan(env, resolve_host=str).address == "n07"
+
+
+def test_an_address_without_a_port_takes_the_jobs_port():
+    found = plan(SRUN | {"MASTER_ADDR": "head"})
+    assert (found.kind, found.address) == ("given", "head")
+    assert found.port == plan(SRUN, resolve_host=str).port
+
+
+def test_scontrol_knows_a_host_that_does_not_resolve():
+    asked = []
+
+    def run(argv):
+        asked.append(argv)
+        return "NodeName=n03 Arch=x86_64\n   NodeAddr=192.0.2.3 NodeHostName=head Port=7821\n"
+
+    assert plan(SRUN, resolve_host=unknown_host, run=run).address == "192.0.2.3"
+    assert asked == [["scontrol", "show", "node", "n03"]]
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        OSError("no scontrol"),
+        subprocess.TimeoutExpired("scontrol", 5),
+        subprocess.CalledProcessError(1, "scontrol"),
+        None,
+    ],
+    ids=str,
+)
+def test_without_an_address_the_error_names_the_host(problem):
+    def run(argv):
+        if problem is not None:
+            raise problem
+        return "NodeName=n03 NodeAddr=$(reboot)"
+
+    with pytest.raises(LaunchError, match=r"'n03' does not resolve.*scontrol.*MASTER_ADDR"):
+        plan(SRUN, resolve_host=unknown_host, run=run)
+
+
+@pytest.mark.parametrize("nodes", ["-v", "n1;reboot", "n[1", "a b"])
+def test_a_node_list_is_not_trusted(nodes):
+    with pytest.raises(LaunchError):
+        plan(SRUN | {"SLURM_STEP_NODELIST": nodes}, resolve_host=str)
+
+
+def test_pals_takes_the_first_line_of_the_node_file():
+    found = plan(PALS, resolve_host=str, read_text={"/var/spool/nodes": "x1\nx1\nx2\n"}.get)
+    assert (found.kind, found.address) == ("port", "x1")
+    assert 15000 <= found.port < 25000
+
+
+@pytest.mark.parametrize("content", [OSError("gone"), "", "x1;reboot"], ids=str)
+def test_a_node_file_that_does_not_help(content):
+    def read_text(path):
+        if isinstance(content, OSError):
+            raise content
+        return content
+
+    with pytest.raises(LaunchError):
+        plan(PALS, resolve_host=str, read_text=read_text)
+
+
+def test_flux_is_asked_for_the_jobs_hosts():
+    answer = json.dumps({"version": 1, "execution": {"nodelist": ["n[5-6]", "m1"]}})
+    asked = []
+    found = plan(FLUX, resolve_host=str, run=lambda argv: asked.append(argv) or answer)
+    assert (found.kind, found.address) == ("port", "n5")
+    assert asked == [["flux", "job", "info", "f2ABc", "R"]]
+
+
+@pytest.mark.parametrize("answer", ["", "{}", '{"execution": {"nodelist": []}}', "[]"])
+def test_a_flux_that_does_not_help(answer):
+    with pytest.raises(LaunchError, match="MASTER_ADDR"):
+        plan(FLUX, resolve_host=str, run=lambda argv: answer)
+    with pytest.raises(LaunchError):
+        plan(FLUX | {"FLUX_JOB_ID": "--help"}, resolve_host=str)
+
+
+@pytest.mark.parametrize("port", ["0", "65536", "-1", "ssh"])
+def test_a_port_that_is_none_is_refused(port):
+    with pytest.raises(LaunchError, match="MASTER_PORT"):
+        plan(BY_HAND | {"MASTER_PORT": port})
+
+
+@pytest.mark.parametrize("address", ["a b", "head;reboot", "x" * 300])
+def test_an_address_that_is_none_is_refused(address):
+    with pytest.raises(LaunchError, match="MASTER_ADDR"):
+        plan(TORCHRUN | {"MASTER_ADDR": address})

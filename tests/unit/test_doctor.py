@@ -1,0 +1,103 @@
+"""`gradsync doctor`, in this process and as a program."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from gradsync.cli import doctor
+from gradsync.errors import LaunchError
+
+MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "1",
+}
+
+
+@pytest.fixture
+def under_mpirun(monkeypatch):
+    for name, value in MPI.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.usefixtures("under_mpirun")
+def test_the_launcher_part_says_which_row_won_and_why(capsys):
+    assert doctor.run(["--launcher"]) == 0
+    out = capsys.readouterr().out
+    assert "openmpi   rank 1 of 2, local rank 1 of 2  won" in out
+    assert "rank=1(2)" in out
+    assert "coordinator  file 127.0.0.1:free port" in out
+    assert "machine" not in out
+
+
+@pytest.mark.usefixtures("under_mpirun")
+def test_json_is_one_document(capsys):
+    assert doctor.run(["--launcher", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["world"]["rank"] == 1
+    assert [row["name"] for row in document["rows"] if row["won"]] == ["openmpi"]
+    assert document["coordinator"]["kind"] == "file"
+    assert document["warnings"] == []
+    assert "machine" not in document
+
+
+def test_without_a_launcher_flag_the_machine_is_shown_too(capsys):
+    assert doctor.run(["--json"]) == 0
+    machine = json.loads(capsys.readouterr().out)["machine"]
+    assert machine["cores"] >= machine["threads_per_rank"] >= 1
+    assert machine["memory_gib"] > 0
+    assert machine["torch"][0].isdigit()
+    assert doctor.run([]) == 0
+    assert "machine" in capsys.readouterr().out
+
+
+def test_a_slurm_shell_gets_the_warning(capsys, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "5")
+    monkeypatch.setenv("SLURM_NTASKS", "8")
+    assert doctor.run(["--launcher"]) == 0
+    assert "warning: this Slurm job has 8 tasks" in capsys.readouterr().out
+
+
+def test_a_guess_of_hosts_is_said(capsys, monkeypatch):
+    for name, value in MPI.items():
+        monkeypatch.setenv(name, value.replace("2", "4") if name.endswith("WORLD_SIZE") else value)
+    assert doctor.run(["--launcher"]) == 0
+    out = capsys.readouterr().out
+    assert "exchange their host names" in out
+    assert "coordinator  mpi" in out
+
+
+@pytest.mark.usefixtures("under_mpirun")
+def test_a_contradiction_shows_every_family(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(LaunchError, match=r"(?s)contradict.*srun +not set"):
+        doctor.run(["--launcher"])
+
+
+def test_no_way_to_find_rank_0_shows_every_family(monkeypatch):
+    hand = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    for name, value in hand.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LaunchError, match=r"(?s)MASTER_ADDR.*env +rank 1 of 2.*srun +not set"):
+        doctor.run(["--launcher"])
+
+
+def test_an_unknown_flag_is_a_usage_error(capsys):
+    with pytest.raises(SystemExit) as caught:
+        doctor.run(["--launchr"])
+    assert caught.value.code == 2
+    assert "--launchr" in capsys.readouterr().err
+
+
+def test_it_imports_no_torch():
+    program = "import sys; from gradsync.cli.doctor import run; run([]); print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=60
+    )
+    assert "gradsync.cli.doctor" in done.stdout
+    assert "torch" not in done.stdout.splitlines()[-1].split()

@@ -1,0 +1,238 @@
+"""Every launcher row: complete, partly set, malformed."""
+
+import pytest
+
+from gradsync.errors import LaunchError
+from gradsync.runtime.launchers import PARSERS
+from gradsync.runtime.launchers.flux import read_flux
+from gradsync.runtime.launchers.mpi import read_hydra, read_mvapich2, read_openmpi
+from gradsync.runtime.launchers.pals import read_pals
+from gradsync.runtime.launchers.srun import read_srun
+from gradsync.runtime.launchers.torchrun import is_loopback, read_torchrun
+
+
+def env(text):
+    """`A=1 B=2` as a mapping."""
+    return dict(pair.split("=", 1) for pair in text.split())
+
+
+TORCHRUN = "RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4 TORCHELASTIC_RUN_ID=x"
+OPENMPI = " ".join(
+    f"OMPI_COMM_WORLD_{key}"
+    for key in ("RANK=5", "SIZE=8", "LOCAL_RANK=1", "LOCAL_SIZE=4", "NODE_RANK=3")
+)
+MVAPICH2 = OPENMPI.replace("OMPI_", "MV2_")
+HYDRA = "PMI_RANK=5 PMI_SIZE=8 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=4"
+CRAY = "PMI_RANK=5 PMI_SIZE=8 PMI_LOCAL_RANK=1 PMI_LOCAL_SIZE=4"
+PALS = "PALS_RANKID=5 PMI_SIZE=8 PALS_LOCAL_RANKID=1 PALS_LOCAL_SIZE=4"
+FLUX = "FLUX_TASK_RANK=5 FLUX_JOB_SIZE=8 FLUX_TASK_LOCAL_ID=1 FLUX_JOB_NNODES=2"
+SRUN = (
+    "SLURM_STEP_ID=0 SLURM_PROCID=5 SLURM_STEP_NUM_TASKS=8 SLURM_LOCALID=1 SLURM_NODEID=1 "
+    "SLURM_STEP_TASKS_PER_NODE=4(x2) SLURM_STEP_NUM_NODES=2"
+)
+
+# parser, variables, name, are the nodes a guess?, is the local rank the launcher's own?
+COMPLETE = [
+    (read_torchrun, TORCHRUN + " GROUP_RANK=1 GROUP_WORLD_SIZE=2", "torchrun", False, True),
+    (read_torchrun, TORCHRUN, "torchrun", True, True),
+    (read_torchrun, TORCHRUN.replace("TORCHELASTIC_RUN_ID=x", ""), "env", True, True),
+    (read_openmpi, OPENMPI, "openmpi", True, True),
+    (read_mvapich2, MVAPICH2, "mvapich2", True, True),
+    (read_hydra, HYDRA, "hydra", True, True),
+    (read_hydra, CRAY, "hydra", True, True),
+    (read_pals, PALS, "pals", True, True),
+    (read_pals, PALS.replace("PMI_SIZE", "PALS_SIZE"), "pals", True, True),
+    (read_flux, FLUX, "flux", True, False),
+    (read_srun, SRUN, "srun", False, True),
+]
+
+
+@pytest.mark.parametrize(("parser", "text", "name", "guessed", "own"), COMPLETE)
+def test_a_complete_row_on_two_hosts(parser, text, name, guessed, own):
+    reading = parser(env(text))
+    world = reading.world
+    assert (world.rank, world.world_size) == (5, 8)
+    assert (world.local_rank, world.local_world_size) == (1, 4)
+    assert (world.node_rank, world.num_nodes) == (1, 2)
+    assert reading.name == world.launcher == name
+    assert (reading.needs_hosts, reading.trust_local) == (guessed, own)
+
+
+@pytest.mark.parametrize(("parser", "text", "name", "guessed", "own"), COMPLETE)
+def test_a_complete_row_reads_no_other_variable_and_no_blank_one(parser, text, name, guessed, own):
+    blank = {"RANK": " ", "OMPI_COMM_WORLD_RANK": "", "PALS_RANKID": "", "MV2_COMM_WORLD_SIZE": ""}
+    for other in PARSERS:
+        if other is not parser and not (other is read_hydra and parser is read_pals):
+            reading = other(blank | env(text) if parser is not read_pals else env(text))
+            assert not reading.complete
+            assert not reading.partly_set
+
+
+ONE_HOST = [
+    (read_torchrun, "RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2"),
+    (read_torchrun, "RANK=1 WORLD_SIZE=2"),
+    (read_torchrun, "RANK=1 WORLD_SIZE=2 LOCAL_RANK=1"),
+    (read_torchrun, "RANK=1 WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 MASTER_ADDR=localhost"),
+    (read_torchrun, "RANK=1 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500"),
+    (read_openmpi, OPENMPI.replace("=5", "=1").replace("=8", "=2").replace("=4", "=2")),
+    (read_hydra, HYDRA.replace("=5", "=1").replace("=8", "=2").replace("=4", "=2")),
+    (read_pals, PALS.replace("=5", "=1").replace("=8", "=2").replace("=4", "=2")),
+    (read_flux, "FLUX_TASK_RANK=1 FLUX_JOB_SIZE=2 FLUX_TASK_LOCAL_ID=1 FLUX_JOB_NNODES=1"),
+    (read_flux, "FLUX_TASK_RANK=1 FLUX_JOB_SIZE=2 FLUX_TASK_LOCAL_ID=1"),
+    (
+        read_srun,
+        "SLURM_STEP_ID=3 SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=2 SLURM_LOCALID=1 "
+        "SLURM_STEP_TASKS_PER_NODE=2",
+    ),
+]
+
+
+@pytest.mark.parametrize(("parser", "text"), ONE_HOST)
+def test_a_complete_row_on_one_host_needs_nothing_more(parser, text):
+    reading = parser(env(text))
+    world = reading.world
+    assert (world.rank, world.world_size, world.local_rank, world.local_world_size) == (1, 2, 1, 2)
+    assert (world.node_rank, world.num_nodes) == (0, 1)
+    assert not reading.needs_hosts
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "RANK=3 WORLD_SIZE=4 MASTER_ADDR=head.example.org",
+        "RANK=3 WORLD_SIZE=4 MASTER_ADDR=192.0.2.7 LOCAL_RANK=1",
+        "RANK=3 WORLD_SIZE=4 LOCAL_RANK=1",
+        "RANK=3 WORLD_SIZE=4 LOCAL_WORLD_SIZE=2",
+    ],
+)
+def test_by_hand_with_several_hosts_the_local_rank_must_be_derived(text):
+    reading = read_torchrun(env(text))
+    assert (reading.world.rank, reading.world.world_size) == (3, 4)
+    assert reading.needs_hosts
+    assert not reading.trust_local
+
+
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        (read_torchrun, TORCHRUN),
+        (read_openmpi, OPENMPI.replace("OMPI_COMM_WORLD_NODE_RANK=3", "")),
+        (read_mvapich2, MVAPICH2.replace("MV2_COMM_WORLD_NODE_RANK=3", "")),
+        (read_hydra, HYDRA),
+        (read_pals, PALS),
+        (read_flux, FLUX.replace("FLUX_JOB_NNODES=2", "")),
+        (read_srun, SRUN.replace("SLURM_STEP_NUM_NODES=2", "")),
+    ],
+)
+def test_every_variable_of_a_row_is_needed(parser, text):
+    whole = env(text)
+    marks = {"TORCHELASTIC_RUN_ID", "SLURM_STEP_ID"}
+    for name in set(whole) - marks:
+        reading = parser({key: value for key, value in whole.items() if key != name})
+        assert reading.partly_set
+        assert name in reading.missing
+        assert name in reading.says()
+
+
+def test_by_hand_the_local_variables_alone_are_partly_set():
+    for text in ("RANK=0", "WORLD_SIZE=2", "LOCAL_RANK=0", "LOCAL_WORLD_SIZE=1 LOCAL_RANK=0"):
+        assert read_torchrun(env(text)).partly_set
+    assert not read_torchrun(env("MASTER_ADDR=h MASTER_PORT=1")).partly_set
+
+
+@pytest.mark.parametrize("bad", ["x", "1.0", "1_0", "0x1", "--1", "9" * 40])
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        (read_torchrun, TORCHRUN),
+        (read_openmpi, OPENMPI),
+        (read_pals, PALS),
+        (read_flux, FLUX),
+        (read_mvapich2, MVAPICH2),
+        (read_hydra, HYDRA),
+        (read_srun, SRUN),
+    ],
+)
+def test_a_value_that_is_no_integer_is_named(parser, text, bad):
+    unread = ("SLURM_STEP_ID", "SLURM_STEP_TASKS_PER_NODE", "TORCHELASTIC_RUN_ID")
+    for name in parser(env(text)).seen:
+        if name[0] not in unread:
+            with pytest.raises(LaunchError, match=rf"{name[0]}='{bad[:80]}'"):
+                parser(env(text) | {name[0]: bad})
+
+
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        (read_torchrun, "RANK=2 WORLD_SIZE=2"),
+        (read_torchrun, "RANK=-1 WORLD_SIZE=2"),
+        (read_torchrun, "RANK=0 WORLD_SIZE=0"),
+        (read_openmpi, OPENMPI.replace("LOCAL_SIZE=4", "LOCAL_SIZE=0")),
+        (read_hydra, HYDRA.replace("MPI_LOCALRANKID=1", "MPI_LOCALRANKID=4")),
+        (read_flux, FLUX.replace("NNODES=2", "NNODES=0")),
+        (read_srun, SRUN.replace("NODEID=1", "NODEID=2")),
+        (read_srun, SRUN.replace("4(x2)", "4(x3)")),
+        (read_srun, SRUN.replace("4(x2)", "3,4")),
+        (read_srun, SRUN.replace("NUM_NODES=2", "NUM_NODES=3")),
+        (read_srun, SRUN.replace("4(x2)", "four")),
+    ],
+)
+def test_numbers_that_describe_no_run_are_refused(parser, text):
+    with pytest.raises(LaunchError):
+        parser(env(text))
+
+
+def test_uneven_ranks_on_hosts_stay_a_guess_that_is_legal():
+    uneven = OPENMPI.replace("WORLD_SIZE=8", "WORLD_SIZE=7")
+    reading = read_openmpi(env(uneven))
+    assert reading.needs_hosts
+    assert reading.world.world_size == 7
+
+
+def test_srun_takes_the_local_size_of_its_own_node():
+    text = SRUN.replace("4(x2)", "5,3").replace("LOCALID=1", "LOCALID=0")
+    assert read_srun(env(text)).world.local_world_size == 3
+
+
+@pytest.mark.parametrize(
+    "step", ["4294967290", "4294967291", "4294967292", "batch", "extern", "-2"]
+)
+def test_a_shells_own_step_is_none(step):
+    reading = read_srun(env(SRUN) | {"SLURM_STEP_ID": step})
+    assert not reading.complete
+    assert not reading.partly_set
+
+
+def test_a_step_inherited_by_sbatch_is_none():
+    """The shell of an sbatch that a task submitted: the step's variables, but its own GTIDS."""
+    inherited = env(SRUN) | {"SLURM_GTIDS": "0"}
+    assert not read_srun(inherited).complete
+    assert read_srun(inherited | {"SLURM_GTIDS": "4,5,6,7"}).complete
+
+
+@pytest.mark.parametrize(
+    ("owner", "text"),
+    [
+        ("srun", SRUN + " PMI_RANK=5 PMI_SIZE=8"),
+        ("srun", SRUN + " PMI_RANK=5 PMI_SIZE=8 PMI_LOCAL_RANK=1 PMI_LOCAL_SIZE=4"),
+        ("flux", FLUX + " FLUX_JOB_ID=f1 PMI_RANK=5 PMI_SIZE=8"),
+        ("pals", PALS + " PMI_RANK=5"),
+    ],
+)
+def test_pmi_variables_of_a_manager_are_not_hydras(owner, text):
+    reading = read_hydra(env(text))
+    assert not reading.complete
+    assert not reading.partly_set
+    assert owner in reading.says()
+
+
+def test_pmi_variables_that_nobody_explains_are_partly_set():
+    assert read_hydra(env("PMI_RANK=0 PMI_SIZE=2")).partly_set
+    assert read_hydra(env(SRUN + " PMI_RANK=4 PMI_SIZE=8")).partly_set
+
+
+def test_loopback_addresses():
+    for address in ("", "localhost", "127.0.0.1", "127.3.2.1", "::1"):
+        assert is_loopback(address)
+    for address in ("192.0.2.1", "head", "localhost.example.org", "::"):
+        assert not is_loopback(address)

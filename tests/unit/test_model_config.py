@@ -1,0 +1,89 @@
+"""Shapes and presets, by value."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+
+from gradsync.errors import ConfigError
+from gradsync.models.config import GPTConfig
+from gradsync.models.presets import PRESETS, preset
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"n_layer": 0}, "n_layer: got 0, expected a positive integer"),
+        ({"n_head": True}, "n_head: got True"),
+        ({"vocab_size": 2.5}, "vocab_size: got 2.5"),
+        ({"n_kv_head": 0}, "n_kv_head: got 0"),
+        ({"n_embd": 100, "n_head": 3}, "got n_embd=100, n_head=3 (remainder 1)"),
+        ({"n_embd": 12, "n_head": 4}, "12 / 4 = 3"),
+        ({"n_head": 4, "n_kv_head": 3}, "got n_head=4, n_kv_head=3"),
+        ({"dropout": 1.0}, "dropout: got 1.0"),
+        ({"dropout": float("nan")}, "dropout: got nan"),
+        ({"norm_eps": 0.0}, "norm_eps: got 0.0"),
+        ({"rope_theta": -1.0}, "rope_theta: got -1.0"),
+    ],
+)
+def test_impossible_shapes_are_refused_with_the_numbers(changes, words):
+    with pytest.raises(ConfigError) as caught:
+        GPTConfig(**changes)
+    assert words in str(caught.value)
+
+
+def test_hidden_width_is_eight_thirds_rounded_up_to_64():
+    assert [GPTConfig(n_embd=w).mlp_dim for w in (24 * 8, 256, 512, 768)] == [512, 704, 1408, 2048]
+    assert GPTConfig(n_embd=256, hidden_dim=100).mlp_dim == 100
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "depth", "millions"),
+    [
+        ("tiny", 192, 4, 1.82),
+        ("mini", 512, 8, 29.9),
+        ("small", 768, 12, 123.6),
+        ("medium", 1024, 24, 355.1),
+        ("large", 1280, 36, 778.1),
+        ("xl", 1600, 48, 1560.0),
+        ("1.3b", 2048, 24, 1317.3),
+        ("2.7b", 2560, 32, 2650.6),
+    ],
+)
+def test_presets(name, width, depth, millions):
+    config = preset(name)
+    assert (config.n_embd, config.n_layer) == (width, depth)
+    assert config.num_params() / 1e6 == pytest.approx(millions, rel=0.005)
+
+
+def test_every_preset_has_a_row_above():
+    rows = test_presets.pytestmark[0].args[1]
+    assert {row[0] for row in rows} == set(PRESETS)
+
+
+def test_unknown_preset_shows_the_nearest_name():
+    with pytest.raises(ConfigError, match=r"unknown model preset 'tinny'.*did you mean tiny"):
+        preset("tinny")
+
+
+def test_a_preset_takes_the_vocabulary_of_the_data():
+    config = dataclasses.replace(preset("tiny"), vocab_size=1000)
+    assert config.num_params() - preset("tiny").num_params() == (1000 - 256) * 192
+
+
+def test_training_flops_by_hand():
+    # One layer, 2 heads of 4, 8 wide, 16 inside the SwiGLU, 10 tokens in the vocabulary.
+    sizes = {"n_layer": 1, "n_head": 2, "n_embd": 8, "hidden_dim": 16, "vocab_size": 10}
+    tied = GPTConfig(**sizes)
+    assert tied.num_params() == 10 * 8 + 4 * 8 * 8 + 3 * 8 * 16 + 3 * 8
+    assert tied.flops_per_token(32) == 6 * tied.num_params() + 12 * 1 * 2 * 4 * 32
+    # A table that is only looked up multiplies nothing.
+    assert GPTConfig(**sizes, tie_head=False).flops_per_token(32) == tied.flops_per_token(32)
+
+
+def test_shapes_need_no_torch():
+    code = "import sys, gradsync.models.presets; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,271 @@
+"""The decoder against an independent implementation, and its promises."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from gradsync.errors import ConfigError
+from gradsync.models.config import GPTConfig
+from gradsync.models.gpt import GPT, loss_sum, rope_tables, rotate
+
+SMALL = GPTConfig(n_layer=2, n_head=4, n_embd=32, vocab_size=61, block_size=24, hidden_dim=48)
+
+
+def small(**changes):
+    sizes = {"n_layer": 2, "n_head": 4, "n_embd": 32, "vocab_size": 61, "block_size": 24}
+    return GPTConfig(**{**sizes, "hidden_dim": 48, **changes})
+
+
+def tokens(config=SMALL, batch=3, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(config.vocab_size, (batch, config.block_size), generator=generator)
+
+
+def gradients(model, tokens_BT):
+    model.zero_grad()
+    loss_sum(model(tokens_BT), tokens_BT.roll(-1, 1)).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+LLAMA_NAMES = {
+    "embed.": "model.embed_tokens.",
+    "blocks.": "model.layers.",
+    ".attention_norm.": ".input_layernorm.",
+    ".mlp_norm.": ".post_attention_layernorm.",
+    ".attention.out.": ".self_attn.o_proj.",
+    ".attention.q.": ".self_attn.q_proj.",
+    ".attention.k.": ".self_attn.k_proj.",
+    ".attention.v.": ".self_attn.v_proj.",
+    ".mlp.gate.": ".mlp.gate_proj.",
+    ".mlp.up.": ".mlp.up_proj.",
+    ".mlp.down.": ".mlp.down_proj.",
+    "head.": "lm_head.",
+}
+
+
+def llama_name(name):
+    if name == "norm.weight":
+        return "model.norm.weight"
+    for ours, theirs in LLAMA_NAMES.items():
+        if ours in name:
+            name = name.replace(ours, theirs)
+    return name
+
+
+def llama_like(config):
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=config.n_embd,
+            intermediate_size=config.mlp_dim,
+            num_hidden_layers=config.n_layer,
+            num_attention_heads=config.n_head,
+            num_key_value_heads=config.num_kv_heads,
+            vocab_size=config.vocab_size,
+            max_position_embeddings=config.block_size,
+            rms_norm_eps=config.norm_eps,
+            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+            tie_word_embeddings=config.tie_head,
+            attn_implementation="eager",
+            pad_token_id=None,
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tie_head": False},
+        {"n_kv_head": 2},
+        {"n_kv_head": 1, "tie_head": False, "rope_theta": 500.0, "norm_eps": 1e-3},
+        {"n_layer": 3, "n_head": 3, "n_embd": 42, "hidden_dim": 50, "block_size": 40},
+    ],
+)
+def test_equals_llama_of_transformers_with_the_same_weights(changes):
+    config = small(**changes)
+    ours, theirs = GPT(config, seed=3), llama_like(config)
+    # Larger and rounder than the start values, so that a wrong gain or rotation shows.
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    state = {llama_name(name): tensor for name, tensor in ours.state_dict().items()}
+    missing = theirs.load_state_dict(state, strict=False)
+    assert not missing.unexpected_keys
+    assert missing.missing_keys == (["lm_head.weight"] if config.tie_head else [])
+
+    x = tokens(config)
+    expected = theirs(input_ids=x).logits
+    torch.testing.assert_close(ours(x), expected, rtol=1e-5, atol=1e-5)
+
+    F.cross_entropy(expected.flatten(0, 1), x.roll(-1, 1).flatten(), reduction="sum").backward()
+    their_gradients = dict(theirs.named_parameters())
+    for name, gradient in gradients(ours, x).items():
+        expected_gradient = their_gradients[llama_name(name)].grad
+        scale = expected_gradient.abs().max().item()
+        torch.testing.assert_close(gradient, expected_gradient, rtol=1e-4, atol=1e-5 * scale)
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_head": False}, {"n_kv_head": 2}])
+def test_num_params_counts_the_real_model(changes):
+    config = small(**changes)
+    model = GPT(config)
+    assert sum(p.numel() for p in model.parameters()) == config.num_params()
+    # Also without the duplicate removal of `parameters()`: nothing is shared.
+    assert sum(t.numel() for t in model.state_dict().values()) == config.num_params()
+
+
+def test_a_position_sees_only_the_past():
+    model = GPT(SMALL).eval()
+    x = tokens(batch=1)
+    changed = x.clone()
+    changed[0, 10] = (x[0, 10] + 1) % SMALL.vocab_size
+    before, after = model(x), model(changed)
+    assert torch.equal(before[:, :10], after[:, :10])
+    assert not torch.allclose(before[:, 10:], after[:, 10:])
+
+
+def test_start_values_depend_on_the_seed_alone():
+    torch.manual_seed(5)
+    state = torch.random.get_rng_state()
+    first = GPT(SMALL, seed=1)
+    assert torch.equal(state, torch.random.get_rng_state())
+    torch.manual_seed(6)
+    again, other = GPT(SMALL, seed=1), GPT(SMALL, seed=2)
+    for name, value in first.state_dict().items():
+        assert torch.equal(value, again.state_dict()[name])
+    assert not torch.equal(first.embed.weight, other.embed.weight)
+
+
+def test_start_values_have_the_documented_size():
+    model = GPT(GPTConfig(n_layer=8, n_embd=256, n_head=4))
+    block = model.blocks[3]
+    assert block.attention.q.weight.std().item() == pytest.approx(0.02, rel=0.03)
+    assert block.attention.out.weight.std().item() == pytest.approx(0.02 / 4, rel=0.03)
+    assert block.mlp.down.weight.std().item() == pytest.approx(0.02 / 4, rel=0.03)
+    assert block.mlp_norm.weight.eq(1).all()
+
+
+def test_built_on_meta_then_filled_is_the_same_model():
+    with torch.device("meta"):
+        model = GPT(SMALL, seed=9)
+    assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {"meta"}
+    model.to_empty(device="cpu")
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data.fill_(7.0)
+    model.init_weights(torch.Generator().manual_seed(9))
+    assert torch.equal(model(tokens()), GPT(SMALL, seed=9)(tokens()))
+
+
+def test_a_default_dtype_changes_neither_draws_nor_rotary_tables():
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = GPT(SMALL)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert model.rope_cos.dtype == torch.float32
+    assert torch.equal(model.rope_cos, GPT(SMALL).rope_cos)
+    assert torch.equal(model.embed.weight.float(), GPT(SMALL).embed.weight)
+    assert not [name for name in model.state_dict() if "rope" in name]
+
+
+def test_rotation_of_bf16_rounds_only_once():
+    config = small(block_size=4096)
+    cos_TK, sin_TK = rope_tables(config)
+    x = torch.randn(1, 1, 4096, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        low = rotate(x, cos_TK, sin_TK)
+    assert low.dtype == torch.bfloat16
+    assert torch.equal(low, rotate(x.float(), cos_TK, sin_TK).bfloat16())
+    # A rotation keeps lengths, and position 0 is not turned.
+    lengths = [t.double().square().sum(-1).sqrt() for t in (x, low)]
+    torch.testing.assert_close(lengths[1], lengths[0], rtol=2**-8, atol=0)
+    assert torch.equal(low[:, :, 0], x[:, :, 0])
+
+
+def test_bf16_autocast_stays_close_to_fp32():
+    model, x = GPT(SMALL), tokens()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        low = model(x)
+        assert low.dtype == torch.bfloat16
+        loss = loss_sum(low, x)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(low.float(), model(x), rtol=0.02, atol=0.01)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_activation_checkpointing_keeps_every_bit(autocast):
+    config = small(dropout=0.2)
+    plain = GPT(config, seed=4)
+    recomputing = GPT(config, seed=4, activation_checkpointing=True)
+    runs = []
+    for model in (plain, recomputing):
+        torch.manual_seed(11)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            runs.append(gradients(model, tokens()))
+    for name, gradient in runs[0].items():
+        assert torch.equal(gradient, runs[1][name]), name
+
+
+def test_activation_checkpointing_runs_each_block_twice_and_only_in_training():
+    model, x = GPT(SMALL, activation_checkpointing=True), tokens()
+    calls = []
+    model.blocks[1].register_forward_pre_hook(lambda *_: calls.append(1))
+    gradients(model, x)
+    assert len(calls) == 2
+    model.eval()
+    gradients(model, x)
+    assert len(calls) == 3
+
+
+def test_deepcopy_and_to_keep_a_tied_head_tied():
+    model = copy.deepcopy(GPT(SMALL)).to(torch.float64)
+    with torch.no_grad():
+        model.embed.weight.mul_(2.0)
+    assert not torch.equal(model(tokens()), GPT(SMALL).double()(tokens()))
+    assert len(gradients(model, tokens())) == len(list(model.parameters()))
+
+
+def test_too_long_a_sequence_says_both_lengths():
+    with pytest.raises(ConfigError, match=r"sequence of 25 tokens: .*block_size=24"):
+        GPT(SMALL)(torch.zeros(1, 25, dtype=torch.int64))
+
+
+def test_compiles_without_a_graph_break():
+    compiled = torch.compile(GPT(SMALL), fullgraph=True, backend="eager")
+    assert torch.equal(compiled(tokens()), GPT(SMALL)(tokens()))
+
+
+def test_loss_sum_by_hand_and_without_padding():
+    logits = torch.zeros(1, 4, 10)
+    targets = torch.tensor([[1, 2, -100, 3]])
+    assert loss_sum(logits, targets).item() == pytest.approx(3 * 2.302585, rel=1e-6)
+    nothing = loss_sum(logits.requires_grad_(), torch.full((1, 4), -100))
+    nothing.backward()
+    assert nothing.item() == 0.0
+    assert not logits.grad.any()
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_loss_sum_does_not_saturate_in_bf16(autocast):
+    logits = torch.zeros(4, 512, 16, dtype=torch.bfloat16)
+    targets = torch.zeros(4, 512, dtype=torch.int64)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        loss = loss_sum(logits, targets)
+    assert (loss.dtype, loss.ndim) == (torch.float32, 0)
+    assert loss.item() == pytest.approx(2048 * 2.772589, rel=1e-5)
+
+
+def test_sums_of_leaves_are_the_sum_of_the_batch():
+    model, x = GPT(SMALL).double(), tokens(batch=4)
+    whole = gradients(model, x)
+    parts = [gradients(model, x[i : i + 1]) for i in range(4)]
+    for name, gradient in whole.items():
+        # fp32 loss of double logits: equal to rounding.
+        total = sum(part[name] for part in parts)
+        torch.testing.assert_close(total, gradient, rtol=1e-4, atol=1e-5)

@@ -69,7 +69,7 @@ _HOMES = {
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
-__all__ = [  # noqa: PLE0604, PLE0605  one list of names, in `_HOMES`; a test compares it
+__all__ = [  # noqa: PLE0604  one list of names, in `_HOMES`; a test compares it
     "__version__",
     *_HOME_OF,
 ]

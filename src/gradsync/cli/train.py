@@ -31,7 +31,10 @@ def run(argv: list[str]) -> int:
                 f"{world.world_size} rank(s) already; drop the flag, or start with python"
             )
         return _start_ranks(config, flags, as_json)
-    return _join_run(config, as_json)
+    # Torch's own warnings about its sockets repeat, with stacks, what we say in a line.
+    quiet = {"TORCH_CPP_LOG_LEVEL": environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
+    with environ.exported(quiet):
+        return _join_run(config, as_json)
 
 
 def _start_ranks(config: TrainConfig, flags: list[str], as_json: bool) -> int:
@@ -58,7 +61,6 @@ def _start_ranks(config: TrainConfig, flags: list[str], as_json: bool) -> int:
 
 def _join_run(config: TrainConfig, as_json: bool) -> int:
     """Be one rank of the run."""
-    environ.set_default("TORCH_CPP_LOG_LEVEL", "ERROR")  # its warnings repeat what we say better
     from gradsync.comm.choose import communicator
     from gradsync.comm.values import broadcast_json
     from gradsync.runtime.session import Session, SessionOptions

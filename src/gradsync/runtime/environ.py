@@ -50,8 +50,3 @@ def cache_dir() -> Path:
         return Path(own)
     base = get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "gradsync"
-
-
-def set_default(name: str, value: str) -> None:
-    """Set a variable of this process unless somebody has set it; before torch reads it."""
-    os.environ.setdefault(name, value)

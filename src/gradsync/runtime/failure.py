@@ -1,4 +1,4 @@
-"""One rank's failure ends all ranks within seconds, and all of them show *that* traceback.
+"""One rank's failure ends all ranks within seconds, and all show that rank's traceback.
 
     rank 1 raises            -> writes its traceback to the store, waits for acknowledgements, leaves
     rank 0, in Python code   -> its watcher sees the note; after a grace the process ends
@@ -94,20 +94,33 @@ class FailureWatch:
     def settle(self, error: BaseException) -> PeerError | None:
         """Decide whose failure `error` is: None for our own (now published), else the peer's.
 
-        Stops the watch, so that the main thread, which has noticed, may finish in peace.
+        Ends the watch, so that the main thread, which has noticed, may finish in peace.
         """
         self.stop()
         if not looks_like_lost_peer(error):
             self._publish(error)
             return None
         try:
+            # No heartbeat comes from here any more; the others must not take us for the dead one.
+            self._store.set(f"noticed/{self._rank}", "")
             wait_until(lambda: self._read() is not None, time.monotonic() + _SILENT_S)
             failure = self._read()
-            if failure is None:
-                return PeerError(f"{self._who_is_silent()}; this rank ({self._rank}) saw: {error}")
-            return failure.as_error()
+            if failure is not None:
+                return failure.as_error()
+            silent = self._silent_ranks()
+            self._wait_for_survivors(len(silent))
         except Exception:  # whatever the store raises now, its server has gone
             return PeerError(_coordinator_gone(self._rank), rank=0)
+        return PeerError(f"{_obituary(silent)}; this rank ({self._rank}) saw: {error}")
+
+    def _wait_for_survivors(self, num_silent: int) -> None:
+        """Rank 0 serves the store: it stays until the others know as much as it does."""
+        self._store.add("settled", 1)
+        survivors = self._world_size - num_silent
+        if self._rank == 0:
+            wait_until(
+                lambda: self._store.add("settled", 0) >= survivors, time.monotonic() + _SILENT_S
+            )
 
     def _publish(self, error: BaseException) -> None:
         text = "".join(traceback.format_exception(error))[-_TRACEBACK_LIMIT:]
@@ -153,24 +166,31 @@ class FailureWatch:
         sys.stdout.flush()
         os._exit(1)
 
-    def _who_is_silent(self) -> str:
-        """Name the ranks whose heartbeat stands still."""
-        others = [rank for rank in range(self._world_size) if rank != self._rank]
-
-        def beats() -> dict[int, bytes]:
-            keys = {rank: f"beat/{rank}" for rank in others}
-            return {
-                rank: self._store.get(key) for rank, key in keys.items() if self._store.check([key])
-            }
-
-        before = beats()
+    def _silent_ranks(self) -> list[int]:
+        """Ranks whose heartbeat stands still, and that did not say why."""
+        before = self._heartbeats()
         time.sleep(3 * self._interval_s)
-        after = beats()
-        silent = [rank for rank in others if before.get(rank) == after.get(rank)]
-        if not silent:
-            return "a connection to another rank broke, though all ranks are alive"
-        names = ", ".join(map(str, silent))
-        return f"rank(s) {names} vanished without a word (killed, out of memory, or the host died)"
+        after = self._heartbeats()
+        return [
+            rank
+            for rank, beat in after.items()
+            if beat == before[rank] and not self._store.check([f"noticed/{rank}"])
+        ]
+
+    def _heartbeats(self) -> dict[int, bytes]:
+        others = (rank for rank in range(self._world_size) if rank != self._rank)
+        keys = {rank: f"beat/{rank}" for rank in others}
+        return {
+            rank: self._store.get(key) if self._store.check([key]) else b""
+            for rank, key in keys.items()
+        }
+
+
+def _obituary(silent: list[int]) -> str:
+    if not silent:
+        return "a connection to another rank broke, though all ranks are alive"
+    names = ", ".join(map(str, silent))
+    return f"rank(s) {names} vanished without a word (killed, out of memory, or the host died)"
 
 
 def _coordinator_gone(rank: int) -> str:

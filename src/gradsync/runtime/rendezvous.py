@@ -113,7 +113,7 @@ def meet(env: Mapping[str, str], resolution: Resolution, *, deadline_s: float) -
     server, note = None, None
     address, port = plan.address or "127.0.0.1", plan.port
     if plan.kind == "mpi":
-        server, address, port = _meet_by_mpi(world)
+        server, address, port = _meet_by_mpi(world, plan.port)
     elif serves:
         server = host_store(address, port, one_host=world.one_host)
         port = server.port
@@ -132,8 +132,11 @@ def meet(env: Mapping[str, str], resolution: Resolution, *, deadline_s: float) -
     )
 
 
-def _meet_by_mpi(world: World) -> tuple[Any, str, int]:
-    """Rank 0 binds any free port and broadcasts where, as bytes: MPI's own object calls pickle."""
+def _meet_by_mpi(world: World, wanted_port: int) -> tuple[Any, str, int]:
+    """Rank 0 binds (any free port for 0) and broadcasts where.
+
+    As bytes: MPI's calls for objects would pickle them.
+    """
     try:
         from mpi4py import MPI
     except ImportError:
@@ -144,7 +147,7 @@ def _meet_by_mpi(world: World) -> tuple[Any, str, int]:
     server, address, port = None, "", 0
     if world.is_main:
         address = own_address()
-        server = host_store(address, 0, one_host=False)
+        server = host_store(address, wanted_port, one_host=False)
         port = server.port
     message = bytearray(struct.pack("!H64s", port, address.encode()))
     MPI.COMM_WORLD.Bcast([message, MPI.BYTE], root=0)

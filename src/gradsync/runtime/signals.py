@@ -1,7 +1,8 @@
 """Ask politely: a signal sets a flag, the loop reads it at a step boundary, all ranks agree there.
 
-SIGTERM (scheduler), SIGUSR1 (Slurm's early warning) and SIGINT (Ctrl-C) request a stop. A second
-SIGINT ends the process at once with exit code 130. Handlers are put back when the block ends.
+SIGTERM (scheduler), SIGUSR1 (Slurm's early warning), SIGINT (Ctrl-C) and SIGHUP (the terminal went
+away) request a stop. A second SIGINT ends the process at once with exit code 130. Handlers are put
+back when the block ends.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import threading
 import time
 from types import FrameType, TracebackType
 
-HANDLED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+HANDLED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 # A terminal's Ctrl-C may arrive twice: once from the terminal, once forwarded by the launcher.
 _SAME_PRESS_S = 1.0

@@ -1,0 +1,188 @@
+"""The command line: what it imports, and one clear line for every bad request."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gradsync.cli.main import COMMANDS, main
+from support.small_run import make_data
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["--version"],
+        ["train", "--help"],
+        ["prepare", "--help"],
+        ["doctor", "--help"],
+        ["sample", "--help"],
+        ["doctor", "--launcher"],
+        ["train", "tiny", "--dry-run"],
+    ],
+)
+def test_answers_without_torch(arguments: list[str]) -> None:
+    code = (
+        "import sys; from gradsync.cli.main import main\n"
+        "try: code = main(sys.argv[1:])\n"
+        "except SystemExit as stop: code = stop.code or 0\n"
+        "assert 'torch' not in sys.modules, 'torch was imported'\n"
+        "sys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    printed = capsys.readouterr().out
+    for name in COMMANDS:
+        assert f"  {name} " in printed
+    assert main([]) == 2
+
+
+def run(*arguments: str) -> int:
+    """Exit code of a command; tyro reports bad flags by SystemExit."""
+    try:
+        return main(arguments)
+    except SystemExit as stop:
+        return int(stop.code or 0)
+
+
+TRAIN = ("train", "tiny", "--device", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("tran",), "unknown command 'tran'; perhaps you meant 'train'"),
+        ((*TRAIN, "--optm.lr", "1"), "--optim.lr"),
+        ((*TRAIN, "--steps", "many"), "many"),
+        (("train", "tny"), "did you mean tiny?"),
+        (("train", "nowhere.yaml"), "cannot read configuration nowhere.yaml"),
+        ((*TRAIN, "--sync", "nave"), "perhaps you meant 'naive'"),
+        ((*TRAIN, "--optim.lr", "-1"), "optim.lr must be positive; got -1"),
+        ((*TRAIN, "--seq-len", "9999"), "seq_len 9999 is longer than model.block_size"),
+        (
+            (*TRAIN, "--tokens-per-update", "9000"),
+            "nearest legal tokens_per_update is 8192 or 9216",
+        ),
+        ((*TRAIN, "--nproc-per-node", "16"), "16"),
+        ((*TRAIN, "--dtype", "fp16"), "dtype fp16 needs CUDA"),
+        ((*TRAIN, "--compile", "ddp", "--sync", "naive"), "compile=ddp wraps torch DDP"),
+        ((*TRAIN, "--model.n-head", "5"), "n_embd must be a multiple of n_head"),
+        ((*TRAIN, "--data", "nowhere"), "nowhere"),
+        ((*TRAIN, "--model.vocab-size", "100"), "smaller than the data's vocabulary 257"),
+    ],
+)
+def test_bad_request_gets_one_clear_message(
+    arguments: tuple[str, ...],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(*arguments) == 2
+    printed = capsys.readouterr().err
+    assert message in " ".join(printed.split())
+    assert "Traceback" not in printed
+
+
+def test_cuda_where_there_is_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert run("train", "tiny", "--device", "cuda", "--out", str(tmp_path)) == 2
+    assert "this process sees no CUDA device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("truncate", "train.bin"),
+        ("empty", "train.bin"),
+        ("remove", "train.bin"),
+        ("other vocabulary", "outside the vocabulary"),
+    ],
+)
+def test_damaged_data_is_named(
+    damage: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = make_data(tmp_path / "data")
+    train = data / "train.bin"
+    if damage == "truncate":
+        train.write_bytes(train.read_bytes()[:-1])
+    elif damage == "empty":
+        train.write_bytes(b"")
+    elif damage == "remove":
+        train.unlink()
+    else:
+        train.write_bytes(b"\xff\x7f" * 5_000)
+    flags = ("--model.block-size", "16", "--micro-batch-size", "2", "--tokens-per-update", "64")
+    code = run(*TRAIN, *flags, "--data", str(data), "--out", str(tmp_path / "run"))
+    assert code == 2
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert "Traceback" not in printed
+
+
+def test_ranks_already_started_by_a_launcher(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1")):
+        monkeypatch.setenv(name, value)
+    assert run(*TRAIN, "--nproc-per-node", "3") == 2
+    assert "env has started 2 rank(s) already" in capsys.readouterr().err
+
+
+def test_file_below_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("preset: tiny\nsteps: 7\ntf32: false\noptim:\n  lr: 3e-4\n  beta1: 0.8\n")
+    assert main(["train", str(file), "--optim.lr", "0.5", "--dry-run"]) == 0
+    document = capsys.readouterr().out.partition("8,192 tokens per update")[0]
+    config = yaml.safe_load(document)
+    assert config["steps"] == 7
+    assert config["tf32"] is False
+    assert config["optim"]["lr"] == 0.5
+    assert config["optim"]["beta1"] == 0.8
+
+
+def test_toml_and_its_typo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("stepz = 7\n")
+    assert run("train", str(file)) == 2
+    assert "--steps" in capsys.readouterr().err
+
+
+def test_saved_config_reads_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from gradsync.train.config_io import parse_config, write_config
+
+    config = parse_config(["tiny", "--steps", "9", "--no-tf32", "--optim.clip-norm", "None"])
+    write_config(config, tmp_path / "config.yaml")
+    assert parse_config([str(tmp_path / "config.yaml")]) == config
+
+
+def test_json_is_one_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = make_data(tmp_path / "data")
+    flags = ("--model.block-size", "16", "--micro-batch-size", "2", "--tokens-per-update", "64")
+    out = tmp_path / "run"
+    assert (
+        run(*TRAIN, *flags, "--data", str(data), "--out", str(out), "--steps", "2", "--json") == 0
+    )
+    captured = capsys.readouterr()
+    assert json.loads(captured.out) == json.loads((out / "summary.json").read_text())
+    assert "step 2/2" in captured.err

@@ -153,7 +153,7 @@ def test_file_below_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     file = tmp_path / "run.yaml"
     file.write_text("preset: tiny\nsteps: 7\ntf32: false\noptim:\n  lr: 3e-4\n  beta1: 0.8\n")
     assert main(["train", str(file), "--optim.lr", "0.5", "--dry-run"]) == 0
-    document = capsys.readouterr().out.partition("8,192 tokens per update")[0]
+    document = capsys.readouterr().out.partition("4,096 tokens per update")[0]
     config = yaml.safe_load(document)
     assert config["steps"] == 7
     assert config["tf32"] is False

@@ -1,4 +1,4 @@
-"""One rank's failure ends all ranks within seconds, and all show that rank's traceback.
+"""One rank's failure ends all ranks within seconds; all show that rank's traceback.
 
     rank 1 raises            -> writes its traceback to the store, waits for acknowledgements, leaves
     rank 0, in Python code   -> its watcher sees the note; after a grace the process ends

@@ -145,7 +145,7 @@ class TrainConfig:
     num_workers: int = 0
     """Data-loading processes of a rank."""
     log_every: int = 10
-    """Optimizer steps between printed lines; metrics.jsonl has every step."""
+    """Optimizer steps between logged ones: a printed line, an object in metrics.jsonl."""
     timeout_s: float = 1800.0
     """Longest a collective may take, seconds."""
     rendezvous_timeout_s: float = 60.0

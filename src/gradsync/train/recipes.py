@@ -18,9 +18,9 @@ def recipe(name: str) -> TrainConfig:
             preset=name,
             model=model,
             steps=300,
-            tokens_per_update=8_192,
+            tokens_per_update=4_096,
             micro_batch_size=4,
-            optim=OptimConfig(lr=3e-3, warmup_steps=30),
+            optim=OptimConfig(lr=3e-3, warmup_steps=20),
             eval=EvalConfig(every=100),
             checkpoint=CheckpointConfig(every=100),
         )

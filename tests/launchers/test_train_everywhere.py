@@ -202,6 +202,23 @@ def test_a_taken_port_is_named(data: Path, tmp_path: Path) -> None:
     assert f"port {port} on 127.0.0.1 is already in use" in printed
 
 
+@pytest.mark.launcher("mpirun")
+def test_mpirun_over_several_hosts_meets_through_mpi4py(
+    data: Path, reference: Path, tmp_path: Path
+) -> None:
+    """Each rank is made to believe that it is alone on its host."""
+    script = tmp_path / "far.py"
+    script.write_text(
+        "import os, sys\n"
+        "os.environ |= {'OMPI_COMM_WORLD_LOCAL_SIZE': '1', 'OMPI_COMM_WORLD_LOCAL_RANK': '0'}\n"
+        "from gradsync.cli.main import main\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    out = tmp_path / "run"
+    run_mpirun(2, [str(script), *train_arguments(small_config(out, data))]).ok()
+    check_same_numbers(out, reference, "openmpi")
+
+
 @pytest.mark.launcher("slurm")
 def test_a_plain_process_in_an_sbatch_shell_is_one_rank(
     slurm: SlurmCluster, data: Path, tmp_path: Path

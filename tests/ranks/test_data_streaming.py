@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
-import torch
 import torch.distributed as dist
 from datasets import IterableDataset
 
+from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.data.leaf import Leaf
 from gradsync.data.streaming import stream_loader
 from gradsync.errors import ConfigError
@@ -29,16 +29,6 @@ def data_set(sizes: list[int]) -> IterableDataset:
     return IterableDataset.from_generator(numbers_of, gen_kwargs={"shards": shards})
 
 
-def agree_over(group: dist.ProcessGroup, num_leaves: int) -> tuple[int, int]:
-    """(sum, min) over the ranks, as the session's communicator does it."""
-    total, fewest = torch.tensor([num_leaves]), torch.tensor([num_leaves])
-    group.allreduce([total], dist.AllreduceOptions()).wait()
-    least = dist.AllreduceOptions()
-    least.reduceOp = dist.ReduceOp.MIN
-    group.allreduce([fewest], least).wait()
-    return int(total), int(fewest)
-
-
 def read_all(sizes: list[int], world_size: int, **options: int) -> list[list[list[Leaf]]]:
     """Leaves by rank and step."""
     data = data_set(sizes)
@@ -49,7 +39,7 @@ def read_all(sizes: list[int], world_size: int, **options: int) -> list[list[lis
             steps = stream_loader(
                 data,
                 World(rank=rank, world_size=world_size),
-                any_left=lambda num_leaves: agree_over(group, num_leaves),
+                comm=ProcessGroupCommunicator(group),
                 **options,
             )
         found = []
@@ -120,7 +110,6 @@ def test_a_shuffled_stream_has_another_order_each_epoch() -> None:
         micro_batch_size=40,
         leaves_per_rank=1,
         num_epochs=2,
-        any_left=lambda num_leaves: (num_leaves, num_leaves),
     )
     first, second = (leaf.batch["number"].tolist() for step in steps for leaf in step)
     assert first != second
@@ -128,23 +117,19 @@ def test_a_shuffled_stream_has_another_order_each_epoch() -> None:
 
 
 def test_an_empty_stream_without_end_ends() -> None:
-    def nobody(num_leaves: int) -> tuple[int, int]:
-        return num_leaves, num_leaves
-
     one = stream_loader(
         data_set([0]),
         World(),
         micro_batch_size=1,
         leaves_per_rank=1,
         num_epochs=None,
-        any_left=nobody,
     )
     assert list(one) == []
     with pytest.raises(ConfigError, match="leaves_per_rank must be at least 1; got 0"):
-        stream_loader([], World(), micro_batch_size=1, leaves_per_rank=0, any_left=nobody)
+        stream_loader([], World(), micro_batch_size=1, leaves_per_rank=0)
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets.distributed", None)
     with pytest.raises(ConfigError, match=r"pip install 'gradsync\[data\]'"):
-        stream_loader([], World(), micro_batch_size=1, leaves_per_rank=1, any_left=lambda n: (n, n))
+        stream_loader([], World(), micro_batch_size=1, leaves_per_rank=1)

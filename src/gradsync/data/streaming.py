@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
+from gradsync.comm.base import Communicator
+from gradsync.comm.choose import communicator
+from gradsync.comm.values import sum_and_min
 from gradsync.data.leaf import Leaf, make_leaf
 from gradsync.data.limits import require_at_least
 from gradsync.data.step import Step
 from gradsync.errors import ConfigError
 from gradsync.world import World
-
-AgreeOnLeaves = Callable[[int], tuple[int, int]]
-"""Takes this rank's number of leaves, returns (sum, min) over all ranks: one tiny all-reduce."""
 
 
 class StreamLoader:
@@ -34,7 +34,7 @@ class StreamLoader:
         *,
         micro_batch_size: int,
         leaves_per_rank: int,
-        any_left: AgreeOnLeaves,
+        comm: Communicator,
         num_epochs: int | None,
         collate_fn: Callable[[list[Any]], Any],
         device: torch.device,
@@ -43,7 +43,7 @@ class StreamLoader:
         self._first_index = world.rank * leaves_per_rank
         self._micro_batch_size = micro_batch_size
         self._leaves_per_rank = leaves_per_rank
-        self._any_left = any_left
+        self._comm = comm
         self._num_epochs = num_epochs
         self._collate_fn = collate_fn
         self._device = device
@@ -65,7 +65,7 @@ class StreamLoader:
         samples = iter(self._shard)
         while True:
             groups = self._next_groups(samples)
-            num_leaves, fewest = self._any_left(len(groups))
+            num_leaves, fewest = sum_and_min(self._comm, len(groups))
             if not num_leaves:
                 return
             yield Step(
@@ -106,7 +106,7 @@ def stream_loader(
     *,
     micro_batch_size: int,
     leaves_per_rank: int,
-    any_left: AgreeOnLeaves,
+    comm: Communicator | None = None,
     num_epochs: int | None = 1,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     device: torch.device | str | None = None,
@@ -123,8 +123,7 @@ def stream_loader(
         world: who we are.
         micro_batch_size: samples in a leaf.
         leaves_per_rank: leaves a rank takes for a step.
-        any_left: tells a rank's number of leaves to all and returns (sum, min) over the ranks;
-            called by every rank before each step.
+        comm: how the ranks agree; None takes the world's own.
         num_epochs: passes over the data; None never ends. `set_epoch` is called for each.
         collate_fn: list of samples to batch; None is torch's `default_collate`.
         device: where batches go; None is the world's device.
@@ -149,7 +148,7 @@ def stream_loader(
         world,
         micro_batch_size=micro_batch_size,
         leaves_per_rank=leaves_per_rank,
-        any_left=any_left,
+        comm=comm or communicator(world),
         num_epochs=num_epochs,
         collate_fn=collate_fn or default_collate,
         device=torch.device(world.device if device is None else device),

@@ -1,6 +1,6 @@
 """One rank's failure ends all ranks within seconds; all show that rank's traceback.
 
-    rank 1 raises            -> writes its traceback to the store, waits for acknowledgements, leaves
+    rank 1 raises            -> writes its traceback to the store, waits for answers, leaves
     rank 0, in Python code   -> its watcher sees the note; after a grace the process ends
     rank 0, in a collective  -> the connection closes, the collective raises; the note says why
     rank 1 is killed (-9)    -> no note; the heartbeat that stopped says who

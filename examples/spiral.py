@@ -1,9 +1,9 @@
 """Classify two spirals on 1..N ranks: the README's script with a model and data to run it on.
 
-    python examples/spiral.py
-    torchrun --nproc-per-node 2 examples/spiral.py
-    mpirun -np 2 python examples/spiral.py
-    srun -n 2 python examples/spiral.py
+python examples/spiral.py
+torchrun --nproc-per-node 2 examples/spiral.py
+mpirun -np 2 python examples/spiral.py
+srun -n 2 python examples/spiral.py
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def spirals(num_points: int = 1024) -> TensorDataset:
 
 def build_model() -> nn.Module:
     """A small network; rank 0's weights are everybody's start."""
-    return nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2))
+    hidden = [nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()]
+    return nn.Sequential(*hidden, nn.Linear(64, 2))
 
 
 torch.manual_seed(0)

@@ -79,3 +79,24 @@ def _flag_after_forward(rank: int, world_size: int, store_path: str) -> float:
 
 def test_accumulation_keeps_replicas_equal(pool: Any) -> None:
     assert pool.run(_flag_after_forward, 2) == [0.0, 0.0]
+
+
+def _exposed(rank: int, world_size: int, store_path: str, name: str) -> list[int]:
+    """Identity of the reading of each step: a shared one would count the last step N times."""
+    with open_session(rank, world_size, store_path) as world:
+        model = nn.Linear(4, 4)
+        sync = replicate(model, world, sync=name)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        readings = []
+        for _ in range(3):
+            with sync.micro_step(last=True):
+                sync.backward(sync.forward(torch.ones(1, 4)).sum(), weight=1)
+            readings.append(sync.step(optimizer).exposed)
+        assert all(reading.seconds() > 0 for reading in readings)
+        return [id(reading) for reading in readings]
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_each_step_has_its_own_reading(pool: Any, name: str) -> None:
+    for identities in pool.run(_exposed, 2, name):
+        assert len(set(identities)) == 3

@@ -25,9 +25,20 @@ class Stopwatch:
         """Mark the end."""
         self._marks[1] = self._now()
 
+    def copy(self) -> Stopwatch:
+        """One that keeps this reading, whatever this one measures next."""
+        other = Stopwatch(on_cuda=self._on_cuda)
+        other._marks = list(self._marks)
+        return other
+
     def seconds(self) -> float:
-        """Time from `start` to `stop`, seconds; waits for the GPU if it has not come so far."""
+        """Time from `start` to `stop`, seconds; waits for the GPU if it has not come so far.
+
+        0.0 when one of the two has never happened.
+        """
         first, last = self._marks
+        if first is None or last is None:
+            return 0.0
         if not self._on_cuda:
             return last - first
         last.synchronize()

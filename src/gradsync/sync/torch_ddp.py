@@ -115,4 +115,4 @@ class TorchDdpReducer:
         if not self._synchronised:
             return sum_gradients(self._parameters, used, self._comm)
         self._synchronised = False
-        return Reduction(divided_by=self._comm.world_size, exposed=self._watch)
+        return Reduction(divided_by=self._comm.world_size, exposed=self._watch.copy())

@@ -31,10 +31,9 @@ def build_model() -> nn.Module:
     return nn.Sequential(*hidden, nn.Linear(64, 2))
 
 
-torch.manual_seed(0)
 dataset = spirals()
 
-with gs.init() as world:
+with gs.init(seed=0) as world:
     model = build_model().to(world.device)
     sync = gs.replicate(model, world, sync="naive")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

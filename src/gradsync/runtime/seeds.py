@@ -16,6 +16,22 @@ def stream_seed(seed: int, purpose: str, *counters: int) -> int:
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") >> 1
 
 
+def seed_everything(seed: int) -> None:
+    """Seed Python's, numpy's and torch's global generators alike on every rank.
+
+    For what happens once, such as initial weights. Anything that differs between ranks or comes
+    again each step wants a stream of its own; see [Note: Keyed streams].
+    """
+    import random
+
+    import numpy as np
+    import torch
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
 def seed_leaf(seed: int, step: int, leaf: int) -> None:
     """Seed torch's default generators (CPU and current CUDA device) for one leaf of one step."""
     import torch

@@ -28,6 +28,7 @@ from gradsync.runtime.failure import FailureWatch
 from gradsync.runtime.gloo_group import wait_until_workers_sleep
 from gradsync.runtime.rendezvous import Meeting, meet
 from gradsync.runtime.resolve import Resolution, resolve
+from gradsync.runtime.seeds import seed_everything
 from gradsync.runtime.store import Presence, check_in
 from gradsync.runtime.threads import choose_threads, pin_threads
 from gradsync.world import World, place
@@ -53,6 +54,8 @@ class SessionOptions:
     """Longest to wait for the other ranks at the start, seconds."""
     threads: int | None = None
     """Intra-op threads of this rank; None takes cores of the host / ranks on the host."""
+    seed: int | None = None
+    """Seeds Python's, numpy's and torch's generators, alike on every rank; None leaves them."""
 
 
 class Session:
@@ -158,6 +161,10 @@ class Session:
         self.threads = choose_threads(world.local_world_size, requested=options.threads)
         self._stack.callback(pin_threads, pin_threads(self.threads))
         self.world = replace(world, device=choose_device(options.device, world.local_rank))
+        if options.seed is not None:
+            seed_everything(options.seed)
+        if world.is_main:
+            log.info("%d intra-op thread(s) a rank, device %s", self.threads, self.world.device)
 
     def _make_group(self, meeting: Meeting) -> None:
         import torch
@@ -204,6 +211,7 @@ def init(
     timeout_s: float = 1800.0,
     rendezvous_timeout_s: float = 60.0,
     threads: int | None = None,
+    seed: int | None = None,
 ) -> Session:
     """Join the run this process was started in: python, torchrun, mpirun, srun, or nothing.
 
@@ -215,6 +223,8 @@ def init(
         timeout_s: longest a collective may take, seconds.
         rendezvous_timeout_s: longest to wait for the other ranks at the start, seconds.
         threads: intra-op threads; None takes cores of the host / ranks on the host.
+        seed: seeds Python's, numpy's and torch's global generators, alike on every rank; None
+            leaves them as they are.
 
     Returns:
         A context manager that gives this rank's `World`.
@@ -230,5 +240,6 @@ def init(
             timeout_s=timeout_s,
             rendezvous_timeout_s=rendezvous_timeout_s,
             threads=threads,
+            seed=seed,
         )
     )

@@ -74,27 +74,24 @@ class Progress:
         """Show one interval."""
         if not self._enabled:
             return
-        line = self._describe(tick)
-        if self._live is not None:
+        rate = tick.tokens_per_s / self._world_size
+        share = 100 * tick.comm_s / tick.step_s if tick.step_s else 0.0
+        speed = f"{rate:,.0f} tok/s/device  comm {share:.0f}%"
+        if self._live is not None:  # has to fit 80 columns together with step, bar and eta
+            line = f"loss {tick.loss:.4f}  {speed}"
             self._live.update(self._task, completed=tick.step, say=line)
-        else:
-            eta = f"eta {_clock(self._seconds_left(tick.step))}"
-            self.say(f"step {tick.step:>{len(str(self._steps))}}/{self._steps}  {line}  {eta}")
+            return
+        norm = "" if tick.grad_norm is None else f"norm {tick.grad_norm:.2f}  "
+        self.say(
+            f"step {tick.step:>{len(str(self._steps))}}/{self._steps}  loss {tick.loss:.4f}  {norm}"
+            f"lr {tick.lr:.2e}  {speed}  eta {_clock(self._seconds_left(tick.step))}"
+        )
 
     def stop(self) -> None:
         """End the live line; safe to call twice."""
         if self._live is not None:
             self._live.stop()
             self._live = None
-
-    def _describe(self, tick: Tick) -> str:
-        norm = "" if tick.grad_norm is None else f"  norm {tick.grad_norm:.2f}"
-        rate = tick.tokens_per_s / self._world_size
-        share = 100 * tick.comm_s / tick.step_s if tick.step_s else 0.0
-        return (
-            f"loss {tick.loss:.4f}{norm}  lr {tick.lr:.2e}  "
-            f"{rate:,.0f} tok/s/device  comm {share:.0f}%"
-        )
 
     def _seconds_left(self, step: int) -> float:
         if self._since is None or step <= self._since[0]:
@@ -111,7 +108,7 @@ def _live_line(stream: TextIO) -> Any:
     return Live(
         TextColumn("step"),
         MofNCompleteColumn(),
-        BarColumn(bar_width=20),
+        BarColumn(bar_width=10),
         TextColumn("{task.fields[say]}", markup=False),
         TextColumn("eta"),
         TimeRemainingColumn(),

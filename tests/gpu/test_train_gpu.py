@@ -1,0 +1,47 @@
+"""A whole run on CUDA: mixed precision, fp16 scaling, resume. Needs one device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gradsync.runtime.session import Session, SessionOptions
+from gradsync.train.config import TrainConfig
+from gradsync.train.run import Outcome, train
+from support.small_run import losses, make_data, small_config
+
+pytestmark = pytest.mark.gpu
+
+
+def run(config: TrainConfig) -> Outcome:
+    session = Session(SessionOptions(device="cuda", threads=1), env={})
+    with session as world:
+        assert world.device == "cuda:0"
+        return train(config, world, threads=session.threads)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_trains_and_resumes(dtype: str, tmp_path: Path) -> None:
+    data = make_data(tmp_path / "data")
+    config = small_config(tmp_path / "run", data, device="cuda", dtype=dtype, steps=40)
+    assert run(replace(config, steps=20)).exit_code == 0
+    outcome = run(config)
+    assert outcome.exit_code == 0
+    assert outcome.summary["steps"] == 40
+    history = losses(tmp_path / "run")
+    assert sorted(history) == list(range(1, 41))
+    assert outcome.summary["val_loss"] < 4.0
+
+
+def test_cuda_follows_the_cpu_in_fp32(tmp_path: Path) -> None:
+    data = make_data(tmp_path / "data")
+    # Dropout masks come from the device's own generator, so they differ: none here.
+    model = replace(small_config(tmp_path, data).model, dropout=0.0)
+    cuda = small_config(tmp_path / "cuda", data, device="cuda", model=model, tf32=False)
+    run(cuda)
+    session = Session(SessionOptions(device="cpu", threads=1), env={})
+    with session as world:
+        train(replace(cuda, device="cpu", out=str(tmp_path / "cpu")), world, threads=1)
+    assert losses(tmp_path / "cuda") == pytest.approx(losses(tmp_path / "cpu"), rel=1e-4)

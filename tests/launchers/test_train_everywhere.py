@@ -244,3 +244,26 @@ def test_mpirun_inside_an_allocation_wins_over_slurm(
     assert done.returncode == 0, done.describe()
     assert summary_of(tmp_path)["launcher"] == "openmpi"
     assert losses(tmp_path) == losses(reference)
+
+
+@pytest.mark.launcher("torchrun")
+def test_torchrun_restarts_after_a_kill(tmp_path: Path) -> None:
+    """The agent's store outlives the killed generation; its keys must not meet the new one's."""
+    script = tmp_path / "killed_once.py"
+    script.write_text(
+        "import os, signal\n"
+        "import torch\n"
+        "import gradsync as gs\n"
+        "from gradsync.comm.choose import communicator\n"
+        "generation = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
+        "with gs.init() as world:\n"
+        "    x = torch.ones(2)\n"
+        "    communicator(world).all_reduce(x).wait()\n"
+        "    if (generation, world.rank) == ('0', 1):\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    communicator(world).all_reduce(x).wait()\n"
+        "    print(f'rank {world.rank} generation {generation} sum {x[0].item()}', flush=True)\n"
+    )
+    done = run_torchrun(2, [script], options=("--standalone", "--max-restarts=1")).ok()
+    assert "rank 0 generation 1 sum 4.0" in done.stdout
+    assert "rank 1 generation 1 sum 4.0" in done.stdout

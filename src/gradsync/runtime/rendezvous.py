@@ -25,6 +25,7 @@ class Meeting:
     """A shared store, where it is, and what has to be cleaned up afterwards.
 
     Args:
+        rank: this rank.
         server: the `TCPStore` this rank serves, or None.
         client: this rank's connection to the store.
         address, port: where the store is served.
@@ -35,6 +36,7 @@ class Meeting:
     def __init__(
         self,
         *,
+        rank: int,
         server: Any,
         client: Any,
         address: str,
@@ -46,8 +48,12 @@ class Meeting:
         self.port = port
         self._server = server
         self._client = client
-        self._generation = generation
         self._note = note
+        self._prefix = f"gradsync/{generation}"
+        # A store that outlives the session (torchrun's) still holds its keys when the same
+        # processes open another one: each rank counts its own, and all count alike.
+        session = self._prefixed(client).add(f"sessions/{rank}", 1)
+        self._prefix += f"/{session}"
         self.store = self._prefixed(client)
 
     def second_connection(self, rank: int) -> Any:
@@ -92,7 +98,7 @@ class Meeting:
     def _prefixed(self, store: Any) -> Any:
         import torch.distributed as dist
 
-        return dist.PrefixStore(f"gradsync/{self._generation}", store)
+        return dist.PrefixStore(self._prefix, store)
 
 
 def meet(env: Mapping[str, str], resolution: Resolution, *, deadline_s: float) -> Meeting:
@@ -123,6 +129,7 @@ def meet(env: Mapping[str, str], resolution: Resolution, *, deadline_s: float) -
         port = read_port(plan.key, rank=world.rank, deadline_s=deadline_s)
     client = join_store(address, port, rank=world.rank, deadline_s=deadline_s)
     return Meeting(
+        rank=world.rank,
         server=server,
         client=client,
         address=address,

@@ -33,7 +33,7 @@ def build_model() -> nn.Module:
 
 dataset = spirals()
 
-with gs.init(seed=0) as world:
+with gs.init(seed=0, threads=1) as world:
     model = build_model().to(world.device)
     sync = gs.replicate(model, world, sync="naive")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -59,10 +59,14 @@ class PeerError(RunError):
     Args:
         message: one line naming the rank.
         rank: the rank that failed first.
-        traceback_text: that rank's traceback, as text.
+        traceback_text: that rank's traceback, as text; "" when its one line said it all.
+        exit_code: what that rank's command returned.
     """
 
-    def __init__(self, message: str, *, rank: int = -1, traceback_text: str = "") -> None:
+    def __init__(
+        self, message: str, *, rank: int = -1, traceback_text: str = "", exit_code: int = 1
+    ) -> None:
         super().__init__(message)
         self.rank = rank
         self.traceback_text = traceback_text
+        self.exit_code = exit_code

@@ -10,11 +10,13 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from support.config_flags import train_arguments
 from support.launchers import (
     clean_environment,
+    run_command,
     run_mpirun,
     run_python,
     run_srun,
@@ -91,6 +93,16 @@ def test_bad_configuration_is_said_once(data: Path, tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+def wait_for_metrics(process: subprocess.Popen[str], out: Path) -> None:
+    """Return once the run has logged two steps."""
+    metrics = out / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def test_sigterm_to_the_launcher_saves_and_the_same_command_goes_on(
     data: Path, reference: Path, tmp_path: Path
 ) -> None:
@@ -100,12 +112,7 @@ def test_sigterm_to_the_launcher_saves_and_the_same_command_goes_on(
     process = subprocess.Popen(
         argv, env=clean_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    metrics = tmp_path / "metrics.jsonl"
-    deadline = time.monotonic() + 60
-    while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for_metrics(process, tmp_path)
     process.send_signal(signal.SIGTERM)
     printed, _ = process.communicate(timeout=60)
     assert process.returncode == 75, printed
@@ -169,6 +176,46 @@ def test_a_killed_rank_is_named_by_the_others(data: Path, tmp_path: Path) -> Non
     assert [rank.returncode for rank in ranks] == [1, -signal.SIGKILL, 1]
     for survivor in (0, 2):
         assert "rank(s) 1 vanished without a word" in ends[survivor], ends[survivor]
+    note = json.loads((tmp_path / "run" / "exit.json").read_text())
+    assert note["exit_code"] == 1
+    assert "rank(s) 1 vanished" in note["error"]
+
+
+def test_a_rank_killed_under_our_launcher_is_named(data: Path, tmp_path: Path) -> None:
+    config = small_config(tmp_path, data, nproc_per_node=2, steps=100_000)
+    argv = [sys.executable, *MODULE, *train_arguments(config)]
+    process = subprocess.Popen(
+        argv, env=clean_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    wait_for_metrics(process, tmp_path)
+    (victim,) = (
+        child
+        for child in psutil.Process(process.pid).children()
+        if child.environ().get("RANK") == "1"
+    )
+    victim.kill()
+    _, printed = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "gradsync: error: rank 1 was ended by SIGKILL" in printed
+    assert "rank(s) 1 vanished without a word" in printed
+    assert "Traceback" not in printed
+
+
+def test_a_reader_that_goes_away_does_not_end_the_training(data: Path, tmp_path: Path) -> None:
+    arguments = " ".join(train_arguments(small_config(tmp_path, data, nproc_per_node=2)))
+    command = f"{sys.executable} -m gradsync {arguments} | head -1; exit ${{PIPESTATUS[0]}}"
+    done = run_command(["bash", "-c", command])
+    assert done.returncode == 0, done.describe()
+    assert summary_of(tmp_path)["steps"] == 6
+
+
+def test_an_output_directory_that_cannot_be_is_named(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file", tmp_path / "file" / "run"):
+        done = run_python([*MODULE, *train_arguments(small_config(out, data))])
+        assert done.returncode == 2
+        assert f"--out {out}" in done.stderr
+        assert "Traceback" not in done.stderr
 
 
 def test_missing_ranks_are_named_after_a_bounded_wait(data: Path, tmp_path: Path) -> None:
@@ -186,6 +233,21 @@ def test_an_unreachable_coordinator_is_named(data: Path, tmp_path: Path) -> None
     _, printed = rank.communicate(timeout=30)
     assert rank.returncode == 1
     assert f"rank 1 could not reach the coordinator at 127.0.0.1:{port}" in printed
+
+
+def test_a_server_that_is_no_store_is_named(data: Path, tmp_path: Path) -> None:
+    """Torch's own client would wait for ever for an answer."""
+    import socket
+
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        config = small_config(tmp_path, data, rendezvous_timeout_s=1.5)
+        rank = by_hand(1, 2, port, [*MODULE, *train_arguments(config)])
+        _, printed = rank.communicate(timeout=30)
+    assert rank.returncode == 1
+    assert f"what answers at 127.0.0.1:{port} is no rendezvous store" in printed
 
 
 def test_a_taken_port_is_named(data: Path, tmp_path: Path) -> None:

@@ -10,13 +10,15 @@ checkpoint written · 130 interrupted twice.
 from __future__ import annotations
 
 import logging
+import os
 import sys
+import time
 from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module
 
 from gradsync import __version__
-from gradsync.errors import ConfigError, GradsyncError
+from gradsync.errors import ConfigError, GradsyncError, PeerError
 from gradsync.runtime import environ
 
 COMMANDS = {
@@ -25,6 +27,8 @@ COMMANDS = {
     "sample": "generate text from a checkpoint",
     "doctor": "show what gradsync sees: launcher, world, machine",
 }
+
+_SILENCE_S = 2.0
 
 _HELP = """\
 usage: gradsync COMMAND [options]
@@ -40,6 +44,17 @@ commands:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's own); returns the exit code."""
+    try:
+        code = _main(argv)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # The reader of our output has gone (`| head`). Python would flush once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _main(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(format="gradsync: %(levelname)s: %(message)s", level=logging.WARNING)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
@@ -55,31 +70,37 @@ def _run_command(name: str, arguments: list[str]) -> int:
     if name not in COMMANDS:
         near = get_close_matches(name, COMMANDS, n=1)
         hint = f"; perhaps you meant {near[0]!r}" if near else ""
-        return _fail(f"unknown command {name!r}{hint} (there are: {', '.join(COMMANDS)})", 2)
+        return _fail(
+            ConfigError(f"unknown command {name!r}{hint} (there are: {', '.join(COMMANDS)})")
+        )
     try:
         return import_module(f"gradsync.cli.{name}").run(arguments)
-    except ConfigError as error:
-        # The same on every rank: one copy is enough.
-        return _fail(str(error), error.exit_code) if _rank() == 0 else error.exit_code
     except GradsyncError as error:
-        return _fail(str(error), error.exit_code)
+        return _fail(error)
     except KeyboardInterrupt:
-        return _fail("interrupted", 130)
-    except BrokenPipeError:
-        return 1  # the reader of our output has gone (`| head`)
+        print("gradsync: error: interrupted", file=sys.stderr, flush=True)
+        return 130
+
+
+def _fail(error: GradsyncError) -> int:
+    """Say it once: what all ranks found alike is rank 0's to tell, a traceback that rank's own."""
+    rank = _rank()
+    if rank and isinstance(error, ConfigError):
+        # Launchers end all ranks when the first one fails: leave rank 0 the time to speak.
+        time.sleep(_SILENCE_S)
+        return error.exit_code
+    message = str(error)
+    if rank and isinstance(error, PeerError):
+        message = message.partition("\n")[0]
+    who = f"[rank {rank}] " if rank else ""
+    print(f"gradsync: error: {who}{message}", file=sys.stderr, flush=True)
+    return error.exit_code
 
 
 def _help() -> str:
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {summary}" for name, summary in COMMANDS.items()]
     return _HELP.format(commands="\n".join(lines))
-
-
-def _fail(message: str, code: int) -> int:
-    rank = _rank()
-    who = f"[rank {rank}] " if rank else ""
-    print(f"gradsync: error: {who}{message}", file=sys.stderr, flush=True)
-    return code
 
 
 def _rank() -> int:

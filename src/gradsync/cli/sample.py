@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import tyro
 from tyro.conf import Positional
 
-from gradsync.errors import DataError
+from gradsync.errors import ConfigError, DataError
 
 SUMMARY = "generate text from a checkpoint"
 
@@ -37,6 +37,10 @@ class SampleConfig:
     """auto, cpu, cuda or cuda:N."""
     json: bool = False
     """Print one JSON document."""
+
+    def __post_init__(self) -> None:
+        if self.tokens < 0:
+            raise ConfigError(f"--tokens must not be negative; got {self.tokens}")
 
 
 def run(argv: list[str]) -> int:
@@ -69,7 +73,9 @@ def sample(path: Path, config: SampleConfig) -> tuple[Path, str]:
 
     checkpoint, _ = resolve(path)
     snapshot = CheckpointStore(checkpoint.parent).load(checkpoint)
-    tokenizer = _tokenizer(config.data or snapshot.state["config"]["data"])
+    tokenizer = _tokenizer(
+        config.data or snapshot.state["config"]["data"], snapshot.state["tokenizer"]
+    )
     model = GPT(GPTConfig(**snapshot.state["model"]))
     load_weights(model, snapshot.tensors["model"])
     model.to(choose_device(config.device, 0))
@@ -84,7 +90,7 @@ def sample(path: Path, config: SampleConfig) -> tuple[Path, str]:
     return checkpoint, tokenizer.decode(ids)
 
 
-def _tokenizer(directory: str) -> Any:
+def _tokenizer(directory: str, trained_with: str | None) -> Any:
     from gradsync.data.corpus import default_corpus
     from gradsync.data.meta import read_meta
     from gradsync.data.tokenizer import load_tokenizer
@@ -93,4 +99,9 @@ def _tokenizer(directory: str) -> Any:
     meta = read_meta(path)
     if meta is None:
         raise DataError(f"{path} has no meta.json, so its tokenizer is unknown; give --data DIR")
+    if trained_with not in (None, meta.tokenizer_identity):
+        raise DataError(
+            f"{path} has another tokenizer ({meta.tokenizer_identity}) than the model was trained "
+            f"with ({trained_with}); give --data DIR of the training data"
+        )
     return load_tokenizer(meta, path)

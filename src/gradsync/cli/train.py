@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 
-from gradsync.errors import ConfigError
+from gradsync.data.plan import BatchPlan, solve_batch_plan
+from gradsync.errors import ConfigError, DataError
 from gradsync.runtime import environ
 from gradsync.runtime.resolve import resolve
+from gradsync.sync.registry import find_strategy
 from gradsync.train.config import TrainConfig
 from gradsync.train.config_io import parse_config
 from gradsync.world import World
@@ -20,16 +25,18 @@ def run(argv: list[str]) -> int:
     """See `gradsync train --help`. `--json` prints the summary, `--dry-run` only the plan."""
     as_json, dry_run = "--json" in argv, "--dry-run" in argv
     flags = [flag for flag in argv if flag not in ("--json", "--dry-run")]
-    config = parse_config(flags)
     world = resolve(environ.snapshot()).world
+    config = _parse_once(flags, world)
+    if config.nproc_per_node not in (None, world.world_size) and world.launcher != "python":
+        raise ConfigError(
+            f"--nproc-per-node {config.nproc_per_node}, but {world.launcher} has started "
+            f"{world.world_size} rank(s) already; drop the flag, or start with python"
+        )
+    world_size = world.world_size if world.is_distributed else config.nproc_per_node or 1
+    plan = check_request(config, world_size)
     if dry_run:
-        return _show_plan(config, world)
-    if config.nproc_per_node not in (None, world.world_size):
-        if world.launcher != "python":
-            raise ConfigError(
-                f"--nproc-per-node {config.nproc_per_node}, but {world.launcher} has started "
-                f"{world.world_size} rank(s) already; drop the flag, or start with python"
-            )
+        return _show_plan(config, plan, as_json=as_json)
+    if world_size > world.world_size:
         return _start_ranks(config, flags, as_json)
     # Torch's own warnings about its sockets repeat, with stacks, what we say in a line.
     quiet = {"TORCH_CPP_LOG_LEVEL": environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
@@ -37,19 +44,49 @@ def run(argv: list[str]) -> int:
         return _join_run(config, as_json)
 
 
+def _parse_once(flags: list[str], world: World) -> TrainConfig:
+    """Parse; what is wrong with the flags is wrong on every rank, and rank 0 says it."""
+    if world.is_main:
+        return parse_config(flags)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+            return parse_config(flags)
+    except SystemExit as stop:
+        if stop.code:
+            raise ConfigError("bad flags, see rank 0") from None
+        raise
+
+
+def check_request(config: TrainConfig, world_size: int) -> BatchPlan:
+    """What can be checked before anything is started, by any rank alone; returns the batch plan.
+
+    Raises:
+        ConfigError: impossible batch arithmetic, unknown strategy, fp16 on a CPU.
+        DataError: no data directory.
+    """
+    find_strategy(config.sync)
+    if config.dtype == "fp16" and config.device == "cpu":
+        raise ConfigError("dtype fp16 needs CUDA; use bf16 or fp32 on a CPU")
+    if config.data and not Path(config.data).is_dir():
+        raise DataError(
+            f"{config.data} is no directory; `gradsync prepare PATHS --out {config.data}` makes one"
+        )
+    if config.out and Path(config.out).exists() and not Path(config.out).is_dir():
+        raise ConfigError(f"--out {config.out} is a file; name a directory")
+    return solve_batch_plan(
+        tokens_per_update=config.tokens_per_update,
+        seq_len=config.sequence_length,
+        micro_batch_size=config.micro_batch_size,
+        world_size=world_size,
+    )
+
+
 def _start_ranks(config: TrainConfig, flags: list[str], as_json: bool) -> int:
-    """Check what can be checked once, then start the ranks on this host."""
-    from gradsync.data.plan import solve_batch_plan
+    """Start the ranks on this host; they get the same arguments."""
     from gradsync.launch.local import launch_local
     from gradsync.train.run_dir import default_out
 
     assert config.nproc_per_node is not None
-    solve_batch_plan(
-        tokens_per_update=config.tokens_per_update,
-        seq_len=config.sequence_length,
-        micro_batch_size=config.micro_batch_size,
-        world_size=config.nproc_per_node,
-    )
     if not config.out:
         flags = [*flags, "--out", default_out(config)]
     return launch_local(
@@ -64,47 +101,44 @@ def _join_run(config: TrainConfig, as_json: bool) -> int:
     from gradsync.comm.choose import communicator
     from gradsync.comm.values import broadcast_json
     from gradsync.runtime.session import Session, SessionOptions
-    from gradsync.train.run import train, write_exit
+    from gradsync.train.run import note_end, note_failure, train
     from gradsync.train.run_dir import default_out
 
-    options = SessionOptions(
-        device=config.device,
-        timeout_s=config.timeout_s,
-        rendezvous_timeout_s=config.rendezvous_timeout_s,
-        threads=config.threads,
-    )
-    session = Session(options)
-    with session as world:
-        if not config.out:
-            out = broadcast_json(communicator(world), default_out(config))
-            config = replace(config, out=out)
-        outcome = train(
-            config,
-            world,
-            threads=session.threads,
-            stream=sys.stderr if as_json else sys.stdout,
+    session = Session(
+        SessionOptions(
+            device=config.device,
+            timeout_s=config.timeout_s,
+            rendezvous_timeout_s=config.rendezvous_timeout_s,
+            threads=config.threads,
         )
+    )
+    try:
+        with session as world:
+            if not config.out:
+                out = broadcast_json(communicator(world), default_out(config))
+                config = replace(config, out=out)
+            stream = sys.stderr if as_json else sys.stdout
+            outcome = train(config, world, threads=session.threads, stream=stream)
+    except Exception as error:
+        # Only now is it known whose failure it was: the session has asked the others.
+        if session.world.is_main:
+            note_failure(config, error)
+        raise
     if world.is_main:
-        write_exit(config, outcome)
+        note_end(config, outcome)
         if as_json:
             print(json.dumps(outcome.summary, indent=2))
     return outcome.exit_code
 
 
-def _show_plan(config: TrainConfig, world: World) -> int:
+def _show_plan(config: TrainConfig, plan: BatchPlan, *, as_json: bool) -> int:
     """The resolved configuration and batch arithmetic; nothing is started or written."""
-    from dataclasses import asdict
-
+    if as_json:
+        document = {"config": asdict(config), "plan": asdict(plan)}
+        print(json.dumps(document, indent=2))
+        return 0
     import yaml
 
-    from gradsync.data.plan import solve_batch_plan
-
-    plan = solve_batch_plan(
-        tokens_per_update=config.tokens_per_update,
-        seq_len=config.sequence_length,
-        micro_batch_size=config.micro_batch_size,
-        world_size=config.nproc_per_node or world.world_size,
-    )
     print(yaml.safe_dump(asdict(config), sort_keys=False), end="")
     print(plan.describe())
     return 0

@@ -79,6 +79,12 @@ class Meta:
                     f"cannot take {file.num_bytes} bytes"
                 )
 
+    @property
+    def tokenizer_identity(self) -> str:
+        """Equal for two data sets only if one's tokens mean the same as the other's."""
+        file = self.files.get("tokenizer.json")
+        return f"{self.tokenizer} {self.vocab_size} {file.sha256 if file else ''}".strip()
+
     def to_json(self) -> str:
         """The text of `meta.json`."""
         return json.dumps(asdict(self), indent=2) + "\n"

@@ -41,6 +41,9 @@ FORWARDED = (
 )
 """Signals that the launcher passes on to its ranks."""
 
+LAST_WORDS_S = 4.0
+"""How long ranks may take to notice another one's failure and say so, seconds."""
+
 _TORCH_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
 
@@ -97,6 +100,7 @@ class LocalAgent(LocalElasticAgent):
         self._grace_s = grace_s
         self.received: list[signal.Signals] = []
         self.first_failures: list[int] = []
+        self.killed: dict[int, signal.Signals] = {}
         self._pending: list[signal.Signals] = []
         self._passes_on = False
 
@@ -130,11 +134,23 @@ class LocalAgent(LocalElasticAgent):
             return self._stop()
         if failures:
             self.first_failures = failures
+            self.killed = {
+                rank: signal.Signals(-code)
+                for rank, code in enumerate(codes)
+                if code is not None and code < 0
+            }
+            self._let_others_speak()
             if not may_restart(failures):
                 self._remaining_restarts = 0
         elif None in codes:
             return RunResult(state=WorkerState.HEALTHY)
         return super()._monitor_workers(worker_group)
+
+    def _let_others_speak(self) -> None:
+        """The other ranks notice by themselves, and say which rank failed; torch would end them."""
+        deadline = time.monotonic() + LAST_WORDS_S
+        while None in self.exit_codes() and not self.received and time.monotonic() < deadline:
+            time.sleep(0.02)
 
     def _stop(self) -> RunResult:
         """Pass on what was received, wait for the ranks, kill what is left, end for good."""

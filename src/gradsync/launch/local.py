@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -72,9 +73,17 @@ def launch_local(
         stack.enter_context(_signals_to(agent))
         agent.run()
         codes = agent.exit_codes()
+        for rank, number in agent.killed.items():
+            # It cannot say so itself.
+            print(f"gradsync: error: {_obituary(rank, number)}", file=sys.stderr, flush=True)
         if agent.received:
             return exit_codes.after_signal(codes, agent.received[0])
         return exit_codes.after_failure(agent.first_failures or codes)
+
+
+def _obituary(rank: int, number: signal.Signals) -> str:
+    hint = " (killed by hand, or out of memory)" if number == signal.SIGKILL else ""
+    return f"rank {rank} was ended by {number.name}{hint}"
 
 
 @contextmanager

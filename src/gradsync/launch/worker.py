@@ -33,6 +33,8 @@ def main(argv: list[str]) -> None:
     """Run `argv` = launcher's process id, module, arguments of the module."""
     parent, module, *arguments = argv
     die_with(int(parent))
+    # Until the command installs handlers, Ctrl-C just ends the rank: no traceback from an import.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

@@ -20,6 +20,8 @@ def device_name(requested: str, local_rank: int, visible: int) -> str:
         LaunchError: CUDA asked for where there is none, or an index that does not exist.
     """
     kind, _, index = requested.partition(":")
+    if kind == "cpu" and index:
+        raise LaunchError(f"device {requested!r}: a CPU has no index; use cpu")
     if kind == "cpu" or (kind == "auto" and visible == 0):
         return "cpu"
     if kind not in ("auto", "cuda"):

@@ -21,7 +21,7 @@ import traceback
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gradsync.errors import PeerError
+from gradsync.errors import GradsyncError, PeerError
 from gradsync.runtime.store import wait_until
 
 _POLL_S = 0.25
@@ -41,14 +41,19 @@ class Failure:
     host: str
     summary: str
     traceback_text: str
+    """Empty for errors that gradsync raises on purpose: their one line says it all."""
+    exit_code: int = 1
 
     def as_error(self) -> PeerError:
         """The exception that the other ranks raise."""
+        message = f"rank {self.rank} on {self.host} failed first: {self.summary}"
+        if self.traceback_text:
+            message += f"\n--- traceback of rank {self.rank} ---\n{self.traceback_text.rstrip()}"
         return PeerError(
-            f"rank {self.rank} on {self.host} failed first: {self.summary}\n"
-            f"--- traceback of rank {self.rank} ---\n{self.traceback_text.rstrip()}",
+            message,
             rank=self.rank,
             traceback_text=self.traceback_text,
+            exit_code=self.exit_code,
         )
 
 
@@ -123,9 +128,7 @@ class FailureWatch:
             )
 
     def _publish(self, error: BaseException) -> None:
-        text = "".join(traceback.format_exception(error))[-_TRACEBACK_LIMIT:]
-        summary = traceback.format_exception_only(error)[-1].strip()
-        failure = Failure(self._rank, socket.gethostname(), summary, text)
+        failure = _describe(error, self._rank)
         try:
             if self._store.add("failures", 1) > 1:
                 return  # somebody was first; theirs is the cause worth showing
@@ -184,6 +187,14 @@ class FailureWatch:
             rank: self._store.get(key) if self._store.check([key]) else b""
             for rank, key in keys.items()
         }
+
+
+def _describe(error: BaseException, rank: int) -> Failure:
+    host = socket.gethostname()
+    if isinstance(error, GradsyncError):
+        return Failure(rank, host, str(error), "", error.exit_code)
+    text = "".join(traceback.format_exception(error))[-_TRACEBACK_LIMIT:]
+    return Failure(rank, host, traceback.format_exception_only(error)[-1].strip(), text)
 
 
 def _obituary(silent: list[int]) -> str:

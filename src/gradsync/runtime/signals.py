@@ -7,6 +7,7 @@ back when the block ends.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -24,10 +25,14 @@ class StopRequest:
 
     Outside the main thread, where Python cannot install handlers, it never fires by itself;
     `request` still works.
+
+    Args:
+        announce: answer the first signal on standard error; one rank should.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, announce: bool = False) -> None:
         self.signal_name = ""
+        self._announce = announce
         self._previous: dict[signal.Signals, object] = {}
         self._first_interrupt_s: float | None = None
 
@@ -62,5 +67,21 @@ class StopRequest:
             if self._first_interrupt_s is None:
                 self._first_interrupt_s = now
             elif now - self._first_interrupt_s > _SAME_PRESS_S:
-                os._exit(130)  # the user has asked twice; nothing may stand in the way
+                self._end_now()
+        if self._announce and not self.requested:
+            hint = "; Ctrl-C again ends at once, without saving" if number == signal.SIGINT else ""
+            _say(f"gradsync: stopping after this step{hint}\n")
         self.request(signal.Signals(number).name)
+
+    def _end_now(self) -> None:
+        """The user has asked twice; nothing may stand in the way."""
+        if self._announce:
+            show_cursor = "\x1b[?25h" if os.isatty(2) else ""
+            _say(f"{show_cursor}\ngradsync: ended by a second Ctrl-C; the last checkpoint counts\n")
+        os._exit(130)
+
+
+def _say(text: str) -> None:
+    """Write straight to standard error: a handler may interrupt Python's own writing."""
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode())

@@ -11,6 +11,7 @@ import errno
 import ipaddress
 import json
 import socket
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -73,8 +74,6 @@ def join_store(address: str, port: int, *, rank: int, deadline_s: float) -> Any:
     Raises:
         RendezvousError: nobody answered in time.
     """
-    import torch.distributed as dist
-
     # Knock with a plain socket first: torch's client logs a stack trace for every failed try.
     started = time.monotonic()
     problem = "no answer"
@@ -92,14 +91,40 @@ def join_store(address: str, port: int, *, rank: int, deadline_s: float) -> Any:
         except OSError as error:
             problem = error.strerror or str(error)
             time.sleep(min(_POLL_S, left))
-    return dist.TCPStore(
-        address,
-        port,
-        None,
-        is_master=False,
-        timeout=_OPERATION_TIMEOUT,
-        wait_for_workers=False,
-    )
+    return _connect(address, port, rank=rank, deadline_s=deadline_s)
+
+
+def _connect(address: str, port: int, *, rank: int, deadline_s: float) -> Any:
+    """Torch's client, given up at the deadline: it waits for ever for a server that is no store."""
+    import torch.distributed as dist
+
+    outcome: list[Any] = []
+
+    def connect() -> None:
+        try:
+            outcome.append(
+                dist.TCPStore(
+                    address,
+                    port,
+                    None,
+                    is_master=False,
+                    timeout=_OPERATION_TIMEOUT,
+                    wait_for_workers=False,
+                )
+            )
+        except Exception as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=connect, name="gradsync-connect", daemon=True)
+    thread.start()
+    thread.join(max(deadline_s - time.monotonic(), 1.0))
+    if not outcome or isinstance(outcome[0], Exception):
+        reason = str(outcome[0]).splitlines()[0] if outcome else "no sensible answer"
+        raise RendezvousError(
+            f"rank {rank}: what answers at {address}:{port} is no rendezvous store ({reason}); set "
+            "MASTER_PORT to the port of rank 0's store"
+        )
+    return outcome[0]
 
 
 def check_in(

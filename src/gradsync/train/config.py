@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from tyro.conf import Suppress
+
 from gradsync.errors import ConfigError
 from gradsync.models.config import GPTConfig
 
 Dtype = Literal["bf16", "fp32", "fp16"]
 Schedule = Literal["cosine", "wsd", "constant"]
-CompileOrder = Literal["off", "model", "ddp"]
+CompileOrder = Literal["none", "model", "ddp"]
 
 
 def _require(holds: bool, message: str) -> None:
@@ -60,6 +62,15 @@ class OptimConfig:
             f"optim.decay_fraction must be in 0..1; got {self.decay_fraction}",
         )
         _require(
+            0 <= self.beta1 < 1 and 0 <= self.beta2 < 1,
+            f"optim.beta1 and beta2 must be in 0..1, 1 excluded; got {self.beta1} and {self.beta2}",
+        )
+        _require(self.eps > 0, f"optim.eps must be positive; got {self.eps}")
+        _require(
+            self.weight_decay >= 0,
+            f"optim.weight_decay must not be negative; got {self.weight_decay}",
+        )
+        _require(
             self.clip_norm is None or self.clip_norm > 0,
             f"optim.clip_norm must be positive, or None for no clipping; got {self.clip_norm}",
         )
@@ -76,6 +87,10 @@ class EvalConfig:
 
     def __post_init__(self) -> None:
         _require(self.every >= 0, f"eval.every must not be negative; got {self.every}")
+        _require(
+            self.max_tokens is None or self.max_tokens >= 1,
+            f"eval.max_tokens must be at least 1, or None for all; got {self.max_tokens}",
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,13 +116,16 @@ class SyncConfig:
     find_unused_parameters: bool = False
     """ddp: look for parameters that get no gradient in a step."""
 
+    def __post_init__(self) -> None:
+        _require(self.bucket_mb > 0, f"ddp.bucket_mb must be positive; got {self.bucket_mb}")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
     """A training run. Sizes are global: they mean the same on any number of ranks."""
 
-    preset: str = "tiny"
-    """Model preset this configuration started from."""
+    preset: Suppress[str] = "tiny"
+    """Model preset this configuration started from; on the command line the first argument."""
     steps: int = 1000
     """Optimizer steps."""
     seed: int = 1337
@@ -138,8 +156,8 @@ class TrainConfig:
     """auto (continue what --out holds), none (refuse to), or the path of a run or checkpoint."""
     allow_numeric_change: bool = False
     """Resume although bits may differ: another torch, CPU, dtype, thread count …"""
-    compile: CompileOrder = "off"
-    """torch.compile: off, model (before the strategy wraps it) or ddp (around torch DDP)."""
+    compile: CompileOrder = "none"
+    """torch.compile: none, model (before the strategy wraps it) or ddp (around torch DDP)."""
     activation_checkpointing: bool = False
     """Recompute activations in backward: less memory, about a third more compute."""
     num_workers: int = 0
@@ -167,6 +185,12 @@ class TrainConfig:
         for name in ("steps", "tokens_per_update", "micro_batch_size", "log_every"):
             value = getattr(self, name)
             _require(value >= 1, f"{name} must be at least 1; got {value}")
+        for name in ("num_workers", "sample_tokens"):
+            value = getattr(self, name)
+            _require(value >= 0, f"{name} must not be negative; got {value}")
+        for name in ("timeout_s", "rendezvous_timeout_s"):
+            value = getattr(self, name)
+            _require(value > 0, f"{name} must be positive; got {value}")
         for name in ("threads", "nproc_per_node", "seq_len"):
             value = getattr(self, name)
             _require(value is None or value >= 1, f"{name} must be at least 1; got {value}")

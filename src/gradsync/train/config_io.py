@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,25 +27,36 @@ def parse_config(argv: Sequence[str]) -> TrainConfig:
         ConfigError: unknown preset, unreadable file.
         SystemExit: 2 for a bad flag (the message names the nearest), 0 for `--help`.
     """
+    arguments = list(argv)
+    if not arguments or arguments[0].startswith("-"):
+        return _parse(recipe("tiny"), arguments)
+    first = arguments.pop(0)
+    if not first.endswith(_SUFFIXES):
+        if Path(first).is_file():
+            raise ConfigError(f"{first}: a configuration file ends in {', '.join(_SUFFIXES)}")
+        return _parse(recipe(first), arguments)
+    values = read_file(Path(first))
+    start = recipe(str(values.pop("preset", "tiny")))
+    try:
+        start = _parse(start, to_flags(values))
+    except SystemExit:
+        fail_on_stderr(f"that was in the configuration file {first}")
+        raise
+    return _parse(start, arguments)
+
+
+def _parse(start: TrainConfig, arguments: list[str]) -> TrainConfig:
     import tyro
 
-    arguments = list(argv)
-    name, file_flags = "tiny", []
-    if arguments and not arguments[0].startswith("-"):
-        first = arguments.pop(0)
-        if first.endswith(_SUFFIXES):
-            values = read_file(Path(first))
-            name = str(values.pop("preset", "tiny"))
-            file_flags = to_flags(values)
-        else:
-            name = first
-    start = recipe(name)
     return tyro.cli(
         TrainConfig,
         prog="gradsync train [PRESET|FILE]",
-        description="Train a GPT; flags override the preset or file.",
+        description=(
+            "Train a GPT; flags override the preset or file. Two more flags: --dry-run shows the "
+            "resolved configuration and the batch plan, --json prints one document on stdout."
+        ),
         default=start,
-        args=[*file_flags, *arguments],
+        args=arguments,
     )
 
 
@@ -62,6 +73,8 @@ def read_file(path: Path) -> dict[str, Any]:
         values = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
     except OSError as error:
         raise ConfigError(f"cannot read configuration {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"configuration {path} is not UTF-8 text") from error
     except (yaml.YAMLError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"configuration {path} does not parse: {error}") from error
     if not isinstance(values, dict):
@@ -88,10 +101,14 @@ def to_flags(values: Mapping[str, Any], prefix: str = "") -> list[str]:
 
 
 def write_config(config: TrainConfig, path: Path) -> None:
-    """Write the resolved configuration as YAML; `gradsync train PATH` reads it back."""
+    """Write the resolved configuration as YAML; `gradsync train PATH` reads it back.
+
+    How many ranks were started is not part of it: the run may go on with another number.
+    """
     import yaml
 
-    path.write_text(yaml.safe_dump(asdict(config), sort_keys=False))
+    values = asdict(replace(config, nproc_per_node=None))
+    path.write_text(yaml.safe_dump(values, sort_keys=False))
 
 
 def fail_on_stderr(message: str) -> None:

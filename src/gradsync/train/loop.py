@@ -95,7 +95,9 @@ class Trainer:
             if last or _due(totals.step, config.checkpoint.every):
                 self._save(totals.step)
             if last:
-                totals.stopped_by = (stop.signal_name or "a signal") if result.stop else ""
+                totals.stopped_by = (
+                    (stop.signal_name or "a signal to another rank") if result.stop else ""
+                )
                 break
         return totals
 
@@ -172,7 +174,7 @@ class Trainer:
             return
         with self._interval.paused():
             self._store.save(
-                snapshot(step, self.config, self.learner, self.data.train, self._fingerprint)
+                snapshot(step, self.config, self.learner, self.data, self._fingerprint)
             )
 
 

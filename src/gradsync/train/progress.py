@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TextIO
+
+log = logging.getLogger("gradsync")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,15 +43,25 @@ class Progress:
         world_size: ranks, for the per-device rate.
         enabled: rank 0.
         stream: where to; a terminal gets a live line (rich honours NO_COLOR).
+        live: False prints plain lines on a terminal, too.
+
+    A reader that goes away (`| head`, a closed terminal) ends the printing, not the training.
     """
 
     def __init__(
-        self, steps: int, world_size: int, *, enabled: bool, stream: TextIO | None = None
+        self,
+        steps: int,
+        world_size: int,
+        *,
+        enabled: bool,
+        stream: TextIO | None = None,
+        live: bool = True,
     ) -> None:
         self._steps = steps
         self._world_size = world_size
         self._enabled = enabled
         self._stream = stream or sys.stdout
+        self._wants_live = live
         self._live: Any = None
         self._task: Any = None
         self._since: tuple[int, float] | None = None
@@ -54,21 +69,24 @@ class Progress:
     def start(self, done_steps: int) -> None:
         """Begin at `done_steps`."""
         self._since = (done_steps, time.monotonic())
-        if self._enabled and self._stream.isatty():
-            self._live = _live_line(self._stream)
-            self._task = self._live.add_task(
-                "train", total=self._steps, completed=done_steps, say=""
-            )
-            self._live.start()
+        if self._enabled and self._wants_live and self._stream.isatty():
+            live = _live_line(self._stream)
+            if live.console.is_dumb_terminal:
+                return
+            self._live = live
+            self._task = live.add_task("train", total=self._steps, completed=done_steps, say="")
+            with self._printing():
+                live.start()
 
     def say(self, text: str) -> None:
         """Print a line, above the live one if there is one."""
         if not self._enabled:
             return
-        if self._live is not None:
-            self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
-        else:
-            print(text, file=self._stream, flush=True)
+        with self._printing():
+            if self._live is not None:
+                self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            else:
+                print(text, file=self._stream, flush=True)
 
     def tick(self, tick: Tick) -> None:
         """Show one interval."""
@@ -79,7 +97,8 @@ class Progress:
         speed = f"{rate:,.0f} tok/s/device  comm {share:.0f}%"
         if self._live is not None:  # has to fit 80 columns together with step, bar and eta
             line = f"loss {tick.loss:.4f}  {speed}"
-            self._live.update(self._task, completed=tick.step, say=line)
+            with self._printing():
+                self._live.update(self._task, completed=tick.step, say=line)
             return
         norm = "" if tick.grad_norm is None else f"norm {tick.grad_norm:.2f}  "
         self.say(
@@ -89,9 +108,19 @@ class Progress:
 
     def stop(self) -> None:
         """End the live line; safe to call twice."""
-        if self._live is not None:
-            self._live.stop()
+        live, self._live = self._live, None
+        if live is not None:
+            with self._printing():
+                live.stop()
+
+    @contextmanager
+    def _printing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._enabled = False
             self._live = None
+            log.warning("output ended (%s); the run goes on", error.strerror)
 
     def _seconds_left(self, step: int) -> float:
         if self._since is None or step <= self._since[0]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any, TextIO
 
@@ -15,7 +14,7 @@ from gradsync.checkpoint.store import CheckpointStore
 from gradsync.checkpoint.weights import weights_sha256
 from gradsync.comm.choose import communicator
 from gradsync.data.tokenizer import load_tokenizer
-from gradsync.errors import GradsyncError
+from gradsync.errors import ConfigError, GradsyncError, RunError
 from gradsync.models.generate import generate
 from gradsync.runtime.signals import StopRequest
 from gradsync.train.config import TrainConfig
@@ -24,7 +23,7 @@ from gradsync.train.loop import Totals, Trainer
 from gradsync.train.progress import Progress
 from gradsync.train.run_dir import RunDir
 from gradsync.train.setup import Data, Learner, build_learner, model_config, open_data
-from gradsync.train.state import restore
+from gradsync.train.state import Resumed, restore
 from gradsync.world import World
 
 EXIT_REQUEUE = 75
@@ -57,9 +56,14 @@ def train(
         GradsyncError: see the error tree; nothing that was there before is lost.
     """
     run_dir = RunDir(config.out)
-    with StopRequest() as stop, _rank_log(run_dir, world), _exit_note(run_dir, world):
+    with StopRequest(announce=world.is_main) as stop:
         progress = Progress(
-            config.steps, world.world_size, enabled=world.is_main, stream=stream or sys.stdout
+            config.steps,
+            world.world_size,
+            enabled=world.is_main,
+            stream=stream or sys.stdout,
+            # mpirun and srun may give rank 0 a terminal and write what it gets to a file.
+            live=world.launcher in ("python", "torchrun", "env"),
         )
         try:
             return _train(
@@ -84,44 +88,78 @@ def _train(
         run_dir.refuse_overwrite()
     data = open_data(config, world, comm)
     shape = model_config(config, None if data.meta is None else data.meta.vocab_size)
-    learner = build_learner(config, world, shape, comm)
-    fingerprint = numeric_fingerprint(config, world, data.plan, threads=threads)
-    store = CheckpointStore(run_dir.checkpoints, config.checkpoint.keep_last)
-    resumed = restore(config, learner, data.train, fingerprint=fingerprint, comm=comm, store=store)
-    if world.is_main:
-        run_dir.begin(config, world, threads=threads, done_steps=resumed.step)
-        _introduce(progress, config, world, data, learner, threads=threads)
-        for note in resumed.notes:
-            progress.say(f"note: {note}")
-        if resumed.source:
-            progress.say(f"continuing from {resumed.source} (step {resumed.step})")
-    trainer = Trainer(
-        config,
-        world,
-        comm,
-        data,
-        learner,
-        fingerprint=fingerprint,
-        run_dir=run_dir,
-        store=store,
-        progress=progress,
+    with _rank_log(run_dir, world):
+        learner = build_learner(config, world, shape, comm)
+        fingerprint = numeric_fingerprint(config, world, data.plan, threads=threads)
+        store = CheckpointStore(run_dir.checkpoints, config.checkpoint.keep_last)
+        resumed = restore(
+            config, learner, data.train, fingerprint=fingerprint, comm=comm, store=store
+        )
+        if world.is_main:
+            _introduce(progress, config, world, data, learner, threads=threads)
+            for note in resumed.notes:
+                progress.say(f"note: {note}")
+            if resumed.source:
+                progress.say(f"continuing from {resumed.source} (step {resumed.step})")
+        if resumed.source and resumed.step >= config.steps:
+            return _already_done(config, world, run_dir, resumed, progress)
+        if world.is_main:
+            run_dir.begin(config, world, threads=threads, done_steps=resumed.step)
+        trainer = Trainer(
+            config,
+            world,
+            comm,
+            data,
+            learner,
+            fingerprint=fingerprint,
+            run_dir=run_dir,
+            store=store,
+            progress=progress,
+        )
+        progress.start(resumed.step)
+        totals = trainer.run(resumed.step, stop)
+        progress.stop()
+        data.train.close()
+        return _finish(
+            config, world, data, learner, totals=totals, run_dir=run_dir, progress=progress
+        )
+
+
+def _already_done(
+    config: TrainConfig, world: World, run_dir: RunDir, resumed: Resumed, progress: Progress
+) -> Outcome:
+    """Nothing to do: leave the files of the finished run as they are."""
+    progress.say(
+        f"{run_dir.path} has {resumed.step} steps already and {config.steps} were asked for: "
+        "nothing to do (give more --steps to go on)"
     )
-    progress.start(resumed.step)
-    totals = trainer.run(resumed.step, stop)
-    progress.stop()
-    data.train.close()
+    summary = run_dir.read_json("summary.json") | {"stopped_by": ""} if world.is_main else {}
+    return Outcome(exit_code=0, summary=summary)
+
+
+def _finish(
+    config: TrainConfig,
+    world: World,
+    data: Data,
+    learner: Learner,
+    *,
+    totals: Totals,
+    run_dir: RunDir,
+    progress: Progress,
+) -> Outcome:
+    exit_code = EXIT_REQUEUE if totals.stopped_by else 0
+    if not world.is_main:
+        return Outcome(exit_code=exit_code, summary={})
+    summary = _summarise(totals, config, world, data, learner)
+    run_dir.write_json("summary.json", summary)
     if totals.stopped_by:
         progress.say(
             f"stopped by {totals.stopped_by} after step {totals.step}; checkpoint written, the "
             f"same command with --out {run_dir.path} goes on from there"
         )
-    if not world.is_main:
-        return Outcome(exit_code=EXIT_REQUEUE if totals.stopped_by else 0, summary={})
-    summary = _summarise(totals, config, world, data, learner)
-    run_dir.write_json("summary.json", summary)
-    if not totals.stopped_by:
+    else:
         _farewell(progress, config, data, learner, totals=totals, run_dir=run_dir)
-    return Outcome(exit_code=EXIT_REQUEUE if totals.stopped_by else 0, summary=summary)
+    return Outcome(exit_code=exit_code, summary=summary)
 
 
 def _introduce(
@@ -204,8 +242,11 @@ def _number(value: float) -> float | None:
 def _rank_log(run_dir: RunDir, world: World) -> Iterator[None]:
     """Every rank's own file: when it began, what was logged, how it ended (with the traceback)."""
     folder = run_dir.path / "logs"
-    folder.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(folder / f"rank_{world.rank:05d}.log")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handler = logging.FileHandler(folder / f"rank_{world.rank:05d}.log")
+    except OSError as error:
+        raise ConfigError(f"cannot write to --out {run_dir.path}: {error.strerror}") from error
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     own = logging.Logger("gradsync.rank")  # not in the tree: nothing of it reaches the terminal
     own.addHandler(handler)
@@ -222,21 +263,23 @@ def _rank_log(run_dir: RunDir, world: World) -> Iterator[None]:
         handler.close()
 
 
-@contextmanager
-def _exit_note(run_dir: RunDir, world: World) -> Iterator[None]:
-    """Leave `exit.json` behind when the run fails: torchrun folds every failure into 1."""
-    try:
-        yield
-    except Exception as error:
-        if world.is_main:
-            code = error.exit_code if isinstance(error, GradsyncError) else 1
-            note = {"exit_code": code, "reason": "failed", "error": str(error)}
-            (run_dir.path / "exit.json").write_text(json.dumps(note, indent=2) + "\n")
-        raise
-
-
-def write_exit(config: TrainConfig, outcome: Outcome) -> None:
+def note_end(config: TrainConfig, outcome: Outcome) -> None:
     """Write `exit.json` of a run that ended in an orderly way; rank 0 only."""
     stopped_by = outcome.summary.get("stopped_by", "")
     reason = f"stopped by {stopped_by}" if stopped_by else "done"
     RunDir(config.out).write_json("exit.json", {"exit_code": outcome.exit_code, "reason": reason})
+
+
+def note_failure(config: TrainConfig, error: Exception) -> None:
+    """Leave `exit.json` behind when the run failed: torchrun folds every failure into 1.
+
+    Rank 0 only, and only where a run directory was made; a failure to write it is not another one.
+    """
+    run_dir = RunDir(config.out)
+    if not config.out or not run_dir.path.is_dir():
+        return
+    code = error.exit_code if isinstance(error, GradsyncError) else 1
+    with suppress(RunError):
+        run_dir.write_json(
+            "exit.json", {"exit_code": code, "reason": "failed", "error": str(error)}
+        )

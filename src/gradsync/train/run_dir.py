@@ -9,11 +9,13 @@ import platform
 import socket
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TextIO
 
-from gradsync.errors import ConfigError
+from gradsync.errors import ConfigError, RunError
 from gradsync.train.config import TrainConfig
 from gradsync.train.config_io import write_config
 from gradsync.world import World
@@ -38,34 +40,49 @@ class RunDir:
 
     def begin(self, config: TrainConfig, world: World, *, threads: int, done_steps: int) -> None:
         """Write what is known at the start; drop metrics of steps that will be done again."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        (self.path / "exit.json").unlink(missing_ok=True)
-        write_config(config, self.path / "config.yaml")
         self.write_json("env.json", describe_environment(world, threads))
         metrics = self.path / "metrics.jsonl"
-        kept = []
-        if done_steps and metrics.exists():
-            lines = metrics.read_text().splitlines(keepends=True)
-            kept = [line for line in lines if _step_of(line) <= done_steps]
-        _replace(metrics, "".join(kept))
-        self._metrics = metrics.open("a")
+        with self._writing():
+            (self.path / "exit.json").unlink(missing_ok=True)
+            write_config(config, self.path / "config.yaml")
+            kept = []
+            if done_steps and metrics.exists():
+                lines = metrics.read_text().splitlines(keepends=True)
+                kept = [line for line in lines if _step_of(line) <= done_steps]
+            _replace(metrics, "".join(kept))
+            self._metrics = metrics.open("a")
 
     def log_metrics(self, values: dict[str, float | int | None]) -> None:
         """Append one object to `metrics.jsonl`."""
         if self._metrics is not None:
-            self._metrics.write(json.dumps(values) + "\n")
-            self._metrics.flush()
+            with self._writing():
+                self._metrics.write(json.dumps(values) + "\n")
+                self._metrics.flush()
 
     def write_json(self, name: str, value: Any) -> None:
         """Write a small JSON file, whole or not at all."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        _replace(self.path / name, json.dumps(value, indent=2) + "\n")
+        with self._writing():
+            self.path.mkdir(parents=True, exist_ok=True)
+            _replace(self.path / name, json.dumps(value, indent=2) + "\n")
+
+    def read_json(self, name: str) -> Any:
+        """A file that `write_json` has written, {} when there is none."""
+        path = self.path / name
+        return json.loads(path.read_text()) if path.is_file() else {}
 
     def close(self) -> None:
         """Close the metrics file."""
-        if self._metrics is not None:
-            self._metrics.close()
-            self._metrics = None
+        metrics, self._metrics = self._metrics, None
+        if metrics is not None:
+            with suppress(OSError):  # a full disk was reported when it was met
+                metrics.close()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise RunError(f"cannot write to {self.path}: {error.strerror}") from error
 
     def refuse_overwrite(self) -> None:
         """Raise ConfigError when the directory holds checkpoints of another run."""

@@ -39,6 +39,11 @@ class Data:
     train: Loader
     val: EvalLeaves
 
+    @property
+    def tokenizer(self) -> str | None:
+        """Names the tokenizer of the data; None when its maker did not say."""
+        return None if self.meta is None else self.meta.tokenizer_identity
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Learner:

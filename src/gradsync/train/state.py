@@ -21,7 +21,7 @@ from gradsync.errors import CheckpointError
 from gradsync.models.config import GPTConfig
 from gradsync.train.config import TrainConfig
 from gradsync.train.fingerprint import Fingerprint, compare
-from gradsync.train.setup import Learner
+from gradsync.train.setup import Data, Learner
 
 RANDOM_STREAMS = "keyed by (seed, step, leaf), version 1"
 
@@ -39,7 +39,7 @@ class Resumed:
 
 
 def snapshot(
-    step: int, config: TrainConfig, learner: Learner, loader: Loader, fingerprint: Fingerprint
+    step: int, config: TrainConfig, learner: Learner, data: Data, fingerprint: Fingerprint
 ) -> Snapshot:
     """The state after `step` optimizer steps; shares the run's tensors, save it at once."""
     named = list(learner.model.named_parameters())
@@ -49,7 +49,8 @@ def snapshot(
         tensors={"model": pack_weights(learner.model), "optimizer": optimizer_tensors},
         state={
             "optimizer": optimizer_state,
-            "data": dict(loader.state_dict()),
+            "data": dict(data.train.state_dict()),
+            "tokenizer": data.tokenizer,
             "scaler": None if learner.scaler is None else learner.scaler.state_dict(),
             "random": {"streams": RANDOM_STREAMS, "seed": config.seed},
             "model": asdict(learner.model.config),

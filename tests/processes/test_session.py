@@ -1,0 +1,329 @@
+"""A session on real processes: what it sets up, what it undoes, and whose failure it shows."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from gradsync.errors import PeerError, RendezvousError, RunError
+from gradsync.runtime.session import Session, SessionOptions
+from gradsync.runtime.store import host_store, wait_until
+from support.rank_session import open_session
+
+EXPORTED = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    "GLOO_SOCKET_IFNAME",
+)
+
+
+def exported() -> dict[str, str]:
+    return {name: os.environ[name] for name in EXPORTED if name in os.environ}
+
+
+def sum_of_ranks(rank: int) -> float:
+    value = torch.tensor(float(rank))
+    dist.all_reduce(value)
+    return value.item()
+
+
+def listening_elsewhere() -> list[str]:
+    """Addresses beyond loopback on which this process listens."""
+    found = psutil.Process().net_connections(kind="inet")
+    listening = [c.laddr.ip for c in found if c.status == psutil.CONN_LISTEN]
+    return [address for address in listening if not address.startswith("127.")]
+
+
+# -- set up and undone ----------------------------------------------------------------------------
+
+
+def look_around(rank: int, world_size: int, store_path: str) -> dict[str, Any]:
+    before = dict(os.environ)
+    folder = Path(f"{store_path}-tmp")
+    folder.mkdir(exist_ok=True)
+    with mock.patch.object(tempfile, "tempdir", str(folder)):
+        session = open_session(rank, world_size, store_path, threads=2)
+        with session as world:
+            inside = {
+                "world": world,
+                "exported": exported(),
+                "others": {name for name in os.environ if os.environ[name] != before.get(name)},
+                "threads": (torch.get_num_threads(), session.threads),
+                "group": dist.is_initialized(),
+                "sum": sum_of_ranks(rank) if world.is_distributed else None,
+                "listens": listening_elsewhere(),
+                "notes": [path.name for path in folder.rglob("*.json")],
+            }
+    return inside | {
+        "undone": dict(os.environ) == before,
+        "threads after": torch.get_num_threads(),
+        "group after": dist.is_initialized(),
+    }
+
+
+def test_inside_and_after(pool: Any) -> None:
+    results = pool.run(look_around, 2)
+    for rank, seen in enumerate(results):
+        port = seen["exported"].pop("MASTER_PORT")
+        assert 1 <= int(port) <= 65_535
+        assert port == results[0]["exported"].get("MASTER_PORT", port)
+        assert seen["exported"] == {
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+        assert seen["others"] == set(EXPORTED)
+        assert (seen["world"].rank, seen["world"].world_size) == (rank, 2)
+        assert seen["world"].device == "cpu"
+        assert seen["threads"] == (2, 2)
+        assert seen["group"]
+        assert seen["sum"] == 1.0
+        assert seen["listens"] == []
+        assert seen["notes"] == []  # the published port is of no use any more
+        assert seen["undone"]
+        assert seen["threads after"] == 1
+        assert not seen["group after"]
+
+
+def test_one_rank_has_no_group_and_exports_nothing(pool: Any) -> None:
+    (seen,) = pool.run(look_around, 1)
+    assert not seen["group"]
+    assert seen["exported"] == {}
+    assert seen["others"] == set()
+    assert seen["threads"] == (2, 2)
+    assert seen["threads after"] == 1
+
+
+def one_after_the_other(rank: int, world_size: int, store_path: str) -> list[float]:
+    sums = []
+    for number in range(2):
+        with open_session(rank, world_size, store_path):
+            sums.append(sum_of_ranks(rank + number))
+        assert not dist.is_initialized()
+    return sums
+
+
+def test_two_sessions_one_after_the_other(pool: Any) -> None:
+    assert pool.run(one_after_the_other, 3) == [[3.0, 6.0]] * 3
+
+
+def draw(rank: int, world_size: int, store_path: str, seed: int | None) -> float:
+    torch.manual_seed(100 + rank)
+    with open_session(rank, world_size, store_path, seed=seed):
+        return torch.rand(()).item()
+
+
+def test_a_seed_is_the_same_on_all_ranks(pool: Any) -> None:
+    first, second = pool.run(draw, 2, 5)
+    assert first == second
+    assert first == torch.rand((), generator=torch.Generator().manual_seed(5)).item()
+    first, second = pool.run(draw, 2, None)
+    assert first != second  # left alone
+
+
+def with_a_group_of_ones_own(rank: int, world_size: int, store_path: str) -> str:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store_path}", rank=rank, world_size=world_size
+    )
+    try:
+        with pytest.raises(RunError) as caught:
+            open_session(rank, world_size, store_path).open()
+        assert dist.is_initialized()  # not ours to end
+    finally:
+        dist.destroy_process_group()
+    return str(caught.value)
+
+
+def test_a_group_that_exists_is_not_taken_over(pool: Any) -> None:
+    for message in pool.run(with_a_group_of_ones_own, 2):
+        assert message.startswith("a process group exists already")
+
+
+# -- failures -------------------------------------------------------------------------------------
+
+
+def alone(rank: int, world_size: int, store_path: str) -> dict[str, Any]:
+    if rank:
+        return {}
+    before = dict(os.environ)
+    folder = Path(f"{store_path}-tmp")
+    folder.mkdir()
+    with mock.patch.object(tempfile, "tempdir", str(folder)):
+        session = open_session(0, world_size, store_path, threads=2, rendezvous_timeout_s=1.0)
+        with pytest.raises(RendezvousError) as caught:
+            session.open()
+    return {
+        "message": str(caught.value),
+        "notes": [path.name for path in folder.rglob("*.json")],
+        "undone": dict(os.environ) == before and not dist.is_initialized(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def test_a_meeting_that_fails_leaves_nothing(pool: Any) -> None:
+    seen = pool.run(alone, 2)[0]
+    assert "rank 0 waited in vain for rank(s) 1 of 2" in seen["message"]
+    assert seen["notes"] == []
+    assert seen["undone"]
+    assert seen["threads"] == 1
+
+
+def fail_together(rank: int, world_size: int, store_path: str) -> dict[str, Any]:
+    before = dict(os.environ)
+    with pytest.raises(ValueError) as caught, open_session(rank, world_size, store_path):
+        raise ValueError(f"no luck on rank {rank}")
+    return {"message": str(caught.value), "undone": dict(os.environ) == before} | {
+        "group": dist.is_initialized()
+    }
+
+
+def test_the_group_is_gone_after_an_exception(pool: Any) -> None:
+    for rank, seen in enumerate(pool.run(fail_together, 2)):
+        assert seen == {"message": f"no luck on rank {rank}", "undone": True, "group": False}
+
+
+def stumble(rank: int, number: int) -> None:
+    if rank == 1:
+        raise ZeroDivisionError(f"stumbled over {number}")
+
+
+def one_fails(rank: int, world_size: int, store_path: str) -> dict[str, Any]:
+    try:
+        with open_session(rank, world_size, store_path):
+            stumble(rank, 41 + 1)
+            sum_of_ranks(rank)
+    except PeerError as error:
+        return {
+            "message": str(error),
+            "rank": error.rank,
+            "traceback": error.traceback_text,
+            "context": error.__suppress_context__,
+        }
+    except ZeroDivisionError as error:
+        return {"own": str(error)}
+    return {}
+
+
+def test_the_others_raise_that_ranks_failure(pool: Any) -> None:
+    results = pool.run(one_fails, 3)
+    assert results[1] == {"own": "stumbled over 42"}
+    for seen in (results[0], results[2]):
+        assert seen["message"].startswith("rank 1 on ")
+        assert "failed first: ZeroDivisionError: stumbled over 42" in seen["message"]
+        assert "in stumble" in seen["traceback"]
+        assert seen["traceback"].rstrip() in seen["message"]
+        assert seen["rank"] == 1
+        assert seen["context"]  # the broken connection is only an echo
+
+
+def leave_early(rank: int, world_size: int, store_path: str, code: Any) -> str:
+    """Rank 1 leaves by SystemExit; what rank 0 learns of it."""
+    session = open_session(rank, world_size, store_path)
+    if rank == 1:
+        with pytest.raises(SystemExit) as caught, session:
+            raise SystemExit(code)
+        return repr(caught.value.code)
+    try:
+        with session:
+            assert session._meeting is not None
+            store, limit_s = session._meeting.store, time.monotonic() + 10
+            assert wait_until(
+                lambda: store.check(["farewell"]) or store.check(["failure"]), limit_s
+            )
+            if store.check(["failure"]):
+                sum_of_ranks(rank)
+    except PeerError as error:
+        return str(error).partition("\n")[0].partition("failed first: ")[2]
+    return "orderly"
+
+
+@pytest.mark.parametrize(
+    ("code", "learnt"),
+    [
+        (75, "orderly"),
+        (0, "orderly"),
+        (None, "orderly"),
+        (1, "SystemExit: 1"),
+        ("no luck", "SystemExit: no luck"),
+    ],
+)
+def test_which_exits_are_orderly(pool: Any, code: Any, learnt: str) -> None:
+    assert pool.run(leave_early, 2, code) == [learnt, repr(code)]
+
+
+def wait_in_vain(rank: int, world_size: int, store_path: str) -> tuple[str, float]:
+    """Rank 1 does not come to the collective."""
+    session = open_session(rank, world_size, store_path, timeout_s=0.5)
+    with session:
+        assert session._meeting is not None
+        store = session._meeting.store
+        started = time.monotonic()
+        try:
+            if rank == 0:
+                sum_of_ranks(rank)
+        except RuntimeError as error:
+            store.set("given up", "")
+            return str(error), time.monotonic() - started
+        assert wait_until(lambda: store.check(["given up"]), time.monotonic() + 10)
+    return "", 0.0
+
+
+def test_a_collective_takes_no_longer_than_it_may(pool: Any) -> None:
+    message, seconds = pool.run(wait_in_vain, 2, timeout_s=20.0)[0]
+    assert "500ms" in message
+    assert 0.4 < seconds < 10.0
+
+
+# -- a store that outlives its processes ----------------------------------------------------------
+
+
+def restarted(
+    rank: int, world_size: int, store_path: str, port: int, generation: int, come: tuple[int, ...]
+) -> tuple[float, bool] | str:
+    """As torchrun starts a worker: its agent serves the store, and keeps it over restarts."""
+    if rank not in come:
+        return "dead"
+    env = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "job",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": str(generation),
+    }
+    patience = 20.0 if len(come) == world_size else 1.0
+    options = SessionOptions(device="cpu", threads=1, rendezvous_timeout_s=patience)
+    session = Session(options, env=env)
+    try:
+        with session:
+            assert session._meeting is not None
+            somebody_left = session._meeting.store.check(
+                ["farewell"]
+            )  # nobody has, of this session
+            return sum_of_ranks(rank), somebody_left
+    except RendezvousError as error:
+        return str(error)
+
+
+def test_keys_of_a_dead_generation_do_not_disturb(pool: Any) -> None:
+    server = host_store("127.0.0.1", 0, one_host=True)
+    dead, waited = pool.run(restarted, 2, server.port, 0, (1,))
+    assert dead == "dead"
+    assert "rank 1 waited in vain for rank(s) 0" in waited
+    assert pool.run(restarted, 2, server.port, 1, (0, 1)) == [(1.0, False)] * 2
+    # The same workers open another session: nothing of the first one is mistaken for theirs.
+    assert pool.run(restarted, 2, server.port, 1, (0, 1)) == [(1.0, False)] * 2

@@ -1,0 +1,159 @@
+"""Evaluation is exact: every sample once, whatever the number of ranks."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradsync.comm.process_group import ProcessGroupCommunicator
+from gradsync.comm.single import SingleCommunicator
+from gradsync.data.evaluation import EvalLeaves, eval_leaves
+from gradsync.errors import RunError
+from gradsync.models.config import GPTConfig
+from gradsync.models.gpt import GPT
+from gradsync.train.evaluate import evaluate
+from gradsync.world import World
+from support.thread_ranks import run_thread_ranks
+
+SHAPE = GPTConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=13, block_size=8, dropout=0.5)
+
+
+class Samples:
+    """23 sequences of 8 tokens; every third has -100 targets, one has nothing else."""
+
+    def __len__(self) -> int:
+        return 23
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        drawn = torch.randint(13, (9,), generator=torch.Generator().manual_seed(index))
+        inputs, targets = drawn[:-1], drawn[1:].clone()
+        if index % 3 == 0:
+            targets[: index % 8] = -100
+        if index == 11:
+            targets[:] = -100
+        return inputs, targets
+
+
+def leaves_of(rank: int, world_size: int, micro_batch_size: int) -> EvalLeaves:
+    world = World(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size)
+    return eval_leaves(Samples(), world, micro_batch_size)
+
+
+def one_rank(micro_batch_size: int) -> float:
+    leaves = leaves_of(0, 1, micro_batch_size)
+    return evaluate(GPT(SHAPE), leaves, SingleCommunicator(), nullcontext())
+
+
+def test_the_mean_of_all_targets_that_count() -> None:
+    """Against the plain formula, one sample at a time."""
+    model = GPT(SHAPE).eval()
+    total, count = 0.0, 0
+    with torch.no_grad():
+        for inputs, targets in map(Samples().__getitem__, range(23)):
+            logits = model(inputs[None])[0].log_softmax(dim=-1)
+            for row, target in zip(logits, targets.tolist(), strict=True):
+                if target != -100:
+                    total, count = total - row[target].item(), count + 1
+    assert 0 < count < 23 * 8
+    assert one_rank(4) == pytest.approx(total / count, rel=1e-6)
+
+
+# 23 samples: 6 leaves of 4, the last of 3; 3 leaves of 10, fewer than four ranks; 23 leaves of 1.
+@pytest.mark.parametrize("micro_batch_size", [4, 10, 1])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_every_world_size_gives_the_same(world_size: int, micro_batch_size: int) -> None:
+    def work(rank: int, group: Any) -> tuple[float, int]:
+        leaves = leaves_of(rank, world_size, micro_batch_size)
+        loss = evaluate(GPT(SHAPE), leaves, ProcessGroupCommunicator(group), nullcontext())
+        return loss, len(leaves)
+
+    results = run_thread_ranks(work, world_size)
+    losses = [loss for loss, _ in results]
+    assert losses == [losses[0]] * world_size  # the same bits on all ranks
+    assert losses[0] == pytest.approx(one_rank(micro_batch_size), rel=1e-12, abs=0.0)
+    assert sum(count for _, count in results) == -(-23 // micro_batch_size)
+
+
+def test_shares_are_uneven_here() -> None:
+    """Else the test above would also accept a mean of means."""
+    assert [len(leaves_of(rank, 4, 4)) for rank in range(4)] == [1, 2, 1, 2]
+    assert [len(leaves_of(rank, 4, 10)) for rank in range(4)] == [0, 1, 1, 1]
+
+
+@dataclass
+class Lossy:
+    """Leaves of which one goes missing on the way."""
+
+    leaves: EvalLeaves
+    drop: bool
+
+    @property
+    def total_samples(self) -> int:
+        return self.leaves.total_samples
+
+    def __iter__(self) -> Any:
+        for number, leaf in enumerate(self.leaves):
+            if number or not self.drop:
+                yield leaf
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_missing_sample_fails_on_all_ranks(world_size: int) -> None:
+    def work(rank: int, group: Any) -> str:
+        leaves: Any = Lossy(leaves_of(rank, world_size, 4), drop=rank == world_size - 1)
+        with pytest.raises(RunError) as caught:
+            evaluate(GPT(SHAPE), leaves, ProcessGroupCommunicator(group), nullcontext())
+        return str(caught.value)
+
+    message = "evaluation counted 19 samples, the set has 23"
+    assert run_thread_ranks(work, world_size) == [message] * world_size
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_model_is_left_as_it_was(training: bool) -> None:
+    model = GPT(SHAPE).train(training)
+    random = torch.get_rng_state()
+    with_dropout_off = evaluate(model, leaves_of(0, 1, 4), SingleCommunicator(), nullcontext())
+    assert with_dropout_off == one_rank(4)
+    assert model.training is training
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(torch.get_rng_state(), random)  # no dropout was drawn
+
+
+def test_also_after_a_failure() -> None:
+    class Broken:
+        total_samples = 1
+
+        def __iter__(self) -> Any:
+            raise ValueError("unreadable")
+
+    model = GPT(SHAPE).train()
+    broken: Any = Broken()
+    with pytest.raises(ValueError, match="unreadable"):
+        evaluate(model, broken, SingleCommunicator(), nullcontext())
+    assert model.training
+
+
+def test_it_computes_under_the_given_autocast() -> None:
+    seen: list[torch.dtype] = []
+    model = GPT(SHAPE)
+    model.register_forward_hook(lambda _m, _i, logits: seen.append(logits.dtype))
+    autocast = torch.autocast("cpu", dtype=torch.bfloat16)
+    loss = evaluate(model, leaves_of(0, 1, 10), SingleCommunicator(), autocast)
+    assert seen == [torch.bfloat16] * 3
+    assert loss == pytest.approx(one_rank(10), rel=1e-2)
+
+
+def test_sums_are_kept_in_double_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In fp32 a sum of 2**24 + 1 + 1 loses the ones."""
+    values = iter((float(2**24), 1.0, 1.0))
+    monkeypatch.setattr("gradsync.train.evaluate.loss_sum", lambda *_: torch.tensor(next(values)))
+    leaves = leaves_of(0, 1, 10)
+    targets = sum(leaf.num_targets for leaf in leaves)
+    loss = evaluate(GPT(SHAPE), leaves, SingleCommunicator(), nullcontext())
+    assert loss == (2**24 + 2) / targets

@@ -1,0 +1,122 @@
+"""What `import gradsync` promises: every name is there, explained, and listed once."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gradsync
+
+ROOT = Path(gradsync.__file__).parent
+MODULES = sorted(
+    path
+    for path in ROOT.rglob("*.py")
+    if path.name == "__init__.py" or not path.name.startswith("_")
+)
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def test_no_name_twice() -> None:
+    assert len(gradsync.__all__) == len(set(gradsync.__all__))
+
+
+@pytest.mark.parametrize("name", gradsync.__all__)
+def test_every_name_resolves_and_is_explained(name: str) -> None:
+    value = getattr(gradsync, name)
+    if name == "__version__":
+        assert isinstance(value, str)
+        return
+    assert value.__name__ == name
+    assert value.__module__ == gradsync._HOME_OF[name]
+    assert inspect.getdoc(value)
+    # A subclass would show its parent's words, a dataclass its signature.
+    assert not value.__doc__.startswith(f"{name}("), "no docstring of its own"
+
+
+def test_the_listing_is_the_promise() -> None:
+    assert sorted(dir(gradsync)) == sorted(gradsync.__all__)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'gradsync' has no attribute 'ini'"):
+        _ = gradsync.ini
+    assert not hasattr(gradsync, "torch")
+
+
+def test_star_import_brings_exactly_them() -> None:
+    namespace: dict[str, Any] = {}
+    exec("from gradsync import *", namespace)  # noqa: S102  the only way to test it
+    assert set(namespace) - {"__builtins__"} == set(gradsync.__all__)
+
+
+def test_type_checkers_see_the_same_names() -> None:
+    """The imports under TYPE_CHECKING and the table of homes are one list, written twice."""
+    (block,) = (
+        node
+        for node in parse(ROOT / "__init__.py").body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    )
+    seen: dict[str, str] = {}
+    for node in block.body:
+        assert isinstance(node, ast.ImportFrom), ast.unparse(node)
+        for alias in node.names:
+            assert alias.asname == alias.name, "`import x as x` marks a re-export"
+            seen[alias.name] = node.module or ""
+    assert seen == gradsync._HOME_OF
+    assert sum(map(len, gradsync._HOMES.values())) == len(seen)
+
+
+# -- docstrings -----------------------------------------------------------------------------------
+
+
+def public(node: ast.Module | ast.ClassDef, where: str) -> Iterator[tuple[str, Definition]]:
+    """Public functions and classes of a module, and the public methods of those classes."""
+    for child in node.body:
+        if not isinstance(child, Definition):
+            continue
+        if child.name.startswith("_"):
+            continue
+        yield f"{where}:{child.lineno} {child.name}", child
+        if isinstance(child, ast.ClassDef):
+            yield from public(child, where)
+
+
+def without_docstring(tree: ast.Module, where: str) -> list[str]:
+    return [name for name, node in public(tree, where) if not ast.get_docstring(node)]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_everything_public_is_explained(path: Path) -> None:
+    tree = parse(path)
+    assert without_docstring(tree, str(path.relative_to(ROOT))) == []
+    if tree.body:
+        assert ast.get_docstring(tree), "the module itself"
+
+
+def test_a_missing_docstring_is_found() -> None:
+    text = """
+def bare(): ...
+class Bare:
+    def method(self): ...
+    def _private(self): ...
+    def __len__(self): ...
+def explained():
+    "Words."
+    def inner(): ...
+"""
+    found = without_docstring(ast.parse(text), "m.py")
+    assert found == ["m.py:2 bare", "m.py:3 Bare", "m.py:4 method"]
+
+
+def test_the_tree_was_found() -> None:
+    assert len(MODULES) > 60
+    assert ROOT / "runtime" / "session.py" in MODULES

@@ -1,0 +1,78 @@
+"""The one door to the environment."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from gradsync.runtime import environ
+
+
+def test_a_snapshot_is_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOMETHING", "old")
+    taken = environ.snapshot()
+    assert taken == dict(os.environ)
+    monkeypatch.setenv("SOMETHING", "new")
+    assert taken["SOMETHING"] == "old"
+    taken["SOMETHING"] = "mine"
+    assert os.environ["SOMETHING"] == "new"
+
+
+def test_get(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOMETHING", "here")
+    monkeypatch.delenv("NOTHING", raising=False)
+    assert environ.get("SOMETHING", "default") == "here"
+    assert environ.get("NOTHING") == ""
+    assert environ.get("NOTHING", "default") == "default"
+
+
+def test_exported_for_the_length_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOMETHING", "old")
+    monkeypatch.setenv("EMPTY", "")
+    monkeypatch.delenv("NOTHING", raising=False)
+    before = dict(os.environ)
+    with environ.exported({"SOMETHING": "new", "NOTHING": "1", "EMPTY": "2"}):
+        assert [os.environ[name] for name in ("SOMETHING", "NOTHING", "EMPTY")] == ["new", "1", "2"]
+        with environ.exported({"NOTHING": "inner"}):
+            assert os.environ["NOTHING"] == "inner"
+        assert os.environ["NOTHING"] == "1"
+    assert dict(os.environ) == before
+
+
+def test_put_back_after_an_exception_and_a_deletion(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOMETHING", "old")
+    before = dict(os.environ)
+
+    def block() -> None:
+        with environ.exported({"SOMETHING": "new", "NOTHING": "1"}):
+            del os.environ["SOMETHING"], os.environ["NOTHING"]
+            raise ValueError("no luck")
+
+    with pytest.raises(ValueError, match="no luck"):
+        block()
+    assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize(
+    ("own", "base", "expected"),
+    [
+        ("/own", "/base", "/own"),
+        ("/own", None, "/own"),
+        (None, "/base", "/base/gradsync"),
+        ("", "/base", "/base/gradsync"),  # empty counts as unset
+        (None, None, "/home/me/.cache/gradsync"),
+        ("", "", "/home/me/.cache/gradsync"),
+    ],
+)
+def test_cache_dir(
+    own: str | None, base: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    for name, value in (("GRADSYNC_CACHE", own), ("XDG_CACHE_HOME", base)):
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+    assert environ.cache_dir() == Path(expected)

@@ -1,0 +1,120 @@
+"""Signals ask, the loop answers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from gradsync.runtime import signals
+from gradsync.runtime.signals import HANDLED, StopRequest
+from support.launchers import run_python
+
+
+def handlers() -> list[object]:
+    return [signal.getsignal(number) for number in HANDLED]
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP"])
+def test_a_signal_requests_a_stop(name: str) -> None:
+    with StopRequest() as stop:
+        assert not stop.requested
+        assert stop.signal_name == ""
+        assert signal.getsignal(signal.Signals[name]) == stop._on_signal  # else it ends the tests
+        os.kill(os.getpid(), signal.Signals[name])
+        assert stop.requested
+        assert stop.signal_name == name
+
+
+def test_the_first_one_gives_the_name() -> None:
+    with StopRequest() as stop:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        stop.request("SIGHUP")
+        assert stop.signal_name == "SIGUSR1"
+
+
+def test_handlers_are_put_back() -> None:
+    before = handlers()
+    with StopRequest():
+        assert all(now != then for now, then in zip(handlers(), before, strict=True))
+    assert handlers() == before
+
+
+def test_handlers_are_put_back_after_an_exception() -> None:
+    before = handlers()
+    with pytest.raises(ValueError, match="no luck"), StopRequest():
+        raise ValueError("no luck")
+    assert handlers() == before
+
+
+def test_handlers_of_others_are_put_back() -> None:
+    heard: list[int] = []
+    original = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    try:
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert (stop.requested, heard) == (True, [])
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert heard == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, original)
+
+
+def test_another_thread_asks_by_itself() -> None:
+    before, seen = handlers(), []
+
+    def work() -> None:
+        with StopRequest() as stop:
+            seen.append(handlers() == before)  # none was installed: Python forbids it here
+            stop.request("SIGTERM")
+            seen.append(stop.requested)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [True, True]
+    assert handlers() == before
+
+
+@pytest.mark.parametrize(
+    ("presses_s", "exits"),
+    [
+        ([0.0], []),
+        ([0.0, 0.5], []),  # one Ctrl-C, from the terminal and forwarded by the launcher
+        ([0.0, 1.5], [130]),
+        ([0.0, 0.5, 1.5], [130]),
+    ],
+)
+def test_only_a_second_press_ends_the_process(
+    presses_s: list[float], exits: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[int] = []
+    clock = iter(presses_s)
+    monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(signals, "os", SimpleNamespace(_exit=ended.append))
+    with StopRequest() as stop:
+        for _ in presses_s:
+            os.kill(os.getpid(), signal.SIGINT)
+        assert stop.signal_name == "SIGINT"
+    assert ended == exits
+
+
+def test_the_second_press_is_final_even_where_exceptions_are_caught() -> None:
+    code = """
+import os, signal
+from gradsync.runtime import signals
+signals._SAME_PRESS_S = -1.0  # any two presses are two
+with signals.StopRequest() as stop:
+    os.kill(os.getpid(), signal.SIGINT)
+    print("asked", stop.requested, flush=True)
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException:
+        pass
+    print("still here")
+"""
+    assert tuple(run_python(["-c", code])) == (130, "asked True\n", "")

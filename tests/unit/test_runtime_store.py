@@ -1,0 +1,286 @@
+"""The rendezvous store: bound by us, on one interface, with names for who is missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from gradsync.errors import RendezvousError
+from gradsync.runtime import publish, store
+from gradsync.runtime.publish import publish_port, read_port
+from gradsync.runtime.store import Presence, check_in, host_store, join_store, wait_until
+
+
+def soon(seconds: float = 5.0) -> float:
+    return time.monotonic() + seconds
+
+
+def listening_at(port: int) -> list[str]:
+    """Addresses on which this process listens at `port`."""
+    found = psutil.Process().net_connections(kind="inet")
+    return [c.laddr.ip for c in found if c.status == psutil.CONN_LISTEN and c.laddr.port == port]
+
+
+def resolver(monkeypatch: pytest.MonkeyPatch, **names: str) -> None:
+    """The system knows exactly these names (and plain addresses)."""
+
+    def look_up(name: str) -> str:
+        if name[0].isdigit():
+            return name
+        if name in names:
+            return names[name]
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "gethostbyname", look_up)
+
+
+# -- serving --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "localhost", "a-name-nobody-asks-about"])
+def test_one_host_listens_on_loopback_only(address: str) -> None:
+    server = host_store(address, 0, one_host=True)
+    assert server.port > 0
+    assert listening_at(server.port) == ["127.0.0.1"]
+
+
+@pytest.mark.parametrize(
+    ("address", "listens"),
+    [
+        ("127.0.0.2", "127.0.0.2"),  # an address as it is given
+        ("localhost", "127.0.0.1"),
+        ("here", "127.0.0.3"),  # a name that is another interface's: no other one is open
+        ("debian", "0.0.0.0"),  # a name that is loopback here is something else elsewhere
+    ],
+)
+def test_several_hosts_open_the_one_interface(
+    address: str, listens: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolver(monkeypatch, localhost="127.0.0.1", here="127.0.0.3", debian="127.0.1.1")
+    if address == "here":  # not loopback as far as the store can tell
+        monkeypatch.setattr(store.ipaddress, "ip_address", lambda _: NotLoopback)
+    server = host_store(address, 0, one_host=False)
+    assert listening_at(server.port) == [listens]
+    client = join_store("127.0.0.1" if listens == "0.0.0.0" else listens, server.port, **rank_1())
+    client.set("key", "value")
+    assert server.get("key") == b"value"
+
+
+class NotLoopback:
+    is_loopback = False
+
+
+def rank_1() -> dict[str, Any]:
+    return {"rank": 1, "deadline_s": soon(20.0)}
+
+
+def test_a_taken_port_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        message = f"port {port} on 127.0.0.1 is already in use; set MASTER_PORT to a free port"
+        with pytest.raises(RendezvousError, match=message):
+            host_store("127.0.0.1", port, one_host=True)
+
+
+def test_a_port_is_free_again_at_once() -> None:
+    server = host_store("127.0.0.1", 0, one_host=True)
+    port = server.port
+    client = join_store("127.0.0.1", port, **rank_1())
+    client.set("generation", "old")
+    del server  # it closes the connection first: the system keeps the port's address for a minute
+    assert wait_until(lambda: not listening_at(port), soon())
+    del client
+    again = host_store("127.0.0.1", port, one_host=True)
+    assert again.port == port
+    assert not again.check(["generation"])
+
+
+def test_a_name_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolver(monkeypatch)
+    with pytest.raises(RendezvousError, match="coordinator's name 'nowhere' does not resolve"):
+        host_store("nowhere", 0, one_host=False)
+
+
+def test_an_address_of_another_host() -> None:
+    message = f"rank 0 runs on {socket.gethostname()}, which does not own .*198.51.100.7"
+    with pytest.raises(RendezvousError, match=message):  # TEST-NET-2
+        host_store("198.51.100.7", 0, one_host=False)
+
+
+# -- joining --------------------------------------------------------------------------------------
+
+
+def test_nobody_answers() -> None:
+    with socket.socket() as reserved:  # bound, not listening: the port stays closed
+        reserved.bind(("127.0.0.1", 0))
+        port = reserved.getsockname()[1]
+        started = time.monotonic()
+        with pytest.raises(RendezvousError) as caught:
+            join_store("127.0.0.1", port, rank=3, deadline_s=soon(0.3))
+    assert 0.3 <= time.monotonic() - started < 5
+    assert f"rank 3 could not reach the coordinator at 127.0.0.1:{port}" in str(caught.value)
+    assert "Connection refused" in str(caught.value)
+    assert "MASTER_ADDR/MASTER_PORT" in str(caught.value)
+
+
+def test_joining_a_name_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
+    def look_up(*_: object, **__: object) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    with pytest.raises(RendezvousError, match=r"nowhere:29500 .*Name or service not known"):
+        join_store("nowhere", 29_500, rank=1, deadline_s=soon(0.3))
+
+
+def test_a_server_that_comes_later_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        port = reserved.getsockname()[1]
+    servers: list[Any] = []
+    knock = socket.create_connection
+
+    def knock_before_it_opens(*args: Any, **options: Any) -> socket.socket:
+        if not servers:
+            servers.append(host_store("127.0.0.1", port, one_host=True))
+            raise ConnectionRefusedError(111, "Connection refused")
+        return knock(*args, **options)
+
+    monkeypatch.setattr(socket, "create_connection", knock_before_it_opens)
+    client = join_store("127.0.0.1", port, rank=1, deadline_s=soon())
+    assert servers
+    client.set("key", "value")
+    assert servers[0].get("key") == b"value"
+
+
+# -- checking in ----------------------------------------------------------------------------------
+
+
+def presence(rank: int) -> Presence:
+    return Presence(host=f"h{rank // 2}", device_identity=f"GPU-{rank}", pid=100 + rank)
+
+
+def test_everyone_learns_about_everyone_in_rank_order() -> None:
+    server = host_store("127.0.0.1", 0, one_host=True)
+    answers: dict[int, list[Presence]] = {}
+
+    def rank_arrives(rank: int) -> None:
+        client = join_store("127.0.0.1", server.port, rank=rank, deadline_s=soon())
+        answers[rank] = check_in(client, presence(rank), rank=rank, world_size=3, deadline_s=soon())
+
+    threads = [threading.Thread(target=rank_arrives, args=(rank,)) for rank in (2, 0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for rank in range(3):
+        assert answers[rank] == [presence(0), presence(1), presence(2)]
+
+
+@pytest.mark.parametrize(
+    ("here", "world_size", "missing"),
+    [
+        ([0, 2], 4, r"rank 0 waited in vain for rank\(s\) 1, 3 of 4;"),
+        ([0], 12, r"rank\(s\) 1, 2, 3, 4, 5, 6, 7, 8 and 3 more of 12;"),
+    ],
+)
+def test_who_did_not_come_is_named(here: list[int], world_size: int, missing: str) -> None:
+    shared = dist.HashStore()
+    for rank in here[1:]:
+        shared.set(f"here/{rank}", "{}")
+    with pytest.raises(RendezvousError, match=missing):
+        check_in(shared, presence(0), rank=0, world_size=world_size, deadline_s=soon(0.05))
+
+
+def test_wait_until_looks_at_least_once() -> None:
+    assert wait_until(lambda: True, time.monotonic() - 1)
+    assert not wait_until(lambda: False, time.monotonic() - 1)
+
+
+# -- publishing a port on one host ----------------------------------------------------------------
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder below which ports are published."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path / f"gradsync-{os.getuid()}"
+
+
+def test_a_published_port_is_read(temporary: Path) -> None:
+    note = publish_port("job-1", 4711)
+    assert note.parent == temporary
+    assert read_port("job-1", rank=1, deadline_s=soon()) == 4711
+    assert [path.name for path in temporary.iterdir()] == [note.name]  # nothing half-written
+
+
+def test_only_this_user_may_look(temporary: Path) -> None:
+    note = publish_port("job-1", 4711)
+    assert temporary.stat().st_mode & 0o777 == 0o700
+    assert note.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o777, 0o710, 0o701])
+@pytest.mark.parametrize("use", [lambda: publish_port("k", 1), lambda: read_port("k", **rank_1())])
+def test_an_open_directory_is_refused(
+    mode: int, use: Callable[[], object], temporary: Path
+) -> None:
+    temporary.mkdir()
+    temporary.chmod(mode)
+    with pytest.raises(RendezvousError, match="must belong to this user with mode 0700"):
+        use()
+
+
+def test_a_directory_of_somebody_else_is_refused(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    me = os.getuid()
+    owner = iter((me, me + 1))  # the name is made for one user, the directory is another's
+    monkeypatch.setattr(publish.os, "getuid", lambda: next(owner))
+    with pytest.raises(RendezvousError, match="must belong to this user"):
+        publish_port("job-1", 4711)
+
+
+def gone() -> int:
+    """The id of a process that has ended."""
+    process = subprocess.Popen([sys.executable, "-S", "-c", ""])
+    process.wait()
+    return process.pid
+
+
+@pytest.mark.parametrize(
+    "note",
+    [
+        lambda: {"port": 1, "pid": gone(), "started": "1.0"},
+        lambda: {"port": 1, "pid": gone(), "started": ""},
+        lambda: {"port": 1, "pid": os.getpid(), "started": "1.0"},  # its number came again
+        lambda: {"port": 1},
+    ],
+    ids=["ended", "ended, never known", "reused", "of another version"],
+)
+def test_what_a_dead_process_left_is_ignored(note: Callable[[], object], temporary: Path) -> None:
+    publish_port("job-1", 4711).write_text(json.dumps(note()))
+    with pytest.raises(RendezvousError, match=r"rank 2 waited .* for rank 0 .*job-1.json"):
+        read_port("job-1", rank=2, deadline_s=soon(0.05))
+    publish_port("job-1", 4712)  # and written over
+    assert read_port("job-1", rank=2, deadline_s=soon()) == 4712
+
+
+def test_jobs_do_not_meet(temporary: Path) -> None:
+    publish_port("job-1", 1)
+    publish_port("job-2", 2)
+    assert read_port("job-1", rank=1, deadline_s=soon()) == 1
+    with pytest.raises(RendezvousError, match=r"job-3.json; rank 0 did not start"):
+        read_port("job-3", rank=1, deadline_s=soon(0.05))

@@ -1,0 +1,245 @@
+"""What a run may be told, and what each recipe tells it."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import math
+from dataclasses import FrozenInstanceError, asdict, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradsync.data.plan import solve_batch_plan
+from gradsync.errors import ConfigError
+from gradsync.models.config import GPTConfig
+from gradsync.models.presets import PRESETS
+from gradsync.train import config as config_module
+from gradsync.train.config import (
+    CheckpointConfig,
+    EvalConfig,
+    OptimConfig,
+    SyncConfig,
+    TrainConfig,
+)
+from gradsync.train.config_io import parse_config, to_flags, write_config
+from gradsync.train.recipes import recipe
+
+PARTS = (TrainConfig, OptimConfig, EvalConfig, CheckpointConfig, SyncConfig)
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "value", "message"),
+    [
+        (OptimConfig, "lr", 0.0, r"optim.lr must be positive; got 0.0"),
+        (OptimConfig, "lr", -1e-3, r"optim.lr must be positive; got -0.001"),
+        (OptimConfig, "lr", math.nan, r"optim.lr must be positive; got nan"),
+        (OptimConfig, "min_lr_ratio", -0.1, r"optim.min_lr_ratio must be in 0..1; got -0.1"),
+        (OptimConfig, "min_lr_ratio", 1.1, r"optim.min_lr_ratio must be in 0..1; got 1.1"),
+        (OptimConfig, "warmup_steps", -1, r"optim.warmup_steps must not be negative; got -1"),
+        (OptimConfig, "decay_fraction", 0.0, r"optim.decay_fraction must be in 0..1; got 0.0"),
+        (OptimConfig, "decay_fraction", 1.5, r"optim.decay_fraction must be in 0..1; got 1.5"),
+        (OptimConfig, "clip_norm", 0.0, r"optim.clip_norm must be positive, or None .* got 0.0"),
+        (OptimConfig, "clip_norm", -1.0, r"optim.clip_norm must be positive, or None .* got -1.0"),
+        (OptimConfig, "beta1", 1.0, r"optim.beta1 and beta2 must be in 0..1, .* got 1.0 and 0.95"),
+        (OptimConfig, "beta2", -0.1, r"optim.beta1 and beta2 must be in 0..1, .* got 0.9 and -0.1"),
+        (OptimConfig, "eps", 0.0, r"optim.eps must be positive; got 0.0"),
+        (OptimConfig, "weight_decay", -0.1, r"optim.weight_decay must not be negative; got -0.1"),
+        (EvalConfig, "max_tokens", 0, r"eval.max_tokens must be at least 1, or None .* got 0"),
+        (SyncConfig, "bucket_mb", 0.0, r"ddp.bucket_mb must be positive; got 0.0"),
+        (EvalConfig, "every", -1, r"eval.every must not be negative; got -1"),
+        (CheckpointConfig, "every", -1, r"checkpoint.every must not be negative; got -1"),
+        (CheckpointConfig, "keep_last", 0, r"checkpoint.keep_last must be >= 1; got 0"),
+        (TrainConfig, "steps", 0, r"steps must be at least 1; got 0"),
+        (TrainConfig, "tokens_per_update", 0, r"tokens_per_update must be at least 1; got 0"),
+        (TrainConfig, "micro_batch_size", -4, r"micro_batch_size must be at least 1; got -4"),
+        (TrainConfig, "log_every", 0, r"log_every must be at least 1; got 0"),
+        (TrainConfig, "threads", 0, r"threads must be at least 1; got 0"),
+        (TrainConfig, "nproc_per_node", 0, r"nproc_per_node must be at least 1; got 0"),
+        (TrainConfig, "seq_len", 0, r"seq_len must be at least 1; got 0"),
+        (TrainConfig, "num_workers", -1, r"num_workers must not be negative; got -1"),
+        (TrainConfig, "sample_tokens", -1, r"sample_tokens must not be negative; got -1"),
+        (TrainConfig, "timeout_s", 0.0, r"timeout_s must be positive; got 0.0"),
+        (TrainConfig, "rendezvous_timeout_s", -1.0, r"rendezvous_timeout_s must be positive"),
+        (TrainConfig, "seq_len", 257, r"seq_len 257 is longer than model.block_size 256"),
+    ],
+)
+def test_refused_by_name(part: type, name: str, value: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        part(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "value"),
+    [
+        (OptimConfig, "min_lr_ratio", 0.0),
+        (OptimConfig, "min_lr_ratio", 1.0),
+        (OptimConfig, "warmup_steps", 0),
+        (OptimConfig, "decay_fraction", 1.0),
+        (OptimConfig, "clip_norm", None),
+        (OptimConfig, "beta1", 0.0),
+        (OptimConfig, "weight_decay", 0.0),
+        (EvalConfig, "every", 0),
+        (EvalConfig, "max_tokens", 1),
+        (TrainConfig, "num_workers", 0),
+        (TrainConfig, "sample_tokens", 0),
+        (EvalConfig, "max_tokens", None),
+        (CheckpointConfig, "every", 0),
+        (CheckpointConfig, "keep_last", 1),
+        (TrainConfig, "steps", 1),
+        (TrainConfig, "threads", 1),
+        (TrainConfig, "nproc_per_node", 1),
+        (TrainConfig, "seq_len", 256),
+        (TrainConfig, "seq_len", 1),
+        (TrainConfig, "compile", "ddp"),
+    ],
+)
+def test_the_edges_are_allowed(part: type, name: str, value: object) -> None:
+    assert getattr(part(**{name: value}), name) == value
+
+
+def test_compile_around_ddp_needs_ddp() -> None:
+    with pytest.raises(ConfigError, match=r"compile=ddp .* sync=naive; use compile=model"):
+        TrainConfig(compile="ddp", sync="naive")
+    assert TrainConfig(compile="model", sync="naive").compile == "model"
+
+
+def test_sequence_length_is_the_models_unless_set() -> None:
+    model = GPTConfig(block_size=128)
+    assert TrainConfig(model=model).sequence_length == 128
+    assert TrainConfig(model=model, seq_len=64).sequence_length == 64
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_frozen_and_by_keyword_only(part: type) -> None:
+    value = part()
+    with pytest.raises(FrozenInstanceError):
+        setattr(value, fields(value)[0].name, 1)
+    with pytest.raises(TypeError):
+        part(1)
+
+
+def test_a_change_is_validated_too() -> None:
+    with pytest.raises(ConfigError, match="steps must be at least 1"):
+        replace(TrainConfig(), steps=0)
+
+
+def test_every_field_is_explained() -> None:
+    """`--help` shows the docstring below each field."""
+    tree = ast.parse(inspect.getsource(config_module))
+    for class_ in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+        for field, after in zip(class_.body, class_.body[1:], strict=False):
+            if isinstance(field, ast.AnnAssign):
+                assert isinstance(after, ast.Expr), ast.unparse(field)
+                assert isinstance(after.value, ast.Constant), ast.unparse(field)
+                assert isinstance(after.value.value, str), ast.unparse(field)
+
+
+# -- recipes --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_recipe(name: str) -> None:
+    config = recipe(name)
+    assert config.preset == name
+    assert config.model == PRESETS[name]
+    assert config.optim.warmup_steps < config.steps
+    assert config.optim.schedule == "cosine"
+    for world_size in (1, 2, 3, 4):
+        plan = solve_batch_plan(
+            tokens_per_update=config.tokens_per_update,
+            seq_len=config.sequence_length,
+            micro_batch_size=config.micro_batch_size,
+            world_size=world_size,
+        )
+        assert plan.tokens_per_update == config.tokens_per_update  # exact, nothing rounded
+
+
+def test_wider_models_learn_no_faster() -> None:
+    by_width = sorted((recipe(name) for name in PRESETS), key=lambda c: c.model.n_embd)
+    rates = [config.optim.lr for config in by_width]
+    assert rates == sorted(rates, reverse=True)
+
+
+def test_an_unknown_recipe_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="unknown model preset 'midium': did you mean medium"):
+        recipe("midium")
+
+
+# -- files ----------------------------------------------------------------------------------------
+
+
+def flat(value: Any) -> dict[str, Any]:
+    """All plain fields of a configuration, by dotted name."""
+    found = {}
+    for field in fields(value):
+        item = getattr(value, field.name)
+        if is_dataclass(item):
+            found |= {f"{field.name}.{name}": inner for name, inner in flat(item).items()}
+        else:
+            found[field.name] = item
+    return found
+
+
+CHANGED = replace(
+    recipe("mini"),
+    steps=7,
+    seed=2,
+    sync="naive",
+    out="somewhere/else",
+    seq_len=32,
+    dtype="fp32",
+    tf32=False,
+    threads=2,
+    resume="none",
+    allow_numeric_change=True,
+    activation_checkpointing=True,
+    timeout_s=12.5,
+    model=GPTConfig(n_layer=2, n_kv_head=2, dropout=0.25, tie_head=False),
+    optim=OptimConfig(lr=3e-4, schedule="wsd", clip_norm=None, fused=False),
+    eval=EvalConfig(every=0, max_tokens=None),
+    checkpoint=CheckpointConfig(every=3, keep_last=5),
+    ddp=SyncConfig(bucket_mb=0.5, find_unused_parameters=True),
+)
+
+
+@pytest.mark.parametrize("config", [*map(recipe, PRESETS), CHANGED], ids=lambda c: c.preset)
+def test_a_written_configuration_reads_back(config: TrainConfig, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    write_config(config, path)
+    assert flat(parse_config([str(path)])) == flat(config)
+
+
+def test_flags_win_over_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('preset = "mini"\nsteps = 5\n[optim]\nlr = 3e-4\n')
+    config = parse_config([str(path), "--steps", "6"])
+    expected = replace(recipe("mini"), steps=6)
+    assert asdict(config) == asdict(replace(expected, optim=replace(expected.optim, lr=3e-4)))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.yaml", "- 1\n- 2\n", "must hold keys and values; got list"),
+        ("a.yaml", "", "must hold keys and values; got NoneType"),
+        ("a.yml", "a: [1\n", "does not parse"),
+        ("a.toml", "a = \n", "does not parse"),
+    ],
+)
+def test_a_file_that_is_none(name: str, text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        parse_config([str(tmp_path / name)])
+
+
+def test_values_become_flags() -> None:
+    values = {"steps": 5, "tf32": False, "optim": {"min_lr_ratio": 0.5, "fused": False}, "out": ""}
+    assert to_flags(values) == [
+        *("--steps", "5"),
+        "--no-tf32",
+        *("--optim.min-lr-ratio", "0.5"),
+        "--optim.no-fused",
+        *("--out", ""),
+    ]

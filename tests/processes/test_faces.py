@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradsync import DDPManager, get_device, init_distributed, is_main_process, setup_distributed
-from gradsync.errors import PeerError
+from gradsync.errors import ConfigError, PeerError
 from gradsync.world import World
 from support.launchers import run_python, run_torchrun
 from support.rank_session import open_session
@@ -332,3 +332,26 @@ def test_a_script_that_never_says_goodbye(tmp_path: Path) -> None:
     ]
     for complaint in ("destroy_process_group", "Traceback", "Error"):
         assert complaint not in done.stderr
+
+
+def test_setup_distributed_under_torchrun(tmp_path: Path) -> None:
+    """The tutorial's call: torchrun's agent serves the store, rank 0 must not bind its port."""
+    script = tmp_path / "tutorial.py"
+    script.write_text(
+        "import os\n"
+        "import torch.distributed as dist\n"
+        "from gradsync import setup_distributed\n"
+        "setup_distributed(int(os.environ['RANK']), int(os.environ['WORLD_SIZE']), 'nccl')\n"
+        "print('rank', dist.get_rank(), 'of', dist.get_world_size())\n"
+    )
+    printed = run_torchrun(2, [script]).ok().stdout
+    assert "rank 0 of 2" in printed
+    assert "rank 1 of 2" in printed
+
+
+def test_means_after_cleanup_and_of_integers() -> None:
+    manager = DDPManager()
+    manager.world = World(world_size=2, local_world_size=2)  # as it was before `cleanup`
+    assert manager.all_reduce(torch.tensor(4.0)).item() == 4.0
+    with pytest.raises(ConfigError, match=r"the mean of torch.int64 is no torch.int64"):
+        manager.all_reduce(torch.tensor(4))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import tempfile
 import time
 from pathlib import Path
@@ -14,9 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradsync.errors import PeerError, RendezvousError, RunError
+from gradsync.errors import LaunchError, PeerError, RendezvousError, RunError
 from gradsync.runtime.session import Session, SessionOptions
-from gradsync.runtime.store import host_store, wait_until
+from gradsync.runtime.store import host_store, own_address, wait_until
 from support.rank_session import open_session
 
 EXPORTED = (
@@ -327,3 +328,43 @@ def test_keys_of_a_dead_generation_do_not_disturb(pool: Any) -> None:
     assert pool.run(restarted, 2, server.port, 1, (0, 1)) == [(1.0, False)] * 2
     # The same workers open another session: nothing of the first one is mistaken for theirs.
     assert pool.run(restarted, 2, server.port, 1, (0, 1)) == [(1.0, False)] * 2
+
+
+def given_address(rank: int, world_size: int, store_path: str, address: str, port: int) -> float:
+    env = {**open_session(rank, world_size, store_path)._env}
+    env |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+    options = SessionOptions(device="cpu", threads=1, rendezvous_timeout_s=5.0)
+    with Session(options, env=env):
+        return sum_of_ranks(rank)
+
+
+@pytest.mark.parametrize("address", ["127.0.1.1", own_address(), "localhost"])
+def test_one_host_under_any_of_its_addresses(pool: Any, address: str) -> None:
+    """mpirun on one node with MASTER_ADDR=$(hostname): rank 0 listens on loopback only."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    assert pool.run(given_address, 2, address, port) == [1.0, 1.0]
+
+
+def leave_while_another_fails(rank: int, world_size: int, store_path: str) -> tuple[str, float]:
+    started = time.monotonic()
+    session = open_session(rank, world_size, store_path)
+    try:
+        with session:
+            if rank == 1:
+                raise ValueError("rank 1 has its reasons")
+    except (ValueError, PeerError) as error:
+        return str(error), time.monotonic() - started
+    return "", time.monotonic() - started
+
+
+def test_a_rank_that_is_done_hears_of_the_one_that_failed(pool: Any) -> None:
+    (message, took_s), _ = pool.run(leave_while_another_fails, 2)
+    assert "rank 1 has its reasons" in message
+    assert took_s < 8  # not the whole farewell
+
+
+def test_no_thread_is_no_number_of_threads() -> None:
+    with pytest.raises(LaunchError, match="threads must be at least 1; got 0"):
+        Session(SessionOptions(threads=0), env={}).open()

@@ -284,3 +284,12 @@ def test_jobs_do_not_meet(temporary: Path) -> None:
     assert read_port("job-1", rank=1, deadline_s=soon()) == 1
     with pytest.raises(RendezvousError, match=r"job-3.json; rank 0 did not start"):
         read_port("job-3", rank=1, deadline_s=soon(0.05))
+
+
+def test_a_store_that_dies_during_the_meeting() -> None:
+    class Dead:
+        def set(self, key: str, value: str) -> None:
+            raise RuntimeError("Connection reset by peer")
+
+    with pytest.raises(RendezvousError, match="rank 0, which serves .* went away"):
+        check_in(Dead(), presence(1), rank=1, world_size=2, deadline_s=soon())

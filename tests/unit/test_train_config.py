@@ -32,9 +32,9 @@ PARTS = (TrainConfig, OptimConfig, EvalConfig, CheckpointConfig, SyncConfig)
 @pytest.mark.parametrize(
     ("part", "name", "value", "message"),
     [
-        (OptimConfig, "lr", 0.0, r"optim.lr must be positive; got 0.0"),
-        (OptimConfig, "lr", -1e-3, r"optim.lr must be positive; got -0.001"),
-        (OptimConfig, "lr", math.nan, r"optim.lr must be positive; got nan"),
+        (OptimConfig, "lr", 0.0, r"optim.lr must be a positive number; got 0.0"),
+        (OptimConfig, "lr", -1e-3, r"optim.lr must be a positive number; got -0.001"),
+        (OptimConfig, "lr", math.nan, r"optim.lr must be a positive number; got nan"),
         (OptimConfig, "min_lr_ratio", -0.1, r"optim.min_lr_ratio must be in 0..1; got -0.1"),
         (OptimConfig, "min_lr_ratio", 1.1, r"optim.min_lr_ratio must be in 0..1; got 1.1"),
         (OptimConfig, "warmup_steps", -1, r"optim.warmup_steps must not be negative; got -1"),

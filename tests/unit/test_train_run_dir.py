@@ -163,3 +163,11 @@ def test_another_runs_checkpoints_are_safe(path: Path) -> None:
 
 def test_a_fresh_directory_is_named_after_preset_and_time() -> None:
     assert re.fullmatch(r"runs/tiny-\d{8}-\d{6}", default_out(CONFIG))
+
+
+def test_metrics_stay_json_when_a_loss_is_not_a_number(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    run_dir.begin(recipe("tiny"), World(), threads=1, done_steps=0)
+    run_dir.log_metrics({"step": 1, "train/loss": float("nan")})
+    run_dir.close()
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["train/loss"] is None

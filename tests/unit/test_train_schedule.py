@@ -101,3 +101,13 @@ def test_a_pure_function_of_the_step(config: OptimConfig, total_steps: int, step
     """Asked out of order, as after a resume, it says the same."""
     assume(step < total_steps)
     assert learning_rate(config, step, total_steps) == curve(config, total_steps)[step]
+
+
+def test_a_decay_that_begins_before_the_warm_up_ends_still_has_the_peak() -> None:
+    config = OptimConfig(
+        lr=1.0, schedule="wsd", warmup_steps=6, decay_fraction=0.8, min_lr_ratio=0.1
+    )
+    rates = curve(config, 10)
+    assert rates[6] == 1.0
+    assert rates[9] == pytest.approx(0.1)
+    assert rates[6:] == sorted(rates[6:], reverse=True)

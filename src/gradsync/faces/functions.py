@@ -54,9 +54,13 @@ def setup_distributed(rank: int, world_size: int, backend: str | None = None) ->
     Raises:
         LaunchError, RendezvousError: as `gs.init`.
     """
-    names = ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    env = {name: value for name in names if (value := environ.get(name))}
-    env |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    env = environ.snapshot()
+    mine = {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    if any(env.get(name) != value for name, value in mine.items()):
+        # Not what a launcher says about this process: its other variables are not ours either.
+        names = ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        kept = (*names, "GLOO_SOCKET_IFNAME")
+        env = mine | {name: env[name] for name in kept if name in env}
     options = SessionOptions(backend=None if backend == "nccl" else backend)
     session = Session(options, env=env)
     session.open()

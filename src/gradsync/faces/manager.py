@@ -10,6 +10,7 @@ from gradsync.comm.base import Communicator
 from gradsync.comm.choose import communicator
 from gradsync.comm.single import SingleCommunicator
 from gradsync.data.loader import Loader, loader
+from gradsync.errors import ConfigError
 from gradsync.runtime.session import Session, SessionOptions
 from gradsync.world import World
 
@@ -105,9 +106,15 @@ class DDPManager:
     def all_reduce(
         self, tensor: Tensor, op: Literal["sum", "mean", "min", "max"] = "mean"
     ) -> Tensor:
-        """Combine `tensor` (any shape) over all ranks, in place; returns it."""
+        """Combine `tensor` (any shape) over all ranks, in place; returns it.
+
+        Raises:
+            ConfigError: the mean of integers, which would not be one.
+        """
+        if op == "mean" and not tensor.is_floating_point():
+            raise ConfigError(f"the mean of {tensor.dtype} is no {tensor.dtype}; use op='sum'")
         self._comm.all_reduce(tensor, "sum" if op == "mean" else op).wait()
-        return tensor.div_(self.world.world_size) if op == "mean" else tensor
+        return tensor.div_(self._comm.world_size) if op == "mean" else tensor
 
     def barrier(self) -> None:
         """Return once every rank has called it."""

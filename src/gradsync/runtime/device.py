@@ -33,7 +33,7 @@ def device_name(requested: str, local_rank: int, visible: int) -> str:
             "or use --device cpu"
         )
     if index:
-        if not index.isdigit() or int(index) >= visible:
+        if not (index.isascii() and index.isdecimal()) or int(index) >= visible:
             raise LaunchError(f"device {requested!r}: only {visible} CUDA device(s) are visible")
         return f"cuda:{index}"
     return f"cuda:{local_rank % visible}"

@@ -118,6 +118,14 @@ class FailureWatch:
             return PeerError(_coordinator_gone(self._rank), rank=0)
         return PeerError(f"{_obituary(silent)}; this rank ({self._rank}) saw: {error}")
 
+    def peer_failure(self) -> PeerError | None:
+        """What another rank has written down by now, if any."""
+        try:
+            failure = self._read()
+        except Exception:
+            return None  # the store has gone, in good order
+        return failure.as_error() if failure is not None else None
+
     def _wait_for_survivors(self, num_silent: int) -> None:
         """Rank 0 serves the store: it stays until the others know as much as it does."""
         self._store.add("settled", 1)

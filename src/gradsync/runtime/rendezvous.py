@@ -68,12 +68,18 @@ class Meeting:
             self._note = None
 
     def say_farewell(self, world: World, timeout_s: float) -> None:
-        """The rank that serves the store leaves last, or others would lose it in mid-sentence."""
+        """The rank that serves the store leaves last, or others would lose it in mid-sentence.
+
+        When a rank has failed, nobody need be waited for.
+        """
         try:
             self.store.add("farewell", 1)
             if self._server is not None:
                 wait_until(
-                    lambda: self.store.add("farewell", 0) >= world.world_size,
+                    lambda: (
+                        self.store.add("farewell", 0) >= world.world_size
+                        or self.store.check(["failure"])
+                    ),
                     time.monotonic() + timeout_s,
                 )
         except Exception:  # the server has gone already; there is nobody left to be polite to
@@ -117,7 +123,9 @@ def meet(env: Mapping[str, str], resolution: Resolution, *, deadline_s: float) -
     world = resolution.world
     serves = world.is_main and not plan.hosted_by_agent
     server, note = None, None
-    address, port = plan.address or "127.0.0.1", plan.port
+    address, port = plan.address, plan.port
+    if world.one_host and not plan.hosted_by_agent:
+        address = "127.0.0.1"  # where rank 0 listens, whatever name the host was given
     if plan.kind == "mpi":
         server, address, port = _meet_by_mpi(world, plan.port)
     elif serves:

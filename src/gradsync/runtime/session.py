@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import TracebackType
 
-from gradsync.errors import RunError
+from gradsync.errors import LaunchError, RunError
 from gradsync.runtime import environ
 from gradsync.runtime.device import check_not_shared, choose_device, device_identity
 from gradsync.runtime.failure import FailureWatch
@@ -118,6 +118,7 @@ class Session:
             if orderly or error is None:
                 watch.stop()
                 self._meeting.say_farewell(self.world, _FAREWELL_S)
+                cause = watch.peer_failure()
             else:
                 cause = watch.settle(error)
                 self._abort_cuda_group()
@@ -158,6 +159,8 @@ class Session:
 
     def _set_up_compute(self, world: World) -> None:
         options = self.options
+        if options.threads is not None and options.threads < 1:
+            raise LaunchError(f"threads must be at least 1; got {options.threads}")
         self.threads = choose_threads(world.local_world_size, requested=options.threads)
         self._stack.callback(pin_threads, pin_threads(self.threads))
         self.world = replace(world, device=choose_device(options.device, world.local_rank))

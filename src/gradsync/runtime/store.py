@@ -76,21 +76,21 @@ def join_store(address: str, port: int, *, rank: int, deadline_s: float) -> Any:
     """
     # Knock with a plain socket first: torch's client logs a stack trace for every failed try.
     started = time.monotonic()
-    problem = "no answer"
+    problem = ""  # at least one try, however late it is
     while True:
         left = deadline_s - time.monotonic()
-        if left <= 0:
+        if left <= 0 and problem:
             raise RendezvousError(
                 f"rank {rank} could not reach the coordinator at {address}:{port} within "
                 f"{time.monotonic() - started:.0f} s ({problem}); is rank 0 running, is "
                 "MASTER_ADDR/MASTER_PORT right, and is the port open between the hosts?"
             )
         try:
-            socket.create_connection((address, port), timeout=min(left, 5.0)).close()
+            socket.create_connection((address, port), timeout=min(max(left, 0.1), 5.0)).close()
             break
         except OSError as error:
             problem = error.strerror or str(error)
-            time.sleep(min(_POLL_S, left))
+            time.sleep(_POLL_S)
     return _connect(address, port, rank=rank, deadline_s=deadline_s)
 
 
@@ -117,7 +117,7 @@ def _connect(address: str, port: int, *, rank: int, deadline_s: float) -> Any:
 
     thread = threading.Thread(target=connect, name="gradsync-connect", daemon=True)
     thread.start()
-    thread.join(max(deadline_s - time.monotonic(), 1.0))
+    thread.join(min(max(deadline_s - time.monotonic(), 1.0), threading.TIMEOUT_MAX))
     if not outcome or isinstance(outcome[0], Exception):
         reason = str(outcome[0]).splitlines()[0] if outcome else "no sensible answer"
         raise RendezvousError(
@@ -135,15 +135,20 @@ def check_in(
     Raises:
         RendezvousError: naming the ranks that did not come.
     """
-    store.set(f"here/{rank}", json.dumps(asdict(presence)))
     keys = [f"here/{other}" for other in range(world_size)]
-    if not wait_until(lambda: store.check(keys), deadline_s):
+    try:
+        store.set(f"here/{rank}", json.dumps(asdict(presence)))
+        if wait_until(lambda: store.check(keys), deadline_s):
+            return [Presence(**json.loads(value)) for value in store.multi_get(keys)]
         missing = [other for other in range(world_size) if not store.check([f"here/{other}"])]
+    except RuntimeError as error:  # torch's DistNetworkError is one
         raise RendezvousError(
-            f"rank {rank} waited in vain for rank(s) {_short(missing)} of {world_size}; they did "
-            "not start, crashed on the way, or were given another coordinator"
-        )
-    return [Presence(**json.loads(value)) for value in store.multi_get(keys)]
+            f"rank {rank}: rank 0, which serves the rendezvous store, went away while the ranks met"
+        ) from error
+    raise RendezvousError(
+        f"rank {rank} waited in vain for rank(s) {_short(missing)} of {world_size}; they did not "
+        "start, crashed on the way, or were given another coordinator"
+    )
 
 
 def wait_until(holds: Callable[[], bool], deadline_s: float) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from tyro.conf import Suppress
 
@@ -18,6 +18,11 @@ CompileOrder = Literal["none", "model", "ddp"]
 def _require(holds: bool, message: str) -> None:
     if not holds:
         raise ConfigError(message)
+
+
+def _require_one_of(name: str, value: str, allowed: object) -> None:
+    names = get_args(allowed)
+    _require(value in names, f"{name} must be one of {', '.join(names)}; got {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +53,8 @@ class OptimConfig:
     """Torch's fused AdamW kernel."""
 
     def __post_init__(self) -> None:
-        _require(self.lr > 0, f"optim.lr must be positive; got {self.lr}")
+        _require_one_of("optim.schedule", self.schedule, Schedule)
+        _require(0 < self.lr < float("inf"), f"optim.lr must be a positive number; got {self.lr}")
         _require(
             0 <= self.min_lr_ratio <= 1,
             f"optim.min_lr_ratio must be in 0..1; got {self.min_lr_ratio}",
@@ -182,8 +188,11 @@ class TrainConfig:
     """Options of sync=ddp."""
 
     def __post_init__(self) -> None:
+        _require_one_of("dtype", self.dtype, Dtype)
+        _require_one_of("compile", self.compile, CompileOrder)
         for name in ("steps", "tokens_per_update", "micro_batch_size", "log_every"):
             value = getattr(self, name)
+            _require(isinstance(value, int), f"{name} must be an integer; got {value!r}")
             _require(value >= 1, f"{name} must be at least 1; got {value}")
         for name in ("num_workers", "sample_tokens"):
             value = getattr(self, name)

@@ -24,7 +24,7 @@ def evaluate(
     wrapper: a wrapper's forward would communicate.
 
     Raises:
-        RunError: the samples counted are not the samples there are.
+        RunError: the samples counted are not the samples there are, or no target counts.
     """
     was_training = model.training
     model.eval()
@@ -43,4 +43,6 @@ def evaluate(
         raise RunError(
             f"evaluation counted {num_samples:.0f} samples, the set has {leaves.total_samples}"
         )
+    if not num_targets:
+        raise RunError("the evaluation set has no target that counts: all of them are -100")
     return loss / num_targets

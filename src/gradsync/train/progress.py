@@ -12,6 +12,8 @@ from typing import Any, TextIO
 
 log = logging.getLogger("gradsync")
 
+_WIDTH_FOR_BAR = 88
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tick:
@@ -84,7 +86,9 @@ class Progress:
             return
         with self._printing():
             if self._live is not None:
-                self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
+                self._live.console.print(
+                    text, markup=False, emoji=False, highlight=False, soft_wrap=True
+                )
             else:
                 print(text, file=self._stream, flush=True)
 
@@ -134,14 +138,17 @@ def _live_line(stream: TextIO) -> Any:
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Live
 
+    console = Console(file=stream)
+    # The figures matter more than the bar where there is no room for both.
+    bar = [BarColumn(bar_width=10)] if console.width >= _WIDTH_FOR_BAR else []
     return Live(
         TextColumn("step"),
         MofNCompleteColumn(),
-        BarColumn(bar_width=10),
+        *bar,
         TextColumn("{task.fields[say]}", markup=False),
         TextColumn("eta"),
         TimeRemainingColumn(),
-        console=Console(file=stream),
+        console=console,
     )
 
 

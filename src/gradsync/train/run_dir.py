@@ -4,6 +4,7 @@ for `logs/`."""
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import socket
@@ -56,7 +57,9 @@ class RunDir:
         """Append one object to `metrics.jsonl`."""
         if self._metrics is not None:
             with self._writing():
-                self._metrics.write(json.dumps(values) + "\n")
+                # JSON knows no nan and no infinity.
+                finite = {name: _finite(value) for name, value in values.items()}
+                self._metrics.write(json.dumps(finite) + "\n")
                 self._metrics.flush()
 
     def write_json(self, name: str, value: Any) -> None:
@@ -109,6 +112,10 @@ def describe_environment(world: World, threads: int) -> dict[str, Any]:
         "threads": threads,
         "cores": os.cpu_count(),
     }
+
+
+def _finite(value: float | int | None) -> float | int | None:
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _replace(path: Path, text: str) -> None:

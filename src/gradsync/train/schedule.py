@@ -30,6 +30,6 @@ def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
     if config.schedule == "cosine":
         progress = (step - warmup) / max(last - warmup, 1)
         return floor + (config.lr - floor) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
-    decay = max(round(config.decay_fraction * total_steps), 1)
+    decay = max(min(round(config.decay_fraction * total_steps), last - warmup), 1)
     progress = (step - (last - decay)) / decay
     return config.lr + (floor - config.lr) * min(max(progress, 0.0), 1.0)

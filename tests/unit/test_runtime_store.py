@@ -291,5 +291,5 @@ def test_a_store_that_dies_during_the_meeting() -> None:
         def set(self, key: str, value: str) -> None:
             raise RuntimeError("Connection reset by peer")
 
-    with pytest.raises(RendezvousError, match="rank 0, which serves .* went away"):
+    with pytest.raises(RendezvousError, match=r"rank 0, which serves .* went away"):
         check_in(Dead(), presence(1), rank=1, world_size=2, deadline_s=soon())

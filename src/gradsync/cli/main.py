@@ -46,12 +46,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's own); returns the exit code."""
     try:
         code = _main(argv)
-        sys.stdout.flush()
-        return code
     except BrokenPipeError:
-        # The reader of our output has gone (`| head`). Python would flush once more at its end.
+        code = 1
+    try:
+        sys.stdout.flush()
+    except OSError:
+        # The reader of our output has gone (`| head`, a closed terminal). Python would flush once
+        # more at its end, and complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    return code
 
 
 def _main(argv: Sequence[str] | None) -> int:

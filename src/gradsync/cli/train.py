@@ -9,7 +9,7 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from gradsync.data.plan import BatchPlan, solve_batch_plan
+from gradsync.data.plan import BatchPlan
 from gradsync.errors import ConfigError, DataError
 from gradsync.runtime import environ
 from gradsync.runtime.resolve import resolve
@@ -73,12 +73,7 @@ def check_request(config: TrainConfig, world_size: int) -> BatchPlan:
         )
     if config.out and Path(config.out).exists() and not Path(config.out).is_dir():
         raise ConfigError(f"--out {config.out} is a file; name a directory")
-    return solve_batch_plan(
-        tokens_per_update=config.tokens_per_update,
-        seq_len=config.sequence_length,
-        micro_batch_size=config.micro_batch_size,
-        world_size=world_size,
-    )
+    return config.batch_plan(world_size)
 
 
 def _start_ranks(config: TrainConfig, flags: list[str], as_json: bool) -> int:

@@ -7,6 +7,7 @@ from typing import Literal, get_args
 
 from tyro.conf import Suppress
 
+from gradsync.data.plan import BatchPlan, solve_batch_plan
 from gradsync.errors import ConfigError
 from gradsync.models.config import GPTConfig
 
@@ -210,6 +211,19 @@ class TrainConfig:
         _require(
             self.compile != "ddp" or self.sync == "ddp",
             f"compile=ddp wraps torch DDP, but sync={self.sync}; use compile=model",
+        )
+
+    def batch_plan(self, world_size: int) -> BatchPlan:
+        """The exact batch arithmetic on `world_size` ranks.
+
+        Raises:
+            ConfigError: it cannot be exact; the nearest legal values are named.
+        """
+        return solve_batch_plan(
+            tokens_per_update=self.tokens_per_update,
+            seq_len=self.sequence_length,
+            micro_batch_size=self.micro_batch_size,
+            world_size=world_size,
         )
 
     @property

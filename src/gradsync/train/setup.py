@@ -14,7 +14,7 @@ from gradsync.data.corpus import default_corpus
 from gradsync.data.evaluation import EvalLeaves, eval_leaves
 from gradsync.data.loader import Loader, loader
 from gradsync.data.meta import Meta, read_meta
-from gradsync.data.plan import BatchPlan, solve_batch_plan
+from gradsync.data.plan import BatchPlan
 from gradsync.data.tokens import open_dataset
 from gradsync.errors import ConfigError
 from gradsync.models.config import GPTConfig
@@ -56,20 +56,6 @@ class Learner:
     """`torch.amp.GradScaler` for fp16, else None."""
 
 
-def plan_batch(config: TrainConfig, world_size: int) -> BatchPlan:
-    """The exact batch arithmetic of `config` on `world_size` ranks.
-
-    Raises:
-        ConfigError: it cannot be exact; the nearest legal values are named.
-    """
-    return solve_batch_plan(
-        tokens_per_update=config.tokens_per_update,
-        seq_len=config.sequence_length,
-        micro_batch_size=config.micro_batch_size,
-        world_size=world_size,
-    )
-
-
 def open_data(config: TrainConfig, world: World, comm: Communicator) -> Data:
     """Open the data sets; the default corpus is prepared by one rank of each host, once.
 
@@ -77,7 +63,7 @@ def open_data(config: TrainConfig, world: World, comm: Communicator) -> Data:
         ConfigError: the batch arithmetic is not exact.
         DataError: missing, truncated or altered files.
     """
-    plan = plan_batch(config, world.world_size)
+    plan = config.batch_plan(world.world_size)
     if config.data:
         directory = Path(config.data)
     else:

@@ -1,0 +1,71 @@
+"""`gradsync sample`: text from a run, with the tokenizer it was trained with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gradsync.cli.main import main
+from gradsync.data.prepare import prepare
+
+FLAGS = (
+    *("--steps", "2", "--device", "cpu", "--dtype", "fp32", "--sample-tokens", "0"),
+    *("--model.n-layer", "1", "--model.n-embd", "32", "--model.n-head", "2"),
+    *("--model.block-size", "16", "--micro-batch-size", "2", "--tokens-per-update", "64"),
+)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps on a little text; its data lies beside it."""
+    home = tmp_path_factory.mktemp("sample")
+    text = home / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 60)
+    prepare([text], home / "data", val_fraction=0.2)
+    prepare([text], home / "other", val_fraction=0.2, tokenizer="bpe", vocab_size=270)
+    out = home / "run"
+    assert main(["train", "tiny", *FLAGS, "--data", str(home / "data"), "--out", str(out)]) == 0
+    return out
+
+
+def test_the_same_seed_gives_the_same_text(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = []
+    for seed in ("1", "1", "2"):
+        assert main(["sample", str(run), "--prompt", "the ", "--tokens", "20", "--seed", seed]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+    assert texts[0].startswith("the ")
+
+
+def test_json_names_the_checkpoint(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sample", str(run / "checkpoints" / "step-00000002"), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["checkpoint"].endswith("step-00000002")
+    assert document["text"].startswith("def ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["nowhere"], 1, "nowhere: no checkpoint there"),
+        (["RUN", "--data", "OTHER"], 2, "another tokenizer (bpe 270"),
+        (["RUN", "--tokens", "-1"], 2, "--tokens must not be negative; got -1"),
+        (["RUN", "--temperature", "-1"], 2, "temperature"),
+    ],
+)
+def test_bad_requests(
+    run: Path,
+    arguments: list[str],
+    code: int,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    places = {"RUN": str(run), "OTHER": str(run.parent / "other")}
+    try:
+        got: object = main(["sample", *(places.get(each, each) for each in arguments)])
+    except SystemExit as stop:  # what is wrong with a flag itself, the parser says
+        got = stop.code
+    assert got == code
+    assert message in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from gradsync.comm.choose import communicator
 from gradsync.comm.single import SingleCommunicator
 from gradsync.errors import ConfigError
 from gradsync.sync.gradient_sync import replicate
+from gradsync.sync.reducer import sum_gradients
 from gradsync.sync.registry import STRATEGIES
 from support.rank_session import open_session
 from support.sync_cases import CASES, Case, assert_equal_to_one_rank, train_case
@@ -100,3 +102,24 @@ def _exposed(rank: int, world_size: int, store_path: str, name: str) -> list[int
 def test_each_step_has_its_own_reading(pool: Any, name: str) -> None:
     for identities in pool.run(_exposed, 2, name):
         assert len(set(identities)) == 3
+
+
+def _count_sums_after_backward(rank: int, world_size: int, store_path: str) -> int:
+    """How often DDP's adapter had to sum by itself, over three ordinary steps."""
+    calls: list[int] = []
+
+    def counted(*arguments: Any) -> Any:
+        calls.append(1)
+        return sum_gradients(*arguments)
+
+    with (
+        mock.patch("gradsync.sync.torch_ddp.sum_gradients", counted),
+        open_session(rank, world_size, store_path) as world,
+    ):
+        train_case(CASES[0], "ddp", communicator(world))
+    return len(calls)
+
+
+def test_ddp_reduces_during_backward(pool: Any) -> None:
+    """The sums would be right after backward, too; then DDP would not be DDP."""
+    assert pool.run(_count_sums_after_backward, 2) == [0, 0]

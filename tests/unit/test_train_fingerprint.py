@@ -11,7 +11,6 @@ import torch
 from gradsync.errors import CheckpointError
 from gradsync.train.config import TrainConfig
 from gradsync.train.fingerprint import Fingerprint, compare, numeric_fingerprint
-from gradsync.train.setup import plan_batch
 from gradsync.world import World
 
 CONFIG = TrainConfig(tokens_per_update=4096, micro_batch_size=4, seq_len=128, dtype="fp32")
@@ -21,7 +20,7 @@ REQUESTED = ("dtype", "sync", "compile", "leaf_shape", "num_leaves")
 
 def fingerprint(config: TrainConfig = CONFIG, ranks: int = 2, **changes: Any) -> Fingerprint:
     world = World(world_size=ranks, local_world_size=ranks, **changes)
-    return numeric_fingerprint(config, world, plan_batch(config, ranks), threads=3)
+    return numeric_fingerprint(config, world, config.batch_plan(ranks), threads=3)
 
 
 def test_what_is_written_down(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +75,7 @@ def test_ranks_of_one_run_agree() -> None:
     worlds = [
         World(rank=rank, world_size=2, local_rank=rank, local_world_size=2) for rank in (0, 1)
     ]
-    plan = plan_batch(CONFIG, 2)
+    plan = CONFIG.batch_plan(2)
     first, second = (numeric_fingerprint(CONFIG, world, plan, threads=3) for world in worlds)
     assert first == second
 

@@ -61,6 +61,24 @@ def test_a_forward_past_ddp_is_named(pool: Any) -> None:
         assert "the forward did not go through `sync.forward(...)`" in message
 
 
+def _without_micro_step(rank: int, world_size: int, store_path: str) -> tuple[str, bool]:
+    with open_session(rank, world_size, store_path) as world:
+        sync = replicate(nn.Linear(2, 2), world, sync="ddp")
+        with torch.no_grad():
+            finite = bool(sync.forward(torch.ones(1, 2)).isfinite().all())  # evaluation may
+        try:
+            sync.backward(sync.forward(torch.ones(1, 2)).sum(), weight=1)
+        except ConfigError as error:
+            return str(error), finite
+    return "", finite
+
+
+def test_a_leaf_outside_of_micro_step_is_refused(pool: Any) -> None:
+    for message, evaluated in pool.run(_without_micro_step, 2):
+        assert "`with sync.micro_step(last=leaf.is_last):`" in message
+        assert evaluated
+
+
 def _flag_after_forward(rank: int, world_size: int, store_path: str) -> float:
     """The known trap: synchronisation switched off for the backward only."""
     with open_session(rank, world_size, store_path) as world:

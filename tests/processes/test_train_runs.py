@@ -170,3 +170,11 @@ def test_activation_checkpointing_changes_no_bit(
         pool.run(train_rank, 2, config)[0].summary["weights_sha256"] for config in (plain, other)
     }
     assert len(hashes) == 1
+
+
+def test_a_signal_in_the_last_step_comes_too_late(pool: Any, data: Path, tmp_path: Path) -> None:
+    config = small_config(tmp_path, data, steps=4)
+    results = pool.run(train_rank, 2, config, Inject(rank=1, step=3, what="SIGTERM"))
+    assert [result.exit_code for result in results] == [0, 0]
+    assert results[0].summary["stopped_by"] == ""
+    assert results[0].summary["val_loss"] is not None

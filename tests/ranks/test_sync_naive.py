@@ -67,6 +67,10 @@ def test_bad_requests() -> None:
         ConfigError, match="unknown sync strategy 'naiv'; perhaps you meant 'naive'"
     ):
         find_strategy("naiv")
+    with pytest.raises(ConfigError, match=r"sync='naive' has no option 'bucket_mb' \(it has: none"):
+        replicate(nn.Linear(2, 2), sync="naive", bucket_mb=1.0)
+    with pytest.raises(ConfigError, match=r"no option 'bucket_size' .it has: bucket_mb"):
+        replicate(nn.Linear(2, 2), sync="ddp", bucket_size=1.0)
     with pytest.raises(RunError, match="no trainable parameter"):
         replicate(nn.Linear(2, 2).requires_grad_(False), sync="naive")
 

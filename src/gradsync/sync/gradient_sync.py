@@ -19,7 +19,7 @@ from gradsync.comm.base import Communicator
 from gradsync.comm.choose import communicator
 from gradsync.errors import RunError
 from gradsync.sync.reducer import Reducer, trainable
-from gradsync.sync.registry import find_strategy
+from gradsync.sync.registry import build_reducer, find_strategy
 from gradsync.sync.stopwatch import Stopwatch
 from gradsync.world import World
 
@@ -182,8 +182,5 @@ def replicate(
         ConfigError: unknown strategy or option.
         RunError: several ranks but no process group; no trainable parameter.
     """
-    strategy = find_strategy(sync)
     comm = comm or communicator(world or World())
-    if strategy.needs_group and comm.world_size == 1:
-        strategy, options = find_strategy("naive"), {}
-    return GradientSync(model, comm, strategy.build(model, comm, **options))
+    return GradientSync(model, comm, build_reducer(find_strategy(sync), model, comm, options))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
@@ -27,14 +27,16 @@ class Strategy:
     """Bytes per rank and step (S = size of the gradients, W = ranks), operations, memory."""
     build: Callable[..., Reducer]
     """`build(model, comm, **options)`."""
+    options: tuple[str, ...] = ()
+    """Names that `build` knows."""
     needs_group: bool = False
     """True when one rank has no use for it (then `naive`'s code runs, which does nothing)."""
 
 
-def _naive(model: nn.Module, comm: Communicator, **options: Any) -> Reducer:
+def _naive(model: nn.Module, comm: Communicator) -> Reducer:
     from gradsync.sync.naive import NaiveReducer
 
-    return NaiveReducer(model, comm, **options)
+    return NaiveReducer(model, comm)
 
 
 def _ddp(model: nn.Module, comm: Communicator, **options: Any) -> Reducer:
@@ -57,10 +59,28 @@ STRATEGIES: dict[str, Strategy] = {
             summary="torch's DistributedDataParallel, buckets overlapped with backward",
             cost="2(W-1)/W S bytes, one operation per bucket, S bytes of buckets",
             build=_ddp,
+            options=("bucket_mb", "find_unused_parameters", "compile_wrapper"),
             needs_group=True,
         ),
     )
 }
+
+
+def build_reducer(
+    strategy: Strategy, model: nn.Module, comm: Communicator, options: Mapping[str, Any]
+) -> Reducer:
+    """Bind `strategy` to a model and a communicator.
+
+    Raises:
+        ConfigError: an option it does not know, naming those it does.
+    """
+    for name in options:
+        if name not in strategy.options:
+            known = ", ".join(strategy.options) or "none"
+            raise ConfigError(f"sync={strategy.name!r} has no option {name!r} (it has: {known})")
+    if strategy.needs_group and comm.world_size == 1:
+        return _naive(model, comm)
+    return strategy.build(model, comm, **options)
 
 
 def find_strategy(name: str) -> Strategy:

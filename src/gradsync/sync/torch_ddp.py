@@ -67,6 +67,7 @@ class TorchDdpReducer:
             find_unused_parameters=find_unused_parameters,
         )
         self._called: Any = torch.compile(self._ddp) if compile_wrapper else self._ddp
+        self._in_micro_step = False
         self._synchronised = False
         self._forwards = 0
         self._watch = Stopwatch(on_cuda=any(p.is_cuda for p in self._parameters))
@@ -77,7 +78,17 @@ class TorchDdpReducer:
             parameter.register_post_accumulate_grad_hook(lambda _: watch.start())
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """The model, through DDP; counted, so that a forward past it is noticed."""
+        """The model, through DDP; counted, so that a forward past it is noticed.
+
+        Raises:
+            ConfigError: outside of `micro_step` while gradients are recorded: DDP would synchronise
+                in every backward, and hang once ranks have different numbers of leaves.
+        """
+        if torch.is_grad_enabled() and not self._in_micro_step:
+            raise ConfigError(
+                "sync='ddp': enclose forward and backward of each leaf in "
+                "`with sync.micro_step(last=leaf.is_last):`"
+            )
         self._forwards += 1
         return self._called(*inputs, **named)
 
@@ -93,13 +104,17 @@ class TorchDdpReducer:
     def micro_step(self, *, last: bool) -> Iterator[None]:
         """Synchronise in this backward, or (`no_sync`, forward included) only accumulate."""
         before = self._forwards
-        if last:
-            yield
-            self._synchronised = True
-            self._watch.stop()
-        else:
-            with self._ddp.no_sync():
+        self._in_micro_step = True
+        try:
+            if last:
                 yield
+                self._synchronised = True
+                self._watch.stop()
+            else:
+                with self._ddp.no_sync():
+                    yield
+        finally:
+            self._in_micro_step = False
         if self._forwards == before:
             raise ConfigError(
                 "sync='ddp': the forward did not go through `sync.forward(...)`, so torch DDP "

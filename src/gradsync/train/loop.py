@@ -87,17 +87,17 @@ class Trainer:
             lr = learning_rate(config.optim, totals.step, config.steps)
             result = self._train_step(step, lr, stop)
             totals.step += 1
-            last = totals.step == config.steps or result.stop
+            stopped = result.stop and totals.step < config.steps
+            last = stopped or totals.step == config.steps
             if last or _due(totals.step, config.log_every) or totals.step == done_steps + 1:
                 self._log(totals, result, lr)
-            if not result.stop and (last or _due(totals.step, config.eval.every)):
+            if not stopped and (last or _due(totals.step, config.eval.every)):
                 self._evaluate(totals)
             if last or _due(totals.step, config.checkpoint.every):
                 self._save(totals.step)
+            if stopped:
+                totals.stopped_by = stop.signal_name or "a signal to another rank"
             if last:
-                totals.stopped_by = (
-                    (stop.signal_name or "a signal to another rank") if result.stop else ""
-                )
                 break
         return totals
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from gradsync.errors import LaunchError, PeerError, RendezvousError, RunError
+from gradsync.runtime.gloo_group import wait_until_workers_sleep
 from gradsync.runtime.session import Session, SessionOptions
 from gradsync.runtime.store import host_store, own_address, wait_until
 from support.rank_session import open_session
@@ -368,3 +369,29 @@ def test_a_rank_that_is_done_hears_of_the_one_that_failed(pool: Any) -> None:
 def test_no_thread_is_no_number_of_threads() -> None:
     with pytest.raises(LaunchError, match="threads must be at least 1; got 0"):
         Session(SessionOptions(threads=0), env={}).open()
+
+
+def order_of_the_end(rank: int, world_size: int, store_path: str) -> list[str]:
+    calls: list[str] = []
+    destroy = dist.destroy_process_group
+
+    def wait(timeout_s: float = 2.0) -> bool:
+        calls.append("workers sleep")
+        return wait_until_workers_sleep(timeout_s)
+
+    def noted() -> None:
+        calls.append("destroy")
+        destroy()
+
+    with (
+        mock.patch("gradsync.runtime.session.wait_until_workers_sleep", wait),
+        mock.patch.object(dist, "destroy_process_group", noted),
+        open_session(rank, world_size, store_path),
+    ):
+        sum_of_ranks(rank)
+    return calls
+
+
+def test_gloos_workers_are_at_rest_before_the_group_goes(pool: Any) -> None:
+    """Its destructor joins them while it holds the lock they may want: a rare, endless hang."""
+    assert pool.run(order_of_the_end, 2) == [["workers sleep", "destroy"]] * 2

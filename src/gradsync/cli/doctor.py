@@ -17,8 +17,6 @@ from gradsync.runtime.coordinator import CoordinatorPlan, plan_coordinator
 from gradsync.runtime.resolve import Resolution, resolve
 from gradsync.runtime.threads import choose_threads
 
-SUMMARY = "show which launcher was found and why, and what the machine offers"
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DoctorOptions:

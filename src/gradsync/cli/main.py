@@ -1,7 +1,7 @@
 """The `gradsync` command: pick a sub-command, run it, turn errors into one line and an exit code.
 
-Each command is a module of this package with `SUMMARY` and `run(argv) -> exit code`, imported only
-when it is asked for: `gradsync --help` answers without torch.
+Each command is a module of this package with `run(argv) -> exit code`, imported only when it is
+asked for: `gradsync --help` answers without torch.
 
 Exit codes: 0 done · 1 failed · 2 usage or configuration · 75 stopped cleanly after a signal,
 checkpoint written · 130 interrupted twice.

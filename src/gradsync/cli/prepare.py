@@ -12,8 +12,6 @@ import tyro
 from gradsync.data.meta import Meta
 from gradsync.data.prepare import prepare
 
-SUMMARY = "turn text files, folders or JSON lines into token files"
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrepareOptions:

@@ -12,8 +12,6 @@ from tyro.conf import Positional
 
 from gradsync.errors import ConfigError, DataError
 
-SUMMARY = "generate text from a checkpoint"
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleConfig:

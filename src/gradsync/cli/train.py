@@ -18,8 +18,6 @@ from gradsync.train.config import TrainConfig
 from gradsync.train.config_io import parse_config
 from gradsync.world import World
 
-SUMMARY = "train a GPT on 1..N ranks, from any launcher"
-
 
 def run(argv: list[str]) -> int:
     """See `gradsync train --help`. `--json` prints the summary, `--dry-run` only the plan."""

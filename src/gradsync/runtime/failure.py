@@ -28,6 +28,9 @@ _POLL_S = 0.25
 _GRACE_S = 5.0
 _SILENT_S = 2.0
 _TRACEBACK_LIMIT = 20_000
+# What the store's client raises once its server has gone (torch's DistError is a RuntimeError).
+# Nothing wider: a mistake of ours must not be reported as somebody else's death.
+_STORE_GONE = RuntimeError
 _LOST_PEER = re.compile(
     r"gloo|nccl|connection (closed|reset|refused)|broken pipe|recv|process ?group", re.IGNORECASE
 )
@@ -114,7 +117,7 @@ class FailureWatch:
                 return failure.as_error()
             silent = self._silent_ranks()
             self._wait_for_survivors(len(silent))
-        except Exception:  # whatever the store raises now, its server has gone
+        except _STORE_GONE:
             return PeerError(_coordinator_gone(self._rank), rank=0)
         return PeerError(f"{_obituary(silent)}; this rank ({self._rank}) saw: {error}")
 
@@ -122,7 +125,7 @@ class FailureWatch:
         """What another rank has written down by now, if any."""
         try:
             failure = self._read()
-        except Exception:
+        except _STORE_GONE:
             return None  # the store has gone, in good order
         return failure.as_error() if failure is not None else None
 
@@ -145,7 +148,7 @@ class FailureWatch:
                 lambda: self._store.add("acknowledged", 0) >= self._world_size - 1,
                 time.monotonic() + _SILENT_S,
             )
-        except Exception:
+        except _STORE_GONE:
             return  # the store's host has gone: nobody is left to be told
 
     def _read(self) -> Failure | None:
@@ -164,7 +167,7 @@ class FailureWatch:
                 if failure is None:
                     continue
                 message = str(failure.as_error())
-            except Exception:
+            except _STORE_GONE:
                 message = _coordinator_gone(self._rank)
             if not self._stop.wait(self._grace_s):
                 self._end_process(message)

@@ -82,7 +82,7 @@ class Meeting:
                     ),
                     time.monotonic() + timeout_s,
                 )
-        except Exception:  # the server has gone already; there is nobody left to be polite to
+        except RuntimeError:  # the server has gone already; nobody is left to be polite to
             return
 
     def torchrun_variables(self, world: World) -> dict[str, str]:

@@ -112,13 +112,13 @@ def _connect(address: str, port: int, *, rank: int, deadline_s: float) -> Any:
                     wait_for_workers=False,
                 )
             )
-        except Exception as error:
+        except RuntimeError as error:  # torch's DistError is one
             outcome.append(error)
 
     thread = threading.Thread(target=connect, name="gradsync-connect", daemon=True)
     thread.start()
     thread.join(min(max(deadline_s - time.monotonic(), 1.0), threading.TIMEOUT_MAX))
-    if not outcome or isinstance(outcome[0], Exception):
+    if not outcome or isinstance(outcome[0], RuntimeError):
         reason = str(outcome[0]).splitlines()[0] if outcome else "no sensible answer"
         raise RendezvousError(
             f"rank {rank}: what answers at {address}:{port} is no rendezvous store ({reason}); set "

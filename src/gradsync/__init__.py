@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from gradsync.faces.manager import DDPManager as DDPManager
     from gradsync.runtime.resolve import explain_world as explain_world
     from gradsync.runtime.session import init as init
-    from gradsync.sync.gradient_sync import replicate as replicate
+    from gradsync.sync.replicate import replicate as replicate
     from gradsync.world import World as World
 
 _HOMES = {
@@ -64,7 +64,7 @@ _HOMES = {
     "gradsync.faces.manager": ("DDPManager",),
     "gradsync.runtime.resolve": ("explain_world",),
     "gradsync.runtime.session": ("init",),
-    "gradsync.sync.gradient_sync": ("replicate",),
+    "gradsync.sync.replicate": ("replicate",),
     "gradsync.world": ("World",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

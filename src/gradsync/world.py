@@ -69,6 +69,18 @@ class World:
         """True when all ranks share one host."""
         return self.local_world_size == self.world_size
 
+    @classmethod
+    def from_process_group(cls) -> World:
+        """The world of torch's default process group, whoever made it; one rank without one.
+
+        All ranks call it at the same point: they tell each other their host names.
+        """
+        import torch.distributed as dist
+
+        if not dist.is_initialized():
+            return cls()
+        return _ask_process_group()
+
     def describe(self) -> str:
         """One line, `local_rank=2(4)` meaning local rank 2 of 4 on this host."""
         return (
@@ -97,3 +109,24 @@ def place(world: World, hosts: Sequence[str], *, trust_local: bool = True) -> Wo
     if trust_local:
         return placed
     return replace(placed, local_rank=mine.index(world.rank), local_world_size=len(mine))
+
+
+def _ask_process_group() -> World:
+    """Rank and size from torch; hosts by one all-gather of names, uint8 [256] per rank."""
+    import socket
+
+    import torch
+    import torch.distributed as dist
+
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    on_cpu = "gloo" in dist.get_backend_config() or "mpi" in dist.get_backend_config()
+    device = "cpu" if on_cpu else f"cuda:{torch.cuda.current_device()}"
+    name = socket.gethostname().encode()[:256].ljust(256)
+    mine = torch.tensor(list(name), dtype=torch.uint8, device=device)
+    names = [torch.empty_like(mine) for _ in range(world_size)]
+    dist.all_gather(names, mine)
+    hosts = [bytes(told.tolist()).decode().strip() for told in names]
+    if torch.cuda.is_available() and "nccl" in dist.get_backend_config():
+        device = f"cuda:{torch.cuda.current_device()}"
+    world = World(rank=rank, world_size=world_size, launcher="process group", device=device)
+    return place(world, hosts, trust_local=False)

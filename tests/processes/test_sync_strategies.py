@@ -12,9 +12,9 @@ from torch import nn
 from gradsync.comm.choose import communicator
 from gradsync.comm.single import SingleCommunicator
 from gradsync.errors import ConfigError
-from gradsync.sync.gradient_sync import replicate
 from gradsync.sync.reducer import sum_gradients
 from gradsync.sync.registry import STRATEGIES
+from gradsync.sync.replicate import replicate
 from support.rank_session import open_session
 from support.sync_cases import CASES, Case, assert_equal_to_one_rank, train_case
 

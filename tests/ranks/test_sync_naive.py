@@ -9,8 +9,8 @@ from torch import nn
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.single import SingleCommunicator
 from gradsync.errors import ConfigError, RunError
-from gradsync.sync.gradient_sync import replicate
 from gradsync.sync.registry import STRATEGIES, find_strategy
+from gradsync.sync.replicate import replicate
 from support.sync_cases import CASES, Case, assert_equal_to_one_rank, train_case
 from support.thread_ranks import run_thread_ranks
 

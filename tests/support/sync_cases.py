@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from gradsync.comm.base import Communicator
 from gradsync.data.plan import share
-from gradsync.sync.gradient_sync import GradientSync, replicate
+from gradsync.sync.gradient_sync import GradientSync
+from gradsync.sync.replicate import replicate
 
 NUM_STEPS = 3
 _GLOBAL_RANDOM_STATE = threading.Lock()
@@ -100,7 +101,7 @@ def train_case(case: Case, sync_name: str, comm: Communicator, **options: Any) -
 def _leaf(case: Case, sync: GradientSync, step: int, index: int, *, last: bool) -> None:
     inputs, targets = leaf_of(step, index)
     weight = 0 if index in case.zero_weight_leaves else len(inputs)
-    with sync.micro_step(last=last):
+    with sync.micro_step(last=last, index=index):
         use_branch = case.branch_leaves is None or index in case.branch_leaves
         errors = ((sync.forward(inputs, use_branch) - targets) ** 2).sum(dim=1)
         loss = (errors * (1.0 if weight else 0.0)).sum()

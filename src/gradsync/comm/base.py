@@ -4,10 +4,16 @@ A `Communicator` answers three questions for a fixed set of ranks: who am I, how
 tensor, how do we hand one on. World size 1 is an ordinary communicator (`SingleCommunicator`), so
 callers never branch on it. Every collective returns a `Work`; somebody visibly calls `wait()`.
 All ranks must call the same collectives in the same order with equal shapes and dtypes.
+
+`exchange` is the one primitive that is no collective: messages between pairs of ranks. Algorithms
+of several steps (`ring`, `doubling`, `hierarchical`) are made of nothing else, so that they may run
+on a background thread beside the main thread's collectives: collectives are matched by the order
+in which they are issued, which two threads cannot promise; messages are matched by sender.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
@@ -28,8 +34,8 @@ class Work(Protocol):
         ...
 
 
-class Communicator(Protocol):
-    """Collectives over a fixed set of ranks, in torch's spelling."""
+class Messenger(Protocol):
+    """Messages between a fixed set of ranks: all that an algorithm of several steps needs."""
 
     @property
     def rank(self) -> int:
@@ -40,6 +46,27 @@ class Communicator(Protocol):
     def world_size(self) -> int:
         """Number of ranks."""
         ...
+
+    def exchange(
+        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
+    ) -> Work:
+        """One batch of messages: send each tensor to its rank, fill each tensor from its rank.
+
+        The k-th message from a to b meets the k-th receive at b from a, in this batch and over all
+        of them; both must have the same size and dtype. Nothing may be sent to oneself. A rank with
+        nothing to say need not call. A send may wait until its receive is there: two ranks that
+        swap do so in one batch. All batches of one communicator come from one thread at a time.
+        Buffers belong to the batch until `wait()` returns.
+
+        Args:
+            sends: (contiguous tensor of any shape, rank that gets it).
+            receives: (contiguous tensor of any shape, overwritten; rank it comes from).
+        """
+        ...
+
+
+class Communicator(Messenger, Protocol):
+    """Collectives over a fixed set of ranks, in torch's spelling, and messages."""
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         """Combine `tensor` (any shape) over all ranks, in place; all ranks get the same bits."""
@@ -67,3 +94,15 @@ class Done:
 
     def wait(self) -> None:
         """Return at once."""
+
+
+class AllOf:
+    """Several works as one."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        """Wait for each of them, in order."""
+        for work in self._works:
+            work.wait()

@@ -8,15 +8,20 @@ group's own methods also keeps us clear of names that torch renames between rele
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from gradsync.comm.base import ReduceOp, Work
+from gradsync.comm.base import AllOf, Done, ReduceOp, Work
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+# One tag for all our messages: the backends keep the order of messages between two ranks with one
+# tag. Not 0, which is what a user's own `dist.send` in the same group has.
+_TAG = 0x6773
 
 _OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
@@ -69,3 +74,32 @@ class ProcessGroupCommunicator:
         Torch's own barrier picks a GPU by itself, and may pick the wrong one (pytorch #124714).
         """
         self.all_reduce(torch.zeros(1)).wait()
+
+    def exchange(
+        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
+    ) -> Work:
+        """See `Communicator.exchange`. Empty tensors do not travel.
+
+        On a backend that can (NCCL) the batch is one coalesced operation, as in
+        `torch.distributed.batch_isend_irecv`: one after the other, sends would wait for receives
+        that their peer has not launched yet.
+        """
+        peers = [peer for _, peer in (*sends, *receives)]
+        assert self.rank not in peers, "a message to oneself"
+        sends = [(tensor, peer) for tensor, peer in sends if tensor.numel()]
+        receives = [(tensor, peer) for tensor, peer in receives if tensor.numel()]
+        if not sends and not receives:
+            return Done()
+        device = (sends or receives)[0][0].device
+        if device.type != "cpu" and self.group._get_backend(device).supports_coalescing:
+            self.group._start_coalescing(device)
+            self._post(sends, receives)
+            return self.group._end_coalescing(device)
+        return AllOf(self._post(sends, receives))
+
+    def _post(
+        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
+    ) -> list[Work]:
+        """Receives first: a message that is expected goes straight into its tensor."""
+        works = [self.group.recv([tensor], peer, _TAG) for tensor, peer in receives]
+        return works + [self.group.send([tensor], peer, _TAG) for tensor, peer in sends]

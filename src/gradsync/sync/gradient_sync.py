@@ -8,20 +8,19 @@ counts, padding (weight 0), unequal shares and ranks without data: no mean of me
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from gradsync.comm.base import Communicator
-from gradsync.comm.choose import communicator
 from gradsync.errors import RunError
-from gradsync.sync.reducer import Reducer, trainable
-from gradsync.sync.registry import build_reducer, find_strategy
+from gradsync.sync.agreement import agree
+from gradsync.sync.own_loop import OwnLoop
+from gradsync.sync.reducer import Reducer
 from gradsync.sync.stopwatch import Stopwatch
-from gradsync.world import World
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -46,50 +45,81 @@ class StepResult:
 class GradientSync:
     """Made by `gs.replicate`. Per step: `backward` for each leaf, then `step` once.
 
-    `forward` is what to call in place of the model (under most strategies it *is* the model).
+    Or, in a loop of one's own: `loss.backward()`, `finish()`, `optimizer.step()`.
     """
 
     def __init__(self, model: nn.Module, comm: Communicator, reducer: Reducer) -> None:
         self.model = model
         self.comm = comm
-        self._reducer = reducer
-        self._parameters = [parameter for _, parameter in trainable(model)]
-        if not self._parameters:
+        self.reducer = reducer
+        if not reducer.parameters:
             raise RunError("the model has no trainable parameter: nothing to synchronise")
         self._loss_sum: Tensor | None = None
         self._weight = 0.0
-        self._last: StepResult | None = None
+        self._last = False
+        self._index: int | None = None
+        self._result: StepResult | None = None
+        self._own_loop = OwnLoop(model, comm, reducer)
 
     @property
     def mean_loss(self) -> float:
         """Global mean loss of the last step, nan before the first; waits for the device."""
-        return float("nan") if self._last is None else float(self._last.mean_loss)
+        return float("nan") if self._result is None else float(self._result.mean_loss)
 
     @property
     def forward(self) -> Any:
-        """Call this in place of the model: `logits = sync.forward(inputs)`."""
-        return self._reducer.forward
+        """Call this in place of the model: `logits = sync.forward(inputs)`.
+
+        Strategies that work by hooks do not need it: there it just calls the model.
+        """
+        return self.reducer.forward
 
     def prime(self, forward_backward: Callable[[], None]) -> None:
         """See `Reducer.prime`; call it before the first step when a resume must keep its bits."""
-        self._reducer.prime(forward_backward)
+        self.reducer.prime(forward_backward)
 
-    def micro_step(self, *, last: bool) -> AbstractContextManager[None]:
-        """Enclose forward and `backward` of one leaf; `last=leaf.is_last` from the loader.
+    @contextmanager
+    def micro_step(self, *, last: bool, index: int | None = None) -> Iterator[None]:
+        """Enclose forward and `backward` of one leaf.
 
-        Needed by strategies that communicate during backward, harmless for the others.
+        Needed by strategies that must know before the forward (`ddp`, `powersgd`, `fsdp`);
+        harmless for the others, which learn here what `backward`'s `leaf` would tell them.
+
+        Args:
+            last: `leaf.is_last` of the loader: no leaf follows, so communication may begin.
+            index: `leaf.index` of the loader, see `backward`.
         """
-        return self._reducer.micro_step(last=last)
+        self._last, self._index = last, index
+        try:
+            with self.reducer.micro_step(last=last):
+                yield
+        finally:
+            self._last, self._index = False, None
 
-    def backward(self, loss_sum: Tensor, *, weight: float, scale: Any = None) -> None:
+    def backward(
+        self, loss_sum: Tensor, *, weight: float | None = None, leaf: Any = None, scale: Any = None
+    ) -> None:
         """Backward of one leaf.
 
         Args:
             loss_sum: loss *summed* over the leaf's targets, [].
-            weight: how many targets that are (0 for a leaf that is all padding).
+            weight: how many targets that are (0 for a leaf that is all padding); None takes
+                `leaf.num_targets`.
+            leaf: what `gs.loader` gave. Its `is_last` lets communication begin in this backward,
+                its `index` lets `invariant` add up leaves at once instead of keeping each.
             scale: a `torch.amp.GradScaler`, for fp16.
+
+        Raises:
+            TypeError: neither weight nor leaf.
         """
-        (loss_sum if scale is None else scale.scale(loss_sum)).backward()
+        last, index = self._last, self._index
+        if leaf is not None:
+            last, index = leaf.is_last, leaf.index
+            weight = leaf.num_targets if weight is None else weight
+        if weight is None:
+            raise TypeError("backward() needs weight= (the number of targets) or leaf=")
+        with self._own_loop.enclosed(), self.reducer.leaf(last=last, index=index):
+            (loss_sum if scale is None else scale.scale(loss_sum)).backward()
         detached = loss_sum.detach().double()
         self._loss_sum = detached if self._loss_sum is None else self._loss_sum + detached
         self._weight += weight
@@ -110,77 +140,70 @@ class GradientSync:
             stop: this rank wants to stop; the answer in the result is the same on all ranks.
             scale: the `torch.amp.GradScaler` given to `backward`.
         """
-        used, weight, any_stop = self._agree(stop)
-        reduction = self._reducer.reduce(used)
-        mean_loss = self._global_loss() / weight
+        reducer, own_weight = self.reducer, self._weight
+        used = reducer.launch()
+        agreed = agree(self.comm, used, loss_sum=self._loss_on_cpu(), weight=own_weight, stop=stop)
+        reduction = reducer.reduce(agreed.used)
+        mean_loss = self._global_loss(agreed.loss_sum) / agreed.weight
+        # What `.grad` holds the sum over: the global batch, or only this rank's part of it.
+        weight = own_weight if reduction.local else agreed.weight
         norm = None
         if weight:
             if scale is not None:
                 scale.unscale_(optimizer)
             # The one place that divides, whatever the strategy.
-            gradients = [p.grad for p in self._parameters if p.grad is not None]
-            torch._foreach_mul_(gradients, reduction.divided_by / weight)
+            torch._foreach_mul_(reducer.gradients(), reduction.divided_by / weight)
             if clip_norm is not None:
-                norm = torch.nn.utils.clip_grad_norm_(self._parameters, clip_norm)
-            if scale is None:
-                optimizer.step()
-            else:
-                scale.step(optimizer)
-                scale.update()
+                norm = reducer.clip(clip_norm)
+            with self._own_loop.enclosed():
+                if scale is None:
+                    reducer.update(optimizer)
+                else:
+                    scale.step(optimizer)
+                    scale.update()
         optimizer.zero_grad(set_to_none=True)
         self._loss_sum, self._weight = None, 0.0
-        self._last = StepResult(mean_loss, weight, norm, any_stop, reduction.exposed)
-        return self._last
+        self._result = StepResult(mean_loss, agreed.weight, norm, agreed.stop, reduction.exposed)
+        reducer.after_step()
+        return self._result
 
-    def _agree(self, stop: bool) -> tuple[list[bool], float, bool]:
-        """One all-reduce of what the host knows: weight, stop flag, which parameters got gradients.
+    def finish(self) -> None:
+        """In a loop of one's own: make every `.grad` the mean over ranks, as torch's DDP does.
 
-        Whole group, float64 [3 + number of parameters], always on the CPU: it never waits for the
-        device. On a CPU the loss travels along.
+        Backward does it by itself at its end; this call is for a rank that had no backward in this
+        step, and for strategies without hooks. Calling it twice does nothing more.
         """
-        flags = [float(p.grad is not None) for p in self._parameters]
-        on_host = self._loss_sum is not None and not self._loss_sum.is_cuda
-        loss = float(self._loss_sum) if on_host and self._loss_sum is not None else 0.0
-        message = torch.tensor([loss, self._weight, float(stop), *flags], dtype=torch.float64)
-        self.comm.all_reduce(message).wait()
-        loss, weight, stops, *counts = message.tolist()
-        if not self._parameters[0].is_cuda:
-            self._loss_sum = torch.tensor(loss, dtype=torch.float64)
-        return [count > 0 for count in counts], weight, stops > 0
+        self._own_loop.finish()
 
-    def _global_loss(self) -> Tensor:
-        """The loss over all ranks; on CUDA one more all-reduce, float64 [], on the device."""
-        if not self._parameters[0].is_cuda and self._loss_sum is not None:
-            return self._loss_sum
+    def no_sync(self) -> AbstractContextManager[None]:
+        """In a loop of one's own: only add up; enclose forward and backward of all micro-batches
+        but the last."""
+        return self._own_loop.no_sync()
+
+    def close(self) -> None:
+        """Take the hooks out of the model; it stays usable as it is."""
+        self._own_loop.close()
+        self.reducer.close()
+
+    def _loss_on_cpu(self) -> float:
+        """The loss when it costs no wait: on a CPU it travels with the agreement."""
+        on_cpu = self._loss_sum is not None and not self._loss_sum.is_cuda
+        return float(self._loss_sum) if on_cpu and self._loss_sum is not None else 0.0
+
+    def _global_loss(self, loss_on_cpu: float) -> Tensor:
+        """The loss over all ranks; on CUDA by one more all-reduce, float64 [], on the device."""
+        device = self.reducer.parameters[0].device
+        if device.type != "cuda":
+            return torch.tensor(loss_on_cpu, dtype=torch.float64)
         loss_sum = self._loss_sum
         if loss_sum is None:
-            loss_sum = torch.zeros((), dtype=torch.float64, device=self._parameters[0].device)
+            loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self.comm.all_reduce(loss_sum).wait()
         return loss_sum
 
+    def __deepcopy__(self, memo: object) -> None:
+        """A copy of the model is not synchronised: it gets no handle."""
 
-def replicate(
-    model: nn.Module,
-    world: World | None = None,
-    *,
-    sync: str = "ddp",
-    comm: Communicator | None = None,
-    **options: Any,
-) -> GradientSync:
-    """Replicate `model` over the ranks of `world`: all start from rank 0's weights, and stay equal.
-
-    The model is not wrapped: names, checkpoints and frozen parts stay as they are.
-
-    Args:
-        model: on its device already.
-        world: from `gs.init()`; None with `comm`.
-        sync: a strategy of `gradsync.sync.registry.STRATEGIES`.
-        comm: a communicator to use instead of the world's own.
-        options: of the strategy, such as `bucket_mb=25.0`.
-
-    Raises:
-        ConfigError: unknown strategy or option.
-        RunError: several ranks but no process group; no trainable parameter.
-    """
-    comm = comm or communicator(world or World())
-    return GradientSync(model, comm, build_reducer(find_strategy(sync), model, comm, options))
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """As for copies: a saved model comes back without."""
+        return (type(None), ())

@@ -8,35 +8,14 @@ It is the readable twin that every cleverer strategy is checked against. Bytes p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
-
-from gradsync.comm.base import Communicator
-from gradsync.sync.reducer import Reduction, sum_gradients, trainable
-
-if TYPE_CHECKING:
-    from torch import nn
+from gradsync.sync.reducer import Reducer, Reduction, sum_gradients
 
 
-class NaiveReducer:
-    """Sums gradients over ranks, parameter by parameter. Replicas start from rank 0's values."""
+class NaiveReducer(Reducer):
+    """Sums gradients over ranks, parameter by parameter."""
 
-    def __init__(self, model: nn.Module, comm: Communicator) -> None:
-        self.forward = model
-        self._comm = comm
-        self._parameters = [parameter for _, parameter in trainable(model)]
-        for tensor in [*model.parameters(), *model.buffers()]:
-            comm.broadcast(tensor.detach()).wait()  # whole group, the tensor's shape and dtype
-
-    def prime(self, forward_backward: Callable[[], None]) -> None:
-        """Nothing is learned: the order is the parameters' own."""
-
-    @contextmanager
-    def micro_step(self, *, last: bool) -> Iterator[None]:
-        """Gradients just add up in `.grad`; there is nothing to arrange."""
-        yield
+    own_loop = True
 
     def reduce(self, used: list[bool]) -> Reduction:
         """See `Reducer.reduce`."""
-        return sum_gradients(self._parameters, used, self._comm)
+        return sum_gradients(self.parameters, used, self.comm)

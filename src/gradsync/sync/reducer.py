@@ -1,21 +1,25 @@
-"""What a strategy has to provide: the gradient sums over all ranks, nothing else.
+"""What a strategy has to provide: the gradient sums over all ranks, and little else.
 
-Everything that strategies share (the loss, the one division, clipping, the optimizer) lives once
-in `GradientSync`; a `Reducer` only turns each rank's local gradient sums into global ones.
+Everything that strategies share (the loss, the one division, the order of things) lives once in
+`GradientSync`; a `Reducer` turns each rank's local gradient sums into global ones. The methods
+below stand in the order in which a step calls them. Those that have a body here are what a
+strategy with whole replicas wants; sharded ones override the second half.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from gradsync.comm.base import Communicator
 from gradsync.sync.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
-    from torch import nn
+    import torch
+    from torch import Tensor, nn
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,38 +30,103 @@ class Reduction:
     """1 for the plain sum over ranks; W when the mechanism has divided it by W already."""
     exposed: Stopwatch
     """Time in which communication went on and nothing else did."""
+    local: bool = False
+    """True when `.grad` is this rank's own sum still (strategies that average weights instead):
+    then it is divided by this rank's own weight."""
 
 
-class Reducer(Protocol):
-    """One way of summing gradients over ranks, bound to one model."""
+class Reducer(ABC):
+    """One way of summing gradients over ranks, bound to one model whose replicas are equal."""
 
-    @property
-    def forward(self) -> Callable[..., Any]:
-        """What the training step calls in place of the model (the model itself where possible)."""
-        ...
+    own_loop = False
+    """True when a loop of the user's own (`loss.backward()`, `optimizer.step()`) works with it."""
 
-    def prime(self, forward_backward: Callable[[], None]) -> None:
+    def __init__(self, model: nn.Module, comm: Communicator) -> None:
+        self.model = model
+        self.comm = comm
+        self.parameters: list[nn.Parameter] = [p for _, p in trainable(model)]
+        """Trainable ones, tied ones once, in `named_parameters` order."""
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """What the training step calls in place of the model (most strategies: the model)."""
+        return self.model(*inputs, **named)
+
+    def prime(self, forward_backward: Callable[[], None]) -> None:  # noqa: B027  optional
         """Settle the layout now, if the strategy learns it from its first backward.
 
         A resumed run would otherwise begin with another grouping of sums than the run it continues,
         and bits would change. `forward_backward` is one throwaway micro-step through `forward`.
         """
-        ...
 
-    def micro_step(self, *, last: bool) -> AbstractContextManager[None]:
+    @contextmanager
+    def micro_step(self, *, last: bool) -> Iterator[None]:
         """Enclose one forward and backward; `last` says that this rank's gradients are then full.
 
         `last` must be True on all ranks of a step or on none.
         """
-        ...
+        yield
 
+    @contextmanager
+    def leaf(self, *, last: bool, index: int | None = None) -> Iterator[None]:
+        """Enclose one backward.
+
+        Args:
+            last: no other leaf of this rank follows in this step.
+            index: the leaf's place in the global batch; None when nobody said it.
+        """
+        yield
+
+    def launch(self) -> list[bool]:
+        """Start what has not been started; tells which parameters have gradients on this rank."""
+        return [parameter.grad is not None for parameter in self.parameters]
+
+    @abstractmethod
     def reduce(self, used: list[bool]) -> Reduction:
         """Finish: afterwards `.grad` of every used parameter is its sum over all ranks.
 
         Args:
             used: for each trainable parameter, whether any rank has a gradient for it.
         """
-        ...
+
+    def gradients(self) -> list[Tensor]:
+        """What `GradientSync` divides, once."""
+        return [p.grad for p in self.parameters if p.grad is not None]
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Scale the mean gradient to an L2 norm of at most `max_norm`; its norm before, []."""
+        from gradsync.sync.clip import clip_gradients
+
+        return clip_gradients([p.grad for p in self.parameters if p.grad is not None], max_norm)
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """One optimizer step with the mean gradient."""
+        optimizer.step()
+
+    def after_step(self) -> None:  # noqa: B027  optional
+        """Called at the end of every step, gradients cleared (strategies that average weights)."""
+
+    def gather(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027  optional
+        """Make `optimizer.state` whole on every rank, keyed by the model's parameters; all ranks
+        call it. For checkpoints; `scatter` undoes it."""
+
+    def scatter(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027  optional
+        """Take this rank's part of a whole `optimizer.state`, after `gather` or loading."""
+
+    def full_weights(self) -> dict[str, Tensor]:
+        """Whole parameters and buffers by name, as `model.state_dict()`; all ranks call it."""
+        return dict(self.model.state_dict())
+
+    def load_full_weights(self, weights: dict[str, Tensor]) -> None:
+        """Overwrite parameters and buffers with whole ones; all ranks call it, with equal ones."""
+        import torch
+
+        own = self.model.state_dict()
+        with torch.no_grad():
+            for name, tensor in weights.items():
+                own[name].copy_(tensor)
+
+    def close(self) -> None:  # noqa: B027  optional
+        """Give back threads and hooks; the model stays usable."""
 
 
 def sum_gradients(

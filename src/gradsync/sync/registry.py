@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from gradsync.comm.base import Communicator
 from gradsync.errors import ConfigError
+from gradsync.sync.engine.recipe import Recipe
 from gradsync.sync.reducer import Reducer
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from gradsync.comm.groups import Groups
+
+Promise = Literal["bitwise", "rounding", "lossy"]
+
+
+ENGINE_OPTIONS = tuple(f.name for f in fields(Recipe))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,23 +34,49 @@ class Strategy:
     cost: str
     """Bytes per rank and step (S = size of the gradients, W = ranks), operations, memory."""
     build: Callable[..., Reducer]
-    """`build(model, comm, **options)`."""
+    """`build(model, comm, groups, **options)`."""
+    promise: Promise = "rounding"
+    """bitwise: one rank's bits; rounding: one rank's numbers but for the order of sums; lossy:
+    rounds or leaves something away, on purpose."""
     options: tuple[str, ...] = ()
     """Names that `build` knows."""
+    recipe: Recipe | None = None
+    """What the engine does; None for strategies that are not the engine's."""
     needs_group: bool = False
     """True when one rank has no use for it (then `naive`'s code runs, which does nothing)."""
 
 
-def _naive(model: nn.Module, comm: Communicator) -> Reducer:
+def _naive(model: nn.Module, comm: Communicator, groups: Groups | None) -> Reducer:
     from gradsync.sync.naive import NaiveReducer
 
     return NaiveReducer(model, comm)
 
 
-def _ddp(model: nn.Module, comm: Communicator, **options: Any) -> Reducer:
+def _ddp(model: nn.Module, comm: Communicator, groups: Groups | None, **options: Any) -> Reducer:
     from gradsync.sync.torch_ddp import TorchDdpReducer
 
     return TorchDdpReducer(model, comm, **options)
+
+
+def _engine(*, name: str, summary: str, cost: str, promise: Promise, recipe: Recipe) -> Strategy:
+    """A preset over the engine's recipe; every part of it can be overridden by an option."""
+
+    def build(
+        model: nn.Module, comm: Communicator, groups: Groups | None, **options: Any
+    ) -> Reducer:
+        from gradsync.sync.engine.build import build_engine
+
+        return build_engine(model, comm, replace(recipe, **options), groups)
+
+    return Strategy(
+        name=name,
+        summary=summary,
+        cost=cost,
+        promise=promise,
+        build=build,
+        recipe=recipe,
+        options=ENGINE_OPTIONS,
+    )
 
 
 STRATEGIES: dict[str, Strategy] = {
@@ -53,6 +87,64 @@ STRATEGIES: dict[str, Strategy] = {
             summary="one blocking all-reduce per parameter after backward; the readable twin",
             cost="2(W-1)/W S bytes, one operation per parameter, no extra memory",
             build=_naive,
+        ),
+        _engine(
+            name="flat",
+            summary="one all-reduce of everything after backward",
+            cost="2(W-1)/W S bytes, one operation per dtype, no extra memory",
+            promise="rounding",
+            recipe=Recipe(grouping="flat", overlap=False),
+        ),
+        _engine(
+            name="overlap",
+            summary="one all-reduce per parameter, as soon as its gradient is ready",
+            cost="2(W-1)/W S bytes, one operation per parameter, no extra memory",
+            promise="rounding",
+            recipe=Recipe(grouping="parameter"),
+        ),
+        _engine(
+            name="bucketed",
+            summary="buckets of bucket_mb, each all-reduced as soon as backward has filled it",
+            cost="2(W-1)/W S bytes, one operation per bucket, no extra memory",
+            promise="rounding",
+            recipe=Recipe(),
+        ),
+        _engine(
+            name="invariant",
+            summary="bucketed, summed along a fixed tree over leaves: the same bits on any number "
+            "of ranks",
+            cost="2(W-1)/W S bytes with equal shares (more with uneven ones), two operations per "
+            "bucket, S per open tree level (none with one leaf a rank)",
+            promise="bitwise",
+            recipe=Recipe(order="invariant"),
+        ),
+        _engine(
+            name="ring",
+            summary="bucketed, by our own ring: reduce-scatter, then all-gather, from sends",
+            cost="2(W-1)/W S bytes, 2(W-1) operations per bucket, one chunk",
+            promise="rounding",
+            recipe=Recipe(reduction="ring"),
+        ),
+        _engine(
+            name="hierarchical",
+            summary="bucketed, inside each host first, then between hosts shard by shard",
+            cost="2(H-1)/H S/L bytes between H hosts of L ranks, 2(L-1)/L S inside, one operation per level and bucket, one shard",
+            promise="rounding",
+            recipe=Recipe(reduction="hierarchical"),
+        ),
+        _engine(
+            name="bf16",
+            summary="bucketed, in bf16 on the wire",
+            cost="(W-1)/W S bytes, one operation per bucket, S/2 for fp32 gradients",
+            promise="lossy",
+            recipe=Recipe(wire="bf16"),
+        ),
+        _engine(
+            name="fp16",
+            summary="bucketed, in fp16 on the wire, scaled so that nothing overflows",
+            cost="(W-1)/W S bytes, two operations per bucket, S/2 for fp32 gradients",
+            promise="lossy",
+            recipe=Recipe(wire="fp16"),
         ),
         Strategy(
             name="ddp",
@@ -67,7 +159,11 @@ STRATEGIES: dict[str, Strategy] = {
 
 
 def build_reducer(
-    strategy: Strategy, model: nn.Module, comm: Communicator, options: Mapping[str, Any]
+    strategy: Strategy,
+    model: nn.Module,
+    comm: Communicator,
+    groups: Groups | None,
+    options: Mapping[str, Any],
 ) -> Reducer:
     """Bind `strategy` to a model and a communicator.
 
@@ -79,8 +175,8 @@ def build_reducer(
             known = ", ".join(strategy.options) or "none"
             raise ConfigError(f"sync={strategy.name!r} has no option {name!r} (it has: {known})")
     if strategy.needs_group and comm.world_size == 1:
-        return _naive(model, comm)
-    return strategy.build(model, comm, **options)
+        return _naive(model, comm, groups)
+    return strategy.build(model, comm, groups, **options)
 
 
 def find_strategy(name: str) -> Strategy:
@@ -94,3 +190,9 @@ def find_strategy(name: str) -> Strategy:
     near = get_close_matches(name, STRATEGIES, n=1)
     hint = f"; perhaps you meant {near[0]!r}" if near else ""
     raise ConfigError(f"unknown sync strategy {name!r}{hint} (there are: {', '.join(STRATEGIES)})")
+
+
+def wants_groups(strategy: Strategy, options: Mapping[str, Any]) -> bool:
+    """Whether it has to know which ranks share a host."""
+    reduction = None if strategy.recipe is None else strategy.recipe.reduction
+    return options.get("reduction", reduction) == "hierarchical"

@@ -19,7 +19,7 @@ import torch
 
 from gradsync.comm.base import Communicator
 from gradsync.errors import ConfigError
-from gradsync.sync.reducer import Reduction, sum_gradients, trainable
+from gradsync.sync.reducer import Reducer, Reduction, sum_gradients
 from gradsync.sync.stopwatch import Stopwatch
 from gradsync.sync.torch_names import ddp_without_buffer_sync
 
@@ -27,12 +27,11 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-class TorchDdpReducer:
+class TorchDdpReducer(Reducer):
     """Adapter around `torch.nn.parallel.DistributedDataParallel`.
 
     Args:
         model: on its device already; stays unwrapped for everybody else (names, checkpoints).
-            Its buffers start as rank 0's and are each rank's own from then on.
         comm: must be a process-group communicator.
         bucket_mb: `bucket_cap_mb` of DDP, MiB.
         find_unused_parameters: as in DDP; needed when a parameter gets no gradient in some step.
@@ -52,11 +51,8 @@ class TorchDdpReducer:
         group = getattr(comm, "group", None)
         if group is None:
             raise ConfigError("sync='ddp' needs a torch process group; use sync='naive' here")
-        self._comm = comm
-        self._parameters = [parameter for _, parameter in trainable(model)]
-        for buffer in model.buffers():
-            comm.broadcast(buffer.detach()).wait()  # whole group, the buffer's shape and dtype
-        self._ddp = torch.nn.parallel.DistributedDataParallel(
+        super().__init__(model, comm)
+        self.ddp = torch.nn.parallel.DistributedDataParallel(
             model,
             process_group=group,
             bucket_cap_mb=bucket_mb,
@@ -66,15 +62,15 @@ class TorchDdpReducer:
             **ddp_without_buffer_sync(),
             find_unused_parameters=find_unused_parameters,
         )
-        self._called: Any = torch.compile(self._ddp) if compile_wrapper else self._ddp
+        self._called: Any = torch.compile(self.ddp) if compile_wrapper else self.ddp
         self._in_micro_step = False
         self._synchronised = False
         self._forwards = 0
-        self._watch = Stopwatch(on_cuda=any(p.is_cuda for p in self._parameters))
+        self._watch = Stopwatch(on_cuda=any(p.is_cuda for p in self.parameters))
         # The last gradient that is ready marks the end of this rank's own work; what backward
         # still waits for after that is exposed communication.
         watch = self._watch  # the hooks must not hold `self`, which holds the parameters
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             parameter.register_post_accumulate_grad_hook(lambda _: watch.start())
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
@@ -97,7 +93,7 @@ class TorchDdpReducer:
         with self.micro_step(last=True):
             forward_backward()
         self._synchronised = False
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             parameter.grad = None
 
     @contextmanager
@@ -111,7 +107,7 @@ class TorchDdpReducer:
                 self._synchronised = True
                 self._watch.stop()
             else:
-                with self._ddp.no_sync():
+                with self.ddp.no_sync():
                     yield
         finally:
             self._in_micro_step = False
@@ -128,6 +124,6 @@ class TorchDdpReducer:
         backward, so all ranks sum after it, as `naive` does.
         """
         if not self._synchronised:
-            return sum_gradients(self._parameters, used, self._comm)
+            return sum_gradients(self.parameters, used, self.comm)
         self._synchronised = False
-        return Reduction(divided_by=self._comm.world_size, exposed=self._watch.copy())
+        return Reduction(divided_by=self.comm.world_size, exposed=self._watch.copy())

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
+from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 
 def ddp_without_buffer_sync() -> dict[str, Any]:
@@ -13,3 +16,16 @@ def ddp_without_buffer_sync() -> dict[str, Any]:
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     return {name: False}
+
+
+def optimizer_pre_hooks() -> list[Callable[..., Any]]:
+    """What is to be called before any optimizer's step; private in torch."""
+    return list(_global_optimizer_pre_hooks.values())
+
+
+def at_the_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call `callback` once the backward that runs now has finished; only inside of a hook.
+
+    Private in torch, and what its own DDP and FSDP use.
+    """
+    Variable._execution_engine.queue_callback(callback)  # pyrefly: ignore

@@ -107,7 +107,7 @@ class Trainer:
         set_learning_rate(learner.optimizer, lr)
         for leaf in self._interval.waiting(step):
             # Before the forward, all ranks know whether this backward synchronises.
-            with sync.micro_step(last=leaf.is_last):
+            with sync.micro_step(last=leaf.is_last, index=leaf.index):
                 seed_leaf(self.config.seed, leaf.step, leaf.index)
                 with self._autocast:
                     loss = loss_sum(sync.forward(leaf.inputs), leaf.targets)

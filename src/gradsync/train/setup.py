@@ -20,7 +20,8 @@ from gradsync.errors import ConfigError
 from gradsync.models.config import GPTConfig
 from gradsync.models.gpt import GPT
 from gradsync.models.presets import preset
-from gradsync.sync.gradient_sync import GradientSync, replicate
+from gradsync.sync.gradient_sync import GradientSync
+from gradsync.sync.replicate import replicate
 from gradsync.train.config import TrainConfig
 from gradsync.train.optimizer import build_optimizer
 from gradsync.world import World
@@ -135,7 +136,7 @@ def build_learner(
         shape, seed=config.seed, activation_checkpointing=config.activation_checkpointing
     ).to(device)
     optimizer = build_optimizer(model, config.optim)
-    options = {}
+    options: dict[str, Any] = {}
     if config.sync == "ddp":
         options = {**asdict(config.ddp), "compile_wrapper": config.compile == "ddp"}
     if config.compile == "model":

@@ -1,0 +1,164 @@
+"""One worker thread that runs what it is given, strictly in order, beside the main thread.
+
+    main    submit(a) ── submit(b) ── backward goes on ──── a.wait() ── b.wait()
+    worker      └─ a ────────┴─ b ───────────────────┘
+
+What runs here talks to other ranks only by `Communicator.exchange` (see `comm/base.py`): two
+threads would issue collectives in different orders on different ranks. On NCCL even messages queue
+up with the collectives of the same group: give the worker a communicator over a group of its own.
+
+[Note: The bits of a worker thread] A sum over many elements depends on the number of intra-op
+threads. OpenMP keeps that number per thread; torch copies its own setting into a new thread once,
+at its first operation, and a later `torch.set_num_threads` reaches only the thread that calls it.
+So each submission carries its thread's number along, and the worker takes it over first.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from gradsync.comm.base import Work
+from gradsync.errors import RunError
+
+
+class Background:
+    """A worker thread, started by the first `submit`.
+
+    It never keeps the process alive (daemon), and ends when its owner is garbage-collected, or at
+    `close`. After a failure it runs nothing more: every later submission fails with that error.
+
+    Args:
+        device: where the submitted work computes. On CUDA the worker has a stream of its own: it
+            starts after what the submitting stream has been given so far, and `wait` makes the
+            waiting stream wait for it. Hold on to the tensors until then.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        device = torch.device(device)
+        stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._worker = _Worker(stream)
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def submit(self, fn: Callable[[], None]) -> Work:
+        """Run `fn()` on the worker after everything submitted before.
+
+        Returns:
+            A `Work` whose `wait` raises what `fn` raised, or what an earlier submission raised.
+
+        Raises:
+            RunError: after `close`.
+        """
+        job = _Job(fn, self._worker.stream)
+        with self._lock:
+            if self._closed:
+                raise RunError("this background worker is closed")
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._worker.run, name="gradsync-background", daemon=True
+                )
+                # The thread holds `_worker` only, so this object can die, and that ends the thread.
+                weakref.finalize(self, self._worker.jobs.put, None)
+                self._thread.start()
+            self._worker.put(job)
+        return job
+
+    def close(self) -> None:
+        """Finish what was submitted and end the thread; harmless when called again."""
+        with self._lock:
+            self._closed = True
+        if self._thread is not None:
+            self._worker.jobs.put(None)
+            self._thread.join()
+
+
+class _Job:
+    """One submission, and its `Work`."""
+
+    def __init__(self, fn: Callable[[], None], stream: Any) -> None:
+        self._fn: Callable[[], None] | None = fn
+        self._stream = stream
+        self._num_threads = torch.get_num_threads()
+        self._ready = None if stream is None else torch.cuda.current_stream(stream.device)
+        self._ready = None if self._ready is None else self._ready.record_event()
+        self._over = threading.Event()
+        self._error: BaseException | None = None
+        self._done: Any = None
+
+    def run(self) -> BaseException | None:
+        """On the worker: do it; returns what it raised."""
+        fn, self._fn = self._fn, None  # whatever it holds must not live as long as this work
+        assert fn is not None, "a job runs once"
+        # [Note: The bits of a worker thread]
+        if torch.get_num_threads() != self._num_threads:
+            torch.set_num_threads(self._num_threads)
+        try:
+            if self._stream is None:
+                fn()
+            else:
+                with torch.cuda.stream(self._stream):
+                    self._stream.wait_event(self._ready)
+                    fn()
+                    self._done = self._stream.record_event()
+        except BaseException as error:  # raised again in whoever waits
+            self.finish(error)
+            return error
+        self.finish(None)
+        return None
+
+    def finish(self, error: BaseException | None) -> None:
+        """Let the waiting threads go on."""
+        self._fn = None
+        self._error = error
+        self._over.set()
+
+    def wait(self) -> None:
+        """See `Work.wait`."""
+        self._over.wait()
+        if self._error is not None:
+            raise self._error
+        if self._done is not None:
+            torch.cuda.current_stream(self._stream.device).wait_event(self._done)
+
+
+class _Worker:
+    """What the thread holds: the jobs, nothing of their owner."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+        self.jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+
+    def put(self, job: _Job) -> None:
+        """Queue a job; after a failure it fails at once."""
+        with self._lock:
+            if self._error is None:
+                self.jobs.put(job)
+                return
+        job.finish(self._error)
+
+    def run(self) -> None:
+        """The thread: until None comes, or a job fails.
+
+        It may not live on with the error: its traceback holds all that the job held, and so perhaps
+        the owner, whose end would end the thread.
+        """
+        while (job := self.jobs.get()) is not None:
+            error = job.run()
+            del job  # or it, and all it holds, would live until the next one comes
+            if error is not None:
+                with self._lock:
+                    self._error = error
+                    while not self.jobs.empty():
+                        waiting = self.jobs.get()
+                        if waiting is not None:
+                            waiting.finish(error)
+                return

@@ -1,0 +1,110 @@
+"""Process groups of our own: inside each node, between nodes, or any ranks.
+
+The session destroys them with its own group at its end. Each costs connections and a listening
+socket per rank: make them once, not in every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from gradsync.comm.base import Communicator
+from gradsync.comm.choose import communicator
+from gradsync.comm.placement import Placement, share_placement
+from gradsync.comm.process_group import ProcessGroupCommunicator
+from gradsync.comm.single import SingleCommunicator
+from gradsync.errors import ConfigError
+from gradsync.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """This rank's communicators of two levels."""
+
+    intra: Communicator
+    """The ranks of this node, ascending."""
+    inter: Communicator
+    """One rank of each node: those with this rank's place in `intra`."""
+    placement: Placement
+    """Where every rank sits."""
+
+    @property
+    def equal_nodes(self) -> bool:
+        """True when all nodes have the same number of ranks."""
+        return self.placement.equal_nodes
+
+
+def groups(world: World) -> Groups:
+    """Build the groups inside and between nodes; every rank calls it at the same point.
+
+    Args:
+        world: this rank's; all ranks tell each other where they sit.
+
+    Raises:
+        ConfigError: two ranks say that they are the same local rank of the same node.
+        RunError: several ranks, but no process group (outside of `with gs.init()`).
+    """
+    comm = communicator(world)
+    placement = share_placement(comm, world, _small_tensor_device(world))
+    parts = {"intra": placement.nodes, "inter": placement.columns}
+    made: dict[str, Communicator] = {}
+    for name, lists in parts.items():
+        for ranks in lists:  # every rank takes part in making each of them
+            found = group(ranks) if world.is_distributed else SingleCommunicator()
+            if found is not None:
+                made[name] = found
+    return Groups(made["intra"], made["inter"], placement)
+
+
+def group(ranks: Sequence[int]) -> Communicator | None:
+    """A communicator over some ranks of the default process group, as `dist.new_group` makes it.
+
+    Every rank of the run calls it, members or not, with the same ranks, at the same point.
+
+    Args:
+        ranks: members, in any order; in the communicator they stand ascending.
+
+    Returns:
+        The communicator on members, None on the others.
+
+    Raises:
+        ConfigError: no ranks, one twice, or one that does not exist.
+    """
+    on = dist.is_initialized()
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if on else (0, 1)
+    if not ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(world_size)):
+        hint = "" if on else " (there is no process group: use it inside `with gs.init()`)"
+        raise ConfigError(
+            f"a group needs ranks of 0..{world_size - 1}, each once; got {list(ranks)}{hint}"
+        )
+    if len(ranks) == 1:
+        return SingleCommunicator() if rank in ranks else None
+    if len(ranks) == world_size:
+        return ProcessGroupCommunicator(dist.group.WORLD)
+    made = dist.new_group(list(ranks), timeout=_timeout())
+    return ProcessGroupCommunicator(made) if rank in ranks else None
+
+
+def _small_tensor_device(world: World) -> torch.device:
+    """Where the default group takes small tensors: the CPU, or the GPU if it has NCCL only."""
+    if not world.is_distributed:
+        return torch.device("cpu")
+    kinds = {device.type for device in _default_group()._device_types}
+    return torch.device("cpu" if "cpu" in kinds else world.device)
+
+
+def _timeout() -> timedelta:
+    """The default group's own: torch would give a new one its built-in default."""
+    main = _default_group()
+    return main._get_backend(main._device_types[0]).options._timeout
+
+
+def _default_group() -> dist.ProcessGroup:
+    main = dist.group.WORLD
+    assert main is not None, "no process group"
+    return main

@@ -1,0 +1,183 @@
+"""All-reduce by any algorithm, usable alone: `gs.all_reduce(tensor, "mean", algorithm="ring")`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Literal, get_args
+
+import torch.distributed as dist
+
+from gradsync.comm.base import Communicator, Messenger, ReduceOp
+from gradsync.comm.choose import communicator
+from gradsync.comm.doubling import doubling_all_reduce
+from gradsync.comm.groups import Groups
+from gradsync.comm.hierarchical import hierarchical_all_reduce
+from gradsync.comm.placement import share_placement
+from gradsync.comm.process_group import ProcessGroupCommunicator
+from gradsync.comm.ring import ring_all_reduce
+from gradsync.comm.single import SingleCommunicator
+from gradsync.comm.subset import Subset
+from gradsync.errors import ConfigError
+from gradsync.world import World
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+Op = Literal["sum", "mean", "min", "max"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Site:
+    """Who takes part in one all-reduce, and where they sit."""
+
+    comm: Communicator
+    """All of them."""
+    world: World | None = None
+    """This rank's place, if the caller gave it."""
+    groups: Groups | None = None
+    """Groups for two levels, if the caller has made them."""
+
+    def levels(self, device: torch.device) -> tuple[Messenger, Messenger, bool]:
+        """This node, this rank's counterparts on the other nodes, and: are all nodes equal?
+
+        Without groups: one all-gather over `comm`, int64 [2] on `device`, and then messages over
+        `comm` itself.
+
+        Raises:
+            ConfigError: nobody said where the ranks sit.
+        """
+        if self.groups is not None:
+            return self.groups.intra, self.groups.inter, self.groups.equal_nodes
+        if self.comm.world_size == 1:
+            return self.comm, self.comm, True
+        if self.world is None:
+            raise ConfigError(
+                "algorithm='hierarchical' must know the nodes: give world=, or groups=groups(world)"
+            )
+        found = share_placement(self.comm, self.world, device)
+        node, column = found.node_of(self.comm.rank), found.column_of(self.comm.rank)
+        return Subset(self.comm, node), Subset(self.comm, column), found.equal_nodes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Algorithm:
+    """One way to all-reduce."""
+
+    name: str
+    """What users type."""
+    summary: str
+    """One line."""
+    sent: str
+    """What a rank sends; S = bytes of the tensor, N = ranks, M = nodes, n = ranks a node."""
+    run: Callable[[Site, Tensor, ReduceOp], None]
+    """`run(site, tensor, op)`: in place, blocking; the tensor is contiguous, without autograd."""
+
+
+def _backend(site: Site, tensor: Tensor, op: ReduceOp) -> None:
+    site.comm.all_reduce(tensor, op).wait()  # all of `comm`, the tensor's shape; overlaps nothing
+
+
+def _ring(site: Site, tensor: Tensor, op: ReduceOp) -> None:
+    ring_all_reduce(site.comm, tensor, op)
+
+
+def _doubling(site: Site, tensor: Tensor, op: ReduceOp) -> None:
+    doubling_all_reduce(site.comm, tensor, op)
+
+
+def _hierarchical(site: Site, tensor: Tensor, op: ReduceOp) -> None:
+    intra, inter, equal_nodes = site.levels(tensor.device)
+    hierarchical_all_reduce(intra, inter, tensor, op, equal_nodes=equal_nodes)
+
+
+ALGORITHMS: dict[str, Algorithm] = {
+    algorithm.name: algorithm
+    for algorithm in (
+        Algorithm(
+            name="backend",
+            summary="the process group's own",
+            sent="up to the backend; 2(N-1)/N S on its rings",
+            run=_backend,
+        ),
+        Algorithm(
+            name="ring",
+            summary="reduce-scatter and all-gather between neighbours; fewest bytes",
+            sent="2(N-1)/N S in 2(N-1) steps",
+            run=_ring,
+        ),
+        Algorithm(
+            name="recursive_doubling",
+            summary="everybody swaps all of it, log2(N) times; fewest steps, for short tensors",
+            sent="log2(N) S in log2(N) steps",
+            run=_doubling,
+        ),
+        Algorithm(
+            name="hierarchical",
+            summary="inside each node, between nodes shard by shard, inside each node",
+            sent="2(n-1)/n S inside the node, 2(M-1)/M S/n between nodes",
+            run=_hierarchical,
+        ),
+    )
+}
+
+
+def all_reduce(
+    tensor: Tensor,
+    op: Op = "sum",
+    algorithm: str = "backend",
+    *,
+    comm: Communicator | None = None,
+    world: World | None = None,
+    groups: Groups | None = None,
+) -> Tensor:
+    """Combine `tensor` over all ranks, in place, and return it. Blocking, without autograd.
+
+    All ranks call it with the same arguments, and all get the same bits. Which bits a sum has
+    depends on algorithm and number of ranks.
+
+    Args:
+        tensor: same shape and dtype on all ranks; one that is not contiguous is copied on the way.
+        op: sum, mean (the sum, then divided by the number of ranks), min or max.
+        algorithm: backend, ring, recursive_doubling or hierarchical (see `ALGORITHMS`).
+        comm: whose ranks take part; by default those of `world`, or of the default process group,
+            or this rank alone when there is none.
+        world: this rank's place; tells `hierarchical` where the nodes are.
+        groups: made by `groups(world)`; saves `hierarchical` the question.
+
+    Raises:
+        ConfigError: unknown `op` or `algorithm`, the mean of integers, nodes unknown.
+    """
+    chosen = ALGORITHMS.get(algorithm)
+    if chosen is None:
+        raise ConfigError(_unknown("algorithm", algorithm, ALGORITHMS))
+    if op not in get_args(Op):
+        raise ConfigError(_unknown("op", op, get_args(Op)))
+    if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise ConfigError(
+            f"the mean of {tensor.dtype} would be cut off; use op='sum' and divide, or convert it"
+        )
+    site = Site(comm=_default_comm(world) if comm is None else comm, world=world, groups=groups)
+    flat = tensor.detach().contiguous()  # itself, where it is contiguous
+    chosen.run(site, flat, "sum" if op == "mean" else op)
+    if op == "mean":
+        flat.div_(site.comm.world_size)
+    if not tensor.is_contiguous():
+        tensor.detach().copy_(flat)
+    return tensor
+
+
+def _default_comm(world: World | None) -> Communicator:
+    if world is not None:
+        return communicator(world)
+    if dist.is_initialized():
+        return ProcessGroupCommunicator(dist.group.WORLD)
+    return SingleCommunicator()
+
+
+def _unknown(what: str, name: object, known: Collection[str]) -> str:
+    near = get_close_matches(str(name), known, n=1)
+    hint = f"; perhaps you meant {near[0]!r}" if near else ""
+    return f"unknown {what} {name!r}{hint} (there are: {', '.join(known)})"

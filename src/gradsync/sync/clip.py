@@ -1,0 +1,43 @@
+"""The gradient's L2 norm, summed in an order that nothing can change.
+
+[Note: Fixed blocks] A norm is a sum, and a sum's bits depend on how it is grouped: per parameter,
+flat and sharded norms of the same gradient gave four different values. So the grouping is fixed:
+each parameter is cut into blocks of 65,536 elements, each block's norm is taken alone (fp32), and
+the squares are added in float64 in parameter order. Buckets, shards and ranks do not appear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+BLOCK = 65_536
+"""Elements of a block; a block never spans two parameters."""
+
+
+def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """L2 norm over all `gradients` (any shapes), fp32 [], see [Note: Fixed blocks].
+
+    On CUDA nothing is read back: the result stays on the device.
+    """
+    if not gradients:
+        return torch.zeros(())
+    blocks = [block for gradient in gradients for block in gradient.reshape(-1).split(BLOCK)]
+    norms = torch.stack([norm.float() for norm in torch._foreach_norm(blocks)])
+    # cumsum adds one after the other, whatever the vector width; sum() would not.
+    return norms.double().square().cumsum(0)[-1].sqrt().float()
+
+
+def clip_gradients(gradients: Sequence[Tensor], max_norm: float) -> Tensor:
+    """Scale `gradients` in place so that their norm is at most `max_norm` (Pascanu et al. 2013,
+    arXiv 1211.5063); returns the norm before, fp32 []."""
+    norm = gradient_norm(gradients)
+    if gradients:
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(list(gradients), factor)
+    return norm

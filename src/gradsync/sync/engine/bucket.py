@@ -1,0 +1,74 @@
+"""One bucket's memory: flat buffers, and each parameter's view into them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from gradsync.sync.engine.plan import BucketPlan
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+class Bucket:
+    """Gradients that travel together.
+
+    `flat(0)` is the buffer in which sums over all ranks end up and into which `.grad` points.
+    Others hold what the tree order may not add yet; one leaf per rank needs none of them.
+    """
+
+    def __init__(self, plan: BucketPlan, parameters: list[nn.Parameter]) -> None:
+        self.plan = plan
+        self.parameters = [parameters[slot.index] for slot in plan.slots]
+        self.touched = [False] * len(plan.slots)
+        """Which slots got a gradient in this step."""
+        self.fired = [False] * len(plan.slots)
+        """Which slots got a gradient from the present leaf."""
+        self.missing = len(plan.slots)
+        """How many did not."""
+        self._flats: list[Tensor] = []
+        self._views: list[list[Tensor]] = []
+
+    def flat(self, number: int) -> Tensor:
+        """Buffer `number`, shape [plan.numel]; made when first asked for, padding zero."""
+        while len(self._flats) <= number:
+            like = self.parameters[0]
+            flat = torch.zeros(self.plan.numel, dtype=like.dtype, device=like.device)
+            self._flats.append(flat)
+            self._views.append(
+                [
+                    flat[slot.offset : slot.offset + slot.numel].view(parameter.shape)
+                    for slot, parameter in zip(self.plan.slots, self.parameters, strict=True)
+                ]
+            )
+        return self._flats[number]
+
+    def view(self, number: int, slot: int) -> Tensor:
+        """One parameter's part of buffer `number`, in the parameter's shape."""
+        if len(self._views) <= number:
+            self.flat(number)
+        return self._views[number][slot]
+
+    def mark(self, slot: int) -> bool:
+        """Note a gradient; False when this leaf brought one for the slot already."""
+        if self.fired[slot]:
+            return False
+        self.fired[slot] = self.touched[slot] = True
+        self.missing -= 1
+        return True
+
+    def begin_leaf(self) -> None:
+        """Expect every slot again."""
+        self.missing = len(self.plan.slots)
+        self.fired = [False] * self.missing
+
+    def begin_step(self) -> None:
+        """Forget what was touched; the memory stays."""
+        self.touched = [False] * len(self.plan.slots)
+
+    def free(self) -> None:
+        """Give the memory back; the next use makes it anew."""
+        self._flats.clear()
+        self._views.clear()

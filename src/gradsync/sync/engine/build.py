@@ -1,0 +1,103 @@
+"""From a recipe to an engine: the parts that fit together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from gradsync.comm.base import Communicator
+from gradsync.comm.doubling import doubling_all_reduce
+from gradsync.comm.groups import Groups
+from gradsync.comm.hierarchical import hierarchical_all_reduce
+from gradsync.comm.ring import ring_all_reduce
+from gradsync.errors import ConfigError
+from gradsync.sync.engine.engine import Engine
+from gradsync.sync.engine.recipe import Recipe
+from gradsync.sync.engine.sums import PlainSums, TreeSums
+from gradsync.sync.engine.transport import (
+    Algorithm,
+    AllReduce,
+    HalfWire,
+    ReduceScatter,
+    Transport,
+)
+from gradsync.sync.engine.tree_transport import TreeTransport
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+def build_engine(
+    model: nn.Module, comm: Communicator, recipe: Recipe, groups: Groups | None = None
+) -> Engine:
+    """Bind `recipe` to a model and the ranks of `comm`.
+
+    Args:
+        model: on its device; its replicas are equal already.
+        comm: all ranks.
+        recipe: what to build.
+        groups: ranks inside the host and between hosts, for `reduction='hierarchical'`.
+
+    Raises:
+        ConfigError: a hierarchical recipe without groups.
+    """
+    device = next(p.device for p in model.parameters() if p.requires_grad)
+    invariant = recipe.order == "invariant"
+    return Engine(
+        model,
+        comm,
+        recipe=recipe,
+        sums=TreeSums() if invariant else PlainSums(),
+        transport=_transport(comm, recipe, groups, device),
+    )
+
+
+def _transport(
+    comm: Communicator, recipe: Recipe, groups: Groups | None, device: torch.device
+) -> Transport:
+    if recipe.order == "invariant":
+        return TreeTransport(comm, _tree_levels(comm, recipe, groups), device)
+    if recipe.shard == "gradients":
+        return ReduceScatter(comm)
+    if recipe.wire != "same":
+        return HalfWire(comm, torch.bfloat16 if recipe.wire == "bf16" else torch.float16)
+    if recipe.reduction == "backend":
+        return AllReduce(comm)
+    return Algorithm(_algorithm(comm, recipe, groups), device)
+
+
+def _tree_levels(comm: Communicator, recipe: Recipe, groups: Groups | None) -> list[Communicator]:
+    if recipe.reduction == "backend":
+        return [comm]
+    groups = _known(groups)
+    in_order = [rank for ranks in groups.placement.nodes for rank in ranks]
+    if not groups.equal_nodes or in_order != list(range(comm.world_size)):
+        raise ConfigError(
+            "order='invariant' with reduction='hierarchical' needs hosts with equally many ranks, "
+            f"numbered host by host; got {groups.placement.nodes}; use reduction='backend'"
+        )
+    return [groups.intra, groups.inter]
+
+
+def _algorithm(
+    comm: Communicator, recipe: Recipe, groups: Groups | None
+) -> Callable[[Tensor], None]:
+    if recipe.reduction == "ring":
+        return lambda flat: ring_all_reduce(comm, flat, "sum")
+    if recipe.reduction == "recursive_doubling":
+        return lambda flat: doubling_all_reduce(comm, flat, "sum")
+    known = _known(groups)
+    return lambda flat: hierarchical_all_reduce(
+        known.intra, known.inter, flat, "sum", equal_nodes=known.equal_nodes
+    )
+
+
+def _known(groups: Groups | None) -> Groups:
+    if groups is None:
+        raise ConfigError(
+            "reduction='hierarchical' needs to know which ranks share a host: give `replicate` the "
+            "world of `gs.init()`, or `groups=gs.groups(world)`"
+        )
+    return groups

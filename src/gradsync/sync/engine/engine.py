@@ -1,0 +1,266 @@
+"""The engine: hooks on parameters, flat buckets, and communication while backward still runs.
+
+    backward   ──[layer n]──[layer n-1]── … ──[layer 1]─┐
+    transport         ──[bucket 0]──[bucket 1]── … ──[last]── division, clipping, optimizer
+
+Each trainable parameter has one hook, called when its gradient is ready. The gradient goes into a
+flat bucket (`Sums` decides how leaves are added there); when the last leaf has filled a bucket, its
+`Transport` starts. Buckets are launched in one order on all ranks, whatever order gradients come
+in: a parameter that a rank does not use holds its bucket back until the step's end there, and then
+contributes zeros. So nothing ever hangs, and nothing stays unsynchronised.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from gradsync.comm.base import Communicator, Work
+from gradsync.errors import ConfigError
+from gradsync.sync.engine.bucket import Bucket
+from gradsync.sync.engine.plan import Item, plan_buckets
+from gradsync.sync.engine.recipe import Recipe
+from gradsync.sync.engine.sums import Sums
+from gradsync.sync.engine.transport import Transport
+from gradsync.sync.reducer import Reducer, Reduction, trainable
+from gradsync.sync.stopwatch import Stopwatch
+
+if TYPE_CHECKING:
+    from torch import nn
+
+MIB = 2**20
+
+log = logging.getLogger("gradsync")
+
+
+class Engine(Reducer):
+    """Any recipe's reducer; made by `gradsync.sync.engine.build`."""
+
+    own_loop = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        comm: Communicator,
+        *,
+        recipe: Recipe,
+        sums: Sums,
+        transport: Transport,
+    ) -> None:
+        super().__init__(model, comm)
+        self.recipe = recipe
+        self.own_backward: Callable[[], bool] | None = None
+        """Called when a backward begins that `leaf` does not enclose; tells whether it is the last
+        one before the gradients are wanted."""
+        self._names = [name for name, _ in trainable(model)]
+        self._sums, self._transport = sums, transport
+        # Shards of optimizer state belong to places in buckets: those must not move then.
+        self._learning = recipe.grouping == "buckets" and recipe.shard == "none"
+        self._ready_order: list[int] = []
+        self._watch = Stopwatch(on_cuda=any(p.is_cuda for p in self.parameters))
+        self._in_leaf = self._last = self._begun = self._priming = False
+        self._works: list[Work] = []
+        # Backward finishes the last layers first.
+        self._lay_out(list(reversed(range(len(self.parameters)))))
+        # The hooks must not hold `self`, which holds the parameters.
+        engine: weakref.ref[Engine] = weakref.ref(self)
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(_hook(engine, index))
+            for index, parameter in enumerate(self.parameters)
+        ]
+        self._unused_named: set[int] = set()
+
+    def _lay_out(self, order: list[int]) -> None:
+        recipe = self.recipe
+        limit = {
+            "parameter": 0.0,
+            "flat": float("inf"),
+            "buckets": recipe.bucket_mb * MIB,
+        }[recipe.grouping]
+        items = [
+            Item(numel=p.numel(), itemsize=p.element_size(), kind=(p.dtype, p.device))
+            for p in self.parameters
+        ]
+        plans = plan_buckets(
+            items,
+            order,
+            bucket_bytes=limit,
+            first_bucket_bytes=min(limit, recipe.first_bucket_mb * MIB)
+            if recipe.grouping == "buckets"
+            else None,
+            world_size=self.comm.world_size,
+        )
+        self._order = order
+        self.buckets = [Bucket(plan, self.parameters) for plan in plans]
+        self._places = [(self.buckets[0], 0)] * len(self.parameters)
+        for bucket in self.buckets:
+            for place, slot in enumerate(bucket.plan.slots):
+                self._places[slot.index] = (bucket, place)
+
+    # -- a leaf -----------------------------------------------------------------------------------
+
+    @contextmanager
+    def leaf(self, *, last: bool, index: int | None = None) -> Iterator[None]:
+        """See `Reducer.leaf`."""
+        self.begin_leaf(last=last, index=index)
+        try:
+            yield
+        finally:
+            self._in_leaf = False
+        self.end_leaf()
+
+    def begin_leaf(self, *, last: bool, index: int | None = None) -> None:
+        """The gradients that come now belong to one leaf."""
+        self._in_leaf, self._last = True, last and self.recipe.overlap
+        for bucket in self.buckets:
+            bucket.begin_leaf()
+        self._sums.begin_leaf(index)
+        if self._last:
+            self._begin_transport()
+
+    def end_leaf(self) -> None:
+        """All gradients of the leaf are there."""
+        self._in_leaf = False
+        for bucket in self.buckets[len(self._works) :]:
+            self._sums.end_leaf(bucket)
+
+    def gradient_ready(self, index: int) -> None:
+        """Take in a gradient; the hook of parameter `index`.
+
+        Raises:
+            ConfigError: it came twice in one leaf.
+        """
+        parameter = self.parameters[index]
+        if self._priming:
+            self._ready_order.append(index)
+            parameter.grad = None
+            return
+        if not self._in_leaf:
+            self.begin_leaf(last=self.own_backward is not None and self.own_backward())
+        bucket, slot = self._places[index]
+        if parameter.grad is not None and parameter.grad.layout != torch.strided:
+            raise ConfigError(
+                f"parameter {self._names[index]!r} has a sparse gradient; build its layer with "
+                "sparse=False"
+            )
+        if bucket.fired[slot]:
+            raise ConfigError(
+                f"parameter {self._names[index]!r} got a gradient twice in one backward "
+                "(activation checkpointing with use_reentrant=True does that); use "
+                "use_reentrant=False"
+            )
+        self._sums.fold(bucket, slot, parameter)
+        bucket.mark(slot)
+        if self._learning and self._sums.num_leaves == 1:
+            self._ready_order.append(index)
+        if self._last and bucket.missing == 0:
+            self._launch_full()
+
+    # -- communication ----------------------------------------------------------------------------
+
+    def _begin_transport(self) -> None:
+        if not self._begun:
+            self._begun = True
+            self._transport.begin(self._sums)
+
+    def _launch_full(self) -> None:
+        """Launch in bucket order, up to the first one that is not full."""
+        while len(self._works) < len(self.buckets) and not self.buckets[len(self._works)].missing:
+            self._works.append(self._transport.launch(self.buckets[len(self._works)]))
+
+    def launch(self) -> list[bool]:
+        """See `Reducer.launch`."""
+        self._watch.start()
+        self._begin_transport()
+        for bucket in self.buckets[len(self._works) :]:
+            for slot, touched in enumerate(bucket.touched):
+                if not touched and self._sums.num_buffers == 1:
+                    bucket.view(0, slot).zero_()  # it still holds the last step's sum
+            self._works.append(self._transport.launch(bucket))
+        return [bucket.touched[slot] for bucket, slot in self._places]
+
+    def reduce(self, used: list[bool]) -> Reduction:
+        """See `Reducer.reduce`."""
+        for work in self._works:
+            work.wait()
+        self._watch.stop()
+        self.publish(used)
+        self._name_unused(used)
+        self._works.clear()
+        self._begun = False
+        for bucket in self.buckets:
+            bucket.begin_step()
+        self._sums.begin_step()
+        if self._learning:
+            self._learn()
+        return Reduction(divided_by=1, exposed=self._watch.copy())
+
+    def publish(self, used: list[bool]) -> None:
+        """Point `.grad` at the sums; `None` where no rank has a gradient."""
+        for parameter, (bucket, slot), any_rank in zip(
+            self.parameters, self._places, used, strict=True
+        ):
+            parameter.grad = bucket.view(0, slot) if any_rank else None
+
+    def _name_unused(self, used: list[bool]) -> None:
+        """Warn once about parameters that some ranks used and this one did not."""
+        for index, (bucket, slot) in enumerate(self._places):
+            if used[index] and not bucket.touched[slot] and self._sums.num_leaves:
+                if index not in self._unused_named:
+                    log.warning(
+                        "parameter %r got no gradient on rank %d in this step, but did on another "
+                        "one; here it counts as zeros (said once)",
+                        self._names[index],
+                        self.comm.rank,
+                    )
+                self._unused_named.add(index)
+
+    # -- the order of buckets ---------------------------------------------------------------------
+
+    def prime(self, forward_backward: Callable[[], None]) -> None:
+        """Learn the order in which gradients become ready; see `Reducer.prime`."""
+        if not self._learning:
+            return
+        self._priming = True
+        try:
+            forward_backward()
+        finally:
+            self._priming = False
+        self._learn()
+
+    def _learn(self) -> None:
+        """Rebuild the buckets in rank 0's order of readiness, once.
+
+        Whole group, int64 [parameters], on the CPU; overlaps nothing. A rank 0 without a leaf has
+        seen nothing: then all keep the order they have, and learn from the next step.
+        """
+        seen = set(self._ready_order)
+        rest = [index for index in self._order if index not in seen]
+        order = torch.tensor([len(seen), *dict.fromkeys(self._ready_order), *rest])
+        self.comm.broadcast(order).wait()
+        known, *agreed = order.tolist()
+        self._ready_order = []
+        if known:
+            self._learning = False
+            if agreed != self._order:
+                self._lay_out(agreed)
+
+    def close(self) -> None:
+        """Remove the hooks and end the transport's thread."""
+        for handle in self._handles:
+            handle.remove()
+        self._transport.close()
+
+
+def _hook(engine: weakref.ref[Engine], index: int) -> Callable[[torch.Tensor], None]:
+    def gradient_is_ready(_: torch.Tensor) -> None:
+        alive = engine()
+        if alive is not None:
+            alive.gradient_ready(index)
+
+    return gradient_is_ready

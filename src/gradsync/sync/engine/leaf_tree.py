@@ -1,0 +1,119 @@
+"""The fixed tree over leaves: pure index maths, no torch.
+
+[Note: The tree] A step's gradient is defined without ranks. Leaf i is micro-batch i of the global
+batch. A node (level, index) stands for the leaves `index * 2**level` up to, not including,
+`(index + 1) * 2**level`; its value is left child + right child, and a child without leaves is
+left out:
+
+    level 2             (2,0) ----------------- (2,1)
+    level 1       (1,0) ----- (1,1)                |          6 leaves: 6 and 7 do not exist,
+    level 0      0 --- 1     2 --- 3     4 --- 5  (1,2)       so (2,1) is (1,2)
+
+Leaf gradients contain no -0.0 (they are made by `0.0 + g`), sums of such numbers neither, and for
+these x + 0.0 is x bit for bit. So a leaf that brings nothing for a parameter may count as zeros or
+be left out: same bits. Rank boundaries do not appear, so any number of ranks gives the same sum.
+
+A rank owns consecutive leaves and can finish every node that lies inside of its range; the largest
+such nodes, at most 2 log2(leaves) of them, are what it sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+TREE_VERSION = 1
+"""Part of the numeric fingerprint: another tree gives other bits."""
+
+Node = tuple[int, int]
+"""(level, index)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """Add slot `right` to slot `left`."""
+
+    left: int
+    right: int
+
+
+class LeafStack:
+    """Folds leaves, arriving in order, into the largest finished nodes: a binary counter.
+
+    `nodes` stands in leaf order; node k lives in slot k of whoever keeps the values.
+    """
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+
+    def push(self, leaf: int) -> int:
+        """Take in leaf number `leaf`; returns the slot in which the node that it finishes ends.
+
+        The leaf is added to slot `len(nodes)` - 1 as it was before, that one to the slot below and
+        so on, down to the returned slot; when that is `len(nodes)` the leaf just lies there.
+        """
+        level, index = 0, leaf
+        while self.nodes and index % 2 == 1 and self.nodes[-1] == (level, index - 1):
+            self.nodes.pop()
+            level, index = level + 1, index // 2
+        self.nodes.append((level, index))
+        return len(self.nodes) - 1
+
+
+def largest_nodes(leaves: range) -> list[Node]:
+    """The largest nodes that lie inside of `leaves`, in leaf order."""
+    stack = LeafStack()
+    for leaf in leaves:
+        stack.push(leaf)
+    return stack.nodes
+
+
+def shares(counts: Sequence[int]) -> list[range]:
+    """Each rank's leaves, from how many each has: they follow each other in rank order."""
+    edges = [0, *accumulate(counts)]
+    return [range(first, last) for first, last in pairwise(edges)]
+
+
+def merges_of(nodes: Sequence[Node], wanted: Sequence[Node]) -> tuple[list[Merge], list[int]]:
+    """How to add `nodes` (in leaf order, slot k holding nodes[k]) up to the `wanted` ones.
+
+    Returns:
+        The additions in an order that can be carried out, and the slot in which each wanted node
+        ends; -1 for one that has no node below it.
+    """
+    merges: list[Merge] = []
+
+    def value(level: int, index: int, first: int, last: int) -> int:
+        """Slot that will hold node (level, index), made of slots first .. last-1."""
+        if last == first:
+            return -1
+        if last == first + 1:
+            return first
+        middle = first
+        while middle < last and _start(nodes[middle]) < (2 * index + 1) << (level - 1):
+            middle += 1
+        left = value(level - 1, 2 * index, first, middle)
+        right = value(level - 1, 2 * index + 1, middle, last)
+        if left >= 0 and right >= 0:
+            merges.append(Merge(left, right))
+        return left if left >= 0 else right
+
+    slots, first = [], 0
+    for level, index in wanted:
+        end, last = (index + 1) << level, first
+        while last < len(nodes) and _start(nodes[last]) < end:
+            last += 1
+        slots.append(value(level, index, first, last))
+        first = last
+    assert first == len(nodes), "every node must lie below a wanted one"
+    return merges, slots
+
+
+def root(num_leaves: int) -> Node:
+    """The node above all leaves."""
+    return (max(num_leaves - 1, 0).bit_length(), 0)
+
+
+def _start(node: Node) -> int:
+    return node[1] << node[0]

@@ -1,0 +1,85 @@
+"""Grouping x order x reduction x wire x sharding: what a strategy is, as one checked value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from gradsync.errors import ConfigError
+
+Grouping = Literal["parameter", "flat", "buckets"]
+Order = Literal["any", "invariant"]
+ReductionName = Literal["backend", "ring", "recursive_doubling", "hierarchical"]
+Wire = Literal["same", "bf16", "fp16"]
+Shard = Literal["none", "optimizer", "gradients"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """How the engine makes gradients global.
+
+    Raises:
+        ConfigError: a value or a combination that does not exist, naming those that do.
+    """
+
+    grouping: Grouping = "buckets"
+    """One message per parameter, one for everything, or buckets."""
+    bucket_mb: float = 25.0
+    """Size at which a bucket is closed, MiB."""
+    first_bucket_mb: float = 1.0
+    """The same for the first bucket: smaller, so that communication begins early. MiB."""
+    overlap: bool = True
+    """Communicate while backward still runs; False waits for its end."""
+    order: Order = "any"
+    """invariant: sums follow the fixed tree over leaves, so bits do not depend on ranks."""
+    reduction: ReductionName = "backend"
+    """Who adds: the process group's all_reduce, or an algorithm of ours."""
+    wire: Wire = "same"
+    """What travels: the gradients' own dtype, or 16 bits of it."""
+    shard: Shard = "none"
+    """Whose memory is divided by the ranks: nobody's, the optimizer's, the gradients' too."""
+
+    def __post_init__(self) -> None:
+        for name, allowed in _ALLOWED.items():
+            value, names = getattr(self, name), get_args(allowed)
+            if value not in names:
+                raise ConfigError(f"{name} must be one of {', '.join(names)}; got {value!r}")
+        for name in ("bucket_mb", "first_bucket_mb"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be positive; got {getattr(self, name)}")
+        if self.order == "invariant":
+            self._check_invariant()
+        if self.wire != "same" and self.reduction != "backend":
+            raise ConfigError(
+                f"wire={self.wire!r} goes with reduction='backend'; got {self.reduction!r}"
+            )
+        legal = ("any", "backend", "same")
+        if self.shard == "gradients" and (self.order, self.reduction, self.wire) != legal:
+            raise ConfigError(
+                "shard='gradients' goes with order='any', reduction='backend' and wire='same' "
+                "(the clipping norm is summed shard by shard); got "
+                f"order={self.order!r}, reduction={self.reduction!r}, wire={self.wire!r}; "
+                "shard='optimizer' goes with all of them"
+            )
+
+    def _check_invariant(self) -> None:
+        if self.reduction not in ("backend", "hierarchical"):
+            raise ConfigError(
+                f"order='invariant' adds along its own tree, which reduction={self.reduction!r} "
+                "cannot follow (a ring's order depends on the number of ranks); use "
+                "reduction='backend' or 'hierarchical'"
+            )
+        if self.wire != "same":
+            raise ConfigError(
+                f"order='invariant' cannot round on the wire (wire={self.wire!r}): how often a "
+                "sum is rounded would depend on the number of ranks; use wire='same'"
+            )
+
+
+_ALLOWED = {
+    "grouping": Grouping,
+    "order": Order,
+    "reduction": ReductionName,
+    "wire": Wire,
+    "shard": Shard,
+}

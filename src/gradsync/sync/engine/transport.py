@@ -1,0 +1,151 @@
+"""How a full bucket becomes the sum over all ranks, in `bucket.flat(0)`, while others go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from gradsync.comm.background import Background
+from gradsync.comm.base import Communicator, Done, Work
+from gradsync.sync.engine.bucket import Bucket
+from gradsync.sync.engine.sums import Sums
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Transport(Protocol):
+    """All ranks launch the same buckets in the same order."""
+
+    def begin(self, sums: Sums) -> None:
+        """Called once a step, before the first launch, when this rank's leaves are counted."""
+        ...
+
+    def launch(self, bucket: Bucket) -> Work:
+        """Start; after `wait` `bucket.flat(0)` holds the sum (or this rank's shard of it)."""
+        ...
+
+    def close(self) -> None:
+        """Give back what was started."""
+        ...
+
+
+class AllReduce:
+    """The communicator's own all_reduce: whole group, the bucket's [numel] and dtype, beside
+    backward."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+
+    def begin(self, sums: Sums) -> None:
+        """Nothing to tell."""
+
+    def launch(self, bucket: Bucket) -> Work:
+        """See `Transport.launch`."""
+        return self._comm.all_reduce(bucket.flat(0))
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+
+class Algorithm:
+    """One of our own all-reduces (point-to-point, several rounds), on a thread beside backward."""
+
+    def __init__(self, all_reduce: Callable[[Tensor], None], device: torch.device) -> None:
+        self._all_reduce = all_reduce
+        self._background = Background(device)
+
+    def begin(self, sums: Sums) -> None:
+        """Nothing to tell."""
+
+    def launch(self, bucket: Bucket) -> Work:
+        """See `Transport.launch`."""
+        flat = bucket.flat(0)
+        return self._background.submit(lambda: self._all_reduce(flat))
+
+    def close(self) -> None:
+        """End the thread."""
+        self._background.close()
+
+
+class ReduceScatter:
+    """Each rank gets the sum of its own shard only, in its place in `flat(0)`; half the bytes.
+
+    Whole group, the bucket's [numel] and dtype in, [numel / W] out, beside backward.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+
+    def begin(self, sums: Sums) -> None:
+        """Nothing to tell."""
+
+    def launch(self, bucket: Bucket) -> Work:
+        """See `Transport.launch`."""
+        flat = bucket.flat(0)
+        mine = bucket.plan.shard(self._comm.rank, self._comm.world_size)
+        shard = flat[mine.start : mine.stop]
+        # Not into `shard` itself: backends may not read and write the same memory.
+        result = torch.empty_like(shard)
+        return Then(self._comm.reduce_scatter(result, flat), lambda: shard.copy_(result))
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+
+class HalfWire:
+    """All-reduce in 16 bits: half the bytes; rounded when sent and at every addition.
+
+    [Note: fp16 on the wire] Gradients here are sums over targets and would pass 65,504, fp16's
+    largest number. So a bucket is first multiplied by the power of two that brings ranks x largest
+    magnitude just below it; a power of two rounds nothing. That magnitude is agreed on by one
+    all-reduce (max, the bucket's dtype [1]), which backward waits for. bf16 has fp32's range.
+    """
+
+    def __init__(self, comm: Communicator, dtype: torch.dtype) -> None:
+        self._comm = comm
+        self._dtype = dtype
+
+    def begin(self, sums: Sums) -> None:
+        """Nothing to tell."""
+
+    def launch(self, bucket: Bucket) -> Work:
+        """See `Transport.launch`."""
+        flat = bucket.flat(0)
+        if self._comm.world_size == 1:
+            return Done()  # nothing travels, nothing is rounded
+        if self._dtype == torch.bfloat16:
+            small = flat.to(self._dtype)
+            return Then(self._comm.all_reduce(small), lambda: flat.copy_(small))
+        scale = self._scale(flat)
+        small = (flat * scale).to(self._dtype)
+        # Whole group, fp16 [numel], beside backward.
+        return Then(self._comm.all_reduce(small), lambda: flat.copy_(small).div_(scale))
+
+    def _scale(self, flat: Tensor) -> Tensor:
+        """Power of two, [1]; 1 when the gradient is all zeros or not finite."""
+        largest = flat.abs().max().reshape(1)
+        self._comm.all_reduce(largest, "max").wait()  # see [Note: fp16 on the wire]
+        limit = torch.finfo(torch.float16).max / self._comm.world_size
+        scale = torch.exp2(torch.floor(torch.log2(limit / largest)).clamp(-120, 120))
+        return torch.where(torch.isfinite(largest) & (largest > 0), scale, torch.ones_like(scale))
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+
+class Then:
+    """A `Work` with something to do once it has arrived."""
+
+    def __init__(self, work: Work, finish: Callable[[], object]) -> None:
+        self._work = work
+        self._finish: Callable[[], object] | None = finish
+
+    def wait(self) -> None:
+        """See `Work.wait`; finishes once."""
+        self._work.wait()
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()

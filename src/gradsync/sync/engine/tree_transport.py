@@ -1,0 +1,196 @@
+"""Sums over ranks along the fixed tree: each shard's owner adds, everybody gets the result.
+
+    rank 0  nodes of leaves 0 1 2 ─┐ slices of shard r    ┌─ rank r adds them    ─┐ shard r
+    rank 1  nodes of leaves 3 4   ─┼─────────────────────►│  in tree order:      ─┼───► all ranks
+    rank 2  nodes of leaves 5 6 7 ─┘ go to rank r         └─ (0,2)+..., see Note ─┘
+
+With one node per rank (equal shares of 2^k leaves) a rank sends 2(W-1)/W of the bucket, exactly
+what a ring all-reduce sends; with uneven shares a rank has up to 2 log2(leaves) nodes and sends
+that many slices in the first half. Everything goes point to point on a thread beside backward, so
+it disturbs no collective of the main thread.
+
+Hierarchical: the same in two stages. Ranks of a host first add what lies inside of the host's
+leaves (its largest nodes), then ranks with the same place on every host finish the tree for their
+shard. The additions are the tree's, so bits are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from gradsync.comm.background import Background
+from gradsync.comm.base import Communicator, Done, Work
+from gradsync.errors import RunError
+from gradsync.sync.engine.bucket import Bucket
+from gradsync.sync.engine.leaf_tree import Node, largest_nodes, merges_of, root, shares
+from gradsync.sync.engine.sums import Sums
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_UNKNOWN = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One round of adding: these ranks hold these nodes, and want those."""
+
+    comm: Communicator
+    nodes: list[list[Node]]
+    """What each rank of `comm` brings, in leaf order."""
+    wanted: list[Node]
+    """What their shards' owners end up with."""
+
+
+class TreeTransport:
+    """See the module's picture.
+
+    Args:
+        comm: all ranks.
+        levels: the communicators to go through, `[comm]` or `[inside the host, between hosts]`;
+            ranks must be numbered host by host.
+        device: where gradients are.
+    """
+
+    def __init__(
+        self, comm: Communicator, levels: Sequence[Communicator], device: torch.device
+    ) -> None:
+        self._comm = comm
+        self._levels = levels
+        self._background = Background(device)
+        self._num_buffers = 0
+        self._indexed = False
+        self._stages: list[Stage] = []
+        self._own: range = range(0)
+
+    def begin(self, sums: Sums) -> None:
+        """Tell all ranks how many leaves this one has; see `Transport.begin`."""
+        self._num_buffers = sums.num_buffers
+        self._indexed = sums.first_leaf is not None
+        first = _UNKNOWN if sums.first_leaf is None else sums.first_leaf
+        mine = (sums.num_leaves, first)
+        if self._comm.world_size == 1:
+            self._plan([mine])
+        else:
+            self._background.submit(lambda: self._plan(self._share(mine)))
+
+    def launch(self, bucket: Bucket) -> Work:
+        """See `Transport.launch`."""
+        buffers = [bucket.flat(number) for number in range(max(self._num_buffers, 1))]
+        if self._comm.world_size == 1:
+            self._reduce(buffers)
+            return Done()
+        return self._background.submit(lambda: self._reduce(buffers))
+
+    def close(self) -> None:
+        """End the thread."""
+        self._background.close()
+
+    def _share(self, mine: tuple[int, int]) -> list[tuple[int, int]]:
+        """Every rank's (number of leaves, first leaf): int64 [2] from each rank to each."""
+        own = torch.tensor(mine)
+        others = [rank for rank in range(self._comm.world_size) if rank != self._comm.rank]
+        told = {rank: torch.empty_like(own) for rank in others}
+        told[self._comm.rank] = own
+        self._comm.exchange(
+            [(own, rank) for rank in others], [(told[rank], rank) for rank in others]
+        ).wait()
+        return [tuple(told[rank].tolist()) for rank in range(self._comm.world_size)]
+
+    def _plan(self, told: list[tuple[int, int]]) -> None:
+        ranges = shares([count for count, _ in told])
+        for rank, (leaves, (_, first)) in enumerate(zip(ranges, told, strict=True)):
+            if first not in (_UNKNOWN, leaves.start):
+                raise RunError(
+                    f"sync='invariant': rank {rank}'s first leaf is {first}, but the ranks below "
+                    f"it have leaves 0..{leaves.start - 1}: leaves must follow each other in rank "
+                    "order without gaps (as gs.loader deals them)"
+                )
+        self._own = ranges[self._comm.rank]
+        total = root(ranges[-1].stop)
+        nodes = [largest_nodes(leaves) for leaves in ranges]
+        if len(self._levels) == 1:
+            self._stages = [Stage(self._levels[0], nodes, [total])]
+            return
+        intra, inter = self._levels
+        size = intra.world_size
+        hosts = [
+            range(ranges[first].start, ranges[first + size - 1].stop)
+            for first in range(0, self._comm.world_size, size)
+        ]
+        host = self._comm.rank // size
+        of_hosts = [largest_nodes(leaves) for leaves in hosts]
+        here = nodes[host * size : (host + 1) * size]
+        self._stages = [Stage(intra, here, of_hosts[host]), Stage(inter, of_hosts, [total])]
+
+    def _reduce(self, buffers: list[Tensor]) -> None:
+        """Add up and hand round; the result ends in `buffers[0]`."""
+        result = buffers[0]
+        values = buffers[: self._num_buffers]
+        if not self._indexed:
+            # Every leaf has a buffer still: finish what lies inside of this rank's range.
+            singles = [(0, leaf) for leaf in self._own]
+            values = _add(values, singles, largest_nodes(self._own))
+        parts = [result]
+        for stage in self._stages:
+            values = _scatter_add(stage, values, parts[-1])
+            parts.append(_part(parts[-1], stage.comm.rank, stage.comm.world_size))
+        if not values:
+            parts[-1].zero_()  # nobody had a leaf
+        elif values[0].data_ptr() != parts[-1].data_ptr():
+            parts[-1].copy_(values[0])
+        for stage, part in zip(reversed(self._stages), reversed(parts[:-1]), strict=True):
+            _hand_round(stage.comm, part)
+
+
+def _add(values: list[Tensor], nodes: Sequence[Node], wanted: Sequence[Node]) -> list[Tensor]:
+    """Add in tree order, in place; values of the wanted nodes that exist."""
+    merges, ends = merges_of(nodes, wanted)
+    for merge in merges:
+        values[merge.left].add_(values[merge.right])
+    return [values[end] for end in ends if end >= 0]
+
+
+def _scatter_add(stage: Stage, values: list[Tensor], region: Tensor) -> list[Tensor]:
+    """Send every rank its shard of this rank's values, add what arrives for the own one.
+
+    Point to point, one slice [n / ranks] per node and pair of ranks, the bucket's dtype.
+
+    Args:
+        stage: who brings what.
+        values: of this rank's nodes, each [n]; may be empty.
+        region: what they will be part of, [n]; for its shape and dtype only.
+    """
+    comm, mine = stage.comm, stage.comm.rank
+    own_part = _part(region, mine, comm.world_size)
+    sends, receives, arrived = [], [], []
+    for rank, nodes in enumerate(stage.nodes):
+        if rank == mine:
+            arrived += [_part(value, mine, comm.world_size) for value in values]
+            continue
+        sends += [(_part(value, rank, comm.world_size), rank) for value in values]
+        slices = [torch.empty_like(own_part) for _ in nodes]
+        receives += [(piece, rank) for piece in slices]
+        arrived += slices
+    comm.exchange(sends, receives).wait()
+    nodes = [node for nodes_of_rank in stage.nodes for node in nodes_of_rank]
+    return _add(arrived, nodes, stage.wanted)
+
+
+def _hand_round(comm: Communicator, region: Tensor) -> None:
+    """Everybody gets everybody's shard of `region`, [n], in place; slices [n / ranks]."""
+    ranks = range(comm.world_size)
+    parts = [_part(region, rank, comm.world_size) for rank in ranks]
+    others = [rank for rank in ranks if rank != comm.rank]
+    comm.exchange(
+        [(parts[comm.rank], rank) for rank in others], [(parts[rank], rank) for rank in others]
+    ).wait()
+
+
+def _part(region: Tensor, rank: int, world_size: int) -> Tensor:
+    size = region.numel() // world_size
+    return region[rank * size : (rank + 1) * size]

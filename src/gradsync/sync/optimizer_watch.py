@@ -1,0 +1,74 @@
+"""Tells whoever asks that an optimizer is about to step, or has stepped.
+
+Torch offers hooks on all optimizers of the process, in one table. That table must not change while
+another thread steps, so one watch enters it once and stays; who is to be told comes and goes here.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any, Protocol
+
+import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from gradsync.sync.torch_names import optimizer_pre_hooks
+
+
+class Listener(Protocol):
+    """Who wants to know."""
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Gradients are about to be used."""
+        ...
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """They have been."""
+        ...
+
+
+class OptimizerWatch:
+    """The hooks; holds its listeners weakly."""
+
+    def __init__(self) -> None:
+        self._listeners: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._lock = threading.Lock()
+
+    def add(self, listener: Listener) -> None:
+        """Tell `listener` as long as it lives."""
+        with self._lock:
+            self._listeners.add(listener)
+
+    def discard(self, listener: Listener) -> None:
+        """Tell it no more."""
+        with self._lock:
+            self._listeners.discard(listener)
+
+    def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Before a step."""
+        for listener in self._present():
+            listener.before_step(optimizer)
+
+    def after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """After it."""
+        for listener in self._present():
+            listener.after_step(optimizer)
+
+    def _present(self) -> list[Listener]:
+        with self._lock:
+            return list(self._listeners)
+
+
+def optimizer_watch() -> OptimizerWatch:
+    """The process's watch; the first call enters it into torch's table, where it stays."""
+    for hook in optimizer_pre_hooks():
+        if isinstance(hook, OptimizerWatch):
+            return hook
+    watch = OptimizerWatch()
+    register_optimizer_step_pre_hook(watch)
+    register_optimizer_step_post_hook(watch.after_step)
+    return watch

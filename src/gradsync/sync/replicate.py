@@ -1,0 +1,77 @@
+"""`gs.replicate`: a model becomes one of W equal replicas, in place."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from gradsync.comm.base import Communicator
+from gradsync.comm.choose import communicator
+from gradsync.errors import ConfigError, RunError
+from gradsync.sync.gradient_sync import GradientSync
+from gradsync.sync.reducer import trainable
+from gradsync.sync.registry import Strategy, build_reducer, find_strategy, wants_groups
+from gradsync.world import World
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from gradsync.comm.groups import Groups
+
+_HANDLE = "_gradsync"
+
+
+def replicate(
+    model: nn.Module,
+    world: World | None = None,
+    *,
+    sync: str = "invariant",
+    comm: Communicator | None = None,
+    groups: Groups | None = None,
+    **options: Any,
+) -> GradientSync:
+    """Replicate `model` over the ranks of `world`: all start from rank 0's weights, and stay equal.
+
+    The model is not wrapped: names, checkpoints and frozen parts stay as they are. It holds on to
+    the returned handle, so that synchronisation lasts as long as the model.
+
+    Args:
+        model: on its device already.
+        world: from `gs.init()` or `gs.World.from_process_group()`; None takes the latter when
+            torch's default process group is there, else one rank.
+        sync: a strategy of `gradsync.sync.registry.STRATEGIES`.
+        comm: a communicator to use instead of the world's own.
+        groups: from `gs.groups(world)`, for `sync="hierarchical"`; None makes them from `world`.
+        options: of the strategy, such as `bucket_mb=25.0`.
+
+    Raises:
+        ConfigError: unknown strategy or option; the model is replicated already.
+        RunError: several ranks but no process group; no trainable parameter.
+    """
+    strategy = find_strategy(sync)
+    if getattr(model, _HANDLE, None) is not None:
+        raise ConfigError("this model is replicated already; call close() on its handle first")
+    if comm is None:
+        world = World.from_process_group() if world is None else world
+        comm = communicator(world)
+        if groups is None and wants_groups(strategy, options):
+            from gradsync.comm.groups import groups as make_groups
+
+            groups = make_groups(world)
+    handle = _bind(strategy, model, comm, groups, options)
+    # Hooks do not keep what they call alive; the model does. See GradientSync.__deepcopy__.
+    model.__dict__[_HANDLE] = handle
+    return handle
+
+
+def _bind(
+    strategy: Strategy,
+    model: nn.Module,
+    comm: Communicator,
+    groups: Groups | None,
+    options: dict[str, Any],
+) -> GradientSync:
+    if not trainable(model):
+        raise RunError("the model has no trainable parameter: nothing to synchronise")
+    for tensor in [*model.parameters(), *model.buffers()]:
+        comm.broadcast(tensor.detach()).wait()  # whole group, the tensor's shape and dtype
+    return GradientSync(model, comm, build_reducer(strategy, model, comm, groups, options))

@@ -13,7 +13,7 @@ from gradsync.data.plan import BatchPlan
 from gradsync.errors import ConfigError, DataError
 from gradsync.runtime import environ
 from gradsync.runtime.resolve import resolve
-from gradsync.sync.registry import find_strategy
+from gradsync.sync.registry import check_options, find_strategy
 from gradsync.train.config import TrainConfig
 from gradsync.train.config_io import parse_config
 from gradsync.world import World
@@ -62,7 +62,7 @@ def check_request(config: TrainConfig, world_size: int) -> BatchPlan:
         ConfigError: impossible batch arithmetic, unknown strategy, fp16 on a CPU.
         DataError: no data directory.
     """
-    find_strategy(config.sync)
+    check_options(find_strategy(config.sync), config.sync_options.given())
     if config.dtype == "fp16" and config.device == "cpu":
         raise ConfigError("dtype fp16 needs CUDA; use bf16 or fp32 on a CPU")
     if config.data and not Path(config.data).is_dir():
@@ -102,7 +102,7 @@ def _join_run(config: TrainConfig, as_json: bool) -> int:
             device=config.device,
             timeout_s=config.timeout_s,
             rendezvous_timeout_s=config.rendezvous_timeout_s,
-            threads=config.threads,
+            threads=_threads(config),
         )
     )
     try:
@@ -122,6 +122,16 @@ def _join_run(config: TrainConfig, as_json: bool) -> int:
         if as_json:
             print(json.dumps(outcome.summary, indent=2))
     return outcome.exit_code
+
+
+def _threads(config: TrainConfig) -> int | None:
+    """Bits depend on the number of intra-op threads, and ranks share a host in different numbers:
+    where bits are promised on a CPU it is 1, unless the user says otherwise."""
+    import torch
+
+    on_cpu = config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available())
+    promised = find_strategy(config.sync).promise == "bitwise"
+    return 1 if config.threads is None and promised and on_cpu else config.threads
 
 
 def _show_plan(config: TrainConfig, plan: BatchPlan, *, as_json: bool) -> int:

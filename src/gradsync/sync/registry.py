@@ -128,7 +128,8 @@ STRATEGIES: dict[str, Strategy] = {
         _engine(
             name="hierarchical",
             summary="bucketed, inside each host first, then between hosts shard by shard",
-            cost="2(H-1)/H S/L bytes between H hosts of L ranks, 2(L-1)/L S inside, one operation per level and bucket, one shard",
+            cost="2(H-1)/H S/L bytes between H hosts of L ranks, 2(L-1)/L S inside, one operation "
+            "per level and bucket, one shard",
             promise="rounding",
             recipe=Recipe(reduction="hierarchical"),
         ),
@@ -168,15 +169,26 @@ def build_reducer(
     """Bind `strategy` to a model and a communicator.
 
     Raises:
-        ConfigError: an option it does not know, naming those it does.
+        ConfigError: see `check_options`.
+    """
+    check_options(strategy, options)
+    if strategy.needs_group and comm.world_size == 1:
+        return _naive(model, comm, groups)
+    return strategy.build(model, comm, groups, **options)
+
+
+def check_options(strategy: Strategy, options: Mapping[str, Any]) -> None:
+    """What can be said of options before anything is built.
+
+    Raises:
+        ConfigError: one that the strategy does not know, or values that do not go together.
     """
     for name in options:
         if name not in strategy.options:
             known = ", ".join(strategy.options) or "none"
             raise ConfigError(f"sync={strategy.name!r} has no option {name!r} (it has: {known})")
-    if strategy.needs_group and comm.world_size == 1:
-        return _naive(model, comm, groups)
-    return strategy.build(model, comm, groups, **options)
+    if strategy.recipe is not None:
+        replace(strategy.recipe, **options)
 
 
 def find_strategy(name: str) -> Strategy:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal, get_args
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_args
 
 from tyro.conf import Suppress
 
@@ -116,15 +116,40 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SyncConfig:
-    """Options of the synchronisation strategy."""
+    """Options of the synchronisation strategy; None leaves its own choice. Which strategy knows
+    which of them is checked by name."""
 
-    bucket_mb: float = 25.0
-    """ddp: size of a bucket of gradients, MiB."""
-    find_unused_parameters: bool = False
+    bucket_mb: float | None = None
+    """Size at which a bucket of gradients is closed, MiB."""
+    first_bucket_mb: float | None = None
+    """The same for the first bucket, MiB."""
+    overlap: bool | None = None
+    """Communicate while backward still runs."""
+    order: Literal["any", "invariant"] | None = None
+    """Order of sums: any, or the fixed tree."""
+    reduction: Literal["backend", "ring", "recursive_doubling", "hierarchical"] | None = None
+    """Who adds over ranks."""
+    wire: Literal["same", "bf16", "fp16"] | None = None
+    """What travels."""
+    shard: Literal["none", "optimizer", "gradients"] | None = None
+    """Whose memory the ranks share out."""
+    find_unused_parameters: bool | None = None
     """ddp: look for parameters that get no gradient in a step."""
+    inner_steps: int | None = None
+    """local_sgd, diloco: optimizer steps between two averagings."""
+    outer_lr: float | None = None
+    """diloco: learning rate of the outer optimizer."""
+    outer_momentum: float | None = None
+    """diloco: its Nesterov momentum."""
+    matrix_approximation_rank: int | None = None
+    """powersgd: rank of the approximation."""
+    start_powerSGD_iter: int | None = None  # noqa: N815  torch's own name
+    """powersgd: steps before it begins."""
 
-    def __post_init__(self) -> None:
-        _require(self.bucket_mb > 0, f"ddp.bucket_mb must be positive; got {self.bucket_mb}")
+    def given(self) -> dict[str, Any]:
+        """The options that were set."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,8 +162,9 @@ class TrainConfig:
     """Optimizer steps."""
     seed: int = 1337
     """Decides initial weights, order of samples and dropout."""
-    sync: str = "ddp"
-    """Synchronisation strategy: naive or ddp."""
+    sync: str = "invariant"
+    """Synchronisation strategy: invariant (the same bits on any number of ranks), bucketed, ddp,
+    zero1 … (the README lists them)."""
     out: str = ""
     """Run directory; empty makes runs/PRESET-DATE-TIME."""
     data: str = ""
@@ -156,7 +182,8 @@ class TrainConfig:
     tf32: bool = True
     """CUDA: allow TF32 in fp32 matrix products."""
     threads: int | None = None
-    """Intra-op threads of a rank; None takes cores of the host / ranks on the host."""
+    """Intra-op threads of a rank; None takes 1 under sync=invariant on a CPU (their number changes
+    bits), else cores of the host / ranks on the host."""
     nproc_per_node: int | None = None
     """Start this many ranks on this host; None joins the launcher that started us."""
     resume: str = "auto"
@@ -185,8 +212,8 @@ class TrainConfig:
     """Evaluation."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Checkpoints."""
-    ddp: SyncConfig = field(default_factory=SyncConfig)
-    """Options of sync=ddp."""
+    sync_options: SyncConfig = field(default_factory=SyncConfig)
+    """Options of the strategy."""
 
     def __post_init__(self) -> None:
         _require_one_of("dtype", self.dtype, Dtype)

@@ -15,13 +15,16 @@ import torch
 from gradsync.data.plan import BatchPlan
 from gradsync.errors import CheckpointError
 from gradsync.runtime import environ
+from gradsync.sync.engine.leaf_tree import TREE_VERSION
+from gradsync.sync.registry import find_strategy
 from gradsync.train.config import TrainConfig
 from gradsync.world import World
 
 Fingerprint = dict[str, str | int | float | bool | None]
 
-# What the machine decides. Between different world sizes the strategies here promise the same
-# samples, not the same bits, so there these only warn.
+# What the machine decides. Between different world sizes most strategies promise the same samples,
+# not the same bits, so there these only warn. Under the invariant order the world size does not
+# appear, and everything counts.
 _MACHINE = ("torch", "device", "cpu_capability", "math_env", "threads", "tf32")
 _MATH_VARIABLES = ("MKL_CBWR", "ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
 
@@ -30,6 +33,7 @@ def numeric_fingerprint(
     config: TrainConfig, world: World, plan: BatchPlan, *, threads: int
 ) -> Fingerprint:
     """What this run computes with, equal on all ranks of a homogeneous run."""
+    invariant = find_strategy(config.sync).promise == "bitwise"
     on_cuda = world.device.startswith("cuda")
     settings = [f"{name}={value}" for name in _MATH_VARIABLES if (value := environ.get(name))]
     return {
@@ -40,11 +44,11 @@ def numeric_fingerprint(
         "threads": threads,
         "tf32": config.tf32 if on_cuda else False,
         "dtype": config.dtype,
-        "sync": config.sync,
+        "sync": f"invariant tree {TREE_VERSION}" if invariant else config.sync,
         "compile": config.compile,
         "leaf_shape": f"{plan.micro_batch_size}x{plan.seq_len}",
         "num_leaves": plan.num_leaves,
-        "world_size": world.world_size,
+        "world_size": None if invariant else world.world_size,
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -136,9 +136,9 @@ def build_learner(
         shape, seed=config.seed, activation_checkpointing=config.activation_checkpointing
     ).to(device)
     optimizer = build_optimizer(model, config.optim)
-    options: dict[str, Any] = {}
-    if config.sync == "ddp":
-        options = {**asdict(config.ddp), "compile_wrapper": config.compile == "ddp"}
+    options = config.sync_options.given()
+    if config.compile == "ddp":
+        options["compile_wrapper"] = True
     if config.compile == "model":
         model.compile()  # in place: names stay clean
     sync = replicate(model, world, sync=config.sync, comm=comm, **options)

@@ -96,19 +96,19 @@ def test_weights_go_from_wrapped_to_plain_and_back():
     target.embed.weight.data.zero_()
     source.module.norm.running_mean.fill_(3.0)
     source.module.norm.num_batches_tracked.fill_(2**40)
-    load_weights(target, pack_weights(source))
+    load_weights(target, pack_weights(source.state_dict()))
     assert torch.equal(target.embed.weight, source.module.embed.weight)
     assert target.head.weight is target.embed.weight
     assert torch.equal(target.norm.running_mean, torch.full((3,), 3.0))
     assert target.norm.num_batches_tracked.item() == 2**40
     target.embed.weight.data.mul_(2)
-    load_weights(source, pack_weights(target))
+    load_weights(source, pack_weights(target.state_dict()))
     assert torch.equal(target.embed.weight, source.module.embed.weight)
 
 
 @pytest.mark.parametrize("name", ["embed.weight", "head.weight"])
 def test_a_tied_weight_needs_one_of_its_names(name):
-    packed = pack_weights(Tied())
+    packed = pack_weights(Tied().state_dict())
     del packed[name]
     load_weights(Tied(), packed)
     del packed["embed.weight" if name == "head.weight" else "head.weight"]

@@ -47,7 +47,7 @@ PARTS = (TrainConfig, OptimConfig, EvalConfig, CheckpointConfig, SyncConfig)
         (OptimConfig, "eps", 0.0, r"optim.eps must be positive; got 0.0"),
         (OptimConfig, "weight_decay", -0.1, r"optim.weight_decay must not be negative; got -0.1"),
         (EvalConfig, "max_tokens", 0, r"eval.max_tokens must be at least 1, or None .* got 0"),
-        (SyncConfig, "bucket_mb", 0.0, r"ddp.bucket_mb must be positive; got 0.0"),
+        (SyncConfig, "bucket_mb", 0.0, r"sync_options.bucket_mb must be positive; got 0.0"),
         (EvalConfig, "every", -1, r"eval.every must not be negative; got -1"),
         (CheckpointConfig, "every", -1, r"checkpoint.every must not be negative; got -1"),
         (CheckpointConfig, "keep_last", 0, r"checkpoint.keep_last must be >= 1; got 0"),
@@ -92,7 +92,7 @@ def test_refused_by_name(part: type, name: str, value: object, message: str) -> 
         (TrainConfig, "nproc_per_node", 1),
         (TrainConfig, "seq_len", 256),
         (TrainConfig, "seq_len", 1),
-        (TrainConfig, "compile", "ddp"),
+        (TrainConfig, "compile", "model"),
     ],
 )
 def test_the_edges_are_allowed(part: type, name: str, value: object) -> None:
@@ -103,6 +103,7 @@ def test_compile_around_ddp_needs_ddp() -> None:
     with pytest.raises(ConfigError, match=r"compile=ddp .* sync=naive; use compile=model"):
         TrainConfig(compile="ddp", sync="naive")
     assert TrainConfig(compile="model", sync="naive").compile == "model"
+    assert TrainConfig(compile="ddp", sync="ddp").compile == "ddp"
 
 
 def test_sequence_length_is_the_models_unless_set() -> None:
@@ -200,7 +201,21 @@ CHANGED = replace(
     optim=OptimConfig(lr=3e-4, schedule="wsd", clip_norm=None, fused=False),
     eval=EvalConfig(every=0, max_tokens=None),
     checkpoint=CheckpointConfig(every=3, keep_last=5),
-    ddp=SyncConfig(bucket_mb=0.5, find_unused_parameters=True),
+    sync_options=SyncConfig(
+        bucket_mb=0.5,
+        first_bucket_mb=0.25,
+        overlap=False,
+        order="any",
+        reduction="ring",
+        wire="bf16",
+        shard="optimizer",
+        find_unused_parameters=True,
+        inner_steps=7,
+        outer_lr=0.5,
+        outer_momentum=0.8,
+        matrix_approximation_rank=2,
+        start_powerSGD_iter=3,
+    ),
 )
 
 

@@ -9,11 +9,14 @@ import pytest
 import torch
 
 from gradsync.errors import CheckpointError
+from gradsync.sync.engine.leaf_tree import TREE_VERSION
 from gradsync.train.config import TrainConfig
 from gradsync.train.fingerprint import Fingerprint, compare, numeric_fingerprint
 from gradsync.world import World
 
-CONFIG = TrainConfig(tokens_per_update=4096, micro_batch_size=4, seq_len=128, dtype="fp32")
+CONFIG = TrainConfig(
+    tokens_per_update=4096, micro_batch_size=4, seq_len=128, dtype="fp32", sync="ddp"
+)
 MACHINE = ("torch", "device", "cpu_capability", "math_env", "threads", "tf32")
 REQUESTED = ("dtype", "sync", "compile", "leaf_shape", "num_leaves")
 
@@ -132,3 +135,19 @@ def test_another_world_size_excuses_no_setting(name: str) -> None:
     with pytest.raises(CheckpointError, match=f"{name}: 'other' then") as caught:
         compare(saved, fingerprint(), allow_change=False)
     assert "world_size" not in str(caught.value)  # which is no reason to refuse
+
+
+def test_under_the_invariant_order_the_world_size_does_not_appear() -> None:
+    config = replace(CONFIG, sync="invariant")
+    assert fingerprint(config, ranks=4) == fingerprint(config, ranks=2)
+    assert fingerprint(config)["sync"] == f"invariant tree {TREE_VERSION}"
+    with pytest.raises(CheckpointError, match="threads: 7 then, 3 now"):
+        compare(
+            fingerprint(config, ranks=4) | {"threads": 7}, fingerprint(config), allow_change=False
+        )
+
+
+def test_leaving_the_invariant_order_is_a_difference() -> None:
+    saved = fingerprint(replace(CONFIG, sync="invariant"), ranks=4)
+    with pytest.raises(CheckpointError, match=f"sync: 'invariant tree {TREE_VERSION}' then, 'ddp'"):
+        compare(saved, fingerprint(), allow_change=False)

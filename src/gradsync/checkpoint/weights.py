@@ -15,15 +15,14 @@ from gradsync.errors import CheckpointError
 _SHOWN = 3
 
 
-def pack_weights(model: nn.Module) -> dict[str, Tensor]:
-    """All parameters and persistent buffers under clean names, tied ones under each of theirs.
+def pack_weights(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A `state_dict` (parameters and persistent buffers) under clean names.
 
-    The tensors are the module's own: save or copy them before the next step.
+    The tensors are the given ones: save or copy them before the next step.
 
     Raises:
         CheckpointError: two names differ only by a wrapper's prefix.
     """
-    state = model.state_dict()
     return {clean: state[name] for name, clean in clean_names(state).items()}
 
 
@@ -31,8 +30,17 @@ def pack_weights(model: nn.Module) -> dict[str, Tensor]:
 def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Copy `tensors` into `model`, whatever wrappers either side's names come from.
 
-    Everything is checked before anything is copied. A tied weight needs one of its names. Floating
-    dtypes are converted to the module's.
+    Everything is checked before anything is copied; see `match_weights`.
+    """
+    own = model.state_dict(keep_vars=True)
+    for name, tensor in match_weights(model, tensors).items():
+        own[name].copy_(tensor)
+
+
+def match_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`tensors` under the names of `model.state_dict()`, checked, nothing copied yet.
+
+    A tied weight needs one of its names. Floating dtypes may differ.
 
     Raises:
         CheckpointError: missing, unexpected or misshapen tensors: counts, and up to three names.
@@ -66,8 +74,7 @@ def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     ]
     if faults:
         raise CheckpointError(f"the weights are those of another model: {'; '.join(faults)}")
-    for name, target in targets.items():
-        target.copy_(saved[name])
+    return {name: saved[clean] for name, clean in clean_names(own).items() if clean in saved}
 
 
 def _describe(tensor: Tensor) -> str:

@@ -8,7 +8,7 @@ counts, padding (weight 0), unequal shares and ranks without data: no mean of me
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -166,6 +166,22 @@ class GradientSync:
         self._result = StepResult(mean_loss, agreed.weight, norm, agreed.stop, reduction.exposed)
         reducer.after_step()
         return self._result
+
+    def gather(self, optimizer: torch.optim.Optimizer) -> None:
+        """Before a checkpoint, on all ranks: `optimizer.state` is whole until `scatter`."""
+        self.reducer.gather(optimizer)
+
+    def scatter(self, optimizer: torch.optim.Optimizer) -> None:
+        """After a checkpoint, or after loading a whole `optimizer.state`, on all ranks."""
+        self.reducer.scatter(optimizer)
+
+    def full_weights(self) -> dict[str, Tensor]:
+        """Whole parameters and buffers by name, as `model.state_dict()`; all ranks call it."""
+        return self.reducer.full_weights()
+
+    def load_full_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Overwrite parameters and buffers with whole ones, by the names of `full_weights`."""
+        self.reducer.load_full_weights(weights)
 
     def finish(self) -> None:
         """In a loop of one's own: make every `.grad` the mean over ranks, as torch's DDP does.

@@ -24,6 +24,7 @@ The error is each rank's own and is in no checkpoint: after a resume it is empty
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -93,45 +94,49 @@ class PowerSgdReducer(TorchDdpReducer):
         self.state.iter = 0
 
 
-def power_sgd_state(
-    group: Any,
-    device: torch.device,
-    *,
-    matrix_approximation_rank: int = 1,
-    start_powerSGD_iter: int = 10,
-    **options: Any,
-) -> PowerSGDState:
-    """Torch's state for its PowerSGD hook, with our defaults and in our words when refused.
+def check_power_sgd(**options: Any) -> None:
+    """See to it that `options` make a `PowerSGDState`.
+
+    Raises:
+        ConfigError: an unknown one, or one out of its range.
+    """
+    known = inspect.signature(PowerSGDState).parameters.keys() - {"process_group"}
+    for name in options:
+        if name not in known:
+            raise ConfigError(
+                f"powersgd has no option {name!r} (it has: {', '.join(sorted(known))})"
+            )
+    rank, start = options.get("matrix_approximation_rank", 1), options.get("start_powerSGD_iter", 2)
+    if rank < 1:
+        raise ConfigError(f"matrix_approximation_rank must be at least 1, got {rank}")
+    if start < 2:
+        raise ConfigError(
+            f"start_powerSGD_iter must be at least 2, got {start}: DDP regroups its buckets after "
+            "the first backward, and errors belong to buckets"
+        )
+
+
+def power_sgd_state(group: Any, device: torch.device, **options: Any) -> PowerSGDState:
+    """Torch's state for its PowerSGD hook, with our defaults.
 
     Args:
         group: process group.
         device: where the gradients are.
-        matrix_approximation_rank: at least 1.
-        start_powerSGD_iter: at least 2.
-        options: others of `PowerSGDState`.
+        options: of `PowerSGDState`, see `PowerSgdReducer`.
 
     Raises:
-        ConfigError: see `PowerSgdReducer`.
+        ConfigError: an option that cannot be; gradients on the CPU where CUDA is present.
     """
-    if matrix_approximation_rank < 1:
-        raise ConfigError(
-            f"matrix_approximation_rank must be at least 1, got {matrix_approximation_rank}"
-        )
-    if start_powerSGD_iter < 2:
-        raise ConfigError(
-            f"start_powerSGD_iter must be at least 2, got {start_powerSGD_iter}: DDP regroups its "
-            "buckets after the first backward, and errors belong to buckets"
-        )
+    check_power_sgd(**options)
     if device.type == "cpu" and torch.cuda.is_available():
         raise ConfigError(
             "torch's PowerSGD hook waits for the GPU wherever there is one, and fails with "
             "gradients on the CPU; train on the GPU, or hide it with CUDA_VISIBLE_DEVICES="
         )
-    # Without the epsilon, a matrix whose gradient is all zero (an unused layer) becomes nan.
-    defaults: dict[str, Any] = {"orthogonalization_epsilon": 1e-8, "random_seed": 0}
-    return PowerSGDState(
-        process_group=group,
-        matrix_approximation_rank=matrix_approximation_rank,
-        start_powerSGD_iter=start_powerSGD_iter,
-        **{**defaults, **options},
-    )
+    defaults: dict[str, Any] = {
+        "start_powerSGD_iter": 10,
+        "random_seed": 0,
+        # Without it, a matrix whose gradient is all zero (an unused layer) becomes nan.
+        "orthogonalization_epsilon": 1e-8,
+    }
+    return PowerSGDState(process_group=group, **{**defaults, **options})

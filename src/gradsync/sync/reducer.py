@@ -9,7 +9,7 @@ strategy with whole replicas wants; sharded ones override the second half.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -116,7 +116,7 @@ class Reducer(ABC):
         """Whole parameters and buffers by name, as `model.state_dict()`; all ranks call it."""
         return dict(self.model.state_dict())
 
-    def load_full_weights(self, weights: dict[str, Tensor]) -> None:
+    def load_full_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Overwrite parameters and buffers with whole ones; all ranks call it, with equal ones."""
         import torch
 

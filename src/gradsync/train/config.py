@@ -146,6 +146,15 @@ class SyncConfig:
     start_powerSGD_iter: int | None = None  # noqa: N815  torch's own name
     """powersgd: steps before it begins."""
 
+    def __post_init__(self) -> None:
+        for name, value in self.given().items():
+            numeric = isinstance(value, int | float) and not isinstance(value, bool)
+            at_least_0 = name in ("outer_momentum", "start_powerSGD_iter")
+            _require(
+                not numeric or value > 0 or (at_least_0 and value == 0),
+                f"sync_options.{name} must be positive; got {value}",
+            )
+
     def given(self) -> dict[str, Any]:
         """The options that were set."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}

@@ -9,15 +9,17 @@ from __future__ import annotations
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 from gradsync.errors import ConfigError
-from gradsync.train.config import TrainConfig
+from gradsync.train.config import SyncConfig, TrainConfig
 from gradsync.train.recipes import recipe
 
 _SUFFIXES = (".yaml", ".yml", ".toml")
+# Where None is a third value, a switch takes True or False as a word.
+_OPTIONAL = frozenset(f.name for f in fields(SyncConfig) if f.default is None)
 
 
 def parse_config(argv: Sequence[str]) -> TrainConfig:
@@ -91,7 +93,7 @@ def to_flags(values: Mapping[str, Any], prefix: str = "") -> list[str]:
         name = prefix + str(key).replace("_", "-")
         if isinstance(value, Mapping):
             flags += to_flags(value, f"{name}.")
-        elif isinstance(value, bool):
+        elif isinstance(value, bool) and key not in _OPTIONAL:
             head, _, tail = name.rpartition(".")
             negated = f"{head}.no-{tail}" if head else f"no-{tail}"
             flags.append(f"--{name if value else negated}")

@@ -169,13 +169,26 @@ class Trainer:
         self._run_dir.log_metrics({"step": totals.step, "val/loss": totals.val_loss})
 
     def _save(self, step: int) -> None:
-        """Rank 0 writes; the others go on and meet it in the next step's first collective."""
-        if not self.world.is_main:
-            return
+        """Rank 0 writes; the others go on and meet it in the next step's first collective.
+
+        What is spread over ranks they bring together first.
+        """
+        learner = self.learner
         with self._interval.paused():
-            self._store.save(
-                snapshot(step, self.config, self.learner, self.data, self._fingerprint)
-            )
+            learner.sync.gather(learner.optimizer)
+            weights = learner.sync.full_weights()
+            if self.world.is_main:
+                self._store.save(
+                    snapshot(
+                        step,
+                        self.config,
+                        learner,
+                        self.data,
+                        weights=weights,
+                        fingerprint=self._fingerprint,
+                    )
+                )
+            learner.sync.scatter(learner.optimizer)
 
 
 def metrics_of(

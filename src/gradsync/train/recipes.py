@@ -19,7 +19,7 @@ def recipe(name: str) -> TrainConfig:
             model=model,
             steps=300,
             tokens_per_update=4_096,
-            micro_batch_size=4,
+            micro_batch_size=2,  # 8 leaves of 512 tokens: up to 8 ranks
             optim=OptimConfig(lr=3e-3, warmup_steps=20),
             eval=EvalConfig(every=100),
             checkpoint=CheckpointConfig(every=100),

@@ -148,9 +148,12 @@ def _finish(
     progress: Progress,
 ) -> Outcome:
     exit_code = EXIT_REQUEUE if totals.stopped_by else 0
+    weights = learner.sync.full_weights()  # all ranks, where parameters are spread over them
     if not world.is_main:
         return Outcome(exit_code=exit_code, summary={})
-    summary = _summarise(totals, config, world, data, learner)
+    summary = _summarise(totals, config, world, data)
+    names = [name for name, _ in learner.model.named_parameters()]
+    summary["weights_sha256"] = weights_sha256((name, weights[name]) for name in names)
     run_dir.write_json("summary.json", summary)
     if totals.stopped_by:
         progress.say(
@@ -185,9 +188,7 @@ def _introduce(
     progress.say(data.plan.describe())
 
 
-def _summarise(
-    totals: Totals, config: TrainConfig, world: World, data: Data, learner: Learner
-) -> dict[str, Any]:
+def _summarise(totals: Totals, config: TrainConfig, world: World, data: Data) -> dict[str, Any]:
     tokens_timed = totals.steps_timed * config.tokens_per_update
     return {
         "steps": totals.step,
@@ -195,7 +196,6 @@ def _summarise(
         "final_train_loss": _number(totals.train_loss),
         "val_loss": _number(totals.val_loss),
         "unigram_entropy": None if data.meta is None else data.meta.unigram_entropy_nats,
-        "weights_sha256": weights_sha256(learner.model.named_parameters()),
         "world_size": world.world_size,
         "launcher": world.launcher,
         "sync": config.sync,

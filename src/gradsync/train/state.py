@@ -7,13 +7,16 @@ Random state is not saved because there is none: see [Note: Keyed streams].
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from gradsync.checkpoint.optimizer_state import pack_optimizer, unpack_optimizer
 from gradsync.checkpoint.store import CheckpointStore, Snapshot, resolve
-from gradsync.checkpoint.weights import load_weights, pack_weights
+from gradsync.checkpoint.weights import match_weights, pack_weights
 from gradsync.comm.base import Communicator
 from gradsync.comm.values import broadcast_json, broadcast_tensors
 from gradsync.data.loader import Loader
@@ -39,14 +42,23 @@ class Resumed:
 
 
 def snapshot(
-    step: int, config: TrainConfig, learner: Learner, data: Data, fingerprint: Fingerprint
+    step: int,
+    config: TrainConfig,
+    learner: Learner,
+    data: Data,
+    *,
+    weights: Mapping[str, Tensor],
+    fingerprint: Fingerprint,
 ) -> Snapshot:
-    """The state after `step` optimizer steps; shares the run's tensors, save it at once."""
+    """The state after `step` optimizer steps; shares the run's tensors, save it at once.
+
+    `weights` are whole, and so is the optimizer's state at this moment (`GradientSync.gather`).
+    """
     named = list(learner.model.named_parameters())
     optimizer_tensors, optimizer_state = pack_optimizer(learner.optimizer, named)
     return Snapshot(
         step=step,
-        tensors={"model": pack_weights(learner.model), "optimizer": optimizer_tensors},
+        tensors={"model": pack_weights(weights), "optimizer": optimizer_tensors},
         state={
             "optimizer": optimizer_state,
             "data": dict(data.train.state_dict()),
@@ -116,13 +128,16 @@ def restore(
     state = header["state"]
     saved = {} if found is None else dict(found.tensors)
     loader.load_state_dict(state["data"])
-    load_weights(learner.model, broadcast_tensors(comm, saved.get("model")))
+    learner.sync.load_full_weights(
+        match_weights(learner.model, broadcast_tensors(comm, saved.get("model")))
+    )
     unpack_optimizer(
         learner.optimizer,
         list(learner.model.named_parameters()),
         broadcast_tensors(comm, saved.get("optimizer")),
         state["optimizer"],
     )
+    learner.sync.scatter(learner.optimizer)
     if learner.scaler is not None and state["scaler"]:
         learner.scaler.load_state_dict(state["scaler"])
     return Resumed(header["step"], header["path"], notes)

@@ -35,13 +35,13 @@ dataset = spirals()
 
 with gs.init(seed=0, threads=1) as world:
     model = build_model().to(world.device)
-    sync = gs.replicate(model, world, sync="naive")
+    sync = gs.replicate(model, world)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     loader = gs.loader(dataset, world, global_batch_size=64, micro_batch_size=8, num_epochs=30)
     for step in loader:
         for leaf in step:
             loss_sum = F.cross_entropy(model(leaf.inputs), leaf.targets, reduction="sum")
-            sync.backward(loss_sum, weight=leaf.num_targets)
+            sync.backward(loss_sum, leaf=leaf)
         sync.step(optimizer, clip_norm=1.0)
         if world.is_main and step.number % 60 == 0:
             print(f"step {step.number}: loss {sync.mean_loss:.4f} on {world.world_size} rank(s)")

@@ -18,6 +18,10 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from gradsync.checkpoint.weights import weights_sha256 as weights_sha256
+    from gradsync.comm.groups import group as group
+    from gradsync.comm.groups import groups as groups
+    from gradsync.comm.reductions import all_reduce as all_reduce
     from gradsync.data.dataset_loader import DatasetLoader as DatasetLoader
     from gradsync.data.loader import loader as loader
     from gradsync.data.streaming import stream_loader as stream_loader
@@ -41,6 +45,9 @@ if TYPE_CHECKING:
     from gradsync.world import World as World
 
 _HOMES = {
+    "gradsync.checkpoint.weights": ("weights_sha256",),
+    "gradsync.comm.groups": ("group", "groups"),
+    "gradsync.comm.reductions": ("all_reduce",),
     "gradsync.data.dataset_loader": ("DatasetLoader",),
     "gradsync.data.loader": ("loader",),
     "gradsync.data.streaming": ("stream_loader",),

@@ -6,7 +6,7 @@ import atexit
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -91,11 +91,11 @@ def test_every_method_on_two_ranks(pool: Any) -> None:
         assert not seen["group after"]
 
 
-def wrap(rank: int, world_size: int, store_path: str) -> dict[str, Any]:
+def wrap_in_ddp(rank: int, world_size: int, store_path: str) -> dict[str, Any]:
     with started_by_mpirun(rank, world_size, store_path), DDPManager() as manager:
         torch.manual_seed(rank)  # ranks start differently: rank 0's weights must win
         model = nn.Linear(2, 1, bias=False)
-        wrapped = manager.wrap_model(model, broadcast_buffers=False)
+        wrapped = manager.wrap_model(model, sync="ddp", broadcast_buffers=False)
         assert isinstance(wrapped, nn.parallel.DistributedDataParallel)
         assert wrapped.module is model
         assert wrapped.gradient_as_bucket_view
@@ -103,22 +103,49 @@ def wrap(rank: int, world_size: int, store_path: str) -> dict[str, Any]:
         wrapped(torch.full((1, 2), 1.0 + rank)).sum().backward()
         assert model.weight.grad is not None
         gradient = model.weight.grad.clone()
-        plain = manager.wrap_model(model, gradient_as_bucket_view=False)
-        frozen = nn.Linear(2, 1).requires_grad_(False)
+        plain = manager.wrap_model(model, sync="ddp", gradient_as_bucket_view=False)
+        with pytest.raises(ConfigError, match="wraps one model, got 2"):
+            manager.wrap_model(model, nn.Linear(2, 1), sync="ddp")
         return {
             "gradient": gradient.tolist(),
             "weight": model.weight.tolist(),
             "view": plain.gradient_as_bucket_view,
-            "frozen is only moved": manager.wrap_model(frozen) is frozen,
         }
 
 
-def test_wrap_model(pool: Any) -> None:
-    first, second = pool.run(wrap, 2)
+def test_wrap_model_in_ddp(pool: Any) -> None:
+    first, second = pool.run(wrap_in_ddp, 2)
     assert first == second
     assert first["gradient"] == [[1.5, 1.5]]
     assert first["view"] is False
-    assert first["frozen is only moved"]
+
+
+def wrap_in_place(rank: int, world_size: int, store_path: str) -> dict[str, Any]:
+    with started_by_mpirun(rank, world_size, store_path), DDPManager() as manager:
+        torch.manual_seed(rank)
+        backbone = nn.Linear(2, 2).requires_grad_(False)
+        adapter, head = nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False)
+        assert manager.wrap_model(backbone) is backbone  # only moved
+        wrapped = manager.wrap_model(adapter, head, bucket_mb=1.0)
+        assert wrapped == (adapter, head)
+        optimizer = torch.optim.SGD([*adapter.parameters(), *head.parameters()], lr=0.1)
+        gradients = []
+        for step in range(3):
+            inputs = torch.full((1, 2), 1.0 + rank + step)
+            with manager.no_sync() if step == 0 else nullcontext():
+                head(adapter(inputs)).sum().backward()
+            gradients.append(None if adapter.weight.grad is None else adapter.weight.grad.tolist())
+            if step:
+                optimizer.step()
+                optimizer.zero_grad()
+        return {"gradients": gradients[1:], "weights": [p.tolist() for p in adapter.parameters()]}
+
+
+def test_wrap_model_in_place(pool: Any) -> None:
+    """Several modules beside a frozen one are one engine; gradients are means over ranks."""
+    first, second = pool.run(wrap_in_place, 2)
+    assert first == second
+    assert len(first["gradients"]) == 2
 
 
 def take_passes(

@@ -86,26 +86,26 @@ class _Job:
         self._fn: Callable[[], None] | None = fn
         self._stream = stream
         self._num_threads = torch.get_num_threads()
-        self._ready = None if stream is None else torch.cuda.current_stream(stream.device)
-        self._ready = None if self._ready is None else self._ready.record_event()
+        self._ready: Any = None
+        if stream is not None:
+            self._ready = torch.cuda.current_stream(stream.device).record_event()
         self._over = threading.Event()
         self._error: BaseException | None = None
         self._done: Any = None
 
     def run(self) -> BaseException | None:
         """On the worker: do it; returns what it raised."""
-        fn, self._fn = self._fn, None  # whatever it holds must not live as long as this work
-        assert fn is not None, "a job runs once"
+        assert self._fn is not None, "a job runs once"
         # [Note: The bits of a worker thread]
         if torch.get_num_threads() != self._num_threads:
             torch.set_num_threads(self._num_threads)
         try:
             if self._stream is None:
-                fn()
+                self._fn()
             else:
                 with torch.cuda.stream(self._stream):
                     self._stream.wait_event(self._ready)
-                    fn()
+                    self._fn()
                     self._done = self._stream.record_event()
         except BaseException as error:  # raised again in whoever waits
             self.finish(error)
@@ -115,7 +115,7 @@ class _Job:
 
     def finish(self, error: BaseException | None) -> None:
         """Let the waiting threads go on."""
-        self._fn = None
+        self._fn = None  # what it holds must not live as long as this work, or until the next one
         self._error = error
         self._over.set()
 
@@ -153,7 +153,6 @@ class _Worker:
         """
         while (job := self.jobs.get()) is not None:
             error = job.run()
-            del job  # or it, and all it holds, would live until the next one comes
             if error is not None:
                 with self._lock:
                     self._error = error

@@ -48,19 +48,24 @@ class Messenger(Protocol):
         ...
 
     def exchange(
-        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
+        self,
+        sends: Sequence[tuple[Tensor, int]],
+        receives: Sequence[tuple[Tensor, int]],
+        channel: int = 0,
+        /,
     ) -> Work:
         """One batch of messages: send each tensor to its rank, fill each tensor from its rank.
 
         The k-th message from a to b meets the k-th receive at b from a, in this batch and over all
         of them; both must have the same size and dtype. Nothing may be sent to oneself. A rank with
         nothing to say need not call. A send may wait until its receive is there: two ranks that
-        swap do so in one batch. All batches of one communicator come from one thread at a time.
+        swap do so in one batch. All batches of one channel come from one thread at a time.
         Buffers belong to the batch until `wait()` returns.
 
         Args:
             sends: (contiguous tensor of any shape, rank that gets it).
             receives: (contiguous tensor of any shape, overwritten; rank it comes from).
+            channel: messages meet receives of the same channel only; see `Channel`.
         """
         ...
 

@@ -8,7 +8,7 @@ group's own methods also keeps us clear of names that torch renames between rele
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,8 +19,8 @@ from gradsync.comm.base import AllOf, Done, ReduceOp, Work
 if TYPE_CHECKING:
     from torch import Tensor
 
-# One tag for all our messages: the backends keep the order of messages between two ranks with one
-# tag. Not 0, which is what a user's own `dist.send` in the same group has.
+# One tag for all messages of a channel: the backends keep the order of messages between two ranks
+# with one tag. Not 0, which is what a user's own `dist.send` in the same group has.
 _TAG = 0x6773
 
 _OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
@@ -36,6 +36,25 @@ class ProcessGroupCommunicator:
     def __init__(self, group: Any) -> None:
         self.group = group
 
+    def _needs_stage(self, tensor: Tensor) -> bool:
+        """Whether the group cannot take this tensor: a CPU one in a group that has NCCL only."""
+        return tensor.device.type == "cpu" and all(
+            device.type != "cpu" for device in self.group._device_types
+        )
+
+    @property
+    def _stage(self) -> torch.device:
+        """Where such tensors travel instead."""
+        return torch.device("cuda", torch.cuda.current_device())
+
+    def _staged(self, tensor: Tensor, run: Callable[[Tensor], Work]) -> Work:
+        """`run(tensor)`, by way of the GPU where needed: small values of the host travel too when
+        somebody else initialised the group for GPUs alone."""
+        if not self._needs_stage(tensor):
+            return run(tensor)
+        there = tensor.to(self._stage)
+        return CopyBack(run(there), there, tensor)
+
     @property
     def rank(self) -> int:
         """Index of this rank in the group."""
@@ -50,17 +69,18 @@ class ProcessGroupCommunicator:
         """See `Communicator.all_reduce`."""
         options = dist.AllreduceOptions()
         options.reduceOp = _OPS[op]
-        return self.group.allreduce([tensor], options)
+        return self._staged(tensor, lambda there: self.group.allreduce([there], options))
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Work:
         """See `Communicator.broadcast`."""
         options = dist.BroadcastOptions()
         options.rootRank = src
-        return self.group.broadcast([tensor], options)
+        return self._staged(tensor, lambda there: self.group.broadcast([there], options))
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
         """See `Communicator.all_gather`."""
-        return self.group._allgather_base(output, tensor)
+        there = tensor.to(self._stage) if self._needs_stage(tensor) else tensor
+        return self._staged(output, lambda whole: self.group._allgather_base(whole, there))
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         """See `Communicator.reduce_scatter`."""
@@ -76,7 +96,11 @@ class ProcessGroupCommunicator:
         self.all_reduce(torch.zeros(1)).wait()
 
     def exchange(
-        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
+        self,
+        sends: Sequence[tuple[Tensor, int]],
+        receives: Sequence[tuple[Tensor, int]],
+        channel: int = 0,
+        /,
     ) -> Work:
         """See `Communicator.exchange`. Empty tensors do not travel.
 
@@ -93,13 +117,28 @@ class ProcessGroupCommunicator:
         device = (sends or receives)[0][0].device
         if device.type != "cpu" and self.group._get_backend(device).supports_coalescing:
             self.group._start_coalescing(device)
-            self._post(sends, receives)
+            self._post(sends, receives, _TAG)
             return self.group._end_coalescing(device)
-        return AllOf(self._post(sends, receives))
+        return AllOf(self._post(sends, receives, _TAG + channel))
 
     def _post(
-        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
+        self,
+        sends: Sequence[tuple[Tensor, int]],
+        receives: Sequence[tuple[Tensor, int]],
+        tag: int,
     ) -> list[Work]:
         """Receives first: a message that is expected goes straight into its tensor."""
-        works = [self.group.recv([tensor], peer, _TAG) for tensor, peer in receives]
-        return works + [self.group.send([tensor], peer, _TAG) for tensor, peer in sends]
+        works = [self.group.recv([tensor], peer, tag) for tensor, peer in receives]
+        return works + [self.group.send([tensor], peer, tag) for tensor, peer in sends]
+
+
+class CopyBack:
+    """A work on a copy; `wait` brings the result home."""
+
+    def __init__(self, work: Work, there: Tensor, home: Tensor) -> None:
+        self._work, self._there, self._home = work, there, home
+
+    def wait(self) -> None:
+        """See `Work.wait`."""
+        self._work.wait()
+        self._home.copy_(self._there)

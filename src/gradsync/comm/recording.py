@@ -80,7 +80,11 @@ class RecordingCommunicator:
         self.inner.barrier()
 
     def exchange(
-        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
+        self,
+        sends: Sequence[tuple[Tensor, int]],
+        receives: Sequence[tuple[Tensor, int]],
+        channel: int = 0,
+        /,
     ) -> Work:
         """See `Communicator.exchange`."""
         sizes = [tensor.numel() * tensor.element_size() for tensor, _ in sends]
@@ -88,7 +92,7 @@ class RecordingCommunicator:
             self.operations["exchange"] += 1
             self.sent_bytes += sum(sizes)
             self.sent_messages += sum(size > 0 for size in sizes)
-        return self.inner.exchange(sends, receives)
+        return self.inner.exchange(sends, receives, channel)
 
     def _count(self, name: str, tensor: Tensor) -> None:
         with self._lock:

@@ -39,8 +39,9 @@ from gradsync.comm.base import Messenger, ReduceOp, Work
 from gradsync.comm.combine import combine, flat_view
 from gradsync.comm.shares import share
 
-CHUNK_BYTES = 1 << 20
-"""Default size of a piece, bytes."""
+CHUNK_BYTES = 4 << 20
+"""Default size of a piece, bytes. Each costs a message's latency: on Gloo over loopback, pieces of
+256 KiB made 16 MiB several times slower, and from 2 MiB on there was no difference."""
 
 
 @dataclass(frozen=True, slots=True)

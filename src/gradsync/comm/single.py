@@ -39,7 +39,11 @@ class SingleCommunicator:
         """Everyone is here."""
 
     def exchange(
-        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
+        self,
+        sends: Sequence[tuple[Tensor, int]],
+        receives: Sequence[tuple[Tensor, int]],
+        channel: int = 0,
+        /,
     ) -> Work:
         """There is nobody to talk to: both lists must be empty."""
         assert len(sends) + len(receives) == 0, "a message to oneself"

@@ -29,10 +29,15 @@ class Subset:
         self.world_size = len(self._ranks)
 
     def exchange(
-        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
+        self,
+        sends: Sequence[tuple[Tensor, int]],
+        receives: Sequence[tuple[Tensor, int]],
+        channel: int = 0,
+        /,
     ) -> Work:
         """See `Messenger.exchange`."""
         return self._parent.exchange(
             [(tensor, self._ranks[peer]) for tensor, peer in sends],
             [(tensor, self._ranks[peer]) for tensor, peer in receives],
+            channel,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -28,6 +29,38 @@ def broadcast_json(comm: Communicator, value: Any = None) -> Any:
         data.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
     comm.broadcast(data).wait()
     return json.loads(bytes(data.tolist()))
+
+
+def all_gather_numbers(comm: Communicator, number: int) -> list[int]:
+    """Every rank's `number` (64 bits, signed), in rank order: one all-gather, int64 [1]."""
+    gathered = torch.zeros(comm.world_size, dtype=torch.int64)
+    comm.all_gather(gathered, torch.tensor([number], dtype=torch.int64)).wait()
+    return gathered.tolist()
+
+
+def all_gather_json(comm: Communicator, value: Any) -> list[Any]:
+    """Every rank's `value` (anything JSON can write), in rank order; lengths may differ.
+
+    Two all-gathers over the whole communicator: int64 [1] with the length, uint8 [longest] with
+    the text. For start-up and for what went wrong, not for the step.
+    """
+    payload = json.dumps(value).encode()
+    sizes = all_gather_numbers(comm, len(payload))
+    mine = torch.zeros(max(sizes), dtype=torch.uint8)
+    mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    gathered = torch.zeros(comm.world_size * max(sizes), dtype=torch.uint8)
+    comm.all_gather(gathered, mine).wait()
+    rows = gathered.view(comm.world_size, -1).numpy()
+    return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
+
+
+def same_on_all_ranks(comm: Communicator, data: bytes) -> bool:
+    """Whether all ranks hold equal `data`, of any length: one all-gather of a digest, int64 [1].
+
+    The answer is the same on all ranks. (Different data with one digest: chance 2**-64.)
+    """
+    digest = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), signed=True)
+    return len(set(all_gather_numbers(comm, digest))) == 1
 
 
 def all_sum(comm: Communicator, *numbers: float) -> tuple[float, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from gradsync.sync.gradient_sync import GradientSync
+
 
 class DDPManager:
     """Everything a plain DDP script needs; also a context manager.
@@ -32,6 +35,7 @@ class DDPManager:
         self.world = World()
         self._session: Session | None = None
         self._comm: Communicator = SingleCommunicator()
+        self._handles: list[GradientSync] = []
 
     def initialize(self, backend: str | None = None, timeout_mins: float = 30) -> World:
         """Join the run this process was started in.
@@ -61,23 +65,58 @@ class DDPManager:
         """True on rank 0, the one that logs and saves."""
         return self.world.is_main
 
-    def wrap_model(self, model: nn.Module, **options: Any) -> nn.Module:
-        """Move `model` to the device and wrap what trains in torch's DistributedDataParallel.
+    def wrap_model(self, *models: nn.Module, sync: str = "invariant", **options: Any) -> Any:
+        """Move models to the device and synchronise what trains in them; returns them.
 
-        A model without trainable parameters, or a run of one rank, is only moved.
+        Nothing is wrapped (no `.module`), except under `sync="ddp"`, which returns torch's
+        DistributedDataParallel around one model. After that `loss.backward()` averages gradients
+        over ranks, as DDP does. Frozen parts are left alone; a model without trainable parameters
+        is only moved. Several models (an encoder, adapters, heads) share one engine, so that their
+        gradients travel in the same order on all ranks.
 
         Args:
-            model: any module.
-            options: of DistributedDataParallel, such as `find_unused_parameters=True`.
-        """
-        import torch
+            models: one or more modules.
+            sync: a strategy; `invariant`, `bucketed` … or `ddp`.
+            options: of `gs.replicate`, or of DistributedDataParallel under `ddp`.
 
-        model.to(self.device)
-        group = getattr(self._comm, "group", None)
-        if group is None or not any(p.requires_grad for p in model.parameters()):
-            return model
-        options.setdefault("gradient_as_bucket_view", True)
-        return torch.nn.parallel.DistributedDataParallel(model, process_group=group, **options)
+        Returns:
+            The model, or a tuple when several were given.
+
+        Raises:
+            ConfigError: no model; several under `ddp`; unknown strategy or option.
+        """
+        from torch import nn
+
+        from gradsync.sync.replicate import replicate
+
+        if not models:
+            raise ConfigError("wrap_model needs a model")
+        for model in models:
+            model.to(self.device)
+        trains = any(p.requires_grad for model in models for p in model.parameters())
+        if sync == "ddp":
+            if len(models) > 1:
+                raise ConfigError(
+                    f"sync='ddp' wraps one model, got {len(models)}: several torch DDP wrappers "
+                    "would reduce in an order that may differ between ranks; use sync='invariant'"
+                )
+            group = getattr(self._comm, "group", None)
+            if group is None or not trains:
+                return models[0]
+            options.setdefault("gradient_as_bucket_view", True)
+            return nn.parallel.DistributedDataParallel(models[0], process_group=group, **options)
+        if trains:
+            whole = models[0] if len(models) == 1 else nn.ModuleList(models)
+            self._handles.append(replicate(whole, self.world, sync=sync, **options))
+        return models[0] if len(models) == 1 else models
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Only add up; enclose forward and backward of all micro-batches but the last."""
+        with ExitStack() as stack:
+            for handle in self._handles:
+                stack.enter_context(handle.no_sync())
+            yield
 
     def get_dataloader(
         self, dataset: Any, batch_size: int, *, seed: int = 0, shuffle: bool = True, **options: Any
@@ -122,6 +161,9 @@ class DDPManager:
 
     def cleanup(self, error: BaseException | None = None) -> None:
         """Leave the run; safe to call twice."""
+        for handle in self._handles:
+            handle.close()
+        self._handles.clear()
         session, self._session = self._session, None
         self._comm = SingleCommunicator()
         if session is not None:

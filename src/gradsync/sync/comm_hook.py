@@ -12,7 +12,7 @@ A hook has to average: DDP does not divide for it. Ours sums first and divides o
 takes several messages runs on a worker thread; what fails there comes out of `backward()`.
 """
 
-# No `from __future__ import annotations` here: DDP compares the hook's annotations as objects.
+from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from difflib import get_close_matches
@@ -22,38 +22,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from gradsync.comm.background import Background
 from gradsync.comm.base import Communicator
 from gradsync.comm.groups import Groups
 from gradsync.comm.hierarchical import hierarchical_all_reduce
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.reductions import ALGORITHMS, Site
 from gradsync.errors import ConfigError
-from gradsync.sync.power_sgd import check_power_sgd, power_sgd_state
+from gradsync.sync.bucket_worker import BucketWorker, group_of_its_own
+from gradsync.sync.hook_state import HookState, average_bucket
+from gradsync.sync.power_sgd import PowerSgd
 from gradsync.world import World
-
-Future = torch.futures.Future[Tensor]
-Average = Callable[[Any, dist.GradBucket], Future]
-"""`average(group, bucket)`: a future of the bucket's buffer, averaged over the group in place."""
 
 STRATEGIES = ("ring", "recursive_doubling", "hierarchical", "bf16", "fp16", "powersgd")
 """What a DDP hook can do."""
-
-
-class HookState:
-    """What a hook keeps between buckets. One state belongs to one DDP model."""
-
-    def __init__(self, group: Any, average: Average) -> None:
-        self.group = group
-        self.average = average
-
-
-def average_bucket(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The hook itself."""
-    return state.average(state.group or dist.group.WORLD, bucket)
 
 
 class CommHook:
@@ -110,8 +93,7 @@ def comm_hook(
     if strategy not in STRATEGIES:
         raise ConfigError(_unknown(strategy))
     if strategy == "powersgd":
-        check_power_sgd(**options)
-        return CommHook(HookState(group, _PowerSgd(options)))
+        return CommHook(HookState(group, PowerSgd(**options)))
     if options:
         raise ConfigError(f"comm_hook({strategy!r}) has no option {next(iter(options))!r}")
     if strategy in ("bf16", "fp16"):
@@ -121,75 +103,42 @@ def comm_hook(
     return CommHook(HookState(group, _OnWorker(strategy, groups)))
 
 
-class _PowerSgd:
-    """Torch's hook; its state is made when the first bucket says where gradients are."""
-
-    def __init__(self, options: dict[str, Any]) -> None:
-        self._options = options
-        self._state: PowerSGDState | None = None
-
-    def __call__(self, group: Any, bucket: dist.GradBucket) -> Future:
-        if self._state is None:
-            self._state = power_sgd_state(group, bucket.buffer().device, **self._options)
-        return powerSGD_hook(self._state, bucket)
-
-
 class _OnWorker:
     """An algorithm made of messages, on a worker thread beside backward."""
 
     def __init__(self, algorithm: str, groups: Groups | None) -> None:
         self._algorithm = algorithm
         self._groups = groups
-        self._worker: Background | None = None
-        self._sum: Callable[[Tensor], None] = _nothing
-        self._world_size = 1
-        self._failure: BaseException | None = None
+        self._worker: BucketWorker | None = None
+        self._average: Callable[[Tensor], None] | None = None
 
-    def __call__(self, group: Any, bucket: dist.GradBucket) -> Future:
+    def __call__(self, group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         tensor = bucket.buffer()
-        if self._worker is None:
-            self._begin(group, tensor.device)
-        assert self._worker is not None
-        devices: list[torch.device | int | str] = [tensor.device] if tensor.is_cuda else []
-        finished = torch.futures.Future[Any](devices=devices or None)
-        # DDP reads a future without Python's part of `set_exception`; what a callback raises it
-        # does see.
-        result = finished.then(_result)
-        self._worker.submit(lambda: self._average(tensor, finished))
-        return result
-
-    def _begin(self, group: Any, device: torch.device) -> None:
-        """On the first bucket, on the thread that all ranks have in step."""
-        if device.type == "cuda" and dist.get_backend(group).endswith("nccl"):
-            # NCCL runs what a group is given in one order; the worker's messages need their own.
-            ranks = dist.get_process_group_ranks(group)
-            group = dist.new_group(ranks, use_local_synchronization=True)
-        comm = ProcessGroupCommunicator(group)
-        self._sum = _summing(self._algorithm, comm, self._groups, device)
-        self._world_size = comm.world_size
-        self._worker = Background(device)
-
-    def _average(self, tensor: Tensor, finished: torch.futures.Future[Any]) -> None:
-        """On the worker. Its own failures too must reach every future, or backward would wait."""
-        try:
-            if self._failure is not None:
-                raise self._failure
-            self._sum(tensor)
-            tensor.div_(self._world_size)  # the one division
-        except BaseException as failure:
-            self._failure = failure
-            finished.set_result(failure)
-        else:
-            finished.set_result(tensor)
+        if self._worker is None:  # the first bucket, on the thread that all ranks have in step
+            if tensor.is_cuda and dist.get_backend(group).endswith("nccl"):
+                # NCCL runs messages and collectives of a group in one order.
+                group = group_of_its_own(group, tensor.device)
+            comm = ProcessGroupCommunicator(group)
+            self._average = _averaging(self._algorithm, comm, self._groups, tensor.device)
+            self._worker = BucketWorker(tensor.device)
+        average = self._average
+        assert average is not None
+        return self._worker.submit(tensor, lambda: average(tensor))
 
 
-def _summing(
+def _averaging(
     algorithm: str, comm: Communicator, groups: Groups | None, device: torch.device
 ) -> Callable[[Tensor], None]:
-    """`sum(tensor)` over the ranks of `comm`, in place, blocking, by messages alone."""
+    """`average(tensor)` over the ranks of `comm`, in place, blocking, by messages alone."""
     if algorithm != "hierarchical":
         site = Site(comm=comm)
-        return lambda tensor: ALGORITHMS[algorithm].run(site, tensor, "sum")
+
+        def average(tensor: Tensor) -> None:
+            ALGORITHMS[algorithm].run(site, tensor, "sum")
+            tensor.div_(comm.world_size)  # the one division
+
+        return average
+
     world = None if groups is not None else World.from_process_group()
     if world is not None and world.world_size != comm.world_size:
         raise ConfigError(
@@ -197,19 +146,12 @@ def _summing(
             f"{world.world_size} ranks; give groups= that cover it"
         )
     intra, inter, equal_nodes = Site(comm=comm, world=world, groups=groups).levels(device)
-    return lambda tensor: hierarchical_all_reduce(intra, inter, tensor, equal_nodes=equal_nodes)
 
+    def average_in_levels(tensor: Tensor) -> None:
+        hierarchical_all_reduce(intra, inter, tensor, equal_nodes=equal_nodes)
+        tensor.div_(comm.world_size)  # the one division
 
-def _nothing(tensor: Tensor) -> None:
-    raise AssertionError("no bucket has come yet")
-
-
-def _result(finished: torch.futures.Future[Any]) -> Tensor:
-    """The averaged bucket, or the worker's failure."""
-    value = finished.value()
-    if isinstance(value, BaseException):
-        raise value
-    return value
+    return average_in_levels
 
 
 def _unknown(strategy: str) -> str:

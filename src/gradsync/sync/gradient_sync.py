@@ -17,6 +17,7 @@ import torch
 
 from gradsync.comm.base import Communicator
 from gradsync.errors import RunError
+from gradsync.runtime.gloo_group import wait_until_workers_sleep
 from gradsync.sync.agreement import agree
 from gradsync.sync.own_loop import OwnLoop
 from gradsync.sync.reducer import Reducer
@@ -24,6 +25,9 @@ from gradsync.sync.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+HANDLE = "_gradsync"
+"""Attribute by which a model holds on to its handle; hooks do not keep it alive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,9 +201,17 @@ class GradientSync:
         return self._own_loop.no_sync()
 
     def close(self) -> None:
-        """Take the hooks out of the model; it stays usable as it is."""
+        """Take the hooks out of the model; it stays usable as it is.
+
+        Before `destroy_process_group` it also lets gloo's workers come to rest: one that still
+        needs Python's lock when the interpreter ends would abort the process.
+        """
         self._own_loop.close()
         self.reducer.close()
+        if self.model.__dict__.get(HANDLE) is self:
+            del self.model.__dict__[HANDLE]
+        if self.comm.world_size > 1:
+            wait_until_workers_sleep()
 
     def _loss_on_cpu(self) -> float:
         """The loss when it costs no wait: on a CPU it travels with the agreement."""

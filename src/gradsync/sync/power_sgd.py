@@ -29,6 +29,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
     PowerSGDState,
     powerSGD_hook,
@@ -36,17 +37,89 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
 
 from gradsync.comm.base import Communicator
 from gradsync.errors import ConfigError
+from gradsync.sync.bucket_worker import BucketWorker, group_of_its_own
+from gradsync.sync.hook_state import HookState, average_bucket
 from gradsync.sync.torch_ddp import TorchDdpReducer
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
+
+
+class PowerSgd:
+    """Torch's hook with its state, made when the first bucket says where gradients are.
+
+    [Note: PowerSGD on the CPU] Torch's hook waits for one all-reduce in the callback of another.
+    On NCCL that is a matter of streams. On Gloo it blocks one of the group's two worker threads:
+    with two buckets under way both wait for ever, or ranks issue their all-reduces in different
+    orders. So on the CPU buckets go one after the other, on a thread and in a group of their own.
+
+    Args:
+        options: of torch's `PowerSGDState`, with our defaults.
+
+    Raises:
+        ConfigError: an option that is unknown or out of its range.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        known = inspect.signature(PowerSGDState).parameters.keys() - {"process_group"}
+        for name in options:
+            if name not in known:
+                raise ConfigError(
+                    f"powersgd has no option {name!r} (it has: {', '.join(sorted(known))})"
+                )
+        defaults: dict[str, Any] = {
+            "start_powerSGD_iter": 10,
+            "random_seed": 0,
+            # Without it, a matrix whose gradient is all zero (an unused layer) becomes nan.
+            "orthogonalization_epsilon": 1e-8,
+        }
+        self._options: dict[str, Any] = {**defaults, **options}
+        for name, least in (("matrix_approximation_rank", 1), ("start_powerSGD_iter", 2)):
+            if (got := self._options.get(name, least)) < least:
+                why = ": DDP regroups its buckets after the first backward" if least == 2 else ""
+                raise ConfigError(f"{name} must be at least {least}, got {got}{why}")
+        self._state: PowerSGDState | None = None
+        self._worker: BucketWorker | None = None
+
+    def __call__(self, group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """A future of the bucket's buffer, averaged over `group` in place."""
+        tensor = bucket.buffer()
+        if self._state is None:
+            self._begin(group, tensor.device)
+        state, worker = self._state, self._worker
+        assert state is not None
+        if worker is None:
+            return powerSGD_hook(state, bucket)
+        return worker.submit(tensor, lambda: _run(state, bucket))
+
+    def _begin(self, group: Any, device: torch.device) -> None:
+        """All ranks are here: it is their first bucket."""
+        if device.type == "cpu":
+            if torch.cuda.is_available():
+                raise ConfigError(
+                    "torch's PowerSGD hook waits for the GPU wherever there is one, and fails with "
+                    "gradients on the CPU; train on the GPU, or hide it: CUDA_VISIBLE_DEVICES="
+                )
+            group = group_of_its_own(group, device)  # [Note: PowerSGD on the CPU]
+            self._worker = BucketWorker(device)
+        self._state = PowerSGDState(process_group=group, **self._options)
+
+    def forget(self) -> None:
+        """Count from the first step again."""
+        if self._state is not None:
+            assert not self._state.error_dict, "something was compressed already"
+            self._state.iter = 0
+
+
+def _run(state: PowerSGDState, bucket: dist.GradBucket) -> None:
+    powerSGD_hook(state, bucket).wait()
 
 
 class PowerSgdReducer(TorchDdpReducer):
     """DDP with torch's PowerSGD hook. Replicas stay equal; gradients are approximations.
 
     Until `start_powerSGD_iter`, and in a step in which some rank has no leaf, gradients travel
-    whole, without touching error or count.
+    whole; the latter touches neither error nor count.
 
     Args:
         model: on its device; its replicas are equal.
@@ -75,68 +148,19 @@ class PowerSgdReducer(TorchDdpReducer):
         warm_start: bool = True,
         **ddp_options: Any,
     ) -> None:
-        super().__init__(model, comm, **ddp_options)
-        self.state = power_sgd_state(
-            self.ddp.process_group,
-            self.parameters[0].device,
+        self._power_sgd = PowerSgd(
             matrix_approximation_rank=matrix_approximation_rank,
             start_powerSGD_iter=start_powerSGD_iter,
             min_compression_rate=min_compression_rate,
             use_error_feedback=use_error_feedback,
             warm_start=warm_start,
         )
-        self.ddp.register_comm_hook(self.state, powerSGD_hook)
+        super().__init__(model, comm, **ddp_options)
+        self.ddp.register_comm_hook(
+            HookState(self.ddp.process_group, self._power_sgd), average_bucket
+        )
 
     def prime(self, forward_backward: Callable[[], None]) -> None:
         """As DDP's; the throwaway step does not count."""
         super().prime(forward_backward)
-        assert not self.state.error_dict, "the priming step was compressed"
-        self.state.iter = 0
-
-
-def check_power_sgd(**options: Any) -> None:
-    """See to it that `options` make a `PowerSGDState`.
-
-    Raises:
-        ConfigError: an unknown one, or one out of its range.
-    """
-    known = inspect.signature(PowerSGDState).parameters.keys() - {"process_group"}
-    for name in options:
-        if name not in known:
-            raise ConfigError(
-                f"powersgd has no option {name!r} (it has: {', '.join(sorted(known))})"
-            )
-    rank, start = options.get("matrix_approximation_rank", 1), options.get("start_powerSGD_iter", 2)
-    if rank < 1:
-        raise ConfigError(f"matrix_approximation_rank must be at least 1, got {rank}")
-    if start < 2:
-        raise ConfigError(
-            f"start_powerSGD_iter must be at least 2, got {start}: DDP regroups its buckets after "
-            "the first backward, and errors belong to buckets"
-        )
-
-
-def power_sgd_state(group: Any, device: torch.device, **options: Any) -> PowerSGDState:
-    """Torch's state for its PowerSGD hook, with our defaults.
-
-    Args:
-        group: process group.
-        device: where the gradients are.
-        options: of `PowerSGDState`, see `PowerSgdReducer`.
-
-    Raises:
-        ConfigError: an option that cannot be; gradients on the CPU where CUDA is present.
-    """
-    check_power_sgd(**options)
-    if device.type == "cpu" and torch.cuda.is_available():
-        raise ConfigError(
-            "torch's PowerSGD hook waits for the GPU wherever there is one, and fails with "
-            "gradients on the CPU; train on the GPU, or hide it with CUDA_VISIBLE_DEVICES="
-        )
-    defaults: dict[str, Any] = {
-        "start_powerSGD_iter": 10,
-        "random_seed": 0,
-        # Without it, a matrix whose gradient is all zero (an unused layer) becomes nan.
-        "orthogonalization_epsilon": 1e-8,
-    }
-    return PowerSGDState(process_group=group, **{**defaults, **options})
+        self._power_sgd.forget()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from gradsync.comm.base import Communicator
 from gradsync.comm.choose import communicator
 from gradsync.errors import ConfigError, RunError
-from gradsync.sync.gradient_sync import GradientSync
+from gradsync.sync.gradient_sync import HANDLE, GradientSync
 from gradsync.sync.reducer import trainable
 from gradsync.sync.registry import Strategy, build_reducer, find_strategy, wants_groups
 from gradsync.world import World
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from gradsync.comm.groups import Groups
-
-_HANDLE = "_gradsync"
 
 
 def replicate(
@@ -48,7 +46,7 @@ def replicate(
         RunError: several ranks but no process group; no trainable parameter.
     """
     strategy = find_strategy(sync)
-    if getattr(model, _HANDLE, None) is not None:
+    if getattr(model, HANDLE, None) is not None:
         raise ConfigError("this model is replicated already; call close() on its handle first")
     if comm is None:
         world = World.from_process_group() if world is None else world
@@ -59,7 +57,7 @@ def replicate(
             groups = make_groups(world)
     handle = _bind(strategy, model, comm, groups, options)
     # Hooks do not keep what they call alive; the model does. See GradientSync.__deepcopy__.
-    model.__dict__[_HANDLE] = handle
+    model.__dict__[HANDLE] = handle
     return handle
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gradsync.comm.base import Communicator
+from gradsync.comm.channel import Channel, draw_channel
 from gradsync.comm.doubling import doubling_all_reduce
 from gradsync.comm.groups import Groups
 from gradsync.comm.hierarchical import hierarchical_all_reduce
@@ -58,7 +59,9 @@ def _transport(
     comm: Communicator, recipe: Recipe, groups: Groups | None, device: torch.device
 ) -> Transport:
     if recipe.order == "invariant":
-        return TreeTransport(comm, _tree_levels(comm, recipe, groups), device)
+        channel = draw_channel(comm)
+        levels = [Channel(level, channel) for level in _tree_levels(comm, recipe, groups)]
+        return TreeTransport(Channel(comm, channel), levels, device)
     if recipe.shard == "gradients":
         return ReduceScatter(comm)
     if recipe.wire != "same":
@@ -84,13 +87,16 @@ def _tree_levels(comm: Communicator, recipe: Recipe, groups: Groups | None) -> l
 def _algorithm(
     comm: Communicator, recipe: Recipe, groups: Groups | None
 ) -> Callable[[Tensor], None]:
+    channel = draw_channel(comm)
+    everyone = Channel(comm, channel)
     if recipe.reduction == "ring":
-        return lambda flat: ring_all_reduce(comm, flat, "sum")
+        return lambda flat: ring_all_reduce(everyone, flat, "sum")
     if recipe.reduction == "recursive_doubling":
-        return lambda flat: doubling_all_reduce(comm, flat, "sum")
+        return lambda flat: doubling_all_reduce(everyone, flat, "sum")
     known = _known(groups)
+    intra, inter = Channel(known.intra, channel), Channel(known.inter, channel)
     return lambda flat: hierarchical_all_reduce(
-        known.intra, known.inter, flat, "sum", equal_nodes=known.equal_nodes
+        intra, inter, flat, "sum", equal_nodes=known.equal_nodes
     )
 
 

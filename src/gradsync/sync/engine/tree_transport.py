@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gradsync.comm.background import Background
-from gradsync.comm.base import Communicator, Done, Work
+from gradsync.comm.base import Done, Messenger, Work
 from gradsync.errors import RunError
 from gradsync.sync.engine.bucket import Bucket
 from gradsync.sync.engine.leaf_tree import Node, largest_nodes, merges_of, root, shares
@@ -39,7 +39,7 @@ _UNKNOWN = -1
 class Stage:
     """One round of adding: these ranks hold these nodes, and want those."""
 
-    comm: Communicator
+    comm: Messenger
     nodes: list[list[Node]]
     """What each rank of `comm` brings, in leaf order."""
     wanted: list[Node]
@@ -56,11 +56,10 @@ class TreeTransport:
         device: where gradients are.
     """
 
-    def __init__(
-        self, comm: Communicator, levels: Sequence[Communicator], device: torch.device
-    ) -> None:
+    def __init__(self, comm: Messenger, levels: Sequence[Messenger], device: torch.device) -> None:
         self._comm = comm
         self._levels = levels
+        self._device = device
         self._background = Background(device)
         self._num_buffers = 0
         self._indexed = False
@@ -91,8 +90,11 @@ class TreeTransport:
         self._background.close()
 
     def _share(self, mine: tuple[int, int]) -> list[tuple[int, int]]:
-        """Every rank's (number of leaves, first leaf): int64 [2] from each rank to each."""
-        own = torch.tensor(mine)
+        """Every rank's (number of leaves, first leaf): int64 [2] from each rank to each.
+
+        On the gradients' device, which every group takes; on CUDA only this thread waits for it.
+        """
+        own = torch.tensor(mine, device=self._device)
         others = [rank for rank in range(self._comm.world_size) if rank != self._comm.rank]
         told = {rank: torch.empty_like(own) for rank in others}
         told[self._comm.rank] = own
@@ -181,7 +183,7 @@ def _scatter_add(stage: Stage, values: list[Tensor], region: Tensor) -> list[Ten
     return _add(arrived, nodes, stage.wanted)
 
 
-def _hand_round(comm: Communicator, region: Tensor) -> None:
+def _hand_round(comm: Messenger, region: Tensor) -> None:
     """Everybody gets everybody's shard of `region`, [n], in place; slices [n / ranks]."""
     ranks = range(comm.world_size)
     parts = [_part(region, rank, comm.world_size) for rank in ranks]

@@ -1,0 +1,22 @@
+"""Data-parallel training in twelve lines; the weights' hash is the same on any number of ranks.
+
+python examples/minimal.py
+torchrun --nproc-per-node 4 examples/minimal.py
+"""
+
+import torch
+
+import gradsync as gs
+
+x = torch.randn(512, 8, generator=torch.Generator().manual_seed(0))
+with gs.init(seed=0, threads=1) as world:
+    model = torch.nn.Linear(8, 1).to(world.device)
+    sync = gs.replicate(model, world)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True).sin())
+    for step in gs.loader(data, world, global_batch_size=64, micro_batch_size=8, num_epochs=9):
+        for leaf in step:
+            sync.backward((model(leaf.inputs) - leaf.targets).square().sum(), leaf=leaf)
+        sync.step(optimizer)
+    if world.is_main:
+        print(f"loss {sync.mean_loss:.4f}, weights {gs.weights_sha256(model.named_parameters())}")

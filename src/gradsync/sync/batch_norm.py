@@ -1,0 +1,311 @@
+"""BatchNorm on several ranks: what it means must be said, because every choice trains differently.
+
+    choice     statistics in training            running statistics              any world size
+    sync       of a micro-step, all ranks'       of the same; equal everywhere   close to equal
+    local      of each leaf alone                mean over leaves (buffers.py)   the same bits
+    freeze     the running ones, as in eval      do not change                   the same bits
+
+`sync` at W ranks is BatchNorm over the W micro-batches put together: the more ranks, the larger the
+batch that is normalised as one, so it depends on the world size by its very definition. Asked for
+at world size 1 too: the same script then works, and says the same, on any number of ranks.
+GroupNorm and LayerNorm know no batch and need no choice. InstanceNorm's running statistics follow
+the rule for buffers, whatever is chosen here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import MethodType
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from gradsync.comm.base import Communicator
+from gradsync.comm.values import all_gather_numbers
+from gradsync.errors import ConfigError
+from gradsync.sync.structure import group_ranks, name_ranks
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CHOICES: dict[str, str] = {
+    "sync": "normalise over all ranks' samples of a micro-step; two small messages a layer",
+    "local": "normalise each leaf alone, average the running statistics over leaves; no waiting",
+    "freeze": "keep the running statistics as they are and use them, for pretrained layers",
+}
+NOT_INVARIANT = {
+    "sync": "batch_norm='sync' normalises over as many leaves at once as there are ranks, so other "
+    "world sizes give other bits; use 'local' or 'freeze'",
+}
+"""Choices that the invariant order must refuse, and why."""
+
+Turn = Literal["step", "forward", "backward", "last backward"]
+_TURNS: tuple[Turn, ...] = ("step", "forward", "backward", "last backward")
+
+
+class BatchNormHandling:
+    """Made by `choose_batch_norm`.
+
+    Attributes:
+        choice: what was asked for; None when the model has no BatchNorm, or none that needs one.
+        own_buffers: layers whose buffers are equal on all ranks without further help.
+    """
+
+    def __init__(self, choice: str | None, comm: Communicator) -> None:
+        self.choice = choice
+        self.own_buffers: list[nn.Module] = []
+        self._comm = comm
+        self._undo: list[Callable[[], None]] = []
+
+    def meet(self, turn: Turn) -> None:
+        """Under `sync`, before anything else is sent: all ranks must be about to do the same.
+
+        A rank with fewer forwards than the others would leave them waiting in the middle of one.
+        The root module's forward calls this with "forward"; "backward" is for the beginning of each
+        leaf's backward ("last backward" when communication begins in it), "step" for the
+        beginning of the step. One all-gather, whole group, int64 [1]; without `sync`, nothing.
+
+        Raises:
+            ConfigError: on every rank, naming who does what.
+        """
+        if self.choice != "sync":
+            return
+        turns = all_gather_numbers(self._comm, _TURNS.index(turn))
+        if len(set(turns)) > 1:
+            sides = " but ".join(
+                f"{name_ranks(ranks)} began a {_TURNS[index]}"
+                for index, ranks in group_ranks(turns).items()
+            )
+            raise ConfigError(
+                f"batch_norm='sync' needs equally many leaves on all ranks: {sides}; make the "
+                "number of leaves in a step a multiple of the number of ranks, or say 'local'"
+            )
+
+    def close(self) -> None:
+        """Give the layers their own methods back; values stay as they are."""
+        while self._undo:
+            self._undo.pop()()
+
+
+def choose_batch_norm(
+    model: nn.Module, comm: Communicator, choice: str | None
+) -> BatchNormHandling:
+    """Apply `choice` to the model's BatchNorm layers, in place; names and values stay.
+
+    Layers that were put into eval mode on their own, in a model that trains, need no choice.
+
+    Args:
+        model: on its device already.
+        comm: over which `sync` sums.
+        choice: one of `CHOICES`; None is for models without BatchNorm.
+
+    Raises:
+        ConfigError: unknown choice; none though there are layers that train; `freeze` for a layer
+            without running statistics. Layers are named.
+    """
+    if choice is not None and choice not in CHOICES:
+        raise ConfigError(f"unknown batch_norm={choice!r} (there are: {', '.join(CHOICES)})")
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, _BatchNorm)}
+    training = [name for name, m in layers.items() if m.training or not model.training]
+    if choice is None and training:
+        lines = "".join(f"\n  batch_norm={name!r}: {what}" for name, what in CHOICES.items())
+        raise ConfigError(f"the model has BatchNorm ({_some(training)}): say which{lines}")
+    handling = BatchNormHandling(choice if layers else None, comm)
+    if choice == "freeze":
+        without = [name for name, layer in layers.items() if layer.running_mean is None]
+        if without:
+            raise ConfigError(
+                f"batch_norm='freeze': no running statistics to keep in {_some(without)} "
+                "(track_running_stats=False); say 'sync' or 'local'"
+            )
+        for layer in layers.values():
+            handling._undo.append(_freeze(layer))
+    elif choice == "sync" and layers:
+        forward = _SyncedForward(comm)
+        for layer in layers.values():
+            handling._undo.append(_replace(layer, "forward", forward))
+        handling.own_buffers = list(layers.values())
+        handling._undo.append(model.register_forward_pre_hook(_meeting(handling)).remove)
+    return handling
+
+
+def _meeting(handling: BatchNormHandling) -> Callable[[nn.Module, Any], None]:
+    """The hook that lets ranks meet before a forward in which they will wait for each other."""
+
+    @torch.compiler.disable
+    def before_forward(model: nn.Module, _: Any) -> None:
+        if any(layer.training for layer in handling.own_buffers):
+            handling.meet("forward")
+
+    return before_forward
+
+
+def _freeze(layer: nn.Module) -> Callable[[], None]:
+    """Eval mode for good: `train()` of the layer, and so of the model, does not change it.
+
+    Weight and bias of the layer still train.
+    """
+    was_training = layer.training
+    layer.eval()
+    give_back = _replace(layer, "train", _stay)
+
+    def undo() -> None:
+        give_back()
+        layer.train(was_training)
+
+    return undo
+
+
+def _stay(layer: nn.Module, mode: bool = True) -> nn.Module:
+    """In place of `train` and, through it, `eval`."""
+    return layer
+
+
+def _replace(layer: nn.Module, name: str, function: Callable[..., Any]) -> Callable[[], None]:
+    """Let one layer use `function(layer, ...)` as its method; returns how to undo that.
+
+    A bound method survives `copy.deepcopy`: the copy's is bound to the copy.
+    """
+    before = layer.__dict__.get(name)
+    layer.__dict__[name] = MethodType(function, layer)
+
+    def undo() -> None:
+        del layer.__dict__[name]
+        if before is not None:
+            layer.__dict__[name] = before
+
+    return undo
+
+
+class _SyncedForward:
+    """BatchNorm's forward with statistics over all ranks; in eval mode, the layer's own."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+
+    def __call__(self, layer: _BatchNorm, inputs: Tensor) -> Tensor:
+        if not layer.training:
+            return type(layer).forward(layer, inputs)
+        return self._train(layer, inputs)
+
+    @torch.compiler.disable
+    def _train(self, layer: _BatchNorm, inputs: Tensor) -> Tensor:
+        layer._check_input_dim(inputs)
+        outputs, mean, var, count = cast(
+            "tuple[Tensor, Tensor, Tensor, Tensor]",
+            _SyncedNorm.apply(inputs, layer.weight, layer.bias, (layer.eps, self._comm)),
+        )
+        if layer.track_running_stats:
+            _update_running(layer, mean, var * (count / (count - 1)))
+        return outputs
+
+
+@torch.no_grad()
+def _update_running(layer: _BatchNorm, mean: Tensor, unbiased_var: Tensor) -> None:
+    """As torch does it: running = (1 - factor) running + factor x this one's."""
+    assert layer.running_mean is not None
+    assert layer.running_var is not None
+    assert layer.num_batches_tracked is not None
+    layer.num_batches_tracked.add_(1)
+    factor = layer.momentum
+    if factor is None:  # the plain mean over all forwards
+        factor = 1.0 / float(layer.num_batches_tracked)
+    for running, value in ((layer.running_mean, mean), (layer.running_var, unbiased_var)):
+        running.mul_(1 - factor).add_(value.to(running.dtype), alpha=factor)
+
+
+class _SyncedNorm(torch.autograd.Function):
+    """y = (x - mean) / sqrt(var + eps) * weight + bias, with mean and var over all ranks' x.
+
+    Ioffe & Szegedy 2015 (arXiv 1502.03167), the gradient as in its section 3 with n, the number of
+    values per channel, counted over all ranks. Ranks may hold different numbers of samples.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        settings: tuple[float, Communicator],
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """x [N, C, ...], (eps, ranks); returns y as x; mean [C], var [C], n [], float64."""
+        eps, comm = settings
+        wide = _wide(x)
+        own_count = x.numel() // x.shape[1]
+        own_mean = own_var = torch.zeros(x.shape[1], dtype=wide.dtype, device=x.device)
+        if own_count:
+            own_var, own_mean = torch.var_mean(wide, _all_but_channels(x), correction=0)
+        own_mean, own_var = own_mean.double(), own_var.double()
+        # Whole group, float64 [2C + 1]: the next operation needs it, so nothing overlaps.
+        sums = torch.cat([own_mean, own_var + own_mean.square(), own_mean.new_ones(1)]) * own_count
+        comm.all_reduce(sums).wait()
+        count = sums[-1]
+        if own_count <= 1 and float(count) <= 1:  # the same on all ranks: each has at most one
+            raise ConfigError(
+                "BatchNorm needs more than one value per channel in training; got "
+                f"{int(count)} over all ranks, input {list(x.shape)} on rank {comm.rank}"
+            )
+        mean, mean_of_squares = (sums[:-1] / count).chunk(2)
+        var = (mean_of_squares - mean.square()).clamp_min(0.0)
+        inv_std = (var + eps).rsqrt()
+        ctx.save_for_backward(x, weight, mean, inv_std, count)
+        ctx.comm = comm
+        ctx.mark_non_differentiable(mean, var, count)
+        normal = (wide - _like(mean, wide)) * _like(inv_std, wide)
+        if weight is not None:
+            normal = normal * _like(weight, wide)
+        if bias is not None:
+            normal = normal + _like(bias, wide)
+        return normal.to(x.dtype), mean, var, count
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        """grad_outputs[0] as y; the others belong to what cannot be differentiated."""
+        return _gradients(ctx, grad_outputs[0])
+
+
+@once_differentiable
+def _gradients(ctx: Any, grad_y: Tensor) -> Any:
+    """Of x; and of weight and bias, where they are this rank's own, as any parameter's."""
+    x, weight, mean, inv_std, count = ctx.saved_tensors
+    wide, grad = _wide(x), _wide(grad_y)
+    normal = (wide - _like(mean, wide)) * _like(inv_std, wide)
+    own_bias = grad.sum(_all_but_channels(x))
+    own_weight = (grad * normal).sum(_all_but_channels(x))
+    grad_x = grad_weight = grad_bias = None
+    if ctx.needs_input_grad[0]:
+        # Whole group, float64 [2C]: as in forward, nothing overlaps.
+        sums = torch.cat([own_bias.double(), own_weight.double()])
+        ctx.comm.all_reduce(sums).wait()
+        of_grad, of_product = (sums / count).chunk(2)
+        scale = inv_std if weight is None else inv_std * weight.double()
+        grad_x = grad - _like(of_grad, wide) - normal * _like(of_product, wide)
+        grad_x = (grad_x * _like(scale, wide)).to(x.dtype)
+    if ctx.needs_input_grad[1]:
+        grad_weight = own_weight.to(weight.dtype)
+    if ctx.needs_input_grad[2]:
+        grad_bias = own_bias.to(weight.dtype)
+    return grad_x, grad_weight, grad_bias, None
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In float32 at least: half precision is too coarse for sums."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def _all_but_channels(x: Tensor) -> list[int]:
+    return [dim for dim in range(x.dim()) if dim != 1]
+
+
+def _like(per_channel: Tensor, x: Tensor) -> Tensor:
+    """[C] as [1, C, 1, ...], in x's dtype."""
+    return per_channel.to(x.dtype).reshape(1, -1, *[1] * (x.dim() - 2))
+
+
+def _some(names: Sequence[str], most: int = 4) -> str:
+    shown = ", ".join(name or "the model itself" for name in names[:most])
+    return shown + (f" and {len(names) - most} more" if len(names) > most else "")

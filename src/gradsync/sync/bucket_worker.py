@@ -1,0 +1,66 @@
+"""DDP's buckets on a worker thread: results as the futures that DDP waits for, errors included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from gradsync.comm.background import Background
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class BucketWorker:
+    """Runs one bucket after the other beside backward, in the order in which DDP gives them.
+
+    After a failure nothing more is run: all later futures fail too, or backward would wait for
+    them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._background = Background(device)
+        self._failure: BaseException | None = None
+
+    def submit(self, tensor: Tensor, fn: Callable[[], None]) -> torch.futures.Future[Tensor]:
+        """Run `fn()`, which leaves the result in `tensor`; backward raises what it raises."""
+        devices: list[torch.device | int | str] = [tensor.device] if tensor.is_cuda else []
+        finished = torch.futures.Future[Any](devices=devices or None)
+        failed: list[BaseException] = []
+
+        # Not `set_exception`: DDP reads futures without the part of it that is written in Python.
+        # What a callback raises it does see. And no exception inside of a future: its traceback
+        # holds on to frames, these to the future, and the collector does not look into futures.
+        def outcome(_: torch.futures.Future[Any]) -> Tensor:
+            if failed:
+                raise failed[0]
+            return tensor
+
+        def run() -> None:
+            try:
+                if self._failure is not None:
+                    raise self._failure
+                fn()
+            except BaseException as failure:
+                self._failure = failure
+                failed.append(failure)
+            finished.set_result(None if failed else tensor)
+
+        result = finished.then(outcome)
+        self._background.submit(run)
+        return result
+
+
+def group_of_its_own(group: Any, device: torch.device) -> Any:
+    """A second group over the same ranks, for a thread's own collectives; all its ranks call it.
+
+    Two threads would give one group its collectives in other orders on other ranks.
+    """
+    return dist.new_group(
+        dist.get_process_group_ranks(group),
+        timeout=group._get_backend(device).options._timeout,
+        use_local_synchronization=True,
+    )

@@ -1,0 +1,319 @@
+"""What becomes of buffers that a forward changes, such as BatchNorm's running statistics.
+
+[Note: Buffers] All ranks start with rank 0's buffers. Within a step every leaf's forward starts
+from the same values, those at the step's beginning; at its end a buffer becomes
+
+    floating, complex     start + mean over leaves of (value after the leaf - start)
+    integer, bool         start + the largest change by any leaf
+
+where leaves that did not change a buffer do not count, nor leaves of weight 0 (all padding). So
+BatchNorm's `num_batches_tracked` counts *steps*, not forwards, and its running mean moves by
+`momentum` towards the mean of the leaves' means. (The running variance moves towards the mean of
+the variances *within* leaves: that between them is not in it; larger leaves have more of it.)
+
+Ranks do not appear in this, and the mean is computed exactly ([Note: Sums without an order]): any
+number of ranks, owning leaves in any way, ends with the same bits. A forward in training mode
+without a backward leaves no trace. What nobody's forward changes is not touched, read or sent, and
+may be changed by hand between steps, on all ranks alike. In a loop of one's own, where nobody says
+where a leaf ends, all forwards of a rank's step are one leaf.
+
+A step costs one message of 8 bytes per buffer and, when any changed, two of 8 bytes per element;
+one copy of all buffers is kept. Checkpoints need nothing but the buffers, taken between steps.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gradsync.comm.base import Communicator
+from gradsync.comm.values import all_sum
+from gradsync.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+_NOTHING = -2000
+"""Exponent of 0: below those of all float64 numbers."""
+_NOT_FINITE = 5000
+"""Exponent of inf and nan: above all others."""
+
+
+class BufferSync:
+    """Keeps the buffers of equal replicas equal, by the rule of [Note: Buffers].
+
+    Per leaf: forward, backward, `end_leaf`. Per step: `step`. All ranks call `step`, also those
+    without leaves.
+
+    Args:
+        model: its buffers are equal on all ranks.
+        comm: the ranks.
+        skip: modules that look after their own buffers.
+    """
+
+    def __init__(
+        self, model: nn.Module, comm: Communicator, *, skip: Collection[nn.Module] = ()
+    ) -> None:
+        self._comm = comm
+        self._buffers = _find_buffers(model, skip)
+        self._leaves: list[dict[int, Tensor]] = []  # of this step: changed buffers after each
+        self._leaf_is_open = False
+        # Hooks must not keep this object, which holds the model's buffers, alive.
+        this, root = weakref.ref(self), weakref.ref(model)
+
+        def before_forward(module: nn.Module, _: Any) -> None:
+            if torch.compiler.is_compiling() or module is not root():  # a copy has our hook too
+                return
+            alive = this()
+            if alive is not None and module.training and torch.is_grad_enabled():
+                alive.begin_leaf()
+
+        def after_loading(*_: Any) -> None:
+            alive = this()
+            if alive is not None:
+                alive.refresh()
+
+        self._hooks = [
+            model.register_forward_pre_hook(before_forward),
+            model.register_load_state_dict_post_hook(after_loading),
+        ]
+
+    def refresh(self) -> None:
+        """Take the start values anew, after buffers were changed between steps.
+
+        `load_state_dict` does it, and the root module's forward; call it only where neither runs
+        (tensors copied in by hand, and a compiled model or one whose root is not called).
+        """
+        for index in self._changed():
+            self._buffers[index].take_start()
+
+    def begin_leaf(self) -> None:
+        """A forward that trains is about to begin; the root module's hook calls it by itself."""
+        if not self._leaf_is_open and not self._leaves:
+            self.refresh()
+        self._leaf_is_open = True
+
+    def end_leaf(self, *, counts: bool = True) -> None:
+        """A leaf's backward is over: keep what it did to buffers, and set them back.
+
+        Args:
+            counts: False for a leaf of weight 0.
+        """
+        changed = self._changed()
+        if counts and changed:
+            self._leaves.append({i: self._buffers[i].value.clone() for i in changed})
+        for index in changed:
+            self._buffers[index].set_back()
+        self._leaf_is_open = False
+
+    def counts(self) -> list[int]:
+        """For each buffer how many leaves of this rank changed it in this step.
+
+        To be summed over all ranks and given to `step`, by whoever sends a message anyway.
+        """
+        return [sum(i in leaf for leaf in self._leaves) for i in range(len(self._buffers))]
+
+    @torch.no_grad()
+    def step(self, counts: Sequence[float] | None = None) -> None:
+        """The step is over: buffers take their new values, equal on all ranks.
+
+        Args:
+            counts: `counts()` summed over all ranks; None sums them here, by one all-reduce over
+                the whole group, float64 [number of buffers], which overlaps nothing.
+        """
+        if not self._buffers:
+            return
+        if counts is None:
+            counts = all_sum(self._comm, *self.counts())
+        if self._leaf_is_open:  # a forward without backward
+            for index in self._changed():
+                self._buffers[index].set_back()
+        changed = [index for index, count in enumerate(counts) if count]
+        if changed:
+            self._combine(changed, counts)
+        self._leaves.clear()
+        self._leaf_is_open = False
+
+    def close(self) -> None:
+        """Remove the hooks; buffers stay as they are."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _changed(self) -> list[int]:
+        """Buffers whose module has changed any of its own since their start was taken.
+
+        Judged by module: torch's batch_norm does not tell that it wrote to running_mean, but
+        BatchNorm's counter does (and for InstanceNorm it is the other way round).
+        """
+        owners = {id(buffer.owner) for buffer in self._buffers if buffer.was_written()}
+        return [i for i, buffer in enumerate(self._buffers) if id(buffer.owner) in owners]
+
+    def _combine(self, changed: list[int], counts: Sequence[float]) -> None:
+        """New values for `changed`, from all leaves of all ranks."""
+        moving = [i for i in changed if self._buffers[i].is_floating]
+        counting = [i for i in changed if not self._buffers[i].is_floating]
+        device = self._buffers[changed[0]].start.device
+        leaves = self._leaves or [{}]
+        moves = [self._flat_changes(leaf, moving, torch.float64, device) for leaf in leaves]
+        jumps = [self._flat_changes(leaf, counting, torch.int64, device) for leaf in leaves]
+        sizes = [self._buffers[i].start.numel() for i in [*moving, *counting]]
+        totals, largest = exact_sum(
+            torch.stack(moves), torch.stack(jumps), self._comm, most=int(max(counts))
+        )
+        news = [*totals.split(sizes[: len(moving)]), *largest.split(sizes[len(moving) :])]
+        for index, change in zip([*moving, *counting], news, strict=True):
+            buffer = self._buffers[index]
+            buffer.move(change / counts[index] if buffer.is_floating else change)
+
+    def _flat_changes(
+        self, leaf: dict[int, Tensor], indices: list[int], dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """One leaf's changes of some buffers, one after the other; where it has none, "nothing"."""
+        nothing = 0.0 if dtype == torch.float64 else torch.iinfo(torch.int64).min
+        parts = [torch.zeros(0, dtype=dtype, device=device)]
+        for index in indices:
+            start = self._buffers[index].start.reshape(-1).to(device, dtype)
+            if index in leaf:
+                parts.append(leaf[index].reshape(-1).to(device, dtype) - start)
+            else:
+                parts.append(torch.full_like(start, nothing))
+        return torch.cat(parts)
+
+
+@dataclass(slots=True)
+class _Buffer:
+    """One buffer, where it lives, and its value at the beginning of the step."""
+
+    name: str
+    owner: nn.Module
+    key: str
+    start: Tensor
+    seen: Tensor
+    """The tensor that was the buffer when `start` was taken, and its version then."""
+    version: int = -1
+
+    @property
+    def is_floating(self) -> bool:
+        return self.start.is_floating_point()  # complex ones are seen as pairs
+
+    @property
+    def current(self) -> Tensor:
+        """The buffer as it is now.
+
+        Raises:
+            ConfigError: it was taken away, or has another shape or dtype than at the start.
+        """
+        now = self.owner._buffers.get(self.key)
+        if now is None or now.shape != self.seen.shape or now.dtype != self.seen.dtype:
+            what = "was removed" if now is None else f"became {list(now.shape)} {now.dtype}"
+            raise ConfigError(
+                f"buffer {self.name!r} {what}; replicas can only share buffers that keep their "
+                f"shape and dtype ({list(self.seen.shape)} {self.seen.dtype})"
+            )
+        return now
+
+    @property
+    def value(self) -> Tensor:
+        """Its values, writable past autograd: torch's batch_norm saves running_mean for backward,
+        does not use it there, and would complain of a change."""
+        data = self.current.data
+        return torch.view_as_real(data) if data.is_complex() else data
+
+    def was_written(self) -> bool:
+        now = self.current
+        return now is not self.seen or now._version != self.version
+
+    def take_start(self) -> None:
+        self.start = self.value.clone()
+        self._note()
+
+    def set_back(self) -> None:
+        self.value.copy_(self.start)
+        self._note()
+
+    def move(self, change: Tensor) -> None:
+        """Become start + change, shape [numel], float64 or int64."""
+        start = self.start.reshape(-1)
+        moved = start.to(change.device, change.dtype) + change
+        self.start = moved.to(start.device, start.dtype).reshape(self.start.shape)
+        self.set_back()
+
+    def _note(self) -> None:
+        self.seen = self.current
+        self.version = self.seen._version
+
+
+def _find_buffers(model: nn.Module, skip: Collection[nn.Module]) -> list[_Buffer]:
+    """All buffers outside of `skip`, tied ones once, in `named_buffers` order."""
+    skipped = {id(module) for module in skip}
+    found, ids = [], set()
+    for prefix, module in model.named_modules():
+        if id(module) in skipped:
+            continue
+        for key, tensor in module._buffers.items():
+            if tensor is None or tensor.numel() == 0 or id(tensor) in ids:
+                continue
+            ids.add(id(tensor))
+            name = f"{prefix}.{key}" if prefix else key
+            found.append(_Buffer(name, module, key, start=tensor, seen=tensor))
+            found[-1].take_start()
+    return found
+
+
+@contextmanager
+def unchanged_buffers(model: nn.Module) -> Iterator[None]:
+    """Whatever happens to the model's buffers inside leaves no trace: for throwaway forwards."""
+    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, value in before:
+            buffer.data.copy_(value)
+
+
+def exact_sum(
+    values: Tensor, jumps: Tensor, comm: Communicator, *, most: int
+) -> tuple[Tensor, Tensor]:
+    """Sums of `values`, and the largest of `jumps`, over leaves and ranks, on all ranks.
+
+    [Note: Sums without an order] Floating-point sums depend on their order, sums of integers do
+    not. So per element all ranks agree on the largest exponent, every value becomes an integer of
+    at most 62 - log2(most) bits on that scale, and the integers are added, wherever they are. For
+    up to 512 leaves that is at least as fine as float64 for the largest value. An element with an
+    infinite or undefined value sums to nan.
+
+    Two all-reduces over the whole group, int64 [n + m] and int64 [n]; nothing overlaps them.
+
+    Args:
+        values: float64 [L, n], L >= 1; a rank without leaves gives zeros.
+        jumps: int64 [L, m]; the smallest int64 stands for none.
+        comm: the ranks.
+        most: how many values any element has at most, over all ranks.
+
+    Returns:
+        float64 [n] and int64 [m].
+    """
+    num_values = values.shape[1]
+    exponents = torch.frexp(values).exponent.long().masked_fill(values == 0, _NOTHING)
+    exponents = exponents.masked_fill(~values.isfinite(), _NOT_FINITE)
+    largest = torch.cat([exponents.amax(0), jumps.amax(0)])
+    comm.all_reduce(largest, "max").wait()
+    exponent, largest_jump = largest[:num_values], largest[num_values:]
+    bits = 62 - math.ceil(math.log2(max(most, 1)))
+    shift = bits - exponent.clamp(-900, 1024)
+    scaled = torch.where(values.isfinite(), values, 0.0) * _power_of_two(shift)
+    total = scaled.round().long().sum(0)
+    comm.all_reduce(total, "sum").wait()
+    sums = total.double() * _power_of_two(-shift)
+    return sums.masked_fill(exponent == _NOT_FINITE, math.nan), largest_jump
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """2.0 ** exponent, exactly, from its bits; float64, exponent in -1022 .. 1023."""
+    return ((exponent + 1023) << 52).view(torch.float64)

@@ -1,0 +1,211 @@
+"""Do all ranks build the same model? Asked first; then rank 0's values are handed out.
+
+Ranks that hold different shapes, or the same ones in another order, would hang in the first
+broadcast or exchange bytes between parameters that do not belong together. So the ranks compare
+one digest; only when digests differ do they exchange the lists, to say what is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from gradsync.comm.base import Communicator
+from gradsync.comm.values import all_gather_json, same_on_all_ranks
+from gradsync.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+_WHAT_TO_DO = "run the same script with the same arguments on every rank"
+
+
+class Entry(NamedTuple):
+    """What ranks compare of one parameter, buffer or setting; plain values, JSON can write them."""
+
+    kind: str
+    """"parameter", "buffer" or "setting"."""
+    name: str
+    shape: list[int] | None
+    """None: not known yet (a lazy module's)."""
+    dtype: str
+    trainable: bool
+    tied_to: str
+    """The earlier name of the same tensor; "" when this is the first."""
+    device: str
+    """Its type, such as "cpu", without the index: each rank has its own GPU."""
+
+    @property
+    def key(self) -> str:
+        """How messages call it; names it among all entries."""
+        return self.name if self.kind == "setting" else f"{self.kind} {self.name!r}"
+
+
+def check_same_model(
+    model: nn.Module, comm: Communicator, settings: Mapping[str, str | None] | None = None
+) -> None:
+    """All ranks must have equal names, shapes, dtypes, trainability, ties and kinds of device.
+
+    One all-gather, int64 [1]; two more (`all_gather_json`) when something differs, however
+    different the ranks' models are: it never hangs on that.
+
+    Args:
+        model: on its device already.
+        comm: the ranks that compare.
+        settings: arguments that must be equal too, such as `{"sync": "bucketed"}`.
+
+    Raises:
+        ConfigError: on every rank, naming the first difference and the ranks on each side; or a
+            parameter that has no values yet (lazy modules, the meta device).
+    """
+    entries = [
+        Entry("setting", name, [], repr(value), False, "", "")
+        for name, value in (settings or {}).items()
+    ]
+    entries += describe_model(model)
+    if not same_on_all_ranks(comm, json.dumps(entries).encode()):
+        by_rank = [[Entry(*entry) for entry in rank] for rank in all_gather_json(comm, entries)]
+        raise ConfigError(f"ranks do not start alike: {first_difference(by_rank)}; {_WHAT_TO_DO}")
+    for entry in entries:
+        if entry.shape is None or entry.device == "meta":
+            raise ConfigError(
+                f"{entry.key} has no values yet: run a forward first (lazy modules) or "
+                "model.to_empty(device=...) (the meta device), then replicate"
+            )
+
+
+def describe_model(model: nn.Module) -> list[Entry]:
+    """All parameters, then all buffers, tied ones under each of their names."""
+    from torch.nn.parameter import is_lazy
+
+    entries: list[Entry] = []
+    first_names: dict[int, str] = {}
+    named: Iterable[tuple[str, Iterable[tuple[str, Tensor]]]] = (
+        ("parameter", model.named_parameters(remove_duplicate=False)),
+        ("buffer", model.named_buffers(remove_duplicate=False)),
+    )
+    for kind, tensors in named:
+        for name, tensor in tensors:
+            first = first_names.setdefault(id(tensor), name)
+            entries.append(
+                Entry(
+                    kind=kind,
+                    name=name,
+                    shape=None if is_lazy(tensor) else list(tensor.shape),
+                    dtype=str(tensor.dtype).removeprefix("torch."),
+                    trainable=tensor.requires_grad,
+                    tied_to="" if first == name else first,
+                    device=tensor.device.type,
+                )
+            )
+    return entries
+
+
+def first_difference(by_rank: Sequence[Sequence[Entry]]) -> str:
+    """The first thing in which the ranks' lists differ, as half a sentence.
+
+    Args:
+        by_rank: each rank's entries; at least two differ.
+    """
+    known = [{entry.key: entry for entry in entries} for entries in by_rank]
+    for position, row in enumerate(zip_longest(*by_rank)):
+        keys = [entry.key if entry else None for entry in row]
+        for key in dict.fromkeys(key for key in keys if key is not None):
+            if any(key not in entries for entries in known):
+                return f"{key} {_sides([_have(entries.get(key)) for entries in known])}"
+        if len(set(keys)) > 1:
+            return f"number {position + 1} of the list is {_sides([str(key) for key in keys])}"
+        if len({json.dumps(entry) for entry in row}) > 1:
+            return f"{keys[0]} is {_sides(_differing(row))}"
+    raise AssertionError("the lists are equal")
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """ "rank 1", "ranks 0,2" or, with three or more in a row, "ranks 0-6,9"; ascending."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts = [
+        f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(str(rank) for rank in run)
+        for run in runs
+    ]
+    return f"rank{'s' if len(ranks) > 1 else ''} {','.join(parts)}"
+
+
+def group_ranks(values: Sequence[Hashable]) -> dict[Any, list[int]]:
+    """Which ranks hold each value, given one value per rank; in order of first appearance."""
+    groups: dict[Any, list[int]] = {}
+    for rank, value in enumerate(values):
+        groups.setdefault(value, []).append(rank)
+    return groups
+
+
+def broadcast_model(model: nn.Module, comm: Communicator) -> None:
+    """Overwrite every rank's parameters and buffers with rank 0's; tied tensors travel once.
+
+    One asynchronous broadcast per tensor over the whole group, as bytes (so every dtype travels
+    with its bits, NaN payloads too), all waited for at the end. `check_same_model` comes first.
+    """
+    import torch
+
+    under_way: list[Callable[[], None]] = []
+    for tensor in [*model.parameters(), *model.buffers()]:
+        values = tensor.detach()
+        if values.numel() == 0:
+            continue
+        message = values.contiguous()  # itself, where it lies in one piece
+        work = comm.broadcast(message.reshape(-1).view(torch.uint8))
+        under_way.append(_arrival(work.wait, values, message))
+    for arrive in under_way:
+        arrive()
+
+
+def _arrival(wait: Callable[[], None], values: Tensor, message: Tensor) -> Callable[[], None]:
+    """Wait for `message`, then copy it to where `values` lie, if that is somewhere else."""
+
+    def arrive() -> None:
+        wait()
+        if message.data_ptr() == values.data_ptr():
+            return
+        target, source = values, message
+        for dim, (size, stride) in enumerate(zip(values.shape, values.stride(), strict=True)):
+            if size > 1 and stride == 0:  # an expanded dimension: one place in memory
+                target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
+        target.copy_(source)
+
+    return arrive
+
+
+def _have(entry: Entry | None) -> str:
+    return "exists" if entry else "is missing"
+
+
+def _sides(texts: Sequence[str]) -> str:
+    """What each group of ranks has: `A on ranks 0,2 but B on rank 1`."""
+    groups = group_ranks(texts)
+    return " but ".join(f"{text} on {name_ranks(ranks)}" for text, ranks in groups.items())
+
+
+def _differing(row: Sequence[Entry]) -> list[str]:
+    """Each rank's entry in words: shape and dtype, and whatever else is not the same for all."""
+
+    def differs(values: list[Any]) -> bool:
+        return any(value != values[0] for value in values)
+
+    texts = []
+    for entry in row:
+        shape = "of unknown shape" if entry.shape is None else str(entry.shape)
+        words = [entry.dtype] if entry.kind == "setting" else [shape, entry.dtype]
+        if differs([other.trainable for other in row]):
+            words.append("trainable" if entry.trainable else "frozen")
+        if differs([other.tied_to for other in row]):
+            words.append(f"tied to {entry.tied_to!r}" if entry.tied_to else "not tied")
+        if differs([other.device for other in row]):
+            words.append(f"(device {entry.device})")
+        texts.append(" ".join(words))
+    return texts

@@ -1,0 +1,178 @@
+"""Groups and reductions in real sessions: right, and nothing is left at the session's end."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gradsync.comm.groups import group, groups
+from gradsync.comm.reductions import ALGORITHMS, all_reduce
+from gradsync.errors import ConfigError
+from gradsync.world import World
+from support.comm_cases import check_all, rank_input
+from support.rank_session import open_session
+
+
+def _pretend(world: World, nodes: list[int]) -> World:
+    """The same rank, as if the hosts were other ones."""
+    node = nodes[world.rank]
+    return replace(
+        world,
+        node_rank=node,
+        num_nodes=max(nodes) + 1,
+        local_rank=nodes[: world.rank].count(node),
+        local_world_size=nodes.count(node),
+    )
+
+
+def _groups(rank: int, world_size: int, store_path: str, nodes: list[int]) -> Any:
+    with open_session(rank, world_size, store_path, timeout_s=45.0) as world:
+        made = groups(_pretend(world, nodes))
+        sums = []
+        for comm in (made.intra, made.inter):
+            total = torch.tensor([10**rank])
+            comm.all_reduce(total).wait()
+            sums.append(int(total))
+            if comm.world_size > 1:
+                backend = comm.group._get_backend(torch.device("cpu"))  # type: ignore[attr-defined]
+                assert backend.options._timeout.total_seconds() == 45
+        tensor = rank_input(rank, 1001, torch.float32)
+        all_reduce(tensor, algorithm="hierarchical", groups=made)
+        return sums, (made.intra.rank, made.inter.rank), made.equal_nodes, tensor
+
+
+@pytest.mark.parametrize(
+    ("nodes", "sums", "places", "equal"),
+    [
+        ([0, 0, 1, 1], [(11, 101), (11, 1010), (1100, 101), (1100, 1010)], "00 10 01 11", True),
+        ([0, 1, 0, 1], [(101, 11), (1010, 11), (101, 1100), (1010, 1100)], "00 01 10 11", True),
+        ([0, 0, 0, 1], [(111, 1001), (111, 10), (111, 100), (1000, 1001)], "00 10 20 01", False),
+        ([0, 0, 0], [(111, 1), (111, 10), (111, 100)], "00 10 20", True),
+        ([0, 1, 2], [(1, 111), (10, 111), (100, 111)], "00 01 02", True),
+        ([0], [(1, 1)], "00", True),
+    ],
+)
+def test_groups_of_nodes(
+    pool: Any, nodes: list[int], sums: list[tuple[int, int]], places: str, equal: bool
+) -> None:
+    found = pool.run(_groups, len(nodes), nodes)
+    assert [tuple(sums) for sums, *_ in found] == sums
+    assert [f"{intra}{inter}" for _, (intra, inter), *_ in found] == places.split()
+    assert {equal_nodes for *_, equal_nodes, _ in found} == {equal}
+    check_all([tensor for *_, tensor in found], "sum")
+
+
+def _two_in_one_seat(rank: int, world_size: int, store_path: str) -> str:
+    with open_session(rank, world_size, store_path) as world:
+        try:
+            groups(replace(world, local_rank=min(rank, 1)))
+        except ConfigError as error:
+            return str(error)
+    return ""
+
+
+def test_two_ranks_in_one_seat_are_named(pool: Any) -> None:
+    for message in pool.run(_two_in_one_seat, 3):
+        assert message.startswith("ranks 1 and 2 both say node_rank=0 local_rank=1")
+
+
+def _arbitrary(rank: int, world_size: int, store_path: str) -> Any:
+    with open_session(rank, world_size, store_path):
+        found: list[Any] = []
+        for ranks in ([0, 1], [2, 0], [1], [2, 1, 0]):
+            comm = group(ranks)
+            if comm is None:
+                found.append(None)
+                continue
+            total = torch.tensor([10**rank])
+            comm.all_reduce(total).wait()
+            found.append((comm.rank, comm.world_size, int(total)))
+        for wrong in ([], [0, 0], [3], [-1, 0]):
+            with pytest.raises(ConfigError, match=r"a group needs ranks of 0\.\.2, each once"):
+                group(wrong)
+        return found
+
+
+def test_arbitrary_groups(pool: Any) -> None:
+    assert pool.run(_arbitrary, 3) == [
+        [(0, 2, 11), (0, 2, 101), None, (0, 3, 111)],
+        [(1, 2, 11), None, (0, 1, 10), (1, 3, 111)],
+        [None, (1, 2, 101), None, (2, 3, 111)],
+    ]
+
+
+def _keep_after_the_end(rank: int, world_size: int, store_path: str, rounds: int) -> bool:
+    """Whoever keeps the groups past the session keeps nothing alive but the object itself."""
+    kept = []
+    for i in range(rounds):
+        with open_session(rank, world_size, f"{store_path}{i}") as world:
+            made = groups(_pretend(world, [0, 0, 1, 1]))
+            for _ in range(20):
+                all_reduce(torch.ones(100), algorithm="hierarchical", groups=made)
+                made.intra.all_reduce(torch.ones(3)).wait()
+            kept.append(made)
+        assert not dist.is_initialized()
+    del made
+    kept.clear()
+    gc.collect()
+    return True
+
+
+def test_groups_do_not_outlive_the_session_nor_hang_it(pool: Any) -> None:
+    """The pool's workers look for sockets, threads and process groups left behind."""
+    assert pool.run(_keep_after_the_end, 4, 5) == [True] * 4
+
+
+def _error_with_groups(rank: int, world_size: int, store_path: str) -> str:
+    try:
+        with open_session(rank, world_size, store_path) as world:
+            made = groups(_pretend(world, [0, 0, 1, 1]))
+            if rank == 3:
+                raise ValueError("rank 3 has had enough")
+            for _ in range(1000):
+                all_reduce(torch.ones(100), algorithm="hierarchical", groups=made)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_an_error_reaches_ranks_that_wait_in_a_group(pool: Any) -> None:
+    found = pool.run(_error_with_groups, 4)
+    assert found[3] == "ValueError: rank 3 has had enough"
+    for message in found[:3]:
+        assert message.startswith("PeerError: rank 3")
+
+
+def _public(rank: int, world_size: int, store_path: str) -> Any:
+    found = {}
+    with open_session(rank, world_size, store_path) as world:
+        place = _pretend(world, [0, 0, 1][:world_size])
+        for name in ALGORITHMS:
+            for op in ("sum", "mean", "min", "max"):
+                tensor = rank_input(rank, 100, torch.float32)
+                needs = {"world": place} if name == "hierarchical" else {}
+                result = all_reduce(tensor, op, algorithm=name, **needs)  # type: ignore[arg-type]
+                assert result is tensor
+                found[name, op] = result
+        if world_size > 1:
+            with pytest.raises(ConfigError, match="give world=, or groups="):
+                all_reduce(torch.ones(1), algorithm="hierarchical")
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_the_default_group_by_every_algorithm(pool: Any, world_size: int) -> None:
+    by_rank = pool.run(_public, world_size)
+    for name, op in by_rank[0]:
+        results = [found[name, op] for found in by_rank]
+        if op == "mean":
+            sums = [found[name, "sum"] for found in by_rank]
+            for result, total in zip(results, sums, strict=True):
+                assert torch.equal(result, total / world_size)
+        else:
+            check_all(results, op)

@@ -1,0 +1,209 @@
+"""The worker thread: order, errors, bits, its end, and life beside the main thread."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gradsync.comm.background import Background
+from gradsync.comm.doubling import doubling_all_reduce
+from gradsync.comm.process_group import ProcessGroupCommunicator
+from gradsync.comm.ring import ring_all_reduce
+from gradsync.errors import RunError
+from support.comm_cases import check_all, rank_input
+from support.thread_ranks import run_thread_ranks
+
+NAME = "gradsync-background"
+
+
+def workers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == NAME]
+
+
+def end(background: Background) -> None:
+    background.close()
+    background.close()
+    assert not workers()
+
+
+def test_strictly_in_order_on_one_thread() -> None:
+    background = Background()
+    assert not workers(), "started on first use"
+    seen: list[tuple[int, int]] = []
+    gate = threading.Event()
+    works = [background.submit(lambda: gate.wait(10) and None)]
+    works += [
+        background.submit(lambda i=i: seen.append((i, threading.get_ident()))) for i in range(100)
+    ]
+    assert seen == []
+    gate.set()
+    works[-1].wait()
+    assert [i for i, _ in seen] == list(range(100))
+    assert {thread for _, thread in seen} == {workers()[0].ident}
+    assert workers()[0].daemon
+    for work in works:
+        work.wait()
+        work.wait()
+    end(background)
+
+
+def test_an_error_comes_out_of_wait_and_ends_all_that_follows() -> None:
+    background = Background()
+    ran: list[int] = []
+    gate = threading.Event()
+
+    def fail() -> None:
+        gate.wait(10)
+        raise ValueError("no such bucket")
+
+    before = background.submit(lambda: ran.append(1))
+    failing = background.submit(fail)
+    queued = background.submit(lambda: ran.append(2))
+    gate.set()
+    before.wait()
+    with pytest.raises(ValueError, match="no such bucket") as caught:
+        failing.wait()
+    late = background.submit(lambda: ran.append(3))
+    for work in (queued, late, failing):
+        with pytest.raises(ValueError, match="no such bucket") as again:
+            work.wait()
+        assert again.value is caught.value
+    assert ran == [1]
+    assert "fail" in [entry.name for entry in caught.traceback], "where it happened"
+    end(background)
+
+
+def test_close_finishes_what_was_submitted() -> None:
+    background = Background()
+    ran: list[int] = []
+    for i in range(10):
+        background.submit(lambda i=i: ran.append(i))
+    end(background)
+    assert ran == list(range(10))
+    with pytest.raises(RunError, match="closed"):
+        background.submit(lambda: None)
+    end(Background())  # never used
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_the_thread_ends_with_its_owner(failed: bool) -> None:
+    """Also when jobs hold the owner, and when an error's traceback does."""
+
+    class Owner:
+        def __init__(self) -> None:
+            self.background = Background()
+            self.count = 0
+
+        def job(self) -> None:
+            self.count += 1
+            if failed:
+                raise ValueError("lost")
+
+    owner = Owner()
+    work = owner.background.submit(owner.job)
+    if failed:
+        with pytest.raises(ValueError, match="lost"):
+            work.wait()
+    else:
+        work.wait()
+    thread = workers()
+    del owner, work
+    gc.collect()
+    for one in thread:
+        one.join(5)
+    assert not workers()
+
+
+def test_what_a_job_held_is_let_go() -> None:
+    """Gradients of the last step must not live until the next one."""
+
+    class Held:
+        pass
+
+    background = Background()
+    held = Held()
+    gone = threading.Event()
+    weakref.finalize(held, gone.set)
+    work = background.submit(lambda held=held: None)
+    work.wait()
+    del held
+    assert gone.is_set()
+    end(background)
+
+
+def test_the_worker_takes_over_the_number_of_intra_op_threads() -> None:
+    """Set after the worker's first operation, when torch itself would carry nothing over."""
+    background = Background()
+    before = torch.get_num_threads()
+    seen: list[tuple[int, torch.Tensor]] = []
+    data = torch.randn(1_000_000, generator=torch.Generator().manual_seed(0))
+
+    def look() -> None:
+        seen.append((torch.get_num_threads(), data.sum()))
+
+    expected = []
+    try:
+        for count in (before, 3, 1, 2):
+            torch.set_num_threads(count)
+            expected.append((count, data.sum()))
+            background.submit(look).wait()
+    finally:
+        torch.set_num_threads(before)
+    assert seen == expected
+    end(background)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_algorithms_behind_collectives_in_front(world_size: int) -> None:
+    """Several reductions under way, while the main thread has collectives of its own."""
+    lengths = [1, 1000, 100_003, 5, 20_000]
+
+    def work(rank: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
+        comm = ProcessGroupCommunicator(group)
+        background = Background()
+        tensors = [rank_input(rank, length, torch.float32) for length in lengths]
+        works = []
+        for i, tensor in enumerate(tensors):
+            run = (ring_all_reduce, doubling_all_reduce)[i % 2]
+            works.append(background.submit(lambda run=run, tensor=tensor: run(comm, tensor)))
+        for i in range(30):
+            count = torch.full((i + 1,), float(rank))
+            comm.all_reduce(count).wait()
+            assert count.eq(sum(range(world_size))).all()
+        for submitted in works:
+            submitted.wait()
+        background.close()
+        return tensors
+
+    by_rank = run_thread_ranks(work, world_size)
+    for i in range(len(lengths)):
+        check_all([tensors[i] for tensors in by_rank], "sum")
+    assert not workers()
+
+
+def test_a_vanished_peer_comes_out_of_wait() -> None:
+    errors: list[Any] = []
+
+    def work(rank: int, group: dist.ProcessGroup) -> None:
+        comm = ProcessGroupCommunicator(group)
+        comm.barrier()
+        if rank == 1:
+            raise ValueError("gone")  # cuts the connections of all ranks
+        background = Background()
+        submitted = background.submit(lambda: ring_all_reduce(comm, torch.ones(1000)))
+        try:
+            submitted.wait()
+        except RuntimeError as error:
+            errors.append(error)
+        background.close()
+
+    with pytest.raises(ValueError, match="gone"):
+        run_thread_ranks(work, 2)
+    assert len(errors) == 1
+    assert not workers()

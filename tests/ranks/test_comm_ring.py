@@ -1,0 +1,132 @@
+"""The ring: right for any number of ranks, length, dtype and piece; the same bits everywhere."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gradsync.comm.process_group import ProcessGroupCommunicator
+from gradsync.comm.ring import (
+    all_gather_steps,
+    reduce_scatter_steps,
+    ring_all_gather,
+    ring_all_reduce,
+    ring_reduce_scatter,
+)
+from gradsync.comm.shares import share
+from gradsync.comm.single import SingleCommunicator
+from support.comm_cases import FLOATS, INTEGERS, OPS, check_all, lengths, rank_input
+from support.thread_ranks import run_thread_ranks
+
+
+@pytest.mark.parametrize("world_size", range(1, 9))
+def test_steps_fit_together(world_size: int) -> None:
+    """What a rank sends is what its right neighbour expects; after N-1 steps r owns share r."""
+    for make in (reduce_scatter_steps, all_gather_steps):
+        steps = [make(rank, world_size) for rank in range(world_size)]
+        for rank in range(world_size):
+            right = steps[(rank + 1) % world_size]
+            assert [step.sent for step in steps[rank]] == [step.received for step in right]
+    for rank in range(world_size):
+        scatter, gather = reduce_scatter_steps(rank, world_size), all_gather_steps(rank, world_size)
+        for steps in (scatter, gather):
+            for before, after in pairwise(steps):
+                assert after.sent == before.received
+        if world_size > 1:
+            assert scatter[-1].received == rank == gather[0].sent
+
+
+@pytest.mark.parametrize("world_size", range(1, 9))
+def test_any_length_dtype_and_op(world_size: int) -> None:
+    cases = [(n, torch.float32, op) for n in lengths(world_size) for op in OPS]
+    cases += [(1000, dtype, op) for dtype in (*FLOATS, *INTEGERS) for op in OPS]
+
+    def work(rank: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
+        comm = ProcessGroupCommunicator(group) if world_size > 1 else SingleCommunicator()
+        results = []
+        for length, dtype, op in cases:
+            tensor = rank_input(rank, length, dtype)
+            ring_all_reduce(comm, tensor, op, chunk_bytes=4096)
+            results.append(tensor)
+        return results
+
+    by_rank = run_thread_ranks(work, world_size)
+    for i, (_, _, op) in enumerate(cases):
+        check_all([results[i] for results in by_rank], op)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_pieces_change_no_bits(world_size: int) -> None:
+    """From one element a piece to one piece a share; also where shares differ by one element."""
+    sizes = [4, 8, 20, 64, 1 << 20]
+
+    def work(rank: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
+        results = []
+        for chunk_bytes in sizes:
+            tensor = rank_input(rank, 10 * world_size + 1, torch.float32)
+            comm = ProcessGroupCommunicator(group)
+            ring_all_reduce(comm, tensor, "sum", chunk_bytes=chunk_bytes)
+            results.append(tensor)
+        return results
+
+    by_rank = run_thread_ranks(work, world_size)
+    check_all([results[0] for results in by_rank], "sum")
+    for results in by_rank:
+        for result in results:
+            assert torch.equal(result, by_rank[0][0])
+
+
+def test_the_order_is_the_documented_one() -> None:
+    """Share r is x[r+1] + x[r+2] + ... + x[r], from the left."""
+
+    def work(rank: int, group: dist.ProcessGroup) -> torch.Tensor:
+        tensor = rank_input(rank, 4, torch.float32)
+        ring_all_reduce(ProcessGroupCommunicator(group), tensor)
+        return tensor
+
+    inputs = [rank_input(rank, 4, torch.float32) for rank in range(4)]
+    for result in run_thread_ranks(work, 4):
+        for owner in range(4):
+            total = inputs[(owner + 1) % 4][owner]
+            for i in range(2, 5):
+                total = total + inputs[(owner + i) % 4][owner]
+            assert result[owner] == total
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_the_two_halves(world_size: int) -> None:
+    def work(rank: int, group: dist.ProcessGroup) -> Any:
+        comm = ProcessGroupCommunicator(group) if world_size > 1 else SingleCommunicator()
+        tensor = rank_input(rank, 103, torch.int64)
+        mine = ring_reduce_scatter(comm, tensor)
+        start, end = share(103, world_size, rank)
+        assert mine.data_ptr() == tensor[start:end].data_ptr()
+        assert len(mine) == end - start
+        for other in range(world_size):
+            if other != rank:
+                tensor[slice(*share(103, world_size, other))] = -1  # scratch by contract
+        ring_all_gather(comm, tensor)
+        return tensor
+
+    check_all(run_thread_ranks(work, world_size), "sum")
+
+
+def test_shape_stays_and_autograd_stays_out() -> None:
+    def work(rank: int, group: dist.ProcessGroup) -> torch.Tensor:
+        tensor = torch.full((2, 3, 4), rank + 1.0, requires_grad=True)
+        ring_all_reduce(ProcessGroupCommunicator(group), tensor)
+        assert tensor.requires_grad
+        assert tensor.is_leaf
+        return tensor.detach()
+
+    for result in run_thread_ranks(work, 2):
+        assert torch.equal(result, torch.full((2, 3, 4), 3.0))
+
+
+def test_not_contiguous_is_our_mistake() -> None:
+    with pytest.raises(AssertionError, match="strides"):
+        ring_all_reduce(SingleCommunicator(), torch.zeros(3, 4).t())

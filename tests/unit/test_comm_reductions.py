@@ -1,0 +1,101 @@
+"""`all_reduce` on its own: what it refuses, and what it leaves alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from gradsync.comm.choose import communicator
+from gradsync.comm.groups import group, groups
+from gradsync.comm.placement import Placement
+from gradsync.comm.recording import RecordingCommunicator
+from gradsync.comm.reductions import ALGORITHMS, all_reduce
+from gradsync.comm.single import SingleCommunicator
+from gradsync.errors import ConfigError, RunError
+from gradsync.world import World
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("op", ["sum", "mean", "min", "max"])
+def test_one_rank_without_a_process_group(algorithm: str, op: Any) -> None:
+    tensor = torch.randn(3, 4)
+    before = tensor.clone()
+    assert all_reduce(tensor, op, algorithm=algorithm) is tensor
+    assert torch.equal(tensor, before)
+    assert all_reduce(tensor, op, algorithm=algorithm, world=World()) is tensor
+    assert all_reduce(tensor, op, algorithm=algorithm, groups=groups(World())) is tensor
+    assert torch.equal(tensor, before)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"algorithm": "rign"}, "unknown algorithm 'rign'; perhaps you meant 'ring'"),
+        ({"algorithm": "nccl"}, "unknown algorithm 'nccl' .there are: backend, ring, recursive_"),
+        ({"op": "men"}, "unknown op 'men'; perhaps you meant 'mean' .there are: sum, mean, min,"),
+    ],
+)
+def test_unknown_names(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        all_reduce(torch.ones(1), **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool])
+def test_no_mean_of_integers(dtype: torch.dtype) -> None:
+    with pytest.raises(ConfigError, match=f"the mean of {dtype} would be cut off"):
+        all_reduce(torch.ones(1, dtype=dtype), "mean")
+
+
+def test_a_tensor_that_is_not_contiguous_is_filled_in_place() -> None:
+    class Doubling(SingleCommunicator):
+        """Something that visibly changes the tensor."""
+
+        def all_reduce(self, tensor: torch.Tensor, op: Any = "sum") -> Any:
+            assert tensor.is_contiguous()
+            tensor.mul_(2)
+            return super().all_reduce(tensor, op)
+
+    base = torch.arange(12.0).reshape(3, 4)
+    expected = base.clone()
+    expected[:, 1] *= 2
+    all_reduce(base[:, 1], comm=Doubling())
+    assert torch.equal(base, expected)
+    weight = torch.ones(2, requires_grad=True)
+    assert all_reduce(weight, comm=Doubling()).tolist() == [2, 2]
+    assert weight.requires_grad
+
+
+def test_the_given_communicator_is_used() -> None:
+    comm = RecordingCommunicator(SingleCommunicator())
+    all_reduce(torch.ones(3), "max", comm=comm)
+    assert comm.operations == {"all_reduce": 1}
+
+
+def test_groups_of_one_rank() -> None:
+    made = groups(World())
+    assert (made.intra.world_size, made.inter.world_size, made.equal_nodes) == (1, 1, True)
+    alone = group([0])
+    assert alone is not None
+    assert alone.world_size == 1
+    with pytest.raises(ConfigError, match=r"0\.\.0, each once; got \[0, 1\] .there is no process"):
+        group([0, 1])
+    world = World(world_size=2, local_world_size=2)
+    for call in (lambda: groups(world), lambda: all_reduce(torch.ones(1), world=world)):
+        with pytest.raises(RunError, match="no process group"):
+            call()
+    assert isinstance(communicator(World()), SingleCommunicator)
+
+
+def test_placement() -> None:
+    """By place in the node, whatever the local ranks are called."""
+    places = Placement(((1, 1), (0, 0), (0, 4), (1, 0), (2, 0)))
+    assert places.nodes == [[1, 2], [0, 3], [4]]
+    assert places.columns == [[0, 1, 4], [2, 3]]
+    assert not places.equal_nodes
+    assert places.node_of(3) == [0, 3]
+    assert places.column_of(3) == [2, 3]
+    assert Placement(places.seats[:4]).equal_nodes
+    with pytest.raises(ConfigError, match="ranks 1 and 2 both say node_rank=0 local_rank=3"):
+        Placement(((0, 0), (0, 3), (0, 3)))

@@ -124,7 +124,7 @@ def choose_batch_norm(
         for layer in layers.values():
             handling._undo.append(_freeze(layer))
     elif choice == "sync" and layers:
-        forward = _SyncedForward(comm)
+        forward = _synced_forward(comm)
         for layer in layers.values():
             handling._undo.append(_replace(layer, "forward", forward))
         handling.own_buffers = list(layers.values())
@@ -180,27 +180,24 @@ def _replace(layer: nn.Module, name: str, function: Callable[..., Any]) -> Calla
     return undo
 
 
-class _SyncedForward:
+def _synced_forward(comm: Communicator) -> Callable[[_BatchNorm, Tensor], Tensor]:
     """BatchNorm's forward with statistics over all ranks; in eval mode, the layer's own."""
 
-    def __init__(self, comm: Communicator) -> None:
-        self._comm = comm
-
-    def __call__(self, layer: _BatchNorm, inputs: Tensor) -> Tensor:
-        if not layer.training:
-            return type(layer).forward(layer, inputs)
-        return self._train(layer, inputs)
-
     @torch.compiler.disable
-    def _train(self, layer: _BatchNorm, inputs: Tensor) -> Tensor:
+    def train(layer: _BatchNorm, inputs: Tensor) -> Tensor:
         layer._check_input_dim(inputs)
         outputs, mean, var, count = cast(
             "tuple[Tensor, Tensor, Tensor, Tensor]",
-            _SyncedNorm.apply(inputs, layer.weight, layer.bias, (layer.eps, self._comm)),
+            _SyncedNorm.apply(inputs, layer.weight, layer.bias, (layer.eps, comm)),
         )
         if layer.track_running_stats:
             _update_running(layer, mean, var * (count / (count - 1)))
         return outputs
+
+    def forward(layer: _BatchNorm, inputs: Tensor) -> Tensor:
+        return train(layer, inputs) if layer.training else type(layer).forward(layer, inputs)
+
+    return forward
 
 
 @torch.no_grad()

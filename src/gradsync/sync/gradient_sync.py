@@ -171,6 +171,11 @@ class GradientSync:
         reducer.after_step()
         return self._result
 
+    def settle(self) -> None:
+        """At the end of a run, on all ranks: strategies that let replicas drift (`local_sgd`,
+        `diloco`) bring them together. Nothing to do under the others."""
+        self.reducer.settle()
+
     def gather(self, optimizer: torch.optim.Optimizer) -> None:
         """Before a checkpoint, on all ranks: `optimizer.state` is whole until `scatter`."""
         self.reducer.gather(optimizer)

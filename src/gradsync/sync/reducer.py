@@ -105,6 +105,9 @@ class Reducer(ABC):
     def after_step(self) -> None:  # noqa: B027  optional
         """Called at the end of every step, gradients cleared (strategies that average weights)."""
 
+    def settle(self) -> None:  # noqa: B027  optional
+        """Make replicas equal that a strategy lets drift on purpose; all ranks call it."""
+
     def gather(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027  optional
         """Make `optimizer.state` whole on every rank, keyed by the model's parameters; all ranks
         call it. For checkpoints; `scatter` undoes it."""

@@ -51,10 +51,10 @@ def replicate(
     if comm is None:
         world = World.from_process_group() if world is None else world
         comm = communicator(world)
-        if groups is None and wants_groups(strategy, options):
-            from gradsync.comm.groups import groups as make_groups
+    if groups is None and world is not None and wants_groups(strategy, options):
+        from gradsync.comm.groups import groups as make_groups
 
-            groups = make_groups(world)
+        groups = make_groups(world)
     handle = _bind(strategy, model, comm, groups, options)
     # Hooks do not keep what they call alive; the model does. See GradientSync.__deepcopy__.
     model.__dict__[HANDLE] = handle

@@ -91,6 +91,8 @@ class Trainer:
             last = stopped or totals.step == config.steps
             if last or _due(totals.step, config.log_every) or totals.step == done_steps + 1:
                 self._log(totals, result, lr)
+            if last:
+                self.learner.sync.settle()
             if not stopped and (last or _due(totals.step, config.eval.every)):
                 self._evaluate(totals)
             if last or _due(totals.step, config.checkpoint.every):

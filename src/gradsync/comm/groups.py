@@ -90,6 +90,19 @@ def group(ranks: Sequence[int]) -> Communicator | None:
     return ProcessGroupCommunicator(made) if rank in ranks else None
 
 
+def for_background(comm: Communicator, device: torch.device) -> Communicator:
+    """The communicator that a second thread may use beside `comm`'s collectives; all ranks call it.
+
+    On a CPU that is `comm`: messages and collectives do not meet there. NCCL runs everything of a
+    group in the order in which a rank issues it, so there the thread gets a group of its own.
+    """
+    group = getattr(comm, "group", None)
+    if device.type != "cuda" or group is None:
+        return comm
+    ranks = dist.get_process_group_ranks(group)
+    return ProcessGroupCommunicator(dist.new_group(ranks, timeout=_timeout()))
+
+
 def _small_tensor_device(world: World) -> torch.device:
     """Where the default group takes small tensors: the CPU, or the GPU if it has NCCL only."""
     if not world.is_distributed:

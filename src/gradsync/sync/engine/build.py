@@ -10,7 +10,7 @@ import torch
 from gradsync.comm.base import Communicator
 from gradsync.comm.channel import Channel, draw_channel
 from gradsync.comm.doubling import doubling_all_reduce
-from gradsync.comm.groups import Groups
+from gradsync.comm.groups import Groups, for_background
 from gradsync.comm.hierarchical import hierarchical_all_reduce
 from gradsync.comm.ring import ring_all_reduce
 from gradsync.errors import ConfigError
@@ -60,15 +60,16 @@ def _transport(
 ) -> Transport:
     if recipe.order == "invariant":
         channel = draw_channel(comm)
-        levels = [Channel(level, channel) for level in _tree_levels(comm, recipe, groups)]
-        return TreeTransport(Channel(comm, channel), levels, device)
+        own = for_background(comm, device)
+        levels = [Channel(level, channel) for level in _tree_levels(own, recipe, groups)]
+        return TreeTransport(Channel(own, channel), levels, device)
     if recipe.shard == "gradients":
         return ReduceScatter(comm)
     if recipe.wire != "same":
         return HalfWire(comm, torch.bfloat16 if recipe.wire == "bf16" else torch.float16)
     if recipe.reduction == "backend":
         return AllReduce(comm)
-    return Algorithm(_algorithm(comm, recipe, groups), device)
+    return Algorithm(_algorithm(for_background(comm, device), recipe, groups), device)
 
 
 def _tree_levels(comm: Communicator, recipe: Recipe, groups: Groups | None) -> list[Communicator]:

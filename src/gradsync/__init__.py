@@ -39,8 +39,11 @@ if TYPE_CHECKING:
     from gradsync.faces.functions import is_main_process as is_main_process
     from gradsync.faces.functions import setup_distributed as setup_distributed
     from gradsync.faces.manager import DDPManager as DDPManager
+    from gradsync.faces.naive_trainer import NaiveDDPTrainer as NaiveDDPTrainer
+    from gradsync.faces.naive_trainer import shard_batch as shard_batch
     from gradsync.runtime.resolve import explain_world as explain_world
     from gradsync.runtime.session import init as init
+    from gradsync.sync.comm_hook import comm_hook as comm_hook
     from gradsync.sync.replicate import replicate as replicate
     from gradsync.world import World as World
 
@@ -69,8 +72,10 @@ _HOMES = {
         "setup_distributed",
     ),
     "gradsync.faces.manager": ("DDPManager",),
+    "gradsync.faces.naive_trainer": ("NaiveDDPTrainer", "shard_batch"),
     "gradsync.runtime.resolve": ("explain_world",),
     "gradsync.runtime.session": ("init",),
+    "gradsync.sync.comm_hook": ("comm_hook",),
     "gradsync.sync.replicate": ("replicate",),
     "gradsync.world": ("World",),
 }

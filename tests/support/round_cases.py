@@ -36,9 +36,10 @@ class Shares:
 
 def small_model() -> nn.Module:
     """Two layers, one frozen parameter, no buffers."""
-    with torch.random.fork_rng():
-        torch.manual_seed(7)
-        model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+    generator = torch.Generator().manual_seed(7)  # ranks are threads: no global seed
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.5, generator=generator)
     model[0].bias.requires_grad_(False)
     return model
 
@@ -105,19 +106,29 @@ def replicas_in_plain_loops(
     memory: dict[str, Any] = {"start": copy.deepcopy(replicas[0])}
     for step in range(steps):
         for rank, (replica, optimizer) in enumerate(zip(replicas, optimizers, strict=True)):
-            mine = shares.of(rank, world_size)
-            weight = sum(shares.weight(index) for index in mine)
-            for index in mine:
-                leaf_loss(replica, step, index, shares).backward()
-            if weight:
-                for parameter in _trainable(replica):
-                    assert parameter.grad is not None
-                    parameter.grad.mul_(1 / weight)
-                optimizer.step()
-            optimizer.zero_grad()
+            step_alone(replica, optimizer, step, shares.of(rank, world_size), shares)
         if (step + 1) % inner_steps == 0 or step + 1 == steps:
             meet(replicas, memory)
     return weights_of(replicas[0])
+
+
+def step_alone(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    step: int,
+    leaves: Sequence[int],
+    shares: Shares,
+) -> None:
+    """One step of one replica on the mean gradient of its own leaves, if it has any."""
+    weight = sum(shares.weight(index) for index in leaves)
+    for index in leaves:
+        leaf_loss(model, step, index, shares).backward()
+    if weight:
+        for parameter in _trainable(model):
+            assert parameter.grad is not None
+            parameter.grad.mul_(1 / weight)
+        optimizer.step()
+    optimizer.zero_grad()
 
 
 def mean_of(replicas: list[nn.Module], name: str) -> Tensor:

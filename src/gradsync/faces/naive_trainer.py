@@ -2,42 +2,42 @@
 
     setup_distributed(rank, world_size)
     trainer = NaiveDDPTrainer(model, optimizer, rank, world_size, device)
-    for inputs, targets in batches:                            # global batches, alike on all ranks
-        inputs, targets = shard_batch((inputs, targets), rank, world_size)
+    for global_batch in loader:                                # the same batch on all ranks
+        inputs, targets = shard_batch(global_batch, rank, world_size)
         print(trainer.train_step(inputs, targets))
 
-After backward each gradient is all-reduced by itself, one after the other: `replicate(sync="naive")`
-and its step, nothing else. It is what the cleverer strategies are measured against.
+After backward each gradient is all-reduced by itself, one after the other:
+`gs.replicate(model, sync="naive")` and its step, nothing else. It is what the cleverer strategies
+are measured against.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypedDict
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from gradsync.comm.choose import communicator
 from gradsync.data.plan import share
 from gradsync.errors import ConfigError, DataError
-from gradsync.sync.naive import NaiveReducer
-from gradsync.sync.reducer import Reduction
 from gradsync.sync.replicate import replicate
 from gradsync.world import World
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
-
-    LossFn = Callable[[Any, Any], Tensor]
+LossFn = Callable[[Any, Any], Tensor]
 
 
 class StepInfo(TypedDict):
-    """What `NaiveDDPTrainer.train_step` returns; times are this rank's own."""
+    """What `NaiveDDPTrainer.train_step` returns."""
 
     loss: float
-    """Mean over the samples of all ranks, equal on all of them."""
+    """Mean over the global batch, equal on all ranks; nan when it is empty."""
     total_time: float
-    """The whole step, seconds."""
+    """The whole step on this rank, seconds."""
     compute_time: float
     """Forward and backward, seconds."""
     comm_time: float
@@ -71,56 +71,156 @@ class NaiveDDPTrainer:
         world_size: int = 1,
         device: torch.device | str = "cpu",
     ) -> None:
-        import torch
-
         self.device = torch.device(device)
         self.model = model.to(self.device)
         self.optimizer = optimizer
-        world = World(rank=rank, world_size=world_size, device=str(device))
-        comm = communicator(world)
+        comm = communicator(World(rank=rank, world_size=world_size, device=str(device)))
         if (comm.rank, comm.world_size) != (rank, world_size):
             raise ConfigError(
                 f"NaiveDDPTrainer was told rank {rank} of {world_size}, but the process group says "
                 f"rank {comm.rank} of {comm.world_size}"
             )
         self._sync = replicate(self.model, sync="naive", comm=comm)
+        self._num_gradients = 0
+        trainer = weakref.proxy(self)
+        optimizer.register_step_pre_hook(lambda *_: trainer._count_gradients())
 
     def train_step(self, inputs: Any, targets: Any, loss_fn: LossFn | None = None) -> StepInfo:
         """One optimizer step on this rank's shard of the global batch; all ranks call it.
 
-        Shards may differ in size, and a rank without samples takes part: losses are summed over
-        samples and divided once by the number of samples of all ranks.
+        Shards may differ in size, and a rank without samples takes part: losses are summed, and
+        the sum over all ranks is divided once, so the mean is that of the global batch.
 
         Args:
-            inputs: tensor [B, …] (moved to the device), or a tuple or dict of tensors for the model.
-            targets: tensor [B, …], class indices or values, or anything `loss_fn` takes.
-            loss_fn: `loss_fn(model(inputs), targets)`, the mean over the shard ([], as torch's
-                losses give it) or the losses themselves ([B, …]). None: cross-entropy over the last
-                dimension where targets are integers (-100 is left out), else squared error.
-        """
-        import torch
+            inputs: tensor [B, …], or a tuple or dict of them as the model's arguments.
+            targets: what the loss compares with; class indices or values, [B, …].
+            loss_fn: `loss_fn(model(inputs), targets)`: the losses, [B, …], or their mean over the
+                shard, [], which counts B times. None: cross-entropy over the last dimension for
+                integer targets (-100 is left out), squared error for others.
 
-        on_device = (_move(inputs, self.device), _move(targets, self.device))
+        Raises:
+            DataError: tensors of different lengths; values and outputs of different shapes.
+        """
+        inputs, targets = _move((inputs, targets), self.device)
         begin = self._now()
-        if num_samples := _num_samples(on_device):
-            outputs = _call(self.model, on_device[0])
-            losses = (_default_loss if loss_fn is None else loss_fn)(outputs, on_device[1])
-            # A mean over the shard becomes the shard's sum again: shards have different sizes.
-            if losses.dim() == 0:
-                self._sync.backward(losses * num_samples, weight=num_samples)
-            else:
-                kept = losses[~torch.isnan(losses)]
-                self._sync.backward(kept.sum(), weight=kept.numel())
+        if num_samples := _num_samples((inputs, targets)):
+            loss_sum, weight = _sum_of_losses(
+                _call(self.model, inputs), targets, loss_fn, num_samples
+            )
+            self._sync.backward(loss_sum, weight=weight)
         computed = self._now()
-        used = _Counting(self._sync.reducer)
+        self._num_gradients = 0
         result = self._sync.step(self.optimizer)
-        end = self._now()
+        total_time = self._now() - begin
         comm_time = result.exposed.seconds()
         return StepInfo(
             loss=float(result.mean_loss),
-            total_time=end - begin,
+            total_time=total_time,
             compute_time=computed - begin,
             comm_time=comm_time,
-            comm_fraction=comm_time / (end - begin),
-            num_comm_ops=used,
+            comm_fraction=comm_time / total_time,
+            num_comm_ops=self._num_gradients,
         )
+
+    def _count_gradients(self) -> None:
+        """When the optimizer steps, the gradients that are there are those that were reduced."""
+        self._num_gradients = sum(p.grad is not None for p in self.model.parameters())
+
+    def _now(self) -> float:
+        """The clock once the device has done all it was given; else we would time the launch."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+
+def shard_batch(global_batch: Any, rank: int, world_size: int) -> Any:
+    """This rank's contiguous part of a batch, cut along the first dimension.
+
+    The batch need not be divisible: parts differ by at most one sample, and may be empty.
+    `train_step` weighs them right.
+
+    Args:
+        global_batch: a tensor [B, …], or tuples, lists and dicts of them, nested; numbers, strings
+            and tensors without dimension are handed on as they are.
+        rank: 0 .. world_size-1.
+        world_size: number of parts.
+
+    Returns:
+        The same structure with views of the tensors.
+
+    Raises:
+        ConfigError: `rank` is no rank.
+        DataError: tensors of different lengths, or none at all.
+    """
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"rank must be in 0..{world_size - 1}, got {rank}")
+    num_samples = _num_samples(global_batch)
+    if num_samples is None:
+        raise DataError(f"a batch to shard needs a tensor; got {type(global_batch).__name__}")
+    mine = share(num_samples, rank, world_size)
+    return _map(global_batch, lambda tensor: tensor[mine.start : mine.stop])
+
+
+def _sum_of_losses(
+    outputs: Any, targets: Any, loss_fn: LossFn | None, num_samples: int
+) -> tuple[Tensor, int]:
+    """The sum of this shard's losses, [], and how many they are."""
+    if loss_fn is not None:
+        losses = loss_fn(outputs, targets)
+        if losses.dim() == 0:
+            return losses * num_samples, num_samples
+        return losses.sum(), losses.numel()
+    if targets.is_floating_point():
+        if outputs.shape != targets.shape:
+            raise DataError(
+                f"outputs have shape {tuple(outputs.shape)}, targets {tuple(targets.shape)}; give "
+                "train_step a loss_fn for them"
+            )
+        return F.mse_loss(outputs, targets, reduction="sum"), targets.numel()
+    if outputs.shape[:-1] == targets.shape:
+        outputs, targets = outputs.flatten(0, -2), targets.flatten()
+    loss_sum = F.cross_entropy(outputs, targets, reduction="sum")
+    return loss_sum, int((targets != -100).sum())
+
+
+def _call(model: nn.Module, inputs: Any) -> Any:
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+
+
+def _num_samples(batch: Any) -> int | None:
+    """The length that all tensors of a batch share; None without tensors."""
+    lengths = dict.fromkeys(len(tensor) for tensor in _tensors(batch))
+    if len(lengths) > 1:
+        raise DataError(f"tensors of one batch have different lengths: {[*lengths]}")
+    return next(iter(lengths), None)
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        if batch.dim():
+            yield batch
+    elif isinstance(batch, Mapping):
+        for part in batch.values():
+            yield from _tensors(part)
+    elif isinstance(batch, (tuple, list)):
+        for part in batch:
+            yield from _tensors(part)
+
+
+def _map(batch: Any, fn: Callable[[Tensor], Tensor]) -> Any:
+    """`fn` of every tensor with dimensions, in the structure they came in."""
+    if isinstance(batch, Tensor):
+        return fn(batch) if batch.dim() else batch
+    if isinstance(batch, Mapping):
+        return {key: _map(part, fn) for key, part in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        parts = [_map(part, fn) for part in batch]
+        # A named tuple takes its fields one by one.
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    return batch
+
+
+def _move(batch: Any, device: torch.device) -> Any:
+    return _map(batch, lambda tensor: tensor.to(device))

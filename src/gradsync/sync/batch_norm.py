@@ -42,8 +42,14 @@ NOT_INVARIANT = {
 }
 """Choices that the invariant order must refuse, and why."""
 
-Turn = Literal["step", "forward", "backward", "last backward"]
-_TURNS: tuple[Turn, ...] = ("step", "forward", "backward", "last backward")
+Turn = Literal["forward", "backward", "last backward", "step"]
+_TURNS: dict[Turn, str] = {
+    "forward": "a forward",
+    "backward": "a backward",
+    "last backward": "the backward of the last leaf",
+    "step": "the step's end",
+}
+"""What a rank may be about to do, and how messages call it."""
 
 
 class BatchNormHandling:
@@ -73,10 +79,11 @@ class BatchNormHandling:
         """
         if self.choice != "sync":
             return
-        turns = all_gather_numbers(self._comm, _TURNS.index(turn))
+        turns = all_gather_numbers(self._comm, list(_TURNS).index(turn))
         if len(set(turns)) > 1:
+            words = list(_TURNS.values())
             sides = " but ".join(
-                f"{name_ranks(ranks)} began a {_TURNS[index]}"
+                f"{name_ranks(ranks)} came to {words[index]}"
                 for index, ranks in group_ranks(turns).items()
             )
             raise ConfigError(

@@ -115,8 +115,7 @@ class _OnWorker:
     def __call__(self, group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         tensor = bucket.buffer()
         if self._worker is None:  # the first bucket, on the thread that all ranks have in step
-            if tensor.is_cuda and dist.get_backend(group).endswith("nccl"):
-                # NCCL runs messages and collectives of a group in one order.
+            if tensor.is_cuda:  # NCCL runs a group's messages and collectives in one order
                 group = group_of_its_own(group, tensor.device)
             comm = ProcessGroupCommunicator(group)
             self._average = _averaging(self._algorithm, comm, self._groups, tensor.device)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gradsync.comm.base import Communicator
-from gradsync.errors import RunError
+from gradsync.errors import ConfigError, RunError
 from gradsync.runtime.gloo_group import wait_until_workers_sleep
 from gradsync.sync.agreement import agree
 from gradsync.sync.own_loop import OwnLoop
@@ -39,11 +39,24 @@ class StepResult:
     weight: float
     """Number of targets (or samples) in the global batch."""
     grad_norm: Tensor | None
-    """L2 norm of the mean gradient before clipping, [] ; None without clipping."""
+    """L2 norm of the mean gradient before clipping, [] ; None without clipping. Under strategies
+    that step alone (`local_sgd`, `diloco`) it is this rank's own."""
     stop: bool
     """True when any rank asked to stop."""
     exposed: Stopwatch
     """Communication that nothing hid, on this rank."""
+
+
+class Update:
+    """What a GradScaler takes for an optimizer: the strategy's own way of stepping."""
+
+    def __init__(self, reducer: Reducer, optimizer: torch.optim.Optimizer) -> None:
+        self.param_groups = optimizer.param_groups
+        self._reducer, self._optimizer = reducer, optimizer
+
+    def step(self) -> None:
+        """One step with the mean gradient."""
+        self._reducer.update(self._optimizer)
 
 
 class GradientSync:
@@ -143,8 +156,17 @@ class GradientSync:
             clip_norm: largest L2 norm of the mean gradient; None does not clip.
             stop: this rank wants to stop; the answer in the result is the same on all ranks.
             scale: the `torch.amp.GradScaler` given to `backward`.
+
+        Raises:
+            ConfigError: `scale` under a strategy that cannot skip a step.
         """
         reducer, own_weight = self.reducer, self._weight
+        update = Update(reducer, optimizer)
+        if scale is not None and not reducer.takes_scale:
+            raise ConfigError(
+                f"{type(reducer).__name__} cannot work with a GradScaler: a gradient that is not "
+                "finite would stay in what it remembers; use bf16, or another strategy"
+            )
         used = reducer.launch()
         agreed = agree(self.comm, used, loss_sum=self._loss_on_cpu(), weight=own_weight, stop=stop)
         reduction = reducer.reduce(agreed.used)
@@ -154,16 +176,16 @@ class GradientSync:
         norm = None
         if weight:
             if scale is not None:
-                scale.unscale_(optimizer)
+                scale.unscale_(update)
             # The one place that divides, whatever the strategy.
             torch._foreach_mul_(reducer.gradients(), reduction.divided_by / weight)
             if clip_norm is not None:
                 norm = reducer.clip(clip_norm)
             with self._own_loop.enclosed():
                 if scale is None:
-                    reducer.update(optimizer)
+                    update.step()
                 else:
-                    scale.step(optimizer)
+                    scale.step(update)
                     scale.update()
         optimizer.zero_grad(set_to_none=True)
         self._loss_sum, self._weight = None, 0.0
@@ -187,6 +209,14 @@ class GradientSync:
     def full_weights(self) -> dict[str, Tensor]:
         """Whole parameters and buffers by name, as `model.state_dict()`; all ranks call it."""
         return self.reducer.full_weights()
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """What the strategy remembers from step to step, for a checkpoint; after `gather`."""
+        return self.reducer.state_tensors()
+
+    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take back what `state_tensors` gave, after weights and optimizer."""
+        self.reducer.load_state_tensors(tensors)
 
     def load_full_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Overwrite parameters and buffers with whole ones, by the names of `full_weights`."""

@@ -136,6 +136,8 @@ class PowerSgdReducer(TorchDdpReducer):
         ConfigError: a number out of its range; tensors on the CPU where CUDA is present.
     """
 
+    takes_scale = False  # inf would stay in the error memory for ever
+
     def __init__(
         self,
         model: nn.Module,

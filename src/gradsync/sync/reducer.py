@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gradsync.comm.base import Communicator
+from gradsync.errors import RunError
 from gradsync.sync.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ class Reduction:
 class Reducer(ABC):
     """One way of summing gradients over ranks, bound to one model whose replicas are equal."""
 
+    takes_scale = True
+    """False when a step with inf or nan gradients, which a GradScaler skips, would do damage."""
     own_loop = False
     """True when a loop of the user's own (`loss.backward()`, `optimizer.step()`) works with it."""
 
@@ -114,6 +117,19 @@ class Reducer(ABC):
 
     def scatter(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027  optional
         """Take this rank's part of a whole `optimizer.state`, after `gather` or loading."""
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """What a strategy itself remembers from step to step, equal on all ranks after `gather`."""
+        return {}
+
+    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take back what `state_tensors` gave.
+
+        Raises:
+            RunError: tensors of another strategy.
+        """
+        if tensors:
+            raise RunError(f"this strategy remembers nothing, got {', '.join(tensors)}")
 
     def full_weights(self) -> dict[str, Tensor]:
         """Whole parameters and buffers by name, as `model.state_dict()`; all ranks call it."""

@@ -21,6 +21,7 @@ Promise = Literal["bitwise", "rounding", "lossy"]
 
 
 ENGINE_OPTIONS = tuple(f.name for f in fields(Recipe))
+_DDP_OPTIONS = ("bucket_mb", "find_unused_parameters", "compile_wrapper")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +57,28 @@ def _ddp(model: nn.Module, comm: Communicator, groups: Groups | None, **options:
     from gradsync.sync.torch_ddp import TorchDdpReducer
 
     return TorchDdpReducer(model, comm, **options)
+
+
+def _powersgd(
+    model: nn.Module, comm: Communicator, groups: Groups | None, **options: Any
+) -> Reducer:
+    from gradsync.sync.power_sgd import PowerSgdReducer
+
+    return PowerSgdReducer(model, comm, **options)
+
+
+def _local_sgd(
+    model: nn.Module, comm: Communicator, groups: Groups | None, **options: Any
+) -> Reducer:
+    from gradsync.sync.periodic.local_sgd import LocalSgdReducer
+
+    return LocalSgdReducer(model, comm, **options)
+
+
+def _diloco(model: nn.Module, comm: Communicator, groups: Groups | None, **options: Any) -> Reducer:
+    from gradsync.sync.periodic.diloco import DilocoReducer
+
+    return DilocoReducer(model, comm, **options)
 
 
 def _engine(*, name: str, summary: str, cost: str, promise: Promise, recipe: Recipe) -> Strategy:
@@ -147,13 +170,64 @@ STRATEGIES: dict[str, Strategy] = {
             promise="lossy",
             recipe=Recipe(wire="fp16"),
         ),
+        _engine(
+            name="zero1",
+            summary="as invariant, and each rank keeps and updates its share of the optimizer's "
+            "state (ZeRO-1)",
+            cost="3(W-1)/W S bytes, three operations per bucket, state/W instead of state",
+            promise="bitwise",
+            recipe=Recipe(order="invariant", shard="optimizer"),
+        ),
+        _engine(
+            name="zero2",
+            summary="reduce-scatter of each bucket; optimizer state and summed gradients in shares "
+            "(ZeRO-2)",
+            cost="2(W-1)/W S bytes, two operations per bucket, state/W and S/W after backward",
+            promise="rounding",
+            recipe=Recipe(shard="gradients"),
+        ),
         Strategy(
             name="ddp",
             summary="torch's DistributedDataParallel, buckets overlapped with backward",
             cost="2(W-1)/W S bytes, one operation per bucket, S bytes of buckets",
             build=_ddp,
-            options=("bucket_mb", "find_unused_parameters", "compile_wrapper"),
+            options=_DDP_OPTIONS,
             needs_group=True,
+        ),
+        Strategy(
+            name="powersgd",
+            summary="torch's PowerSGD on DDP: low-rank gradients, the error fed back",
+            cost="2(W-1)/W r(n+m) elements' bytes per n x m matrix at rank r, the rest whole, "
+            "three operations per bucket, 2 S",
+            promise="lossy",
+            build=_powersgd,
+            options=(
+                "matrix_approximation_rank",
+                "start_powerSGD_iter",
+                "min_compression_rate",
+                "use_error_feedback",
+                "warm_start",
+                *_DDP_OPTIONS,
+            ),
+            needs_group=True,
+        ),
+        Strategy(
+            name="local_sgd",
+            summary="step alone, average the weights every inner_steps steps",
+            cost="2(W-1)/W S bytes every inner_steps steps, one operation per dtype, S while "
+            "ranks meet",
+            promise="lossy",
+            build=_local_sgd,
+            options=("inner_steps", "average_optimizer"),
+        ),
+        Strategy(
+            name="diloco",
+            summary="step alone, then one outer Nesterov step along the mean distance",
+            cost="2(W-1)/W S bytes every inner_steps steps, one operation per dtype, 2 S, and 2 S "
+            "more while ranks meet",
+            promise="lossy",
+            build=_diloco,
+            options=("inner_steps", "outer_lr", "outer_momentum"),
         ),
     )
 }

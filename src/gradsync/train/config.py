@@ -149,9 +149,8 @@ class SyncConfig:
     def __post_init__(self) -> None:
         for name, value in self.given().items():
             numeric = isinstance(value, int | float) and not isinstance(value, bool)
-            at_least_0 = name in ("outer_momentum", "start_powerSGD_iter")
             _require(
-                not numeric or value > 0 or (at_least_0 and value == 0),
+                not numeric or value > 0 or (name == "outer_momentum" and value == 0),
                 f"sync_options.{name} must be positive; got {value}",
             )
 

@@ -58,7 +58,11 @@ def snapshot(
     optimizer_tensors, optimizer_state = pack_optimizer(learner.optimizer, named)
     return Snapshot(
         step=step,
-        tensors={"model": pack_weights(weights), "optimizer": optimizer_tensors},
+        tensors={
+            "model": pack_weights(weights),
+            "optimizer": optimizer_tensors,
+            "sync": learner.sync.state_tensors(),
+        },
         state={
             "optimizer": optimizer_state,
             "data": dict(data.train.state_dict()),
@@ -138,6 +142,7 @@ def restore(
         state["optimizer"],
     )
     learner.sync.scatter(learner.optimizer)
+    learner.sync.load_state_tensors(broadcast_tensors(comm, saved.get("sync")))
     if learner.scaler is not None and state["scaler"]:
         learner.scaler.load_state_dict(state["scaler"])
     return Resumed(header["step"], header["path"], notes)

@@ -25,6 +25,7 @@ from gradsync.sync.engine.transport import (
     Transport,
 )
 from gradsync.sync.engine.tree_transport import TreeTransport
+from gradsync.sync.sharded.zero import ShardedEngine
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -46,7 +47,8 @@ def build_engine(
     """
     device = next(p.device for p in model.parameters() if p.requires_grad)
     invariant = recipe.order == "invariant"
-    return Engine(
+    engine = Engine if recipe.shard == "none" else ShardedEngine
+    return engine(
         model,
         comm,
         recipe=recipe,

@@ -1,0 +1,286 @@
+"""`fsdp`: torch's FSDP2, parameters, gradients and optimizer state all sharded (ZeRO stage 3).
+
+Zhao et al. 2023, "PyTorch FSDP", arXiv 2304.11277. Parameters exist whole only while their block
+computes:
+
+    forward    gather(1) ► block 1 ► free(1), gather(2) ► block 2 ► …
+    backward   … gather(2) ► block 2' ► free(2), reduce_scatter(2), gather(1) ► block 1' ► …
+
+[Note: A forward is a collective] Every forward gathers parameters, so ranks must make the same
+number of forwards, and the last backward is one too: a rank with fewer leaves would leave the
+others waiting for ever. Therefore each micro-step begins with a roll call, in which every rank says
+whether this is its last leaf, and `launch` is the answer "I have none".
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from gradsync.comm.base import Communicator
+from gradsync.errors import ConfigError
+from gradsync.sync.clip import gradient_norm
+from gradsync.sync.reducer import Reducer, Reduction, trainable
+from gradsync.sync.sharded.fsdp_units import blocks_of
+from gradsync.sync.sharded.seen import Seen
+from gradsync.sync.sharded.whole import (
+    gather_weights,
+    load_whole_weights,
+    local,
+    sharded_as,
+    whole,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class FsdpReducer(Reducer):
+    """Shards `model` in place; its parameters are `DTensor`s from then on.
+
+    So the optimizer must be made afterwards. Inside of `micro_step` gradients are sums over ranks;
+    in a loop of one's own (`loss.backward()`, `optimizer.step()`) they are means, as FSDP2's are.
+    All ranks must use the same blocks in a forward.
+
+    Args:
+        model: whole, with rank 0's weights on every rank, on its device.
+        comm: must be a process-group communicator.
+        compute_dtype: of parameters while they compute, and of the gathers; inputs are cast to it
+            and outputs back. The parameters themselves stay as they are. None: their own.
+        reduce_dtype: in which gradients are summed; None takes float32 where `compute_dtype` is
+            set, else the parameters' own.
+        blocks: gather each child of an `nn.ModuleList` by itself; False: everything at once.
+
+    Raises:
+        ConfigError: no process group; trainable parameters of different dtypes; an older torch.
+    """
+
+    own_loop = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        comm: Communicator,
+        *,
+        compute_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        blocks: bool = True,
+    ) -> None:
+        group = getattr(comm, "group", None)
+        if group is None:
+            raise ConfigError("sync='fsdp' needs a torch process group; use sync='naive' here")
+        names = [name for name, _ in trainable(model)]
+        _check_dtypes(model)
+        self._seen = Seen(model)
+        mesh = DeviceMesh.from_group(group, next(model.parameters()).device.type)
+        # Torch keeps meshes in caches for ever; the group and its sockets must not live as long.
+        weakref.finalize(self, getattr(mesh, "_pg_registry", {}).clear)
+        self._units: list[Any] = []  # modules of class `FSDPModule` now
+        for unit in [*(blocks_of(model) if blocks else []), model]:
+            policy = _policy(model, compute_dtype, reduce_dtype, is_root=unit is model)
+            sharded = fully_shard(unit, mesh=mesh, mp_policy=policy)
+            # Sums, and our own division: gloo knows no mean, and PREMUL_SUM is NCCL's alone.
+            sharded.set_force_sum_reduction_for_comms(True)
+            self._units.append(sharded)
+        self._root = self._units[-1]
+        if not hasattr(self._root, "set_reduce_scatter_unused_params"):
+            raise ConfigError(f"sync='fsdp' needs torch 2.13 or newer, got {torch.__version__}")
+        # A rank that did not use a parameter sends zeros: all must reduce the same ones.
+        self._root.set_reduce_scatter_unused_params(True)
+        self._seen.watch(self._units)
+        super().__init__(model, comm)
+        assert [name for name, _ in trainable(model)] == names, "sharding keeps names and order"
+        self._complete = self._averaged = False
+        self._divide_by(comm.world_size)
+
+    @contextmanager
+    def micro_step(self, *, last: bool) -> Iterator[None]:
+        """Gradients are reduced in the last backward; before, they add up without communication.
+
+        Raises:
+            ConfigError: on every rank, when some ranks have no leaf left.
+        """
+        self._roll_call(1 if last else 2)
+        self._root.set_requires_gradient_sync(last)
+        self._root.set_is_last_backward(last)
+        self._divide_by(1)
+        self._seen.enclosed = True
+        try:
+            yield
+            self._complete = last
+        finally:
+            self._seen.enclosed = False
+            self._root.set_requires_gradient_sync(True)
+            self._root.set_is_last_backward(True)
+            self._divide_by(self.comm.world_size)
+        self._seen.stopwatch.stop()
+
+    @contextmanager
+    def leaf(self, *, last: bool, index: int | None = None) -> Iterator[None]:
+        """Only inside of `micro_step`, which says `last` before the forward.
+
+        Raises:
+            ConfigError: outside of it.
+        """
+        if not self._seen.enclosed:
+            raise ConfigError(
+                "sync='fsdp': enclose forward and backward of each leaf in "
+                "`with sync.micro_step(last=leaf.is_last):`"
+            )
+        yield
+
+    def launch(self) -> list[bool]:
+        """Nothing is left to start; answers the other ranks' roll call.
+
+        Raises:
+            ConfigError: on every rank, when another one has a leaf more; when no micro-step was
+                the last.
+        """
+        if not self._seen.outside:
+            self._roll_call(0)
+            if not self._complete and self._seen.any():
+                raise ConfigError(
+                    "sync='fsdp': no micro-step of this step was `last=True`, so no gradient was "
+                    "reduced; say it for the last leaf, on all ranks"
+                )
+        self._complete = False
+        # Without a backward since the last time, what is there is all there is: means, or nothing.
+        self._averaged = self._seen.outside or not self._seen.any()
+        return self._seen.take() if self._seen.any() else super().launch()
+
+    def reduce(self, used: list[bool]) -> Reduction:
+        """It has happened in backward; zeros that nobody asked for become None again."""
+        for parameter, any_rank in zip(self.parameters, used, strict=True):
+            if not any_rank:
+                parameter.grad = None
+        divided_by = self.comm.world_size if self._averaged else 1
+        return Reduction(divided_by=divided_by, exposed=self._seen.stopwatch.copy())
+
+    def gradients(self) -> list[Tensor]:
+        """This rank's shards."""
+        return [local(p.grad) for p in self.parameters if p.grad is not None]
+
+    def clip(self, max_norm: float) -> Tensor:
+        """See `Reducer.clip`; the norm is that of the whole gradient."""
+        shards = self.gradients()
+        square = torch.zeros((), dtype=torch.float64, device=self.parameters[0].device)
+        if shards:
+            square += gradient_norm(shards).double().square()
+        # Whole group, float64 []; nothing to overlap with: the factor depends on it.
+        self.comm.all_reduce(square).wait()
+        norm = square.sqrt().float()
+        if shards:
+            torch._foreach_mul_(shards, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Each rank updates its shards.
+
+        Raises:
+            ConfigError: an optimizer over the parameters as they were before sharding.
+        """
+        ours = {id(parameter) for parameter in self.parameters}
+        if not any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
+            raise ConfigError(
+                "sync='fsdp': the optimizer holds none of the model's parameters, which sharding "
+                "has replaced; make it after gs.replicate"
+            )
+        optimizer.step()
+
+    def gather(self, optimizer: torch.optim.Optimizer) -> None:
+        """See `Reducer.gather`: one all-gather per sharded state tensor, its shape and dtype."""
+        for state in _states(optimizer).values():
+            for name, value in state.items():
+                if isinstance(value, DTensor):
+                    state[name] = whole(value)
+
+    def scatter(self, optimizer: torch.optim.Optimizer) -> None:
+        """See `Reducer.scatter`; nothing is sent."""
+        for parameter, state in _states(optimizer).items():
+            for name, value in state.items():
+                if (
+                    isinstance(value, torch.Tensor)
+                    and isinstance(parameter, DTensor)
+                    and not isinstance(value, DTensor)
+                    and value.shape == parameter.shape
+                ):
+                    state[name] = sharded_as(value, parameter)
+
+    def full_weights(self) -> dict[str, Tensor]:
+        """See `Reducer.full_weights`."""
+        return gather_weights(self.model)
+
+    def load_full_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """See `Reducer.load_full_weights`."""
+        load_whole_weights(self.model, weights)
+
+    def close(self) -> None:
+        """The model stays sharded: FSDP2 has no way back."""
+        self._seen.close()
+
+    def _divide_by(self, factor: int) -> None:
+        for unit in self._units:
+            unit.set_gradient_divide_factor(float(factor))
+
+    def _roll_call(self, leaves: int) -> None:
+        """[Note: A forward is a collective]. Whole group, int64 [W], on the CPU.
+
+        Args:
+            leaves: how many this rank has left: 0, 1 or 2 for more than one.
+        """
+        call = torch.zeros(self.comm.world_size, dtype=torch.int64)
+        call[self.comm.rank] = leaves
+        self.comm.all_reduce(call).wait()
+        fewer = [str(rank) for rank, left in enumerate(call.tolist()) if left < int(call.max())]
+        if fewer:
+            raise ConfigError(
+                "sync='fsdp': every rank needs the same number of leaves in a step, since each "
+                f"forward gathers parameters from all; rank(s) {', '.join(fewer)} had fewer than "
+                "the others. Choose a number of leaves that the world size divides, or another "
+                "strategy"
+            )
+
+
+def _policy(
+    model: nn.Module,
+    compute_dtype: torch.dtype | None,
+    reduce_dtype: torch.dtype | None,
+    *,
+    is_root: bool,
+) -> MixedPrecisionPolicy:
+    if compute_dtype is None:
+        return MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+    own = next(p.dtype for _, p in trainable(model))
+    return MixedPrecisionPolicy(
+        param_dtype=compute_dtype,
+        reduce_dtype=reduce_dtype or torch.float32,
+        output_dtype=own if is_root else None,
+    )
+
+
+def _check_dtypes(model: nn.Module) -> None:
+    first, *others = trainable(model)
+    for name, parameter in others:
+        if parameter.dtype != first[1].dtype:
+            raise ConfigError(
+                f"sync='fsdp' needs one dtype for all trainable parameters: {first[0]!r} is "
+                f"{first[1].dtype}, {name!r} is {parameter.dtype}"
+            )
+
+
+def _states(optimizer: torch.optim.Optimizer) -> dict[Any, dict[str, Any]]:
+    """In the order of the groups: gathering is a collective."""
+    return {
+        parameter: optimizer.state[parameter]
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter in optimizer.state
+    }

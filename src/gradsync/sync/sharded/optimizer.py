@@ -1,0 +1,312 @@
+"""Any elementwise optimizer with its state divided among the ranks (ZeRO stage 1).
+
+Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+arXiv 1910.02054. With W ranks each keeps 1/W of the state, updates 1/W of every bucket and gathers
+the rest:
+
+    update shard of bucket 0 ──► update shard of bucket 1 ──► …
+                    └─ all_gather bucket 0 ──┘  └─ all_gather bucket 1 ──┘
+
+The bits are those of the whole optimizer: pieces are cut at multiples of 64 elements inside their
+parameter, where vector loops end nowhere, and every element sees the same operations.
+Bytes received per rank and step: (W-1)/W x the parameters; one operation per bucket.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+
+from gradsync.comm.base import Communicator
+from gradsync.comm.choose import communicator
+from gradsync.comm.single import SingleCommunicator
+from gradsync.errors import ConfigError
+from gradsync.sync.sharded.bucket import ShardedBucket, options
+from gradsync.sync.sharded.elementwise import arguments_of, check_elementwise
+from gradsync.sync.sharded.layout import Layout, check_parameters, check_ranks_agree, layout_of
+from gradsync.sync.sharded.pieces import Piece
+from gradsync.sync.sharded.state import gather_state, take_state
+from gradsync.world import World
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_IN_FLIGHT = 2
+"""Buckets that may be gathered at once: enough to keep the wire busy while the next is updated."""
+
+
+class ShardedOptimizer(Optimizer):
+    """Takes the place of `optimizer_class(params, **defaults)` in any loop.
+
+    Gradients must be equal on all ranks when `step` is called (after `sync.finish()`, or torch's
+    DDP), at least in this rank's shard. Every rank makes the same calls. Schedulers and
+    `zero_grad` work as ever; `state` is empty, and `state_dict` gathers it.
+
+    Args:
+        params: as for any optimizer: parameters, (name, parameter) pairs or groups with options of
+            their own. Tied parameters count once, frozen ones are left out.
+        optimizer_class: an elementwise one, such as `torch.optim.AdamW`.
+        comm: the ranks that share the state; None takes the default process group's.
+        world: from `gs.init()`, instead of `comm`.
+        plan: buckets and the parameters they hold; None makes buckets of 25 MiB.
+        elementwise: a promise about an `optimizer_class` that is not of torch.optim: that it gives
+            for a piece of a parameter what it gives for the whole.
+        defaults: of `optimizer_class`, such as `lr=3e-4`.
+
+    Raises:
+        ConfigError: an optimizer that is not elementwise, a parameter that cannot be sharded, or
+            ranks that hold different ones.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_class: type[Optimizer],
+        *,
+        comm: Communicator | None = None,
+        world: World | None = None,
+        plan: Layout | None = None,
+        elementwise: bool = False,
+        **defaults: Any,
+    ) -> None:
+        check_elementwise(optimizer_class, elementwise)
+        self._class = optimizer_class
+        self._comm = comm or _default_communicator(world)
+        self._source: Optimizer | None = None
+        self._buckets: list[ShardedBucket] = []
+        self._covered: set[int] = set()
+        self._built = False
+        # A throw-away instance checks the options and completes them.
+        complete = optimizer_class([torch.zeros(1)], **defaults).defaults
+        super().__init__(_each_once(params), complete)
+        self._build(plan)
+
+    @classmethod
+    def like(
+        cls,
+        optimizer: Optimizer,
+        *,
+        comm: Communicator,
+        plan: Layout | None = None,
+        elementwise: bool = False,
+    ) -> ShardedOptimizer:
+        """Do the steps of an optimizer that the user made and still holds.
+
+        Its hyper-parameters are read anew at each step, so schedulers go on holding it. State that
+        it has already is taken over; from then on its `state` stays empty. After each update its
+        own `step` is called without any gradient, which changes nothing but lets schedulers and
+        hooks on it know.
+        """
+        check_elementwise(type(optimizer), elementwise)
+        sharded = cls(
+            optimizer.param_groups,
+            type(optimizer),
+            comm=comm,
+            plan=plan,
+            elementwise=elementwise,
+            **arguments_of(type(optimizer), optimizer.defaults),
+        )
+        sharded._source = optimizer
+        if optimizer.state:
+            sharded.take_from(optimizer)
+        return sharded
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One optimizer step; a parameter whose `grad` is None stays as it is.
+
+        Raises:
+            ConfigError: a sparse gradient, or one of a parameter that was frozen when this
+                optimizer was made.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._check_gradients()
+        self._step(lambda bucket, _: lambda piece: _piece_of(bucket, piece))
+        return loss
+
+    @torch.no_grad()
+    def step_shards(self, shards: Sequence[Tensor], used: Sequence[bool]) -> None:
+        """One step from gradients of which only this rank's shards exist (ZeRO stage 2).
+
+        Args:
+            shards: for each bucket of the plan, the gradient of this rank's shard, flat,
+                [bucket.numel / world_size].
+            used: for each parameter of the plan, whether it has a gradient.
+        """
+        assert len(shards) == len(self._buckets), "one shard per bucket"
+
+        def source(_: ShardedBucket, number: int) -> Callable[[Piece], Tensor | None]:
+            def gradient_of(piece: Piece) -> Tensor | None:
+                if not used[piece.index]:
+                    return None
+                return shards[number][piece.offset : piece.offset + piece.numel]
+
+            return gradient_of
+
+        self._step(source)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch; the new parameters get buckets of their own."""
+        super().add_param_group(param_group)
+        if self._built:
+            self._build(None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole state, as the unsharded optimizer would give it; all ranks call it."""
+        self.gather_into(self)
+        try:
+            return super().state_dict()
+        finally:
+            self.state.clear()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take this rank's part of a whole state, from any number of ranks or a plain optimizer."""
+        super().load_state_dict(state_dict)
+        self.take_from(self)
+
+    def gather_into(self, optimizer: Optimizer) -> None:
+        """Make `optimizer.state` whole on every rank; all ranks call it. Costs its memory."""
+        optimizer.state.clear()
+        for parameter, state in gather_state(self._buckets, self._comm):
+            optimizer.state[parameter] = state
+
+    def take_from(self, optimizer: Optimizer) -> None:
+        """Take this rank's part out of a whole `optimizer.state`, and clear that."""
+        take_state(self._buckets, optimizer.state)
+        optimizer.state.clear()
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of optimizer state on this rank (tensors with elements, not single numbers)."""
+        return sum(
+            value.numel() * value.element_size()
+            for bucket in self._buckets
+            if bucket.inner is not None
+            for state in bucket.inner.state.values()
+            for value in state.values()
+            if isinstance(value, torch.Tensor) and value.dim() > 0
+        )
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return self.param_groups if self._source is None else self._source.param_groups
+
+    def _build(self, plan: Layout | None) -> None:
+        """Buckets for all parameters that have none yet."""
+        named = [
+            (parameter, name)
+            for number, group in enumerate(self.param_groups)
+            for parameter, name in zip(group["params"], _names(group, number), strict=True)
+            if parameter.requires_grad and id(parameter) not in self._covered
+        ]
+        parameters = [parameter for parameter, _ in named]
+        check_parameters(parameters, [name for _, name in named])
+        layout = plan or layout_of(parameters, self._comm.world_size)
+        check_ranks_agree(layout, self._comm)
+        self._covered |= {id(parameter) for parameter in layout.parameters}
+        for parameter, name in named:
+            if id(parameter) not in self._covered:
+                raise ConfigError(f"{name} is in the optimizer, but not in the plan it shards by")
+        self._buckets += [
+            ShardedBucket(bucket, layout.parameters, self.param_groups, self._comm, self._make)
+            for bucket in layout.buckets
+        ]
+        self._built = True
+
+    def _make(self, groups: list[dict[str, Any]]) -> Optimizer:
+        return self._class(groups, **arguments_of(self._class, self.defaults))
+
+    def _step(
+        self, source: Callable[[ShardedBucket, int], Callable[[Piece], Tensor | None]]
+    ) -> None:
+        groups = self._groups()
+        under_way: deque[Callable[[], None]] = deque()
+        for number, bucket in enumerate(self._buckets):
+            bucket.update(groups, source(bucket, number))
+            under_way.append(bucket.launch_gather())
+            if len(under_way) > _IN_FLIGHT:
+                under_way.popleft()()
+        for finish in under_way:
+            finish()
+        if self._source is not None:
+            _step_without_gradients(self._source)
+
+    def _check_gradients(self) -> None:
+        for number, group in enumerate(self._groups()):
+            for parameter, name in zip(group["params"], _names(group, number), strict=True):
+                if parameter.grad is None:
+                    continue
+                if parameter.grad.is_sparse:
+                    raise ConfigError(f"{name} has a sparse gradient, which cannot be sharded flat")
+                if id(parameter) not in self._covered:
+                    raise ConfigError(
+                        f"{name} has a gradient, but was frozen or absent when the optimizer's "
+                        "state was sharded; make the optimizer after unfreezing"
+                    )
+
+
+def _piece_of(bucket: ShardedBucket, piece: Piece) -> Tensor | None:
+    gradient = bucket.parameters[piece.index].grad
+    return None if gradient is None else gradient.reshape(-1)[piece.start : piece.stop]
+
+
+def _step_without_gradients(optimizer: Optimizer) -> None:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    gradients = [p.grad for p in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    optimizer.step()
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+
+
+def _names(group: dict[str, Any], number: int) -> list[str]:
+    """For messages: the names that came with the parameters, or their places."""
+    if "param_names" in group:
+        return [f"parameter {name!r}" for name in group["param_names"]]
+    return [f"parameter {place} of group {number}" for place in range(len(group["params"]))]
+
+
+def _each_once(params: Iterable[Any]) -> list[Any]:
+    """The same parameters, groups and pairs; a tied one only where its group names it first."""
+    if isinstance(params, torch.Tensor):
+        raise ConfigError("params must be an iterable of parameters, got one tensor")
+    entries = list(params)
+    if entries and isinstance(entries[0], dict):
+        return [
+            {
+                **options(group),
+                "params": _unique(
+                    zip(group["param_names"], group["params"], strict=True)
+                    if "param_names" in group
+                    else group["params"]
+                ),
+            }
+            for group in entries
+        ]
+    return _unique(entries)
+
+
+def _unique(entries: Any) -> list[Any]:
+    seen: dict[int, Any] = {}
+    for entry in [entries] if isinstance(entries, torch.Tensor) else entries:
+        seen.setdefault(id(entry[1] if isinstance(entry, tuple) else entry), entry)
+    return list(seen.values())
+
+
+def _default_communicator(world: World | None) -> Communicator:
+    if world is not None:
+        return communicator(world)
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return SingleCommunicator()
+    from gradsync.comm.process_group import ProcessGroupCommunicator
+
+    return ProcessGroupCommunicator(dist.group.WORLD)

@@ -1,0 +1,54 @@
+"""Which parts of which parameters a rank owns: pure index maths over a bucket plan, without torch.
+
+bucket     [ p3 ........ | . p1 ...... | .. ]       `|` cuts it into one shard per rank
+rank 0       p3[0:512]
+rank 1       p3[512:700], p1[0:320]
+rank 2       p1[320:325]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gradsync.sync.engine.plan import BucketPlan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """A run of elements of one parameter that lies in one shard."""
+
+    index: int
+    """Which parameter."""
+    start: int
+    """First element in the flattened parameter; a multiple of 64."""
+    stop: int
+    """Element behind the last one."""
+    offset: int
+    """Place of the first element in the shard."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+
+def pieces_of(plan: BucketPlan, rank: int, world_size: int) -> tuple[Piece, ...]:
+    """What of `plan`'s parameters lies in the shard of `rank`, in slot order; padding is left out.
+
+    A parameter without elements has no piece.
+    """
+    shard = plan.shard(rank, world_size)
+    pieces = []
+    for slot in plan.slots:
+        first = max(slot.offset, shard.start)
+        behind = min(slot.offset + slot.numel, shard.stop)
+        if first < behind:
+            pieces.append(
+                Piece(
+                    index=slot.index,
+                    start=first - slot.offset,
+                    stop=behind - slot.offset,
+                    offset=first - shard.start,
+                )
+            )
+    return tuple(pieces)

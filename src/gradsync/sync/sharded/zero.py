@@ -1,0 +1,97 @@
+"""`zero1` and `zero2`: the engine, with an optimizer whose state is divided among the ranks.
+
+    zero1   backward ─ sums of whole buckets ─► update own shard ─► all_gather parameters
+    zero2   backward ─ reduce_scatter buckets ► update own shard ─► all_gather parameters
+
+Rajbhandari et al. 2020, arXiv 1910.02054, stages 1 and 2. The optimizer stays the user's own
+object: its hyper-parameters are read at each step, its state lives here, in pieces. Buckets keep
+the order of their first layout, since pieces belong to places in buckets.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gradsync.sync.clip import gradient_norm
+from gradsync.sync.engine.engine import Engine
+from gradsync.sync.sharded.layout import Layout
+from gradsync.sync.sharded.optimizer import ShardedOptimizer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class ShardedEngine(Engine):
+    """`Engine` for recipes that shard; its arguments are the engine's.
+
+    In a loop of one's own `optimizer.step()` would be the whole optimizer's: there use another
+    strategy, and `ShardedOptimizer` in place of the optimizer.
+    """
+
+    own_loop = False
+    takes_scale = False  # a GradScaler looks for inf in whole gradients
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._sharded: dict[int, ShardedOptimizer] = {}  # by the id of the one that it holds
+        self._in_shards = self.recipe.shard == "gradients"
+        self._shards: list[Tensor] = []
+        self._used: list[bool] = []
+
+    def publish(self, used: list[bool]) -> None:
+        """Gradients in shards: keep them, give back the buckets; whole `.grad`s do not exist."""
+        if not self._in_shards:
+            super().publish(used)
+            return
+        self._used, self._shards = used, []
+        for bucket in self.buckets:
+            mine = bucket.plan.shard(self.comm.rank, self.comm.world_size)
+            self._shards.append(bucket.flat(0)[mine.start : mine.stop].clone())
+            bucket.free()
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def gradients(self) -> list[Tensor]:
+        """See `Reducer.gradients`; parts of parameters that nobody used are zeros."""
+        return self._shards if self._in_shards else super().gradients()
+
+    def clip(self, max_norm: float) -> Tensor:
+        """See `Reducer.clip`; from shards the norm's last bits depend on where they are cut."""
+        if not self._in_shards:
+            return super().clip(max_norm)
+        square = gradient_norm(self._shards).double().square()
+        # Whole group, float64 []; overlaps nothing: the factor depends on it.
+        self.comm.all_reduce(square).wait()
+        norm = square.sqrt().float()
+        torch._foreach_mul_(self._shards, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Update the own shards and gather everybody's."""
+        sharded = self._of(optimizer)
+        if self._in_shards:
+            sharded.step_shards(self._shards, self._used)
+            self._shards = []
+        else:
+            sharded.step()
+
+    def gather(self, optimizer: torch.optim.Optimizer) -> None:
+        """See `Reducer.gather`."""
+        self._of(optimizer).gather_into(optimizer)
+
+    def scatter(self, optimizer: torch.optim.Optimizer) -> None:
+        """See `Reducer.scatter`."""
+        known = id(optimizer) in self._sharded
+        sharded = self._of(optimizer)  # a new one has taken the state already
+        if known:
+            sharded.take_from(optimizer)
+
+    def _of(self, optimizer: torch.optim.Optimizer) -> ShardedOptimizer:
+        """The sharded twin of the user's optimizer, made when it is first seen."""
+        if id(optimizer) not in self._sharded:
+            plan = Layout(self.parameters, [bucket.plan for bucket in self.buckets])
+            sharded = ShardedOptimizer.like(optimizer, comm=self.comm, plan=plan)
+            self._sharded[id(optimizer)] = sharded
+        return self._sharded[id(optimizer)]

@@ -1,0 +1,134 @@
+"""Communication hooks through Hugging Face Accelerate and Lightning Fabric, where installed.
+
+`GRADSYNC_TEST_REQUIRE=interop` makes a missing package fail; `all` does not ask for them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gradsync.sync.comm_hook import comm_hook
+from support.rank_session import open_session
+
+PACKAGES = {"accelerate": "accelerate", "fabric": "lightning_fabric"}
+
+
+def _require(package: str) -> None:
+    if importlib.util.find_spec(PACKAGES[package]) is None:
+        if "interop" in os.environ.get("GRADSYNC_TEST_REQUIRE", "").split(","):
+            pytest.fail(f"{package} is not installed", pytrace=False)
+        pytest.skip(f"{package} is not installed")
+
+
+@contextmanager
+def _environment(rank: int, world_size: int) -> Iterator[None]:
+    """What torchrun sets; some of these libraries write more, and do not clean up."""
+    before = dict(os.environ)
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",  # not used: the process group is there already
+        "TORCHELASTIC_RUN_ID": "interop",
+        "GROUP_RANK": "0",
+    }
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _accelerate(model: nn.Module, world_size: int) -> tuple[nn.Module, Any]:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.num_processes == world_size
+    return accelerator.prepare(model), accelerator.backward
+
+
+def _fabric(model: nn.Module, world_size: int) -> tuple[nn.Module, Any]:
+    from lightning_fabric import Fabric
+
+    fabric = Fabric(accelerator="cpu", strategy="ddp", devices=world_size)
+    fabric.launch()
+    assert fabric.world_size == world_size
+    return fabric.setup(model), fabric.backward
+
+
+def _forget_accelerate() -> None:
+    """It keeps its state for the life of the process."""
+    if importlib.util.find_spec("accelerate"):
+        from accelerate.state import AcceleratorState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def _gradient(
+    rank: int, world_size: int, store_path: str, package: str, strategy: str
+) -> tuple[list[float], bool]:
+    """The first gradient on each rank, and whether the hook saw a bucket."""
+    session = open_session(rank, world_size, store_path)
+    with session, _environment(rank, world_size):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1, bias=False)
+        wrap = _accelerate if package == "accelerate" else _fabric
+        wrapped, backward = wrap(model, world_size)
+        hook = comm_hook(strategy)
+        buckets = []
+        average = hook.state.average
+
+        def noted(group: Any, bucket: Any) -> Any:
+            buckets.append(bucket.index())
+            return average(group, bucket)
+
+        hook.state.average = noted
+        hook.register(wrapped)
+        backward(wrapped(torch.full((1, 3), float(rank + 1))).sum())
+        _forget_accelerate()
+        return model.weight.grad.flatten().tolist(), buckets == [0]
+
+
+@pytest.mark.parametrize("strategy", ["ring", "hierarchical", "bf16"])
+@pytest.mark.parametrize("package", list(PACKAGES))
+def test_a_hook_reaches_the_ddp_inside(pool: Any, package: str, strategy: str) -> None:
+    _require(package)
+    assert pool.run(_gradient, 2, package, strategy) == [([1.5] * 3, True)] * 2
+
+
+def _alone(rank: int, world_size: int, store_path: str, package: str) -> list[float]:
+    """One rank: neither library wraps, and the script's line must do no harm."""
+    with _environment(0, 1):
+        model = nn.Linear(3, 1, bias=False)
+        if package == "accelerate":
+            for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+                del os.environ[name]
+        wrap = _accelerate if package == "accelerate" else _fabric_alone
+        wrapped, backward = wrap(model, 1)
+        comm_hook("ring").register(wrapped)
+        backward(wrapped(torch.ones(1, 3)).sum())
+        _forget_accelerate()
+        return model.weight.grad.flatten().tolist()
+
+
+def _fabric_alone(model: nn.Module, world_size: int) -> tuple[nn.Module, Any]:
+    from lightning_fabric import Fabric
+
+    fabric = Fabric(accelerator="cpu", devices=1)
+    return fabric.setup(model), fabric.backward
+
+
+@pytest.mark.parametrize("package", list(PACKAGES))
+def test_on_one_rank(pool: Any, package: str) -> None:
+    _require(package)
+    assert pool.run(_alone, 1, package) == [[1.0] * 3]

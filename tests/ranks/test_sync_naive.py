@@ -7,22 +7,39 @@ import torch
 from torch import nn
 
 from gradsync.comm.process_group import ProcessGroupCommunicator
-from gradsync.comm.single import SingleCommunicator
 from gradsync.errors import ConfigError, RunError
 from gradsync.sync.registry import STRATEGIES, find_strategy
 from gradsync.sync.replicate import replicate
-from support.sync_cases import CASES, Case, assert_equal_to_one_rank, train_case
+from support.sync_cases import (
+    CASES,
+    Case,
+    SmallNet,
+    assert_equal_to_one_rank,
+    cases_for,
+    one_rank,
+    train_case,
+    train_plainly,
+)
 from support.thread_ranks import run_thread_ranks
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", cases_for("naive"), ids=lambda case: case.name)
 def test_equals_one_rank(case: Case, world_size: int) -> None:
-    oracle = train_case(case, "naive", SingleCommunicator())
     results = run_thread_ranks(
         lambda _, group: train_case(case, "naive", ProcessGroupCommunicator(group)), world_size
     )
-    assert_equal_to_one_rank(results, oracle)
+    assert_equal_to_one_rank(results, one_rank(case))
+
+
+@pytest.mark.parametrize("case", cases_for("naive"), ids=lambda case: case.name)
+def test_the_oracle_is_plain_torch(case: Case) -> None:
+    """One rank of the twin against a loop without gradsync: everything else leans on it."""
+    expected = train_plainly(case)
+    found = one_rank(case)
+    for name, tensor in expected["weights"].items():
+        torch.testing.assert_close(found["weights"][name], tensor, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found["losses"], expected["losses"], rtol=1e-5, atol=0.0)
 
 
 def test_an_unused_parameter_stays_as_it_was() -> None:
@@ -32,8 +49,6 @@ def test_an_unused_parameter_stays_as_it_was() -> None:
         lambda _, group: train_case(case, "naive", ProcessGroupCommunicator(group)), 2
     )
     torch.manual_seed(1000)
-    from support.sync_cases import SmallNet
-
     start = SmallNet(branch=True).state_dict()["branch.weight"]
     assert torch.equal(results[1]["weights"]["branch.weight"], start)
 

@@ -22,16 +22,25 @@ class Agreement:
     """Whether any rank wants to stop."""
     used: list[bool]
     """For each trainable parameter, whether any rank has a gradient for it."""
+    counts: list[float]
+    """Sums of what each rank counted (leaves that changed a buffer)."""
 
 
 def agree(
-    comm: Communicator, used: Sequence[bool], *, loss_sum: float, weight: float, stop: bool
+    comm: Communicator,
+    used: Sequence[bool],
+    counts: Sequence[int] = (),
+    *,
+    loss_sum: float = 0.0,
+    weight: float = 0.0,
+    stop: bool = False,
 ) -> Agreement:
-    """One all-reduce, whole group, float64 [3 + number of parameters], always on the CPU.
+    """One all-reduce, whole group, float64 [3 + parameters + counts], always on the CPU.
 
     It never waits for the device, and overlaps the buckets that are still under way.
     """
-    message = torch.tensor([loss_sum, weight, float(stop), *used], dtype=torch.float64)
+    message = torch.tensor([loss_sum, weight, float(stop), *used, *counts], dtype=torch.float64)
     comm.all_reduce(message).wait()
-    loss_sum, weight, stops, *counts = message.tolist()
-    return Agreement(loss_sum, weight, stops > 0, [count > 0 for count in counts])
+    loss_sum, weight, stops, *rest = message.tolist()
+    any_use, sums = rest[: len(used)], rest[len(used) :]
+    return Agreement(loss_sum, weight, stops > 0, [use > 0 for use in any_use], sums)

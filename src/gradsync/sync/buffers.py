@@ -74,9 +74,9 @@ class BufferSync:
             if alive is not None and module.training and torch.is_grad_enabled():
                 alive.begin_leaf()
 
-        def after_loading(*_: Any) -> None:
+        def after_loading(module: nn.Module, _: Any) -> None:
             alive = this()
-            if alive is not None:
+            if alive is not None and module is root():
                 alive.refresh()
 
         self._hooks = [

@@ -21,6 +21,7 @@ from gradsync.runtime.gloo_group import wait_until_workers_sleep
 from gradsync.sync.agreement import agree
 from gradsync.sync.own_loop import OwnLoop
 from gradsync.sync.reducer import Reducer
+from gradsync.sync.statistics import Statistics
 from gradsync.sync.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
@@ -65,7 +66,9 @@ class GradientSync:
     Or, in a loop of one's own: `loss.backward()`, `finish()`, `optimizer.step()`.
     """
 
-    def __init__(self, model: nn.Module, comm: Communicator, reducer: Reducer) -> None:
+    def __init__(
+        self, model: nn.Module, comm: Communicator, reducer: Reducer, statistics: Statistics
+    ) -> None:
         self.model = model
         self.comm = comm
         self.reducer = reducer
@@ -76,7 +79,8 @@ class GradientSync:
         self._last = False
         self._index: int | None = None
         self._result: StepResult | None = None
-        self._own_loop = OwnLoop(model, comm, reducer)
+        self._statistics = statistics
+        self._own_loop = OwnLoop(model, comm, reducer, statistics)
 
     @property
     def mean_loss(self) -> float:
@@ -93,7 +97,8 @@ class GradientSync:
 
     def prime(self, forward_backward: Callable[[], None]) -> None:
         """See `Reducer.prime`; call it before the first step when a resume must keep its bits."""
-        self.reducer.prime(forward_backward)
+        with self._statistics.untouched():
+            self.reducer.prime(forward_backward)
 
     @contextmanager
     def micro_step(self, *, last: bool, index: int | None = None) -> Iterator[None]:
@@ -135,8 +140,10 @@ class GradientSync:
             weight = leaf.num_targets if weight is None else weight
         if weight is None:
             raise TypeError("backward() needs weight= (the number of targets) or leaf=")
+        self._statistics.leaf_begins(last=last)
         with self._own_loop.enclosed(), self.reducer.leaf(last=last, index=index):
             (loss_sum if scale is None else scale.scale(loss_sum)).backward()
+        self._statistics.leaf_ends(counts=weight > 0)
         detached = loss_sum.detach().double()
         self._loss_sum = detached if self._loss_sum is None else self._loss_sum + detached
         self._weight += weight
@@ -167,8 +174,16 @@ class GradientSync:
                 f"{type(reducer).__name__} cannot work with a GradScaler: a gradient that is not "
                 "finite would stay in what it remembers; use bf16, or another strategy"
             )
+        counts = self._statistics.step_begins()
         used = reducer.launch()
-        agreed = agree(self.comm, used, loss_sum=self._loss_on_cpu(), weight=own_weight, stop=stop)
+        agreed = agree(
+            self.comm,
+            used,
+            counts,
+            loss_sum=self._loss_on_cpu(),
+            weight=own_weight,
+            stop=stop,
+        )
         reduction = reducer.reduce(agreed.used)
         mean_loss = self._global_loss(agreed.loss_sum) / agreed.weight
         # What `.grad` holds the sum over: the global batch, or only this rank's part of it.
@@ -190,6 +205,7 @@ class GradientSync:
         optimizer.zero_grad(set_to_none=True)
         self._loss_sum, self._weight = None, 0.0
         self._result = StepResult(mean_loss, agreed.weight, norm, agreed.stop, reduction.exposed)
+        self._statistics.step_ends(agreed.counts)
         reducer.after_step()
         return self._result
 
@@ -221,6 +237,7 @@ class GradientSync:
     def load_full_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Overwrite parameters and buffers with whole ones, by the names of `full_weights`."""
         self.reducer.load_full_weights(weights)
+        self._statistics.refresh()
 
     def finish(self) -> None:
         """In a loop of one's own: make every `.grad` the mean over ranks, as torch's DDP does.
@@ -243,6 +260,7 @@ class GradientSync:
         """
         self._own_loop.close()
         self.reducer.close()
+        self._statistics.close()
         if self.model.__dict__.get(HANDLE) is self:
             del self.model.__dict__[HANDLE]
         if self.comm.world_size > 1:

@@ -28,6 +28,7 @@ from gradsync.sync.agreement import agree
 from gradsync.sync.engine.engine import Engine
 from gradsync.sync.optimizer_watch import optimizer_watch
 from gradsync.sync.reducer import Reducer
+from gradsync.sync.statistics import Statistics
 from gradsync.sync.torch_names import at_the_end_of_backward
 
 if TYPE_CHECKING:
@@ -37,7 +38,10 @@ if TYPE_CHECKING:
 class OwnLoop:
     """Watches backward, the forward of the root module, and optimizers over its parameters."""
 
-    def __init__(self, model: nn.Module, comm: Communicator, reducer: Reducer) -> None:
+    def __init__(
+        self, model: nn.Module, comm: Communicator, reducer: Reducer, statistics: Statistics
+    ) -> None:
+        self._statistics = statistics
         self._comm = comm
         self._reducer = reducer
         self._no_sync = False
@@ -109,6 +113,7 @@ class OwnLoop:
                 f"no_sync() was entered {where}: enclose forward and backward of a micro-batch "
                 "together, as torch's DDP needs it (there, replicas would drift apart silently)"
             )
+        self._statistics.leaf_begins(last=not self._no_sync)
         self._dirty = self._in_backward = True
         at_the_end_of_backward(self._backward_ended)
         return not self._no_sync
@@ -141,11 +146,15 @@ class OwnLoop:
         self._refuse_if_foreign()
         if self._finished and not self._dirty and not self._stepped:
             return
+        # All forwards of this rank's step are one leaf here: nobody says where one ends.
+        self._statistics.leaf_ends(counts=self._dirty)
+        counts = self._statistics.step_begins()
         used = self._reducer.launch()
-        agreed = agree(self._comm, used, loss_sum=0.0, weight=0.0, stop=False)
+        agreed = agree(self._comm, used, counts)
         reduction = self._reducer.reduce(agreed.used)
         # The one place that divides: by the number of ranks, since nobody told a weight.
         torch._foreach_mul_(self._reducer.gradients(), reduction.divided_by / self._comm.world_size)
+        self._statistics.step_ends(agreed.counts)
         self._dirty, self._finished = False, True
         self._stepped.clear()
 

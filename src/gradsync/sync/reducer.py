@@ -41,6 +41,8 @@ class Reducer(ABC):
 
     takes_scale = True
     """False when a step with inf or nan gradients, which a GradScaler skips, would do damage."""
+    equal_replicas = True
+    """False when replicas drift between rounds (and look after their buffers themselves)."""
     own_loop = False
     """True when a loop of the user's own (`loss.backward()`, `optimizer.step()`) works with it."""
 

@@ -7,9 +7,18 @@ from typing import TYPE_CHECKING, Any
 from gradsync.comm.base import Communicator
 from gradsync.comm.choose import communicator
 from gradsync.errors import ConfigError, RunError
+from gradsync.sync.batch_norm import NOT_INVARIANT, choose_batch_norm
 from gradsync.sync.gradient_sync import HANDLE, GradientSync
 from gradsync.sync.reducer import trainable
-from gradsync.sync.registry import Strategy, build_reducer, find_strategy, wants_groups
+from gradsync.sync.registry import (
+    Strategy,
+    build_reducer,
+    check_options,
+    find_strategy,
+    wants_groups,
+)
+from gradsync.sync.statistics import Statistics
+from gradsync.sync.structure import broadcast_model, check_same_model
 from gradsync.world import World
 
 if TYPE_CHECKING:
@@ -23,6 +32,7 @@ def replicate(
     world: World | None = None,
     *,
     sync: str = "invariant",
+    batch_norm: str | None = None,
     comm: Communicator | None = None,
     groups: Groups | None = None,
     **options: Any,
@@ -37,12 +47,15 @@ def replicate(
         world: from `gs.init()` or `gs.World.from_process_group()`; None takes the latter when
             torch's default process group is there, else one rank.
         sync: a strategy of `gradsync.sync.registry.STRATEGIES`.
+        batch_norm: "sync", "local" or "freeze": must be said when the model has BatchNorm, see
+            `gradsync.sync.batch_norm`.
         comm: a communicator to use instead of the world's own.
         groups: from `gs.groups(world)`, for `sync="hierarchical"`; None makes them from `world`.
         options: of the strategy, such as `bucket_mb=25.0`.
 
     Raises:
-        ConfigError: unknown strategy or option; the model is replicated already.
+        ConfigError: unknown strategy or option; the model is replicated already; ranks have
+            different models or arguments; BatchNorm without a choice.
         RunError: several ranks but no process group; no trainable parameter.
     """
     strategy = find_strategy(sync)
@@ -55,7 +68,7 @@ def replicate(
         from gradsync.comm.groups import groups as make_groups
 
         groups = make_groups(world)
-    handle = _bind(strategy, model, comm, groups, options)
+    handle = _bind(strategy, model, comm, groups, batch_norm, options)
     # Hooks do not keep what they call alive; the model does. See GradientSync.__deepcopy__.
     model.__dict__[HANDLE] = handle
     return handle
@@ -66,10 +79,19 @@ def _bind(
     model: nn.Module,
     comm: Communicator,
     groups: Groups | None,
+    batch_norm: str | None,
     options: dict[str, Any],
 ) -> GradientSync:
     if not trainable(model):
         raise RunError("the model has no trainable parameter: nothing to synchronise")
-    for tensor in [*model.parameters(), *model.buffers()]:
-        comm.broadcast(tensor.detach()).wait()  # whole group, the tensor's shape and dtype
-    return GradientSync(model, comm, build_reducer(strategy, model, comm, groups, options))
+    check_options(strategy, options)
+    settings = {"sync": strategy.name, "batch_norm": batch_norm}
+    check_same_model(model, comm, settings | {name: repr(v) for name, v in options.items()})
+    order = options.get("order", strategy.recipe.order if strategy.recipe else "any")
+    if order == "invariant" and batch_norm in NOT_INVARIANT:
+        raise ConfigError(f"sync={strategy.name!r}: {NOT_INVARIANT[batch_norm]}")
+    handling = choose_batch_norm(model, comm, batch_norm)
+    broadcast_model(model, comm)
+    reducer = build_reducer(strategy, model, comm, groups, options)
+    statistics = Statistics(model, comm, handling, equal_replicas=reducer.equal_replicas)
+    return GradientSync(model, comm, reducer, statistics)

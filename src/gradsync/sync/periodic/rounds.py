@@ -42,6 +42,8 @@ class RoundReducer(Reducer):
         ConfigError: `inner_steps` below 1.
     """
 
+    equal_replicas = False
+
     def __init__(self, model: nn.Module, comm: Communicator, *, inner_steps: int) -> None:
         if inner_steps < 1:
             raise ConfigError(f"inner_steps must be at least 1, got {inner_steps}")

@@ -144,17 +144,18 @@ class FsdpReducer(Reducer):
             ConfigError: on every rank, when another one has a leaf more; when no micro-step was
                 the last.
         """
+        complete, self._complete = self._complete, False
         if not self._seen.outside:
             self._roll_call(0)
-            if not self._complete and self._seen.any():
+            if not complete and self._seen.any():
                 raise ConfigError(
                     "sync='fsdp': no micro-step of this step was `last=True`, so no gradient was "
                     "reduced; say it for the last leaf, on all ranks"
                 )
-        self._complete = False
-        # Without a backward since the last time, what is there is all there is: means, or nothing.
-        self._averaged = self._seen.outside or not self._seen.any()
-        return self._seen.take() if self._seen.any() else super().launch()
+        self._averaged = not complete
+        if complete or self._seen.any():
+            return self._seen.take()
+        return super().launch()  # no backward since the last time: what is there is all there is
 
     def reduce(self, used: list[bool]) -> Reduction:
         """It has happened in backward; zeros that nobody asked for become None again."""

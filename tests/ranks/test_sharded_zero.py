@@ -1,0 +1,160 @@
+"""`zero1` and `zero2` on ranks as threads: the engine's numbers, a part of the state each."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradsync.checkpoint.optimizer_state import pack_optimizer, unpack_optimizer
+from gradsync.comm.base import Communicator
+from gradsync.comm.process_group import ProcessGroupCommunicator
+from gradsync.comm.single import SingleCommunicator
+from gradsync.data.plan import share
+from gradsync.sync.engine.build import build_engine
+from gradsync.sync.engine.recipe import Recipe
+from gradsync.sync.gradient_sync import GradientSync
+from gradsync.sync.sharded.zero import ShardedEngine
+from support.sync_cases import (
+    CASES,
+    MORE_CASES,
+    Case,
+    SmallNet,
+    assert_equal_to_one_rank,
+    leaf_of,
+    one_rank,
+    train_case,
+)
+from support.thread_ranks import run_thread_ranks
+
+ZERO1 = Recipe(order="invariant", shard="optimizer", bucket_mb=0.0002)
+ZERO2 = Recipe(shard="gradients", bucket_mb=0.0002)
+_RANDOM = threading.Lock()
+
+
+def make(comm: Communicator, recipe: Recipe) -> tuple[GradientSync, Any]:
+    with _RANDOM:
+        torch.manual_seed(1000)
+        model = SmallNet(branch=False)
+    sync = GradientSync(model, comm, build_engine(model, comm, recipe))
+    return sync, torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
+
+
+def do_step(sync: GradientSync, optimizer: Any, step: int) -> None:
+    """Five leaves."""
+    mine = share(5, sync.comm.rank, sync.comm.world_size)
+    for index in mine:
+        inputs, targets = leaf_of(step, index)
+        with sync.micro_step(last=index == mine[-1], index=index):
+            loss = ((sync.forward(inputs) - targets) ** 2).sum()
+            sync.backward(loss, weight=len(inputs))
+    sync.step(optimizer)
+
+
+@pytest.mark.parametrize("case", CASES + MORE_CASES, ids=lambda case: case.name)
+def test_zero2_equals_one_rank(case: Case) -> None:
+    results = run_thread_ranks(
+        lambda _, group: train_case(
+            case,
+            "bucketed",
+            ProcessGroupCommunicator(group),
+            shard="gradients",
+            bucket_mb=ZERO2.bucket_mb,
+        ),
+        3,
+    )
+    assert_equal_to_one_rank(results, one_rank(case))
+
+
+@pytest.mark.parametrize("case", CASES + MORE_CASES, ids=lambda case: case.name)
+def test_zero1_on_the_tree_has_one_ranks_bits(case: Case) -> None:
+    oracle = train_case(case, "invariant", SingleCommunicator())
+    assert_equal_to_one_rank([oracle], one_rank(case))
+    for world_size in (2, 3):
+        results = run_thread_ranks(
+            lambda _, group: train_case(
+                case,
+                "invariant",
+                ProcessGroupCommunicator(group),
+                shard="optimizer",
+                bucket_mb=ZERO1.bucket_mb,
+            ),
+            world_size,
+        )
+        for result in results:
+            for name, tensor in oracle["weights"].items():
+                assert torch.equal(result["weights"][name], tensor), name
+            assert result["losses"] == oracle["losses"]
+            assert result["norms"] == oracle["norms"]
+
+
+@pytest.mark.parametrize("recipe", [ZERO1, ZERO2], ids=["zero1", "zero2"])
+def test_checkpoints_gather_scatter_and_load(recipe: Recipe) -> None:
+    """On 2 ranks, interrupted and not; then on 3 ranks from what 2 have saved."""
+    bits: list[Any] = []
+
+    def undisturbed(comm: Communicator) -> dict[str, Tensor]:
+        sync, optimizer = make(comm, recipe)
+        for step in range(4):
+            do_step(sync, optimizer, step)
+            if step == 1:
+                sync.gather(optimizer)
+                saved = pack_optimizer(optimizer, sync.model.named_parameters())
+                saved = ({k: v.clone() for k, v in saved[0].items()}, saved[1])
+                weights = {k: v.clone() for k, v in sync.full_weights().items()}
+                if comm.rank == 0:
+                    bits.extend([saved, weights])
+                sync.scatter(optimizer)
+                assert not optimizer.state
+        sync.close()
+        return sync.full_weights()
+
+    def resumed(comm: Communicator) -> dict[str, Tensor]:
+        sync, optimizer = make(comm, recipe)
+        saved, weights = bits
+        sync.load_full_weights(weights)
+        unpack_optimizer(optimizer, sync.model.named_parameters(), *saved)
+        sync.scatter(optimizer)
+        assert not optimizer.state
+        for step in (2, 3):
+            do_step(sync, optimizer, step)
+        sync.close()
+        return sync.full_weights()
+
+    expected = run_thread_ranks(lambda _, g: undisturbed(ProcessGroupCommunicator(g)), 2)[0]
+    for world_size in (2, 3):
+        for got in run_thread_ranks(lambda _, g: resumed(ProcessGroupCommunicator(g)), world_size):
+            for name, tensor in expected.items():
+                if world_size == 2 or recipe is ZERO1:
+                    assert torch.equal(got[name], tensor), name
+                torch.testing.assert_close(got[name], tensor, rtol=1e-5, atol=1e-6)
+
+
+def test_whole_gradients_do_not_outlive_backward_in_zero2() -> None:
+    """Between steps a rank keeps neither buckets nor whole gradients."""
+
+    def work(comm: Communicator) -> tuple[int, int]:
+        sync, optimizer = make(comm, ZERO2)
+        kept = []
+        reducer = sync.reducer
+        assert isinstance(reducer, ShardedEngine)
+        update = reducer.update
+
+        def watched(optimizer: Any) -> None:
+            assert all(p.grad is None for p in reducer.parameters)
+            assert not any(bucket._flats for bucket in reducer.buckets)
+            kept.append(sum(shard.numel() for shard in reducer.gradients()))
+            update(optimizer)
+
+        with mock.patch.object(reducer, "update", watched):
+            do_step(sync, optimizer, 0)
+        total = sum(bucket.plan.numel for bucket in reducer.buckets)
+        sync.close()
+        return kept[0], total
+
+    for kept, total in run_thread_ranks(lambda _, g: work(ProcessGroupCommunicator(g)), 3):
+        assert kept * 3 == total

@@ -1,0 +1,303 @@
+"""Buffers that forwards change: one rule, the same bits on any number of ranks."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+import threading
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from gradsync.comm.base import Communicator
+from gradsync.comm.process_group import ProcessGroupCommunicator
+from gradsync.comm.single import SingleCommunicator
+from gradsync.data.plan import share
+from gradsync.errors import ConfigError
+from gradsync.sync.buffers import BufferSync, exact_sum, unchanged_buffers
+from support.thread_ranks import run_thread_ranks
+
+_GLOBAL_RANDOM_STATE = threading.Lock()
+NUM_LEAVES = (7, 5, 3)  # of each step; at four ranks the last one leaves a rank without
+
+
+class Habits(nn.Module):
+    """Buffers of the sorts that models keep: averages, counters, flags, constants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(4))
+        self.register_buffer("wave", torch.zeros(4, dtype=torch.complex64))
+        self.register_buffer("rough", torch.zeros(4, dtype=torch.bfloat16))
+        self.register_buffer("seen", torch.zeros(3, dtype=torch.int64))
+        self.register_buffer("large", torch.zeros(1, dtype=torch.bool))
+        self.register_buffer("table", torch.arange(4.0))
+
+    def forward(self, x_BC: Tensor) -> Tensor:
+        mean = x_BC.detach().mean(0)
+        self.center = 0.9 * self.center + 0.1 * mean  # assigned anew, as many do
+        self.wave.add_(torch.complex(mean, -mean))
+        self.rough.mul_(0.5).add_(mean)
+        self.seen[len(x_BC) % 3] += 2
+        self.large |= bool(x_BC.abs().max() > 1.5)
+        return x_BC + self.table
+
+
+def build() -> nn.Module:
+    with _GLOBAL_RANDOM_STATE:
+        torch.manual_seed(3)
+        return nn.Sequential(
+            nn.utils.parametrizations.spectral_norm(nn.Linear(6, 4)),
+            nn.BatchNorm1d(4),
+            Habits(),
+            nn.BatchNorm1d(4, momentum=None),
+            nn.Unflatten(1, (2, 2)),
+            nn.InstanceNorm1d(2, track_running_stats=True),
+        )
+
+
+def inputs_of(step: int, index: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + index)
+    return (1 + index) * torch.randn(3 + index % 3, 6, generator=generator) + index
+
+
+def train(comm: Communicator, model: nn.Module, forward: Any = None) -> dict[str, Tensor]:
+    """Steps in which only buffers move; returns them."""
+    sync = BufferSync(model, comm)
+    for step, num_leaves in enumerate(NUM_LEAVES):
+        for index in share(num_leaves, comm.rank, comm.world_size):
+            (forward or model)(inputs_of(step, index)).square().sum().backward()
+            sync.end_leaf(counts=index != 1)
+        sync.step()
+    sync.close()
+    return {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert tensor.dtype == other[name].dtype, name
+        assert torch.equal(tensor, other[name]), name
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_same_bits_on_any_number_of_ranks(world_size: int) -> None:
+    alone = train(SingleCommunicator(), build())
+    for result in run_thread_ranks(
+        lambda _, group: train(ProcessGroupCommunicator(group), build()), world_size
+    ):
+        assert_same_bits(result, alone)
+
+
+def test_the_rule_is_the_documented_one() -> None:
+    """Against the definition, leaf by leaf on copies, in float64."""
+    oracle = build()
+    for step, num_leaves in enumerate(NUM_LEAVES):
+        start = {name: buffer.clone() for name, buffer in oracle.named_buffers()}
+        after = []
+        for index in range(num_leaves):
+            leaf = copy.deepcopy(oracle)
+            leaf(inputs_of(step, index)).sum().backward()
+            if index != 1:  # weight 0
+                after.append(dict(leaf.named_buffers()))
+        for name, buffer in oracle.named_buffers():
+            values = torch.stack([buffers[name] for buffers in after])
+            if buffer.is_floating_point() or buffer.is_complex():
+                wide = torch.complex128 if buffer.is_complex() else torch.float64
+                change = (values.to(wide) - start[name].to(wide)).mean(0)
+                buffer.copy_(start[name].to(wide) + change)
+            else:
+                change = (values.long() - start[name].long()).amax(0)
+                buffer.copy_(start[name].long() + change)
+    expected = dict(oracle.named_buffers())
+    result = train(SingleCommunicator(), build())
+    for name, tensor in result.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-6, atol=1e-7, msg=name)
+    assert result["1.num_batches_tracked"] == len(NUM_LEAVES)  # steps, not forwards
+    assert result["2.seen"].tolist() == [6, 4, 6]  # + 2 in every step that had such a leaf
+    assert result["2.large"].item()
+
+
+def test_compiled_models_follow_the_same_rule() -> None:
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    twin = copy.deepcopy(model)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    try:
+        result = train(SingleCommunicator(), model, compiled)
+    finally:
+        torch.compiler.reset()
+    for name, tensor in train(SingleCommunicator(), twin).items():
+        torch.testing.assert_close(result[name], tensor, msg=name)
+
+
+def test_every_leaf_starts_from_the_same_values() -> None:
+    model = Habits()
+    sync = BufferSync(model, SingleCommunicator())
+    for _ in range(2):
+        assert model.center.tolist() == [0.0] * 4
+        model(torch.ones(3, 4, requires_grad=True)).sum().backward()
+        sync.end_leaf()
+    sync.step()
+    torch.testing.assert_close(model.center, torch.full((4,), 0.1))
+
+
+def test_buffers_that_are_assigned_anew_are_seen() -> None:
+    class Assigns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("level", torch.zeros(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.level = self.level + x.detach().mean()
+            return 2 * x
+
+    model = Assigns()
+    sync = BufferSync(model, SingleCommunicator())
+    for value in (1.0, 3.0):
+        model(torch.full((2,), value, requires_grad=True)).sum().backward()
+        sync.end_leaf()
+    sync.step()
+    assert model.level.item() == 2.0
+
+
+def test_several_forwards_may_wait_for_one_backward() -> None:
+    """Setting back must not trip autograd over what batch_norm saved."""
+    model = nn.BatchNorm1d(3)
+    sync = BufferSync(model, SingleCommunicator())
+    one, two = model(torch.randn(4, 3)), model(torch.randn(4, 3))
+    one.square().sum().backward()
+    sync.end_leaf()
+    two.square().sum().backward()
+    sync.end_leaf()
+    sync.step()
+    assert model.num_batches_tracked == 2  # both forwards came before the first leaf's end
+
+
+def test_what_is_not_a_leaf_leaves_no_trace() -> None:
+    model = nn.BatchNorm1d(3)
+    sync = BufferSync(model, SingleCommunicator())
+    start = copy.deepcopy(model.state_dict())
+    model(torch.randn(4, 3))  # no backward
+    sync.step()
+    assert_same_bits(model.state_dict(), start)
+    model.eval()(torch.randn(4, 3)).sum().backward()
+    sync.end_leaf()
+    sync.step()
+    model.train()(torch.randn(4, 3)).sum().backward()
+    sync.end_leaf(counts=False)
+    sync.step()
+    assert_same_bits(model.state_dict(), start)
+    with unchanged_buffers(model):
+        model(torch.randn(4, 3))
+        assert model.num_batches_tracked == 1
+    assert_same_bits(model.state_dict(), start)
+
+
+@pytest.mark.parametrize("how", ["by hand", "loaded", "loaded, submodules called"])
+def test_changes_between_steps_are_the_new_start(how: str) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3))
+    sync = BufferSync(model, SingleCommunicator())
+    layer: Any = model[0]
+    for value in (5.0, 7.0):
+        if how == "by hand":
+            layer.running_mean.fill_(value)
+        else:
+            model.load_state_dict(model.state_dict() | {"0.running_mean": torch.full((3,), value)})
+        for _ in range(2):
+            x = torch.zeros(4, 3)
+            outputs = model(x) if how != "loaded, submodules called" else model[1](layer(x))
+            outputs.sum().backward()
+            sync.end_leaf()
+        sync.step()
+        torch.testing.assert_close(layer.running_mean, torch.full((3,), 0.9 * value))
+    layer.running_mean.fill_(1.0)
+    sync.step()  # of a step in which nothing ran here
+    assert layer.running_mean.tolist() == [1.0] * 3
+
+
+def test_copies_of_the_model_live_for_themselves() -> None:
+    model = nn.BatchNorm1d(3)
+    sync = BufferSync(model, SingleCommunicator())
+    twin = copy.deepcopy(model)
+    twin(torch.randn(4, 3))
+    model.running_mean.fill_(9.0)  # by hand, and no forward of this model since
+    sync.step()
+    assert model.running_mean.tolist() == [9.0] * 3
+    model(torch.randn(4, 3)).sum().backward()
+    sync.end_leaf()
+    twin(torch.randn(4, 3)).sum().backward()
+    sync.step()
+    assert (model.num_batches_tracked, twin.num_batches_tracked) == (1, 2)
+    del sync
+    model(torch.randn(4, 3))  # the hook finds nobody
+    assert model.num_batches_tracked == 2
+
+
+def test_counts_may_travel_with_another_message() -> None:
+    class Deaf(SingleCommunicator):
+        def all_reduce(self, tensor: Tensor, op: str = "sum") -> Any:
+            raise AssertionError("nothing may be sent")
+
+    sync = BufferSync(nn.Linear(2, 2), Deaf())
+    sync.step()  # no buffers, no message
+    model = nn.BatchNorm1d(2)
+    sync = BufferSync(model, Deaf())
+    assert sync.counts() == [0, 0, 0]
+    sync.step([0, 0, 0])
+    sync = BufferSync(model, Deaf(), skip=[model])
+    model(torch.randn(3, 2))
+    assert sync.counts() == []
+    sync = BufferSync(model, SingleCommunicator())
+    model(torch.randn(3, 2)).sum().backward()
+    sync.end_leaf()
+    assert sync.counts() == [1, 1, 1]
+
+
+def test_a_buffer_that_changes_its_shape_is_named() -> None:
+    model = Habits()
+    sync = BufferSync(model, SingleCommunicator())
+    model.center = torch.zeros(5)
+    with pytest.raises(ConfigError, match=r"buffer 'center' became \[5\] .* \(\[4\] "):
+        sync.end_leaf()
+    model.center = None
+    with pytest.raises(ConfigError, match="buffer 'center' was removed"):
+        sync.end_leaf()
+
+
+NUMBERS = st.floats(allow_nan=False, allow_infinity=False, min_value=-1e200, max_value=1e200)
+
+
+@given(st.lists(NUMBERS, min_size=1, max_size=20), st.randoms(use_true_random=False))
+@settings(max_examples=200, deadline=None)
+def test_sums_have_no_order(numbers: list[float], rng: random.Random) -> None:
+    jumps = torch.arange(len(numbers)).reshape(-1, 1)
+
+    def total(values: list[float]) -> float:
+        column = torch.tensor(values, dtype=torch.float64).reshape(-1, 1)
+        result, largest = exact_sum(column, jumps, SingleCommunicator(), most=len(values))
+        assert largest.tolist() == [len(numbers) - 1]
+        return float(result)
+
+    shuffled = numbers.copy()
+    rng.shuffle(shuffled)
+    assert total(shuffled) == total(numbers)
+    exact = sum(Fraction(number) for number in numbers)
+    largest = max(abs(number) for number in numbers)
+    error = abs(Fraction(total(numbers)) - exact)
+    assert error <= Fraction(largest) / 2**51 + Fraction(1, 2**900)
+
+
+def test_extreme_values_in_sums() -> None:
+    values = torch.tensor(
+        [[1e308, 5e-324, math.inf, math.nan, 0.0], [-1e308, 0.0, 1.0, 1.0, 0.0]],
+        dtype=torch.float64,
+    )
+    total, _ = exact_sum(values, torch.zeros(2, 0).long(), SingleCommunicator(), most=2)
+    assert total[[0, 1, 4]].tolist() == [0.0, 0.0, 0.0]
+    assert total[[2, 3]].isnan().all()

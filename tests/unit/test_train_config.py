@@ -196,6 +196,7 @@ CHANGED = replace(
     resume="none",
     allow_numeric_change=True,
     activation_checkpointing=True,
+    check_replicas_every=5,
     timeout_s=12.5,
     model=GPTConfig(n_layer=2, n_kv_head=2, dropout=0.25, tie_head=False),
     optim=OptimConfig(lr=3e-4, schedule="wsd", clip_norm=None, fused=False),
@@ -215,6 +216,7 @@ CHANGED = replace(
         outer_momentum=0.8,
         matrix_approximation_rank=2,
         start_powerSGD_iter=3,
+        compute_dtype="bf16",
     ),
 )
 

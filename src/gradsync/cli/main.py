@@ -25,6 +25,7 @@ COMMANDS = {
     "train": "train a GPT on 1..N ranks, from any launcher",
     "prepare": "turn files, folders or JSONL into train.bin and val.bin",
     "sample": "generate text from a checkpoint",
+    "verify": "prove every strategy right against one rank, or say why it is not",
     "doctor": "show what gradsync sees: launcher, world, machine",
 }
 

@@ -71,7 +71,14 @@ def check_request(config: TrainConfig, world_size: int) -> BatchPlan:
         )
     if config.out and Path(config.out).exists() and not Path(config.out).is_dir():
         raise ConfigError(f"--out {config.out} is a file; name a directory")
-    return config.batch_plan(world_size)
+    plan = config.batch_plan(world_size)
+    if find_strategy(config.sync).equal_leaves and plan.num_leaves % world_size:
+        raise ConfigError(
+            f"sync={config.sync} needs equally many leaves on all ranks; got {plan.num_leaves} "
+            f"leaves on {world_size} ranks: change --tokens-per-update, --micro-batch-size or the "
+            "number of ranks"
+        )
+    return plan
 
 
 def _start_ranks(config: TrainConfig, flags: list[str], as_json: bool) -> int:

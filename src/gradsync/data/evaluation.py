@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -38,6 +39,9 @@ class EvalLeaves:
         )
         self._reader = reader
         self._device = device
+
+        self.most = math.ceil(math.ceil(total_samples / micro_batch_size) / world.world_size)
+        """Leaves of the rank that has most of them."""
 
     def __len__(self) -> int:
         return len(self._span.leaves)

@@ -19,8 +19,10 @@ from gradsync.comm.base import Communicator
 from gradsync.errors import ConfigError, RunError
 from gradsync.runtime.gloo_group import wait_until_workers_sleep
 from gradsync.sync.agreement import agree
+from gradsync.sync.batch_norm import BatchNormHandling, choose_batch_norm
 from gradsync.sync.own_loop import OwnLoop
 from gradsync.sync.reducer import Reducer
+from gradsync.sync.replicas import check_replicas, replica_tensors
 from gradsync.sync.statistics import Statistics
 from gradsync.sync.stopwatch import Stopwatch
 
@@ -67,7 +69,11 @@ class GradientSync:
     """
 
     def __init__(
-        self, model: nn.Module, comm: Communicator, reducer: Reducer, statistics: Statistics
+        self,
+        model: nn.Module,
+        comm: Communicator,
+        reducer: Reducer,
+        batch_norm: BatchNormHandling | None = None,
     ) -> None:
         self.model = model
         self.comm = comm
@@ -79,8 +85,13 @@ class GradientSync:
         self._last = False
         self._index: int | None = None
         self._result: StepResult | None = None
-        self._statistics = statistics
-        self._own_loop = OwnLoop(model, comm, reducer, statistics)
+        self._statistics = Statistics(
+            model,
+            comm,
+            batch_norm or choose_batch_norm(model, comm, None),
+            equal_replicas=reducer.equal_replicas,
+        )
+        self._own_loop = OwnLoop(model, comm, reducer, self._statistics)
 
     @property
     def mean_loss(self) -> float:
@@ -238,6 +249,26 @@ class GradientSync:
         """Overwrite parameters and buffers with whole ones, by the names of `full_weights`."""
         self.reducer.load_full_weights(weights)
         self._statistics.refresh()
+
+    def check_replicas(
+        self, optimizer: torch.optim.Optimizer | None = None, *, step: int | None = None
+    ) -> None:
+        """All ranks must hold the same bits: compares a hash per parameter and buffer.
+
+        Args:
+            optimizer: compare its state too; not under strategies that share it out.
+            step: for the message.
+
+        Raises:
+            RunError: on every rank: names the first tensor that differs, the step and the ranks.
+            ConfigError: under a strategy whose ranks differ on purpose.
+        """
+        if not (self.reducer.whole_parameters and self.reducer.equal_replicas):
+            raise ConfigError(
+                f"{type(self.reducer).__name__} lets ranks hold different values on purpose: there "
+                "is nothing to check"
+            )
+        check_replicas(replica_tensors(self.model, optimizer), self.comm, step=step)
 
     def finish(self) -> None:
         """In a loop of one's own: make every `.grad` the mean over ranks, as torch's DDP does.

@@ -43,6 +43,9 @@ class Reducer(ABC):
     """False when a step with inf or nan gradients, which a GradScaler skips, would do damage."""
     equal_replicas = True
     """False when replicas drift between rounds (and look after their buffers themselves)."""
+    whole_parameters = True
+    """False when a rank holds a share of each parameter, so that a forward is everybody's: all
+    ranks then make equally many."""
     own_loop = False
     """True when a loop of the user's own (`loss.backward()`, `optimizer.step()`) works with it."""
 

@@ -43,6 +43,8 @@ class Strategy:
     """Names that `build` knows."""
     recipe: Recipe | None = None
     """What the engine does; None for strategies that are not the engine's."""
+    equal_leaves: bool = False
+    """True when all ranks must have equally many leaves in a step."""
     needs_group: bool = False
     """True when one rank has no use for it (then `naive`'s code runs, which does nothing)."""
 
@@ -79,6 +81,20 @@ def _diloco(model: nn.Module, comm: Communicator, groups: Groups | None, **optio
     from gradsync.sync.periodic.diloco import DilocoReducer
 
     return DilocoReducer(model, comm, **options)
+
+
+def _fsdp(model: nn.Module, comm: Communicator, groups: Groups | None, **options: Any) -> Reducer:
+    import torch
+
+    from gradsync.sync.sharded.fsdp import FsdpReducer
+
+    known = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    for name in ("compute_dtype", "reduce_dtype"):
+        if isinstance(options.get(name), str):
+            if options[name] not in known:
+                raise ConfigError(f"{name} must be one of {', '.join(known)}; got {options[name]}")
+            options[name] = known[options[name]]
+    return FsdpReducer(model, comm, **options)
 
 
 def _engine(*, name: str, summary: str, cost: str, promise: Promise, recipe: Recipe) -> Strategy:
@@ -185,6 +201,17 @@ STRATEGIES: dict[str, Strategy] = {
             cost="2(W-1)/W S bytes, two operations per bucket, state/W and S/W after backward",
             promise="rounding",
             recipe=Recipe(shard="gradients"),
+        ),
+        Strategy(
+            name="fsdp",
+            summary="torch's FSDP2: parameters, gradients and optimizer state in shares, gathered "
+            "block by block",
+            cost="(W-1)/W S bytes per leaf for each of two gathers, and once for the "
+            "reduce-scatter, three operations per block, everything/W plus two whole blocks",
+            build=_fsdp,
+            options=("compute_dtype", "reduce_dtype", "blocks"),
+            equal_leaves=True,
+            needs_group=True,
         ),
         Strategy(
             name="ddp",

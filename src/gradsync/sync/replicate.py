@@ -17,7 +17,6 @@ from gradsync.sync.registry import (
     find_strategy,
     wants_groups,
 )
-from gradsync.sync.statistics import Statistics
 from gradsync.sync.structure import broadcast_model, check_same_model
 from gradsync.world import World
 
@@ -68,7 +67,7 @@ def replicate(
         from gradsync.comm.groups import groups as make_groups
 
         groups = make_groups(world)
-    handle = _bind(strategy, model, comm, groups, batch_norm, options)
+    handle = _bind(strategy, model, comm, options, groups=groups, batch_norm=batch_norm)
     # Hooks do not keep what they call alive; the model does. See GradientSync.__deepcopy__.
     model.__dict__[HANDLE] = handle
     return handle
@@ -78,9 +77,10 @@ def _bind(
     strategy: Strategy,
     model: nn.Module,
     comm: Communicator,
+    options: dict[str, Any],
+    *,
     groups: Groups | None,
     batch_norm: str | None,
-    options: dict[str, Any],
 ) -> GradientSync:
     if not trainable(model):
         raise RunError("the model has no trainable parameter: nothing to synchronise")
@@ -93,5 +93,4 @@ def _bind(
     handling = choose_batch_norm(model, comm, batch_norm)
     broadcast_model(model, comm)
     reducer = build_reducer(strategy, model, comm, groups, options)
-    statistics = Statistics(model, comm, handling, equal_replicas=reducer.equal_replicas)
-    return GradientSync(model, comm, reducer, statistics)
+    return GradientSync(model, comm, reducer, handling)

@@ -146,6 +146,9 @@ class SyncConfig:
     start_powerSGD_iter: int | None = None  # noqa: N815  torch's own name
     """powersgd: steps before it begins."""
 
+    compute_dtype: Literal["bf16", "fp16", "fp32"] | None = None
+    """fsdp: dtype of gathered parameters and of compute; masters stay fp32."""
+
     def __post_init__(self) -> None:
         for name, value in self.given().items():
             numeric = isinstance(value, int | float) and not isinstance(value, bool)
@@ -206,6 +209,8 @@ class TrainConfig:
     """Data-loading processes of a rank."""
     log_every: int = 10
     """Optimizer steps between logged ones: a printed line, an object in metrics.jsonl."""
+    check_replicas_every: int = 0
+    """Optimizer steps between comparisons of all ranks' weights, bit for bit; 0 for none."""
     timeout_s: float = 1800.0
     """Longest a collective may take, seconds."""
     rendezvous_timeout_s: float = 60.0
@@ -230,7 +235,7 @@ class TrainConfig:
             value = getattr(self, name)
             _require(isinstance(value, int), f"{name} must be an integer; got {value!r}")
             _require(value >= 1, f"{name} must be at least 1; got {value}")
-        for name in ("num_workers", "sample_tokens"):
+        for name in ("num_workers", "sample_tokens", "check_replicas_every"):
             value = getattr(self, name)
             _require(value >= 0, f"{name} must not be negative; got {value}")
         for name in ("timeout_s", "rendezvous_timeout_s"):

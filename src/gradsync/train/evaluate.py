@@ -15,13 +15,19 @@ from gradsync.models.gpt import GPT, loss_sum
 
 @torch.no_grad()
 def evaluate(
-    model: GPT, leaves: EvalLeaves, comm: Communicator, autocast: AbstractContextManager[None]
+    model: GPT,
+    leaves: EvalLeaves,
+    comm: Communicator,
+    autocast: AbstractContextManager[None],
+    *,
+    equal_forwards: bool = False,
 ) -> float:
     """Mean loss per target over the evaluation set, nats, the same on all ranks.
 
     Ranks may have different numbers of leaves: nothing communicates until all are done, then one
     all-reduce of (loss sum, targets, samples), float64 [3]. It calls the model itself, not its
-    wrapper: a wrapper's forward would communicate.
+    wrapper: a wrapper's forward would communicate. With `equal_forwards` all ranks call the model
+    equally often, some for nothing: where parameters are spread, a forward is everybody's.
 
     Raises:
         RunError: the samples counted are not the samples there are, or no target counts.
@@ -36,6 +42,9 @@ def evaluate(
                 total += loss_sum(model(leaf.inputs), leaf.targets)
             targets += leaf.num_targets
             samples += leaf.num_samples
+        for _ in range(leaves.most - len(leaves) if equal_forwards else 0):
+            with autocast:
+                model(torch.zeros((1, 1), dtype=torch.int64, device=total.device))
     finally:
         model.train(was_training)
     loss, num_targets, num_samples = all_sum(comm, float(total), targets, samples)

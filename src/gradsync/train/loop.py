@@ -91,6 +91,8 @@ class Trainer:
             last = stopped or totals.step == config.steps
             if last or _due(totals.step, config.log_every) or totals.step == done_steps + 1:
                 self._log(totals, result, lr)
+            if _due(totals.step, config.check_replicas_every):
+                self.learner.sync.check_replicas(step=totals.step)
             if last:
                 self.learner.sync.settle()
             if not stopped and (last or _due(totals.step, config.eval.every)):
@@ -166,7 +168,13 @@ class Trainer:
 
     def _evaluate(self, totals: Totals) -> None:
         with self._interval.paused():
-            totals.val_loss = evaluate(self.learner.model, self.data.val, self.comm, self._autocast)
+            totals.val_loss = evaluate(
+                self.learner.model,
+                self.data.val,
+                self.comm,
+                self._autocast,
+                equal_forwards=not self.learner.sync.reducer.whole_parameters,
+            )
         self._progress.say(f"step {totals.step}: validation loss {totals.val_loss:.4f}")
         self._run_dir.log_metrics({"step": totals.step, "val/loss": totals.val_loss})
 

@@ -16,6 +16,7 @@ from gradsync.comm.choose import communicator
 from gradsync.data.tokenizer import load_tokenizer
 from gradsync.errors import ConfigError, GradsyncError, RunError
 from gradsync.models.generate import generate
+from gradsync.models.gpt import GPT
 from gradsync.runtime.signals import StopRequest
 from gradsync.train.config import TrainConfig
 from gradsync.train.fingerprint import numeric_fingerprint
@@ -161,7 +162,8 @@ def _finish(
             f"same command with --out {run_dir.path} goes on from there"
         )
     else:
-        _farewell(progress, config, data, learner, totals=totals, run_dir=run_dir)
+        model = learner.whole_model(weights)
+        _farewell(progress, config, data, model, totals=totals, run_dir=run_dir)
     return Outcome(exit_code=exit_code, summary=summary)
 
 
@@ -211,7 +213,7 @@ def _farewell(
     progress: Progress,
     config: TrainConfig,
     data: Data,
-    learner: Learner,
+    model: GPT,
     *,
     totals: Totals,
     run_dir: RunDir,
@@ -229,7 +231,7 @@ def _farewell(
         if config.sample_tokens:
             tokenizer = load_tokenizer(data.meta, data.directory)
             prompt = tokenizer.encode("def ").tolist()
-            ids = generate(learner.model, prompt, config.sample_tokens, seed=config.seed)
+            ids = generate(model, prompt, config.sample_tokens, seed=config.seed)
             progress.say(f"--- a sample ---\n{tokenizer.decode(ids)}\n----------------")
     progress.say(f"everything lies in {run_dir.path}")
 

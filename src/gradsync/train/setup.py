@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -55,6 +56,14 @@ class Learner:
     sync: GradientSync
     scaler: Any
     """`torch.amp.GradScaler` for fp16, else None."""
+
+    def whole_model(self, weights: Mapping[str, torch.Tensor]) -> GPT:
+        """A model that one rank can use alone: the trained one, or a copy of a spread one."""
+        if self.sync.reducer.whole_parameters:
+            return self.model
+        model = GPT(self.model.config, seed=0)
+        model.load_state_dict(weights)
+        return model
 
 
 def open_data(config: TrainConfig, world: World, comm: Communicator) -> Data:
@@ -135,13 +144,14 @@ def build_learner(
     model = GPT(
         shape, seed=config.seed, activation_checkpointing=config.activation_checkpointing
     ).to(device)
-    optimizer = build_optimizer(model, config.optim)
     options = config.sync_options.given()
     if config.compile == "ddp":
         options["compile_wrapper"] = True
     if config.compile == "model":
         model.compile()  # in place: names stay clean
     sync = replicate(model, world, sync=config.sync, comm=comm, **options)
+    # After replication: parameters that are spread over ranks are other objects than before.
+    optimizer = build_optimizer(model, config.optim)
     scaler = None
     if config.dtype == "fp16":
         # Losses are sums over a step's targets: start lower by as many powers of two.

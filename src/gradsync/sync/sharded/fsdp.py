@@ -64,6 +64,7 @@ class FsdpReducer(Reducer):
     """
 
     own_loop = True
+    whole_parameters = False
 
     def __init__(
         self,

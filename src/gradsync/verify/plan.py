@@ -1,0 +1,273 @@
+"""What is verified: cells, and the settings that all of them share. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from difflib import get_close_matches
+from typing import Any
+
+from gradsync.errors import ConfigError
+
+MODELS = ("mlp", "conv", "gpt")
+"""The problems that come with verify, smallest first."""
+DTYPES = ("fp64", "fp32", "bf16")
+"""fp64 and fp32: everything in it. bf16: autocast over fp32 weights."""
+OPTIMIZERS = ("adamw", "sgd")
+LEAF_SIZE = 3
+"""Samples in a leaf."""
+LEAST_LEAVES = 5
+"""Leaves in a step: no multiple of 2, 3 or 4 ranks, so that shares are uneven."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """What all cells share.
+
+    Raises:
+        ConfigError: a number below 1, an unknown optimizer.
+    """
+
+    num_steps: int = 4
+    """Optimizer steps. By default the last one is short: two leaves, one of one sample."""
+    num_samples: int | None = None
+    """Samples of the data set that are used; None takes as many as make the last step short."""
+    num_leaves: int = LEAST_LEAVES
+    """Leaves in a global batch."""
+    leaf_size: int = LEAF_SIZE
+    """Samples in a leaf."""
+    optimizer: str = "adamw"
+    """adamw or sgd (with momentum)."""
+    clip_norm: float | None = 0.5
+    """Largest L2 norm of the mean gradient; None does not clip."""
+    batch_norm: str = "freeze"
+    """sync, local or freeze, for models that have BatchNorm."""
+    seed: int = 0
+    """Names weights, data order and dropout."""
+    target: str = ""
+    """`pkg.module:factory` of the user's own problem; it is the model called "target"."""
+    whole_steps: bool = False
+    """True makes every step a whole one: for what needs equally many leaves on all ranks."""
+    timeout_s: float = 60.0
+    """Longest a collective may take, seconds."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_steps", "num_leaves", "leaf_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.num_samples is not None and self.num_samples < 1:
+            raise ConfigError(f"num_samples must be at least 1, got {self.num_samples}")
+        _known("optimizer", self.optimizer, OPTIMIZERS)
+        _known("batch_norm", self.batch_norm, ("sync", "local", "freeze"))
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples in a step."""
+        return self.num_leaves * self.leaf_size
+
+    @property
+    def dataset_size(self) -> int:
+        """Samples that are used."""
+        if self.num_samples is not None:
+            return self.num_samples
+        return (self.num_steps - 1) * self.global_batch_size + self.leaf_size + 1
+
+    @property
+    def num_epochs(self) -> int | None:
+        """Passes over the data, so many that there are `num_steps` steps; None never ends."""
+        if self.whole_steps:
+            return None
+        return -(-((self.num_steps - 1) * self.global_batch_size + 1) // self.dataset_size)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Variant:
+    """How a run differs from the plain one: what diagnosis changes to see what makes it right."""
+
+    dropout: bool = True
+    """False draws nothing at random: evaluation mode, but for BatchNorm."""
+    frozen_batch_norm: bool = False
+    """True takes BatchNorm's stored statistics instead of the batch's."""
+    one_leaf_per_rank: bool = False
+    """True leaves no gradient accumulation."""
+    dtype: str | None = None
+    """Another dtype than the cell's."""
+
+
+PLAIN = Variant()
+
+
+def settings_for(
+    settings: Settings, variant: Variant, world_size: int, *, equal_leaves: bool
+) -> Settings:
+    """`settings` with the number of leaves that a variant or a strategy needs.
+
+    The data set stays the same, so that a checkpoint can go from one to the other.
+
+    Args:
+        settings: of the whole matrix.
+        variant: of the run.
+        world_size: ranks of the run.
+        equal_leaves: whether all ranks must have equally many leaves in every step.
+    """
+    same_data = replace(settings, num_samples=settings.dataset_size)
+    if variant.one_leaf_per_rank:
+        return replace(same_data, num_leaves=world_size, whole_steps=equal_leaves)
+    if not equal_leaves:
+        return settings
+    num_leaves = -(-settings.num_leaves // world_size) * world_size
+    return replace(same_data, num_leaves=num_leaves, whole_steps=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cell:
+    """One entry of the matrix.
+
+    Raises:
+        ConfigError: a dtype that verify does not know.
+    """
+
+    strategy: str
+    world_size: int
+    model: str
+    dtype: str
+
+    def __post_init__(self) -> None:
+        _known("dtype", self.dtype, DTYPES)
+
+    @property
+    def name(self) -> str:
+        """For people: `invariant W=3 gpt fp32`."""
+        return f"{self.strategy} W={self.world_size} {self.model} {self.dtype}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """All cells, in the order in which they run: by world size first."""
+
+    settings: Settings
+    cells: tuple[Cell, ...]
+    cross_load: bool = True
+    """Also save and load checkpoints between world sizes and strategies."""
+
+    @property
+    def world_sizes(self) -> tuple[int, ...]:
+        """Each once, in order."""
+        return tuple(dict.fromkeys(cell.world_size for cell in self.cells))
+
+
+def make_plan(
+    *,
+    strategies: Iterable[str],
+    world_sizes: Iterable[int],
+    models: Iterable[str],
+    dtypes: Iterable[str],
+    settings: Settings,
+    cross_load: bool = True,
+) -> Plan:
+    """The full matrix: every strategy x world size x model x dtype.
+
+    The number of leaves is raised to one more than the largest world size where it is smaller, for
+    all cells alike: cells of different world sizes must see the same global batches.
+
+    Raises:
+        ConfigError: an unknown model or dtype, a world size below 1, an empty list.
+    """
+    sizes = sorted(set(world_sizes))
+    lists: dict[str, list[Any]] = {
+        "strategies": list(dict.fromkeys(strategies)),
+        "world sizes": sizes,
+        "models": list(dict.fromkeys(models)),
+        "dtypes": list(dict.fromkeys(dtypes)),
+    }
+    for name, values in lists.items():
+        if not values:
+            raise ConfigError(f"verify: no {name} given")
+    if sizes[0] < 1:
+        raise ConfigError(f"verify: a world size must be at least 1, got {sizes[0]}")
+    for model in lists["models"]:
+        _known("model", model, ("target",) if settings.target else MODELS)
+    settings = replace(settings, num_leaves=max(settings.num_leaves, sizes[-1] + 1))
+    cells = tuple(
+        Cell(strategy=strategy, world_size=world_size, model=model, dtype=dtype)
+        for world_size in sizes
+        for model in lists["models"]
+        for dtype in lists["dtypes"]
+        for strategy in lists["strategies"]
+    )
+    return Plan(settings=settings, cells=cells, cross_load=cross_load)
+
+
+def split_list(text: str) -> list[str]:
+    """`a,b , c` as its words."""
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _known(what: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        near = get_close_matches(value, known, n=1)
+        hint = f"; perhaps you meant {near[0]!r}" if near else ""
+        raise ConfigError(f"verify: unknown {what} {value!r}{hint} (there are: {', '.join(known)})")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What ranks of one world size are asked to do next."""
+
+    cell: Cell
+    source: Cell | None = None
+    """The cell whose checkpoint this run continues; None begins at the beginning."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """All that one start of ranks does."""
+
+    world_size: int
+    jobs: tuple[Job, ...]
+
+
+def launches(plan: Plan) -> list[Launch]:
+    """The order of work: each world size once, with its cells, then checkpoints handed to it by the
+    world size before; at last, the smallest goes on where the largest stopped."""
+    sizes = plan.world_sizes
+    found = []
+    for place, size in enumerate(sizes):
+        jobs = [Job(cell=cell) for cell in plan.cells if cell.world_size == size]
+        if place or len(sizes) == 1:
+            jobs += _handovers(plan, sizes[max(place - 1, 0)], size)
+        found.append(Launch(world_size=size, jobs=tuple(jobs)))
+    if len(sizes) > 1 and plan.cross_load:
+        found.append(Launch(world_size=sizes[0], jobs=tuple(_handovers(plan, sizes[-1], sizes[0]))))
+    return found
+
+
+def _handovers(plan: Plan, before: int, after: int) -> list[Job]:
+    """Every strategy continues a run of its own, and one of its neighbour in the list; with the
+    first model and dtype, the checkpoint's format being the same for all."""
+    if not plan.cross_load:
+        return []
+    first = plan.cells[0]
+    cells = {
+        (cell.strategy, cell.world_size): cell
+        for cell in plan.cells
+        if (cell.model, cell.dtype) == (first.model, first.dtype)
+    }
+    strategies = list(dict.fromkeys(cell.strategy for cell in plan.cells))
+    jobs = []
+    for place, strategy in enumerate(strategies):
+        neighbour = strategies[(place + 1) % len(strategies)]
+        for source in dict.fromkeys((strategy, neighbour)):
+            jobs.append(Job(cell=cells[strategy, after], source=cells[source, before]))
+    return jobs
+
+
+def job_to_json(job: Job) -> dict[str, Any]:
+    """As a JSON object."""
+    return asdict(job)
+
+
+def job_from_json(data: dict[str, Any]) -> Job:
+    """What `job_to_json` wrote."""
+    source = data["source"]
+    return Job(cell=Cell(**data["cell"]), source=None if source is None else Cell(**source))

@@ -1,0 +1,239 @@
+"""What is trained: verify's own three problems, or the user's.
+
+Each has what goes wrong in practice: unequal weights (targets that count for nothing), a last leaf
+of one sample, dropout, and
+
+    mlp    a tied weight, a frozen part, a part that only some leaves use
+    conv   GroupNorm, and a BatchNorm whose statistics are frozen
+    gpt    the library's own decoder, embedding and head tied
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Subset, TensorDataset
+
+from gradsync.data.leaf import IGNORED_TARGET
+from gradsync.errors import ConfigError
+from gradsync.models.config import GPTConfig
+from gradsync.models.gpt import GPT
+from gradsync.models.gpt import loss_sum as token_loss_sum
+from gradsync.runtime.seeds import stream_seed
+from gradsync.verify.plan import PLAIN, Settings, Variant
+
+LossSum = Callable[[Any, Any], Tensor]
+_BATCH_NORMS = nn.modules.batchnorm._BatchNorm
+_CLASSES = 10
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """A model, its data, and the loss between them."""
+
+    model: nn.Module
+    """Maps the first half of a batch to an output."""
+    dataset: Any
+    """Map-style; samples are (input, target)."""
+    loss_sum: LossSum
+    """`loss_sum(output, target)`, [], *summed* over targets."""
+    uses_all: bool = True
+    """False when some leaf leaves a parameter without gradient."""
+
+    @property
+    def has_batch_norm(self) -> bool:
+        """Whether any statistics are kept over the batch."""
+        return any(isinstance(module, _BATCH_NORMS) for module in self.model.modules())
+
+
+def build_problem(name: str, settings: Settings, variant: Variant = PLAIN) -> Problem:
+    """The problem called `name`, alike on every rank.
+
+    Torch's global generator is seeded before a factory is called, and put back afterwards.
+
+    Raises:
+        ConfigError: the user's target cannot be loaded or gives something else.
+    """
+    state = torch.get_rng_state()
+    torch.manual_seed(stream_seed(settings.seed, "verify"))
+    problem = _load_target(settings) if name == "target" else _OWN[name](settings)
+    torch.set_rng_state(state)
+    if not variant.dropout:
+        switch_dropout_off(problem.model)
+    if variant.frozen_batch_norm:
+        freeze_batch_norm(problem.model)
+    return problem
+
+
+def freeze_batch_norm(model: nn.Module) -> None:
+    """Have BatchNorm use its stored statistics, and keep them."""
+    for module in model.modules():
+        if isinstance(module, _BATCH_NORMS):
+            module.eval()
+
+
+def switch_dropout_off(model: nn.Module) -> None:
+    """Put everything but BatchNorm into evaluation mode: with that goes all that a model draws at
+    random only while it trains, whatever layer or function draws it."""
+    for module in model.modules():
+        if not isinstance(module, _BATCH_NORMS):
+            module.training = False
+
+
+class MLP(nn.Module):
+    """[B, 12] -> [B, 10]; tied weights, a frozen layer, a branch for leaves with a large sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(12, 16)
+        self.frozen = nn.Linear(16, 16).requires_grad_(False)
+        self.inner = nn.Linear(16, 16)
+        self.again = nn.Linear(16, 16)
+        self.again.weight = self.inner.weight
+        self.branch = nn.Linear(16, 16, bias=False)
+        self.dropout = nn.Dropout(0.1)
+        self.head = nn.Linear(16, _CLASSES)
+
+    def forward(self, x_BC: Tensor) -> Tensor:
+        """Logits."""
+        y_BC = torch.tanh(self.first(x_BC))
+        y_BC = y_BC + 0.5 * torch.tanh(self.frozen(y_BC))
+        y_BC = y_BC + self.again(self.dropout(F.relu(self.inner(y_BC))))
+        if float(x_BC.detach().sum()) > 0:
+            y_BC = y_BC + self.branch(y_BC)
+        return self.head(y_BC)
+
+
+class ConvNet(nn.Module):
+    """[B, 1, 8, 8] -> [B, 10]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(1, 8, 3, padding=1)
+        self.group_norm = nn.GroupNorm(2, 8)
+        self.second = nn.Conv2d(8, 8, 3, stride=2, padding=1, bias=False)
+        self.batch_norm = nn.BatchNorm2d(8)
+        self.dropout = nn.Dropout(0.1)
+        self.head = nn.Linear(8 * 16, _CLASSES)
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        """Logits."""
+        y_BCHW = F.relu(self.group_norm(self.first(x_BCHW)))
+        y_BCHW = F.relu(self.batch_norm(self.second(y_BCHW)))
+        return self.head(self.dropout(y_BCHW.flatten(1)))
+
+
+def class_loss_sum(logits_BV: Tensor, targets_B: Tensor) -> Tensor:
+    """Cross-entropy summed over the targets that count, in fp32 or wider."""
+    logits_BV = logits_BV.float() if logits_BV.dtype == torch.bfloat16 else logits_BV
+    return F.cross_entropy(logits_BV, targets_B, ignore_index=IGNORED_TARGET, reduction="sum")
+
+
+def _gpt_loss_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+    if logits_BTV.dtype == torch.float64:
+        return class_loss_sum(logits_BTV.flatten(0, 1), targets_BT.flatten())
+    return token_loss_sum(logits_BTV, targets_BT)
+
+
+def _mlp(settings: Settings) -> Problem:
+    inputs = torch.randn(settings.dataset_size, 12)
+    targets = _drop_targets((inputs @ torch.randn(12, _CLASSES)).argmax(1))
+    return Problem(
+        model=MLP(),
+        dataset=TensorDataset(inputs, targets),
+        loss_sum=class_loss_sum,
+        uses_all=False,
+    )
+
+
+def _conv(settings: Settings) -> Problem:
+    classes = torch.randint(_CLASSES, (settings.dataset_size,))
+    images = torch.randn(_CLASSES, 1, 8, 8)[classes]
+    images = images + 0.3 * torch.randn(images.shape)
+    return Problem(
+        model=ConvNet(),
+        dataset=TensorDataset(images, _drop_targets(classes)),
+        loss_sum=class_loss_sum,
+    )
+
+
+def _gpt(settings: Settings) -> Problem:
+    length, vocabulary = 12, 48
+    start = torch.randint(vocabulary, (settings.dataset_size, 1))
+    tokens = (start + 5 * torch.arange(length + 1)) % vocabulary
+    targets = tokens[:, 1:].clone()
+    lengths = torch.randint(2, length + 1, (settings.dataset_size, 1))
+    targets[torch.arange(length) >= lengths] = IGNORED_TARGET  # texts of unequal length
+    config = GPTConfig(
+        n_layer=2,
+        n_head=2,
+        n_embd=32,
+        hidden_dim=64,
+        vocab_size=vocabulary,
+        block_size=length,
+        dropout=0.1,
+    )
+    return Problem(
+        model=GPT(config, seed=settings.seed),
+        dataset=TensorDataset(tokens[:, :-1].contiguous(), targets),
+        loss_sum=_gpt_loss_sum,
+    )
+
+
+def _drop_targets(targets_N: Tensor) -> Tensor:
+    """About every fifth target counts for nothing, so that leaves weigh differently."""
+    dropped = torch.rand(targets_N.shape) < 0.2
+    return torch.where(dropped, torch.full_like(targets_N, IGNORED_TARGET), targets_N)
+
+
+_OWN: dict[str, Callable[[Settings], Problem]] = {"mlp": _mlp, "conv": _conv, "gpt": _gpt}
+
+
+def _load_target(settings: Settings) -> Problem:
+    """Call the user's factory; the working folder can be imported from, as `python -m` has it."""
+    made = find_factory(settings.target)()
+    if not (isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module)):
+        raise ConfigError(
+            f"--target {settings.target}: the factory must return (model, data set, loss_sum), "
+            f"got {type(made).__name__}"
+        )
+    model, dataset, loss_sum = made
+    if settings.num_samples is not None and settings.num_samples > len(dataset):
+        raise ConfigError(
+            f"--num-samples {settings.num_samples}, but the data set has {len(dataset)}"
+        )
+    size = min(settings.dataset_size, len(dataset))
+    return Problem(
+        model=model, dataset=Subset(dataset, range(size)), loss_sum=loss_sum, uses_all=False
+    )
+
+
+def find_factory(target: str) -> Callable[[], Any]:
+    """The function that `pkg.module:factory` names.
+
+    Raises:
+        ConfigError: not of that form, or not there.
+    """
+    module_name, _, name = target.partition(":")
+    if not module_name or not name:
+        raise ConfigError(f"--target {target!r}: expected pkg.module:factory")
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        factory = getattr(importlib.import_module(module_name), name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"--target {target}: {error}") from error
+    except AttributeError as error:
+        raise ConfigError(f"--target {target}: {module_name} has no {name!r}") from error
+    if not callable(factory):
+        raise ConfigError(f"--target {target}: {name} is not callable")
+    return factory

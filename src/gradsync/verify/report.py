@@ -1,0 +1,116 @@
+"""Results as a table for people, a JSON document and CSV rows."""
+
+from __future__ import annotations
+
+import csv
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.table import Table
+
+from gradsync.verify.plan import Plan
+from gradsync.verify.result import Result
+
+_COLUMNS = (
+    *("strategy", "world_size", "model", "dtype", "promise", "loaded_from", "status", "bitwise"),
+    *("part_of_bound", "weights_sha256", "cause", "step", "sentence", "seconds"),
+)
+_PARTS = ("loss", "gradient", "weight", "state")
+_MEASURES = ("max_abs", "max_rel", "max_ulp", "first_step", "first_name")
+
+
+def document(plan: Plan, results: Sequence[Result], seconds: float) -> dict[str, Any]:
+    """What `--json` prints."""
+    return {
+        "passed": all(result.passed for result in results),
+        "settings": asdict(plan.settings),
+        "versions": {
+            "gradsync": _version("gradsync"),
+            "torch": _version("torch"),
+            "python": platform.python_version(),
+        },
+        "cells": [result.to_json() for result in results if not result.loaded_from],
+        "cross_load": [result.to_json() for result in results if result.loaded_from],
+        "seconds": round(seconds, 1),
+    }
+
+
+def write_csv(path: Path, results: Sequence[Result]) -> None:
+    """One row per result; differences as `gradient_max_abs` and so on."""
+    names = [f"{part}_{measure}" for part in _PARTS for measure in _MEASURES]
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [*_COLUMNS, *names])
+        writer.writeheader()
+        for result in results:
+            row = {name: getattr(result, name) for name in _COLUMNS}
+            for part, values in result.differences.items():
+                row |= {f"{part}_{measure}": values[measure] for measure in _MEASURES}
+            writer.writerow(row)
+
+
+def print_report(results: Sequence[Result], seconds: float, stream: TextIO) -> None:
+    """A row per strategy and dtype, then a sentence per failure."""
+    console = Console(file=stream, highlight=False, soft_wrap=True)
+    cells = [result for result in results if not result.loaded_from]
+    console.print(_table(cells))
+    for result in results:
+        if not result.passed:
+            console.print(f"[bold red]{result.status}[/] ", end="")
+            console.print(f"{result.name}: {result.sentence}", markup=False)
+            for line in result.tried:
+                console.print(f"    tried: {line}", markup=False)
+    loads = [result for result in results if result.loaded_from]
+    failed = sum(not result.passed for result in results)
+    console.print(
+        f"{len(cells)} cells and {len(loads)} checkpoints handed on, {failed} failed, "
+        f"{seconds:.0f} s",
+        markup=False,
+    )
+
+
+def _table(cells: Sequence[Result]) -> Table:
+    sizes = sorted({cell.world_size for cell in cells})
+    table = Table(box=None, pad_edge=False)
+    for name in ("strategy", "dtype", "promise", *(f"W={size}" for size in sizes)):
+        table.add_column(name)
+    for name in ("loss", "gradient", "weights", "of bound"):
+        table.add_column(name, justify="right")
+    for strategy, dtype in dict.fromkeys((cell.strategy, cell.dtype) for cell in cells):
+        row = [cell for cell in cells if (cell.strategy, cell.dtype) == (strategy, dtype)]
+        marks = [mark([cell for cell in row if cell.world_size == size]) for size in sizes]
+        worst = [largest(row, part) for part in ("loss", "gradient", "weight")]
+        bound = max(cell.part_of_bound for cell in row)
+        table.add_row(strategy, dtype, row[0].promise, *marks, *map(short, worst), f"{bound:.0%}")
+    return table
+
+
+def mark(cells: Sequence[Result]) -> str:
+    """One word for some cells: the worst of them."""
+    for status in ("error", "failed"):
+        if any(cell.status == status for cell in cells):
+            return status
+    if all(cell.bitwise for cell in cells):
+        return "bitwise"
+    return "lossy" if cells[0].promise == "lossy" else "rounding"
+
+
+def largest(cells: Sequence[Result], part: str) -> float:
+    """Largest relative difference of `part` from one rank's run."""
+    return max((cell.differences[part]["max_rel"] for cell in cells if cell.differences), default=0)
+
+
+def short(value: float) -> str:
+    """`0` or `3.1e-07`."""
+    return "0" if value == 0 else f"{value:.1e}"
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "unknown"

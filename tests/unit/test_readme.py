@@ -50,7 +50,7 @@ def test_relative_links_lead_somewhere(document: Path) -> None:
 
 def test_the_strategy_table_is_the_registry() -> None:
     for name, strategy in STRATEGIES.items():
-        assert f"| `{name}` | {strategy.summary} | {strategy.cost} |" in README
+        assert f"| `{name}` | {strategy.summary} | {strategy.cost} | {strategy.promise} |" in README
 
 
 def test_every_command_is_shown() -> None:

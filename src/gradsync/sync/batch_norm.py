@@ -26,6 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from gradsync.comm.base import Communicator
 from gradsync.comm.values import all_gather_numbers
 from gradsync.errors import ConfigError
+from gradsync.sync.module_hook import ModuleHook
 from gradsync.sync.structure import group_ranks, name_ranks
 
 if TYPE_CHECKING:
@@ -135,7 +136,9 @@ def choose_batch_norm(
         for layer in layers.values():
             handling._undo.append(_replace(layer, "forward", forward))
         handling.own_buffers = list(layers.values())
-        handling._undo.append(model.register_forward_pre_hook(_meeting(handling)).remove)
+        handling._undo.append(
+            model.register_forward_pre_hook(ModuleHook(_meeting(handling))).remove
+        )
     return handling
 
 

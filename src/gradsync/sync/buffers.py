@@ -35,6 +35,7 @@ import torch
 from gradsync.comm.base import Communicator
 from gradsync.comm.values import all_sum
 from gradsync.errors import ConfigError
+from gradsync.sync.module_hook import ModuleHook
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -80,8 +81,8 @@ class BufferSync:
                 alive.refresh()
 
         self._hooks = [
-            model.register_forward_pre_hook(before_forward),
-            model.register_load_state_dict_post_hook(after_loading),
+            model.register_forward_pre_hook(ModuleHook(before_forward)),
+            model.register_load_state_dict_post_hook(ModuleHook(after_loading)),
         ]
 
     def refresh(self) -> None:

@@ -27,10 +27,13 @@ def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
     """
     if not gradients:
         return torch.zeros(())
-    blocks = [block for gradient in gradients for block in gradient.reshape(-1).split(BLOCK)]
-    norms = torch.stack([norm.float() for norm in torch._foreach_norm(blocks)])
+    # Contiguous: a sum over strided memory is grouped in another way.
+    blocks = [block for g in gradients for block in g.contiguous().view(-1).split(BLOCK)]
+    # 16-bit blocks are widened first, or their norms would be rounded to 16 bits.
+    blocks = [block.float() if block.element_size() == 2 else block for block in blocks]
+    norms = torch.stack([norm.double() for norm in torch._foreach_norm(blocks)])
     # cumsum adds one after the other, whatever the vector width; sum() would not.
-    return norms.double().square().cumsum(0)[-1].sqrt().float()
+    return norms.square().cumsum(0)[-1].sqrt().float()
 
 
 def clip_gradients(gradients: Sequence[Tensor], max_norm: float) -> Tensor:

@@ -204,7 +204,8 @@ class GradientSync:
             if scale is not None:
                 scale.unscale_(update)
             # The one place that divides, whatever the strategy.
-            torch._foreach_mul_(reducer.gradients(), reduction.divided_by / weight)
+            if gradients := reducer.gradients():
+                torch._foreach_mul_(gradients, reduction.divided_by / weight)
             if clip_norm is not None:
                 norm = reducer.clip(clip_norm)
             with self._own_loop.enclosed():

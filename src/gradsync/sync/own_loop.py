@@ -26,10 +26,11 @@ from gradsync.comm.base import Communicator
 from gradsync.errors import ConfigError
 from gradsync.sync.agreement import agree
 from gradsync.sync.engine.engine import Engine
+from gradsync.sync.module_hook import ModuleHook
 from gradsync.sync.optimizer_watch import optimizer_watch
 from gradsync.sync.reducer import Reducer
 from gradsync.sync.statistics import Statistics
-from gradsync.sync.torch_names import at_the_end_of_backward
+from gradsync.sync.torch_names import at_the_end_of_backward, current_graph_task
 
 if TYPE_CHECKING:
     from torch import nn
@@ -48,6 +49,7 @@ class OwnLoop:
         self._no_sync_in_forward: bool | None = None
         self._enclosed = False  # in `GradientSync.backward`, which is not a loop of one's own
         self._in_backward = False
+        self._task = -1  # the backward seen last; later ones have higher numbers
         self._dirty = False  # there are gradients that have not been synchronised
         self._finished = False  # there are gradients that have
         self._stepped: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that used those
@@ -71,7 +73,7 @@ class OwnLoop:
                 alive.backward_begins()
 
         handles: list[Any] = [
-            model.register_forward_pre_hook(before_forward),
+            model.register_forward_pre_hook(ModuleHook(before_forward)),
         ]
         if isinstance(self._reducer, Engine):
             self._reducer.own_backward = lambda: _alive(loop).backward_begins()
@@ -113,6 +115,13 @@ class OwnLoop:
                 f"no_sync() was entered {where}: enclose forward and backward of a micro-batch "
                 "together, as torch's DDP needs it (there, replicas would drift apart silently)"
             )
+        task = current_graph_task()
+        if task < self._task:
+            raise ConfigError(
+                "activation checkpointing with use_reentrant=True runs a backward inside of the "
+                "backward, and its end cannot be told from the whole one's; use use_reentrant=False"
+            )
+        self._task = task
         self._statistics.leaf_begins(last=not self._no_sync)
         self._dirty = self._in_backward = True
         at_the_end_of_backward(self._backward_ended)
@@ -120,8 +129,6 @@ class OwnLoop:
 
     def _backward_ended(self) -> None:
         self._in_backward = False
-        if isinstance(self._reducer, Engine):
-            self._reducer.end_leaf()
         if not self._no_sync:
             self.finish()
 
@@ -149,11 +156,14 @@ class OwnLoop:
         # All forwards of this rank's step are one leaf here: nobody says where one ends.
         self._statistics.leaf_ends(counts=self._dirty)
         counts = self._statistics.step_begins()
+        if isinstance(self._reducer, Engine):
+            self._reducer.end_own_leaf()
         used = self._reducer.launch()
         agreed = agree(self._comm, used, counts)
         reduction = self._reducer.reduce(agreed.used)
         # The one place that divides: by the number of ranks, since nobody told a weight.
-        torch._foreach_mul_(self._reducer.gradients(), reduction.divided_by / self._comm.world_size)
+        if gradients := self._reducer.gradients():
+            torch._foreach_mul_(gradients, reduction.divided_by / self._comm.world_size)
         self._statistics.step_ends(agreed.counts)
         self._dirty, self._finished = False, True
         self._stepped.clear()

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _global_optimizer_pre_hooks
@@ -21,6 +22,11 @@ def ddp_without_buffer_sync() -> dict[str, Any]:
 def optimizer_pre_hooks() -> list[Callable[..., Any]]:
     """What is to be called before any optimizer's step; private in torch."""
     return list(_global_optimizer_pre_hooks.values())
+
+
+def current_graph_task() -> int:
+    """Number of the backward that runs now; inner ones have higher numbers. Private in torch."""
+    return torch._C._current_graph_task_id()
 
 
 def at_the_end_of_backward(callback: Callable[[], None]) -> None:

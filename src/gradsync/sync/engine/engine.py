@@ -115,7 +115,16 @@ class Engine(Reducer):
         self.end_leaf()
 
     def begin_leaf(self, *, last: bool, index: int | None = None) -> None:
-        """The gradients that come now belong to one leaf."""
+        """The gradients that come now belong to one leaf.
+
+        Raises:
+            ConfigError: the last leaf of this step has been already.
+        """
+        if self._begun:
+            raise ConfigError(
+                "a leaf came after the last one of its step: say last=True (or leaf=, micro_step) "
+                "only for a rank's last leaf, and call step() after it"
+            )
         self._in_leaf, self._last = True, last and self.recipe.overlap
         for bucket in self.buckets:
             bucket.begin_leaf()
@@ -140,8 +149,8 @@ class Engine(Reducer):
             self._ready_order.append(index)
             parameter.grad = None
             return
-        if not self._in_leaf:
-            self.begin_leaf(last=self.own_backward is not None and self.own_backward())
+        if not self._in_leaf and not self._own_leaf_begins():
+            return
         bucket, slot = self._places[index]
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
             raise ConfigError(
@@ -160,6 +169,24 @@ class Engine(Reducer):
             self._ready_order.append(index)
         if self._last and bucket.missing == 0:
             self._launch_full()
+
+    def _own_leaf_begins(self) -> bool:
+        """In a loop of one's own: False under no_sync, where autograd adds up in `.grad` by itself
+        and all of it becomes one leaf in the backward that synchronises."""
+        if self.own_backward is None or not self.own_backward():
+            return False
+        self.begin_leaf(last=True)
+        return True
+
+    def end_own_leaf(self) -> None:
+        """Take in what lies in `.grad` from before, then end the leaf; see `OwnLoop`."""
+        if not self._in_leaf and not self._begun:
+            self.begin_leaf(last=False)
+        for parameter, (bucket, slot) in zip(self.parameters, self._places, strict=True):
+            if parameter.grad is not None and not bucket.touched[slot]:
+                self._sums.fold(bucket, slot, parameter)
+                bucket.mark(slot)
+        self.end_leaf()
 
     # -- communication ----------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from gradsync.errors import ConfigError
 from gradsync.sync.engine.bucket import Bucket
 from gradsync.sync.engine.leaf_tree import LeafStack
 
@@ -57,16 +58,16 @@ class PlainSums:
         self.num_leaves += 1
 
     def fold(self, bucket: Bucket, slot: int, parameter: nn.Parameter) -> None:
-        """After the first leaf autograd itself adds to the view, and nothing is left to do."""
+        """After the first leaf autograd itself adds to the view, and nothing is left to do.
+
+        A `.grad` that is not the view holds everything that shall count: it is new, or somebody
+        cleared it in between.
+        """
         view, gradient = bucket.view(0, slot), parameter.grad
         assert gradient is not None
-        if gradient is view:
-            return
-        if bucket.touched[slot]:
-            view.add_(gradient)
-        else:
-            view.copy_(gradient)
-        parameter.grad = view
+        if gradient is not view:
+            view.copy_(gradient.detach())
+            parameter.grad = view
 
     def end_leaf(self, bucket: Bucket) -> None:
         """Nothing was added, nothing is missing."""
@@ -99,21 +100,24 @@ class TreeSums:
         """See `Sums.begin_leaf`; indices of a rank follow each other.
 
         Raises:
-            ValueError: they do not.
+            ConfigError: they do not.
         """
         if self.num_leaves == 0:
             self.first_leaf = index
         expected = None if self.first_leaf is None else self.first_leaf + self.num_leaves
         if index != expected:
-            raise ValueError(f"leaf {index} came where leaf {expected} was due")
+            raise ConfigError(
+                f"leaf {index} came where leaf {expected} was due: a rank's leaves follow each "
+                "other, as gs.loader deals them"
+            )
         self._top = self.num_buffers
         self._target = self._top if index is None else self._stack.push(index)
         self.num_leaves += 1
 
     def fold(self, bucket: Bucket, slot: int, parameter: nn.Parameter) -> None:
         """The fresh gradient goes down the stack; `.grad` is empty again."""
-        gradient = parameter.grad
-        assert gradient is not None
+        assert parameter.grad is not None
+        gradient = parameter.grad.detach()
         if self._target == self._top:
             # 0.0 + g, not a copy: it turns -0.0 into 0.0, which makes zeros neutral in every sum.
             torch.add(gradient, 0.0, out=bucket.view(self._top, slot))

@@ -101,7 +101,7 @@ class HalfWire:
     [Note: fp16 on the wire] Gradients here are sums over targets and would pass 65,504, fp16's
     largest number. So a bucket is first multiplied by the power of two that brings ranks x largest
     magnitude just below it; a power of two rounds nothing. That magnitude is agreed on by one
-    all-reduce (max, the bucket's dtype [1]), which backward waits for. bf16 has fp32's range.
+    all-reduce (max, fp32 [1]), which backward waits for. bf16 has fp32's range.
     """
 
     def __init__(self, comm: Communicator, dtype: torch.dtype) -> None:
@@ -120,13 +120,13 @@ class HalfWire:
             small = flat.to(self._dtype)
             return Then(self._comm.all_reduce(small), lambda: flat.copy_(small))
         scale = self._scale(flat)
-        small = (flat * scale).to(self._dtype)
+        small = (flat.float() * scale).to(self._dtype)
         # Whole group, fp16 [numel], beside backward.
-        return Then(self._comm.all_reduce(small), lambda: flat.copy_(small).div_(scale))
+        return Then(self._comm.all_reduce(small), lambda: flat.copy_(small.float() / scale))
 
     def _scale(self, flat: Tensor) -> Tensor:
         """Power of two, [1]; 1 when the gradient is all zeros or not finite."""
-        largest = flat.abs().max().reshape(1)
+        largest = flat.abs().max().reshape(1).float()  # 16 bits would round the scale up
         self._comm.all_reduce(largest, "max").wait()  # see [Note: fp16 on the wire]
         limit = torch.finfo(torch.float16).max / self._comm.world_size
         scale = torch.exp2(torch.floor(torch.log2(limit / largest)).clamp(-120, 120))

@@ -1,0 +1,339 @@
+"""The handle's life, and what the engine says of models that it cannot serve."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import logging
+import pickle
+import threading
+import weakref
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from gradsync.comm.process_group import ProcessGroupCommunicator
+from gradsync.errors import ConfigError
+from gradsync.sync.gradient_sync import GradientSync
+from gradsync.sync.replicate import replicate
+from support.sync_cases import SmallNet
+from support.thread_ranks import run_thread_ranks
+
+ENGINE = ("bucketed", "invariant")
+OWN_LOOP = (*ENGINE, "naive")
+X = torch.ones(2, 6)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def one_step(sync: GradientSync, **named: Any) -> None:
+    sync.backward(sync.forward(X, **named).square().sum(), weight=2)
+    sync.step(sgd(sync.model))
+
+
+def background_threads() -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t.name == "gradsync-background"]
+
+
+# -- parameters that some rank does not use --------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ENGINE)
+def test_unused_parameters_are_named_once(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, logger="gradsync")
+
+    def work(rank: int, group: dist.ProcessGroup) -> None:
+        sync = replicate(SmallNet(branch=True), sync=name, comm=ProcessGroupCommunicator(group))
+        for _ in range(3):
+            one_step(sync, use_branch=rank == 1)
+        sync.close()
+
+    run_thread_ranks(work, 3)
+    said = sorted(record.getMessage() for record in caplog.records)
+    assert said == [
+        f"parameter '{parameter}' got no gradient on rank {rank} in this step, but did on another "
+        "one; here it counts as zeros (said once)"
+        for parameter in ("branch.bias", "branch.weight")
+        for rank in (0, 2)
+    ]
+
+
+@pytest.mark.parametrize("name", ENGINE)
+def test_nothing_is_said_of_what_nobody_uses(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Nor of a rank that has no leaf: there it is not the model's doing."""
+    caplog.set_level(logging.WARNING, logger="gradsync")
+
+    def work(rank: int, group: dist.ProcessGroup) -> bool:
+        sync = replicate(SmallNet(branch=True), sync=name, comm=ProcessGroupCommunicator(group))
+        used = []
+        optimizer = sgd(sync.model)
+        optimizer.register_step_pre_hook(
+            lambda *_: used.append(sync.model.branch.weight.grad is not None)
+        )
+        if rank != 2:
+            sync.backward(sync.forward(X, use_branch=False).square().sum(), weight=2)
+        sync.step(optimizer)
+        sync.close()
+        return used[0]
+
+    assert run_thread_ranks(work, 3) == [False] * 3
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("name", ENGINE)
+def test_a_stale_sum_does_not_come_back(name: str) -> None:
+    """Used by all in step 1, by rank 1 only in step 2, by nobody in step 3."""
+
+    def work(rank: int, group: dist.ProcessGroup) -> list[Tensor | None]:
+        sync = replicate(SmallNet(branch=True), sync=name, comm=ProcessGroupCommunicator(group))
+        seen: list[Tensor | None] = []
+        optimizer = torch.optim.SGD(sync.model.parameters(), lr=0.0)
+        bias = sync.model.branch.bias
+        optimizer.register_step_pre_hook(
+            lambda *_: seen.append(None if bias.grad is None else bias.grad.clone())
+        )
+        for users in ((0, 1), (1,), ()):
+            out = sync.forward(X, use_branch=rank in users)
+            sync.backward(out.sum(), weight=1)
+            sync.step(optimizer)
+        sync.close()
+        return seen
+
+    for first, second, third in run_thread_ranks(work, 2):
+        assert torch.equal(first, torch.full((6,), 2.0))
+        assert torch.equal(second, torch.full((6,), 1.0))
+        assert third is None
+
+
+# -- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ENGINE)
+def test_a_sparse_gradient_is_named(name: str) -> None:
+    model = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 2))
+    sync = replicate(model, sync=name)
+    loss = model(torch.tensor([1, 2])).sum()
+    with pytest.raises(ConfigError, match=r"'0.weight' has a sparse gradient; .* sparse=False"):
+        sync.backward(loss, weight=1)
+
+
+class _TwiceReentrant(nn.Module):
+    """One layer in two segments of reentrant checkpointing."""
+
+    def __init__(self, *, use_reentrant: bool) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x_BC: Tensor) -> Tensor:
+        x_BC = x_BC.clone().requires_grad_()
+        for _ in range(2):
+            x_BC = checkpoint(self.layer, x_BC, use_reentrant=self.use_reentrant)
+        return self.head(x_BC)
+
+
+@pytest.mark.parametrize("name", ENGINE)
+def test_reentrant_checkpointing_is_named(name: str) -> None:
+    sync = replicate(_TwiceReentrant(use_reentrant=True), sync=name)
+    with pytest.raises(
+        ConfigError, match=r"'layer\.\w+' got a gradient twice .*use_reentrant=False"
+    ):
+        one_step(sync)
+
+
+@pytest.mark.parametrize("name", ENGINE)
+def test_the_other_checkpointing_works(name: str) -> None:
+    torch.manual_seed(0)
+    model = _TwiceReentrant(use_reentrant=False)
+    plain = copy.deepcopy(model)
+    one_step(replicate(model, sync=name))
+    (plain(X).square().sum() / 2).backward()
+    sgd(plain).step()
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("inner", [0, 1])
+@pytest.mark.parametrize("name", OWN_LOOP)
+def test_reentrant_checkpointing_in_an_own_loop(name: str, inner: int) -> None:
+    """Its inner backward ends before the outer one: sums must not be taken half-way.
+
+    Either it is refused by name, or the gradients are those of plain torch.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    plain = copy.deepcopy(model)
+
+    def loss(net: Any) -> Tensor:
+        hidden = X.clone().requires_grad_()
+        for index, layer in enumerate(net):
+            is_inner = index == inner
+            hidden = checkpoint(layer, hidden, use_reentrant=True) if is_inner else layer(hidden)
+        return hidden.square().sum()
+
+    replicate(model, sync=name)
+    model(X)  # the root's forward, which own loops go through
+    loss(plain).backward()
+    refused = ""
+    try:
+        loss(model).backward()
+    except ConfigError as error:
+        refused = str(error)
+    if refused:
+        assert "use_reentrant=False" in refused
+        return
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        assert a.grad is not None
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("name", OWN_LOOP)
+def test_a_model_is_replicated_once(name: str) -> None:
+    model = nn.Linear(6, 6)
+    sync = replicate(model, sync=name)
+    with pytest.raises(ConfigError, match=r"replicated already; call close\(\)"):
+        replicate(model, sync="bucketed")
+    one_step(sync)
+
+
+@pytest.mark.parametrize("name", OWN_LOOP)
+def test_after_close_another_strategy_may_have_it(name: str) -> None:
+    """As the message above says."""
+    model = nn.Linear(6, 6)
+    replicate(model, sync=name).close()
+    one_step(replicate(model, sync="invariant"))
+
+
+# -- its life -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["invariant", "ring"])
+def test_close_removes_hooks_and_ends_threads(name: str) -> None:
+    def work(rank: int, group: dist.ProcessGroup) -> None:
+        model = nn.Linear(6, 6)
+        sync = replicate(model, sync=name, comm=ProcessGroupCommunicator(group))
+        optimizer = sgd(model)
+        one_step(sync)
+        assert background_threads()
+        sync.close()
+        sync.close()
+        done.wait()
+        assert not background_threads()
+        # From here on it is torch alone: no messages, or rank 0 would wait for ever.
+        if rank == 0:
+            loss = model(X).square().sum()
+            expected = torch.autograd.grad(loss, model.weight, retain_graph=True)[0]
+            loss.backward()
+            optimizer.step()
+            assert torch.equal(model.weight.grad, expected)
+
+    done = threading.Barrier(2)
+    run_thread_ranks(work, 2, timeout_s=10)
+
+
+@pytest.mark.parametrize("name", OWN_LOOP)
+def test_a_copy_is_a_plain_model(name: str) -> None:
+    """For an average of weights, or an evaluation: no hooks, no handle, no messages."""
+    model = nn.Linear(6, 6)
+    sync = replicate(model, sync=name)
+    one_step(sync)
+    twin = copy.deepcopy(model)
+    twin(X).sum().backward()
+    assert torch.equal(twin.bias.grad, torch.full((6,), 2.0))
+    one_step(replicate(twin, sync=name))
+    one_step(sync)
+
+
+@pytest.mark.parametrize("how", ["pickle", "torch.save"])
+@pytest.mark.parametrize("name", OWN_LOOP)
+def test_a_replicated_model_can_be_saved_whole(name: str, how: str) -> None:
+    """It comes back as the plain model that it was."""
+    model = nn.Linear(6, 6)
+    one_step(replicate(model, sync=name))
+    file = io.BytesIO()
+    if how == "pickle":
+        pickle.dump(model, file)
+    else:
+        torch.save(model, file)
+    file.seek(0)
+    load = {"pickle": pickle.load, "torch.save": partial(torch.load, weights_only=False)}[how]
+    back = load(file)
+    assert torch.equal(back.weight, model.weight)
+    back(X).sum().backward()
+    assert torch.equal(back.bias.grad, torch.full((6,), 2.0))
+    one_step(replicate(back, sync=name))
+
+
+@pytest.mark.parametrize("name", OWN_LOOP)
+def test_a_forgotten_handle_keeps_working(name: str) -> None:
+    def work(rank: int, group: dist.ProcessGroup) -> Tensor:
+        model = nn.Linear(6, 1, bias=False)
+        replicate(model, sync=name, comm=ProcessGroupCommunicator(group))
+        gc.collect()
+        model(torch.full((1, 6), float(rank))).sum().backward()
+        return model.weight.grad.clone()
+
+    for gradient in run_thread_ranks(work, 3):
+        torch.testing.assert_close(gradient, torch.full((1, 6), 1.0))
+
+
+@pytest.mark.parametrize("name", [*OWN_LOOP, "ring"])
+def test_a_model_that_is_done_with_goes_away(name: str) -> None:
+    """Not closed, only dropped: no hook, thread or table holds on to the weights."""
+
+    def work(rank: int, group: dist.ProcessGroup) -> list[weakref.ref[Any]]:
+        model = nn.Linear(6, 6)
+        sync = replicate(model, sync=name, comm=ProcessGroupCommunicator(group))
+        one_step(sync)
+        if name != "ring":
+            model(X).sum().backward()
+        return [weakref.ref(model), weakref.ref(sync), weakref.ref(model.weight)]
+
+    found = run_thread_ranks(work, 2)
+    gc.collect()
+    assert [ref() for refs in found for ref in refs] == [None] * 6
+
+
+@pytest.mark.parametrize("name", OWN_LOOP)
+def test_frozen_parts_are_left_alone(name: str) -> None:
+    model = SmallNet(branch=False)
+    sync = replicate(model, sync=name)
+    before = model.frozen.weight.clone()
+    one_step(sync)
+    assert model.frozen.weight.grad is None
+    assert torch.equal(model.frozen.weight, before)
+    assert len(sync.reducer.parameters) == 3, "the tied weight once, two biases"
+
+
+@pytest.mark.parametrize("name", [*OWN_LOOP, "flat", "overlap", "ring", "bf16", "fp16"])
+def test_an_error_on_one_rank_reaches_the_others(name: str) -> None:
+    """Rank 1 dies between two leaves, with buckets under way; nobody hangs."""
+
+    def work(rank: int, group: dist.ProcessGroup) -> None:
+        model = nn.Linear(6, 6)
+        sync = replicate(model, sync=name, comm=ProcessGroupCommunicator(group))
+        try:
+            for step in range(3):
+                for last in (False, True):
+                    if (rank, step, last) == (1, 1, True):
+                        raise ValueError("injected")
+                    with sync.micro_step(last=last):
+                        sync.backward(sync.forward(X).sum(), weight=1)
+                sync.step(sgd(model))
+        except RuntimeError:
+            survivors.append(rank)
+        finally:
+            sync.close()
+
+    survivors: list[int] = []
+    with pytest.raises(ValueError, match="injected"):
+        run_thread_ranks(work, 3, timeout_s=10)
+    assert sorted(survivors) == [0, 2]

@@ -1,0 +1,214 @@
+"""`invariant`: one hash of weights, optimizer state, losses and norms, however a step is done."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gradsync.comm.placement import Placement
+from gradsync.comm.process_group import ProcessGroupCommunicator
+from gradsync.comm.single import SingleCommunicator
+from gradsync.errors import ConfigError, GradsyncError, RunError
+from gradsync.sync.replicate import replicate
+from support.engine_cases import (
+    PROBLEMS,
+    Leaf,
+    Problem,
+    Way,
+    groups_of,
+    inputs_of,
+    one_rank,
+    raw,
+    train,
+)
+from support.thread_ranks import run_thread_ranks
+
+KIB = 2**-10
+WAYS = (
+    Way(told="micro_step", options={"bucket_mb": 1.5 * KIB, "first_bucket_mb": 0.5 * KIB}),
+    Way(told="last", options={"bucket_mb": 0.3 * KIB, "overlap": False}),
+    Way(told="nothing", options={"grouping": "parameter"}),
+    Way(told="differently", options={"grouping": "flat"}),
+    Way(told="nothing", options={"grouping": "flat", "overlap": False}),
+)
+LAYOUTS = {4: (1, 2, 4), 6: (2, 3), 8: (2, 4)}
+
+
+def hashes(problem: Problem, ways: tuple[Way, ...], world_size: int) -> list[dict[Way, str]]:
+    def work(_: int, group: dist.ProcessGroup) -> list[str]:
+        comm = ProcessGroupCommunicator(group)
+        return [train(problem, way, comm) for way in ways]
+
+    return run_thread_ranks(work, world_size)
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [*(("branches", n) for n in range(2, 9)), *product(["5 leaves", "11 leaves"], [2, 4, 7])],
+)
+def test_any_number_of_ranks(name: str, world_size: int) -> None:
+    """Powers of two and not, and more ranks than leaves."""
+    ways = (Way(), Way(told="differently", options={"bucket_mb": KIB}))
+    for found in hashes(PROBLEMS[name], ways, world_size):
+        assert found == [one_rank(name)] * len(ways)
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_any_problem_in_any_way(name: str) -> None:
+    """Bucket sizes, groupings, overlap, what is told of leaves."""
+    for found in hashes(PROBLEMS[name], WAYS, 3):
+        assert found == [one_rank(name)] * len(WAYS)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_any_way_on_one_rank(way: Way) -> None:
+    assert train(PROBLEMS["branches"], way, SingleCommunicator()) == one_rank("branches")
+
+
+@pytest.mark.parametrize("world_size", LAYOUTS)
+def test_in_two_stages(world_size: int) -> None:
+    ways = tuple(
+        Way(told=told, ranks_a_host=size, options={"bucket_mb": KIB})
+        for size in LAYOUTS[world_size]
+        for told in ("leaf", "nothing", "differently")
+    )
+    for name in ("branches", "5 leaves", "autocast and dropout"):
+        for found in hashes(PROBLEMS[name], ways, world_size):
+            assert found == [one_rank(name)] * len(ways)
+
+
+def test_another_order_would_show() -> None:
+    """The hashes above can fail: plain sums over three ranks give other ones."""
+    (first, *rest) = hashes(PROBLEMS["branches"], (Way(sync="bucketed"),), 3)
+    assert rest == [first, first]
+    assert first != [one_rank("branches")]
+
+
+def _tree_sum(gradients: list[Tensor]) -> Tensor:
+    if len(gradients) == 1:
+        return gradients[0]
+    half = 1 << ((len(gradients) - 1).bit_length() - 1)
+    return _tree_sum(gradients[:half]) + _tree_sum(gradients[half:])
+
+
+@pytest.mark.parametrize("num_leaves", [1, 3, 6, 8])
+def test_is_what_the_definition_says(num_leaves: int) -> None:
+    """Leaf by leaf in plain torch, added along the tree by hand, multiplied once by 1/weight."""
+    torch.manual_seed(0)
+    model = nn.Linear(6, 6)
+    leaves = [inputs_of(0, leaf, 6) for leaf in range(num_leaves)]
+    weight = sum(len(x) for x, _ in leaves)
+    by_leaf = []
+    for x, y in leaves:
+        loss = (model(x) - y).square().sum()
+        by_leaf.append(torch.autograd.grad(loss, list(model.parameters())))
+    expected = [
+        _tree_sum(list(of_parameter)) * (1 / weight) for of_parameter in zip(*by_leaf, strict=True)
+    ]
+    sync = replicate(model, sync="invariant")
+    seen: list[Tensor] = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(
+        lambda *_: seen.extend(p.grad.clone() for p in model.parameters())
+    )
+    for index, (x, y) in enumerate(leaves):
+        last = index == num_leaves - 1
+        sync.backward((model(x) - y).square().sum(), leaf=Leaf(index, last, len(x)))
+    sync.step(optimizer)
+    assert [raw(g) for g in seen] == [raw(g) for g in expected]
+
+
+def _wrong_leaves(
+    world_size: int, shares: list[list[int]], *, last: bool = True
+) -> list[BaseException | None]:
+    """What each rank's step raises when ranks say that they have these leaves."""
+
+    def work(rank: int, group: dist.ProcessGroup) -> BaseException | None:
+        model = nn.Linear(2, 2)
+        sync = replicate(model, sync="invariant", comm=ProcessGroupCommunicator(group))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        try:
+            for place, index in enumerate(shares[rank]):
+                is_last = last and place == len(shares[rank]) - 1
+                with sync.micro_step(last=is_last, index=index):
+                    sync.backward(model(torch.ones(1, 2)).sum(), weight=1)
+            sync.step(optimizer)
+        except GradsyncError as error:
+            return error
+        finally:
+            sync.close()
+        return None
+
+    return run_thread_ranks(work, world_size, timeout_s=10)
+
+
+@pytest.mark.parametrize("last", [True, False])
+@pytest.mark.parametrize(
+    ("shares", "message"),
+    [
+        (
+            [[0, 1], [3, 4], [5]],
+            r"rank 1's first leaf is 3, but the ranks below it have leaves 0..1",
+        ),
+        ([[2, 3], [0, 1], [4]], r"rank 0's first leaf is 2"),
+        ([[1], [], [2]], r"rank 0's first leaf is 1"),
+        ([[0, 1], [0, 1], [0]], r"rank 1's first leaf is 0"),
+    ],
+    ids=["a gap", "wrong order", "begins late", "local indices"],
+)
+def test_leaves_that_do_not_follow_each_other(
+    shares: list[list[int]], message: str, last: bool
+) -> None:
+    """The error is found on a thread, and reaches `step` on every rank: nobody waits."""
+    for error in _wrong_leaves(3, shares, last=last):
+        assert isinstance(error, RunError)
+        assert str(error).startswith("sync='invariant': ")
+        with pytest.raises(RunError, match=message):
+            raise error
+
+
+@pytest.mark.parametrize("leaves", [[0, 2], [1, 0], [0, 0]])
+def test_leaves_of_a_rank_that_do_not_follow_each_other(leaves: list[int]) -> None:
+    """A mistake of the loop's author, so one of our errors, and it names the leaves."""
+    model = nn.Linear(2, 2)
+    sync = replicate(model, sync="invariant")
+
+    def backward(index: int) -> None:
+        sync.backward(model(torch.ones(1, 2)).sum(), leaf=Leaf(index, False, 1))
+
+    first, second = leaves
+    backward(first)
+    with pytest.raises(GradsyncError, match=f"leaf {second} came where leaf {first + 1} was due"):
+        backward(second)
+
+
+def test_two_stages_need_hosts_in_order() -> None:
+    """Ranks dealt round over hosts, or hosts of unequal size: the tree cannot be cut there."""
+
+    def work(_: int, group: dist.ProcessGroup) -> list[str]:
+        comm = ProcessGroupCommunicator(group)
+        found = []
+        for nodes in ([0, 1, 0, 1], [0, 0, 0, 1]):
+            seats = tuple((node, nodes[:rank].count(node)) for rank, node in enumerate(nodes))
+            with pytest.raises(ConfigError) as caught:
+                replicate(
+                    nn.Linear(2, 2),
+                    sync="invariant",
+                    comm=comm,
+                    reduction="hierarchical",
+                    groups=groups_of(comm, Placement(seats)),
+                )
+            found.append(str(caught.value))
+        with pytest.raises(ConfigError, match=r"groups=gs.groups\(world\)"):
+            replicate(nn.Linear(2, 2), sync="invariant", comm=comm, reduction="hierarchical")
+        return found
+
+    for dealt_round, unequal in run_thread_ranks(work, 4):
+        assert "hosts with equally many ranks, numbered host by host; got [[0, 2], [1, 3]]" in (
+            dealt_round
+        )
+        assert "got [[0, 1, 2], [3]]; use reduction='backend'" in unequal

@@ -1,0 +1,129 @@
+"""Every strategy of the engine on ranks as threads: its promise, on every case."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gradsync.comm.process_group import ProcessGroupCommunicator
+from gradsync.comm.single import SingleCommunicator
+from gradsync.sync.registry import STRATEGIES
+from gradsync.sync.replicate import replicate
+from support.engine_cases import pretend_hosts
+from support.sync_cases import Case, assert_keeps_its_promise, cases_for, train_case
+from support.thread_ranks import run_thread_ranks
+
+ENGINE = [name for name, strategy in STRATEGIES.items() if strategy.recipe is not None]
+TINY: dict[str, Any] = {"bucket_mb": 3e-4, "first_bucket_mb": 1e-4}
+"""MiB: several buckets in a net of a few hundred bytes."""
+
+
+def _train_all(name: str, world_size: int, **options: Any) -> list[tuple[Case, list[Any]]]:
+    def work(_: int, group: dist.ProcessGroup) -> list[dict[str, Any]]:
+        comm = ProcessGroupCommunicator(group)
+        groups = pretend_hosts(comm, 2 if world_size % 2 == 0 else 1)
+        return [train_case(case, name, comm, groups=groups, **options) for case in cases_for(name)]
+
+    by_rank = run_thread_ranks(work, world_size)
+    return list(zip(cases_for(name), map(list, zip(*by_rank, strict=True)), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [*((name, 3) for name in ENGINE), ("invariant", 4), ("hierarchical", 4), ("ring", 2)],
+)
+def test_keeps_its_promise(name: str, world_size: int) -> None:
+    for case, results in _train_all(name, world_size, **TINY):
+        assert_keeps_its_promise(case, name, results)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"reduction": "recursive_doubling"},
+        {"reduction": "hierarchical", "grouping": "flat"},
+        {"reduction": "ring", "overlap": False},
+        {"order": "invariant", "reduction": "hierarchical", "overlap": False},
+    ],
+    ids=str,
+)
+def test_options_make_other_strategies(options: dict[str, Any]) -> None:
+    for case, results in _train_all("bucketed", 4, **options):
+        assert_keeps_its_promise(case, "bucketed", results)
+
+
+@pytest.mark.parametrize("name", ENGINE)
+def test_on_one_rank(name: str) -> None:
+    """No group, no thread, nothing rounded away that need not be."""
+    for case in cases_for(name):
+        comm = SingleCommunicator()
+        result = train_case(case, name, comm, groups=pretend_hosts(comm, 1))
+        assert_keeps_its_promise(case, "naive", [result])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+@pytest.mark.parametrize("size", [1.0, 1e6, 1e-9, 1e30], ids=str)
+def test_16_bits_on_the_wire(name: str, dtype: torch.dtype, size: float) -> None:
+    """Gradients of any magnitude come through: each sum is right to what 16 bits can hold.
+
+    W terms, each rounded once, and W-1 additions rounded: an error of at most W units of
+    sum |g|. fp16 has a fixed number of exponents below the largest, here taken in by the scale.
+    """
+    world_size = 2
+
+    def gradient(rank: int) -> Tensor:
+        values = torch.randn(200, generator=torch.Generator().manual_seed(rank)).clamp(-1, 1)
+        values[0] = 1.0  # on all ranks: the sum of the largest ones must not overflow
+        return (values * size).to(dtype)
+
+    def work(rank: int, group: dist.ProcessGroup) -> Tensor:
+        model = nn.ParameterList([nn.Parameter(torch.zeros(200, dtype=dtype))])
+        sync = replicate(model, sync=name, comm=ProcessGroupCommunicator(group))
+        (model[0] * gradient(rank)).sum().backward()
+        sync.close()
+        return model[0].grad * world_size  # backward leaves the mean
+
+    expected = sum(gradient(rank).double() for rank in range(world_size))
+    magnitude = sum(gradient(rank).double().abs() for rank in range(world_size))
+    unit = max({"bf16": 2.0**-9, "fp16": 2.0**-12}[name] * 2, torch.finfo(dtype).eps)
+    for found in run_thread_ranks(work, world_size):
+        assert bool(found.isfinite().all())
+        bound = world_size * unit * magnitude
+        if name == "fp16":  # below 2**-14 of its range numbers lie 2**-24 apart
+            bound = bound + world_size * size * 2.0**-24
+        assert bool(((found.double() - expected).abs() <= bound).all())
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_what_is_not_finite_stays_so(name: str, bad: float) -> None:
+    """On all ranks, so that a gradient scaler or the loop can see it everywhere."""
+
+    def work(rank: int, group: dist.ProcessGroup) -> list[bool]:
+        model = nn.ParameterList([nn.Parameter(torch.zeros(3))])
+        sync = replicate(model, sync=name, comm=ProcessGroupCommunicator(group))
+        values = torch.tensor([1.0, bad if rank else 1.0, 1.0])
+        (model[0] * values).sum().backward()
+        sync.close()
+        return model[0].grad.isfinite().tolist()
+
+    for finite in run_thread_ranks(work, 3):
+        assert not finite[1]
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_all_zero_gradients(name: str) -> None:
+    def work(_: int, group: dist.ProcessGroup) -> Tensor:
+        model = nn.ParameterList([nn.Parameter(torch.ones(3))])
+        sync = replicate(model, sync=name, comm=ProcessGroupCommunicator(group))
+        (model[0] * 0.0).sum().backward()
+        sync.close()
+        return model[0].grad
+
+    for found in run_thread_ranks(work, 2):
+        assert torch.equal(found, torch.zeros(3))

@@ -1,0 +1,130 @@
+"""Which gradients travel together: every parameter once, aligned, kinds apart."""
+
+from __future__ import annotations
+
+import math
+from itertools import chain
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradsync.sync.engine.plan import ALIGNMENT, BucketPlan, Item, plan_buckets
+
+SIZES = st.integers(0, 400)
+KINDS = st.sampled_from([("fp32", 4), ("bf16", 2), ("fp64", 8)])
+LIMITS = st.sampled_from([0.0, 1.0, 300.0, 1024.0, 5000.0, math.inf])
+
+
+def items(*sizes: int, itemsize: int = 4, kind: str = "fp32") -> list[Item]:
+    return [Item(numel=numel, itemsize=itemsize, kind=kind) for numel in sizes]
+
+
+def indices(plans: tuple[BucketPlan, ...]) -> list[list[int]]:
+    return [[slot.index for slot in plan.slots] for plan in plans]
+
+
+@st.composite
+def plannable(draw: st.DrawFn) -> tuple[list[Item], list[int]]:
+    things = [
+        Item(numel=draw(SIZES), itemsize=itemsize, kind=kind)
+        for kind, itemsize in draw(st.lists(KINDS, min_size=1, max_size=12))
+    ]
+    return things, draw(st.permutations(range(len(things))))
+
+
+@given(plannable(), LIMITS, st.none() | LIMITS, st.integers(1, 9))
+def test_any_plan(
+    given_items: tuple[list[Item], list[int]],
+    limit: float,
+    first_limit: float | None,
+    world_size: int,
+) -> None:
+    things, order = given_items
+    plans = plan_buckets(
+        things,
+        order,
+        bucket_bytes=limit,
+        first_bucket_bytes=first_limit,
+        world_size=world_size,
+    )
+    assert sorted(chain.from_iterable(indices(plans))) == list(range(len(things)))
+    for plan in plans:
+        kinds = {things[slot.index].kind for slot in plan.slots}
+        assert len(kinds) == 1
+        places = [order.index(slot.index) for slot in plan.slots]
+        assert places == sorted(places), "the order is kept inside of a bucket"
+        end = 0
+        for slot in plan.slots:
+            assert slot.numel == things[slot.index].numel
+            assert slot.offset % ALIGNMENT == 0
+            assert end <= slot.offset < end + ALIGNMENT, "behind the last one, no further than need"
+            end = slot.offset + slot.numel
+        assert plan.numel % (ALIGNMENT * world_size) == 0
+        assert max(end, 1) <= plan.numel < max(end, 1) + ALIGNMENT * world_size
+
+
+@given(st.integers(1, 9), st.lists(SIZES, min_size=1, max_size=5))
+def test_shards_are_equal_aligned_and_cover_the_bucket(world_size: int, sizes: list[int]) -> None:
+    (plan,) = plan_buckets(
+        items(*sizes), range(len(sizes)), bucket_bytes=math.inf, world_size=world_size
+    )
+    shards = [plan.shard(rank, world_size) for rank in range(world_size)]
+    assert [i for shard in shards for i in shard] == list(range(plan.numel))
+    assert {len(shard) for shard in shards} == {plan.numel // world_size}
+    assert all(shard.start % ALIGNMENT == 0 for shard in shards)
+
+
+def test_a_parameter_is_cut_inside() -> None:
+    """One big parameter still gives every rank its part."""
+    (plan,) = plan_buckets(items(1000), [0], bucket_bytes=math.inf, world_size=3)
+    assert plan.numel == 1152  # 6 x 3 x 64
+    assert [plan.shard(rank, 3) for rank in range(3)] == [
+        range(384),
+        range(384, 768),
+        range(768, 1152),
+    ]
+
+
+def test_zero_gives_each_parameter_its_own() -> None:
+    plans = plan_buckets(items(5, 0, 7), [2, 0, 1], bucket_bytes=0, world_size=2)
+    assert indices(plans) == [[2], [0], [1]]
+
+
+def test_infinity_gives_one_per_kind() -> None:
+    things = [*items(5, 6), *items(7, 8, itemsize=2, kind="bf16")]
+    plans = plan_buckets(things, [3, 0, 2, 1], bucket_bytes=math.inf, world_size=2)
+    assert sorted(indices(plans)) == [[0, 1], [3, 2]]
+
+
+def test_the_first_bucket_is_smaller() -> None:
+    things = items(*[64] * 6)  # 256 bytes each
+    plans = plan_buckets(things, range(6), bucket_bytes=700, first_bucket_bytes=256, world_size=1)
+    assert indices(plans) == [[0], [1, 2, 3], [4, 5]]
+
+
+def test_a_bucket_closes_once_it_holds_the_limit() -> None:
+    things = items(*[64] * 4)
+    exactly = plan_buckets(things, range(4), bucket_bytes=512, world_size=1)
+    assert indices(exactly) == [[0, 1], [2, 3]]
+    one_more = plan_buckets(things, range(4), bucket_bytes=513, world_size=1)
+    assert indices(one_more) == [[0, 1, 2], [3]]
+
+
+def test_the_limit_is_in_bytes() -> None:
+    wide = plan_buckets(
+        items(*[64] * 4, itemsize=8, kind="fp64"), range(4), bucket_bytes=512, world_size=1
+    )
+    assert indices(wide) == [[0], [1], [2], [3]]
+
+
+def test_kinds_that_alternate_do_not_close_each_other() -> None:
+    things = [*items(10), *items(10, itemsize=2, kind="bf16")] * 3
+    plans = plan_buckets(things, range(6), bucket_bytes=10_000, world_size=1)
+    assert sorted(indices(plans)) == [[0, 2, 4], [1, 3, 5]]
+
+
+@pytest.mark.parametrize("order", [[0], [0, 0], [0, 1, 2]])
+def test_an_order_that_misses_one_is_our_mistake(order: list[int]) -> None:
+    with pytest.raises(AssertionError, match="every parameter once"):
+        plan_buckets(items(1, 2), order, bucket_bytes=0, world_size=1)

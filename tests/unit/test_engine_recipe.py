@@ -1,0 +1,104 @@
+"""Which combinations exist, and what is said of those that do not."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any, get_args
+
+import pytest
+
+from gradsync.errors import ConfigError
+from gradsync.sync.engine.recipe import Grouping, Order, Recipe, ReductionName, Shard, Wire
+from gradsync.sync.registry import STRATEGIES, check_options, find_strategy, wants_groups
+
+REFUSALS = [
+    ({"grouping": "bucket"}, "grouping must be one of parameter, flat, buckets; got 'bucket'"),
+    ({"order": "tree"}, "order must be one of any, invariant; got 'tree'"),
+    (
+        {"reduction": "tree"},
+        "reduction must be one of backend, ring, recursive_doubling, hierarchical; got 'tree'",
+    ),
+    ({"wire": "fp8"}, "wire must be one of same, bf16, fp16; got 'fp8'"),
+    ({"shard": "all"}, "shard must be one of none, optimizer, gradients; got 'all'"),
+    ({"bucket_mb": 0.0}, "bucket_mb must be positive; got 0.0"),
+    ({"bucket_mb": float("nan")}, "bucket_mb must be positive; got nan"),
+    ({"first_bucket_mb": -1.0}, "first_bucket_mb must be positive; got -1.0"),
+    (
+        {"order": "invariant", "reduction": "ring"},
+        "adds along its own tree, which reduction='ring' cannot follow",
+    ),
+    (
+        {"order": "invariant", "reduction": "recursive_doubling"},
+        "which reduction='recursive_doubling' cannot follow",
+    ),
+    (
+        {"order": "invariant", "wire": "bf16"},
+        "cannot round on the wire (wire='bf16')",
+    ),
+    (
+        {"wire": "fp16", "reduction": "ring"},
+        "wire='fp16' goes with reduction='backend'; got 'ring'",
+    ),
+    (
+        {"shard": "gradients", "order": "invariant"},
+        "shard='gradients' goes with order='any', reduction='backend' and wire='same'",
+    ),
+    ({"shard": "gradients", "reduction": "ring"}, "got order='any', reduction='ring', wire='same'"),
+    ({"shard": "gradients", "wire": "bf16"}, "shard='optimizer' goes with all of them"),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), REFUSALS, ids=[str(v) for v, _ in REFUSALS])
+def test_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Recipe(**values)
+    assert message in str(caught.value)
+
+
+def _legal(order: str, reduction: str, wire: str, shard: str) -> bool:
+    """The rules as the guide says them, written a second time."""
+    if wire != "same" and reduction != "backend":
+        return False
+    if order == "invariant":
+        return reduction in ("backend", "hierarchical") and wire == "same" and shard != "gradients"
+    return shard != "gradients" or (reduction, wire) == ("backend", "same")
+
+
+@pytest.mark.parametrize("grouping", get_args(Grouping))
+def test_every_combination_is_built_or_refused(grouping: Any) -> None:
+    combinations = product(*map(get_args, (Order, ReductionName, Wire, Shard)))
+    for order, reduction, wire, shard in combinations:
+        try:
+            Recipe(grouping=grouping, order=order, reduction=reduction, wire=wire, shard=shard)
+        except ConfigError:
+            built = False
+        else:
+            built = True
+        assert built == _legal(order, reduction, wire, shard), (order, reduction, wire, shard)
+
+
+def test_options_are_checked_against_the_preset_before_anything_is_built() -> None:
+    with pytest.raises(ConfigError, match="cannot round on the wire"):
+        check_options(find_strategy("invariant"), {"wire": "bf16"})
+    with pytest.raises(ConfigError, match=r"sync='bucketed' has no option 'bucket_size' .it has: "):
+        check_options(find_strategy("bucketed"), {"bucket_size": 1})
+    with pytest.raises(ConfigError, match="bucket_mb must be positive"):
+        check_options(find_strategy("flat"), {"bucket_mb": 0})
+    check_options(find_strategy("bucketed"), {"order": "invariant", "overlap": False})
+
+
+def test_who_wants_to_know_the_hosts() -> None:
+    assert wants_groups(find_strategy("hierarchical"), {})
+    assert not wants_groups(find_strategy("hierarchical"), {"reduction": "backend"})
+    assert wants_groups(find_strategy("invariant"), {"reduction": "hierarchical"})
+    assert not wants_groups(find_strategy("invariant"), {})
+    assert not wants_groups(find_strategy("naive"), {})
+
+
+def test_only_the_tree_promises_bits() -> None:
+    """A sum in any other order, or rounded on its way, must not say that it keeps bits."""
+    for name, strategy in STRATEGIES.items():
+        recipe = strategy.recipe
+        if recipe is not None:
+            assert (strategy.promise == "bitwise") == (recipe.order == "invariant"), name
+            assert (strategy.promise == "lossy") == (recipe.wire != "same"), name

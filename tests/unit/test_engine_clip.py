@@ -40,10 +40,13 @@ def test_equals_torch_to_rounding(dtype: torch.dtype) -> None:
 
 
 def test_bf16_gradients_have_an_fp32_norm() -> None:
-    """As [Note: Fixed blocks] says; rounded to bf16 the norm would be off by up to 0.4 %."""
+    """As [Note: Fixed blocks] says; rounded to bf16 the norm would be off by up to 0.4 %.
+
+    fp32's own rounding over a block of 65,536 squares is a few 1e-6.
+    """
     found = gradients(torch.bfloat16)
     exact = torch.cat([g.double().reshape(-1) for g in found]).norm()
-    torch.testing.assert_close(gradient_norm(found).double(), exact, rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(gradient_norm(found).double(), exact, rtol=1e-5, atol=0.0)
 
 
 def _odd_places(plain: list[Tensor]) -> list[Tensor]:

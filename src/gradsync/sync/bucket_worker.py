@@ -59,8 +59,11 @@ def group_of_its_own(group: Any, device: torch.device) -> Any:
 
     Two threads would give one group its collectives in other orders on other ranks.
     """
+    ranks = dist.get_process_group_ranks(group)
     return dist.new_group(
-        dist.get_process_group_ranks(group),
+        ranks,
         timeout=group._get_backend(device).options._timeout,
-        use_local_synchronization=True,
+        # Without the others; then torch names the group after how many groups *this* rank has,
+        # which must be equal on its members. Not where all ranks are here anyway.
+        use_local_synchronization=len(ranks) < dist.get_world_size(),
     )

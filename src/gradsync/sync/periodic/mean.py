@@ -42,12 +42,24 @@ def mean_over_ranks(tensors: Sequence[Tensor], comm: Communicator) -> list[Tenso
     return [means[index] for index in range(len(tensors))]
 
 
-def average_buffers(buffers: Sequence[Tensor], comm: Communicator) -> None:
-    """Make buffers equal on all ranks: floating ones their mean, counters and masks rank 0's."""
-    floating = [buffer for buffer in buffers if buffer.is_floating_point()]
+def average_buffers(
+    buffers: Sequence[Tensor], starts: Sequence[Tensor], comm: Communicator
+) -> None:
+    """Make buffers equal on all ranks: floating ones their mean, counters and masks rank 0's.
+
+    The mean is taken of what changed since `starts`, values that all ranks had: the mean of three
+    equal numbers need not be that number, and a table that nobody changes must keep its bits.
+    """
+    floating = [(b, s) for b, s in zip(buffers, starts, strict=True) if b.is_floating_point()]
     with torch.no_grad():
-        for buffer, mean in zip(floating, mean_over_ranks(floating, comm), strict=True):
-            buffer.copy_(mean)
+        means = mean_over_ranks([_wide(b) - _wide(s) for b, s in floating], comm)
+        for (buffer, start), change in zip(floating, means, strict=True):
+            buffer.copy_(_wide(start) + change)
         for buffer in buffers:
             if not buffer.is_floating_point():
                 comm.broadcast(buffer).wait()  # whole group, the buffer's shape and dtype
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """fp32 at least: half precision shall be rounded once."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -52,6 +52,7 @@ class RoundReducer(Reducer):
         self.steps_in_round = 0
         """Steps since the ranks last met."""
         self._watch = self._new_watch()
+        self._note_buffers()
 
     def reduce(self, used: list[bool]) -> Reduction:
         """`.grad` stays this rank's own; what the step costs is known after `after_step`."""
@@ -74,7 +75,8 @@ class RoundReducer(Reducer):
             return
         self._watch.start()
         self.meet()
-        average_buffers(list(self.model.buffers()), self.comm)
+        average_buffers(list(self.model.buffers()), self._buffer_starts, self.comm)
+        self._note_buffers()
         self._watch.stop()
         self.steps_in_round = 0
 
@@ -96,6 +98,11 @@ class RoundReducer(Reducer):
         """Overwrite the model on all ranks, and begin a round."""
         super().load_full_weights(weights)
         self.steps_in_round = 0
+        self._note_buffers()
+
+    def _note_buffers(self) -> None:
+        """Values that all ranks have now; see `average_buffers`."""
+        self._buffer_starts = [buffer.detach().clone() for buffer in self.model.buffers()]
 
     def _new_watch(self) -> Stopwatch:
         return Stopwatch(on_cuda=any(parameter.is_cuda for parameter in self.parameters))

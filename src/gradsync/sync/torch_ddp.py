@@ -21,7 +21,7 @@ from gradsync.comm.base import Communicator
 from gradsync.errors import ConfigError
 from gradsync.sync.reducer import Reducer, Reduction, sum_gradients
 from gradsync.sync.stopwatch import Stopwatch
-from gradsync.sync.torch_names import ddp_without_buffer_sync
+from gradsync.sync.torch_names import ddp_without_buffer_sync, regroup_ddp_buckets
 
 if TYPE_CHECKING:
     from torch import nn
@@ -64,7 +64,7 @@ class TorchDdpReducer(Reducer):
         )
         self._called: Any = torch.compile(self.ddp) if compile_wrapper else self.ddp
         self._in_micro_step = False
-        self._synchronised = False
+        self._synchronised = self._regrouped = False
         self._forwards = 0
         self._watch = Stopwatch(on_cuda=any(p.is_cuda for p in self.parameters))
         # The last gradient that is ready marks the end of this rank's own work; what backward
@@ -92,9 +92,20 @@ class TorchDdpReducer(Reducer):
         """Let DDP see one backward: it regroups its buckets after the first one, in ready order."""
         with self.micro_step(last=True):
             forward_backward()
+        self._regroup()
         self._synchronised = False
         for parameter in self.parameters:
             parameter.grad = None
+
+    def _regroup(self) -> None:
+        """Let DDP regroup its buckets now, on all ranks.
+
+        By itself it does so, with a broadcast, in the forward after its first synchronised
+        backward; a rank that has no leaf in that step makes none, and the others would wait.
+        """
+        if not self._regrouped:
+            self._regrouped = True
+            regroup_ddp_buckets(self.ddp)
 
     @contextmanager
     def micro_step(self, *, last: bool) -> Iterator[None]:
@@ -126,4 +137,5 @@ class TorchDdpReducer(Reducer):
         if not self._synchronised:
             return sum_gradients(self.parameters, used, self.comm)
         self._synchronised = False
+        self._regroup()
         return Reduction(divided_by=self.comm.world_size, exposed=self._watch.copy())

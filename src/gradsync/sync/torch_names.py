@@ -19,6 +19,12 @@ def ddp_without_buffer_sync() -> dict[str, Any]:
     return {name: False}
 
 
+def regroup_ddp_buckets(ddp: DistributedDataParallel) -> None:
+    """What DDP's forward does after the first synchronised backward; private in torch."""
+    if ddp.reducer._rebuild_buckets():
+        ddp._has_rebuilt_buckets = True
+
+
 def optimizer_pre_hooks() -> list[Callable[..., Any]]:
     """What is to be called before any optimizer's step; private in torch."""
     return list(_global_optimizer_pre_hooks.values())

@@ -6,7 +6,7 @@ random seeds, on weights, and on torch DDP's synchronisation flag.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -306,6 +306,57 @@ def rounded_to_bf16(parts: Parts) -> Parts:
     return _after_reduce(parts, change)
 
 
+def learning_rate_of_all(parts: Parts) -> Parts:
+    """The optimizer of every rank has other settings than it should."""
+    parts.optimizer.param_groups[0]["lr"] *= 1.001
+    return parts
+
+
+def sign_flipped(parts: Parts) -> Parts:
+    """One gradient has the wrong sign on all ranks: its norm is right."""
+
+    def change(_: dict[str, Tensor], __: int) -> None:
+        gradient = dict(parts.model.named_parameters())["head.bias"].grad
+        assert gradient is not None
+        gradient.neg_()
+
+    return _after_reduce(parts, change)
+
+
+def gradients_negated(parts: Parts) -> Parts:
+    """Every gradient has the wrong sign on all ranks."""
+
+    def change(_: dict[str, Tensor], __: int) -> None:
+        for parameter in parts.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.neg_()
+
+    return _after_reduce(parts, change)
+
+
+def promised_bitwise(parts: Parts) -> Parts:
+    """Nothing is wrong here but the promise, which the test changes."""
+    return parts
+
+
+def loss_of_one_rank(parts: Parts) -> Parts:
+    """Gradients are right; what is reported is this rank's own loss."""
+    sync: Any = parts.sync
+    original = sync.step
+
+    def step(*arguments: Any, **named: Any) -> Any:
+        own = torch.tensor(0.0) if sync._loss_sum is None else sync._loss_sum / sync._weight
+        return replace(original(*arguments, **named), mean_loss=own)
+
+    sync.step = step
+    return parts
+
+
+def statistics_of_all(parts: Parts) -> Parts:
+    """Running statistics drift on all ranks alike."""
+    return _drifting(parts, range(parts.comm.world_size))
+
+
 def other_learning_rate(parts: Parts) -> Parts:
     """The optimizer of one rank has other settings."""
     if parts.comm.rank == 0:
@@ -341,12 +392,16 @@ def momentum_lost(parts: Parts) -> Parts:
 
 def statistics_of_one_rank(parts: Parts) -> Parts:
     """The last rank's running statistics drift, as BatchNorm's do where nobody shares them."""
+    return _drifting(parts, [parts.comm.world_size - 1])
+
+
+def _drifting(parts: Parts, ranks: Sequence[int]) -> Parts:
     sync: Any = parts.sync
     original = sync.step
 
     def step(*arguments: Any, **named: Any) -> Any:
         result = original(*arguments, **named)
-        if parts.comm.rank == parts.comm.world_size - 1:
+        if parts.comm.rank in ranks:
             for name, buffer in parts.model.named_buffers():
                 if name.endswith("running_mean"):
                     buffer.add_(0.1)

@@ -62,8 +62,8 @@ class VerifyOptions:
     """adamw or sgd (with momentum)."""
     clip_norm: float = 0.5
     """Largest norm of the gradient; 0 does not clip."""
-    batch_norm: str = "freeze"
-    """local or freeze, for models that have BatchNorm."""
+    batch_norm: str = "local"
+    """sync, local or freeze, for models that have BatchNorm."""
     cross_load: bool = True
     """Also hand checkpoints from one world size and strategy to another."""
     seed: int = 0
@@ -170,11 +170,9 @@ def _join(plan: Plan, folder: Path) -> list[Result]:
 
 
 def _tell(result: Result) -> None:
-    """A line per failure as it comes, and on a terminal how far it is."""
-    if not result.passed:
-        print(f"{result.status}: {result.name}: {result.sentence}", file=sys.stderr, flush=True)
-    elif sys.stderr.isatty():
-        print(f"\r\x1b[K{result.name}", end="\r", file=sys.stderr, flush=True)
+    """On a terminal, how far it is; the report says the rest."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{result.status} {result.name}", end="\r", file=sys.stderr, flush=True)
 
 
 def _report(options: VerifyOptions, plan: Plan, results: list[Result], seconds: float) -> int:

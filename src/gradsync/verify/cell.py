@@ -218,4 +218,5 @@ def _scene(cell: Cell, setting: Setting, attempt: _Attempt) -> Scene | None:
         clip_norm=setting.settings.clip_norm,
         dtype=cell.dtype,
         has_batch_norm=evidence.reference.has_batch_norm,
+        local=evidence.promise.local,
     )

@@ -54,6 +54,8 @@ class Scene:
     dtype: str
     """Of the cell: fp64, fp32 or bf16."""
     has_batch_norm: bool
+    local: bool = False
+    """Ranks step alone: gradients have no common right value."""
 
     @property
     def world_size(self) -> int:
@@ -110,7 +112,8 @@ def diagnose(scene: Scene) -> Steps:
     tried: list[str] = []
     found = _recorded(scene)
     if found is None and scene.verdict.first(Kind.GRADIENT_REPLICAS, Kind.GRADIENT, Kind.NORM):
-        found = _scaling(scene) or _leaf(scene) or (yield from _unsynchronised(scene, tried))
+        if not scene.local:
+            found = _scaling(scene) or _leaf(scene) or (yield from _unsynchronised(scene, tried))
         if found is None:
             found = yield from _by_variants(scene, tried)
     if found is None:
@@ -133,7 +136,7 @@ def _recorded(scene: Scene) -> Found | None:
     """What the run's own record already says."""
     verdict = scene.verdict
     if finding := verdict.first(Kind.START):
-        return Cause.INITIAL_WEIGHTS, finding, ""
+        return Cause.INITIAL_WEIGHTS, finding, finding.detail
     if finding := verdict.first(Kind.DATA):
         return Cause.DATA, finding, finding.detail
     if finding := verdict.first(Kind.RANDOM):
@@ -141,8 +144,8 @@ def _recorded(scene: Scene) -> Found | None:
     if finding := verdict.first(Kind.BITS):
         return Cause.ORDER, finding, finding.detail
     if finding := verdict.first(Kind.MOVED):
-        detail = "the weights themselves changed between forward and optimizer: a hook that is "
-        return Cause.UNSYNCHRONISED, finding, detail + "handed the parameter must use its .grad"
+        detail = "the weights themselves changed between forward and optimizer, as when a hook "
+        return Cause.UNSYNCHRONISED, finding, detail + "acts on the parameter it is handed"
     return None
 
 
@@ -253,7 +256,8 @@ def _by_variants(scene: Scene, tried: list[str]) -> Generator[Variant, bool, Fou
         tried.append(_says(words, vanished))
         if vanished:
             return cause, finding, f"{words} the difference is gone"
-    if wire := _rounded_to(scene):
+    wire = "" if scene.local else _rounded_to(scene)
+    if wire:
         return Cause.DTYPE, finding, f"its error is that of numbers rounded to {wire}"
     return None
 
@@ -285,12 +289,15 @@ def _after_the_gradient(scene: Scene) -> Found:
     if finding := verdict.first(Kind.MEETING):
         return Cause.UNSYNCHRONISED, finding, finding.detail
     if finding := verdict.first(Kind.BUFFERS):
-        own = "each rank keeps its own" if finding.ranks else "they are not those of all leaves"
+        own = "each rank keeps its own" if finding.ranks else "not what the leaves make of them"
         cause = Cause.BATCH_NORM if scene.has_batch_norm else Cause.UNSYNCHRONISED
         return cause, finding, f"buffers: {own}"
     if finding := verdict.first(Kind.UPDATE):
         detail = "the same optimizer gives other weights from the same gradient on one rank"
         return Cause.OPTIMIZER, finding, detail
+    if finding := verdict.first(Kind.LOSS):
+        detail = f"gradients are right, the reported loss is {finding.detail}"
+        return Cause.LOSS_SCALING, finding, detail
     finding = verdict.first(Kind.GRADIENT) or verdict.findings[0]
     return Cause.UNKNOWN, finding, f"{finding.kind.value}: {finding.detail}"
 

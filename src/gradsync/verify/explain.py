@@ -36,6 +36,14 @@ _REMEDY = {
 }
 
 
+_REMEDY_FOR = {
+    Kind.REPLICAS: "let nothing but the optimizer write to weights, alike on all ranks",
+    Kind.MEETING: "average the weights of all ranks, with equal shares",
+    Kind.BUFFERS: "leave buffers to gs.replicate, which moves them by what all leaves do",
+    Kind.MOVED: "reduce parameter.grad in the hook, and leave the parameter alone",
+}
+
+
 def sentence(cause: Cause, finding: Finding, detail: str) -> str:
     """`step 2, 'head.weight', rank 1: what; cause: why. What to do.`"""
     where = [f"step {finding.step}"]
@@ -43,5 +51,8 @@ def sentence(cause: Cause, finding: Finding, detail: str) -> str:
         where.append(listed(finding.names))
     if finding.ranks:
         where.append(ranks_text(finding.ranks))
+    remedy = _REMEDY[cause]
+    if cause in (Cause.UNSYNCHRONISED, Cause.BATCH_NORM):
+        remedy = _REMEDY_FOR.get(finding.kind, remedy)
     why = f"{cause.value}: {detail}" if detail else cause.value
-    return f"{', '.join(where)}: {_WHAT[finding.kind]}; {why}. {_REMEDY[cause].capitalize()}."
+    return f"{', '.join(where)}: {_WHAT[finding.kind]}; {why}. {remedy[0].upper()}{remedy[1:]}."

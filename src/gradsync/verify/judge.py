@@ -55,7 +55,7 @@ def judge(evidence: Evidence) -> Verdict:
         if not evidence.promise.local:
             verdict.findings += _replicas(step, documents, "after", Kind.REPLICAS)
             verdict.findings += _replicas(step, documents, "buffers", Kind.BUFFERS)
-            verdict.findings += check_buffers(evidence, place)
+        verdict.findings += check_buffers(evidence, place)
         if verdict.findings:
             break
     return verdict
@@ -72,12 +72,15 @@ def _start(evidence: Evidence, step: StepTrace) -> list[Finding]:
             if found != wanted[name]:
                 wrong.append(name)
                 ranks.add(rank)
-    if saved is not None:
-        wrong += _lost_state(evidence, saved)
+    detail = ""
+    if saved is not None and (lost := _lost_state(evidence, saved)):
+        wrong += lost
+        detail = "the optimizer's state is not the checkpoint's"
     if not wrong:
         return []
     names = tuple(name for name in wanted if name in wrong)
-    return [Finding(kind=Kind.START, step=step.number, names=names, ranks=tuple(sorted(ranks)))]
+    where = tuple(sorted(ranks))
+    return [Finding(kind=Kind.START, step=step.number, names=names, ranks=where, detail=detail)]
 
 
 def _lost_state(evidence: Evidence, saved: Saved) -> list[str]:

@@ -28,10 +28,9 @@ class Layout:
     def __init__(self, model: nn.Module) -> None:
         self.parameters = list(clean_names(name for name, _ in model.named_parameters()).values())
         self.trainable = tuple(clean_names(name for name, _ in trainable(model)).values())
-        state = clean_names(model.state_dict()).values()
-        named = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        tied = set(clean_names(named).values())
-        self.buffers = [name for name in state if name not in tied]
+        saved = set(clean_names(model.state_dict()).values())
+        buffers = clean_names(name for name, _ in model.named_buffers()).values()
+        self.persistent = tuple(name for name in buffers if name in saved)
 
 
 class Observer:
@@ -67,7 +66,7 @@ class Observer:
         self._original = getattr(self._watched, self._method)
         setattr(self._watched, self._method, self._update)
         weights, buffers = self._weights()
-        self.trace = Trace(layout.trainable, start_buffers=buffers)
+        self.trace = Trace(layout.trainable, layout.persistent, start_buffers=buffers)
         self.trace.start_state = self._state()
         self._next_weights = weights
 
@@ -96,7 +95,9 @@ class Observer:
         step.loss, step.weight, step.norm = loss, weight, norm
         step.after, step.buffers = self._weights()
         step.state, step.description = self._state()
-        step.extra = {name: _copy(tensor) for name, tensor in self._extra().items()}
+        if self._strategy is not None:
+            kept = self._strategy.state_tensors()
+            step.extra = {name: _copy(tensor) for name, tensor in kept.items()}
         self._next_weights = step.after
 
     def close(self) -> None:
@@ -112,17 +113,14 @@ class Observer:
         self._step.updated, _ = self._weights()
 
     def _weights(self) -> tuple[Tensors, Tensors]:
-        """Copies of parameters (tied ones once) and persistent buffers."""
+        """Copies of parameters (tied ones once) and buffers."""
         whole = self._model.state_dict if self._reducer is None else self._reducer.full_weights
         state = whole()
         state = {clean: state[name] for name, clean in clean_names(state).items()}
         parameters = {name: _copy(state[name]) for name in self._layout.parameters}
-        return parameters, {name: _copy(state[name]) for name in self._layout.buffers}
-
-    def _extra(self) -> Tensors:
-        """What the strategy itself keeps and a checkpoint has to keep, too."""
-        kept = getattr(self._strategy, "state_tensors", None)
-        return {} if kept is None else kept()
+        buffers = dict(self._model.named_buffers())
+        names = clean_names(buffers)
+        return parameters, {names[name]: _copy(buffer) for name, buffer in buffers.items()}
 
     def _state(self) -> tuple[Tensors, dict[str, Any]]:
         """A copy of the optimizer's whole state by parameter name."""

@@ -40,7 +40,7 @@ class Settings:
     """adamw or sgd (with momentum)."""
     clip_norm: float | None = 0.5
     """Largest L2 norm of the mean gradient; None does not clip."""
-    batch_norm: str = "freeze"
+    batch_norm: str = "local"
     """sync, local or freeze, for models that have BatchNorm."""
     seed: int = 0
     """Names weights, data order and dropout."""

@@ -4,7 +4,7 @@ Each has what goes wrong in practice: unequal weights (targets that count for no
 of one sample, dropout, and
 
     mlp    a tied weight, a frozen part, a part that only some leaves use
-    conv   GroupNorm, and a BatchNorm whose statistics are frozen
+    conv   GroupNorm and BatchNorm
     gpt    the library's own decoder, embedding and head tied
 """
 

@@ -36,7 +36,7 @@ class LeafResult:
     gradient: dict[str, Tensor]
     """Gradient of the summed loss, by name; absent where the leaf does not use a parameter."""
     buffers: Tensors
-    """Persistent buffers after the leaf, when it found those of the step's beginning."""
+    """Buffers after the leaf, when it found those of the step's beginning."""
 
 
 class Reference:
@@ -61,10 +61,8 @@ class Reference:
             clean: dict(self._model.named_parameters())[name]
             for name, clean in clean_names(n for n, _ in self._model.named_parameters()).items()
         }
-        self._state = {
-            clean: self._model.state_dict(keep_vars=True)[name]
-            for name, clean in clean_names(self._model.state_dict()).items()
-        }
+        buffers = dict(self._model.named_buffers())
+        self._buffers = {clean: buffers[name] for name, clean in clean_names(buffers).items()}
         self.leaves = self._read_leaves()
         """All leaves of each step, by its number."""
         self.traces = {
@@ -113,9 +111,12 @@ class Reference:
         """
         self._load(weights, {})
         optimizer = make_optimizer(self._model, self.settings)
+        named = list(self._model.named_parameters())
         tensors, description = state
         if description["params"]:
-            unpack_optimizer(optimizer, self._model.named_parameters(), tensors, description)
+            # The run's state, but our own settings: a learning rate of its own must show.
+            _, own = pack_optimizer(optimizer, named)
+            unpack_optimizer(optimizer, named, tensors, {**description, "groups": own["groups"]})
         for name, parameter in self._parameters.items():
             found = gradient.get(name)
             parameter.grad = None if found is None else found.clone()
@@ -195,7 +196,7 @@ class Reference:
             if parameter.grad is not None:
                 gradient[name] = parameter.grad
                 parameter.grad = None
-        changed = {name: self._state[name].detach().clone() for name in buffers}
+        changed = {name: self._buffers[name].clone() for name in buffers}
         loss_sum = float(loss.detach().double())
         return LeafResult(leaf.index, leaf.num_targets, loss_sum, gradient, changed)
 
@@ -224,7 +225,7 @@ class Reference:
         for name, tensor in weights.items():
             self._parameters[name].copy_(tensor)
         for name, tensor in buffers.items():
-            self._state[name].copy_(tensor)
+            self._buffers[name].copy_(tensor)
 
 
 def _same(a: Tensors, b: Tensors) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from inspect import signature
 from itertools import islice
 from typing import Any
 
@@ -22,7 +21,7 @@ from gradsync.sync.registry import find_strategy
 from gradsync.sync.replicate import replicate
 from gradsync.verify.observer import Layout, Observer
 from gradsync.verify.plan import PLAIN, Settings, Variant, settings_for
-from gradsync.verify.problem import LossSum, Problem, build_problem, freeze_batch_norm
+from gradsync.verify.problem import LossSum, Problem, build_problem
 from gradsync.verify.promise import promise_of
 from gradsync.verify.trace import Trace
 from gradsync.world import World
@@ -135,12 +134,14 @@ def _set_up(
         groups = make_groups(World())
     _disturb(problem.model, comm.rank)
     options = strategy_options(task.strategy, uses_all=problem.uses_all)
-    if problem.has_batch_norm:
-        if "batch_norm" in signature(replicate).parameters:
-            options["batch_norm"] = settings.batch_norm
-        elif settings.batch_norm == "freeze":
-            freeze_batch_norm(problem.model)
-    sync = replicate(problem.model, sync=task.strategy, comm=comm, groups=groups, **options)
+    sync = replicate(
+        problem.model,
+        sync=task.strategy,
+        comm=comm,
+        groups=groups,
+        batch_norm=settings.batch_norm if problem.has_batch_norm else None,
+        **options,
+    )
     parts = Parts(
         strategy=task.strategy,
         comm=comm,

@@ -47,8 +47,7 @@ class Saved:
         )
         parts.sync.scatter(parts.optimizer)
         if self.extra and parts.strategy == self.strategy:
-            reducer: Any = parts.sync.reducer
-            reducer.load_state_tensors(self.extra)
+            parts.sync.load_state_tensors(self.extra)
 
 
 def save(directory: Path, strategy: str, trace: Trace, steps: int) -> None:
@@ -59,7 +58,7 @@ def save(directory: Path, strategy: str, trace: Trace, steps: int) -> None:
             step=steps,
             tensors={
                 "weights": step.after,
-                "buffers": step.buffers,
+                "buffers": {name: step.buffers[name] for name in trace.persistent},
                 "optimizer": step.state,
                 "extra": step.extra,
             },

@@ -70,6 +70,8 @@ class Trace:
 
     trainable: tuple[str, ...]
     """Names of trainable parameters, tied ones once."""
+    persistent: tuple[str, ...] = ()
+    """Names of the buffers that a checkpoint keeps."""
     steps: list[StepTrace] = field(default_factory=list)
     start_buffers: Tensors = field(default_factory=dict)
     """Buffers before the first step."""

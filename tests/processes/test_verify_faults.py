@@ -1,0 +1,140 @@
+"""Verify can fail: every planted mistake is caught, and named."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from gradsync.comm.base import Communicator
+from gradsync.comm.choose import communicator
+from gradsync.verify.cell import Setting, run_cell
+from gradsync.verify.plan import Cell, Settings
+from gradsync.verify.promise import promise_of
+from gradsync.verify.saved import Saved, read, save
+from support import verify_faults
+from support.rank_session import open_session
+
+SETTINGS = Settings(num_steps=3)
+
+
+def _verify(
+    rank: int, world_size: int, store_path: str, faults: list[tuple[str, str, str]]
+) -> list[dict[str, Any]]:
+    """One session for all: opening one costs more than a cell."""
+    results = []
+    with open_session(rank, world_size, store_path) as world:
+        comm = communicator(world)
+        for fault, strategy, model in faults:
+            cell = Cell(strategy=strategy, world_size=world_size, model=model, dtype="fp32")
+            setting = Setting(settings=SETTINGS, comm=comm)
+            if fault == "momentum_lost":
+                setting.saved = _checkpoint(cell, comm, Path(store_path + "-saved"))
+            setting.prepare = getattr(verify_faults, fault) if fault else None
+            promise = promise_of(strategy)
+            if fault == "promised_bitwise":
+                promise = replace(promise, kind="bitwise")
+            with mock.patch("gradsync.verify.cell.promise_of", lambda _, promise=promise: promise):
+                results.append(run_cell(cell, setting)[0].to_json())
+    return results
+
+
+def _checkpoint(cell: Cell, comm: Communicator, folder: Path) -> Saved:
+    """Of a right run, after its first step."""
+    _, trace = run_cell(cell, Setting(settings=SETTINGS, comm=comm))
+    if comm.rank == 0:
+        save(folder, cell.strategy, trace, 1)
+    return read(folder, comm)
+
+
+FAULTS = [
+    ("one_parameter_not_reduced", "naive", "mlp", 2, "unsynchronised parameter", "'head.weight'"),
+    ("one_parameter_not_reduced", "naive", "mlp", 3, "unsynchronised parameter", "keeps its own"),
+    ("divided_twice", "naive", "mlp", 2, "loss scaling", "1/2: divided by the number of ranks"),
+    ("divided_twice", "bucketed", "gpt", 3, "loss scaling", "1/3: divided by the number of ranks"),
+    ("divided_by_the_local_count", "naive", "mlp", 2, "loss scaling", "this rank's own"),
+    ("mean_of_means", "naive", "mlp", 2, "loss scaling", "mean of the ranks' own means"),
+    ("leaf_dropped", "naive", "mlp", 2, "data", "missing: sample"),
+    ("sample_duplicated", "naive", "mlp", 2, "data", "too often: sample"),
+    ("leaf_lost_in_backward", "naive", "mlp", 2, "data", "leaf 0 is missing"),
+    ("stale_bucket", "naive", "mlp", 2, "unsynchronised parameter", "stale"),
+    ("rank_seeded_dropout", "naive", "mlp", 2, "dropout/RNG", "random state"),
+    ("hidden_dropout", "naive", "mlp", 2, "dropout/RNG", "without dropout the difference is gone"),
+    ("weight_flipped", "naive", "mlp", 2, "unsynchronised parameter", "other than the optimizer"),
+    ("start_not_shared", "naive", "mlp", 2, "initial weights", "'head.bias', rank 1"),
+    ("hook_averages_the_parameter", "naive", "conv", 2, "unsynchronised parameter", "everything"),
+    (
+        "hook_adds_the_parameter",
+        "naive",
+        "conv",
+        2,
+        "unsynchronised parameter",
+        "Reduce parameter.grad",
+    ),
+    ("no_sync_after_forward", "ddp", "gpt", 2, "synchronisation flag set too late", "one leaf a"),
+    ("rounded_to_bf16", "naive", "mlp", 2, "dtype", "rounded to bf16"),
+    (
+        "statistics_of_one_rank",
+        "naive",
+        "conv",
+        2,
+        "BatchNorm",
+        "'batch_norm.running_mean', rank 1",
+    ),
+    ("no_meeting", "local_sgd", "mlp", 2, "unsynchronised parameter", "weights differ"),
+    (
+        "meeting_at_rank_0",
+        "local_sgd",
+        "mlp",
+        3,
+        "unsynchronised parameter",
+        "meeting",
+    ),
+    ("learning_rate_of_all", "naive", "mlp", 2, "optimizer step", "the optimizer's step"),
+    ("loss_of_one_rank", "local_sgd", "mlp", 3, "loss scaling", "the reported loss"),
+    ("gradients_negated", "powersgd", "gpt", 2, "unknown", "the loss does not fall"),
+    ("promised_bitwise", "naive", "gpt", 2, "order only", "units in the last place"),
+    ("sign_flipped", "naive", "mlp", 2, "loss scaling", "the right one times -1"),
+    ("loss_of_one_rank", "naive", "mlp", 2, "loss scaling", "the reported loss"),
+    ("statistics_of_all", "naive", "conv", 2, "BatchNorm", "what all leaves do"),
+    ("momentum_lost", "naive", "mlp", 2, "initial weights", "state is not the checkpoint's"),
+    ("other_learning_rate", "naive", "mlp", 2, "unsynchronised parameter", "weights differ"),
+]
+
+
+RIGHT = [("", "naive", "mlp"), ("", "naive", "conv"), ("", "naive", "gpt")]
+
+
+@pytest.fixture(scope="module")
+def results(pool: Any) -> dict[tuple[str, int], dict[str, Any]]:
+    """Rank 0's result by (fault, world size); by (model, 2) where nothing was planted."""
+    found = {}
+    for world_size in (2, 3):
+        jobs = [fault[:3] for fault in FAULTS if fault[3] == world_size]
+        jobs += RIGHT if world_size == 2 else []
+        answers = pool.run(_verify, world_size, jobs)[0]
+        for (fault, _, model), answer in zip(jobs, answers, strict=True):
+            found[fault or model, world_size] = answer
+    return found
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=[f"{fault[0]}-{fault[3]}" for fault in FAULTS])
+def test_a_planted_fault_is_named(
+    results: dict[tuple[str, int], dict[str, Any]], fault: tuple[str, str, str, int, str, str]
+) -> None:
+    name, _, _, world_size, cause, words = fault
+    result = results[name, world_size]
+    assert result["status"] == "failed"
+    assert result["cause"] == cause, result["sentence"]
+    assert words in result["sentence"]
+
+
+@pytest.mark.parametrize("model", ["mlp", "conv", "gpt"])
+def test_without_a_fault_nothing_is_found(
+    results: dict[tuple[str, int], dict[str, Any]], model: str
+) -> None:
+    result = results[model, 2]
+    assert (result["status"], result["sentence"]) == ("passed", "")

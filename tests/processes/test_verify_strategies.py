@@ -1,0 +1,84 @@
+"""Every strategy of the registry through verify's own matrix: W = 2, then on at W = 4."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradsync.sync.registry import STRATEGIES
+from gradsync.verify.matrix import compare_world_sizes
+from gradsync.verify.plan import Cell, Job, Settings
+from gradsync.verify.promise import promise_of
+from gradsync.verify.result import Result
+from gradsync.verify.worker import Worker
+from gradsync.world import World
+from support.rank_session import open_session
+
+NAMES = list(STRATEGIES)
+BITWISE = [name for name in NAMES if STRATEGIES[name].promise == "bitwise"]
+SETTINGS = Settings()
+
+
+def cell_of(name: str, world_size: int) -> Cell:
+    return Cell(strategy=name, world_size=world_size, model="mlp", dtype="fp32")
+
+
+def handed_on(name: str) -> Job:
+    """To its neighbour in the registry; a bitwise one to itself."""
+    after = name if name in BITWISE else NAMES[(NAMES.index(name) + 1) % len(NAMES)]
+    return Job(cell=cell_of(after, 4), source=cell_of(name, 2))
+
+
+def _work(
+    rank: int, world_size: int, store_path: str, folder: str, jobs: list[Job]
+) -> list[Result]:
+    with open_session(rank, world_size, store_path) as world:
+        return _run(world, Path(folder), jobs)
+
+
+def _run(world: World, folder: Path, jobs: list[Job]) -> list[Result]:
+    worker = Worker(
+        SETTINGS, world, folder=folder, done=folder / "done", noted=folder / f"noted{world.rank}"
+    )
+    return worker.run(jobs)
+
+
+@pytest.fixture(scope="module")
+def results(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[Job, Result]:
+    folder = tmp_path_factory.mktemp("verify")
+    starts = {
+        2: [Job(cell=cell_of(name, 2)) for name in NAMES],
+        4: [handed_on(name) for name in NAMES],
+    }
+    found = {}
+    for world_size, jobs in starts.items():
+        answers = pool.run(_work, world_size, str(folder), jobs, timeout_s=100.0)[0]
+        found.update(zip(jobs, answers, strict=True))
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_strategy_keeps_its_promise(results: dict[Job, Result], name: str) -> None:
+    result = results[Job(cell=cell_of(name, 2))]
+    assert result.passed, result.sentence
+    assert result.bitwise or result.promise != "bitwise"
+    bounded = promise_of(name).bounded
+    assert 0.01 < result.part_of_bound <= 1 if bounded else result.part_of_bound == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_checkpoint_goes_on_at_another_world_size(results: dict[Job, Result], name: str) -> None:
+    result = results[handed_on(name)]
+    assert result.passed, result.sentence
+    assert len(result.losses) == 2
+
+
+@pytest.mark.parametrize("name", BITWISE)
+def test_bitwise_means_one_hash(results: dict[Job, Result], name: str, tmp_path: Path) -> None:
+    (alone,) = _run(World(), tmp_path, [Job(cell=cell_of(name, 1))])
+    compared = [alone, results[Job(cell=cell_of(name, 2))], results[handed_on(name)]]
+    compare_world_sizes(compared)
+    assert all(result.passed for result in compared)
+    assert len({result.weights_sha256 for result in compared}) == 1

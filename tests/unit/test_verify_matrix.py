@@ -1,0 +1,231 @@
+"""Launches, results and errors of the matrix, with ranks that are only pretended."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import verify_table
+from rich.console import Console
+
+from gradsync.errors import RunError
+from gradsync.verify.difference import Difference
+from gradsync.verify.matrix import compare_world_sizes, run_matrix
+from gradsync.verify.plan import Job, Plan, Settings, job_from_json, make_plan
+from gradsync.verify.report import document, mark, print_report, write_csv
+from gradsync.verify.result import Result, result_from_json
+from gradsync.verify.worker import WORK
+
+
+def plan_of(*sizes: int, cross_load: bool = False) -> Plan:
+    return make_plan(
+        strategies=["naive", "invariant"],
+        world_sizes=sizes,
+        models=["mlp"],
+        dtypes=["fp32"],
+        settings=Settings(),
+        cross_load=cross_load,
+    )
+
+
+def result_of(job: Job, **changes: Any) -> Result:
+    values: dict[str, Any] = {
+        "strategy": job.cell.strategy,
+        "world_size": job.cell.world_size,
+        "model": job.cell.model,
+        "dtype": job.cell.dtype,
+        "promise": "bitwise" if job.cell.strategy == "invariant" else "rounding",
+        "loaded_from": job.source.name if job.source else "",
+        "differences": {p: asdict(Difference()) for p in ("loss", "gradient", "weight", "state")},
+        "weights_sha256": job.cell.strategy,
+    }
+    return Result(**{**values, **changes})
+
+
+class Ranks:
+    """Pretends to start ranks: each job passes unless `breaks` says otherwise."""
+
+    def __init__(self, breaks: Callable[[Job], str] = lambda job: "", code: int = 1) -> None:
+        self.breaks, self.code = breaks, code
+        self.starts: list[tuple[int, int]] = []
+
+    def __call__(self, folder: Path, world_size: int) -> int:
+        work = json.loads((folder / WORK).read_text())
+        jobs = [job_from_json(job) for job in work["jobs"]]
+        self.starts.append((world_size, len(jobs)))
+        with (folder / f"done-{work['number']}.jsonl").open("w") as done:
+            for place, job in enumerate(jobs):
+                if message := self.breaks(job):
+                    for rank, time in ((0, 2.0), (1, 1.0)):
+                        note = {"job": place, "rank": rank, "time": time, "message": message}
+                        path = folder / f"error-{work['number']}-rank_{rank:05d}.json"
+                        path.write_text(json.dumps(note))
+                    return self.code
+                done.write(json.dumps(result_of(job).to_json()) + "\n")
+        return 0
+
+
+def test_all_pass(tmp_path: Path) -> None:
+    ranks, told = Ranks(), []
+    results = run_matrix(plan_of(1, 2), tmp_path, ranks, told.append)
+    assert ranks.starts == [(1, 2), (2, 2)]
+    assert [result.status for result in results] == ["passed"] * 4
+    assert told == results
+
+
+def test_an_error_costs_its_cell_alone(tmp_path: Path) -> None:
+    ranks = Ranks(lambda job: "boom" if job.cell.name == "naive W=2 mlp fp32" else "")
+    results = run_matrix(plan_of(1, 2, 3), tmp_path, ranks)
+    assert ranks.starts == [(1, 2), (2, 2), (2, 1), (3, 2)]
+    (error,) = [result for result in results if result.status == "error"]
+    assert error.name == "naive W=2 mlp fp32"
+    assert error.sentence == "rank 1 raised boom"  # the first one in time, not in rank
+    assert len(results) == 6
+
+
+def test_the_same_error_twice_ends_a_launch(tmp_path: Path) -> None:
+    ranks = Ranks(lambda job: "boom" if job.cell.world_size == 2 else "")
+    plan = make_plan(
+        strategies=["naive", "flat", "ring", "ddp"],
+        world_sizes=[2, 3],
+        models=["mlp"],
+        dtypes=["fp32"],
+        settings=Settings(),
+        cross_load=False,
+    )
+    results = run_matrix(plan, tmp_path, ranks)
+    assert ranks.starts == [(2, 4), (2, 3), (3, 4)]
+    assert [result.status for result in results] == ["error"] * 4 + ["passed"] * 4
+    assert results[3].sentence == "not run: the same error came twice"
+
+
+def test_a_checkpoint_that_was_never_written_is_not_waited_for(tmp_path: Path) -> None:
+    broken = "naive W=1 mlp fp32"
+    ranks = Ranks(lambda job: "boom" if job.source is None and job.cell.name == broken else "")
+    results = run_matrix(plan_of(1, 2, cross_load=True), tmp_path, ranks)
+    skipped = [result for result in results if result.sentence == f"not run: {broken} failed"]
+    assert [result.strategy for result in skipped] == ["naive", "invariant"]
+
+
+def test_ranks_that_die_silently_are_an_error(tmp_path: Path) -> None:
+    def die(folder: Path, world_size: int) -> int:
+        return 1
+
+    results = run_matrix(plan_of(1), tmp_path, die)
+    assert [result.sentence for result in results] == ["the ranks ended with code 1"] * 2
+
+
+@pytest.mark.parametrize("code", [130, 143])
+def test_a_signal_ends_everything(tmp_path: Path, code: int) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run_matrix(plan_of(1), tmp_path, Ranks(lambda job: "stopped", code))
+
+
+def test_ranks_that_cannot_begin(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="ended with code 2 at once"):
+        run_matrix(plan_of(1), tmp_path, lambda folder, world_size: 2)
+
+
+def results_of(*hashes: str) -> list[Result]:
+    plan = plan_of(*range(1, len(hashes) + 1))
+    cells = [cell for cell in plan.cells if cell.strategy == "invariant"]
+    return [
+        result_of(Job(cell=cell), weights_sha256=sha, bitwise=True)
+        for cell, sha in zip(cells, hashes, strict=True)
+    ]
+
+
+def test_bitwise_means_one_hash_at_every_world_size() -> None:
+    results = results_of("aaa", "aaa", "bbb")
+    compare_world_sizes(results)
+    assert [result.status for result in results] == ["passed", "passed", "failed"]
+    assert results[2].cause == "order only"
+    assert "not those of invariant W=1 mlp fp32" in results[2].sentence
+
+
+def test_a_run_continued_from_another_strategy_may_differ() -> None:
+    results = results_of("aaa", "bbb", "bbb")
+    results[1].loaded_from = "naive W=1 mlp fp32"
+    results[2].loaded_from = "invariant W=1 mlp fp32"
+    compare_world_sizes(results)
+    assert [result.status for result in results] == ["passed", "passed", "failed"]
+
+
+def test_results_survive_json() -> None:
+    (result,) = results_of("aaa")
+    assert result_from_json(json.loads(json.dumps(result.to_json()))) == result
+
+
+def test_marks() -> None:
+    first, second = results_of("aaa", "aaa")
+    assert mark([first, second]) == "bitwise"
+    second.bitwise = False
+    assert mark([first, second]) == "rounding"
+    second.promise = first.promise = "lossy"
+    assert mark([first, second]) == "lossy"
+    second.status = "failed"
+    assert mark([first, second]) == "failed"
+    first.status = "error"
+    assert mark([first, second]) == "error"
+
+
+def test_the_document_and_the_rows(tmp_path: Path) -> None:
+    results = run_matrix(plan_of(1, 2, cross_load=True), tmp_path, Ranks())
+    results[0].status, results[0].sentence, results[0].tried = "failed", "because", ["so: gone"]
+    made = document(plan_of(1, 2), results, 1.23)
+    assert made["passed"] is False
+    assert (len(made["cells"]), len(made["cross_load"])) == (4, 8)
+    json.dumps(made)
+    write_csv(tmp_path / "cells.csv", results)
+    with (tmp_path / "cells.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == len(results)
+    assert rows[0]["sentence"] == "because"
+    assert rows[0]["gradient_max_ulp"] == "0"
+    stream = io.StringIO()
+    print_report(results, 3.0, stream)
+    text = stream.getvalue()
+    assert "failed naive W=1 mlp fp32: because" in text
+    assert "tried: so: gone" in text
+    assert "4 cells and 8 checkpoints handed on, 1 failed, 3 s" in text
+
+
+def test_the_readme_table_follows_the_document(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = run_matrix(plan_of(1, 2), tmp_path, Ranks())
+    report, readme = tmp_path / "verify.json", tmp_path / "README.md"
+    report.write_text(json.dumps(document(plan_of(1, 2), results, 1.0)))
+    readme.write_text(f"before\n{verify_table.BEGIN}\nold\n{verify_table.END}\nafter\n")
+    words = [str(report), str(readme)]
+    assert verify_table.main([*words, "--check"]) == 1
+    assert "is not what" in capsys.readouterr().err
+    assert verify_table.main(words) == 0
+    assert verify_table.main([*words, "--check"]) == 0
+    text = readme.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("\nafter\n")
+    assert "old" not in text
+    assert "| `invariant` | bitwise |" in text
+
+
+def test_a_readme_without_its_place_is_named(tmp_path: Path) -> None:
+    results = run_matrix(plan_of(1), tmp_path, Ranks())
+    report, readme = tmp_path / "verify.json", tmp_path / "README.md"
+    report.write_text(json.dumps(document(plan_of(1), results, 1.0)))
+    readme.write_text("nothing here")
+    with pytest.raises(SystemExit, match="has no line"):
+        verify_table.main([str(report), str(readme)])
+
+
+def test_the_table_fits_a_terminal() -> None:
+    stream = io.StringIO()
+    print_report(results_of("aaa", "aaa", "aaa", "aaa"), 1.0, stream)
+    width = max(len(line) for line in stream.getvalue().splitlines())
+    assert width <= max(Console(file=stream).width, 100)

@@ -1,0 +1,139 @@
+"""The matrix: its cells, its order of work, its arithmetic; by value."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from gradsync.errors import ConfigError
+from gradsync.verify.plan import (
+    PLAIN,
+    Cell,
+    Plan,
+    Settings,
+    Variant,
+    job_from_json,
+    job_to_json,
+    launches,
+    make_plan,
+    settings_for,
+    split_list,
+)
+
+
+def plan_of(**changes: Any) -> Plan:
+    asked: dict[str, Any] = {
+        "strategies": ["naive", "ddp"],
+        "world_sizes": [3, 1, 2],
+        "models": ["mlp", "gpt"],
+        "dtypes": ["fp32"],
+        "settings": Settings(),
+    }
+    return make_plan(**{**asked, **changes})
+
+
+def test_every_combination_once() -> None:
+    plan = plan_of()
+    assert len(plan.cells) == len(set(plan.cells)) == 2 * 3 * 2
+    assert plan.world_sizes == (1, 2, 3)
+
+
+def test_all_world_sizes_see_the_same_batches() -> None:
+    assert plan_of(world_sizes=[1, 8]).settings.num_leaves == 9
+    assert plan_of().settings.num_leaves == 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"models": ["mpl"]}, "unknown model 'mpl'; perhaps you meant 'mlp'"),
+        ({"dtypes": ["fp8"]}, "unknown dtype 'fp8'"),
+        ({"world_sizes": [0]}, "at least 1, got 0"),
+        ({"strategies": []}, "no strategies given"),
+        ({"models": ["target"]}, "unknown model 'target'"),
+    ],
+)
+def test_what_cannot_be_is_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match="verify") as raised:
+        plan_of(**changes)
+    assert message in str(raised.value)
+
+
+def test_each_world_size_is_started_once_and_the_smallest_again() -> None:
+    order = launches(plan_of())
+    assert [launch.world_size for launch in order] == [1, 2, 3, 1]
+    assert all(job.source is None for job in order[0].jobs)
+    assert all(job.source is not None for job in order[-1].jobs)
+
+
+def test_checkpoints_go_to_the_next_world_size_and_to_another_strategy() -> None:
+    handed = {
+        (job.source.strategy, job.source.world_size, job.cell.strategy, job.cell.world_size)
+        for launch in launches(plan_of())
+        for job in launch.jobs
+        if job.source is not None
+    }
+    for before, after in ((1, 2), (2, 3), (3, 1)):
+        for source in ("naive", "ddp"):
+            for target in ("naive", "ddp"):
+                assert (source, before, target, after) in handed
+
+
+def test_one_world_size_hands_over_within_itself() -> None:
+    (launch,) = launches(plan_of(world_sizes=[2]))
+    assert {job.source.world_size for job in launch.jobs if job.source} == {2}
+    # A checkpoint is written by a cell before it is asked for.
+    places = [job.source is None for job in launch.jobs]
+    assert places == sorted(places, reverse=True)
+
+
+def test_without_cross_load_there_are_cells_only() -> None:
+    order = launches(plan_of(cross_load=False))
+    assert [launch.world_size for launch in order] == [1, 2, 3]
+    assert all(job.source is None for launch in order for job in launch.jobs)
+
+
+def test_jobs_survive_json() -> None:
+    for launch in launches(plan_of()):
+        for job in launch.jobs:
+            assert job_from_json(job_to_json(job)) == job
+
+
+def test_the_last_step_is_short_by_default() -> None:
+    settings = Settings(num_steps=4, num_leaves=5, leaf_size=3)
+    assert settings.dataset_size == 3 * 15 + 4  # two leaves, the second with one sample
+    assert settings.num_epochs == 1
+
+
+@pytest.mark.parametrize("num_samples", [1, 7, 15, 46, 60, 200])
+def test_there_is_data_for_every_step(num_samples: int) -> None:
+    settings = Settings(num_steps=4, num_samples=num_samples)
+    assert settings.num_epochs is not None
+    assert settings.num_epochs * num_samples > 3 * settings.global_batch_size
+
+
+def test_variants_and_strategies_change_leaves_but_not_the_data() -> None:
+    settings = Settings()
+    one = settings_for(settings, Variant(one_leaf_per_rank=True), 3, equal_leaves=False)
+    equal = settings_for(settings, PLAIN, 3, equal_leaves=True)
+    assert (one.num_leaves, equal.num_leaves) == (3, 6)
+    assert one.dataset_size == equal.dataset_size == settings.dataset_size
+    assert equal.num_epochs is None
+    assert settings_for(settings, PLAIN, 3, equal_leaves=False) is settings
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"num_steps": 0}, {"num_samples": 0}, {"optimizer": "adam"}, {"batch_norm": "none"}],
+)
+def test_settings_are_checked(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        replace(Settings(), **changes)
+
+
+def test_names() -> None:
+    cell = Cell(strategy="ring", world_size=3, model="gpt", dtype="bf16")
+    assert cell.name == "ring W=3 gpt bf16"
+    assert split_list(" a, b,,c ") == ["a", "b", "c"]

@@ -1,11 +1,12 @@
-"""Render a benchmark's record as the table of docs/guide/strategies.md.
+"""Put a benchmark's record into docs/guide/strategies.md: one table, and a line per strategy.
 
     python tools/benchmark_table.py                        render the record that the page names
     python tools/benchmark_table.py --record RECORD.json   take this one from now on
     python tools/benchmark_table.py --check                exit 1 when the page is not up to date
 
 The table stands between `<!-- benchmark: RECORD.json -->` (a path from the repository's root) and
-`<!-- end of benchmark -->`. Everything in it comes from the record.
+`<!-- benchmark: end -->`; a strategy's line follows `<!-- measured: NAME -->`. Everything in them
+comes from the record.
 """
 
 from __future__ import annotations
@@ -14,14 +15,20 @@ import argparse
 import json
 import re
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median, quantiles
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "guide" / "strategies.md"
-SECTION = re.compile(r"<!-- benchmark: (\S+) -->\n.*?<!-- end of benchmark -->", re.DOTALL)
+SECTION = re.compile(r"<!-- benchmark: (\S+\.json) -->\n.*?<!-- benchmark: end -->", re.DOTALL)
+LINE = re.compile(r"<!-- measured: (\w+) -->\n[^\n]*")
 ALONE = "none"
+COLUMNS = (
+    *("strategy", "step, ms", "to `none`", "exposed, ms"),
+    *("sent, S", "operations", "held, S"),
+)
 LEGEND = (
     "`none` is plain torch without any communication. *step*: mean over the steps of a turn, on "
     "the slowest rank; median and quartiles over rounds, which interleave all strategies. *to "
@@ -33,40 +40,62 @@ LEGEND = (
     "at the end of backward, in units of S; temporaries of messages that have arrived are not in "
     "it."
 )
-COLUMNS = (
-    "strategy",
-    "step, ms",
-    "to `none`",
-    "exposed, ms",
-    "sent, S",
-    "operations",
-    "held, S",
-)
 
 
-def table(record: dict[str, Any]) -> str:
-    """The whole section: where it was measured, the rows, what the columns mean."""
-    contestants: dict[str, Any] = record["contestants"]
-    size = record["gradient_bytes"]
-    ideal = turns(contestants[ALONE]["step_s"])
-    lines = [
-        "| " + " | ".join(COLUMNS) + " |",
-        "|---|" + "---:|" * (len(COLUMNS) - 1),
-    ]
-    for name, found in contestants.items():
-        own = turns(found["step_s"])
-        steps = sum(len(round_) for round_ in found["step_s"][0])
-        cells = (
-            _name(name, found["options"]),
-            _spread([1000 * seconds for seconds in own], 1),
-            "1" if name == ALONE else _spread([a / b for a, b in zip(own, ideal, strict=True)], 2),
-            f"{1000 * median(turns(found['exposed_s'])):.1f}",
-            f"{mean(found['sent_bytes']) / steps / size:.2f}",
-            f"{mean(found['operations']) / steps:.3g}",
-            f"{mean(found['held_bytes']) / size:.2f}",
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One contestant's figures, as text."""
+
+    name: str
+    options: str
+    """`key=value`, those that differ from the defaults."""
+    step_ms: str
+    ratio: str
+    """To `none`."""
+    exposed_ms: str
+    sent: str
+    """In units of S, as `held`."""
+    operations: str
+    held: str
+
+    def in_table(self) -> str:
+        """A line of the table."""
+        name = f"`{self.name}`" + (f" ({self.options})" if self.options else "")
+        cells = (name, self.step_ms, self.ratio, self.exposed_ms)
+        return _cells(*cells, self.sent, self.operations, self.held)
+
+    def in_words(self) -> str:
+        """The line under a strategy's heading."""
+        options = f" ({self.options})" if self.options else ""
+        return (
+            f"*Measured*{options}: a step takes {self.ratio} of `none`'s time, sends {self.sent} S "
+            f"in {self.operations} operations, holds {self.held} S. [All figures](#measured)"
         )
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", LEGEND])
+
+
+def rows(record: dict[str, Any]) -> dict[str, Row]:
+    """Every contestant, in the record's order."""
+    ideal = turns(record["contestants"][ALONE]["step_s"])
+    return {
+        name: _row(name, found, ideal, record["gradient_bytes"])
+        for name, found in record["contestants"].items()
+    }
+
+
+def _row(name: str, found: dict[str, Any], ideal: list[float], size: int) -> Row:
+    own = turns(found["step_s"])
+    steps = sum(len(steps_of_round) for steps_of_round in found["step_s"][0])
+    ratios = [mine / best for mine, best in zip(own, ideal, strict=True)]
+    return Row(
+        name=name,
+        options=", ".join(f"{key}={value}" for key, value in found["options"].items()),
+        step_ms=_spread([1000 * seconds for seconds in own], 1),
+        ratio="1" if name == ALONE else _spread(ratios, 2),
+        exposed_ms=f"{1000 * median(turns(found['exposed_s'])):.1f}",
+        sent=f"{mean(found['sent_bytes']) / steps / size:.2f}",
+        operations=f"{mean(found['operations']) / steps:.3g}",
+        held=f"{mean(found['held_bytes']) / size:.2f}",
+    )
 
 
 def turns(by_rank: list[list[list[float]]]) -> list[float]:
@@ -87,9 +116,15 @@ def _spread(values: list[float], digits: int) -> str:
     return f"{median(values):.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
 
 
-def _name(name: str, options: dict[str, Any]) -> str:
-    said = ", ".join(f"{key}={value}" for key, value in options.items())
-    return f"`{name}`" + (f" ({said})" if said else "")
+def table(record: dict[str, Any]) -> str:
+    """The whole section: the rows, what the columns mean, where it was measured."""
+    lines = [_cells(*COLUMNS), "|---|" + "---:|" * (len(COLUMNS) - 1)]
+    lines += [row.in_table() for row in rows(record).values()]
+    return "\n".join([*lines, "", LEGEND, "", _where(record)])
+
+
+def _cells(*words: str) -> str:
+    return f"| {' | '.join(words)} |"
 
 
 def _where(record: dict[str, Any]) -> str:
@@ -109,24 +144,32 @@ def _where(record: dict[str, Any]) -> str:
     return f"{', '.join(parts)}:\n\n    {record['command']}"
 
 
-def render(page: str, root: Path, record: str | None = None) -> str:
-    """`page` with its section made anew.
+def render(page: str, root: Path, path: str | None = None) -> str:
+    """`page` with its table and its lines made anew.
 
     Args:
         page: the text of the guide.
-        root: what the path in the marker starts from.
-        record: path from `root` of another record; None keeps the one that the page names.
+        root: what the path in the comment starts from.
+        path: of another record, from `root`; None keeps the one that the page names.
 
     Raises:
-        ValueError: the page does not have exactly one section.
+        ValueError: the page does not have exactly one section, or wants a line of a strategy that
+            the record does not have.
     """
     found = SECTION.findall(page)
     if len(found) != 1:
         raise ValueError(f"the page must have one benchmark section, it has {len(found)}")
-    path = record or found[0]
-    text = table(json.loads((root / path).read_text(encoding="utf-8")))
-    section = f"<!-- benchmark: {path} -->\n\n{text}\n\n<!-- end of benchmark -->"
-    return SECTION.sub(lambda _: section, page)
+    path = path or found[0]
+    record = json.loads((root / path).read_text(encoding="utf-8"))
+    known = rows(record)
+
+    def line(match: re.Match[str]) -> str:
+        if match[1] not in known:
+            raise ValueError(f"{path} has no strategy {match[1]!r}")
+        return f"<!-- measured: {match[1]} -->\n{known[match[1]].in_words()}"
+
+    section = f"<!-- benchmark: {path} -->\n\n{table(record)}\n\n<!-- benchmark: end -->"
+    return LINE.sub(line, SECTION.sub(lambda _: section, page))
 
 
 def main(argv: list[str]) -> int:
@@ -135,9 +178,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--record", type=Path, help="another record for the page")
     parser.add_argument("--check", action="store_true", help="change nothing; 1 when out of date")
     arguments = parser.parse_args(argv)
-    record = arguments.record and arguments.record.resolve().relative_to(ROOT).as_posix()
+    path = arguments.record and arguments.record.resolve().relative_to(ROOT).as_posix()
     before = PAGE.read_text(encoding="utf-8")
-    after = render(before, ROOT, record)
+    after = render(before, ROOT, path)
     if arguments.check and before != after:
         print(f"{PAGE.relative_to(ROOT)} is out of date: run python tools/benchmark_table.py")
         return 1

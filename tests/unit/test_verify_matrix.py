@@ -149,6 +149,18 @@ def test_bitwise_means_one_hash_at_every_world_size() -> None:
     assert "not those of invariant W=1 mlp fp32" in results[2].sentence
 
 
+def test_the_matrix_compares_world_sizes(tmp_path: Path) -> None:
+    def drift(folder: Path, world_size: int) -> int:
+        code = Ranks()(folder, world_size)
+        if world_size == 2:
+            (done,) = folder.glob("done-1.jsonl")
+            done.write_text(done.read_text().replace('_sha256": "invariant"', '_sha256": "x"'))
+        return code
+
+    results = run_matrix(plan_of(1, 2), tmp_path, drift)
+    assert [result.status for result in results] == ["passed", "passed", "passed", "failed"]
+
+
 def test_a_run_continued_from_another_strategy_may_differ() -> None:
     results = results_of("aaa", "bbb", "bbb")
     results[1].loaded_from = "naive W=1 mlp fp32"

@@ -59,6 +59,9 @@ def test_the_problems_have_what_goes_wrong_in_practice() -> None:
     leaves = results.leaf_results(0, results.start(), {})
     assert len({"branch.weight" in leaf.gradient for leaf in leaves}) == 2  # used by some
     assert len({leaf.weight for leaf in leaves}) > 1  # unequal weights
+    last = results.leaf_results(1, results.start(), {})
+    used = [["rare.weight" in leaf.gradient for leaf in step] for step in (leaves, last)]
+    assert used == [[False] * 5, [False, True]]  # by nobody, then by one
     assert build_problem("conv", SETTINGS).has_batch_norm
 
 

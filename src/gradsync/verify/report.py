@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import platform
+import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib import metadata
@@ -21,6 +22,7 @@ _COLUMNS = (
     *("part_of_bound", "weights_sha256", "cause", "step", "sentence", "seconds"),
 )
 _PARTS = ("loss", "gradient", "weight", "state")
+_WIDTH = 110
 _MEASURES = ("max_abs", "max_rel", "max_ulp", "first_step", "first_name")
 
 
@@ -55,7 +57,9 @@ def write_csv(path: Path, results: Sequence[Result]) -> None:
 
 def print_report(results: Sequence[Result], seconds: float, stream: TextIO) -> None:
     """A row per strategy and dtype, then a sentence per failure."""
-    console = Console(file=stream, highlight=False, soft_wrap=True)
+    # A narrow terminal may wrap lines; words cut short could not be read.
+    width = max(shutil.get_terminal_size().columns, _WIDTH)
+    console = Console(file=stream, highlight=False, soft_wrap=True, width=width)
     cells = [result for result in results if not result.loaded_from]
     console.print(_table(cells))
     for result in results:

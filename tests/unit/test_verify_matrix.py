@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -190,10 +191,12 @@ def test_marks() -> None:
 def test_the_document_and_the_rows(tmp_path: Path) -> None:
     results = run_matrix(plan_of(1, 2, cross_load=True), tmp_path, Ranks())
     results[0].status, results[0].sentence, results[0].tried = "failed", "because", ["so: gone"]
+    results[0].losses = [1.0, math.nan]
+    results[0].differences["loss"]["max_abs"] = math.inf
     made = document(plan_of(1, 2), results, 1.23)
     assert made["passed"] is False
     assert (len(made["cells"]), len(made["cross_load"])) == (4, 8)
-    json.dumps(made)
+    json.dumps(made, allow_nan=False)
     write_csv(tmp_path / "cells.csv", results)
     with (tmp_path / "cells.csv").open() as file:
         rows = list(csv.DictReader(file))

@@ -20,6 +20,7 @@ from gradsync.errors import ConfigError, RunError
 from gradsync.runtime.gloo_group import wait_until_workers_sleep
 from gradsync.sync.agreement import agree
 from gradsync.sync.batch_norm import BatchNormHandling, choose_batch_norm
+from gradsync.sync.loss_sum import LossSum
 from gradsync.sync.own_loop import OwnLoop
 from gradsync.sync.reducer import Reducer
 from gradsync.sync.replicas import check_replicas, replica_tensors
@@ -80,8 +81,7 @@ class GradientSync:
         self.reducer = reducer
         if not reducer.parameters:
             raise RunError("the model has no trainable parameter: nothing to synchronise")
-        self._loss_sum: Tensor | None = None
-        self._weight = 0.0
+        self._loss = LossSum(reducer.parameters[0].device)
         self._last = False
         self._index: int | None = None
         self._result: StepResult | None = None
@@ -155,9 +155,7 @@ class GradientSync:
         with self._own_loop.enclosed(), self.reducer.leaf(last=last, index=index):
             (loss_sum if scale is None else scale.scale(loss_sum)).backward()
         self._statistics.leaf_ends(counts=weight > 0)
-        detached = loss_sum.detach().double()
-        self._loss_sum = detached if self._loss_sum is None else self._loss_sum + detached
-        self._weight += weight
+        self._loss.add(loss_sum, weight)
 
     def step(
         self,
@@ -178,7 +176,7 @@ class GradientSync:
         Raises:
             ConfigError: `scale` under a strategy that cannot skip a step.
         """
-        reducer, own_weight = self.reducer, self._weight
+        reducer, loss = self.reducer, self._loss
         update = Update(reducer, optimizer)
         if scale is not None and not reducer.takes_scale:
             raise ConfigError(
@@ -188,17 +186,12 @@ class GradientSync:
         counts = self._statistics.step_begins()
         used = reducer.launch()
         agreed = agree(
-            self.comm,
-            used,
-            counts,
-            loss_sum=self._loss_on_cpu(),
-            weight=own_weight,
-            stop=stop,
+            self.comm, used, counts, loss_sum=loss.on_cpu(), weight=loss.weight, stop=stop
         )
         reduction = reducer.reduce(agreed.used)
-        mean_loss = self._global_loss(agreed.loss_sum) / agreed.weight
+        mean_loss = loss.over_ranks(self.comm, agreed.loss_sum) / agreed.weight
         # What `.grad` holds the sum over: the global batch, or only this rank's part of it.
-        weight = own_weight if reduction.local else agreed.weight
+        weight = loss.weight if reduction.local else agreed.weight
         norm = None
         if weight:
             if scale is not None:
@@ -215,7 +208,7 @@ class GradientSync:
                     scale.step(update)
                     scale.update()
         optimizer.zero_grad(set_to_none=True)
-        self._loss_sum, self._weight = None, 0.0
+        self._loss = LossSum(reducer.parameters[0].device)
         self._result = StepResult(mean_loss, agreed.weight, norm, agreed.stop, reduction.exposed)
         self._statistics.step_ends(agreed.counts)
         reducer.after_step()
@@ -297,22 +290,6 @@ class GradientSync:
             del self.model.__dict__[HANDLE]
         if self.comm.world_size > 1:
             wait_until_workers_sleep()
-
-    def _loss_on_cpu(self) -> float:
-        """The loss when it costs no wait: on a CPU it travels with the agreement."""
-        on_cpu = self._loss_sum is not None and not self._loss_sum.is_cuda
-        return float(self._loss_sum) if on_cpu and self._loss_sum is not None else 0.0
-
-    def _global_loss(self, loss_on_cpu: float) -> Tensor:
-        """The loss over all ranks; on CUDA by one more all-reduce, float64 [], on the device."""
-        device = self.reducer.parameters[0].device
-        if device.type != "cuda":
-            return torch.tensor(loss_on_cpu, dtype=torch.float64)
-        loss_sum = self._loss_sum
-        if loss_sum is None:
-            loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-        self.comm.all_reduce(loss_sum).wait()
-        return loss_sum
 
     def __deepcopy__(self, memo: object) -> None:
         """A copy of the model is not synchronised: it gets no handle."""

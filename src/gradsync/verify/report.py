@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import platform
 import shutil
 from collections.abc import Sequence
@@ -36,10 +37,19 @@ def document(plan: Plan, results: Sequence[Result], seconds: float) -> dict[str,
             "torch": _version("torch"),
             "python": platform.python_version(),
         },
-        "cells": [result.to_json() for result in results if not result.loaded_from],
-        "cross_load": [result.to_json() for result in results if result.loaded_from],
+        "cells": [_strict(result.to_json()) for result in results if not result.loaded_from],
+        "cross_load": [_strict(result.to_json()) for result in results if result.loaded_from],
         "seconds": round(seconds, 1),
     }
+
+
+def _strict(value: Any) -> Any:
+    """Without nan and infinity, which JSON does not have: they become null."""
+    if isinstance(value, dict):
+        return {key: _strict(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_strict(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_csv(path: Path, results: Sequence[Result]) -> None:
@@ -104,8 +114,9 @@ def mark(cells: Sequence[Result]) -> str:
 
 
 def largest(cells: Sequence[Result], part: str) -> float:
-    """Largest relative difference of `part` from one rank's run."""
-    return max((cell.differences[part]["max_rel"] for cell in cells if cell.differences), default=0)
+    """Largest relative difference of `part` from one rank's run; null in JSON was no number."""
+    found = [cell.differences[part]["max_rel"] for cell in cells if cell.differences]
+    return max((math.inf if value is None else value for value in found), default=0.0)
 
 
 def short(value: float) -> str:

@@ -31,6 +31,8 @@ def _verify(
         for fault, strategy, model in faults:
             cell = Cell(strategy=strategy, world_size=world_size, model=model, dtype="fp32")
             setting = Setting(settings=SETTINGS, comm=comm)
+            if fault == "synced_batch_norm":
+                setting.settings = replace(SETTINGS, batch_norm="sync", num_leaves=6)
             if fault == "momentum_lost":
                 setting.saved = _checkpoint(cell, comm, Path(store_path + "-saved"))
             setting.prepare = getattr(verify_faults, fault) if fault else None
@@ -96,6 +98,7 @@ FAULTS = [
     ("learning_rate_of_all", "naive", "mlp", 2, "optimizer step", "the optimizer's step"),
     ("loss_of_one_rank", "local_sgd", "mlp", 3, "loss scaling", "the reported loss"),
     ("gradients_negated", "powersgd", "gpt", 2, "unknown", "the loss does not fall"),
+    ("synced_batch_norm", "naive", "conv", 2, "BatchNorm", "statistics the difference is gone"),
     ("promised_bitwise", "naive", "gpt", 2, "order only", "units in the last place"),
     ("sign_flipped", "naive", "mlp", 2, "loss scaling", "the right one times -1"),
     ("loss_of_one_rank", "naive", "mlp", 2, "loss scaling", "the reported loss"),

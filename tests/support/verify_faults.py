@@ -44,6 +44,33 @@ def _after_reduce(parts: Parts, change: Callable[[dict[str, Tensor], int], None]
     return parts
 
 
+class _Own:
+    """This rank's own loss and targets in the step under way."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.loss = self.weight = 0.0
+        sync: Any = parts.sync
+        backward, step = sync.backward, sync.step
+
+        def counted(loss: Tensor, *, leaf: Leaf) -> None:
+            self.loss += float(loss.detach())
+            self.weight += leaf.num_targets
+            backward(loss, leaf=leaf)
+
+        def cleared(*arguments: Any, **named: Any) -> Any:
+            result = step(*arguments, **named)
+            self.loss = self.weight = 0.0
+            return result
+
+        sync.backward, sync.step = counted, cleared
+
+    def total_and_busy(self, parts: Parts) -> tuple[float, float]:
+        """Targets of all ranks, and how many ranks have any."""
+        both = torch.tensor([self.weight, float(self.weight > 0)], dtype=torch.float64)
+        parts.comm.all_reduce(both).wait()
+        return float(both[0]), float(both[1])
+
+
 def one_parameter_not_reduced(parts: Parts) -> Parts:
     """Each rank keeps its own gradient of one weight, times W as if it had been summed."""
     parameter = dict(parts.model.named_parameters())["head.weight"]
@@ -68,15 +95,13 @@ def divided_twice(parts: Parts) -> Parts:
 
 def divided_by_the_local_count(parts: Parts) -> Parts:
     """Each rank divides the global sum by its own targets."""
-    sync: Any = parts.sync
+    own = _Own(parts)
 
     def change(_: dict[str, Tensor], __: int) -> None:
-        own = sync._weight
-        total = torch.tensor([own], dtype=torch.float64)
-        parts.comm.all_reduce(total).wait()
+        total, _busy = own.total_and_busy(parts)
         for parameter in parts.model.parameters():
-            if parameter.grad is not None and own:
-                parameter.grad.mul_(float(total) / own)
+            if parameter.grad is not None and own.weight:
+                parameter.grad.mul_(total / own.weight)
 
     return _after_reduce(parts, change)
 
@@ -84,18 +109,15 @@ def divided_by_the_local_count(parts: Parts) -> Parts:
 def mean_of_means(parts: Parts) -> Parts:
     """Each rank divides its own sum by its own targets, and the means are averaged: as DDP does
     with `loss.mean()` on leaves of unequal weight."""
-    sync: Any = parts.sync
+    own = _Own(parts)
     reducer: Any = parts.sync.reducer
     original = reducer.reduce
 
     def reduce(used: list[bool]) -> Reduction:
-        total = torch.tensor([sync._weight, float(sync._weight > 0)], dtype=torch.float64)
-        own = max(sync._weight, 1.0)
-        parts.comm.all_reduce(total).wait()
-        weight, busy = total.tolist()
+        total, busy = own.total_and_busy(parts)
         for parameter in parts.model.parameters():
             if parameter.grad is not None:
-                parameter.grad.mul_(weight / own / busy)
+                parameter.grad.mul_(total / max(own.weight, 1.0) / busy)
         return original(used)
 
     reducer.reduce = reduce
@@ -334,6 +356,11 @@ def gradients_negated(parts: Parts) -> Parts:
     return _after_reduce(parts, change)
 
 
+def synced_batch_norm(parts: Parts) -> Parts:
+    """Nothing is planted: the test asks for BatchNorm over all ranks, which no one rank has."""
+    return parts
+
+
 def promised_bitwise(parts: Parts) -> Parts:
     """Nothing is wrong here but the promise, which the test changes."""
     return parts
@@ -341,12 +368,13 @@ def promised_bitwise(parts: Parts) -> Parts:
 
 def loss_of_one_rank(parts: Parts) -> Parts:
     """Gradients are right; what is reported is this rank's own loss."""
+    own = _Own(parts)
     sync: Any = parts.sync
     original = sync.step
 
     def step(*arguments: Any, **named: Any) -> Any:
-        own = torch.tensor(0.0) if sync._loss_sum is None else sync._loss_sum / sync._weight
-        return replace(original(*arguments, **named), mean_loss=own)
+        mean_loss = torch.tensor(own.loss / max(own.weight, 1.0))
+        return replace(original(*arguments, **named), mean_loss=mean_loss)
 
     sync.step = step
     return parts

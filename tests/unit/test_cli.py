@@ -78,7 +78,7 @@ TRAIN = ("train", "tiny", "--device", "cpu")
         ((*TRAIN, "--seq-len", "9999"), "seq_len 9999 is longer than model.block_size"),
         (
             (*TRAIN, "--tokens-per-update", "9000"),
-            "nearest legal tokens_per_update is 8192 or 9216",
+            "nearest legal tokens_per_update is 8704 or 9216",
         ),
         ((*TRAIN, "--nproc-per-node", "16"), "16"),
         ((*TRAIN, "--dtype", "fp16"), "dtype fp16 needs CUDA"),

@@ -207,6 +207,9 @@ def test_rounding_is_recognised(dtype: torch.dtype, name: str) -> None:
     found = run(scene(rounded))
     assert found.cause is Cause.DTYPE
     assert f"rounded to {name}" in found.sentence
+    exact = add_up(results())
+    single = [{n: exact.mean(n).float() for n in "ab"} for _ in range(2)]
+    assert "rounded to fp32" in run(scene(single, dtype="fp64")).sentence
 
 
 @pytest.mark.parametrize(

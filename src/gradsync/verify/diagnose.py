@@ -158,7 +158,7 @@ def _scaling(scene: Scene) -> Found | None:
     known = {r: f for r, f in enumerate(factors) if f is not None and abs(f - 1) > _FAR}
     if not known or any(f is None for f in factors):
         mean = mean_of_means(scene.results, scene.owners)
-        if is_mean_of(scene.unclipped(0), mean):
+        if wrong and is_mean_of(scene.unclipped(0), mean):
             text = "it is the mean of the ranks' own means, although they have unequal numbers of "
             return Cause.LOSS_SCALING, replace(finding, ranks=()), text + "targets"
         return None
@@ -275,6 +275,8 @@ def _rounded_to(scene: Scene) -> str:
         mean = scene.exact.mean(name)
         size = float(mean.norm())
         largest = max(largest, float((got[name] - mean).norm()) / size if size else 0.0)
+    if scene.dtype == "fp64" and largest <= 2 * UNIT_ROUNDOFF["fp32"]:
+        return "fp32"
     if largest <= 2 * UNIT_ROUNDOFF["fp16"]:
         return "fp16"
     return "bf16" if largest <= 4 * UNIT_ROUNDOFF["bf16"] else ""

@@ -29,7 +29,7 @@ _REMEDY = {
     Cause.FLAG_TOO_LATE: "enter micro_step or no_sync before the forward, not before the backward",
     Cause.BATCH_NORM: "choose batch_norm=freeze, or use GroupNorm",
     Cause.RANDOM: "seed by (seed, step, leaf) before each forward, never by rank",
-    Cause.DTYPE: "add gradients in fp32, or choose a strategy that says that it rounds",
+    Cause.DTYPE: "keep gradients in the weights' dtype, or choose a strategy that says it rounds",
     Cause.ORDER: "all is right up to rounding; sums are taken in another order at this world size",
     Cause.OPTIMIZER: "the optimizer must act elementwise on the whole mean gradient",
     Cause.UNKNOWN: "none of the known causes explains it; compare the first parameter by hand",

@@ -1,0 +1,88 @@
+"""The guides tell the truth: their Python runs, their tables are the code's, their links hold."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from gradsync.comm.reductions import ALGORITHMS
+from gradsync.sync.engine.recipe import Recipe
+from gradsync.sync.registry import ENGINE_OPTIONS, STRATEGIES
+from support.launchers import run_python
+
+GUIDES = sorted((Path(__file__).parents[2] / "docs" / "guide").glob("*.md"))
+STRATEGIES_PAGE = next(path for path in GUIDES if path.name == "strategies.md").read_text()
+PROCESS_GROUP = """
+import torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+"""
+
+
+def python_of(text: str) -> str:
+    """All Python of a page, one block after the other."""
+    return "\n".join(re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
+
+
+@pytest.mark.parametrize(
+    "guide", [g for g in GUIDES if python_of(g.read_text())], ids=lambda g: g.name
+)
+def test_python_runs_on_one_rank(guide: Path) -> None:
+    """In the order of the page, each block with the names of those before it."""
+    done = run_python(["-W", "error", "-c", PROCESS_GROUP + python_of(guide.read_text())]).ok()
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.name)
+def test_anchors_exist(guide: Path) -> None:
+    for name, anchor in re.findall(r"\]\(([^)#]*)#([^)]+)\)", guide.read_text()):
+        target = guide if not name else (guide.parent / name)
+        headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+        assert anchor in [anchor_of(heading) for heading in headings], (name, anchor)
+
+
+def anchor_of(heading: str) -> str:
+    """As the common Markdown renderers make it."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_each_strategy_has_its_section(name: str) -> None:
+    """With a picture, costs, its promise, options and a measured line."""
+    strategy = STRATEGIES[name]
+    section = STRATEGIES_PAGE.partition(f"\n### `{name}`\n")[2].partition("\n##")[0]
+    assert section.count("```") == 2
+    assert "- **Costs** " in section
+    assert f"**Promise** {strategy.promise}" in section
+    assert "**Choose it** " in section
+    assert f"<!-- measured: {name} -->\n*Measured*" in section
+    if strategy.options == ENGINE_OPTIONS:
+        assert "**Options** the engine's" in section
+    else:
+        inherited = STRATEGIES["ddp"].options if name == "powersgd" else ()
+        for option in set(strategy.options) - set(inherited):
+            assert f"`{option}" in section, option
+
+
+def test_the_table_of_recipes_is_the_registry() -> None:
+    for name, strategy in STRATEGIES.items():
+        if strategy.recipe is not None:
+            recipe = strategy.recipe
+            parts = [recipe.grouping, "yes" if recipe.overlap else "no", recipe.order]
+            parts += [recipe.reduction, recipe.wire, recipe.shard]
+            assert f"| `{name}` | {' | '.join(parts)} |" in STRATEGIES_PAGE
+
+
+def test_every_choice_of_the_engine_is_named() -> None:
+    picture = STRATEGIES_PAGE.partition("## What a strategy is made of")[2].partition("| name")[0]
+    for field in fields(Recipe):
+        assert field.name in picture
+        for value in re.findall(r"'(\w+)'", str(field.type)):
+            assert value in picture, value
+
+
+def test_the_table_of_algorithms_is_the_code() -> None:
+    for name, algorithm in ALGORITHMS.items():
+        assert f"| `{name}` | {algorithm.summary} | {algorithm.sent} |" in STRATEGIES_PAGE

@@ -182,7 +182,7 @@ def main(argv: list[str]) -> int:
     before = PAGE.read_text(encoding="utf-8")
     after = render(before, ROOT, path)
     if arguments.check and before != after:
-        print(f"{PAGE.relative_to(ROOT)} is out of date: run python tools/benchmark_table.py")
+        print(f"{PAGE.name} is out of date: run python tools/benchmark_table.py")
         return 1
     if not arguments.check:
         PAGE.write_text(after, encoding="utf-8")

@@ -87,7 +87,8 @@ def test_render_replaces_table_and_lines(record: dict[str, Any], tmp_path: Path)
         "<!-- benchmark: old.json -->\nold table\n<!-- benchmark: end -->\nafter\n"
     )
     after = render(page, tmp_path, "new.json")
-    assert "old" not in after
+    assert "old line" not in after
+    assert "old table" not in after
     assert after.startswith("before\n<!-- measured: naive -->\n*Measured* (k=8): a step takes 2.00")
     assert "\nbetween\n<!-- benchmark: new.json -->\n\n| strategy |" in after
     assert after.endswith("<!-- benchmark: end -->\nafter\n")
@@ -98,15 +99,22 @@ def test_render_replaces_table_and_lines(record: dict[str, Any], tmp_path: Path)
         render("no section", tmp_path, "new.json")
 
 
-def test_the_page_is_up_to_date(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_page_is_up_to_date() -> None:
     assert main(["--check"]) == 0
-    changed = tmp_path / "strategies.md"
-    changed.write_text(PAGE.read_text().replace("| `none` |", "| `none` | 1 |"))
-    monkeypatch.setattr("benchmark_table.ROOT", ROOT)
-    monkeypatch.setattr("benchmark_table.PAGE", changed)
-    with pytest.raises(SystemExit):
-        main(["--no-such-flag"])
-    assert render(changed.read_text(), ROOT) != changed.read_text()
+
+
+def test_a_changed_page_is_noticed_and_put_right(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.md"
+    changed = PAGE.read_text().replace("| `none` |", "| `none` | 1 |")
+    page.write_text(changed)
+    monkeypatch.setattr("benchmark_table.PAGE", page)
+    assert main(["--check"]) == 1
+    assert "page.md is out of date" in capsys.readouterr().out
+    assert page.read_text() == changed
+    assert main([]) == 0
+    assert page.read_text() == (ROOT / "docs" / "guide" / "strategies.md").read_text()
 
 
 def test_the_record_has_every_strategy_and_no_machine_path() -> None:

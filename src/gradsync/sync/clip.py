@@ -21,7 +21,8 @@ BLOCK = 65_536
 
 
 def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """L2 norm over all `gradients` (any shapes), fp32 [], see [Note: Fixed blocks].
+    """L2 norm over all `gradients` (any shapes), fp32 [] (fp64 if any of them is), see
+    [Note: Fixed blocks].
 
     On CUDA nothing is read back: the result stays on the device.
     """
@@ -33,12 +34,13 @@ def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
     blocks = [block.float() if block.element_size() == 2 else block for block in blocks]
     norms = torch.stack([norm.double() for norm in torch._foreach_norm(blocks)])
     # cumsum adds one after the other, whatever the vector width; sum() would not.
-    return norms.square().cumsum(0)[-1].sqrt().float()
+    double = any(gradient.dtype == torch.float64 for gradient in gradients)
+    return norms.square().cumsum(0)[-1].sqrt().to(torch.float64 if double else torch.float32)
 
 
 def clip_gradients(gradients: Sequence[Tensor], max_norm: float) -> Tensor:
     """Scale `gradients` in place so that their norm is at most `max_norm` (Pascanu et al. 2013,
-    arXiv 1211.5063); returns the norm before, fp32 []."""
+    arXiv 1211.5063); returns the norm before, []."""
     norm = gradient_norm(gradients)
     if gradients:
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -6,7 +6,6 @@ All ranks call `run_cell`; rank 0 judges and knows the result.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -26,7 +25,6 @@ from gradsync.verify.gather import gather_tensors
 from gradsync.verify.judge import Verdict, judge
 from gradsync.verify.local import judge_local
 from gradsync.verify.plan import PLAIN, Cell, Settings, Variant
-from gradsync.verify.problem import Problem
 from gradsync.verify.promise import promise_of
 from gradsync.verify.reference import Reference
 from gradsync.verify.result import Result
@@ -48,8 +46,6 @@ class Setting:
     """For `hierarchical`."""
     prepare: Prepare | None = None
     """May replace parts of the loop; a seam for tests."""
-    problem: Callable[[Variant], Problem] | None = None
-    """Another problem than the cell's model names."""
     saved: Saved | None = None
     """A checkpoint to start from."""
     one_rank_runs: OneRankRuns = field(default_factory=dict)
@@ -106,14 +102,12 @@ def run_cell(cell: Cell, setting: Setting) -> tuple[Result, Trace]:
 def _attempt(cell: Cell, setting: Setting, variant: Variant) -> _Attempt:
     """Train one variant on all ranks, and judge it."""
     comm, saved = setting.comm, setting.saved
-    problem = setting.problem
     task = Task(
         strategy=cell.strategy,
         model=cell.model,
         dtype=cell.dtype,
         settings=setting.settings,
         variant=variant,
-        problem=None if problem is None else lambda: problem(variant),
     )
     start = None if saved is None else saved.load
     trace = train_traced(task, comm, groups=setting.groups, prepare=setting.prepare, start=start)
@@ -150,7 +144,7 @@ def _compare_free_runs(
     if evidence.promise.kind == "bitwise":
         start = None if saved is None else saved.load
         single = train_traced(task, SingleCommunicator(), start=start)
-    elif saved is None and setting.problem is None:
+    elif saved is None:
         if key not in known:
             known[key] = evidence.reference.train()
         single = known[key]

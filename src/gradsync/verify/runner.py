@@ -57,8 +57,6 @@ class Task:
     dtype: str
     settings: Settings
     variant: Variant = PLAIN
-    problem: Callable[[], Problem] | None = None
-    """Makes another problem than the one that `model` names."""
 
     @property
     def used_dtype(self) -> str:
@@ -67,10 +65,7 @@ class Task:
 
     def build(self) -> Problem:
         """A fresh problem, in the dtype of the weights."""
-        if self.problem is None:
-            problem = build_problem(self.model, self.settings, self.variant)
-        else:
-            problem = self.problem()
+        problem = build_problem(self.model, self.settings, self.variant)
         return in_double(problem) if self.used_dtype == "fp64" else problem
 
     def settings_for(self, world_size: int) -> Settings:

@@ -6,9 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from gradsync.comm.process_group import ProcessGroupCommunicator
+from gradsync.errors import ConfigError
 from gradsync.sync.gradient_sync import GradientSync
+from gradsync.sync.replicate import replicate
 from support.own_loops import (
     OWN_LOOP,
     WORLD_SIZE,
@@ -21,6 +25,7 @@ from support.own_loops import (
     start,
     weights,
 )
+from support.thread_ranks import run_thread_ranks
 
 every_strategy = pytest.mark.parametrize("name", OWN_LOOP)
 
@@ -209,3 +214,20 @@ def test_every_engine_strategy_serves_own_loops(name: str) -> None:
         for key, gradient in expected.items():
             scale = float(gradient.abs().max())
             torch.testing.assert_close(found[key], gradient, rtol=tolerance, atol=tolerance * scale)
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero2", "local_sgd", "diloco"])
+def test_a_strategy_that_cannot_is_refused_before_ranks_drift(name: str) -> None:
+    def work(rank: int, group: dist.ProcessGroup) -> str:
+        model = nn.Linear(2, 1)
+        sync = replicate(model, sync=name, comm=ProcessGroupCommunicator(group))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(1, 2)).sum().backward()
+        with pytest.raises(ConfigError) as caught:
+            optimizer.step()
+        sync.close()
+        optimizer.step()  # nobody's any more
+        return str(caught.value)
+
+    for message in run_thread_ranks(work, 2):
+        assert "works through sync.backward and sync.step only" in message

@@ -54,12 +54,12 @@ class OwnLoop:
         self._finished = False  # there are gradients that have
         self._stepped: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that used those
         self._parameter_ids = {id(parameter) for parameter in reducer.parameters}
+        optimizer_watch().add(self)
         self._handles: list[Any] = self._watch(model) if reducer.own_loop else []
         self._remove = weakref.finalize(self, _remove, self._handles)
 
     def _watch(self, model: nn.Module) -> list[Any]:
         """Hooks that do not hold this object, which holds the model's parameters."""
-        optimizer_watch().add(self)
         loop: weakref.ref[OwnLoop] = weakref.ref(self)
 
         def before_forward(*_: Any) -> None:
@@ -136,6 +136,7 @@ class OwnLoop:
         """An optimizer is about to use the gradients: this rank may have had no backward."""
         if self._enclosed or not self._is_ours(optimizer):
             return
+        self._refuse_if_foreign()
         if self._dirty or not self._finished or optimizer in self._stepped:
             self.finish()
 
@@ -171,8 +172,9 @@ class OwnLoop:
     def _refuse_if_foreign(self) -> None:
         if not self._reducer.own_loop:
             raise ConfigError(
-                f"{type(self._reducer).__name__} works through sync.backward and sync.step only; "
-                "in a loop of your own use sync='invariant', 'bucketed' or 'naive'"
+                f"{type(self._reducer).__name__} works through sync.backward and sync.step only "
+                "(an optimizer's own step would let ranks drift apart); in a loop of your own use "
+                "sync='invariant', 'bucketed', 'naive' or 'fsdp'"
             )
 
     def close(self) -> None:

@@ -167,8 +167,8 @@ STRATEGIES: dict[str, Strategy] = {
         _engine(
             name="hierarchical",
             summary="bucketed, inside each host first, then between hosts shard by shard",
-            cost="2(H-1)/H S/L bytes between H hosts of L ranks, 2(L-1)/L S inside, one operation "
-            "per level and bucket, one shard",
+            cost="2(H-1)/H S/L bytes between H hosts of L ranks, 2(L-1)/L S inside, "
+            "2(L-1) + 2(H-1) operations per bucket, one shard",
             promise="rounding",
             recipe=Recipe(reduction="hierarchical"),
         ),
@@ -198,7 +198,8 @@ STRATEGIES: dict[str, Strategy] = {
             name="zero2",
             summary="reduce-scatter of each bucket; optimizer state and summed gradients in shares "
             "(ZeRO-2)",
-            cost="2(W-1)/W S bytes, two operations per bucket, state/W and S/W after backward",
+            cost="2(W-1)/W S bytes (3 on gloo), two operations per bucket, state/W and S/W after "
+            "backward",
             promise="rounding",
             recipe=Recipe(shard="gradients"),
         ),

@@ -21,7 +21,10 @@ from support import processes, sockets
 
 SETTLE_S = 1.0
 """How long something that is ending by itself may take."""
-IGNORED_VARIABLES = ("PYTEST_CURRENT_TEST", "COLUMNS", "LINES", "TORCHINDUCTOR_CACHE_DIR")
+IGNORED_VARIABLES = (
+    *("PYTEST_CURRENT_TEST", "COLUMNS", "LINES", "TORCHINDUCTOR_CACHE_DIR"),
+    *("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"),  # scikit-learn, when it is imported
+)
 """Set by pytest, and by torch when its compiler is first imported."""
 KNOWN_THREADS = ("TMonitor", "fsspecIO")
 """Helper threads, by class or name, that a library (tqdm, fsspec) starts once and keeps."""

@@ -13,8 +13,7 @@ from gradsync.checkpoint.weights import weights_sha256
 from gradsync.comm.base import Communicator
 from gradsync.comm.groups import Groups
 from gradsync.comm.single import SingleCommunicator
-from gradsync.comm.values import broadcast_json
-from gradsync.sync.sharded.text import all_gather_json
+from gradsync.comm.values import all_gather_json, broadcast_json
 from gradsync.verify.diagnose import Scene, diagnose
 from gradsync.verify.difference import Difference
 from gradsync.verify.evidence import Evidence, leaf_results

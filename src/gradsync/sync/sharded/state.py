@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gradsync.comm.base import Communicator
+from gradsync.comm.values import all_gather_json
 from gradsync.errors import ConfigError
 from gradsync.sync.sharded.bucket import ShardedBucket
-from gradsync.sync.sharded.text import all_gather_json
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradsync.comm.base import Communicator
-from gradsync.sync.sharded.text import all_gather_json
+from gradsync.comm.values import all_gather_json
 
 
 def gather_tensors(

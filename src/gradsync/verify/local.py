@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gradsync.comm.base import Communicator
-from gradsync.sync.sharded.text import all_gather_json
+from gradsync.comm.values import all_gather_json
 from gradsync.verify.evidence import Evidence, exact_of
 from gradsync.verify.finding import Finding, Kind, finding_from_json, finding_to_json
 from gradsync.verify.gather import gather_tensors

@@ -91,7 +91,7 @@ def _fail_on_one_rank(
     return got, [t.name for t in threading.enumerate() if t.name.startswith("gradsync")]
 
 
-@pytest.mark.parametrize("name", [*ON_PROCESSES_ONLY, "naive", "invariant", "bucketed"])
+@pytest.mark.parametrize("name", STRATEGIES)
 def test_an_error_on_one_rank_is_no_hang(pool: Any, name: str) -> None:
     survivor, failed = pool.run(_fail_on_one_rank, 2, name, timeout_s=20.0)
     assert failed[0] == "ValueError"

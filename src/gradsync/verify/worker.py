@@ -44,17 +44,24 @@ def write_work(folder: Path, number: int, settings: Settings, jobs: Sequence[Job
 
 
 def run_worker(folder: Path) -> int:
-    """Be one rank of one start; 0 when all jobs are done."""
+    """Be one rank of one start; 0 when all jobs are done, 1 when this rank noted what it raised.
+
+    Raises:
+        whatever comes of opening the session.
+    """
     work = json.loads((folder / WORK).read_text())
     settings = Settings(**work["settings"])
     jobs = [job_from_json(job) for job in work["jobs"]]
+    noted = None
     try:
         with open_session(settings) as world:
             done = folder / f"done-{work['number']}.jsonl"
             noted = folder / f"error-{work['number']}-rank_{world.rank:05d}.json"
             Worker(settings, world, folder=folder, done=done, noted=noted).run(jobs)
     except Exception:
-        return 1  # noted already; whoever started us reads it
+        if noted is None or not noted.exists():
+            raise
+        return 1  # whoever started us reads it
     return 0
 
 

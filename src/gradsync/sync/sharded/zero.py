@@ -57,6 +57,24 @@ class ShardedEngine(Engine):
         """See `Reducer.gradients`; parts of parameters that nobody used are zeros."""
         return self._shards if self._in_shards else super().gradients()
 
+    def whole_gradients(self) -> list[Tensor | None]:
+        """Mean gradients of the parameters in their order, whole, None where no rank had one.
+
+        All ranks call it, between the synchronisation and the update. From shards: one all-gather
+        per bucket, whole group, its [numel] and dtype; overlaps nothing.
+        """
+        if not self._in_shards:
+            return [parameter.grad for parameter in self.parameters]
+        found: list[Tensor | None] = [None] * len(self.parameters)
+        for bucket, shard in zip(self.buckets, self._shards, strict=True):
+            flat = torch.empty(bucket.plan.numel, dtype=shard.dtype, device=shard.device)
+            self.comm.all_gather(flat, shard).wait()
+            for slot in bucket.plan.slots:
+                if self._used[slot.index]:
+                    part = flat[slot.offset : slot.offset + slot.numel]
+                    found[slot.index] = part.view(self.parameters[slot.index].shape)
+        return found
+
     def clip(self, max_norm: float) -> Tensor:
         """See `Reducer.clip`; from shards the norm's last bits depend on where they are cut."""
         if not self._in_shards:

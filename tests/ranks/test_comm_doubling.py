@@ -10,28 +10,17 @@ import torch.distributed as dist
 
 from gradsync.comm.doubling import doubling_all_reduce
 from gradsync.comm.process_group import ProcessGroupCommunicator
-from gradsync.comm.single import SingleCommunicator
-from support.comm_cases import FLOATS, INTEGERS, OPS, check_all, lengths, rank_input
+from support.comm_cases import (
+    OPS,
+    check_algorithm,
+    rank_input,
+)
 from support.thread_ranks import run_thread_ranks
 
 
 @pytest.mark.parametrize("world_size", range(1, 9))
 def test_any_length_dtype_and_op(world_size: int) -> None:
-    cases = [(n, torch.float32, op) for n in lengths(world_size) for op in OPS]
-    cases += [(1000, dtype, op) for dtype in (*FLOATS, *INTEGERS) for op in OPS]
-
-    def work(rank: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
-        comm = ProcessGroupCommunicator(group) if world_size > 1 else SingleCommunicator()
-        results = []
-        for length, dtype, op in cases:
-            tensor = rank_input(rank, length, dtype)
-            doubling_all_reduce(comm, tensor, op)
-            results.append(tensor)
-        return results
-
-    by_rank = run_thread_ranks(work, world_size)
-    for i, (_, _, op) in enumerate(cases):
-        check_all([results[i] for results in by_rank], op)
+    check_algorithm(world_size, doubling_all_reduce)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 6])

@@ -6,11 +6,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from gradsync.comm.base import Communicator
 from gradsync.comm.hierarchical import hierarchical_all_reduce, tree_broadcast, tree_reduce
 from gradsync.comm.placement import Placement
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.subset import Subset
-from support.comm_cases import FLOATS, INTEGERS, OPS, check_all, lengths, rank_input
+from support.comm_cases import (
+    check_algorithm,
+    check_all,
+    rank_input,
+)
 from support.thread_ranks import run_thread_ranks
 
 LAYOUTS = {
@@ -35,25 +40,14 @@ def placement(nodes: list[int]) -> Placement:
 @pytest.mark.parametrize("leaders", [False, True])
 def test_any_layout(layout: str, leaders: bool) -> None:
     places = placement(LAYOUTS[layout])
-    world_size = len(places.seats)
-    cases = [(n, torch.float32, op) for n in lengths(world_size) for op in OPS]
-    cases += [(1000, dtype, op) for dtype in (*FLOATS, *INTEGERS) for op in OPS]
+    equal_nodes = places.equal_nodes and not leaders
 
-    def work(rank: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
-        comm = ProcessGroupCommunicator(group)
-        intra = Subset(comm, places.node_of(rank))
-        inter = Subset(comm, places.column_of(rank))
-        results = []
-        for length, dtype, op in cases:
-            tensor = rank_input(rank, length, dtype)
-            equal_nodes = places.equal_nodes and not leaders
-            hierarchical_all_reduce(intra, inter, tensor, op, equal_nodes=equal_nodes)
-            results.append(tensor)
-        return results
+    def all_reduce(comm: Communicator, tensor: torch.Tensor, op: str) -> None:
+        intra = Subset(comm, places.node_of(comm.rank))
+        inter = Subset(comm, places.column_of(comm.rank))
+        hierarchical_all_reduce(intra, inter, tensor, op, equal_nodes=equal_nodes)
 
-    by_rank = run_thread_ranks(work, world_size)
-    for i, (_, _, op) in enumerate(cases):
-        check_all([results[i] for results in by_rank], op)
+    check_algorithm(len(places.seats), all_reduce)
 
 
 @pytest.mark.parametrize("world_size", range(1, 8))

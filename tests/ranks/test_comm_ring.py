@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -19,7 +20,11 @@ from gradsync.comm.ring import (
 )
 from gradsync.comm.shares import share
 from gradsync.comm.single import SingleCommunicator
-from support.comm_cases import FLOATS, INTEGERS, OPS, check_all, lengths, rank_input
+from support.comm_cases import (
+    check_algorithm,
+    check_all,
+    rank_input,
+)
 from support.thread_ranks import run_thread_ranks
 
 
@@ -42,21 +47,7 @@ def test_steps_fit_together(world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", range(1, 9))
 def test_any_length_dtype_and_op(world_size: int) -> None:
-    cases = [(n, torch.float32, op) for n in lengths(world_size) for op in OPS]
-    cases += [(1000, dtype, op) for dtype in (*FLOATS, *INTEGERS) for op in OPS]
-
-    def work(rank: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
-        comm = ProcessGroupCommunicator(group) if world_size > 1 else SingleCommunicator()
-        results = []
-        for length, dtype, op in cases:
-            tensor = rank_input(rank, length, dtype)
-            ring_all_reduce(comm, tensor, op, chunk_bytes=4096)
-            results.append(tensor)
-        return results
-
-    by_rank = run_thread_ranks(work, world_size)
-    for i, (_, _, op) in enumerate(cases):
-        check_all([results[i] for results in by_rank], op)
+    check_algorithm(world_size, partial(ring_all_reduce, chunk_bytes=4096))
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])

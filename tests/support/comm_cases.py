@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from gradsync.comm.base import Communicator
+from gradsync.comm.process_group import ProcessGroupCommunicator
+from gradsync.comm.single import SingleCommunicator
+from support.thread_ranks import run_thread_ranks
 
 OPS = ("sum", "min", "max")
 INTEGERS = (torch.int32, torch.int64, torch.uint8)
@@ -49,3 +57,24 @@ def check_all(results: list[Tensor], op: str) -> None:
     check(results[0], len(results), op)
     for result in results:
         assert torch.equal(result, results[0])
+
+
+def check_algorithm(
+    world_size: int, all_reduce: Callable[[Communicator, Tensor, str], None]
+) -> None:
+    """Check an in-place all-reduce for many lengths, dtypes and operations, on ranks as threads."""
+    cases = [(n, torch.float32, op) for n in lengths(world_size) for op in OPS]
+    cases += [(1000, dtype, op) for dtype in (*FLOATS, *INTEGERS) for op in OPS]
+
+    def work(rank: int, group: dist.ProcessGroup) -> list[Tensor]:
+        comm = ProcessGroupCommunicator(group) if world_size > 1 else SingleCommunicator()
+        results = []
+        for length, dtype, op in cases:
+            tensor = rank_input(rank, length, dtype)
+            all_reduce(comm, tensor, op)
+            results.append(tensor)
+        return results
+
+    by_rank = run_thread_ranks(work, world_size)
+    for i, (_, _, op) in enumerate(cases):
+        check_all([results[i] for results in by_rank], op)

@@ -14,10 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from gradsync.comm.base import Communicator
+from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.sync.gradient_sync import GradientSync, StepResult
 from gradsync.sync.periodic.rounds import RoundReducer
+from support.thread_ranks import run_thread_ranks
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+Meet = Callable[[list[nn.Module], dict[str, Any]], None]
+"""`meet(replicas, memory)` makes all replicas equal; `memory` begins with the start."""
 
 
 @dataclass(frozen=True)
@@ -92,15 +96,37 @@ def run_rounds(
     return weights_of(model)
 
 
+def check_rounds(
+    world_size: int,
+    make: Callable[[nn.Module, Communicator], RoundReducer],
+    meet: Meet,
+    make_optimizer: MakeOptimizer,
+    shares: Shares,
+    *,
+    steps: int,
+    inner_steps: int,
+    exact_up_to: int,
+) -> None:
+    """Compare ranks as threads with the oracle; see `assert_same`."""
+    oracle = replicas_in_plain_loops(world_size, meet, make_optimizer, steps, inner_steps, shares)
+    results = run_thread_ranks(
+        lambda _, group: run_rounds(
+            ProcessGroupCommunicator(group), make, make_optimizer, steps, shares
+        ),
+        world_size,
+    )
+    assert_same(results, oracle, exact_up_to=exact_up_to)
+
+
 def replicas_in_plain_loops(
     world_size: int,
-    meet: Callable[[list[nn.Module], dict[str, Any]], None],
+    meet: Meet,
     make_optimizer: MakeOptimizer,
     steps: int,
     inner_steps: int,
     shares: Shares,
 ) -> dict[str, Tensor]:
-    """The oracle. `meet(replicas, memory)` makes all replicas equal; `memory` begins empty."""
+    """The oracle."""
     replicas = [small_model() for _ in range(world_size)]
     optimizers = [make_optimizer(replica) for replica in replicas]
     memory: dict[str, Any] = {"start": copy.deepcopy(replicas[0])}
@@ -143,12 +169,14 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
-def assert_same(results: list[dict[str, Tensor]], oracle: dict[str, Tensor]) -> None:
-    """All ranks hold the same bits, and the oracle's to rounding; exactly, on one or two ranks."""
+def assert_same(
+    results: list[dict[str, Tensor]], oracle: dict[str, Tensor], *, exact_up_to: int
+) -> None:
+    """All ranks hold the same bits, and the oracle's to rounding; exactly, on so few ranks."""
     for result in results:
         assert result.keys() == oracle.keys()
         for name, tensor in oracle.items():
             assert torch.equal(result[name], results[0][name]), name
-            if len(results) <= 2:  # a sum of two has one order only
+            if len(results) <= exact_up_to:
                 assert torch.equal(result[name], tensor), name
             torch.testing.assert_close(result[name], tensor, rtol=1e-5, atol=1e-6)

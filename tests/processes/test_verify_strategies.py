@@ -19,6 +19,7 @@ from support.rank_session import open_session
 NAMES = list(STRATEGIES)
 BITWISE = [name for name in NAMES if STRATEGIES[name].promise == "bitwise"]
 SETTINGS = Settings()
+DOUBLE = Cell(strategy="invariant", world_size=2, model="mlp", dtype="fp64")
 
 
 def cell_of(name: str, world_size: int) -> Cell:
@@ -49,7 +50,7 @@ def _run(world: World, folder: Path, jobs: list[Job]) -> list[Result]:
 def results(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[Job, Result]:
     folder = tmp_path_factory.mktemp("verify")
     starts = {
-        2: [Job(cell=cell_of(name, 2)) for name in NAMES],
+        2: [*(Job(cell=cell_of(name, 2)) for name in NAMES), Job(cell=DOUBLE)],
         4: [handed_on(name) for name in NAMES],
     }
     found = {}
@@ -66,6 +67,12 @@ def test_a_strategy_keeps_its_promise(results: dict[Job, Result], name: str) -> 
     assert result.bitwise or result.promise != "bitwise"
     bounded = promise_of(name).bounded
     assert 0.01 < result.part_of_bound <= 1 if bounded else result.part_of_bound == 0
+
+
+def test_losses_in_double_precision_have_one_ranks_bits(results: dict[Job, Result]) -> None:
+    result = results[Job(cell=DOUBLE)]
+    assert result.passed, result.sentence
+    assert result.bitwise
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -14,10 +14,8 @@ from gradsync.comm.base import Communicator
 class Agreement:
     """Equal on all ranks."""
 
-    loss_sum: float
-    """Sum of the losses that were on the CPU."""
-    weight: float
-    """Number of targets (or samples) in the global batch."""
+    loss: list[float]
+    """Sum of the ranks' `LossSum.message()`."""
     stop: bool
     """Whether any rank wants to stop."""
     used: list[bool]
@@ -31,16 +29,17 @@ def agree(
     used: Sequence[bool],
     counts: Sequence[int] = (),
     *,
-    loss_sum: float = 0.0,
-    weight: float = 0.0,
+    loss: Sequence[float] = (),
     stop: bool = False,
 ) -> Agreement:
-    """One all-reduce, whole group, float64 [3 + parameters + counts], always on the CPU.
+    """One all-reduce, whole group, float64 [1 + loss + parameters + counts], always on the CPU.
 
     It never waits for the device, and overlaps the buckets that are still under way.
     """
-    message = torch.tensor([loss_sum, weight, float(stop), *used, *counts], dtype=torch.float64)
+    parts = ([float(stop)], loss, used, counts)
+    message = torch.tensor([x for part in parts for x in part], dtype=torch.float64)
     comm.all_reduce(message).wait()
-    loss_sum, weight, stops, *rest = message.tolist()
-    any_use, sums = rest[: len(used)], rest[len(used) :]
-    return Agreement(loss_sum, weight, stops > 0, [use > 0 for use in any_use], sums)
+    (stops,), losses, any_use, sums = (
+        part.tolist() for part in message.split([len(part) for part in parts])
+    )
+    return Agreement(losses, stops > 0, [use > 0 for use in any_use], sums)

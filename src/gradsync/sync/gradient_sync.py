@@ -185,13 +185,11 @@ class GradientSync:
             )
         counts = self._statistics.step_begins()
         used = reducer.launch()
-        agreed = agree(
-            self.comm, used, counts, loss_sum=loss.on_cpu(), weight=loss.weight, stop=stop
-        )
+        agreed = agree(self.comm, used, counts, loss=loss.message(), stop=stop)
         reduction = reducer.reduce(agreed.used)
-        mean_loss = loss.over_ranks(self.comm, agreed.loss_sum) / agreed.weight
+        total_loss, total_weight = loss.over_ranks(self.comm, agreed.loss)
         # What `.grad` holds the sum over: the global batch, or only this rank's part of it.
-        weight = loss.weight if reduction.local else agreed.weight
+        weight = loss.weight if reduction.local else total_weight
         norm = None
         if weight:
             if scale is not None:
@@ -209,7 +207,8 @@ class GradientSync:
                     scale.update()
         optimizer.zero_grad(set_to_none=True)
         self._loss = LossSum(reducer.parameters[0].device)
-        self._result = StepResult(mean_loss, agreed.weight, norm, agreed.stop, reduction.exposed)
+        mean_loss = total_loss / total_weight
+        self._result = StepResult(mean_loss, total_weight, norm, agreed.stop, reduction.exposed)
         self._statistics.step_ends(agreed.counts)
         reducer.after_step()
         return self._result

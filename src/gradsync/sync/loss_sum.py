@@ -1,42 +1,65 @@
-"""The step's loss and weight on this rank, and the loss over all ranks."""
+"""The step's loss and weight, over leaves and ranks."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from gradsync.comm.base import Communicator
+from gradsync.sync.limbs import NUM_LIMBS, join, split
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 class LossSum:
-    """Adds up leaves; float64, so that fp32 losses add exactly in any order."""
+    """This rank's leaves; their sums over all ranks do not depend on who had which, see Note:
+    Limbs in limbs.py.
+
+    Args:
+        device: of the losses.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._loss: Tensor | None = None
-        self.weight = 0.0
+        self._losses: list[Tensor] = []
+        self._weights: list[float] = []
+
+    @property
+    def weight(self) -> float:
         """Targets (or samples) of this rank's leaves."""
+        return math.fsum(self._weights)
 
     def add(self, loss_sum: Tensor, weight: float) -> None:
         """One leaf's summed loss, [], and weight."""
-        detached = loss_sum.detach().double()
-        self._loss = detached if self._loss is None else self._loss + detached
-        self.weight += weight
+        self._losses.append(loss_sum.detach().to(self._device, torch.float64, copy=True))
+        self._weights.append(weight)
 
-    def on_cpu(self) -> float:
-        """The loss when it costs no wait: on a CPU it travels with the step's small message."""
-        return 0.0 if self._loss is None or self._loss.is_cuda else float(self._loss)
+    def message(self) -> list[float]:
+        """What travels with the step's small message, [2 NUM_LIMBS]: the weight, and the loss where
+        that costs no wait, on a CPU."""
+        weights = split(torch.tensor(self._weights, dtype=torch.float64)).tolist()
+        if self._device.type == "cuda":
+            return [*weights, *[0.0] * NUM_LIMBS]
+        return [*weights, *self._limbs().tolist()]
 
-    def over_ranks(self, comm: Communicator, sum_on_cpu: float) -> Tensor:
-        """The loss over all ranks; on CUDA by one more all-reduce, float64 [], on the device."""
+    def over_ranks(self, comm: Communicator, summed: Sequence[float]) -> tuple[Tensor, float]:
+        """Loss (float64 []) and weight over all ranks, from the sum of their messages.
+
+        On CUDA by one more all-reduce: whole group, float64 [NUM_LIMBS], on the device, overlaps
+        the buckets that are still under way.
+        """
+        weight = join(summed[:NUM_LIMBS])
         if self._device.type != "cuda":
-            return torch.tensor(sum_on_cpu, dtype=torch.float64)
-        loss = self._loss
-        if loss is None:
-            loss = torch.zeros((), dtype=torch.float64, device=self._device)
-        comm.all_reduce(loss).wait()
-        return loss
+            return torch.tensor(join(summed[NUM_LIMBS:]), dtype=torch.float64), weight
+        limbs = self._limbs()
+        comm.all_reduce(limbs).wait()
+        return limbs[:-1].flip(0).sum() + limbs[-1], weight
+
+    def _limbs(self) -> Tensor:
+        if not self._losses:
+            return torch.zeros(NUM_LIMBS, dtype=torch.float64, device=self._device)
+        return split(torch.stack(self._losses))

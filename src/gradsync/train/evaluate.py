@@ -11,6 +11,7 @@ from gradsync.comm.values import all_sum
 from gradsync.data.evaluation import EvalLeaves
 from gradsync.errors import RunError
 from gradsync.models.gpt import GPT, loss_sum
+from gradsync.sync.loss_sum import LossSum
 
 
 @torch.no_grad()
@@ -25,7 +26,7 @@ def evaluate(
     """Mean loss per target over the evaluation set, nats, the same on all ranks.
 
     Ranks may have different numbers of leaves: nothing communicates until all are done, then one
-    all-reduce of (loss sum, targets, samples), float64 [3]. It calls the model itself, not its
+    all-reduce of loss, targets and samples (see `LossSum`). It calls the model itself, not its
     wrapper: a wrapper's forward would communicate. With `equal_forwards` all ranks call the model
     equally often, some for nothing: where parameters are spread, a forward is everybody's.
 
@@ -34,24 +35,24 @@ def evaluate(
     """
     was_training = model.training
     model.eval()
-    total = torch.zeros((), dtype=torch.float64, device=model.embed.weight.device)
-    targets, samples = 0, 0
+    device = model.embed.weight.device
+    total, samples = LossSum(device), 0
     try:
         for leaf in leaves:
             with autocast:
-                total += loss_sum(model(leaf.inputs), leaf.targets)
-            targets += leaf.num_targets
+                total.add(loss_sum(model(leaf.inputs), leaf.targets), leaf.num_targets)
             samples += leaf.num_samples
         for _ in range(leaves.most - len(leaves) if equal_forwards else 0):
             with autocast:
-                model(torch.zeros((1, 1), dtype=torch.int64, device=total.device))
+                model(torch.zeros((1, 1), dtype=torch.int64, device=device))
     finally:
         model.train(was_training)
-    loss, num_targets, num_samples = all_sum(comm, float(total), targets, samples)
+    *summed, num_samples = all_sum(comm, *total.message(), samples)
+    loss, num_targets = total.over_ranks(comm, summed)
     if num_samples != leaves.total_samples:
         raise RunError(
             f"evaluation counted {num_samples:.0f} samples, the set has {leaves.total_samples}"
         )
     if not num_targets:
         raise RunError("the evaluation set has no target that counts: all of them are -100")
-    return loss / num_targets
+    return float(loss) / num_targets

@@ -1,0 +1,80 @@
+"""Sums of single numbers: the same bits in any order and grouping, and close to the exact ones."""
+
+from __future__ import annotations
+
+import math
+import random
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradsync.comm.single import SingleCommunicator
+from gradsync.sync.limbs import NUM_LIMBS, join, split
+from gradsync.sync.loss_sum import LossSum
+
+NUMBERS = st.lists(
+    st.floats(allow_nan=False, allow_infinity=False, min_value=-1e60, max_value=1e60),
+    min_size=1,
+    max_size=30,
+)
+
+
+def limbs_of(numbers: list[float]) -> torch.Tensor:
+    return split(torch.tensor(numbers, dtype=torch.float64))
+
+
+@given(NUMBERS, st.integers(0, 29), st.randoms(use_true_random=False))
+def test_neither_order_nor_grouping_shows(
+    numbers: list[float], first: int, rng: random.Random
+) -> None:
+    whole = limbs_of(numbers)
+    assert whole.shape == (NUM_LIMBS,)
+    shuffled = numbers.copy()
+    rng.shuffle(shuffled)
+    parts = limbs_of(shuffled[:first]) + limbs_of(shuffled[first:])
+    assert torch.equal(parts, whole)
+    assert join(parts.tolist()) == join(whole.tolist())
+
+
+@given(NUMBERS)
+def test_the_sum_is_rounded_once(numbers: list[float]) -> None:
+    exact = sum(Fraction(number) for number in numbers)
+    dropped = Fraction(len(numbers), 2**220)
+    error = abs(Fraction(join(limbs_of(numbers).tolist())) - exact)
+    assert error <= abs(exact) / 2**53 + 2 * dropped
+
+
+@given(st.lists(st.floats(width=32, min_value=2.0**-40, max_value=2.0**40), max_size=30))
+def test_ordinary_losses_add_exactly(numbers: list[float]) -> None:
+    assert join(limbs_of(numbers).tolist()) == math.fsum(numbers)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "expected"),
+    [
+        ([1.0, math.inf], math.inf),
+        ([-math.inf, 3.0], -math.inf),
+        ([math.nan, 1.0], math.nan),
+        ([math.inf, -math.inf], math.nan),
+        ([1e300, 1.0], 1e300),
+        ([5e-324, 1.0], 1.0),
+        ([], 0.0),
+    ],
+)
+def test_numbers_outside(numbers: list[float], expected: float) -> None:
+    found = join(limbs_of(numbers).tolist())
+    assert found == expected or (math.isnan(found) and math.isnan(expected))
+
+
+def test_a_loss_that_is_changed_later_was_added_as_it_was() -> None:
+    sums = LossSum(torch.device("cpu"))
+    loss = torch.tensor(3.0, dtype=torch.float64)
+    sums.add(loss, 0.1)
+    loss.mul_(2)
+    sums.add(loss, 0.2)
+    total, weight = sums.over_ranks(SingleCommunicator(), sums.message())
+    assert float(total) == 9.0
+    assert weight == sums.weight == math.fsum([0.1, 0.2])

@@ -14,6 +14,9 @@ VERIFY = ["-m", "gradsync", "verify"]
 SMALL = ["--models", "mlp", "--dtype", "fp32", "--num-steps", "2"]
 
 TARGET = """
+import os
+import signal
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -22,12 +25,15 @@ from torch.utils.data import TensorDataset
 
 class Model(nn.Linear):
     def forward(self, x):
-        if dist.is_initialized() and dist.get_rank() == 1 and RAISES:
-            raise ValueError("injected")
+        if dist.is_initialized() and dist.get_rank() == 1:
+            if DOES == "raises":
+                raise ValueError("injected")
+            if DOES == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
         return super().forward(x)
 
 
-RAISES = False
+DOES = ""
 
 
 def right():
@@ -36,8 +42,14 @@ def right():
 
 
 def wrong():
-    global RAISES
-    RAISES = True
+    global DOES
+    DOES = "raises"
+    return right()
+
+
+def dying():
+    global DOES
+    DOES = "dies"
     return right()
 """
 
@@ -71,6 +83,40 @@ def test_a_rank_that_raises_costs_its_cell(tmp_path: Path) -> None:
     said = "error naive W=2 target fp32: rank 1 raised ValueError: injected"
     assert said in wrong.stdout
     assert "1 cells and 0 checkpoints handed on, 1 failed" in wrong.stdout
+
+
+def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(TARGET)
+    words = [*VERIFY, "--strategies", "naive", "--world-size", "2", "--dtype", "fp32", "--json"]
+    words += ["--no-cross-load", "--num-steps", "2", "--target", "own:dying"]
+    done = run_python(words, cwd=tmp_path, timeout_s=100)
+    assert done.returncode == 1
+    (cell,) = json.loads(done.stdout)["cells"]
+    assert (cell["status"], cell["ranks"]) == ("error", [1])
+    assert cell["sentence"] == "rank 1 was ended by SIGKILL (killed by hand, or out of memory)"
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [("wrong", "failed first: ValueError: injected"), ("dying", "rank")],
+)
+def test_under_a_launcher_an_error_does_not_cost_the_document(
+    tmp_path: Path, target: str, message: str
+) -> None:
+    (tmp_path / "own.py").write_text(TARGET)
+    words = [*VERIFY, "--strategies", "naive,flat", "--dtype", "fp32", "--num-steps", "2"]
+    words += ["--json", "--target", f"own:{target}"]
+    done = run_torchrun(2, words, cwd=tmp_path, timeout_s=100)
+    assert done.returncode == 1
+    cells = json.loads(done.stdout)["cells"]
+    assert [(cell["strategy"], cell["status"]) for cell in cells] == [
+        ("naive", "error"),
+        ("flat", "error"),
+    ]
+    assert message in cells[0]["sentence"]
+    assert cells[1]["sentence"] == "not run: the ranks had ended"
+    assert "4 checkpoints handed on, 6 failed" in done.stderr
+    assert "in run_cell" not in done.stderr  # no stack of ours
 
 
 def test_under_a_launcher_it_verifies_at_that_world_size(tmp_path: Path) -> None:

@@ -284,8 +284,9 @@ def test_bytes_are_what_the_registry_says(sync: str, halves: int) -> None:
     share = (world_size - 1) / world_size
     for sent in run_thread_ranks(work, world_size):
         formula = halves * share * 4 * numel
-        # Stop flag, loss, weight and the used parameter; then perhaps who has how many leaves.
-        small = 2 * share * 8 * (2 + 2 * NUM_LIMBS)
+        # Two flags, the model's number and its square, loss, weight, the used parameter; then
+        # perhaps who has how many leaves.
+        small = 2 * share * 8 * (5 + 2 * NUM_LIMBS)
         assert formula + small <= sent <= formula + small + 2 * share * 8 * world_size
 
 

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from gradsync.comm.base import Communicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
-from gradsync.sync.gradient_sync import GradientSync, StepResult
+from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.periodic.rounds import RoundReducer
+from gradsync.sync.step import StepResult
 from support.thread_ranks import run_thread_ranks
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]

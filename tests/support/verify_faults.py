@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from gradsync.data.leaf import Leaf
-from gradsync.sync.naive import NaiveReducer
 from gradsync.sync.reducer import Reduction, sum_gradients, trainable
 from gradsync.verify.runner import Parts
 
@@ -245,17 +244,11 @@ def start_not_shared(parts: Parts) -> Parts:
     return parts
 
 
-class _Unreduced(NaiveReducer):
-    """Leaves gradients where they are: its author trusts the hooks."""
-
-    def reduce(self, used: list[bool]) -> Reduction:
-        """Nothing."""
-        return sum_gradients([], [], self.comm)
-
-
 def _with_hooks(parts: Parts, act: Callable[[nn.Parameter], None]) -> Parts:
-    """Call `act` with what a post-accumulate hook is handed, in a rank's last leaf of a step."""
-    reducer: Any = _Unreduced(parts.model, parts.comm)
+    """Call `act` with what a post-accumulate hook is handed, in a rank's last leaf of a step; the
+    author trusts the hooks and leaves gradients where they are."""
+    reducer: Any = parts.sync.reducer
+    reducer.reduce = lambda used: sum_gradients([], [], parts.comm)
     last_leaf: list[bool] = []
 
     @contextmanager
@@ -272,8 +265,6 @@ def _with_hooks(parts: Parts, act: Callable[[nn.Parameter], None]) -> Parts:
     handles = [p.register_post_accumulate_grad_hook(hook) for p in reducer.parameters]
     reducer.close = lambda: [handle.remove() for handle in handles]
     reducer.micro_step = micro_step
-    sync: Any = parts.sync
-    sync.reducer = reducer
     return parts
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +24,7 @@ from gradsync.verify.finding import (
     minority,
 )
 from gradsync.verify.hypotheses import common_ratio, lost_or_double, name_of_factor, ratio
-from gradsync.verify.judge import Verdict
+from gradsync.verify.judge import Verdict, _samples
 from gradsync.verify.plan import Variant
 from gradsync.verify.reference import LeafResult
 
@@ -212,6 +213,68 @@ def test_rounding_is_recognised(dtype: torch.dtype, name: str) -> None:
     assert "rounded to fp32" in run(scene(single, dtype="fp64")).sentence
 
 
+def _noisy(size: float) -> Gradients:
+    """Off by a share of each parameter's norm, not of each element."""
+    generator = torch.Generator().manual_seed(3)
+    wrong = {}
+    for name, g in right()[0].items():
+        noise = torch.randn(g.shape, generator=generator)
+        wrong[name] = g + size * g.norm() * noise / noise.norm()
+    return [wrong, wrong]
+
+
+@pytest.mark.parametrize(
+    "gradients",
+    [
+        [{name: torch.full_like(g, float("nan")) for name, g in each.items()} for each in right()],
+        [{name: torch.full_like(g, float("inf")) for name, g in each.items()} for each in right()],
+        right(),  # its error is that of fp32
+        _noisy(1e-5),
+    ],
+    ids=["nan", "inf", "exact", "small"],
+)
+def test_no_rounding_where_there_is_none(gradients: Gradients) -> None:
+    found = run(scene(gradients))
+    assert found.cause is Cause.UNKNOWN, found.sentence
+
+
+def test_rounding_is_spread_over_all_elements() -> None:
+    """The error's size is that of bf16, but all of it sits in one small element."""
+    exact = add_up(results())
+    wrong = {}
+    for name, g in right()[0].items():
+        wrong[name] = g.clone()
+        wrong[name][exact.magnitude[name].argmin()] += 0.01 * g.norm()
+    found = run(scene([wrong, wrong]))
+    assert found.cause is Cause.UNKNOWN, found.sentence
+
+
+@pytest.mark.parametrize("kind", [Kind.GRADIENT, Kind.NORM, Kind.GRADIENT_REPLICAS])
+@pytest.mark.parametrize("other", [Kind.LOSS, Kind.REPLICAS, Kind.BUFFERS, Kind.UPDATE])
+def test_gradients_are_only_called_right_when_they_are(kind: Kind, other: Kind) -> None:
+    found = run(scene(_noisy(0.3), kind, other))
+    assert found.cause is Cause.UNKNOWN
+    assert " right" not in found.sentence
+    assert kind.value in found.sentence
+
+
+def test_what_is_not_finite_on_one_rank_comes_first() -> None:
+    found = run(scene(right(), Kind.FINITE, Kind.GRADIENT, Kind.LOSS))
+    assert found.cause is Cause.UNKNOWN
+    assert "not finite on one rank either" in found.sentence
+
+
+def test_a_forward_that_cannot_be_repeated_comes_before_its_effects() -> None:
+    made = scene(_noisy(0.3), Kind.GRADIENT, Kind.LOSS)
+    finding = Finding(kind=Kind.FORWARD, step=2, ranks=(1,), detail="it depends on the rank")
+    made.forward = Cause.UNKNOWN, finding
+    found = run(made)
+    assert (found.cause, found.ranks) == (Cause.UNKNOWN, (1,))
+    assert "the forward is not reproducible" in found.sentence
+    made.verdict.findings.insert(0, Finding(kind=Kind.DATA, step=2))
+    assert run(made).cause is Cause.DATA
+
+
 @pytest.mark.parametrize(
     ("kind", "cause"),
     [
@@ -275,3 +338,11 @@ def test_words_and_json() -> None:
     assert listed(tuple("abcde")) == "'a', 'b', 'c' and 2 more"
     finding = Finding(kind=Kind.DATA, step=1, names=("a",), ranks=(0, 2), detail="x")
     assert finding_from_json(finding_to_json(finding)) == finding
+
+
+def test_samples_that_nobody_knows_are_counted() -> None:
+    home = {"x": 3, "y": 5}
+    assert _samples(Counter(["x", "y", "y"]), home) == "sample 3, sample 5, sample 5"
+    text = _samples(Counter(["x", "?", "!", "!"]), home)
+    assert text == "sample 3, 3 not in the data set as rank 0 reads it"
+    assert _samples(Counter(dict.fromkeys("abc", 1)), {}).startswith("3 not in the data set")

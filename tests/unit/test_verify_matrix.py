@@ -7,7 +7,7 @@ import io
 import json
 import math
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from rich.console import Console
 
 from gradsync.errors import RunError
 from gradsync.verify.difference import Difference
-from gradsync.verify.matrix import compare_world_sizes, run_matrix
+from gradsync.verify.matrix import Ended, broken_off, compare_world_sizes, run_matrix
 from gradsync.verify.plan import Job, Plan, Settings, job_from_json, make_plan
 from gradsync.verify.report import document, mark, print_report, write_csv
 from gradsync.verify.result import Result, result_from_json
@@ -56,20 +56,20 @@ class Ranks:
         self.breaks, self.code = breaks, code
         self.starts: list[tuple[int, int]] = []
 
-    def __call__(self, folder: Path, world_size: int) -> int:
+    def __call__(self, folder: Path, world_size: int) -> Ended:
         work = json.loads((folder / WORK).read_text())
         jobs = [job_from_json(job) for job in work["jobs"]]
         self.starts.append((world_size, len(jobs)))
         with (folder / f"done-{work['number']}.jsonl").open("w") as done:
-            for place, job in enumerate(jobs):
+            for job in jobs:
                 if message := self.breaks(job):
                     for rank, time in ((0, 2.0), (1, 1.0)):
-                        note = {"job": place, "rank": rank, "time": time, "message": message}
+                        note = {"rank": rank, "time": time, "message": message, "echo": False}
                         path = folder / f"error-{work['number']}-rank_{rank:05d}.json"
                         path.write_text(json.dumps(note))
-                    return self.code
+                    return Ended(code=self.code)
                 done.write(json.dumps(result_of(job).to_json()) + "\n")
-        return 0
+        return Ended(code=0)
 
 
 def test_all_pass(tmp_path: Path) -> None:
@@ -115,8 +115,8 @@ def test_a_checkpoint_that_was_never_written_is_not_waited_for(tmp_path: Path) -
 
 
 def test_ranks_that_die_silently_are_an_error(tmp_path: Path) -> None:
-    def die(folder: Path, world_size: int) -> int:
-        return 1
+    def die(folder: Path, world_size: int) -> Ended:
+        return Ended(code=1)
 
     results = run_matrix(plan_of(1), tmp_path, die)
     assert [result.sentence for result in results] == ["the ranks ended with code 1"] * 2
@@ -128,9 +128,106 @@ def test_a_signal_ends_everything(tmp_path: Path, code: int) -> None:
         run_matrix(plan_of(1), tmp_path, Ranks(lambda job: "stopped", code))
 
 
+@pytest.mark.parametrize("code", [130, 143])
+def test_a_signal_counts_also_when_all_was_done(tmp_path: Path, code: int) -> None:
+    def last_moment(folder: Path, world_size: int) -> Ended:
+        Ranks()(folder, world_size)
+        return Ended(code=code)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_matrix(plan_of(1), tmp_path, last_moment)
+
+
+KILLED = {1: "rank 1 was ended by SIGKILL"}
+LOST = "RuntimeError: connection closed by peer [127.0.0.1]:"
+
+
+@pytest.mark.parametrize(
+    ("notes", "deaths", "sentence", "ranks"),
+    [
+        # Rank, time, message, and whether it only tells of a lost peer.
+        ([(0, 1.0, LOST, True)], KILLED, "rank 1 was ended by SIGKILL", [1]),
+        ([], KILLED, "rank 1 was ended by SIGKILL", [1]),
+        (
+            [(0, 1.0, LOST, True), (2, 2.0, "ValueError: x", False)],
+            KILLED,
+            "rank 1 was ended by SIGKILL; rank 2 raised ValueError: x",
+            [1],
+        ),
+        (
+            [(0, 1.0, LOST, True), (1, 3.0, "B", False), (2, 2.0, "A", False)],
+            {},
+            "rank 2 raised A",
+            [2],
+        ),
+        (
+            [(0, 2.0, LOST, True), (2, 1.0, "RuntimeError: recv timed out", True)],
+            {},
+            "rank 1 gave no answer (it hangs, or ended without a word); "
+            "rank 2 raised RuntimeError: recv timed out",
+            [1],
+        ),
+        (
+            [(rank, 3.0 - rank, LOST, True) for rank in range(3)],
+            {},
+            f"rank 2 raised {LOST}",
+            [],
+        ),
+    ],
+)
+def test_the_rank_whose_failure_it_was_is_named(
+    tmp_path: Path,
+    notes: list[tuple[int, float, str, bool]],
+    deaths: dict[int, str],
+    sentence: str,
+    ranks: list[int],
+) -> None:
+    def fail(folder: Path, world_size: int) -> Ended:
+        number = json.loads((folder / WORK).read_text())["number"]
+        for rank, time, message, echo in notes:
+            note = {"rank": rank, "time": time, "message": message, "echo": echo}
+            (folder / f"error-{number}-rank_{rank:05d}.json").write_text(json.dumps(note))
+        return Ended(code=1, deaths=deaths)
+
+    results = run_matrix(plan_of(3), tmp_path, fail)
+    assert [(result.sentence, result.ranks) for result in results] == [(sentence, ranks)] * 2
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [[f"{LOST}1000", f"{LOST}2000"], ["ValueError: x; rank 0 saw a", "ValueError: x; rank 0 b"]],
+)
+def test_errors_that_differ_only_in_numbers_are_the_same(
+    tmp_path: Path, messages: list[str]
+) -> None:
+    """Addresses, ports and sizes change from start to start, and so does what others saw."""
+    said = iter(messages)
+    ranks = Ranks(lambda job: next(said))
+    plan = make_plan(
+        strategies=["naive", "flat", "ring"],
+        world_sizes=[2],
+        models=["mlp"],
+        dtypes=["fp32"],
+        settings=Settings(),
+        cross_load=False,
+    )
+    results = run_matrix(plan, tmp_path, ranks)
+    assert results[2].sentence == "not run: the same error came twice"
+
+
+def test_under_a_launcher_the_first_error_is_the_last_job() -> None:
+    jobs = [Job(cell=cell) for cell in plan_of(1, 2).cells]
+    results = broken_off([result_of(jobs[0])], jobs, "rank 1 raised boom", [1])
+    assert [result.status for result in results] == ["passed", "error", "error", "error"]
+    assert [result.name for result in results] == [job.cell.name for job in jobs]
+    assert (results[1].sentence, results[1].ranks) == ("rank 1 raised boom", [1])
+    assert results[3].sentence == "not run: the ranks had ended"
+    assert broken_off(results, jobs, "late", [1]) == results
+
+
 def test_ranks_that_cannot_begin(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="ended with code 2 at once"):
-        run_matrix(plan_of(1), tmp_path, lambda folder, world_size: 2)
+        run_matrix(plan_of(1), tmp_path, lambda folder, world_size: Ended(code=2))
 
 
 def results_of(*hashes: str) -> list[Result]:
@@ -151,12 +248,12 @@ def test_bitwise_means_one_hash_at_every_world_size() -> None:
 
 
 def test_the_matrix_compares_world_sizes(tmp_path: Path) -> None:
-    def drift(folder: Path, world_size: int) -> int:
-        code = Ranks()(folder, world_size)
+    def drift(folder: Path, world_size: int) -> Ended:
+        ended = Ranks()(folder, world_size)
         if world_size == 2:
             (done,) = folder.glob("done-1.jsonl")
             done.write_text(done.read_text().replace('_sha256": "invariant"', '_sha256": "x"'))
-        return code
+        return ended
 
     results = run_matrix(plan_of(1, 2), tmp_path, drift)
     assert [result.status for result in results] == ["passed", "passed", "passed", "failed"]
@@ -209,6 +306,33 @@ def test_the_document_and_the_rows(tmp_path: Path) -> None:
     assert "failed naive W=1 mlp fp32: because" in text
     assert "tried: so: gone" in text
     assert "4 cells and 8 checkpoints handed on, 1 failed, 3 s" in text
+
+
+def test_no_infinity_leaves_in_json_or_csv(tmp_path: Path) -> None:
+    """JSON has none, and who reads a CSV file may not either."""
+    plan = replace(plan_of(1), settings=replace(Settings(), clip_norm=math.inf))
+    results = run_matrix(plan_of(1), tmp_path, Ranks())
+    results[0].part_of_bound = math.inf
+    results[0].differences["gradient"]["max_rel"] = math.nan
+    json.dumps(document(plan, results, math.nan), allow_nan=False)
+    write_csv(tmp_path / "cells.csv", results)
+    with (tmp_path / "cells.csv").open() as file:
+        row = next(csv.DictReader(file))
+    assert (row["part_of_bound"], row["gradient_max_rel"]) == ("", "")
+
+
+def test_words_of_an_error_are_shown_as_they_are() -> None:
+    """Colons and brackets are no pictures and no markup."""
+    (result,) = results_of("aaa")
+    result.status, result.strategy = "error", "[bold]mine"
+    result.sentence, result.tried = "target :two: is [x] not [/y] :smile:", ["[red] :one:"]
+    stream = io.StringIO()
+    print_report([result], 1.0, stream)
+    text = stream.getvalue()
+    assert text.splitlines()[1].startswith("[bold]mine  fp32")
+    name = "[bold]mine W=1 mlp fp32"
+    assert f"error {name}: target :two: is [x] not [/y] :smile:" in text
+    assert "    tried: [red] :one:" in text
 
 
 def test_the_readme_table_follows_the_document(

@@ -95,6 +95,12 @@ def test_without_cross_load_there_are_cells_only() -> None:
     assert all(job.source is None for launch in order for job in launch.jobs)
 
 
+def test_a_single_step_leaves_nothing_to_hand_over() -> None:
+    order = launches(plan_of(settings=Settings(num_steps=1)))
+    assert [launch.world_size for launch in order] == [1, 2, 3]
+    assert all(job.source is None for launch in order for job in launch.jobs)
+
+
 def test_jobs_survive_json() -> None:
     for launch in launches(plan_of()):
         for job in launch.jobs:
@@ -105,6 +111,13 @@ def test_the_last_step_is_short_by_default() -> None:
     settings = Settings(num_steps=4, num_leaves=5, leaf_size=3)
     assert settings.dataset_size == 3 * 15 + 4  # two leaves, the second with one sample
     assert settings.num_epochs == 1
+
+
+@pytest.mark.parametrize(("leaf_size", "last"), [(1, 1), (2, 2), (3, 2), (8, 2)])
+def test_the_users_short_leaf_has_two_samples(leaf_size: int, last: int) -> None:
+    """BatchNorm over a single sample has nothing to take statistics of."""
+    settings = Settings(target="a:b", leaf_size=leaf_size)
+    assert settings.dataset_size == 3 * settings.global_batch_size + leaf_size + last
 
 
 @pytest.mark.parametrize("num_samples", [1, 7, 15, 46, 60, 200])

@@ -1,4 +1,4 @@
-"""What becomes of an error that no job raised."""
+"""What becomes of an error that no job raised, and what a rank writes down of one that did."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import pytest
 
 from gradsync.errors import RendezvousError
 from gradsync.verify import worker
-from gradsync.verify.plan import Settings
+from gradsync.verify.plan import Cell, Job, Settings
+from gradsync.world import World
+
+CELL = Cell(strategy="naive", world_size=1, model="mlp", dtype="fp32")
 
 
 def test_an_error_before_the_first_job_is_not_swallowed(
@@ -21,3 +24,29 @@ def test_an_error_before_the_first_job_is_not_swallowed(
     worker.write_work(tmp_path, 0, Settings(), [])
     with pytest.raises(RendezvousError, match="did not come"):
         worker.run_worker(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("error", "echo"),
+    [
+        (ValueError("Connection closed by peer"), False),
+        (RuntimeError("shapes do not match"), False),
+        (RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:31658"), True),
+        (RuntimeError("Application timeout caused pair closure"), True),
+        (RuntimeError("Timed out waiting 60000ms for recv operation to complete"), True),
+    ],
+)
+def test_a_note_says_whether_it_only_tells_of_a_lost_peer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, echo: bool
+) -> None:
+    def run_cell(*args: object) -> None:
+        raise error
+
+    monkeypatch.setattr(worker, "run_cell", run_cell)
+    paths = {"done": tmp_path / "done-0.jsonl", "noted": tmp_path / "error-0-rank_00000.json"}
+    ranks = worker.Worker(Settings(), World(), folder=tmp_path, **paths)
+    with pytest.raises(type(error)):
+        ranks.run([Job(cell=CELL)])
+    (note,) = worker.read_errors(tmp_path, 0)
+    assert (note["rank"], note["echo"]) == (0, echo)
+    assert note["message"] == f"{type(error).__name__}: {error}"

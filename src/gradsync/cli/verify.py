@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
+import os
+import signal
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from gradsync.errors import ConfigError
+from gradsync.errors import ConfigError, PeerError, RunError
 from gradsync.runtime import environ
 from gradsync.runtime.resolve import resolve
 from gradsync.sync.registry import STRATEGIES, find_strategy
@@ -23,6 +28,11 @@ if TYPE_CHECKING:
     from gradsync.world import World
 
 _WORKER = "--worker"
+_PREFIX = "gradsync-verify-"
+_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+# Launchers end all ranks when the first one fails: leave rank 0 the time to report.
+_SILENCE_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,11 +86,66 @@ class VerifyOptions:
     """Only list what would run."""
 
 
+class _Stopped(KeyboardInterrupt):
+    """A signal ended verify, or one of its launches."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(number.name)
+        self.number = number
+
+
+class _Signals:
+    """SIGINT, SIGTERM and SIGHUP raise `_Stopped`, so that nothing is left behind; while ranks run
+    here, the launcher takes them instead."""
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self._held = False
+        self._before: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> _Signals:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {
+                number: signal.signal(number, self._on_signal)
+                for number in _HANDLED
+                if signal.getsignal(number) is not signal.SIG_IGN  # nohup
+            }
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # pyrefly: ignore[bad-argument-type]
+
+    def hold(self) -> None:
+        """From now on only note signals: it is ending as it is."""
+        self._held = True
+
+    def check(self) -> None:
+        """Raise `_Stopped` once more: where it was raised first (a callback of the garbage
+        collector, say), nobody may have seen it."""
+        if self.received is not None:
+            raise _Stopped(self.received)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.received = self.received or signal.Signals(number)
+        if not self._held:
+            raise _Stopped(self.received)
+
+
 def run(argv: list[str]) -> int:
-    """Carry out `gradsync verify ARGV`; 0 when all is as promised, else 1.
+    """Carry out `gradsync verify ARGV`.
+
+    Returns:
+        0 when all is as promised, else 1; 128 + signal after one.
 
     Raises:
         ConfigError: an unknown strategy, model or dtype, numbers that cannot be.
+        RunError: ranks could not begin, or rows could not be written.
     """
     if argv[:1] == [_WORKER]:
         from gradsync.verify.worker import run_worker
@@ -91,15 +156,30 @@ def run(argv: list[str]) -> int:
     plan = plan_of(options, world)
     if options.dry_run:
         return _show(plan, as_json=options.as_json)
+    try:
+        return _work(options, plan, world)
+    except _Stopped as stopped:
+        if stopped.number is signal.SIGINT:
+            raise
+        if world.is_main:
+            print(f"gradsync: error: ended by {stopped}", file=sys.stderr, flush=True)
+        return 128 + stopped.number
+
+
+def _work(options: VerifyOptions, plan: Plan, world: World) -> int:
     started = time.perf_counter()
     # Torch's own warnings about its sockets repeat, with stacks, what results say in a line.
     quiet = {"TORCH_CPP_LOG_LEVEL": environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
-    with environ.exported(quiet), tempfile.TemporaryDirectory(prefix="gradsync-verify-") as folder:
-        work = _join if world.is_distributed else _start
-        results = work(plan, Path(folder))
-    if not world.is_main:
-        return 0 if all(result.passed for result in results) else 1
-    return _report(options, plan, results, time.perf_counter() - started)
+    with _Signals() as signals:
+        with environ.exported(quiet), tempfile.TemporaryDirectory(prefix=_PREFIX) as folder:
+            try:
+                work = _join if world.is_distributed else _start
+                results = work(plan, Path(folder), signals)
+            finally:
+                signals.hold()
+        if world.is_main:
+            return _report(options, plan, results, time.perf_counter() - started)
+    return 0 if all(result.passed for result in results) else 1
 
 
 def plan_of(options: VerifyOptions, world: World) -> Plan:
@@ -108,6 +188,12 @@ def plan_of(options: VerifyOptions, world: World) -> Plan:
     Raises:
         ConfigError: see `run`.
     """
+    if not (math.isfinite(options.clip_norm) and options.clip_norm >= 0):
+        raise ConfigError(
+            f"--clip-norm {options.clip_norm}: must be a finite number, at least 0 (no clipping)"
+        )
+    if options.csv and world.is_main:
+        _check_writable(Path(options.csv))
     settings = Settings(
         num_steps=options.num_steps,
         num_samples=options.num_samples,
@@ -122,16 +208,12 @@ def plan_of(options: VerifyOptions, world: World) -> Plan:
     strategies = list(STRATEGIES) if options.strategies == "all" else split_list(options.strategies)
     for name in strategies:
         find_strategy(name)
-    if options.target:
-        from gradsync.verify.problem import find_factory
-
-        find_factory(options.target)  # a typing error is found before any rank is started
     sizes = [_number(word) for word in split_list(options.world_sizes)]
     if options.world_size is not None:
         sizes = [options.world_size]
     if world.is_distributed:
         sizes = [world.world_size]
-    return make_plan(
+    plan = make_plan(
         strategies=strategies,
         world_sizes=sizes,
         models=["target"] if options.target else split_list(options.models),
@@ -139,34 +221,81 @@ def plan_of(options: VerifyOptions, world: World) -> Plan:
         settings=settings,
         cross_load=options.cross_load,
     )
+    if options.target and world.is_main:
+        from gradsync.verify.trial import check_target
+
+        check_target(plan.settings, plan.cells[0].dtype)  # before any rank is started
+    return plan
 
 
-def _start(plan: Plan, folder: Path) -> list[Result]:
+def _check_writable(path: Path) -> None:
+    """Long before there is something to write."""
+    if path.is_dir():
+        raise ConfigError(f"--csv {path}: is a folder; name a file")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--csv {path}: there is no folder {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"--csv {path}: may not be written")
+
+
+def _start(plan: Plan, folder: Path, signals: _Signals) -> list[Result]:
     """Start the ranks here, world size after world size."""
-    from gradsync.launch.local import launch_local
-    from gradsync.verify.matrix import run_matrix
+    from gradsync.launch import local
+    from gradsync.verify.matrix import Ended, run_matrix
 
-    def start_ranks(folder: Path, world_size: int) -> int:
-        return launch_local(["verify", _WORKER, str(folder)], world_size, log_dir=None)
+    def start_ranks(folder: Path, world_size: int) -> Ended:
+        signals.check()
+        ended = local.launch_ranks(["verify", _WORKER, str(folder)], world_size, log_dir=None)
+        if ended.received is not None:
+            raise _Stopped(ended.received)
+        deaths = {rank: local.obituary(rank, number) for rank, number in ended.killed.items()}
+        return Ended(code=ended.code, deaths=deaths)
 
     return run_matrix(plan, folder, start_ranks, _tell)
 
 
-def _join(plan: Plan, folder: Path) -> list[Result]:
-    """Be one rank of a launcher's: all jobs of the one world size there is."""
+def _join(plan: Plan, folder: Path, signals: _Signals) -> list[Result]:
+    """Be one rank of a launcher's: all jobs of the one world size there is.
+
+    Nobody starts these ranks again: after an error, the jobs that are left count as not run.
+    """
+    from gradsync.verify.matrix import broken_off
     from gradsync.verify.plan import launches
-    from gradsync.verify.worker import Worker, open_session
+    from gradsync.verify.result import result_from_json
+    from gradsync.verify.worker import Worker, open_session, read_done
 
     (launch,) = launches(plan)
-    with open_session(plan.settings) as world:
-        worker = Worker(
-            plan.settings,
-            world,
-            folder=folder,
-            done=folder / "done.jsonl",
-            noted=folder / "error.json",
-        )
-        return worker.run(launch.jobs, _tell)
+    worker, rank = None, 0
+    done, noted = folder / "done-0.jsonl", folder / "error-0.json"
+    try:
+        signals.check()
+        with open_session(plan.settings) as world:
+            rank = world.rank
+            worker = Worker(plan.settings, world, folder=folder, done=done, noted=noted)
+            try:
+                return worker.run(launch.jobs, _tell)
+            except Exception:
+                # The launcher may now end all ranks; first the session asks whose failure it was.
+                signals.hold()
+                raise
+    except (Exception, _Stopped) as error:
+        if worker is None or signals.received is signal.SIGINT:
+            raise
+        signals.hold()
+        if rank:
+            time.sleep(_SILENCE_S)
+        found = [result_from_json(data) for data in read_done(folder, 0)]
+        return broken_off(found, launch.jobs, *_blame(error, rank))
+
+
+def _blame(error: BaseException, rank: int) -> tuple[str, list[int]]:
+    """Whose failure it was, in one line and as ranks."""
+    if isinstance(error, PeerError):
+        return str(error).partition("\n")[0], [error.rank] if error.rank >= 0 else []
+    if isinstance(error, _Stopped):
+        # A launcher does so when a rank of its own has failed: what is done must not be lost.
+        return f"rank {rank} was ended by {error}, perhaps because another one failed", []
+    return f"rank {rank} raised {type(error).__name__}: {error}", [rank]
 
 
 def _tell(result: Result) -> None:
@@ -179,10 +308,14 @@ def _report(options: VerifyOptions, plan: Plan, results: list[Result], seconds: 
     from gradsync.verify.report import document, print_report, write_csv
 
     print_report(results, seconds, sys.stderr if options.as_json else sys.stdout)
-    if options.csv:
-        write_csv(Path(options.csv), results)
     if options.as_json:
-        print(json.dumps(document(plan, results, seconds), indent=1))
+        made = document(plan, results, seconds)
+        print(json.dumps(made, indent=1, allow_nan=False), flush=True)
+    if options.csv:
+        try:
+            write_csv(Path(options.csv), results)
+        except OSError as error:
+            raise RunError(f"--csv {options.csv}: {error.strerror}") from error
     return 0 if all(result.passed for result in results) else 1
 
 

@@ -47,13 +47,24 @@ class ProcessGroupCommunicator:
         """Where such tensors travel instead."""
         return torch.device("cuda", torch.cuda.current_device())
 
+    def _plain(self, tensor: Tensor) -> Tensor:
+        """What the group can read: `tensor` itself, or a copy.
+
+        On the GPU where needed: small values of the host travel too when somebody else initialised
+        the group for GPUs alone. And with conjugate and minus carried out: torch keeps them as a
+        flag beside the memory, backends read memory, and ranks may differ in the flag.
+        """
+        there = tensor.to(self._stage) if self._needs_stage(tensor) else tensor
+        return there.resolve_conj().resolve_neg()
+
     def _staged(self, tensor: Tensor, run: Callable[[Tensor], Work]) -> Work:
-        """`run(tensor)`, by way of the GPU where needed: small values of the host travel too when
-        somebody else initialised the group for GPUs alone."""
-        if not self._needs_stage(tensor):
-            return run(tensor)
-        there = tensor.to(self._stage)
-        return CopyBack(run(there), there, tensor)
+        """`run(tensor)`, by way of a copy where needed."""
+        there = self._plain(tensor)
+        return run(there) if there is tensor else CopyBack(run(there), there, tensor)
+
+    def backend_for(self, device: torch.device) -> str:
+        """Name of the backend that moves tensors of `device`: gloo, nccl, ..."""
+        return self.group._get_backend(device).name()
 
     @property
     def rank(self) -> int:
@@ -79,14 +90,14 @@ class ProcessGroupCommunicator:
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
         """See `Communicator.all_gather`."""
-        there = tensor.to(self._stage) if self._needs_stage(tensor) else tensor
+        there = self._plain(tensor)
         return self._staged(output, lambda whole: self.group._allgather_base(whole, there))
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         """See `Communicator.reduce_scatter`."""
         options = dist.ReduceScatterOptions()
         options.reduceOp = _OPS[op]
-        return self.group._reduce_scatter_base(output, tensor, options)
+        return self.group._reduce_scatter_base(output, self._plain(tensor), options)
 
     def barrier(self) -> None:
         """See `Communicator.barrier`; one all-reduce, float32 [1] on the CPU.

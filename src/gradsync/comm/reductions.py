@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, get_args
 
 import torch.distributed as dist
 
@@ -19,14 +19,13 @@ from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.ring import ring_all_reduce
 from gradsync.comm.single import SingleCommunicator
 from gradsync.comm.subset import Subset
+from gradsync.comm.supported import Op, check_supported
 from gradsync.errors import ConfigError
 from gradsync.world import World
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-Op = Literal["sum", "mean", "min", "max"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,10 +135,22 @@ def all_reduce(
     """Combine `tensor` over all ranks, in place, and return it. Blocking, without autograd.
 
     All ranks call it with the same arguments, and all get the same bits. Which bits a sum has
-    depends on algorithm and number of ranks.
+    depends on algorithm and number of ranks. What cannot be combined is refused before a message.
+
+        dtype                                            ops                  algorithms
+        float64, float32, float16, bfloat16              sum, mean, min, max  all
+        int64, int32, int8, uint8 (wrap around)          sum, min, max        all
+        int16 (wraps around)                             sum, min, max        all but Gloo's own
+        bool (its sum is `or`)                           sum, min, max        all
+        complex                                          sum, mean            all
+        float8, uint16, uint32, uint64; sparse tensors   none                 (NCCL: what it takes)
+
+    The min or max with a NaN on some rank is NaN, but under `backend` with Gloo, where it depends
+    on the rank.
 
     Args:
-        tensor: same shape and dtype on all ranks; one that is not contiguous is copied on the way.
+        tensor: dense, same shape and dtype on all ranks; one that is not contiguous, or lazily
+            conjugated, is copied on the way.
         op: sum, mean (the sum, then divided by the number of ranks), min or max.
         algorithm: backend, ring, recursive_doubling or hierarchical (see `ALGORITHMS`).
         comm: whose ranks take part; by default those of `world`, or of the default process group,
@@ -148,7 +159,7 @@ def all_reduce(
         groups: made by `groups(world)`; saves `hierarchical` the question.
 
     Raises:
-        ConfigError: unknown `op` or `algorithm`, the mean of integers, nodes unknown.
+        ConfigError: unknown `op` or `algorithm`, an op that the dtype does not have, nodes unknown.
     """
     chosen = ALGORITHMS.get(algorithm)
     if chosen is None:
@@ -160,11 +171,14 @@ def all_reduce(
             f"the mean of {tensor.dtype} would be cut off; use op='sum' and divide, or convert it"
         )
     site = Site(comm=_default_comm(world) if comm is None else comm, world=world, groups=groups)
-    flat = tensor.detach().contiguous()  # itself, where it is contiguous
+    check_supported(site.comm, tensor, op, algorithm)
+    # Itself where it can be. A conjugate or minus that waits to be carried out is no part of the
+    # memory that travels, and yet such a tensor calls itself contiguous.
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous()
     chosen.run(site, flat, "sum" if op == "mean" else op)
     if op == "mean":
         flat.div_(site.comm.world_size)
-    if not tensor.is_contiguous():
+    if flat.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(flat)
     return tensor
 

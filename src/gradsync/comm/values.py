@@ -86,7 +86,8 @@ def broadcast_tensors(
     received: dict[str, Tensor] = {}
     for name, shape, dtype in broadcast_json(comm, described):
         if comm.rank == 0 and tensors is not None:
-            tensor = tensors[name].contiguous()
+            # A lazy conjugate or minus is no part of the bytes, so it is carried out first.
+            tensor = tensors[name].resolve_conj().resolve_neg().contiguous()
         else:
             tensor = torch.empty(shape, dtype=getattr(torch, dtype))
         # A uint8 view of the whole tensor: every dtype travels, bits unchanged.

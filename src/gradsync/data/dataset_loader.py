@@ -28,7 +28,9 @@ class DatasetLoader:
         dataset_dir: a data directory, see `open_dataset`.
         device: where batches go.
         split: "train" or "val".
-        seed: names the order.
+        seed: names the order, and the random streams of batches.
+        seed_leaves: seed torch's generators by (seed, step, process) before each batch, as
+            `loader` does, so that processes draw unlike dropout masks; False leaves them alone.
 
     Raises:
         ConfigError: when a number is out of its range.
@@ -46,6 +48,7 @@ class DatasetLoader:
         *,
         split: str = "train",
         seed: int = 0,
+        seed_leaves: bool = True,
     ) -> None:
         require_at_least(1, batch=batch, seq_len=seq_len, num_processes=num_processes)
         if not 0 <= process_rank < num_processes:
@@ -56,6 +59,7 @@ class DatasetLoader:
             global_batch_size=batch * num_processes,
             micro_batch_size=batch,
             seed=seed,
+            seed_leaves=seed_leaves,
             device=device,
         )
         self._steps = iter(self._loader)

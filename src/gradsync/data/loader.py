@@ -18,6 +18,7 @@ from gradsync.data.reader import BatchReader, fingerprint_of, size_of
 from gradsync.data.spans import StepSpan, cut_step
 from gradsync.data.step import Step
 from gradsync.errors import DataError
+from gradsync.runtime.seeds import seed_leaf
 from gradsync.world import World
 
 
@@ -56,6 +57,7 @@ class Loader:
         fingerprint: str,
         num_workers: int = 0,
         num_epochs: int | None = None,
+        seed_leaves: bool = True,
     ) -> None:
         self.plan = plan
         """The batch arithmetic; `plan.describe()` says it in words."""
@@ -65,6 +67,7 @@ class Loader:
         self._device = device
         self._fingerprint = fingerprint
         self._num_workers = num_workers
+        self._seed_leaves = seed_leaves
         self._stop = None if num_epochs is None else num_epochs * order.num_samples
         self._samples = 0
         self._steps = 0
@@ -176,6 +179,9 @@ class Loader:
 
     def _leaves(self, span: StepSpan, step: int, source: _BatchSource) -> Iterator[Leaf]:
         for place, leaf in enumerate(span.leaves, start=1):
+            # Before the read: what a data set draws in this process is keyed by the leaf, too.
+            if self._seed_leaves:
+                seed_leaf(self._order.seed, step, leaf.index)
             yield make_leaf(
                 source.take(),
                 index=leaf.index,
@@ -224,6 +230,7 @@ def loader(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     num_epochs: int | None = None,
     shuffle: bool = True,
+    seed_leaves: bool = True,
     device: torch.device | str | None = None,
 ) -> Loader:
     """Global batches of a map-style data set, of which this rank gets its contiguous leaves.
@@ -233,20 +240,21 @@ def loader(
     the global batch size alone; the world size only says which rank computes them.
 
     With `num_epochs` the stream ends after exactly `num_epochs * len(dataset)` samples. Its last
-    step may then be shorter, its last leaf too, and when it has fewer leaves than there are ranks,
-    some ranks have none; `is_last` is then False on all leaves of all ranks.
+    step and leaf may be shorter; with fewer leaves than ranks, `is_last` is False on all of them.
 
     Args:
         dataset: anything with `__len__` and `__getitem__`.
         world: who we are.
         global_batch_size: samples in a step, over all ranks; a multiple of `micro_batch_size`.
         micro_batch_size: samples in a leaf.
-        seed: names the order.
+        seed: names the order, and the random numbers (dropout) of each leaf.
         num_workers: DataLoader worker processes that read ahead; 0 reads in this process. Workers
             hold no state, so the order and the exactness of resuming do not depend on it.
         collate_fn: list of samples to batch; None is torch's `default_collate`.
         num_epochs: passes over the data; None never ends.
         shuffle: False keeps the order of the data set.
+        seed_leaves: seed torch's generators by (seed, step, leaf) before each leaf, so dropout is
+            the leaf's and not the rank's; False leaves them alone. See [Note: Keyed streams].
         device: where batches go; None is the world's device.
 
     Raises:
@@ -269,6 +277,7 @@ def loader(
         fingerprint=fingerprint_of(dataset),
         num_workers=num_workers,
         num_epochs=num_epochs,
+        seed_leaves=seed_leaves,
     )
 
 

@@ -21,6 +21,7 @@ from gradsync.data.leaf import Leaf, make_leaf
 from gradsync.data.limits import require_at_least
 from gradsync.data.step import Step
 from gradsync.errors import ConfigError
+from gradsync.runtime.seeds import seed_leaf
 from gradsync.world import World
 
 
@@ -38,6 +39,8 @@ class StreamLoader:
         num_epochs: int | None,
         collate_fn: Callable[[list[Any]], Any],
         device: torch.device,
+        seed: int,
+        seed_leaves: bool,
     ) -> None:
         self._shard = shard
         self._first_index = world.rank * leaves_per_rank
@@ -47,6 +50,8 @@ class StreamLoader:
         self._num_epochs = num_epochs
         self._collate_fn = collate_fn
         self._device = device
+        self._seed = seed
+        self._seed_leaves = seed_leaves
 
     def __iter__(self) -> Iterator[Step]:
         number = 0
@@ -89,13 +94,15 @@ class StreamLoader:
     def _leaves(
         self, groups: list[list[Any]], step: int, *, everyone_has_leaves: bool
     ) -> Iterator[Leaf]:
-        for place, group in enumerate(groups):
+        for index, group in enumerate(groups, start=self._first_index):
+            if self._seed_leaves:
+                seed_leaf(self._seed, step, index)
             yield make_leaf(
                 self._collate_fn(group),
-                index=self._first_index + place,
+                index=index,
                 step=step,
                 num_samples=len(group),
-                is_last=everyone_has_leaves and place == len(groups) - 1,
+                is_last=everyone_has_leaves and group is groups[-1],
                 device=self._device,
             )
 
@@ -109,6 +116,8 @@ def stream_loader(
     comm: Communicator | None = None,
     num_epochs: int | None = 1,
     collate_fn: Callable[[list[Any]], Any] | None = None,
+    seed: int = 0,
+    seed_leaves: bool = True,
     device: torch.device | str | None = None,
 ) -> StreamLoader:
     """Steps from a Hugging Face `IterableDataset`, split by `split_dataset_by_node`.
@@ -126,6 +135,9 @@ def stream_loader(
         comm: how the ranks agree; None takes the world's own.
         num_epochs: passes over the data; None never ends. `set_epoch` is called for each.
         collate_fn: list of samples to batch; None is torch's `default_collate`.
+        seed: names the random streams of leaves; the order of samples is the data set's own.
+        seed_leaves: as `loader` does it, torch's generators are seeded by (seed, step, leaf) right
+            before a leaf is collated and handed out; False leaves them alone.
         device: where batches go; None is the world's device.
 
     Raises:
@@ -152,4 +164,6 @@ def stream_loader(
         num_epochs=num_epochs,
         collate_fn=collate_fn or default_collate,
         device=torch.device(world.device if device is None else device),
+        seed=seed,
+        seed_leaves=seed_leaves,
     )

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,18 @@ if TYPE_CHECKING:
 
 GRACE_S = 60.0
 """How long ranks may take to save and end after a signal, seconds."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ended:
+    """How a launch ended."""
+
+    code: int
+    """See `launch_local`."""
+    received: signal.Signals | None
+    """The first signal that the launcher got, whatever its ranks made of it."""
+    killed: dict[int, signal.Signals]
+    """Ranks that a signal had ended when the first failure showed."""
 
 
 def launch_local(
@@ -52,6 +65,24 @@ def launch_local(
     Raises:
         ConfigError: `nproc_per_node` or `max_restarts` is out of range.
     """
+    return launch_ranks(
+        argv, nproc_per_node, log_dir=log_dir, max_restarts=max_restarts, module=module
+    ).code
+
+
+def launch_ranks(
+    argv: list[str],
+    nproc_per_node: int,
+    *,
+    log_dir: Path | None,
+    max_restarts: int = 0,
+    module: str = "gradsync",
+) -> Ended:
+    """`launch_local` for callers that must know more than its exit code.
+
+    Raises:
+        ConfigError: see `launch_local`.
+    """
     if nproc_per_node < 1:
         raise ConfigError(f"nproc_per_node must be at least 1, got {nproc_per_node}")
     if max_restarts < 0:
@@ -75,13 +106,17 @@ def launch_local(
         codes = agent.exit_codes()
         for rank, number in agent.killed.items():
             # It cannot say so itself.
-            print(f"gradsync: error: {_obituary(rank, number)}", file=sys.stderr, flush=True)
-        if agent.received:
-            return exit_codes.after_signal(codes, agent.received[0])
-        return exit_codes.after_failure(agent.first_failures or codes)
+            print(f"gradsync: error: {obituary(rank, number)}", file=sys.stderr, flush=True)
+        received = agent.received[0] if agent.received else None
+        if received is not None:
+            code = exit_codes.after_signal(codes, received)
+        else:
+            code = exit_codes.after_failure(agent.first_failures or codes)
+        return Ended(code=code, received=received, killed=dict(agent.killed))
 
 
-def _obituary(rank: int, number: signal.Signals) -> str:
+def obituary(rank: int, number: signal.Signals) -> str:
+    """What to say of a rank that a signal ended."""
     hint = " (killed by hand, or out of memory)" if number == signal.SIGKILL else ""
     return f"rank {rank} was ended by {number.name}{hint}"
 

@@ -32,7 +32,8 @@ _TRACEBACK_LIMIT = 20_000
 # Nothing wider: a mistake of ours must not be reported as somebody else's death.
 _STORE_GONE = RuntimeError
 _LOST_PEER = re.compile(
-    r"gloo|nccl|connection (closed|reset|refused)|broken pipe|recv|process ?group", re.IGNORECASE
+    r"gloo|nccl|connection (closed|reset|refused)|broken pipe|recv|process ?group|pair closure",
+    re.IGNORECASE,
 )
 
 

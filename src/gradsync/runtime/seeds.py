@@ -1,8 +1,12 @@
 """Counter-based seeds: every random stream is keyed by what it is for, never by a rank.
 
-[Note: Keyed streams] Dropout of leaf i in step s is seeded by (run seed, s, i) before the leaf's
-forward. No stream is carried from leaf to leaf, so nothing per rank has to be saved, a resume is
-exact, and which rank computes a leaf cannot change its masks.
+[Note: Keyed streams] Dropout of leaf i in step s is seeded by (seed, s, i): the loader seeds
+torch's generators right before it reads the leaf and hands it out. No stream is carried from leaf
+to leaf, so nothing per rank has to be saved, a resume is exact, and which rank computes a leaf
+cannot change its masks; nor do all ranks draw the same ones, as they would after one common seed.
+It holds as long as a leaf's forward comes before the next leaf is asked for. What a data set draws
+while it is read in this process is keyed likewise; worker processes have generators of their own.
+A program with random streams of its own turns it off: `gs.loader(..., seed_leaves=False)`.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from gradsync.comm.base import Communicator
+from gradsync.errors import RunError
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,8 @@ class Agreement:
     """Sum of the ranks' `LossSum.message()`."""
     stop: bool
     """Whether any rank wants to stop."""
+    discard: bool
+    """Whether any rank wants this step's gradients thrown away."""
     used: list[bool]
     """For each trainable parameter, whether any rank has a gradient for it."""
     counts: list[float]
@@ -31,15 +34,36 @@ def agree(
     *,
     loss: Sequence[float] = (),
     stop: bool = False,
+    discard: bool = False,
+    number: int = 0,
 ) -> Agreement:
-    """One all-reduce, whole group, float64 [1 + loss + parameters + counts], always on the CPU.
+    """One all-reduce, whole group, float64 [4 + loss + parameters + counts], always on the CPU.
 
     It never waits for the device, and overlaps the buckets that are still under way.
+
+    Args:
+        comm: the ranks.
+        used: for each trainable parameter, whether this rank has a gradient for it.
+        counts: for each buffer, how many leaves have changed it here.
+        loss: from `LossSum.message()`.
+        stop: this rank wants to stop.
+        discard: this rank wants the gradients thrown away.
+        number: of the handle; all ranks must be at the same one.
+
+    Raises:
+        RunError: ranks are at the steps of different models.
     """
-    parts = ([float(stop)], loss, used, counts)
+    # Equal numbers, and only those, have W n and W n^2 as their sums.
+    parts = ([stop, discard, number, number**2], loss, used, counts)
     message = torch.tensor([x for part in parts for x in part], dtype=torch.float64)
     comm.all_reduce(message).wait()
-    (stops,), losses, any_use, sums = (
+    (stops, discards, *numbers), losses, any_use, sums = (
         part.tolist() for part in message.split([len(part) for part in parts])
     )
-    return Agreement(losses, stops > 0, [use > 0 for use in any_use], sums)
+    if numbers != [comm.world_size * number, comm.world_size * number**2]:
+        raise RunError(
+            f"rank {comm.rank}: ranks synchronise different models at the same time: models that "
+            "share a process group must take turns in one order on all ranks; or replicate them "
+            "together, as one torch.nn.ModuleList"
+        )
+    return Agreement(losses, stops > 0, discards > 0, [use > 0 for use in any_use], sums)

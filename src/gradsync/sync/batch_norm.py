@@ -134,7 +134,7 @@ def choose_batch_norm(
     elif choice == "sync" and layers:
         forward = _synced_forward(comm)
         for layer in layers.values():
-            handling._undo.append(_replace(layer, "forward", forward))
+            handling._undo.append(_replace(layer, forward))
         handling.own_buffers = list(layers.values())
         handling._undo.append(
             model.register_forward_pre_hook(ModuleHook(_meeting(handling))).remove
@@ -160,7 +160,12 @@ def _freeze(layer: nn.Module) -> Callable[[], None]:
     """
     was_training = layer.training
     layer.eval()
-    give_back = _replace(layer, "train", _stay)
+
+    def train(self: nn.Module, mode: bool = True) -> nn.Module:
+        """In place of the layer's own and, through it, of `eval`: stay as you are."""
+        return self
+
+    give_back = _replace(layer, train)
 
     def undo() -> None:
         give_back()
@@ -169,16 +174,14 @@ def _freeze(layer: nn.Module) -> Callable[[], None]:
     return undo
 
 
-def _stay(layer: nn.Module, mode: bool = True) -> nn.Module:
-    """In place of `train` and, through it, `eval`."""
-    return layer
+def _replace(layer: nn.Module, function: Callable[..., Any]) -> Callable[[], None]:
+    """Let one layer use `function(layer, ...)` for its method of that name; returns the undoing.
 
-
-def _replace(layer: nn.Module, name: str, function: Callable[..., Any]) -> Callable[[], None]:
-    """Let one layer use `function(layer, ...)` as its method; returns how to undo that.
-
-    A bound method survives `copy.deepcopy`: the copy's is bound to the copy.
+    A bound method survives `copy.deepcopy`: the copy's is bound to the copy. Pickle writes it as
+    "the attribute of that name of that layer", so a saved layer comes back with its class's own.
     """
+    name = function.__name__
+    assert hasattr(type(layer), name), f"{type(layer).__name__} could not be loaded without {name}"
     before = layer.__dict__.get(name)
     layer.__dict__[name] = MethodType(function, layer)
 

@@ -1,7 +1,7 @@
 """`gs.comm_hook`: our reductions for plain `DistributedDataParallel`, Accelerate and Fabric.
 
     model = DistributedDataParallel(model)          # or accelerator.prepare, fabric.setup
-    gs.comm_hook("ring").register(model)            # or model.register_comm_hook(*gs.comm_hook(…))
+    gs.comm_hook("ring").register(model)
 
 DDP hands the hook each bucket as backward fills it, and collects the results when backward ends:
 
@@ -40,7 +40,13 @@ STRATEGIES = ("ring", "recursive_doubling", "hierarchical", "bf16", "fp16", "pow
 
 
 class CommHook:
-    """A hook and its state, as `DistributedDataParallel.register_comm_hook(*hook)` wants them."""
+    """A hook and its state.
+
+    `hook.register(model)` is the way to use it: it asks DDP for the ranks to average over. It also
+    unpacks into what DDP's own method wants, `ddp.register_comm_hook(*hook)`; but DDP tells a hook
+    nothing about its process group, so that way averages over torch's *default* group unless
+    `comm_hook(group=)` was given. For a DDP over some of the ranks give it the same `group`.
+    """
 
     def __init__(self, state: HookState) -> None:
         self.state = state
@@ -82,7 +88,8 @@ def comm_hook(
     Args:
         strategy: ring, recursive_doubling, hierarchical (see `gs.all_reduce`); bf16, fp16 (on the
             wire, torch's hooks); powersgd (torch's hook).
-        group: process group to average over; None takes the model's own, or torch's default one.
+        group: process group to average over; None takes the model's own, if the hook is given to it
+            by `register`, but torch's default one if by DDP's `register_comm_hook(*hook)`.
         groups: from `gs.groups(world)`, for hierarchical; None asks the ranks where they sit, when
             the first bucket comes.
         options: of powersgd, as `PowerSgdReducer`'s, or others of torch's `PowerSGDState`.
@@ -138,12 +145,13 @@ def _averaging(
 
         return average
 
-    world = None if groups is not None else World.from_process_group()
-    if world is not None and world.world_size != comm.world_size:
+    # Before `from_process_group`, which asks all ranks: those outside of the group do not answer.
+    if groups is None and comm.world_size != dist.get_world_size():
         raise ConfigError(
             f"comm_hook('hierarchical'): the model's group has {comm.world_size} of "
-            f"{world.world_size} ranks; give groups= that cover it"
+            f"{dist.get_world_size()} ranks; give groups= that cover it"
         )
+    world = None if groups is not None else World.from_process_group()
     intra, inter, equal_nodes = Site(comm=comm, world=world, groups=groups).levels(device)
 
     def average_in_levels(tensor: Tensor) -> None:

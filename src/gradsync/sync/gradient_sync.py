@@ -1,69 +1,31 @@
-"""The handle that owns the step: backward, the one division, clipping, the optimizer.
-
-[Note: Exact global mean] A rank's micro-steps add up gradients of *summed* losses. At the step's
-end one small all-reduce makes (loss sum, weight) global, the strategy makes the gradients global
-sums, and both are divided once by the global weight. So the mean is exact for unequal token
-counts, padding (weight 0), unequal shares and ranks without data: no mean of means anywhere.
-"""
+"""The handle of a replicated model: leaf after leaf, then the step (see `step.py`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from gradsync.comm.base import Communicator
 from gradsync.errors import ConfigError, RunError
 from gradsync.runtime.gloo_group import wait_until_workers_sleep
-from gradsync.sync.agreement import agree
 from gradsync.sync.batch_norm import BatchNormHandling, choose_batch_norm
-from gradsync.sync.loss_sum import LossSum
+from gradsync.sync.loss_sum import LossSum, leaf_weight
 from gradsync.sync.own_loop import OwnLoop
 from gradsync.sync.reducer import Reducer
-from gradsync.sync.replicas import check_replicas, replica_tensors
+from gradsync.sync.state_face import StateFace
 from gradsync.sync.statistics import Statistics
-from gradsync.sync.stopwatch import Stopwatch
+from gradsync.sync.step import StepParts, StepResult, Update, take_step
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
 
 HANDLE = "_gradsync"
 """Attribute by which a model holds on to its handle; hooks do not keep it alive."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What one optimizer step saw, equal on all ranks."""
-
-    mean_loss: Tensor
-    """Loss per target over the global batch, float64 [] on the model's device."""
-    weight: float
-    """Number of targets (or samples) in the global batch."""
-    grad_norm: Tensor | None
-    """L2 norm of the mean gradient before clipping, [] ; None without clipping. Under strategies
-    that step alone (`local_sgd`, `diloco`) it is this rank's own."""
-    stop: bool
-    """True when any rank asked to stop."""
-    exposed: Stopwatch
-    """Communication that nothing hid, on this rank."""
-
-
-class Update:
-    """What a GradScaler takes for an optimizer: the strategy's own way of stepping."""
-
-    def __init__(self, reducer: Reducer, optimizer: torch.optim.Optimizer) -> None:
-        self.param_groups = optimizer.param_groups
-        self._reducer, self._optimizer = reducer, optimizer
-
-    def step(self) -> None:
-        """One step with the mean gradient."""
-        self._reducer.update(self._optimizer)
-
-
-class GradientSync:
+class GradientSync(StateFace):
     """Made by `gs.replicate`. Per step: `backward` for each leaf, then `step` once.
 
     Or, in a loop of one's own: `loss.backward()`, `finish()`, `optimizer.step()`.
@@ -75,6 +37,8 @@ class GradientSync:
         comm: Communicator,
         reducer: Reducer,
         batch_norm: BatchNormHandling | None = None,
+        *,
+        number: int = 0,
     ) -> None:
         self.model = model
         self.comm = comm
@@ -91,7 +55,9 @@ class GradientSync:
             batch_norm or choose_batch_norm(model, comm, None),
             equal_replicas=reducer.equal_replicas,
         )
-        self._own_loop = OwnLoop(model, comm, reducer, self._statistics)
+        self._own_loop = OwnLoop(model, comm, reducer, self._statistics, number=number)
+        self._parts = StepParts(reducer, comm, self._statistics, number)
+        self._failed = self._closed = False
 
     @property
     def mean_loss(self) -> float:
@@ -144,16 +110,20 @@ class GradientSync:
 
         Raises:
             TypeError: neither weight nor leaf.
+            ConfigError: a weight that is no finite number >= 0; the last backward raised, and
+                nobody called `discard`; the handle is closed.
         """
         last, index = self._last, self._index
         if leaf is not None:
             last, index = leaf.is_last, leaf.index
-            weight = leaf.num_targets if weight is None else weight
-        if weight is None:
-            raise TypeError("backward() needs weight= (the number of targets) or leaf=")
+        weight = leaf_weight(weight, leaf)
+        self._refuse_if_failed()
         self._statistics.leaf_begins(last=last)
         with self._own_loop.enclosed(), self.reducer.leaf(last=last, index=index):
+            self._own_loop.leaves += 1
+            self._failed = True  # until it is known
             (loss_sum if scale is None else scale.scale(loss_sum)).backward()
+        self._failed = False
         self._statistics.leaf_ends(counts=weight > 0)
         self._loss.add(loss_sum, weight)
 
@@ -174,94 +144,64 @@ class GradientSync:
             scale: the `torch.amp.GradScaler` given to `backward`.
 
         Raises:
-            ConfigError: `scale` under a strategy that cannot skip a step.
+            ConfigError: `scale` under a strategy that cannot skip a step; no rank had a backward
+                since the last step; `loss.backward()` in place of this handle's; a parameter that
+                came or became trainable after `gs.replicate`; and see `backward`.
         """
-        reducer, loss = self.reducer, self._loss
-        update = Update(reducer, optimizer)
+        reducer = self.reducer
+        self._refuse_if_failed()
+        self._own_loop.strangers.check(optimizer)
+        if not self._own_loop.leaves and self._own_loop.pending:
+            raise ConfigError(
+                "loss.backward() is followed by optimizer.step(), and sync.step(optimizer) follows "
+                "sync.backward(loss_sum, weight=...): nobody told the weight of this loss"
+            )
         if scale is not None and not reducer.takes_scale:
             raise ConfigError(
                 f"{type(reducer).__name__} cannot work with a GradScaler: a gradient that is not "
                 "finite would stay in what it remembers; use bf16, or another strategy"
             )
-        counts = self._statistics.step_begins()
-        used = reducer.launch()
-        agreed = agree(self.comm, used, counts, loss=loss.message(), stop=stop)
-        reduction = reducer.reduce(agreed.used)
-        total_loss, total_weight = loss.over_ranks(self.comm, agreed.loss)
-        # What `.grad` holds the sum over: the global batch, or only this rank's part of it.
-        weight = loss.weight if reduction.local else total_weight
-        norm = None
-        if weight:
-            if scale is not None:
-                scale.unscale_(update)
-            # The one place that divides, whatever the strategy.
-            if gradients := reducer.gradients():
-                torch._foreach_mul_(gradients, reduction.divided_by / weight)
-            if clip_norm is not None:
-                norm = reducer.clip(clip_norm)
-            with self._own_loop.enclosed():
-                if scale is None:
-                    update.step()
-                else:
-                    scale.step(update)
-                    scale.update()
+        update = Update(reducer, optimizer)
+        result = self._end_step(update, clip_norm=clip_norm, stop=stop, scale=scale)
         optimizer.zero_grad(set_to_none=True)
-        self._loss = LossSum(reducer.parameters[0].device)
-        mean_loss = total_loss / total_weight
-        self._result = StepResult(mean_loss, total_weight, norm, agreed.stop, reduction.exposed)
-        self._statistics.step_ends(agreed.counts)
-        reducer.after_step()
+        return result
+
+    def discard(self) -> None:
+        """In place of `step` (or `finish`): throw away what this step's backwards have brought.
+
+        For a rank whose backward raised, or that wants none of it. All ranks must come to the end
+        of the step, by this call or by the usual one; none of them updates anything then. Torch's
+        own DDP (`ddp`, `powersgd`) cannot go on after a backward that raised.
+        """
+        self._refuse_if_closed()
+        if self._own_loop.pending and not self._own_loop.leaves:
+            self._own_loop.discard()
+            return
+        if self._failed:
+            self._statistics.leaf_ends(counts=False)
+        self._failed = False
+        self._end_step(None)
+
+    def _end_step(self, update: Update | None, **options: Any) -> StepResult:
+        """Synchronise, and `update` unless that is None on some rank; then begin anew."""
+        self._result = take_step(
+            self._parts, self._loss, update, enclosed=self._own_loop.enclosed, **options
+        )
+        self._own_loop.leaves = 0
+        self._loss = LossSum(self.reducer.parameters[0].device)
         return self._result
 
-    def settle(self) -> None:
-        """At the end of a run, on all ranks: strategies that let replicas drift (`local_sgd`,
-        `diloco`) bring them together. Nothing to do under the others."""
-        self.reducer.settle()
-
-    def gather(self, optimizer: torch.optim.Optimizer) -> None:
-        """Before a checkpoint, on all ranks: `optimizer.state` is whole until `scatter`."""
-        self.reducer.gather(optimizer)
-
-    def scatter(self, optimizer: torch.optim.Optimizer) -> None:
-        """After a checkpoint, or after loading a whole `optimizer.state`, on all ranks."""
-        self.reducer.scatter(optimizer)
-
-    def full_weights(self) -> dict[str, Tensor]:
-        """Whole parameters and buffers by name, as `model.state_dict()`; all ranks call it."""
-        return self.reducer.full_weights()
-
-    def state_tensors(self) -> dict[str, Tensor]:
-        """What the strategy remembers from step to step, for a checkpoint; after `gather`."""
-        return self.reducer.state_tensors()
-
-    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take back what `state_tensors` gave, after weights and optimizer."""
-        self.reducer.load_state_tensors(tensors)
-
-    def load_full_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Overwrite parameters and buffers with whole ones, by the names of `full_weights`."""
-        self.reducer.load_full_weights(weights)
-        self._statistics.refresh()
-
-    def check_replicas(
-        self, optimizer: torch.optim.Optimizer | None = None, *, step: int | None = None
-    ) -> None:
-        """All ranks must hold the same bits: compares a hash per parameter and buffer.
-
-        Args:
-            optimizer: compare its state too; not under strategies that share it out.
-            step: for the message.
-
-        Raises:
-            RunError: on every rank: names the first tensor that differs, the step and the ranks.
-            ConfigError: under a strategy whose ranks differ on purpose.
-        """
-        if not (self.reducer.whole_parameters and self.reducer.equal_replicas):
+    def _refuse_if_failed(self) -> None:
+        self._refuse_if_closed()
+        if self._failed:
             raise ConfigError(
-                f"{type(self.reducer).__name__} lets ranks hold different values on purpose: there "
-                "is nothing to check"
+                "the last sync.backward() raised, so this step's gradients are not whole: call "
+                "sync.discard() in place of step() (then no rank updates anything)"
             )
-        check_replicas(replica_tensors(self.model, optimizer), self.comm, step=step)
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise ConfigError("this handle is closed: call gs.replicate again")
 
     def finish(self) -> None:
         """In a loop of one's own: make every `.grad` the mean over ranks, as torch's DDP does.
@@ -269,11 +209,13 @@ class GradientSync:
         Backward does it by itself at its end; this call is for a rank that had no backward in this
         step, and for strategies without hooks. Calling it twice does nothing more.
         """
+        self._refuse_if_closed()
         self._own_loop.finish()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """In a loop of one's own: only add up; enclose forward and backward of all micro-batches
         but the last."""
+        self._refuse_if_closed()
         return self._own_loop.no_sync()
 
     def close(self) -> None:
@@ -285,8 +227,10 @@ class GradientSync:
         self._own_loop.close()
         self.reducer.close()
         self._statistics.close()
-        if self.model.__dict__.get(HANDLE) is self:
-            del self.model.__dict__[HANDLE]
+        self._closed = True
+        for part in self.model.modules():
+            if part.__dict__.get(HANDLE) is self:
+                del part.__dict__[HANDLE]
         if self.comm.world_size > 1:
             wait_until_workers_sleep()
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from gradsync.comm.base import Communicator
+from gradsync.errors import ConfigError
 from gradsync.sync.limbs import NUM_LIMBS, join, split
 
 if TYPE_CHECKING:
@@ -27,6 +28,11 @@ class LossSum:
         self._device = device
         self._losses: list[Tensor] = []
         self._weights: list[float] = []
+
+    @property
+    def num_leaves(self) -> int:
+        """Leaves that were added."""
+        return len(self._losses)
 
     @property
     def weight(self) -> float:
@@ -63,3 +69,19 @@ class LossSum:
         if not self._losses:
             return torch.zeros(NUM_LIMBS, dtype=torch.float64, device=self._device)
         return split(torch.stack(self._losses))
+
+
+def leaf_weight(weight: float | None, leaf: Any) -> float:
+    """What a leaf counts: `weight`, or else the leaf's number of targets.
+
+    Raises:
+        TypeError: neither is there.
+        ConfigError: negative, infinite or undefined.
+    """
+    if weight is None:
+        if leaf is None:
+            raise TypeError("backward() needs weight= (the number of targets) or leaf=")
+        weight = float(leaf.num_targets)
+    if not 0 <= weight < math.inf:
+        raise ConfigError(f"backward(weight=...) must be a finite number >= 0, got {weight}")
+    return weight

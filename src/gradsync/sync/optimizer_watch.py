@@ -22,6 +22,9 @@ from gradsync.sync.torch_names import optimizer_pre_hooks
 class Listener(Protocol):
     """Who wants to know."""
 
+    parameter_ids: set[int]
+    """Of the parameters that it looks after."""
+
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Gradients are about to be used."""
         ...
@@ -32,21 +35,29 @@ class Listener(Protocol):
 
 
 class OptimizerWatch:
-    """The hooks; holds its listeners weakly."""
+    """The hooks; holds its listeners weakly, in the order in which they came: all ranks' ways of
+    taking part in a step must follow each other alike."""
 
     def __init__(self) -> None:
-        self._listeners: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._listeners: list[weakref.ref[Any]] = []
         self._lock = threading.Lock()
+        self.added = 0
+        """How many listeners there have been."""
 
     def add(self, listener: Listener) -> None:
         """Tell `listener` as long as it lives."""
         with self._lock:
-            self._listeners.add(listener)
+            self._listeners.append(weakref.ref(listener))
+            self.added += 1
 
     def discard(self, listener: Listener) -> None:
         """Tell it no more."""
         with self._lock:
-            self._listeners.discard(listener)
+            self._listeners = [ref for ref in self._listeners if ref() not in (None, listener)]
+
+    def owns(self, parameter: torch.Tensor) -> bool:
+        """Whether a listener looks after it."""
+        return any(id(parameter) in listener.parameter_ids for listener in self._present())
 
     def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Before a step."""
@@ -60,7 +71,9 @@ class OptimizerWatch:
 
     def _present(self) -> list[Listener]:
         with self._lock:
-            return list(self._listeners)
+            found = [(ref, ref()) for ref in self._listeners]
+            self._listeners = [ref for ref, listener in found if listener is not None]
+        return [listener for _, listener in found if listener is not None]
 
 
 def optimizer_watch() -> OptimizerWatch:

@@ -8,15 +8,18 @@ anything else between backward and the optimizer sees the mean. [Note: Who synch
                                 with zeros; otherwise the other ranks would wait for ever
     backward under no_sync()    adds up; the next backward outside of it synchronises all of it,
                                 and so does an optimizer step that comes first
+    backward that raised        `discard()` takes part, and no rank uses the gradients
 
+That there was no backward shows by gradients that an optimizer has used, or that were cleared.
 `no_sync` must be entered before the forward: torch's DDP and FSDP decide there, and a program that
 gets it wrong drifts silently. It is checked here too, so that a loop works under every strategy.
 """
 
 from __future__ import annotations
 
+import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -25,26 +28,38 @@ import torch
 from gradsync.comm.base import Communicator
 from gradsync.errors import ConfigError
 from gradsync.sync.agreement import agree
-from gradsync.sync.engine.engine import Engine
+from gradsync.sync.engine.engine import Engine, gone
 from gradsync.sync.module_hook import ModuleHook
 from gradsync.sync.optimizer_watch import optimizer_watch
 from gradsync.sync.reducer import Reducer
 from gradsync.sync.statistics import Statistics
+from gradsync.sync.strangers import Strangers
 from gradsync.sync.torch_names import at_the_end_of_backward, current_graph_task
 
 if TYPE_CHECKING:
     from torch import nn
+
+log = logging.getLogger("gradsync")
 
 
 class OwnLoop:
     """Watches backward, the forward of the root module, and optimizers over its parameters."""
 
     def __init__(
-        self, model: nn.Module, comm: Communicator, reducer: Reducer, statistics: Statistics
+        self,
+        model: nn.Module,
+        comm: Communicator,
+        reducer: Reducer,
+        statistics: Statistics,
+        *,
+        number: int = 0,
     ) -> None:
         self._statistics = statistics
         self._comm = comm
         self._reducer = reducer
+        self._number = number
+        self.leaves = 0
+        """Backwards of `GradientSync`'s own since its last step."""
         self._no_sync = False
         self._no_sync_in_forward: bool | None = None
         self._enclosed = False  # in `GradientSync.backward`, which is not a loop of one's own
@@ -52,11 +67,12 @@ class OwnLoop:
         self._task = -1  # the backward seen last; later ones have higher numbers
         self._dirty = False  # there are gradients that have not been synchronised
         self._finished = False  # there are gradients that have
+        self._published: list[weakref.ref[torch.Tensor] | None] = []
         self._stepped: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that used those
-        self._parameter_ids = {id(parameter) for parameter in reducer.parameters}
+        self.parameter_ids = {id(parameter) for parameter in reducer.parameters}
+        self.strangers = Strangers(model, self.parameter_ids)
         optimizer_watch().add(self)
         self._handles: list[Any] = self._watch(model) if reducer.own_loop else []
-        self._remove = weakref.finalize(self, _remove, self._handles)
 
     def _watch(self, model: nn.Module) -> list[Any]:
         """Hooks that do not hold this object, which holds the model's parameters."""
@@ -64,12 +80,15 @@ class OwnLoop:
 
         def before_forward(*_: Any) -> None:
             alive = loop()
-            if alive is not None and torch.is_grad_enabled():
-                alive._no_sync_in_forward = alive._no_sync
+            # A checkpointed part's second forward is inside of a backward.
+            if alive is None or not torch.is_grad_enabled() or current_graph_task() >= 0:
+                return
+            alive.refuse_if_failed()
+            alive._no_sync_in_forward = alive._no_sync
 
         def gradient_is_ready(_: torch.Tensor) -> None:
-            alive = loop()
-            if alive is not None and not alive._enclosed and not alive._in_backward:
+            alive = _alive(loop)
+            if not alive._enclosed and not alive._in_backward:
                 alive.backward_begins()
 
         handles: list[Any] = [
@@ -106,8 +125,17 @@ class OwnLoop:
         """The first gradient of a backward has come; tells whether this backward synchronises.
 
         Raises:
-            ConfigError: `no_sync` was entered or left between forward and backward.
+            ConfigError: `no_sync` was entered or left between forward and backward; or it is
+                between `GradientSync`'s own backward and step.
         """
+        task = current_graph_task()
+        if self._in_backward and task == self._task:
+            return not self._no_sync
+        if self.leaves:
+            raise ConfigError(
+                "a backward that is not sync.backward() reached this model between sync.backward() "
+                "and sync.step(): its gradients would be added to the step's"
+            )
         before, self._no_sync_in_forward = self._no_sync_in_forward, None
         if before not in (None, self._no_sync):
             where = "after the forward" if self._no_sync else "around the forward only"
@@ -115,7 +143,6 @@ class OwnLoop:
                 f"no_sync() was entered {where}: enclose forward and backward of a micro-batch "
                 "together, as torch's DDP needs it (there, replicas would drift apart silently)"
             )
-        task = current_graph_task()
         if task < self._task:
             raise ConfigError(
                 "activation checkpointing with use_reentrant=True runs a backward inside of the "
@@ -134,40 +161,103 @@ class OwnLoop:
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to use the gradients: this rank may have had no backward."""
-        if self._enclosed or not self._is_ours(optimizer):
+        if self._enclosed:
+            return
+        self.strangers.check(optimizer)
+        if not self._is_ours(optimizer):
             return
         self._refuse_if_foreign()
-        if self._dirty or not self._finished or optimizer in self._stepped:
-            self.finish()
+        if self.leaves:
+            raise ConfigError(
+                "sync.backward() is followed by sync.step(optimizer), not by optimizer.step(): "
+                "nobody has divided these gradients yet"
+            )
+        self.refuse_if_failed()
+        used = optimizer in self._stepped or not _any_gradient(self._ours(optimizer))
+        if self._dirty or not self._finished or used:
+            self._synchronise()
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has used the gradients."""
         if not self._enclosed and self._is_ours(optimizer):
             self._stepped.add(optimizer)
 
+    def _ours(self, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+        ids = self.parameter_ids
+        return (p for group in optimizer.param_groups for p in group["params"] if id(p) in ids)
+
     def _is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
-        ids = self._parameter_ids
-        return any(id(p) in ids for group in optimizer.param_groups for p in group["params"])
+        return next(self._ours(optimizer), None) is not None
 
     def finish(self) -> None:
         """See `GradientSync.finish` and [Note: Who synchronises when]."""
         self._refuse_if_foreign()
-        if self._finished and not self._dirty and not self._stepped:
-            return
+        self.refuse_if_failed()
+        fresh = self._finished and not self._stepped and _any_gradient(self._reducer.parameters)
+        if self._dirty or not fresh:
+            self._synchronise()
+
+    def discard(self) -> None:
+        """See `GradientSync.discard`."""
+        self._refuse_if_foreign()
+        self._in_backward = False
+        self._synchronise(discard=True)
+
+    @property
+    def pending(self) -> bool:
+        """There are gradients of a loop of one's own that no optimizer has used."""
+        waiting = self._dirty or (self._finished and not self._stepped)
+        return self._in_backward or (waiting and _any_gradient(self._reducer.parameters))
+
+    def _synchronise(self, *, discard: bool = False) -> None:
+        reducer = self._reducer
         # All forwards of this rank's step are one leaf here: nobody says where one ends.
-        self._statistics.leaf_ends(counts=self._dirty)
+        self._statistics.leaf_ends(counts=self._dirty and not discard)
         counts = self._statistics.step_begins()
-        if isinstance(self._reducer, Engine):
-            self._reducer.end_own_leaf()
-        used = self._reducer.launch()
-        agreed = agree(self._comm, used, counts)
-        reduction = self._reducer.reduce(agreed.used)
+        # Without a backward: copies of what the last step left, out of the way.
+        left = [] if self._dirty else self._left_over()
+        for parameter, _ in left:
+            parameter.grad = None
+        if discard:
+            reducer.forget()
+        elif isinstance(reducer, Engine):
+            reducer.end_own_leaf(new=self._dirty)
+        used = reducer.launch()
+        agreed = agree(self._comm, used, counts, discard=discard, number=self._number)
+        reduction = reducer.reduce(agreed.used)
+        if agreed.discard:
+            log.warning("a rank threw this step's gradients away: no rank uses them")
+            for parameter in reducer.parameters:
+                parameter.grad = None
+        elif not any(agreed.used):
+            for parameter, gradient in left:  # no rank had a backward: a step with the same ones
+                parameter.grad = gradient
         # The one place that divides: by the number of ranks, since nobody told a weight.
-        if gradients := self._reducer.gradients():
+        elif gradients := reducer.gradients():
             torch._foreach_mul_(gradients, reduction.divided_by / self._comm.world_size)
         self._statistics.step_ends(agreed.counts)
+        if not isinstance(reducer, Engine):
+            grads = [p.grad for p in reducer.parameters]
+            self._published = [None if g is None else weakref.ref(g) for g in grads]
         self._dirty, self._finished = False, True
         self._stepped.clear()
+
+    def _left_over(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        """Parameters whose gradient is the one that the last synchronisation put there; copies."""
+        if isinstance(self._reducer, Engine):
+            found = [p for bucket in self._reducer.buckets for p in bucket.published()]
+        else:
+            pairs = zip(self._reducer.parameters, self._published, strict=False)
+            found = [p for p, ref in pairs if ref is not None and ref() is p.grad]
+        return [(p, p.grad.clone()) for p in found if p.grad is not None]
+
+    def refuse_if_failed(self) -> None:
+        """Raise when the last backward never came to its end."""
+        if self._in_backward:
+            raise ConfigError(
+                "the last backward ended with an error, and other ranks may be waiting for its "
+                "gradients: call sync.discard() first (then no rank uses this step's)"
+            )
 
     def _refuse_if_foreign(self) -> None:
         if not self._reducer.own_loop:
@@ -180,18 +270,16 @@ class OwnLoop:
     def close(self) -> None:
         """Remove the hooks."""
         optimizer_watch().discard(self)
-        self._remove()
+        for handle in self._handles:
+            handle.remove()
 
 
 def _alive(loop: weakref.ref[OwnLoop]) -> OwnLoop:
     found = loop()
     if found is None:
-        raise ConfigError(
-            "the handle that gs.replicate returned is gone: keep it as long as the model trains"
-        )
+        raise gone()
     return found
 
 
-def _remove(handles: list[Any]) -> None:
-    for handle in handles:
-        handle.remove()
+def _any_gradient(parameters: Iterable[torch.Tensor]) -> bool:
+    return any(parameter.grad is not None for parameter in parameters)

@@ -84,6 +84,9 @@ class Reducer(ABC):
         """
         yield
 
+    def forget(self) -> None:  # noqa: B027  optional
+        """Before `launch`: this rank's leaves do not count, and no rank will use the sums."""
+
     def launch(self) -> list[bool]:
         """Start what has not been started; tells which parameters have gradients on this rank."""
         return [parameter.grad is not None for parameter in self.parameters]

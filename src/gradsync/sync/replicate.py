@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from gradsync.comm.base import Communicator
 from gradsync.comm.choose import communicator
 from gradsync.errors import ConfigError, RunError
 from gradsync.sync.batch_norm import NOT_INVARIANT, choose_batch_norm
 from gradsync.sync.gradient_sync import HANDLE, GradientSync
+from gradsync.sync.optimizer_watch import optimizer_watch
 from gradsync.sync.reducer import trainable
 from gradsync.sync.registry import (
     Strategy,
@@ -39,7 +42,12 @@ def replicate(
     """Replicate `model` over the ranks of `world`: all start from rank 0's weights, and stay equal.
 
     The model is not wrapped: names, checkpoints and frozen parts stay as they are. It holds on to
-    the returned handle, so that synchronisation lasts as long as the model.
+    the returned handle, and so does each part of it that has trainable parameters of its own:
+    synchronisation lasts as long as the parts. Parameters that are replaced or become trainable
+    later are not known to it: close the handle and replicate again.
+
+    Models that take part in one backward belong into one call, as `nn.ModuleList([encoder, head])`:
+    several handles on one process group must have their steps in one order on all ranks.
 
     Args:
         model: on its device already.
@@ -53,13 +61,17 @@ def replicate(
         options: of the strategy, such as `bucket_mb=25.0`.
 
     Raises:
-        ConfigError: unknown strategy or option; the model is replicated already; ranks have
-            different models or arguments; BatchNorm without a choice.
+        ConfigError: unknown strategy or option; the model or a part of it is replicated already;
+            ranks have different models or arguments; BatchNorm without a choice.
         RunError: several ranks but no process group; no trainable parameter.
     """
     strategy = find_strategy(sync)
-    if getattr(model, HANDLE, None) is not None:
-        raise ConfigError("this model is replicated already; call close() on its handle first")
+    for name, parameter in trainable(model):
+        if optimizer_watch().owns(parameter):
+            raise ConfigError(
+                f"parameter {name!r} of this model is replicated already; call close() on its "
+                "handle first"
+            )
     if comm is None:
         world = World.from_process_group() if world is None else world
         comm = communicator(world)
@@ -69,7 +81,10 @@ def replicate(
         groups = make_groups(world)
     handle = _bind(strategy, model, comm, options, groups=groups, batch_norm=batch_norm)
     # Hooks do not keep what they call alive; the model does. See GradientSync.__deepcopy__.
-    model.__dict__[HANDLE] = handle
+    for part in model.modules():
+        own = part.parameters(recurse=False)
+        if part is model or any(parameter.requires_grad for parameter in own):
+            part.__dict__[HANDLE] = handle
     return handle
 
 
@@ -85,6 +100,10 @@ def _bind(
     if not trainable(model):
         raise RunError("the model has no trainable parameter: nothing to synchronise")
     check_options(strategy, options)
+    if batch_norm == "sync" and strategy.recipe is not None:
+        # Its sums travel in backward too, on the same group: buckets would get between them, on
+        # another place on ranks that use other parameters.
+        options = {"overlap": False, **options}
     settings = {"sync": strategy.name, "batch_norm": batch_norm}
     check_same_model(model, comm, settings | {name: repr(v) for name, v in options.items()})
     order = options.get("order", strategy.recipe.order if strategy.recipe else "any")
@@ -92,5 +111,8 @@ def _bind(
         raise ConfigError(f"sync={strategy.name!r}: {NOT_INVARIANT[batch_norm]}")
     handling = choose_batch_norm(model, comm, batch_norm)
     broadcast_model(model, comm)
+    # Rank 0's count, int64 [1], whole group: a number for this model that all ranks know.
+    number = torch.tensor([optimizer_watch().added])
+    comm.broadcast(number).wait()
     reducer = build_reducer(strategy, model, comm, groups, options)
-    return GradientSync(model, comm, reducer, handling)
+    return GradientSync(model, comm, reducer, handling, number=int(number))

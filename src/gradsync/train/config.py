@@ -88,7 +88,8 @@ class EvalConfig:
     """Exact evaluation on the validation split, shared by all ranks."""
 
     every: int = 100
-    """Optimizer steps between evaluations; one more follows the last step. 0: only that one."""
+    """Optimizer steps between evaluations; one more follows the last step. 0: only that one. Under
+    local_sgd and diloco each ends the round, so it is part of the run's definition."""
     max_tokens: int | None = 65_536
     """Evaluate on the first so many tokens (rounded down to whole sequences); None for all."""
 
@@ -105,7 +106,8 @@ class CheckpointConfig:
     """When to save and how many to keep."""
 
     every: int = 200
-    """Optimizer steps between checkpoints; one more follows the last step. 0: only that one."""
+    """Optimizer steps between checkpoints; one more follows the last step. 0: only that one. Under
+    local_sgd and diloco each ends the round, so it is part of the run's definition."""
     keep_last: int = 2
     """Good checkpoints to keep, at least 1."""
 
@@ -136,7 +138,8 @@ class SyncConfig:
     find_unused_parameters: bool | None = None
     """ddp: look for parameters that get no gradient in a step."""
     inner_steps: int | None = None
-    """local_sgd, diloco: optimizer steps between two averagings."""
+    """local_sgd, diloco: optimizer steps between two averagings. Evaluations and checkpoints need
+    one model: they end the round early, unless they fall on multiples of this."""
     outer_lr: float | None = None
     """diloco: learning rate of the outer optimizer."""
     outer_momentum: float | None = None

@@ -12,9 +12,8 @@ from gradsync.comm.base import Communicator
 from gradsync.data.step import Step
 from gradsync.errors import RunError
 from gradsync.models.gpt import loss_sum
-from gradsync.runtime.seeds import seed_leaf
 from gradsync.runtime.signals import StopRequest
-from gradsync.sync.gradient_sync import StepResult
+from gradsync.sync.step import StepResult
 from gradsync.train.config import TrainConfig
 from gradsync.train.evaluate import evaluate
 from gradsync.train.fingerprint import Fingerprint
@@ -93,8 +92,6 @@ class Trainer:
                 self._log(totals, result, lr)
             if _due(totals.step, config.check_replicas_every):
                 self.learner.sync.check_replicas(step=totals.step)
-            if last:
-                self.learner.sync.settle()
             if not stopped and (last or _due(totals.step, config.eval.every)):
                 self._evaluate(totals)
             if last or _due(totals.step, config.checkpoint.every):
@@ -112,7 +109,6 @@ class Trainer:
         for leaf in self._interval.waiting(step):
             # Before the forward, all ranks know whether this backward synchronises.
             with sync.micro_step(last=leaf.is_last, index=leaf.index):
-                seed_leaf(self.config.seed, leaf.step, leaf.index)
                 with self._autocast:
                     loss = loss_sum(sync.forward(leaf.inputs), leaf.targets)
                 sync.backward(loss, weight=leaf.num_targets, scale=learner.scaler)
@@ -167,7 +163,12 @@ class Trainer:
             )
 
     def _evaluate(self, totals: Totals) -> None:
+        """Evaluate the one model that a checkpoint at this step holds.
+
+        In the middle of a round there is none yet: see [Note: A checkpoint ends the round].
+        """
         with self._interval.paused():
+            self.learner.sync.settle()
             totals.val_loss = evaluate(
                 self.learner.model,
                 self.data.val,

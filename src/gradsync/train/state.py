@@ -114,6 +114,7 @@ def restore(
         DataError: of another data set or seed.
     """
     found: Snapshot | None = None
+    remembered: Mapping[str, Tensor] = {}
     header: dict[str, Any] = {"path": "", "notes": []}
     if comm.rank == 0:
         path, notes = find_checkpoint(config.resume, store)
@@ -123,6 +124,8 @@ def restore(
             notes += compare(
                 found.fingerprint, fingerprint, allow_change=config.allow_numeric_change
             )
+            remembered, left_behind = take_strategy_state(found, config.sync)
+            notes += left_behind
             header = {"path": str(path), "step": found.step, "state": found.state}
         header["notes"] = notes
     header = broadcast_json(comm, header)
@@ -130,7 +133,7 @@ def restore(
     if not header["path"]:
         return Resumed(notes=notes)
     state = header["state"]
-    saved = {} if found is None else dict(found.tensors)
+    saved = {} if found is None else {**found.tensors, "sync": remembered}
     loader.load_state_dict(state["data"])
     learner.sync.load_full_weights(
         match_weights(learner.model, broadcast_tensors(comm, saved.get("model")))
@@ -146,6 +149,22 @@ def restore(
     if learner.scaler is not None and state["scaler"]:
         learner.scaler.load_state_dict(state["scaler"])
     return Resumed(header["step"], header["path"], notes)
+
+
+def take_strategy_state(found: Snapshot, sync: str) -> tuple[Mapping[str, Tensor], list[str]]:
+    """What the strategy `sync` goes on with, of what the one that saved remembered.
+
+    Returns:
+        the tensors, and a note where those of another strategy are left behind. A checkpoint that
+        does not say which strategy saved it is taken for one of `sync`.
+    """
+    tensors = found.tensors.get("sync", {})
+    saved_by = found.state.get("config", {}).get("sync", sync)
+    if saved_by == sync or not tensors:
+        return tensors, []
+    kinds = sorted({name.partition("/")[0].replace("_", " ") for name in tensors})
+    what = f"{' and '.join(kinds)} is left behind"
+    return {}, [f"{saved_by}'s {what}: the run goes on with {sync}"]
 
 
 def _check_model(now: GPTConfig, saved: dict[str, Any], path: Path) -> None:

@@ -26,6 +26,7 @@ from gradsync.verify.local import judge_local
 from gradsync.verify.plan import PLAIN, Cell, Settings, Variant
 from gradsync.verify.promise import promise_of
 from gradsync.verify.reference import Reference
+from gradsync.verify.repeat import check_forward
 from gradsync.verify.result import Result
 from gradsync.verify.runner import Prepare, Task, strategy_options, train_traced
 from gradsync.verify.saved import Saved
@@ -101,13 +102,7 @@ def run_cell(cell: Cell, setting: Setting) -> tuple[Result, Trace]:
 def _attempt(cell: Cell, setting: Setting, variant: Variant) -> _Attempt:
     """Train one variant on all ranks, and judge it."""
     comm, saved = setting.comm, setting.saved
-    task = Task(
-        strategy=cell.strategy,
-        model=cell.model,
-        dtype=cell.dtype,
-        settings=setting.settings,
-        variant=variant,
-    )
+    task = _task(cell, setting, variant)
     start = None if saved is None else saved.load
     trace = train_traced(task, comm, groups=setting.groups, prepare=setting.prepare, start=start)
     ranks = all_gather_json(comm, [digests_of(step) for step in trace.steps])
@@ -132,6 +127,16 @@ def _attempt(cell: Cell, setting: Setting, variant: Variant) -> _Attempt:
         differences = _compare_free_runs(task, evidence, setting, verdict)
         _check_fall(evidence, verdict)
     return _Attempt(trace, verdict, differences, evidence)
+
+
+def _task(cell: Cell, setting: Setting, variant: Variant) -> Task:
+    return Task(
+        strategy=cell.strategy,
+        model=cell.model,
+        dtype=cell.dtype,
+        settings=setting.settings,
+        variant=variant,
+    )
 
 
 def _compare_free_runs(
@@ -198,6 +203,7 @@ def _scene(cell: Cell, setting: Setting, attempt: _Attempt) -> Scene | None:
     none = dict.fromkeys(trace.trainable)
     gradients = gather_tensors(comm, none | trace.steps[place].gradient)
     previous = gather_tensors(comm, none | (trace.steps[place - 1].gradient if place else {}))
+    forward = check_forward(_task(cell, setting, PLAIN), comm, number, setting.saved)
     if comm.rank or evidence is None:
         return None
     results = leaf_results(evidence, place)
@@ -212,4 +218,5 @@ def _scene(cell: Cell, setting: Setting, attempt: _Attempt) -> Scene | None:
         dtype=cell.dtype,
         has_batch_norm=evidence.reference.has_batch_norm,
         local=evidence.promise.local,
+        forward=forward,
     )

@@ -32,7 +32,7 @@ from gradsync.verify.hypotheses import (
 from gradsync.verify.judge import Verdict
 from gradsync.verify.plan import PLAIN, Variant
 from gradsync.verify.reference import LeafResult
-from gradsync.verify.tolerance import UNIT_ROUNDOFF
+from gradsync.verify.tolerance import SMALLEST_NORMAL, UNIT_ROUNDOFF
 
 Steps = Generator[Variant, bool, Diagnosis]
 
@@ -56,6 +56,9 @@ class Scene:
     has_batch_norm: bool
     local: bool = False
     """Ranks step alone: gradients have no common right value."""
+    forward: tuple[Cause, Finding] | None = None
+    """Why the same leaf does not give the same result again, or on every rank; None when it does.
+    """
 
     @property
     def world_size(self) -> int:
@@ -111,11 +114,13 @@ def diagnose(scene: Scene) -> Steps:
     """Find the cause; see the module's docstring."""
     tried: list[str] = []
     found = _recorded(scene)
-    if found is None and scene.verdict.first(Kind.GRADIENT_REPLICAS, Kind.GRADIENT, Kind.NORM):
+    wrong = scene.verdict.first(Kind.GRADIENT, Kind.NORM, Kind.GRADIENT_REPLICAS)
+    if found is None and wrong is not None:
         if not scene.local:
             found = _scaling(scene) or _leaf(scene) or (yield from _unsynchronised(scene, tried))
         if found is None:
             found = yield from _by_variants(scene, tried)
+        found = found or _unexplained(wrong)
     if found is None:
         found = _after_the_gradient(scene)
     cause, finding, detail = found
@@ -133,20 +138,28 @@ Found = tuple[Cause, Finding, str]
 
 
 def _recorded(scene: Scene) -> Found | None:
-    """What the run's own record already says."""
-    verdict = scene.verdict
-    if finding := verdict.first(Kind.START):
-        return Cause.INITIAL_WEIGHTS, finding, finding.detail
-    if finding := verdict.first(Kind.DATA):
-        return Cause.DATA, finding, finding.detail
-    if finding := verdict.first(Kind.RANDOM):
-        return Cause.RANDOM, finding, f"{finding.detail} drew from another random state"
-    if finding := verdict.first(Kind.BITS):
-        return Cause.ORDER, finding, finding.detail
-    if finding := verdict.first(Kind.MOVED):
-        detail = "the weights themselves changed between forward and optimizer, as when a hook "
-        return Cause.UNSYNCHRONISED, finding, detail + "acts on the parameter it is handed"
+    """What the run's own record already says, and what a leaf that was run again does."""
+    first = scene.verdict.first
+    if scene.forward and not first(Kind.START, Kind.DATA, Kind.RANDOM, Kind.FINITE):
+        return *scene.forward, scene.forward[1].detail
+    for kind, (cause, words) in _RECORDED.items():
+        if finding := first(kind):
+            return cause, finding, words.format(finding.detail)
     return None
+
+
+_RECORDED = {
+    Kind.START: (Cause.INITIAL_WEIGHTS, "{}"),
+    Kind.DATA: (Cause.DATA, "{}"),
+    Kind.RANDOM: (Cause.RANDOM, "{} drew from another random state"),
+    Kind.FINITE: (Cause.UNKNOWN, "{}"),
+    Kind.BITS: (Cause.ORDER, "{}"),
+    Kind.MOVED: (
+        Cause.UNSYNCHRONISED,
+        "the weights themselves changed between forward and optimizer, as when a hook acts on the "
+        "parameter it is handed",
+    ),
+}
 
 
 def _scaling(scene: Scene) -> Found | None:
@@ -263,23 +276,32 @@ def _by_variants(scene: Scene, tried: list[str]) -> Generator[Variant, bool, Fou
 
 
 def _rounded_to(scene: Scene) -> str:
-    """A narrower dtype whose rounding explains the error of every parameter, or "".
+    """A narrower dtype whose rounding explains the error of every element, or "".
 
-    Rounding each element once leaves about 0.4 u of the norm; a few times, a little more.
+    Rounding each element once leaves about 0.4 u of the norm; a few times, a little more. Much less
+    than that is no rounding to this dtype, and an element that is off by more of what was added up
+    in it was not rounded.
     """
-    largest = 0.0
-    got = scene.unclipped(0)
-    for name in scene.exact.total:
-        if name not in got:
-            return ""
-        mean = scene.exact.mean(name)
-        size = float(mean.norm())
-        largest = max(largest, float((got[name] - mean).norm()) / size if size else 0.0)
-    if scene.dtype == "fp64" and largest <= 2 * UNIT_ROUNDOFF["fp32"]:
-        return "fp32"
-    if largest <= 2 * UNIT_ROUNDOFF["fp16"]:
-        return "fp16"
-    return "bf16" if largest <= 4 * UNIT_ROUNDOFF["bf16"] else ""
+    got, exact = scene.unclipped(0), scene.exact
+    if any(name not in got for name in exact.total):
+        return ""
+    errors = {name: (got[name] - exact.mean(name)).abs() for name in exact.total}
+    if not all(bool(error.isfinite().all()) for error in errors.values()):
+        return ""
+    sizes = {name: float(exact.mean(name).norm()) for name in exact.total}
+    largest = max((float(errors[n].norm()) / sizes[n] for n in sizes if sizes[n]), default=0.0)
+    for dtype, times in _ROUNDINGS.items():
+        unit = UNIT_ROUNDOFF[dtype]
+        applies = dtype != "fp32" or scene.dtype == "fp64"
+        if applies and unit / 8 < largest <= times * unit:
+            limits = {n: 2 * times * unit * exact.magnitude[n] / exact.weight for n in sizes}
+            if all(bool((errors[n] <= limits[n] + SMALLEST_NORMAL[dtype]).all()) for n in sizes):
+                return dtype
+    return ""
+
+
+_ROUNDINGS = {"fp32": 2, "fp16": 2, "bf16": 4}
+"""How many unit roundoffs of the norm still are rounding, narrowest error first."""
 
 
 def _after_the_gradient(scene: Scene) -> Found:
@@ -300,7 +322,10 @@ def _after_the_gradient(scene: Scene) -> Found:
     if finding := verdict.first(Kind.LOSS):
         detail = f"gradients are right, the reported loss is {finding.detail}"
         return Cause.LOSS_SCALING, finding, detail
-    finding = verdict.first(Kind.GRADIENT) or verdict.findings[0]
+    return _unexplained(verdict.findings[0])
+
+
+def _unexplained(finding: Finding) -> Found:
     return Cause.UNKNOWN, finding, f"{finding.kind.value}: {finding.detail}"
 
 

@@ -8,6 +8,8 @@ _WHAT = {
     Kind.START: "the weights are not the one-rank run's",
     Kind.DATA: "the global batch is not the one-rank run's",
     Kind.RANDOM: "dropout is not the one-rank run's",
+    Kind.FINITE: "a number is not finite on one rank either",
+    Kind.FORWARD: "the forward is not reproducible",
     Kind.MOVED: "weights changed during backward",
     Kind.GRADIENT_REPLICAS: "the gradient differs between ranks",
     Kind.GRADIENT: "the gradient is not the one-rank run's",
@@ -37,6 +39,8 @@ _REMEDY = {
 
 
 _REMEDY_FOR = {
+    Kind.FINITE: "look for its first inf or nan on one rank: no strategy can help",
+    Kind.FORWARD: "let it depend on inputs, weights, buffers and torch's generator alone",
     Kind.REPLICAS: "let nothing but the optimizer write to weights, alike on all ranks",
     Kind.MEETING: "average the weights of all ranks, with equal shares",
     Kind.BUFFERS: "leave buffers to gs.replicate, which moves them by what all leaves do",
@@ -52,7 +56,8 @@ def sentence(cause: Cause, finding: Finding, detail: str) -> str:
     if finding.ranks:
         where.append(ranks_text(finding.ranks))
     remedy = _REMEDY[cause]
-    if cause in (Cause.UNSYNCHRONISED, Cause.BATCH_NORM):
+    named = finding.kind in (Kind.FINITE, Kind.FORWARD)
+    if named or cause in (Cause.UNSYNCHRONISED, Cause.BATCH_NORM):
         remedy = _REMEDY_FOR.get(finding.kind, remedy)
     why = f"{cause.value}: {detail}" if detail else cause.value
     return f"{', '.join(where)}: {_WHAT[finding.kind]}; {why}. {remedy[0].upper()}{remedy[1:]}."

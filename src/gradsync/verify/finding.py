@@ -13,6 +13,8 @@ class Kind(StrEnum):
     START = "initial weights"
     DATA = "data"
     RANDOM = "random state"
+    FINITE = "not finite"
+    FORWARD = "forward"
     MOVED = "weights changed during backward"
     GRADIENT_REPLICAS = "gradients differ between ranks"
     GRADIENT = "gradient"

@@ -5,19 +5,30 @@ See [Note: Bounds] in tolerance.py for what is compared with what.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gradsync.verify.aftermath import check_buffers, check_update
 from gradsync.verify.evidence import Evidence, exact_of
-from gradsync.verify.exact import Exact, clip_factor, gradient_bounds, norm_bound, part_of_bound
+from gradsync.verify.exact import (
+    DTYPE_NAMES,
+    Exact,
+    clip_factor,
+    gradient_bounds,
+    norm_bound,
+    part_of_bound,
+)
 from gradsync.verify.finding import Finding, Kind, minority
 from gradsync.verify.promise import Promise
 from gradsync.verify.saved import Saved
 from gradsync.verify.trace import StepTrace, digest
+
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 @dataclass(slots=True)
@@ -114,12 +125,13 @@ def _data(evidence: Evidence, number: int, documents: list[dict[str, Any]]) -> l
 
 
 def _samples(counter: Counter[str], home: dict[str, int]) -> str:
-    names = [
-        f"sample {home[sample]}" if sample in home else "a sample that the data set does not have"
-        for sample in counter.elements()
-    ]
+    names = [f"sample {home[sample]}" for sample in counter.elements() if sample in home]
     shown = ", ".join(names[:4])
-    return f"{shown} and {len(names) - 4} more" if len(names) > 4 else shown
+    if len(names) > 4:
+        shown = f"{shown} and {len(names) - 4} more"
+    unknown = counter.total() - len(names)
+    strangers = f"{unknown} not in the data set as rank 0 reads it"
+    return ", ".join(([shown] if names else []) + ([strangers] if unknown else []))
 
 
 def _random(evidence: Evidence, number: int, documents: list[dict[str, Any]]) -> list[Finding]:
@@ -175,6 +187,8 @@ def _replicas(
 def _gradient(evidence: Evidence, place: int, verdict: Verdict) -> list[Finding]:
     step = evidence.trace.steps[place]
     exact = exact_of(evidence, place)
+    if exact.weight and (finding := _not_finite(step, exact)):
+        return [finding]
     findings = [] if evidence.promise.local or not exact.weight else _loss(step, exact)
     if not evidence.promise.bounded or not exact.weight:
         return findings
@@ -199,6 +213,24 @@ def _gradient(evidence: Evidence, place: int, verdict: Verdict) -> list[Finding]
         detail = f"{step.norm:.9g}, expected {exact.norm():.9g}"
         findings.append(Finding(kind=Kind.NORM, step=step.number, detail=detail))
     return findings
+
+
+def _not_finite(step: StepTrace, exact: Exact) -> Finding | None:
+    """What one rank cannot compute either: no bound applies, and no strategy is to blame."""
+    names = tuple(name for name, total in exact.total.items() if not bool(total.isfinite().all()))
+    detail = ""
+    if not math.isfinite(exact.loss):
+        detail = f"the loss is {exact.loss}"
+    elif names:
+        detail = "the loss is finite, its gradient is not"
+    elif step.norm is not None and not math.isfinite(step.norm):
+        # As torch's clipping takes it, in the dtype of the gradients.
+        grads = [exact.mean(name).to(_DTYPES[exact.dtype[name]]) for name in exact.total]
+        if not bool(torch.nn.utils.get_total_norm(grads).isfinite()):
+            detail = f"the gradient norm, {exact.norm():.3g}, overflows when it is squared"
+    return (
+        Finding(kind=Kind.FINITE, step=step.number, names=names, detail=detail) if detail else None
+    )
 
 
 def _unused(got: Tensor | None, used: bool, promise: Promise) -> float:

@@ -29,7 +29,8 @@ class Settings:
     """
 
     num_steps: int = 4
-    """Optimizer steps. By default the last one is short: two leaves, one of one sample."""
+    """Optimizer steps. By default the last one is short: two leaves, the second of one sample, or
+    of two where the model is the user's own."""
     num_samples: int | None = None
     """Samples of the data set that are used; None takes as many as make the last step short."""
     num_leaves: int = LEAST_LEAVES
@@ -70,7 +71,9 @@ class Settings:
         """Samples that are used."""
         if self.num_samples is not None:
             return self.num_samples
-        return (self.num_steps - 1) * self.global_batch_size + self.leaf_size + 1
+        # BatchNorm cannot train on a single sample, and the user's model may have it.
+        last = min(2, self.leaf_size) if self.target else 1
+        return (self.num_steps - 1) * self.global_batch_size + self.leaf_size + last
 
     @property
     def num_epochs(self) -> int | None:
@@ -149,6 +152,11 @@ class Plan:
     cells: tuple[Cell, ...]
     cross_load: bool = True
     """Also save and load checkpoints between world sizes and strategies."""
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether there are checkpoints: they are written in the middle of a run."""
+        return self.cross_load and self.settings.num_steps > 1
 
     @property
     def world_sizes(self) -> tuple[int, ...]:
@@ -237,7 +245,7 @@ def launches(plan: Plan) -> list[Launch]:
         if place or len(sizes) == 1:
             jobs += _handovers(plan, sizes[max(place - 1, 0)], size)
         found.append(Launch(world_size=size, jobs=tuple(jobs)))
-    if len(sizes) > 1 and plan.cross_load:
+    if len(sizes) > 1 and plan.hands_over:
         found.append(Launch(world_size=sizes[0], jobs=tuple(_handovers(plan, sizes[-1], sizes[0]))))
     return found
 
@@ -245,7 +253,7 @@ def launches(plan: Plan) -> list[Launch]:
 def _handovers(plan: Plan, before: int, after: int) -> list[Job]:
     """Every strategy continues a run of its own, and one of its neighbour in the list; with the
     first model and dtype, the checkpoint's format being the same for all."""
-    if not plan.cross_load:
+    if not plan.hands_over:
         return []
     first = plan.cells[0]
     cells = {

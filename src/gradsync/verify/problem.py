@@ -10,11 +10,8 @@ of one sample, dropout, and
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,12 +20,13 @@ from torch import Tensor, nn
 from torch.utils.data import Subset, TensorDataset
 
 from gradsync.data.leaf import IGNORED_TARGET
-from gradsync.errors import ConfigError
 from gradsync.models.config import GPTConfig
 from gradsync.models.gpt import GPT
 from gradsync.models.gpt import loss_sum as token_loss_sum
-from gradsync.runtime.seeds import stream_seed
+from gradsync.runtime.seeds import seed_everything, stream_seed
 from gradsync.verify.plan import PLAIN, Settings, Variant
+from gradsync.verify.randomness import kept_randomness
+from gradsync.verify.target import find_factory, make_parts
 
 LossSum = Callable[[Any, Any], Tensor]
 _BATCH_NORMS = nn.modules.batchnorm._BatchNorm
@@ -57,15 +55,19 @@ class Problem:
 def build_problem(name: str, settings: Settings, variant: Variant = PLAIN) -> Problem:
     """The problem called `name`, alike on every rank.
 
-    Torch's global generator is seeded before a factory is called, and put back afterwards.
+    Torch's, numpy's and Python's global generators are seeded before a factory is called, and put
+    back afterwards. They are seeded before its module is imported too, for data that is drawn
+    there, and once more behind that: only the first call imports.
 
     Raises:
         ConfigError: the user's target cannot be loaded or gives something else.
     """
-    state = torch.get_rng_state()
-    torch.manual_seed(stream_seed(settings.seed, "verify"))
-    problem = _load_target(settings) if name == "target" else _OWN[name](settings)
-    torch.set_rng_state(state)
+    seed = stream_seed(settings.seed, "verify")
+    with kept_randomness():
+        seed_everything(seed)
+        factory = find_factory(settings.target) if name == "target" else None
+        seed_everything(seed)
+        problem = _OWN[name](settings) if factory is None else _load_target(settings, factory)
     if not variant.dropout:
         switch_dropout_off(problem.model)
     if variant.frozen_batch_norm:
@@ -201,43 +203,8 @@ def _drop_targets(targets_N: Tensor) -> Tensor:
 _OWN: dict[str, Callable[[Settings], Problem]] = {"mlp": _mlp, "conv": _conv, "gpt": _gpt}
 
 
-def _load_target(settings: Settings) -> Problem:
-    """Call the user's factory; the working folder can be imported from, as `python -m` has it."""
-    made = find_factory(settings.target)()
-    if not (isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module)):
-        raise ConfigError(
-            f"--target {settings.target}: the factory must return (model, data set, loss_sum), "
-            f"got {type(made).__name__}"
-        )
-    model, dataset, loss_sum = made
-    if settings.num_samples is not None and settings.num_samples > len(dataset):
-        raise ConfigError(
-            f"--num-samples {settings.num_samples}, but the data set has {len(dataset)}"
-        )
-    size = min(settings.dataset_size, len(dataset))
-    return Problem(
-        model=model, dataset=Subset(dataset, range(size)), loss_sum=loss_sum, uses_all=False
-    )
-
-
-def find_factory(target: str) -> Callable[[], Any]:
-    """The function that `pkg.module:factory` names.
-
-    Raises:
-        ConfigError: not of that form, or not there.
-    """
-    module_name, _, name = target.partition(":")
-    if not module_name or not name:
-        raise ConfigError(f"--target {target!r}: expected pkg.module:factory")
-    folder = str(Path.cwd())
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    try:
-        factory = getattr(importlib.import_module(module_name), name)
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"--target {target}: {error}") from error
-    except AttributeError as error:
-        raise ConfigError(f"--target {target}: {module_name} has no {name!r}") from error
-    if not callable(factory):
-        raise ConfigError(f"--target {target}: {name} is not callable")
-    return factory
+def _load_target(settings: Settings, factory: Callable[[], Any]) -> Problem:
+    """The user's own. A data set that is too small is gone through again: every step is run."""
+    model, dataset, loss_sum = make_parts(settings.target, factory)
+    indices = [index % len(dataset) for index in range(settings.dataset_size)]
+    return Problem(model=model, dataset=Subset(dataset, indices), loss_sum=loss_sum, uses_all=False)

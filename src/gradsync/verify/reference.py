@@ -18,7 +18,7 @@ from torch import Tensor
 from gradsync.checkpoint.names import clean_names
 from gradsync.checkpoint.optimizer_state import pack_optimizer, unpack_optimizer
 from gradsync.data.leaf import Leaf
-from gradsync.runtime.seeds import seed_leaf
+from gradsync.runtime.seeds import seed_everything, seed_leaf, stream_seed
 from gradsync.verify.observer import Layout, Observer
 from gradsync.verify.problem import freeze_batch_norm
 from gradsync.verify.runner import Task, autocast, make_loader, make_optimizer
@@ -88,13 +88,17 @@ class Reference:
         """Initial weights."""
         return {name: tensor.detach().clone() for name, tensor in self._parameters.items()}
 
+    def buffers(self) -> Tensors:
+        """Buffers as they are now."""
+        return {name: tensor.clone() for name, tensor in self._buffers.items()}
+
     def leaf_results(self, step: int, weights: Tensors, buffers: Tensors) -> list[LeafResult]:
         """Loss and gradient of every leaf of `step` at `weights`, each computed alone."""
         cached = self._cache.get(step)
         if cached is not None and _same(cached[0], weights):
             return cached[1]
         self._load(weights, {})
-        results = [self._leaf_result(leaf, buffers) for leaf in self.leaves[step]]
+        results = [self.leaf_result(leaf, buffers) for leaf in self.leaves[step]]
         self._cache[step] = (weights, results)
         return results
 
@@ -186,8 +190,19 @@ class Reference:
             return None
         return float(torch.nn.utils.clip_grad_norm_(parameters, self.settings.clip_norm))
 
-    def _leaf_result(self, leaf: Leaf, buffers: Tensors) -> LeafResult:
+    def leaf_result(
+        self, leaf: Leaf, buffers: Tensors, *, all_generators: bool = False
+    ) -> LeafResult:
+        """Loss and gradient of one leaf at the weights that the model has now.
+
+        Args:
+            leaf: any.
+            buffers: that it finds.
+            all_generators: also seed numpy's and Python's, which a run does not.
+        """
         self._load({}, buffers)
+        if all_generators:
+            seed_everything(stream_seed(self.settings.seed, "leaf", leaf.step, leaf.index))
         seed_leaf(self.settings.seed, leaf.step, leaf.index)
         loss = self._loss_sum(leaf)
         loss.backward()

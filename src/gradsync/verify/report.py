@@ -29,7 +29,7 @@ _MEASURES = ("max_abs", "max_rel", "max_ulp", "first_step", "first_name")
 
 def document(plan: Plan, results: Sequence[Result], seconds: float) -> dict[str, Any]:
     """What `--json` prints."""
-    return {
+    made = {
         "passed": all(result.passed for result in results),
         "settings": asdict(plan.settings),
         "versions": {
@@ -37,10 +37,11 @@ def document(plan: Plan, results: Sequence[Result], seconds: float) -> dict[str,
             "torch": _version("torch"),
             "python": platform.python_version(),
         },
-        "cells": [_strict(result.to_json()) for result in results if not result.loaded_from],
-        "cross_load": [_strict(result.to_json()) for result in results if result.loaded_from],
+        "cells": [result.to_json() for result in results if not result.loaded_from],
+        "cross_load": [result.to_json() for result in results if result.loaded_from],
         "seconds": round(seconds, 1),
     }
+    return _strict(made)
 
 
 def _strict(value: Any) -> Any:
@@ -53,7 +54,11 @@ def _strict(value: Any) -> Any:
 
 
 def write_csv(path: Path, results: Sequence[Result]) -> None:
-    """One row per result; differences as `gradient_max_abs` and so on."""
+    """One row per result; differences as `gradient_max_abs` and so on, empty for no number.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     names = [f"{part}_{measure}" for part in _PARTS for measure in _MEASURES]
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, [*_COLUMNS, *names])
@@ -62,28 +67,30 @@ def write_csv(path: Path, results: Sequence[Result]) -> None:
             row = {name: getattr(result, name) for name in _COLUMNS}
             for part, values in result.differences.items():
                 row |= {f"{part}_{measure}": values[measure] for measure in _MEASURES}
-            writer.writerow(row)
+            writer.writerow(_strict(row))
 
 
 def print_report(results: Sequence[Result], seconds: float, stream: TextIO) -> None:
     """A row per strategy and dtype, then a sentence per failure."""
     # A narrow terminal may wrap lines; words cut short could not be read.
     width = max(shutil.get_terminal_size().columns, _WIDTH)
-    console = Console(file=stream, highlight=False, soft_wrap=True, width=width)
+    # Messages of others are shown as they are: no markup in brackets, no pictures between colons.
+    console = Console(
+        file=stream, markup=False, emoji=False, highlight=False, soft_wrap=True, width=width
+    )
     cells = [result for result in results if not result.loaded_from]
     console.print(_table(cells))
     for result in results:
         if not result.passed:
-            console.print(f"[bold red]{result.status}[/] ", end="")
-            console.print(f"{result.name}: {result.sentence}", markup=False)
+            console.print(result.status, style="bold red", end=" ")
+            console.print(f"{result.name}: {result.sentence}")
             for line in result.tried:
-                console.print(f"    tried: {line}", markup=False)
+                console.print(f"    tried: {line}")
     loads = [result for result in results if result.loaded_from]
     failed = sum(not result.passed for result in results)
     console.print(
         f"{len(cells)} cells and {len(loads)} checkpoints handed on, {failed} failed, "
-        f"{seconds:.0f} s",
-        markup=False,
+        f"{seconds:.0f} s"
     )
 
 

@@ -43,7 +43,7 @@ class Result:
     names: list[str] = field(default_factory=list)
     """Parameters that differ there."""
     ranks: list[int] = field(default_factory=list)
-    """Ranks that deviate; empty when all do alike."""
+    """Ranks that deviate, or that failed; empty when all do alike, or it is not known."""
     tried: list[str] = field(default_factory=list)
     """Variants that were run to find the cause."""
     seconds: float = 0.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -182,17 +182,27 @@ def autocast(dtype: str) -> Generator[None]:
 
 
 def in_double(problem: Problem) -> Problem:
-    """The problem in fp64: model and floating inputs."""
+    """The problem in fp64: model and floating inputs, wherever in them they are."""
     model = problem.model.double()
 
-    def widen(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(
-            x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
-            for x in inputs
-        )
+    def widen(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        return tuple(map(_widened, inputs)), _widened(named)
 
-    model.register_forward_pre_hook(widen)
+    model.register_forward_pre_hook(widen, with_kwargs=True)
     return replace(problem, model=model)
+
+
+def _widened(value: Any) -> Any:
+    """`value` with every floating tensor in it in fp64."""
+    if isinstance(value, torch.Tensor):
+        return value.double() if value.is_floating_point() else value
+    if isinstance(value, Mapping):
+        return {key: _widened(each) for key, each in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(_widened, value))
+    if isinstance(value, tuple | list):
+        return type(value)(map(_widened, value))
+    return value
 
 
 @torch.no_grad()

@@ -23,6 +23,7 @@ from typing import Any
 
 from gradsync.comm.choose import communicator
 from gradsync.comm.groups import Groups, groups
+from gradsync.runtime.failure import looks_like_lost_peer
 from gradsync.runtime.session import Session, SessionOptions
 from gradsync.verify.cell import OneRankRuns, Setting, run_cell
 from gradsync.verify.plan import Cell, Job, Settings, job_from_json, job_to_json
@@ -149,6 +150,8 @@ class Worker:
             "rank": self._world.rank,
             "time": time.time(),
             "message": f"{type(error).__name__}: {error}",
+            # Written at once, before the session asks the others: it may be ended while it asks.
+            "echo": looks_like_lost_peer(error),
             "traceback": traceback.format_exc(),
         }
         self._noted.write_text(json.dumps(document))
@@ -178,6 +181,6 @@ def read_done(folder: Path, number: int) -> list[dict[str, Any]]:
 
 
 def read_errors(folder: Path, number: int) -> list[dict[str, Any]]:
-    """What ranks raised, the first one first."""
+    """What ranks raised, the first one first; what only tells of a lost peer comes last."""
     found = [json.loads(path.read_text()) for path in folder.glob(f"error-{number}-rank_*.json")]
-    return sorted(found, key=lambda entry: entry["time"])
+    return sorted(found, key=lambda entry: (entry["echo"], entry["time"]))

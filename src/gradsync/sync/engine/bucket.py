@@ -22,6 +22,7 @@ class Bucket:
     def __init__(self, plan: BucketPlan, parameters: list[nn.Parameter]) -> None:
         self.plan = plan
         self.parameters = [parameters[slot.index] for slot in plan.slots]
+        self.dtype = self.parameters[0].dtype
         self.touched = [False] * len(plan.slots)
         """Which slots got a gradient in this step."""
         self.fired = [False] * len(plan.slots)
@@ -35,7 +36,7 @@ class Bucket:
         """Buffer `number`, shape [plan.numel]; made when first asked for, padding zero."""
         while len(self._flats) <= number:
             like = self.parameters[0]
-            flat = torch.zeros(self.plan.numel, dtype=like.dtype, device=like.device)
+            flat = torch.zeros(self.plan.numel, dtype=self.dtype, device=like.device)
             self._flats.append(flat)
             self._views.append(
                 [
@@ -50,6 +51,10 @@ class Bucket:
         if len(self._views) <= number:
             self.flat(number)
         return self._views[number][slot]
+
+    def published(self) -> list[nn.Parameter]:
+        """Parameters whose `.grad` is the view into `flat(0)`."""
+        return [p for slot, p in enumerate(self.parameters) if p.grad is self.view(0, slot)]
 
     def mark(self, slot: int) -> bool:
         """Note a gradient; False when this leaf brought one for the slot already."""

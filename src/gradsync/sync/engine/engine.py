@@ -142,7 +142,7 @@ class Engine(Reducer):
         """Take in a gradient; the hook of parameter `index`.
 
         Raises:
-            ConfigError: it came twice in one leaf.
+            ConfigError: see `_check_gradient`.
         """
         parameter = self.parameters[index]
         if self._priming:
@@ -152,17 +152,7 @@ class Engine(Reducer):
         if not self._in_leaf and not self._own_leaf_begins():
             return
         bucket, slot = self._places[index]
-        if parameter.grad is not None and parameter.grad.layout != torch.strided:
-            raise ConfigError(
-                f"parameter {self._names[index]!r} has a sparse gradient; build its layer with "
-                "sparse=False"
-            )
-        if bucket.fired[slot]:
-            raise ConfigError(
-                f"parameter {self._names[index]!r} got a gradient twice in one backward "
-                "(activation checkpointing with use_reentrant=True does that); use "
-                "use_reentrant=False"
-            )
+        _check_gradient(self._names[index], parameter, bucket, slot)
         self._sums.fold(bucket, slot, parameter)
         bucket.mark(slot)
         if self._learning and self._sums.num_leaves == 1:
@@ -178,15 +168,28 @@ class Engine(Reducer):
         self.begin_leaf(last=True)
         return True
 
-    def end_own_leaf(self) -> None:
-        """Take in what lies in `.grad` from before, then end the leaf; see `OwnLoop`."""
+    def end_own_leaf(self, *, new: bool) -> None:
+        """Take in what lies in `.grad` from before, then end the leaf, if this rank has one: a
+        `new` backward, or gradients that somebody put there by hand. See `OwnLoop`."""
+        waiting = [
+            (parameter, bucket, slot)
+            for parameter, (bucket, slot) in zip(self.parameters, self._places, strict=True)
+            if parameter.grad is not None and not bucket.touched[slot]
+        ]
+        if not new and not waiting:
+            return
         if not self._in_leaf and not self._begun:
             self.begin_leaf(last=False)
-        for parameter, (bucket, slot) in zip(self.parameters, self._places, strict=True):
-            if parameter.grad is not None and not bucket.touched[slot]:
-                self._sums.fold(bucket, slot, parameter)
-                bucket.mark(slot)
+        for parameter, bucket, slot in waiting:
+            self._sums.fold(bucket, slot, parameter)
+            bucket.mark(slot)
         self.end_leaf()
+
+    def forget(self) -> None:
+        """See `Reducer.forget`; a backward that raised did not come to its end."""
+        self._in_leaf = False
+        if not self._begun:
+            self._sums.forget()
 
     # -- communication ----------------------------------------------------------------------------
 
@@ -284,10 +287,39 @@ class Engine(Reducer):
         self._transport.close()
 
 
+def _check_gradient(name: str, parameter: nn.Parameter, bucket: Bucket, slot: int) -> None:
+    """Raise ConfigError for a gradient that has no place in its bucket."""
+    gradient = parameter.grad
+    if bucket.fired[slot]:
+        raise ConfigError(
+            f"parameter {name!r} got a gradient twice in one backward (activation checkpointing "
+            "with use_reentrant=True does that: use use_reentrant=False; so does a second backward "
+            "after one that raised: call sync.discard() in between)"
+        )
+    if gradient is not None and gradient.layout != torch.strided:
+        raise ConfigError(
+            f"parameter {name!r} has a sparse gradient; build its layer with sparse=False"
+        )
+    if gradient is not None and gradient.dtype != bucket.dtype:
+        raise ConfigError(
+            f"parameter {name!r} was {bucket.dtype} when the model was replicated and is "
+            f"{gradient.dtype} now: convert the model first, then call gs.replicate"
+        )
+
+
+def gone() -> ConfigError:
+    """For a gradient of a parameter that outlived its handle."""
+    return ConfigError(
+        "a parameter got a gradient, but the model that gs.replicate synchronised, and its handle, "
+        "are gone: keep the model, or call close() on the handle before letting it go"
+    )
+
+
 def _hook(engine: weakref.ref[Engine], index: int) -> Callable[[torch.Tensor], None]:
     def gradient_is_ready(_: torch.Tensor) -> None:
         alive = engine()
-        if alive is not None:
-            alive.gradient_ready(index)
+        if alive is None:
+            raise gone()
+        alive.gradient_ready(index)
 
     return gradient_is_ready

@@ -7,7 +7,8 @@
 
 Parameters start at multiples of 64 elements and a bucket's length is a multiple of 64 x ranks, so
 that shards are cut at multiples of 64 elements *within* a parameter: there a fused optimizer gives
-the same bits for a piece as for the whole (its vector loops end nowhere else).
+the same bits for a piece as for the whole (its vector loops end nowhere else; what several threads
+do to 16-bit parameters is in sharded/rounding.py).
 """
 
 from __future__ import annotations

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+FORGOTTEN = -2
+"""In place of a leaf's index: this step is given up."""
+
+
 class Sums(Protocol):
     """Called by the engine: `begin_leaf`, `fold` as gradients arrive, `end_leaf` per bucket."""
 
@@ -39,8 +43,12 @@ class Sums(Protocol):
         """Account for the slots from which this leaf brought nothing."""
         ...
 
+    def forget(self) -> None:
+        """This rank's leaves of this step do not count, nor will anybody's."""
+        ...
+
     def begin_step(self) -> None:
-        """Forget all leaves."""
+        """Begin with no leaves."""
         ...
 
 
@@ -71,6 +79,10 @@ class PlainSums:
 
     def end_leaf(self, bucket: Bucket) -> None:
         """Nothing was added, nothing is missing."""
+
+    def forget(self) -> None:
+        """See `Sums.forget`."""
+        self.num_leaves = 0
 
     def begin_step(self) -> None:
         """See `Sums.begin_step`."""
@@ -140,6 +152,11 @@ class TreeSums:
     def _carry(self, bucket: Bucket, slot: int) -> None:
         for number in range(self._top - 1, self._target, -1):
             bucket.view(number - 1, slot).add_(bucket.view(number, slot))
+
+    def forget(self) -> None:
+        """See `Sums.forget`; the other ranks learn it in place of the first leaf's index."""
+        self.begin_step()
+        self.first_leaf = FORGOTTEN
 
     def begin_step(self) -> None:
         """See `Sums.begin_step`."""

@@ -102,6 +102,8 @@ class HalfWire:
     largest number. So a bucket is first multiplied by the power of two that brings ranks x largest
     magnitude just below it; a power of two rounds nothing. That magnitude is agreed on by one
     all-reduce (max, fp32 [1]), which backward waits for. bf16 has fp32's range.
+
+    Complex numbers travel as pairs of real ones: there is no complex bf16.
     """
 
     def __init__(self, comm: Communicator, dtype: torch.dtype) -> None:
@@ -116,6 +118,8 @@ class HalfWire:
         flat = bucket.flat(0)
         if self._comm.world_size == 1:
             return Done()  # nothing travels, nothing is rounded
+        if flat.is_complex():
+            flat = torch.view_as_real(flat)  # [numel, 2], the same memory
         if self._dtype == torch.bfloat16:
             small = flat.to(self._dtype)
             return Then(self._comm.all_reduce(small), lambda: flat.copy_(small))

@@ -27,7 +27,7 @@ from gradsync.comm.base import Done, Messenger, Work
 from gradsync.errors import RunError
 from gradsync.sync.engine.bucket import Bucket
 from gradsync.sync.engine.leaf_tree import Node, largest_nodes, merges_of, root, shares
-from gradsync.sync.engine.sums import Sums
+from gradsync.sync.engine.sums import FORGOTTEN, Sums
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -104,6 +104,9 @@ class TreeTransport:
         return [tuple(told[rank].tolist()) for rank in range(self._comm.world_size)]
 
     def _plan(self, told: list[tuple[int, int]]) -> None:
+        if any(first == FORGOTTEN for _, first in told):
+            self._stages = []
+            return
         ranges = shares([count for count, _ in told])
         for rank, (leaves, (_, first)) in enumerate(zip(ranges, told, strict=True)):
             if first not in (_UNKNOWN, leaves.start):
@@ -131,6 +134,8 @@ class TreeTransport:
 
     def _reduce(self, buffers: list[Tensor]) -> None:
         """Add up and hand round; the result ends in `buffers[0]`."""
+        if not self._stages:
+            return  # nobody will use it
         result = buffers[0]
         values = buffers[: self._num_buffers]
         if not self._indexed:

@@ -13,7 +13,7 @@ import torch
 
 from gradsync.comm.base import Communicator, Work
 from gradsync.sync.engine.plan import BucketPlan
-from gradsync.sync.sharded.pieces import Piece, pieces_of
+from gradsync.sync.sharded.pieces import Piece, empty_pieces_of, pieces_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,7 +47,10 @@ class ShardedBucket:
         self.plan = plan
         self.parameters = parameters
         self._comm = comm
-        self.pieces = pieces_of(plan, comm.rank, comm.world_size)
+        self.pieces = (
+            *pieces_of(plan, comm.rank, comm.world_size),
+            *empty_pieces_of(plan, comm.rank),
+        )
         self.tensors = [_view(parameters[p.index], p) for p in self.pieces]
         self._addresses = [parameters[p.index].data_ptr() for p in self.pieces]
         group_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}

@@ -36,8 +36,8 @@ _WHY_NOT = {
 }
 
 
-def check_elementwise(optimizer_class: type[Optimizer], promised: bool) -> None:
-    """Refuse an optimizer that looks at more than one element at a time.
+def check_elementwise(optimizer_class: Any, promised: bool) -> None:
+    """Refuse what is no optimizer class, and one that looks at more than one element at a time.
 
     Args:
         optimizer_class: to be run on pieces of parameters.
@@ -47,6 +47,12 @@ def check_elementwise(optimizer_class: type[Optimizer], promised: bool) -> None:
     Raises:
         ConfigError: saying why.
     """
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
+        raise ConfigError(
+            "optimizer_class must be a class such as torch.optim.AdamW, got "
+            f"{_called(optimizer_class)}; its options follow by name: ShardedOptimizer(params, "
+            "torch.optim.AdamW, lr=3e-4)"
+        )
     name = optimizer_class.__name__
     for known in optimizer_class.__mro__:
         if known.__name__ in _WHY_NOT:
@@ -56,6 +62,14 @@ def check_elementwise(optimizer_class: type[Optimizer], promised: bool) -> None:
             f"{name} is not known to be elementwise (to give for a piece of a parameter what it "
             "gives for the whole); if it is, say elementwise=True"
         )
+
+
+def _called(something: Any) -> str:
+    if isinstance(something, type):
+        return f"the class {something.__name__}"
+    if something is None or isinstance(something, str):
+        return repr(something)
+    return f"an instance of {type(something).__name__}"
 
 
 def arguments_of(optimizer_class: type[Optimizer], options: dict[str, Any]) -> dict[str, Any]:

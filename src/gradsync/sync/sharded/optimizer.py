@@ -8,7 +8,8 @@ the rest:
                     └─ all_gather bucket 0 ──┘  └─ all_gather bucket 1 ──┘
 
 The bits are those of the whole optimizer: pieces are cut at multiples of 64 elements inside their
-parameter, where vector loops end nowhere, and every element sees the same operations.
+parameter, where vector loops end nowhere, and every element sees the same operations. One limit,
+for 16-bit parameters on a CPU with several threads: see `rounding.py`.
 Bytes received per rank and step: (W-1)/W x the parameters; one operation per bucket.
 """
 
@@ -29,7 +30,8 @@ from gradsync.sync.sharded.bucket import ShardedBucket, options
 from gradsync.sync.sharded.elementwise import arguments_of, check_elementwise
 from gradsync.sync.sharded.layout import Layout, check_parameters, check_ranks_agree, layout_of
 from gradsync.sync.sharded.pieces import Piece
-from gradsync.sync.sharded.state import gather_state, take_state
+from gradsync.sync.sharded.rounding import ThreadWarning
+from gradsync.sync.sharded.state import State, gather_state, take_state
 from gradsync.world import World
 
 if TYPE_CHECKING:
@@ -45,6 +47,10 @@ class ShardedOptimizer(Optimizer):
     Gradients must be equal on all ranks when `step` is called (after `sync.finish()`, or torch's
     DDP), at least in this rank's shard. Every rank makes the same calls. Schedulers and
     `zero_grad` work as ever; `state` is empty, and `state_dict` gathers it.
+
+    On a CPU with two or more intra-op threads, bf16 and fp16 parameters of more than 32,768
+    elements can differ from the whole optimizer's in their last bits; a warning says so once, and
+    `gs.init(threads=1)` makes them equal.
 
     Args:
         params: as for any optimizer: parameters, (name, parameter) pairs or groups with options of
@@ -79,7 +85,10 @@ class ShardedOptimizer(Optimizer):
         self._source: Optimizer | None = None
         self._buckets: list[ShardedBucket] = []
         self._covered: set[int] = set()
+        self._elsewhere: dict[Any, State] = {}
+        """State of what no bucket holds (frozen parameters), whole and as it came."""
         self._built = False
+        self._thread_warning = ThreadWarning()
         # A throw-away instance checks the options and completes them.
         complete = optimizer_class([torch.zeros(1)], **defaults).defaults
         super().__init__(_each_once(params), complete)
@@ -128,6 +137,7 @@ class ShardedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._check_gradients()
+        self._thread_warning.say(self._buckets, self._comm)
         self._step(lambda bucket, _: lambda piece: _piece_of(bucket, piece))
         return loss
 
@@ -171,25 +181,43 @@ class ShardedOptimizer(Optimizer):
         super().load_state_dict(state_dict)
         self.take_from(self)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Not for copies: they would share this rank's part with nobody.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "a ShardedOptimizer cannot be copied or pickled, since each rank holds a part of it: "
+            "take its state_dict() on all ranks, and load that into a new one"
+        )
+
     def gather_into(self, optimizer: Optimizer) -> None:
         """Make `optimizer.state` whole on every rank; all ranks call it. Costs its memory."""
         optimizer.state.clear()
-        for parameter, state in gather_state(self._buckets, self._comm):
-            optimizer.state[parameter] = state
+        found: dict[Any, State] = dict(self._elsewhere)
+        found |= gather_state(self._buckets, self._comm)
+        order = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"])
+        for key in [*order, *(key for key in found if key not in order)]:
+            if key in found:
+                optimizer.state[key] = found[key]
 
     def take_from(self, optimizer: Optimizer) -> None:
         """Take this rank's part out of a whole `optimizer.state`, and clear that."""
         take_state(self._buckets, optimizer.state)
+        self._elsewhere = {
+            key: state for key, state in optimizer.state.items() if id(key) not in self._covered
+        }
         optimizer.state.clear()
 
     @property
     def state_bytes(self) -> int:
         """Bytes of optimizer state on this rank (tensors with elements, not single numbers)."""
+        inner = [bucket.inner.state for bucket in self._buckets if bucket.inner is not None]
         return sum(
             value.numel() * value.element_size()
-            for bucket in self._buckets
-            if bucket.inner is not None
-            for state in bucket.inner.state.values()
+            for states in [*inner, self._elsewhere]
+            for state in states.values()
             for value in state.values()
             if isinstance(value, torch.Tensor) and value.dim() > 0
         )
@@ -217,7 +245,17 @@ class ShardedOptimizer(Optimizer):
             ShardedBucket(bucket, layout.parameters, self.param_groups, self._comm, self._make)
             for bucket in layout.buckets
         ]
+        if not self._built:
+            self._elsewhere = self._state_of_the_rest()
         self._built = True
+
+    def _state_of_the_rest(self) -> dict[Any, State]:
+        """What the whole optimizer makes for frozen parameters when it is made (Adagrad does)."""
+        rest = [
+            {**options(group), "params": [p for p in group["params"] if id(p) not in self._covered]}
+            for group in self.param_groups
+        ]
+        return dict(self._make(rest).state)
 
     def _make(self, groups: list[dict[str, Any]]) -> Optimizer:
         return self._class(groups, **arguments_of(self._class, self.defaults))

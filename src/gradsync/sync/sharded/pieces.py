@@ -35,7 +35,7 @@ class Piece:
 def pieces_of(plan: BucketPlan, rank: int, world_size: int) -> tuple[Piece, ...]:
     """What of `plan`'s parameters lies in the shard of `rank`, in slot order; padding is left out.
 
-    A parameter without elements has no piece.
+    A parameter without elements has no piece here, see `empty_pieces_of`.
     """
     shard = plan.shard(rank, world_size)
     pieces = []
@@ -52,3 +52,12 @@ def pieces_of(plan: BucketPlan, rank: int, world_size: int) -> tuple[Piece, ...]
                 )
             )
     return tuple(pieces)
+
+
+def empty_pieces_of(plan: BucketPlan, rank: int) -> tuple[Piece, ...]:
+    """Rank 0 keeps the parameters without elements: their state counts steps, as in the whole."""
+    return tuple(
+        Piece(index=slot.index, start=0, stop=0, offset=0)
+        for slot in plan.slots
+        if slot.numel == 0 and rank == 0
+    )

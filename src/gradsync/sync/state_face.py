@@ -1,0 +1,75 @@
+"""What a handle offers to those who save, load and compare: whole weights, whole state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from gradsync.comm.base import Communicator
+from gradsync.errors import ConfigError
+from gradsync.sync.reducer import Reducer
+from gradsync.sync.replicas import check_replicas, replica_tensors
+from gradsync.sync.statistics import Statistics
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+
+class StateFace:
+    """The part of `GradientSync` that a training step does not need; all ranks call each of it."""
+
+    model: nn.Module
+    comm: Communicator
+    reducer: Reducer
+    _statistics: Statistics
+
+    def settle(self) -> None:
+        """At the end of a run, on all ranks: strategies that let replicas drift (`local_sgd`,
+        `diloco`) bring them together. Nothing to do under the others."""
+        self.reducer.settle()
+
+    def gather(self, optimizer: torch.optim.Optimizer) -> None:
+        """Before a checkpoint, on all ranks: `optimizer.state` is whole until `scatter`."""
+        self.reducer.gather(optimizer)
+
+    def scatter(self, optimizer: torch.optim.Optimizer) -> None:
+        """After a checkpoint, or after loading a whole `optimizer.state`, on all ranks."""
+        self.reducer.scatter(optimizer)
+
+    def full_weights(self) -> dict[str, Tensor]:
+        """Whole parameters and buffers by name, as `model.state_dict()`; all ranks call it."""
+        return self.reducer.full_weights()
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """What the strategy remembers from step to step, for a checkpoint; after `gather`."""
+        return self.reducer.state_tensors()
+
+    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take back what `state_tensors` gave, after weights and optimizer."""
+        self.reducer.load_state_tensors(tensors)
+
+    def load_full_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Overwrite parameters and buffers with whole ones, by the names of `full_weights`."""
+        self.reducer.load_full_weights(weights)
+        self._statistics.refresh()
+
+    def check_replicas(
+        self, optimizer: torch.optim.Optimizer | None = None, *, step: int | None = None
+    ) -> None:
+        """All ranks must hold the same bits: compares a hash per parameter and buffer.
+
+        Args:
+            optimizer: compare its state too; not under strategies that share it out.
+            step: for the message.
+
+        Raises:
+            RunError: on every rank: names the first tensor that differs, the step and the ranks.
+            ConfigError: under a strategy whose ranks differ on purpose.
+        """
+        if not (self.reducer.whole_parameters and self.reducer.equal_replicas):
+            raise ConfigError(
+                f"{type(self.reducer).__name__} lets ranks hold different values on purpose: there "
+                "is nothing to check"
+            )
+        check_replicas(replica_tensors(self.model, optimizer), self.comm, step=step)

@@ -1,0 +1,44 @@
+"""What the local launcher tells of an end, beyond its exit code."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from gradsync.launch.local import Ended, launch_ranks
+
+RANK = """
+import os, signal, sys
+rank, what = int(os.environ["RANK"]), sys.argv[1]
+if what == "signal":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if rank == 0:
+        os.kill(os.getppid(), signal.SIGTERM)
+if what == "kill" and rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ended_module.py").write_text(RANK)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+
+
+def launch(what: str) -> Ended:
+    return launch_ranks([what], 2, log_dir=None, module="ended_module")
+
+
+def test_a_signal_that_no_rank_heeded_is_told() -> None:
+    assert launch("signal") == Ended(code=0, received=signal.SIGTERM, killed={})
+
+
+def test_a_rank_that_was_killed_is_told() -> None:
+    assert launch("kill") == Ended(code=1, received=None, killed={1: signal.SIGKILL})
+
+
+def test_a_good_end() -> None:
+    assert launch("nothing") == Ended(code=0, received=None, killed={})

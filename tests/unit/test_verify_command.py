@@ -1,0 +1,161 @@
+"""What `gradsync verify` refuses at once, and what it still gives when something goes wrong."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradsync.cli import verify
+from gradsync.cli.main import main
+from gradsync.launch import local
+from gradsync.verify.plan import job_from_json
+from gradsync.verify.result import Result
+from gradsync.verify.worker import WORK
+
+SMALL = ["--strategies", "naive", "--models", "mlp", "--dtype", "fp32", "--no-cross-load"]
+WORDS = {
+    "SIGINT": "interrupted",
+    "SIGTERM": "ended by SIGTERM",
+    "SIGHUP": "ended by SIGHUP",
+}
+
+TARGET = """
+import torch
+
+def factory():
+    return torch.nn.Linear(1, 1), torch.utils.data.TensorDataset(torch.ones(9, 1)), 5
+"""
+
+# The launcher is replaced by a signal that reaches this very process.
+STOPPED = """
+import os, signal, sys
+from gradsync.cli.main import main
+from gradsync.launch import local
+
+def launch_ranks(*args, **options):
+    os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+    raise AssertionError("it went on")
+
+local.launch_ranks = launch_ranks
+sys.exit(main(["verify", *sys.argv[2:]]))
+"""
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, then: Callable[[], None], **ended: Any) -> list[int]:
+    """Replace the ranks by results; returns the world sizes that were started."""
+    started = []
+
+    def launch_ranks(argv: list[str], nproc_per_node: int, **options: Any) -> local.Ended:
+        folder = Path(argv[2])
+        started.append(nproc_per_node)
+        work = json.loads((folder / WORK).read_text())
+        with (folder / f"done-{work['number']}.jsonl").open("w") as done:
+            for job in map(job_from_json, work["jobs"]):
+                result = Result(
+                    strategy=job.cell.strategy,
+                    world_size=job.cell.world_size,
+                    model=job.cell.model,
+                    dtype=job.cell.dtype,
+                    promise="rounding",
+                )
+                done.write(json.dumps(result.to_json()) + "\n")
+        then()
+        return local.Ended(**{"code": 0, "received": None, "killed": {}} | ended)
+
+    monkeypatch.setattr(local, "launch_ranks", launch_ranks)
+    return started
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--clip-norm", "-1"], "--clip-norm -1.0: must be a finite number, at least 0"),
+        (["--clip-norm", "nan"], "--clip-norm nan: must be"),
+        (["--clip-norm", "inf"], "--clip-norm inf: must be"),
+        (["--csv", "nowhere/x.csv"], "--csv nowhere/x.csv: there is no folder nowhere"),
+        (["--csv", "."], "--csv .: is a folder"),
+        (["--target", "verify_command_target:factory"], "loss_sum must be a function, got int"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_any_rank_starts(
+    words: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "verify_command_target.py").write_text(TARGET)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    started = pretend(monkeypatch, lambda: None)
+    assert main(["verify", *SMALL, "--world-size", "1", *words]) == 2
+    assert message in capsys.readouterr().err
+    assert started == []
+
+
+def test_rows_that_cannot_be_written_do_not_cost_the_document(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    pretend(monkeypatch, folder.rmdir)
+    rows = folder / "cells.csv"
+    assert main(["verify", *SMALL, "--world-size", "1", "--json", "--csv", str(rows)]) == 1
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["passed"]
+    last = printed.err.splitlines()[-1]
+    assert last == f"gradsync: error: --csv {rows}: No such file or directory"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_counts_also_when_the_ranks_were_just_done(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started = pretend(monkeypatch, lambda: None, received=number)
+    assert main(["verify", *SMALL, "--world-sizes", "1,2", "--json"]) == 128 + number
+    assert started == [1]
+    assert capsys.readouterr() == ("", f"gradsync: error: {WORDS[number.name]}\n")
+
+
+def test_handlers_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
+    inside = []
+    pretend(monkeypatch, lambda: inside.extend(map(signal.getsignal, numbers)))
+    assert main(["verify", *SMALL, "--world-size", "1"]) == 0
+    assert [signal.getsignal(number) for number in numbers] == before
+    assert not set(inside) & set(before)
+
+
+def test_what_nohup_ignores_stays_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside = []
+    pretend(monkeypatch, lambda: inside.append(signal.getsignal(signal.SIGHUP)))
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert main(["verify", *SMALL, "--world-size", "1"]) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert inside == [signal.SIG_IGN]
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGINT"])
+def test_a_signal_outside_of_a_launch_leaves_nothing_behind(name: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", STOPPED, name, *SMALL, "--world-size", "1"],
+        env=verify.environ.snapshot() | {"TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 128 + getattr(signal, name), done.stderr
+    assert done.stderr == f"gradsync: error: {WORDS[name]}\n"
+    assert done.stdout == ""
+    assert [path.name for path in tmp_path.glob("gradsync-*")] == []

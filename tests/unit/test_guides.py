@@ -21,6 +21,14 @@ dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 """
 
 
+# A page ends with reductions on a group of torch's own: a gloo worker that still needs Python's lock
+# when the interpreter ends would abort the process.
+EPILOGUE = """
+from gradsync.runtime.gloo_group import wait_until_workers_sleep
+assert wait_until_workers_sleep(20.0)
+"""
+
+
 def python_of(text: str) -> str:
     """All Python of a page, one block after the other."""
     return "\n".join(re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
@@ -31,7 +39,8 @@ def python_of(text: str) -> str:
 )
 def test_python_runs_on_one_rank(guide: Path) -> None:
     """In the order of the page, each block with the names of those before it."""
-    done = run_python(["-W", "error", "-c", PROCESS_GROUP + python_of(guide.read_text())]).ok()
+    program = PROCESS_GROUP + python_of(guide.read_text()) + EPILOGUE
+    done = run_python(["-W", "error", "-c", program]).ok()
     assert done.stdout == ""
 
 

@@ -21,8 +21,8 @@ dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 """
 
 
-# A page ends with reductions on a group of torch's own: a gloo worker that still needs Python's lock
-# when the interpreter ends would abort the process.
+# A page ends with reductions on a group of torch's own: a gloo worker that still needs Python's
+# lock when the interpreter ends would abort the process.
 EPILOGUE = """
 from gradsync.runtime.gloo_group import wait_until_workers_sleep
 assert wait_until_workers_sleep(20.0)

@@ -331,6 +331,31 @@ def test_a_failed_backward_in_a_loop_of_ones_own(name: str) -> None:
         torch.testing.assert_close(gradient, (grads[0] + grads[1]) / 2)
 
 
+@every_strategy
+@pytest.mark.parametrize("own", [True, False])
+def test_a_rank_whose_forward_failed_discards(name: str, own: bool) -> None:
+    """In the first step, before anything tells which of the two ways the program goes."""
+
+    def work(rank: int, group: dist.ProcessGroup) -> Tensor:
+        model = two_layers()
+        sync = replicate(model, sync=name, comm=ProcessGroupCommunicator(group))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        before = model[0].weight.detach().clone()
+        if rank == 1:
+            sync.discard()
+        elif own:
+            model(X).square().sum().backward()
+            optimizer.step()
+        else:
+            sync.backward(model(X).square().sum(), weight=4)
+            assert sync.step(optimizer).discarded
+        sync.close()
+        return model[0].weight.detach() - before
+
+    for moved in run_thread_ranks(work, 2, timeout_s=10.0):
+        assert not moved.any()
+
+
 # -- ranks that do different things, once more -----------------------------------------------------
 
 

@@ -15,6 +15,10 @@ from gradsync.sync.limbs import NUM_LIMBS, join, split
 if TYPE_CHECKING:
     from torch import Tensor
 
+NO_LOSS = (0.0,) * (2 * NUM_LIMBS)
+"""From a rank whose loop tells no loss: as long as the others' messages, since a rank that discards
+a step may not know which way they end it."""
+
 
 class LossSum:
     """This rank's leaves; their sums over all ranks do not depend on who had which, see Note:

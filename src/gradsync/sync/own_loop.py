@@ -29,6 +29,7 @@ from gradsync.comm.base import Communicator
 from gradsync.errors import ConfigError
 from gradsync.sync.agreement import agree
 from gradsync.sync.engine.engine import Engine, gone
+from gradsync.sync.loss_sum import NO_LOSS
 from gradsync.sync.module_hook import ModuleHook
 from gradsync.sync.optimizer_watch import optimizer_watch
 from gradsync.sync.reducer import Reducer
@@ -67,6 +68,7 @@ class OwnLoop:
         self._task = -1  # the backward seen last; later ones have higher numbers
         self._dirty = False  # there are gradients that have not been synchronised
         self._finished = False  # there are gradients that have
+        self._discarded = False  # and they were thrown away
         self._published: list[weakref.ref[torch.Tensor] | None] = []
         self._stepped: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that used those
         self.parameter_ids = {id(parameter) for parameter in reducer.parameters}
@@ -173,7 +175,8 @@ class OwnLoop:
                 "nobody has divided these gradients yet"
             )
         self.refuse_if_failed()
-        used = optimizer in self._stepped or not _any_gradient(self._ours(optimizer))
+        cleared = not self._discarded and not _any_gradient(self._ours(optimizer))
+        used = optimizer in self._stepped or cleared
         if self._dirty or not self._finished or used:
             self._synchronise()
 
@@ -223,8 +226,11 @@ class OwnLoop:
         elif isinstance(reducer, Engine):
             reducer.end_own_leaf(new=self._dirty)
         used = reducer.launch()
-        agreed = agree(self._comm, used, counts, discard=discard, number=self._number)
+        agreed = agree(
+            *(self._comm, used, counts), loss=NO_LOSS, discard=discard, number=self._number
+        )
         reduction = reducer.reduce(agreed.used)
+        self._discarded = agreed.discard
         if agreed.discard:
             log.warning("a rank threw this step's gradients away: no rank uses them")
             for parameter in reducer.parameters:

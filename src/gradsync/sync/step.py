@@ -85,8 +85,7 @@ def take_step(
     """Synchronise, divide once, clip, and `update` unless that is None on some rank.
 
     Args:
-        parts: of the model.
-        loss: of this rank's leaves.
+        parts, loss: of the model; of this rank's leaves.
         update: None throws all ranks' gradients away.
         enclosed: for the optimizer's own step, in which hooks have nothing to do.
         clip_norm, stop, scale: as for `GradientSync.step`.
@@ -102,7 +101,8 @@ def take_step(
     flags = {"stop": stop, "discard": update is None}
     agreed = agree(comm, used, counts, loss=loss.message(), number=parts.number, **flags)
     reduction = reducer.reduce(agreed.used)
-    total_loss, total_weight = loss.over_ranks(comm, agreed.loss)
+    nothing = torch.tensor(0.0, dtype=torch.float64), 0.0  # a loop of one's own tells no loss
+    total_loss, total_weight = nothing if agreed.discard else loss.over_ranks(comm, agreed.loss)
     # What `.grad` holds the sum over: the global batch, or only this rank's part of it.
     weight = loss.weight if reduction.local else total_weight
     norm = None

@@ -8,6 +8,7 @@
     └── RunError(RuntimeError)         exit code 1: the request was right, the run failed
         ├── RendezvousError              ranks did not find each other in time
         ├── CheckpointError              a checkpoint is missing, corrupt or of another run
+        ├── LostPeerError                another rank's process has gone, or does not answer
         └── PeerError                    another rank failed; carries that rank's traceback
 
 A message says what happened, which rank, what was got and expected, and what to do.
@@ -51,6 +52,10 @@ class RendezvousError(RunError):
 
 class CheckpointError(RunError):
     """A checkpoint cannot be read, or belongs to a different run."""
+
+
+class LostPeerError(RunError):
+    """Another rank has ended, or does not answer."""
 
 
 class PeerError(RunError):

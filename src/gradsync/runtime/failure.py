@@ -21,7 +21,7 @@ import traceback
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gradsync.errors import GradsyncError, PeerError
+from gradsync.errors import GradsyncError, LostPeerError, PeerError
 from gradsync.runtime.store import wait_until
 
 _POLL_S = 0.25
@@ -64,6 +64,8 @@ class Failure:
 def looks_like_lost_peer(error: BaseException) -> bool:
     """True for what a collective or the store raises when another process has gone."""
     kinds = ("DistError", "DistNetworkError", "DistBackendError", "DistStoreError")
+    if isinstance(error, LostPeerError):
+        return True
     if any(base.__name__ in kinds for base in type(error).__mro__):
         return True
     return type(error) is RuntimeError and bool(_LOST_PEER.search(str(error)))

@@ -28,14 +28,28 @@ def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
     """
     if not gradients:
         return torch.zeros(())
+    double = any(gradient.dtype == torch.float64 for gradient in gradients)
     # Contiguous: a sum over strided memory is grouped in another way.
     blocks = [block for g in gradients for block in g.contiguous().view(-1).split(BLOCK)]
+    return norm_from_blocks(norms_of_blocks(blocks), double=double)
+
+
+def norms_of_blocks(blocks: Sequence[Tensor]) -> Tensor:
+    """L2 norm of each of `blocks`, contiguous; fp64 [len(blocks)]."""
     # 16-bit blocks are widened first, or their norms would be rounded to 16 bits.
     blocks = [block.float() if block.element_size() == 2 else block for block in blocks]
-    norms = torch.stack([norm.double() for norm in torch._foreach_norm(blocks)])
+    return torch.stack([norm.double() for norm in torch._foreach_norm(blocks)])
+
+
+def norm_from_blocks(norms: Tensor, *, double: bool) -> Tensor:
+    """The norm of everything, fp32 (fp64 if `double`) [], from those of all blocks in order."""
     # cumsum adds one after the other, whatever the vector width; sum() would not.
-    double = any(gradient.dtype == torch.float64 for gradient in gradients)
     return norms.square().cumsum(0)[-1].sqrt().to(torch.float64 if double else torch.float32)
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """What to multiply a gradient of norm `norm` by, at most 1."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
 def clip_gradients(gradients: Sequence[Tensor], max_norm: float) -> Tensor:
@@ -43,6 +57,5 @@ def clip_gradients(gradients: Sequence[Tensor], max_norm: float) -> Tensor:
     arXiv 1211.5063); returns the norm before, []."""
     norm = gradient_norm(gradients)
     if gradients:
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_(list(gradients), factor)
+        torch._foreach_mul_(list(gradients), clip_factor(norm, max_norm))
     return norm

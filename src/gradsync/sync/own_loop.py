@@ -239,8 +239,8 @@ class OwnLoop:
             for parameter, gradient in left:  # no rank had a backward: a step with the same ones
                 parameter.grad = gradient
         # The one place that divides: by the number of ranks, since nobody told a weight.
-        elif gradients := reducer.gradients():
-            torch._foreach_mul_(gradients, reduction.divided_by / self._comm.world_size)
+        else:
+            reducer.divide(reduction.divided_by / self._comm.world_size)
         self._statistics.step_ends(agreed.counts)
         if not isinstance(reducer, Engine):
             grads = [p.grad for p in reducer.parameters]

@@ -87,6 +87,9 @@ class Reducer(ABC):
     def forget(self) -> None:  # noqa: B027  optional
         """Before `launch`: this rank's leaves do not count, and no rank will use the sums."""
 
+    def expect(self, optimizer: torch.optim.Optimizer, *, scaled: bool) -> None:  # noqa: B027
+        """Before `launch`: who will use the gradients (`scaled`: a GradScaler reads them too)."""
+
     def launch(self) -> list[bool]:
         """Start what has not been started; tells which parameters have gradients on this rank."""
         return [parameter.grad is not None for parameter in self.parameters]
@@ -100,8 +103,15 @@ class Reducer(ABC):
         """
 
     def gradients(self) -> list[Tensor]:
-        """What `GradientSync` divides, once."""
+        """What is divided, once."""
         return [p.grad for p in self.parameters if p.grad is not None]
+
+    def divide(self, factor: float) -> None:
+        """Multiply `gradients()` by `factor`, once: from sums to the mean."""
+        import torch
+
+        if gradients := self.gradients():
+            torch._foreach_mul_(gradients, factor)
 
     def clip(self, max_norm: float) -> Tensor:
         """Scale the mean gradient to an L2 norm of at most `max_norm`; its norm before, []."""

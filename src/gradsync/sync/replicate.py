@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from gradsync.comm.base import Communicator
 from gradsync.comm.choose import communicator
+from gradsync.comm.shared_memory.choose import fastest, share_memory
 from gradsync.errors import ConfigError, RunError
 from gradsync.sync.batch_norm import NOT_INVARIANT, choose_batch_norm
 from gradsync.sync.gradient_sync import HANDLE, GradientSync
@@ -111,8 +113,22 @@ def _bind(
         raise ConfigError(f"sync={strategy.name!r}: {NOT_INVARIANT[batch_norm]}")
     handling = choose_batch_norm(model, comm, batch_norm)
     broadcast_model(model, comm)
+    comm = _fastest(strategy, model, comm, options)
     # Rank 0's count, int64 [1], whole group: a number for this model that all ranks know.
     number = torch.tensor([optimizer_watch().added])
     comm.broadcast(number).wait()
     reducer = build_reducer(strategy, model, comm, groups, options)
     return GradientSync(model, comm, reducer, handling, number=int(number))
+
+
+def _fastest(
+    strategy: Strategy, model: nn.Module, comm: Communicator, options: dict[str, Any]
+) -> Communicator:
+    """What carries this strategy's sums: `comm`, or shared memory in its place."""
+    if strategy.recipe is None:
+        return comm
+    recipe = replace(strategy.recipe, **options)
+    device = trainable(model)[0][1].device
+    if recipe.reduction != "backend" or recipe.collective == "backend":
+        return comm
+    return share_memory(comm) if recipe.collective == "shared_memory" else fastest(comm, device)

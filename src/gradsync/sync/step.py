@@ -54,11 +54,12 @@ class Update:
 
     def __init__(self, reducer: Reducer, optimizer: torch.optim.Optimizer) -> None:
         self.param_groups = optimizer.param_groups
-        self._reducer, self._optimizer = reducer, optimizer
+        self.optimizer = optimizer
+        self._reducer = reducer
 
     def step(self) -> None:
         """One step with the mean gradient."""
-        self._reducer.update(self._optimizer)
+        self._reducer.update(self.optimizer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,8 @@ def take_step(
     reducer, comm = parts.reducer, parts.comm
     if update is None:
         reducer.forget()
+    else:
+        reducer.expect(update.optimizer, scaled=scale is not None)
     counts = parts.statistics.step_begins()
     used = reducer.launch()
     flags = {"stop": stop, "discard": update is None}
@@ -112,8 +115,7 @@ def take_step(
         if scale is not None:
             scale.unscale_(update)
         # The one place that divides, whatever the strategy.
-        if gradients := reducer.gradients():
-            torch._foreach_mul_(gradients, reduction.divided_by / weight)
+        reducer.divide(reduction.divided_by / weight)
         norm = None if clip_norm is None else reducer.clip(clip_norm)
         with enclosed():
             update.step() if scale is None else scale.step(update)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from gradsync.sync.host.engine import HostEngine
 from gradsync.sync.reducer import Reducer, trainable
 from gradsync.sync.sharded.whole import whole
 from gradsync.sync.sharded.zero import ShardedEngine
@@ -17,7 +18,7 @@ def whole_gradients(model: nn.Module, reducer: Reducer | None) -> dict[str, Tens
         reducer: None for a loop without gradsync.
     """
     names = [name for name, _ in trainable(model)]
-    if isinstance(reducer, ShardedEngine):
+    if isinstance(reducer, ShardedEngine | HostEngine):
         return dict(zip(names, reducer.whole_gradients(), strict=True))
     return {
         name: None if parameter.grad is None else whole(parameter.grad)

@@ -38,13 +38,28 @@ class Bucket:
             like = self.parameters[0]
             flat = torch.zeros(self.plan.numel, dtype=self.dtype, device=like.device)
             self._flats.append(flat)
-            self._views.append(
-                [
-                    flat[slot.offset : slot.offset + slot.numel].view(parameter.shape)
-                    for slot, parameter in zip(self.plan.slots, self.parameters, strict=True)
-                ]
-            )
+            self._views.append(self._views_into(flat))
         return self._flats[number]
+
+    def adopt(self, number: int, memory: Tensor) -> None:
+        """Let buffer `number` lie in `memory`, [plan.numel]; what was in it moves there.
+
+        It exists already, or is the next one.
+        """
+        if number < len(self._flats):
+            memory.copy_(self._flats[number])
+        else:
+            assert number == len(self._flats), "buffers are made one after the other"
+            self._flats.append(memory)
+            self._views.append([])
+        self._flats[number] = memory
+        self._views[number] = self._views_into(memory)
+
+    def _views_into(self, flat: Tensor) -> list[Tensor]:
+        return [
+            flat[slot.offset : slot.offset + slot.numel].view(parameter.shape)
+            for slot, parameter in zip(self.plan.slots, self.parameters, strict=True)
+        ]
 
     def view(self, number: int, slot: int) -> Tensor:
         """One parameter's part of buffer `number`, in the parameter's shape."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,8 @@ from gradsync.comm.doubling import doubling_all_reduce
 from gradsync.comm.groups import Groups, for_background
 from gradsync.comm.hierarchical import hierarchical_all_reduce
 from gradsync.comm.ring import ring_all_reduce
+from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
+from gradsync.comm.shared_memory.unavailable import SharedMemoryError
 from gradsync.errors import ConfigError
 from gradsync.sync.engine.engine import Engine
 from gradsync.sync.engine.recipe import Recipe
@@ -25,10 +28,13 @@ from gradsync.sync.engine.transport import (
     Transport,
 )
 from gradsync.sync.engine.tree_transport import TreeTransport
+from gradsync.sync.host.engine import HostEngine
 from gradsync.sync.sharded.zero import ShardedEngine
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+log = logging.getLogger("gradsync")
 
 
 def build_engine(
@@ -47,14 +53,27 @@ def build_engine(
     """
     device = next(p.device for p in model.parameters() if p.requires_grad)
     invariant = recipe.order == "invariant"
+    sums = TreeSums if invariant else PlainSums
+    if isinstance(comm, SharedMemoryCommunicator) and _by_host(recipe):
+        try:
+            return HostEngine(model, comm, recipe=recipe, sums=sums())
+        except SharedMemoryError as error:
+            if comm.rank == 0:
+                log.warning("buckets by messages: %s", error)
     engine = Engine if recipe.shard == "none" else ShardedEngine
     return engine(
         model,
         comm,
         recipe=recipe,
-        sums=TreeSums() if invariant else PlainSums(),
+        sums=sums(),
         transport=_transport(comm, recipe, groups, device),
     )
+
+
+def _by_host(recipe: Recipe) -> bool:
+    """Whether shared memory can do more for it than carry messages."""
+    plain = (recipe.shard, recipe.reduction, recipe.wire) == ("none", "backend", "same")
+    return plain and recipe.grouping == "buckets"
 
 
 def _transport(

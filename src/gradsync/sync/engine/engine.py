@@ -208,11 +208,16 @@ class Engine(Reducer):
         self._watch.start()
         self._begin_transport()
         for bucket in self.buckets[len(self._works) :]:
-            for slot, touched in enumerate(bucket.touched):
-                if not touched and self._sums.num_buffers == 1:
-                    bucket.view(0, slot).zero_()  # it still holds the last step's sum
+            self._clear_untouched(bucket)
             self._works.append(self._transport.launch(bucket))
         return [bucket.touched[slot] for bucket, slot in self._places]
+
+    def _clear_untouched(self, bucket: Bucket) -> None:
+        """What got no gradient still holds the last step's sum."""
+        if self._sums.num_buffers == 1:
+            for slot, touched in enumerate(bucket.touched):
+                if not touched:
+                    bucket.view(0, slot).zero_()
 
     def reduce(self, used: list[bool]) -> Reduction:
         """See `Reducer.reduce`."""
@@ -220,6 +225,11 @@ class Engine(Reducer):
             work.wait()
         self._watch.stop()
         self.publish(used)
+        self._begin_step(used)
+        return Reduction(divided_by=1, exposed=self._watch.copy())
+
+    def _begin_step(self, used: list[bool]) -> None:
+        """This step's gradients are summed: forget who brought them."""
         self._name_unused(used)
         self._works.clear()
         self._begun = False
@@ -228,7 +238,6 @@ class Engine(Reducer):
         self._sums.begin_step()
         if self._learning:
             self._learn()
-        return Reduction(divided_by=1, exposed=self._watch.copy())
 
     def publish(self, used: list[bool]) -> None:
         """Point `.grad` at the sums; `None` where no rank has a gradient."""

@@ -23,8 +23,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+from gradsync.errors import RunError
+
 TREE_VERSION = 1
 """Part of the numeric fingerprint: another tree gives other bits."""
+
+UNKNOWN = -1
+"""In place of a leaf's index that nobody told."""
 
 Node = tuple[int, int]
 """(level, index)."""
@@ -73,6 +78,23 @@ def shares(counts: Sequence[int]) -> list[range]:
     """Each rank's leaves, from how many each has: they follow each other in rank order."""
     edges = [0, *accumulate(counts)]
     return [range(first, last) for first, last in pairwise(edges)]
+
+
+def checked_shares(told: Sequence[tuple[int, int]]) -> list[range]:
+    """Each rank's leaves, from (how many, index of the first or `UNKNOWN`) of each rank.
+
+    Raises:
+        RunError: a first leaf that does not follow the ranks below.
+    """
+    ranges = shares([count for count, _ in told])
+    for rank, (leaves, (_, first)) in enumerate(zip(ranges, told, strict=True)):
+        if first not in (UNKNOWN, leaves.start):
+            raise RunError(
+                f"sync='invariant': rank {rank}'s first leaf is {first}, but the ranks below "
+                f"it have leaves 0..{leaves.start - 1}: leaves must follow each other in rank "
+                "order without gaps (as gs.loader deals them)"
+            )
+    return ranges
 
 
 def merges_of(nodes: Sequence[Node], wanted: Sequence[Node]) -> tuple[list[Merge], list[int]]:

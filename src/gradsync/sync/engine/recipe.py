@@ -12,6 +12,9 @@ Order = Literal["any", "invariant"]
 ReductionName = Literal["backend", "ring", "recursive_doubling", "hierarchical"]
 Wire = Literal["same", "bf16", "fp16"]
 Shard = Literal["none", "optimizer", "gradients"]
+Collective = Literal["auto", "shared_memory", "backend"]
+UpdateOf = Literal["auto", "whole"]
+Weights = Literal["replicas", "shared"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +41,16 @@ class Recipe:
     """What travels: the gradients' own dtype, or 16 bits of it."""
     shard: Shard = "none"
     """Whose memory is divided by the ranks: nobody's, the optimizer's, the gradients' too."""
+    collective: Collective = "auto"
+    """What carries reduction='backend': the process group, or memory that the ranks of one host
+    share; auto takes that on a CPU where all ranks are on one host."""
+    update: UpdateOf = "auto"
+    """Through shared memory: auto lets each rank update its share of the weights, for all ranks of
+    the host, where the optimizer is elementwise; whole leaves the whole gradient in `.grad` on
+    every rank, for hooks that look at it, and each rank updates everything."""
+    weights: Weights = "replicas"
+    """Through shared memory: every rank its own copy, or one for all ranks of the host. Then nobody
+    but `sync.step` may change them."""
 
     def __post_init__(self) -> None:
         for name, allowed in _ALLOWED.items():
@@ -82,4 +95,7 @@ _ALLOWED = {
     "reduction": ReductionName,
     "wire": Wire,
     "shard": Shard,
+    "collective": Collective,
+    "update": UpdateOf,
+    "weights": Weights,
 }

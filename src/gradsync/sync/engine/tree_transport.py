@@ -24,15 +24,19 @@ import torch
 
 from gradsync.comm.background import Background
 from gradsync.comm.base import Done, Messenger, Work
-from gradsync.errors import RunError
 from gradsync.sync.engine.bucket import Bucket
-from gradsync.sync.engine.leaf_tree import Node, largest_nodes, merges_of, root, shares
+from gradsync.sync.engine.leaf_tree import (
+    UNKNOWN,
+    Node,
+    checked_shares,
+    largest_nodes,
+    merges_of,
+    root,
+)
 from gradsync.sync.engine.sums import FORGOTTEN, Sums
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-_UNKNOWN = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +74,7 @@ class TreeTransport:
         """Tell all ranks how many leaves this one has; see `Transport.begin`."""
         self._num_buffers = sums.num_buffers
         self._indexed = sums.first_leaf is not None
-        first = _UNKNOWN if sums.first_leaf is None else sums.first_leaf
+        first = UNKNOWN if sums.first_leaf is None else sums.first_leaf
         mine = (sums.num_leaves, first)
         if self._comm.world_size == 1:
             self._plan([mine])
@@ -107,14 +111,7 @@ class TreeTransport:
         if any(first == FORGOTTEN for _, first in told):
             self._stages = []
             return
-        ranges = shares([count for count, _ in told])
-        for rank, (leaves, (_, first)) in enumerate(zip(ranges, told, strict=True)):
-            if first not in (_UNKNOWN, leaves.start):
-                raise RunError(
-                    f"sync='invariant': rank {rank}'s first leaf is {first}, but the ranks below "
-                    f"it have leaves 0..{leaves.start - 1}: leaves must follow each other in rank "
-                    "order without gaps (as gs.loader deals them)"
-                )
+        ranges = checked_shares(told)
         self._own = ranges[self._comm.rank]
         total = root(ranges[-1].stop)
         nodes = [largest_nodes(leaves) for leaves in ranges]

@@ -1,0 +1,93 @@
+"""Adding up what lies in several ranks' memory, piece by piece, so that it happens in the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from gradsync.comm.base import ReduceOp
+from gradsync.comm.combine import combine
+
+_CHUNK_BYTES = 2**18
+"""Of one operand: a few of them fit into a core's second-level cache."""
+
+Pair = tuple[int, int]
+"""(left, right): add operand `right` to operand `left`."""
+
+
+def pairs_of_tree(count: int) -> list[Pair]:
+    """A balanced tree over `count` operands; the result is in operand 0."""
+    pairs, distance = [], 1
+    while distance < count:
+        pairs += [(i, i + distance) for i in range(0, count - distance, 2 * distance)]
+        distance *= 2
+    return pairs
+
+
+def reduce_in_place(
+    operands: Sequence[Tensor],
+    pairs: Iterable[Pair],
+    end: int,
+    copies: Sequence[Tensor],
+    op: ReduceOp = "sum",
+) -> None:
+    """Combine `operands`, each [n], along `pairs`; what operand `end` then holds goes to `copies`.
+
+    Operands are overwritten. A copy may be one of them.
+
+    Args:
+        operands: same length and dtype.
+        pairs: in an order that can be carried out.
+        end: which operand holds the result; -1: there is none, copies become zeros.
+        copies: each [n]; those that share `operands[end]`'s memory are left alone.
+        op: sum, min or max.
+    """
+    pairs = list(pairs)
+    if end < 0:
+        for copy in copies:
+            copy.zero_()
+        return
+    result = operands[end]
+    targets = [copy for copy in copies if copy.data_ptr() != result.data_ptr()]
+    for here in chunks(result.numel(), result.element_size()):
+        parts = [operand[here] for operand in operands]
+        for left, right in pairs:
+            combine(op, parts[left], parts[right], out=parts[left])
+        for target in targets:
+            target[here].copy_(parts[end])
+
+
+def reduce_into(out: Tensor, operands: Sequence[Tensor], op: ReduceOp = "sum") -> None:
+    """`out` = `operands` combined along a balanced tree, each [n]; operands stay as they are."""
+    if len(operands) == 1:
+        out.copy_(operands[0])
+        return
+    for here in chunks(out.numel(), out.element_size()):
+        parts = [operand[here] for operand in operands]
+        while len(parts) > 2:
+            pairs = [parts[i : i + 2] for i in range(0, len(parts), 2)]
+            parts = [combined(op, *pair) if len(pair) == 2 else pair[0] for pair in pairs]
+        combine(op, *parts, out=out[here])
+
+
+def combined(op: ReduceOp, left: Tensor, right: Tensor) -> Tensor:
+    """`left op right` in new memory."""
+    out = torch.empty_like(left)
+    combine(op, left, right, out=out)
+    return out
+
+
+def chunks(numel: int, itemsize: int) -> Iterator[slice]:
+    """Cut [numel] into pieces of `_CHUNK_BYTES`."""
+    size = _CHUNK_BYTES // itemsize
+    for start in range(0, numel, size):
+        yield slice(start, min(start + size, numel))
+
+
+def even_parts(numel: int, world_size: int) -> list[slice]:
+    """One part per rank, cut at multiples of 64 elements: no cache line has two writers."""
+    blocks = -(-numel // 64)
+    edges = [min(blocks * rank // world_size * 64, numel) for rank in range(world_size + 1)]
+    return [slice(edges[rank], edges[rank + 1]) for rank in range(world_size)]

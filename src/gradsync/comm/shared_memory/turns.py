@@ -1,0 +1,162 @@
+"""Operations in which every rank does a share, in one order, without a lock.
+
+A turn has two points that all ranks pass:
+
+    rank 0   prepare ─ arrive ─┐             ┌─ share ─ finish ─┐             ┌─ take
+    rank 1   prepare ─ arrive ─┴─ all there ─┴─ share ─ finish ─┴─ all done ──┴─ take
+
+Turns are numbered alike on all ranks. The next one's share begins only when all have finished the
+one before, so a share may read and write any rank's memory. Nobody waits when a turn is submitted:
+what can go on goes on whenever this rank submits or waits again. With one core per rank a thread
+beside backward could do no more.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gradsync.comm.shared_memory.flags import Flags
+from gradsync.comm.shared_memory.waiting import Patience
+from gradsync.errors import LostPeerError, RunError
+
+Action = Callable[[], object]
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """One operation, and its `Work`. Everything is called at most once."""
+
+    owner: Turns
+    number: int
+    what: str
+    """For messages."""
+    signature: int
+    """Equal on all ranks, or they are doing different things."""
+    prepare: Action | None
+    """Put data where peers read them, as soon as nobody needs what was there."""
+    share: Action | None
+    """Do this rank's part, once all have arrived."""
+    take: Action | None
+    """Use what peers have done, once all have finished."""
+    alone: bool
+    """True when nothing that peers do after arriving matters here."""
+    arrived: bool = False
+    shared: bool = False
+    over: bool = False
+
+    def wait(self) -> None:
+        """See `Work.wait`.
+
+        Raises:
+            LostPeerError: a peer ended, left, or did not come in time.
+            RunError: peers are doing something else.
+        """
+        self.owner.complete(self)
+
+
+class Turns:
+    """This rank's queue of turns; for one thread at a time."""
+
+    def __init__(self, flags: Flags, patience: Patience) -> None:
+        self._flags, self._patience = flags, patience
+        self._queue: deque[Turn] = deque()
+        self._number = 0
+        self._broken: RunError | None = None
+
+    def submit(
+        self,
+        what: str,
+        signature: int,
+        *,
+        prepare: Action | None = None,
+        share: Action | None = None,
+        take: Action | None = None,
+        alone: bool = False,
+    ) -> Turn:
+        """Add a turn; see `Turn` for what the arguments are."""
+        self._number += 1
+        turn = Turn(self, self._number, what, signature, prepare, share, take, alone)
+        if prepare is None and (not self._queue or self._queue[-1].arrived):
+            self._arrive(turn)
+        self._queue.append(turn)
+        while self._queue and self._go_on(self._queue[0], waiting=False):
+            self._queue.popleft()
+        return turn
+
+    def complete(self, turn: Turn) -> None:
+        """Wait for `turn` and all before it."""
+        while not turn.over:
+            if self._broken is not None:
+                raise self._broken
+            try:
+                self._go_on(self._queue[0], waiting=True)
+            except RunError as error:
+                self._broken = error
+                raise
+            self._queue.popleft()
+
+    def _arrive(self, turn: Turn) -> None:
+        self._flags.arrive(turn.number, turn.signature)
+        turn.arrived = True
+
+    def _go_on(self, turn: Turn, *, waiting: bool) -> bool:
+        """Carry the first turn of the queue as far as peers allow; whether it is over."""
+        flags, number = self._flags, turn.number
+        before = number - 1
+        if not turn.arrived:
+            if not self._all_finished(before, turn, waiting=waiting):
+                return False
+            if turn.prepare is not None:
+                turn.prepare()
+            self._arrive(turn)
+        if not turn.shared:
+            if not self._all_finished(before, turn, waiting=waiting):
+                return False
+            if not flags.all_arrived(number):
+                if not waiting:
+                    return False
+                self._wait(flags.all_arrived, flags.not_arrived, turn, number)
+            if strangers := flags.strangers(number, turn.signature):
+                raise RunError(
+                    f"ranks call different operations at the same time: this rank {turn.what}, "
+                    f"rank(s) {', '.join(map(str, strangers))} something else (another operation, "
+                    "shape or dtype)"
+                )
+            if turn.share is not None:
+                turn.share()
+            turn.shared = True
+            flags.finish(number)
+        if not turn.alone and not self._all_finished(number, turn, waiting=waiting):
+            return False
+        if turn.take is not None:
+            turn.take()
+        turn.prepare = turn.share = turn.take = None
+        turn.over = True
+        return True
+
+    def _all_finished(self, number: int, turn: Turn, *, waiting: bool) -> bool:
+        if self._flags.all_finished(number):
+            return True
+        if waiting:
+            self._wait(self._flags.all_finished, self._flags.not_finished, turn, number)
+        return waiting
+
+    def _wait(
+        self,
+        ready: Callable[[int], bool],
+        missing: Callable[[int], list[int]],
+        turn: Turn,
+        number: int,
+    ) -> None:
+        def who() -> list[int]:
+            found = missing(number)
+            if left := self._flags.left(found):
+                raise LostPeerError(
+                    f"rank(s) {', '.join(map(str, left))} left while this rank waits for them in "
+                    f"{turn.what}"
+                )
+            return found
+
+        self._patience.until(lambda: ready(number), who)

@@ -1,0 +1,34 @@
+"""Why ranks cannot share memory; a number each, since ranks tell each other."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from gradsync.errors import RunError
+
+
+class SharedMemoryError(RunError):
+    """The ranks cannot share memory; said on all of them."""
+
+
+class Reason(IntEnum):
+    """What one rank found; the greatest of all ranks is reported."""
+
+    NONE = 0
+    NO_PEER = 1
+    NO_MEMFD = 2
+    NO_MEMORY = 3
+    MEMORY_ORDER = 4
+    NOT_LINUX = 5
+
+
+MESSAGES = {
+    Reason.NO_PEER: "the ranks are not on one host, or not in one container (they cannot see each "
+    "other in /proc)",
+    Reason.NO_MEMFD: "the kernel does not allow memfd_create; a container's seccomp profile may "
+    "forbid it",
+    Reason.NO_MEMORY: "there is too little free memory for the shared buffers: stop other "
+    "processes, raise the container's memory limit, or use fewer ranks per host",
+    Reason.MEMORY_ORDER: "only x86-64 processors keep the order of writes that it relies on",
+    Reason.NOT_LINUX: "it needs Linux",
+}

@@ -1,0 +1,106 @@
+"""How a rank waits for flags of its peers: briefly at full speed, then more and more politely.
+
+spin  (tens of microseconds, only with a core for each rank)
+yield (about a millisecond): let another rank of this core go on
+sleep (50 us growing to 1 ms): computation elsewhere gets the core; look whether peers live
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from collections.abc import Callable, Sequence
+
+from gradsync.errors import LostPeerError
+from gradsync.runtime.threads import cgroup_cores
+
+_SPINS = 300
+"""About 100 us of looking."""
+_YIELD_S = 0.001
+_SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 50e-6, 1e-3
+_LOOK_AFTER_PEERS_S = 0.05
+
+
+class Patience:
+    """Waits on behalf of one rank.
+
+    Args:
+        rank: this one.
+        pids: process of each rank.
+        timeout_s: longest wait, seconds.
+    """
+
+    def __init__(self, rank: int, pids: Sequence[int], timeout_s: float) -> None:
+        self._rank, self._pids, self._timeout_s = rank, list(pids), timeout_s
+        cores = cgroup_cores() or os.cpu_count() or 1
+        threads_of_one = len(set(pids)) < len(pids)  # then a spinning one would hold Python's lock
+        self._spins = _SPINS if len(pids) <= cores and not threads_of_one else 0
+        self._doors: dict[int, int] = {}
+        for peer, pid in enumerate(pids):
+            if pid != os.getpid():
+                self._doors[peer] = os.pidfd_open(pid)
+
+    def until(self, ready: Callable[[], bool], missing: Callable[[], list[int]]) -> None:
+        """Return once `ready()`.
+
+        Args:
+            ready: a look at the flags.
+            missing: the ranks that are not there yet.
+
+        Raises:
+            LostPeerError: one of them has ended, or the time is up.
+        """
+        for _ in range(self._spins):
+            if ready():
+                return
+        began = now = time.monotonic()
+        while now - began < _YIELD_S:
+            if ready():
+                return
+            os.sched_yield()
+            time.sleep(0)  # lets go of Python's lock, which sched_yield does not
+            now = time.monotonic()
+        pause, looked = _SHORTEST_SLEEP_S, now
+        while not ready():
+            time.sleep(pause)
+            pause = min(pause * 1.5, _LONGEST_SLEEP_S)
+            now = time.monotonic()
+            if now - looked > _LOOK_AFTER_PEERS_S:
+                looked = now
+                self._look_after(ready, missing, waited_s=now - began)
+
+    def _look_after(
+        self, ready: Callable[[], bool], missing: Callable[[], list[int]], *, waited_s: float
+    ) -> None:
+        gone = self._ended()
+        if ready():  # the last thing that a peer did before it ended
+            return
+        waited_for = missing()
+        lost = [peer for peer in waited_for if peer in gone]
+        if lost:
+            names = ", ".join(f"{peer} (process {self._pids[peer]})" for peer in lost)
+            raise LostPeerError(
+                f"rank {self._rank}: rank {names} has ended while its part of a shared-memory "
+                "operation was awaited"
+            )
+        if waited_s > self._timeout_s:
+            raise LostPeerError(
+                f"rank {self._rank}: waited {waited_s:.0f} s for rank(s) "
+                f"{', '.join(map(str, waited_for))} in a shared-memory operation"
+            )
+
+    def _ended(self) -> set[int]:
+        if not self._doors:
+            return set()
+        # poll, not select: descriptors may have high numbers.
+        poll = select.poll()
+        for door in self._doors.values():
+            poll.register(door, select.POLLIN)
+        readable = {door for door, _ in poll.poll(0)}
+        return {peer for peer, door in self._doors.items() if door in readable}
+
+    def close(self) -> None:
+        """Give the descriptors back."""
+        while self._doors:
+            os.close(self._doors.popitem()[1])

@@ -1,0 +1,53 @@
+"""Norms of all blocks of the gradient, each taken by the rank that owns it, seen by all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
+from gradsync.sync.clip import norm_from_blocks, norms_of_blocks
+from gradsync.sync.host.flat import Flat
+from gradsync.sync.host.runs import BLOCK, Run
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class BlockNorms:
+    """See [Note: Fixed blocks] in clip.py.
+
+    Args:
+        comm: the ranks of the host.
+        flats: where gradients lie.
+        parameters: in the order in which their norms are added.
+    """
+
+    def __init__(
+        self, comm: SharedMemoryCommunicator, flats: Sequence[Flat], parameters: Sequence[Tensor]
+    ) -> None:
+        firsts, count = [], 0
+        for parameter in parameters:
+            firsts.append(count)
+            count += -(-parameter.numel() // BLOCK)
+        self._norms = comm.allocate_once(max(count, 1), torch.float64)
+        self._places = [
+            {
+                run.start: torch.tensor([firsts[b.index] + b.number for b in run.blocks])
+                for run in flat.runs
+            }
+            for flat in flats
+        ]
+        self._double = any(parameter.dtype == torch.float64 for parameter in parameters)
+
+    def take(self, flat: int, run: Run, gradient: Tensor) -> None:
+        """Note the norms of one run's blocks of `gradient`, the whole flat."""
+        norms = norms_of_blocks([gradient[block.start : block.stop] for block in run.blocks])
+        self._norms.index_copy_(0, self._places[flat][run.start], norms)
+
+    def total(self) -> Tensor:
+        """The gradient's norm, []; all ranks have taken theirs. A parameter without a gradient
+        counts as zeros."""
+        return norm_from_blocks(self._norms, double=self._double)

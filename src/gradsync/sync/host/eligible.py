@@ -1,0 +1,61 @@
+"""Whether an optimizer's step may be divided among the ranks of a host."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from gradsync.errors import ConfigError
+from gradsync.sync.host.state import slots_of
+from gradsync.sync.sharded.elementwise import check_elementwise
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+
+def why_whole(
+    optimizer: Optimizer, parameters: Sequence[torch.Tensor], dtypes: Collection[torch.dtype]
+) -> str:
+    """Why every rank has to run the whole optimizer; "" when each may update its share.
+
+    The same on all ranks, whose optimizers are equal.
+
+    Args:
+        optimizer: the user's.
+        parameters: that are synchronised.
+        dtypes: of those.
+    """
+    try:
+        check_elementwise(type(optimizer), False)
+    except ConfigError as error:
+        return str(error)
+    ours = {id(parameter) for parameter in parameters}
+    given = [p for group in optimizer.param_groups for p in group["params"]]
+    half = {torch.bfloat16, torch.float16} & set(dtypes)
+    reasons = {
+        "the optimizer is differentiable": any(
+            group.get("differentiable") for group in optimizer.param_groups
+        ),
+        "a parameter has no elements": any(p.numel() == 0 for p in parameters),
+        "the optimizer has parameters that are not synchronised": any(
+            id(p) not in ours and p.requires_grad for p in given
+        ),
+        # See [Note: 16 bits and threads] in sharded/rounding.py.
+        "16-bit parameters round otherwise in pieces, with several threads": bool(
+            half and torch.get_num_threads() > 1
+        ),
+        "the optimizer keeps something that is neither elementwise nor a number": any(
+            slots_of(optimizer, dtype) is None for dtype in dtypes
+        ),
+    }
+    found = (reason for reason, holds in reasons.items() if holds)
+    return why_not_now(optimizer) or next(found, "")
+
+
+def why_not_now(optimizer: Optimizer) -> str:
+    """The part of `why_whole` that may change from step to step."""
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return "hooks on the optimizer may look at the whole gradient"
+    return ""

@@ -1,0 +1,262 @@
+"""The step of ranks that share memory: gradients are added and weights updated share by share.
+
+    backward    every rank fills its own buffers, nothing travels
+    agree       the step's small message; now all buffers are full
+    divide      each rank: add up its share over all ranks' buffers, divide, take its blocks' norms
+    clip        the norms of all ranks' blocks, added in parameter order; scale own share
+    update      each rank: the optimizer on its share of the weights; meet
+
+Work per rank shrinks with their number: additions, division, norm and optimizer are done once per
+host, not once per rank. What each rank writes is what it would have written anyway, in the memory
+of all. With a core for each rank nothing could be gained by communicating beside backward: there
+is no message to wait for, only additions, and the core that would do them is computing.
+
+In a loop of one's own, and where the optimizer is not elementwise, `divide` finds the whole
+gradient in every rank's `.grad`: then the same additions write into all ranks' buffers.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
+from gradsync.comm.shared_memory.kernels import reduce_in_place
+from gradsync.errors import ConfigError
+from gradsync.sync.clip import clip_factor
+from gradsync.sync.engine.engine import Engine
+from gradsync.sync.engine.leaf_tree import UNKNOWN
+from gradsync.sync.engine.recipe import Recipe
+from gradsync.sync.engine.sums import FORGOTTEN, Sums
+from gradsync.sync.engine.transport import AllReduce
+from gradsync.sync.host.block_norms import BlockNorms
+from gradsync.sync.host.eligible import why_not_now, why_whole
+from gradsync.sync.host.flat import Flat, flats_of
+from gradsync.sync.host.operands import Sum, sum_of_leaves, sum_of_ranks
+from gradsync.sync.host.update import HostUpdate
+from gradsync.sync.host.weights import SharedWeights, can_move
+from gradsync.sync.reducer import Reduction
+from gradsync.sync.stopwatch import Stopwatch
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+log = logging.getLogger("gradsync")
+
+
+class HostEngine(Engine):
+    """See the module's picture; made by `gradsync.sync.engine.build`.
+
+    Raises:
+        SharedMemoryError: on all ranks: there is too little memory.
+    """
+
+    def __init__(
+        self, model: nn.Module, comm: SharedMemoryCommunicator, *, recipe: Recipe, sums: Sums
+    ) -> None:
+        # Nothing travels in backward.
+        recipe = replace(recipe, overlap=False)
+        super().__init__(model, comm, recipe=recipe, sums=sums, transport=AllReduce(comm))
+        self._host = comm
+        self._learning = False  # nothing travels beside backward: any order is as good
+        self.own_loop = self.recipe.weights != "shared"
+        self._flats = flats_of(self._host, self.buckets)
+        for flat in self._flats:
+            flat.ensure(1)
+        self._norms = BlockNorms(self._host, self._flats, self.parameters)
+        self._weights = self._move_weights()
+        self._updates: dict[int, tuple[Optimizer, HostUpdate]] = {}
+        self._in_shares = self._said = False
+        self._sum: Sum | None = None
+        self._used: list[bool] = []
+
+    def _move_weights(self) -> list[SharedWeights]:
+        """Into shared memory; none when they cannot move (then updates are whole)."""
+        one_copy = self.recipe.weights == "shared"
+        ours = {id(parameter) for parameter in self.parameters}
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        if can_move(self.parameters, [t for t in tensors if id(t) not in ours]):
+            return [SharedWeights(f, self.parameters, one_copy=one_copy) for f in self._flats]
+        if one_copy:
+            raise ConfigError(
+                "weights='shared' needs parameters that are dense, contiguous and share their "
+                "memory with no other tensor; use weights='replicas'"
+            )
+        return []
+
+    # -- a step -----------------------------------------------------------------------------------
+
+    def expect(self, optimizer: Optimizer, *, scaled: bool) -> None:
+        """See `Reducer.expect`."""
+        self._in_shares = not scaled and self._update_of(optimizer) is not None
+        if self.recipe.weights == "shared" and not self._in_shares:
+            raise ConfigError(f"weights='shared': {self._why_whole(optimizer)}; use 'replicas'")
+
+    def launch(self) -> list[bool]:
+        """See `Reducer.launch`. What the others must know of this rank's leaves lies ready when the
+        step's small message arrives."""
+        self._watch = Stopwatch(on_cuda=False)
+        self._watch.start()
+        if not self._in_shares:
+            self._release()  # a loop of one's own may be about to run whole optimizers
+        self._begun = True
+        for bucket in self.buckets:
+            self._clear_untouched(bucket)
+        first = self._sums.first_leaf
+        self._host.note([self._sums.num_leaves, UNKNOWN if first is None else first])
+        return [bucket.touched[slot] for bucket, slot in self._places]
+
+    def forget(self) -> None:
+        """See `Reducer.forget`."""
+        super().forget()
+        self._sums.first_leaf = FORGOTTEN
+
+    def reduce(self, used: list[bool]) -> Reduction:
+        """See `Reducer.reduce`; in shares there is nothing to do before the weight is known."""
+        told = [(leaves, first) for leaves, first in self._host.notes(2)]
+        forgotten = any(first == FORGOTTEN for _, first in told)
+        self._sum, self._used = None, used
+        if not forgotten:
+            along_tree = self.recipe.order == "invariant"
+            self._sum = sum_of_leaves(told) if along_tree else sum_of_ranks(len(told))
+            for flat in self._flats:
+                flat.ensure(self._sum.num_buffers)
+            if not self._in_shares:
+                # All ranks of the host, every bucket; the backward is over.
+                self._host.run(self._add_whole, _WHOLE).wait()
+                self._watch.stop()
+        self.publish([False] * len(used) if self._in_shares else used)
+        self._begin_step(used)
+        return Reduction(divided_by=1, exposed=self._watch)
+
+    def _add_whole(self) -> None:
+        """This rank's share of the sum, into all ranks' buffers."""
+        assert self._sum is not None, "not forgotten"
+        for flat in self._flats:
+            operands = [part[flat.mine] for part in self._operands(flat)]
+            copies = [part[flat.mine] for part in flat.gradients[0]]
+            reduce_in_place(operands, self._sum.pairs, self._sum.end, copies)
+
+    def _operands(self, flat: Flat) -> list[Tensor]:
+        assert self._sum is not None, "not forgotten"
+        return [flat.gradients[number][rank] for rank, number in self._sum.operands]
+
+    def divide(self, factor: float) -> None:
+        """See `Reducer.divide`; in shares this is where gradients are added."""
+        if not self._in_shares:
+            super().divide(factor)
+            return
+        # All ranks of the host, every bucket; the backward is over.
+        self._host.run(lambda: self._mean(factor), _SHARES).wait()
+        self._watch.stop()
+
+    def _mean(self, factor: float) -> None:
+        """Add, divide and take norms, run by run, while a run is in the cache."""
+        assert self._sum is not None, "not forgotten"
+        for number, flat in enumerate(self._flats):
+            operands = self._operands(flat)
+            for run in flat.runs:
+                parts = [operand[run.start : run.stop] for operand in operands]
+                for left, right in self._sum.pairs:
+                    parts[left].add_(parts[right])
+                parts[self._sum.end].mul_(factor)
+                self._norms.take(number, run, operands[self._sum.end])
+
+    def _means(self) -> list[Tensor]:
+        """The mean gradient of each flat, [flat.numel], the same memory on all ranks."""
+        assert self._sum is not None, "not forgotten"
+        return [self._operands(flat)[self._sum.end] for flat in self._flats]
+
+    def clip(self, max_norm: float) -> Tensor:
+        """See `Reducer.clip`."""
+        if not self._in_shares:
+            return super().clip(max_norm)
+        norm = self._norms.total()
+        factor = clip_factor(norm, max_norm)
+        if float(factor) != 1.0:
+            for flat, mean in zip(self._flats, self._means(), strict=True):
+                for run in flat.runs:
+                    mean[run.start : run.stop].mul_(factor)
+        return norm
+
+    def update(self, optimizer: Optimizer) -> None:
+        """See `Reducer.update`."""
+        if not self._in_shares:
+            super().update(optimizer)
+            return
+        update = self._update_of(optimizer)
+        assert update is not None, "see expect"
+        update.step(self._means(), self._used)
+
+    def after_step(self) -> None:
+        """See `Reducer.after_step`."""
+        self._in_shares = False
+
+    def gradients(self) -> list[Tensor]:
+        """See `Reducer.gradients`; in shares, this rank's."""
+        if not self._in_shares:
+            return super().gradients()
+        return [mean[flat.mine] for flat, mean in zip(self._flats, self._means(), strict=True)]
+
+    def whole_gradients(self) -> list[Tensor | None]:
+        """Mean gradients of the parameters in their order, whole, None where no rank had one.
+
+        All ranks call it, between the synchronisation and the update.
+        """
+        found: list[Tensor | None] = [parameter.grad for parameter in self.parameters]
+        if self._in_shares:
+            self._host.barrier()  # all have scaled their share
+            for flat, mean in zip(self._flats, self._means(), strict=True):
+                for slot in flat.slots:
+                    if self._used[slot.index]:
+                        part = mean[slot.offset : slot.offset + slot.numel]
+                        found[slot.index] = part.view(self.parameters[slot.index].shape)
+        return found
+
+    # -- optimizers -------------------------------------------------------------------------------
+
+    def _update_of(self, optimizer: Optimizer) -> HostUpdate | None:
+        """The divided twin of the user's optimizer; None when its steps have to be whole."""
+        known = self._updates.get(id(optimizer))
+        why = self._why_whole(optimizer) if known is None else why_not_now(optimizer)
+        if why:
+            self._release()
+            if not self._said and self._host.rank == 0:
+                log.info("every rank updates all weights: %s", why)
+            self._said = True
+            return None
+        shape = [len(group["params"]) for group in optimizer.param_groups]
+        if known is None or known[1].shape != shape:
+            known = (optimizer, HostUpdate(optimizer, self._flats, self._weights))
+            self._updates[id(optimizer)] = known
+        return known[1]
+
+    def _why_whole(self, optimizer: Optimizer) -> str:
+        if self.recipe.update == "whole":
+            return "update='whole'"
+        if not self._weights or not all(home.lie_here() for home in self._weights):
+            return "parameters cannot lie in shared memory, or somebody has set their data"
+        return why_whole(optimizer, self.parameters, {flat.dtype for flat in self._flats})
+
+    def _release(self) -> None:
+        while self._updates:
+            self._updates.popitem()[1][1].release()
+
+    def scatter(self, optimizer: Optimizer) -> None:
+        """See `Reducer.scatter`; state is whole on every rank always, and `gather` has no work."""
+        update = self._update_of(optimizer)
+        if update is not None:
+            update.prepare()
+
+    def close(self) -> None:
+        """See `Reducer.close`; weights and optimizer state become this rank's own."""
+        super().close()
+        self._release()
+        if self.recipe.weights == "shared":
+            for parameter in self.parameters:
+                parameter.data = parameter.data.clone()
+
+
+_WHOLE, _SHARES = 1, 2  # all ranks must be doing the same

@@ -1,0 +1,191 @@
+"""Optimizer state in memory that all ranks of a host share: once per host, whole for everybody.
+
+`optimizer.state` of the user's optimizer holds views of it in the parameters' shapes; the inner
+optimizer that updates this rank's pieces holds views of those pieces. Single numbers (`step`) lie
+there too, written by the rank that has the parameter's first element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gradsync.sync.host.flat import Flat
+from gradsync.sync.host.pieces import Piece
+from gradsync.sync.sharded.bucket import options
+from gradsync.sync.sharded.elementwise import arguments_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+State = dict[str, Any]
+
+
+class SharedState:
+    """State of one optimizer; made on all ranks together.
+
+    Args:
+        optimizer: the user's.
+        inner: over the pieces; None where this rank has none.
+        pieces: of this rank.
+        flats: where parameters lie.
+        parameters: by index, those that the optimizer has.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        inner: Optimizer | None,
+        pieces: Sequence[Piece],
+        flats: Sequence[Flat],
+        parameters: Mapping[int, Tensor],
+    ) -> None:
+        self._optimizer, self._inner = optimizer, inner
+        self._pieces, self._flats, self._parameters = pieces, flats, parameters
+        self._comm = flats[0].comm
+        self._places = {
+            slot.index: (number, slot.offset)
+            for number, flat in enumerate(flats)
+            for slot in flat.slots
+        }
+        self._memory: dict[tuple[int, str], Tensor] = {}
+        """(flat, name) -> [flat.numel]."""
+        self._numbers: dict[str, Tensor] = {}
+        """name -> [parameters]."""
+        self._settings: list[State] = []
+        self._shown: set[int] = set()
+        self._seen: tuple[int, int] | None = None
+
+    def prepare(self) -> None:
+        """Before a step: take in a state that somebody loaded, or cleared; all ranks call it."""
+        settings = [
+            {name: value for name, value in options(group).items() if name != "lr"}
+            for group in self._optimizer.param_groups
+        ]
+        if settings != self._settings:
+            self._settings = settings
+            self._make_room()
+        state = self._optimizer.state
+        if self._seen != (id(state), len(state)):
+            self._take()
+
+    def show(self, used: Sequence[bool]) -> None:
+        """After a step, before ranks meet: state that is new lies in shared memory, and in
+        `optimizer.state`."""
+        for piece in self._pieces:
+            if used[piece.index] and not piece.state_is_shared:
+                assert self._inner is not None, "it has pieces"
+                self._share(piece, self._inner.state[piece.tensor])
+        if len(self._shown) < len(self._parameters):
+            for index in self._parameters:
+                if used[index] and index not in self._shown:
+                    self._show(index)
+        self._seen = (id(self._optimizer.state), len(self._optimizer.state))
+
+    def release(self) -> None:
+        """Give this rank a state of its own again; nobody else writes it from then on."""
+        for index in self._shown:
+            entry = self._optimizer.state.get(self._parameters[index], {})
+            for name, value in entry.items():
+                entry[name] = value.clone()
+
+    def _make_room(self) -> None:
+        """Allocate for what these settings keep; both kinds once per host."""
+        for number, flat in enumerate(self._flats):
+            for kept in slots_of(self._optimizer, flat.dtype) or []:
+                for name, like in kept.items():
+                    if like.dim() and (number, name) not in self._memory:
+                        memory = self._comm.allocate_once(flat.numel, like.dtype)
+                        self._memory[number, name] = memory
+                    elif not like.dim() and name not in self._numbers:
+                        count = max(self._places) + 1
+                        self._numbers[name] = self._comm.allocate_once(count, like.dtype)
+
+    def _take(self) -> None:
+        """Copy this rank's part of `optimizer.state` to where it belongs."""
+        state = self._optimizer.state
+        for piece in self._pieces:
+            assert self._inner is not None, "it has pieces"
+            whole = state.get(self._parameters[piece.index])
+            self._inner.state.pop(piece.tensor, None)
+            piece.state_is_shared = False
+            if whole:
+                offset = self._places[piece.index][1]
+                here = slice(piece.start - offset, piece.stop - offset)
+                self._inner.state[piece.tensor] = {
+                    name: value.detach().reshape(-1)[here] if _per_element(value) else value
+                    for name, value in whole.items()
+                }
+                self._share(piece, self._inner.state[piece.tensor])
+        self._comm.barrier()  # numbers that another rank writes are read below
+        self._shown.clear()
+        for index, parameter in self._parameters.items():
+            if state.get(parameter):
+                self._show(index)
+        self._seen = (id(state), len(state))
+
+    def _share(self, piece: Piece, state: State) -> None:
+        """Move the state of a piece."""
+        for name, value in state.items():
+            if not isinstance(value, torch.Tensor):
+                continue
+            if _per_element(value):
+                home = self._memory[piece.flat, name][piece.start : piece.stop]
+            elif piece.is_first:
+                home = self._numbers[name][piece.index]
+            else:
+                state[name] = value.detach().clone()
+                continue
+            if home.data_ptr() != value.data_ptr():
+                home.copy_(value)
+            state[name] = home
+        piece.state_is_shared = True
+
+    def _show(self, index: int) -> None:
+        """The whole state of one parameter, for everybody to see."""
+        self._shown.add(index)
+        parameter = self._parameters[index]
+        number, offset = self._places[index]
+        group = next(
+            group
+            for group in self._optimizer.param_groups
+            if any(p is parameter for p in group["params"])
+        )
+        entry: State = {}
+        for name, like in _kept(self._optimizer, group, self._flats[number].dtype).items():
+            if like.dim():
+                memory = self._memory[number, name]
+                entry[name] = memory[offset : offset + parameter.numel()].view(parameter.shape)
+            else:
+                entry[name] = self._numbers[name][index]
+        self._optimizer.state[parameter] = entry
+
+
+def slots_of(optimizer: Optimizer, dtype: torch.dtype) -> list[dict[str, Tensor]] | None:
+    """What the optimizer keeps for a parameter of each group, by name: an example of 64 elements,
+    or of one number. None when something is neither."""
+    found = [_kept(optimizer, group, dtype) for group in optimizer.param_groups]
+    for kept in found:
+        for value in kept.values():
+            if not isinstance(value, torch.Tensor) or value.shape not in ((), (64,)):
+                return None
+    return found
+
+
+def _kept(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> State:
+    """Found by a step on 64 zeros."""
+    trial = torch.nn.Parameter(torch.zeros(64, dtype=dtype))
+    trial.grad = torch.zeros(64, dtype=dtype)
+    kind = type(optimizer)
+    inner = kind(
+        [{**options(dict(group)), "params": [trial]}], **arguments_of(kind, optimizer.defaults)
+    )
+    inner.step()
+    return {name: value for name, value in inner.state[trial].items() if value is not None}
+
+
+def _per_element(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0

@@ -1,0 +1,103 @@
+"""The optimizer's step, divided among the ranks of a host.
+
+    rank 0   update own elements of the weights ─► write them into the others' replicas ─┐
+    rank 1   update own elements of the weights ─► write them into the others' replicas ─┴─ meet
+
+Every element sees the operations of the whole optimizer, so the bits are the same (runs.py says
+where it may be cut). State lies in memory that all ranks share, once per host: `optimizer.state`
+is whole on every rank at any time, as it would be without us.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from gradsync.sync.host.flat import Flat
+from gradsync.sync.host.pieces import pieces_of
+from gradsync.sync.host.state import SharedState
+from gradsync.sync.host.weights import SharedWeights
+from gradsync.sync.sharded.bucket import options
+from gradsync.sync.sharded.elementwise import arguments_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+
+class HostUpdate:
+    """One optimizer's steps; made on all ranks together.
+
+    Args:
+        optimizer: the user's, elementwise; its options are read at every step.
+        flats: where gradients lie.
+        weights: where parameters lie, for each of `flats`.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, flats: Sequence[Flat], weights: Sequence[SharedWeights]
+    ) -> None:
+        self._optimizer, self._weights = optimizer, weights
+        self._comm = flats[0].comm
+        groups = optimizer.param_groups
+        self.shape = [len(group["params"]) for group in groups]
+        group_of = {id(p): number for number, g in enumerate(groups) for p in g["params"]}
+        self._pieces = pieces_of(flats, weights, group_of)
+        self._numbers = sorted({piece.group for piece in self._pieces})
+        self._inner = self._make_inner() if self._numbers else None
+        parameters = {
+            slot.index: parameter
+            for flat, home in zip(flats, weights, strict=True)
+            for slot, parameter in zip(flat.slots, home.parameters, strict=True)
+            if id(parameter) in group_of
+        }
+        self._state = SharedState(optimizer, self._inner, self._pieces, flats, parameters)
+
+    def _make_inner(self) -> Optimizer:
+        """Over this rank's pieces, with the groups that these belong to."""
+        kind, groups = type(self._optimizer), self._optimizer.param_groups
+        own = {n: [p.tensor for p in self._pieces if p.group == n] for n in self._numbers}
+        return kind(
+            [{**options(groups[number]), "params": tensors} for number, tensors in own.items()],
+            **arguments_of(kind, self._optimizer.defaults),
+        )
+
+    @torch.no_grad()
+    def step(self, gradients: Sequence[Tensor], used: Sequence[bool]) -> None:
+        """Update this rank's elements; all ranks have updated theirs when it returns.
+
+        Args:
+            gradients: mean gradients of each flat, [flat.numel]; only own elements are read.
+            used: for each parameter, whether any rank has a gradient for it.
+        """
+        for home in self._weights:
+            home.check()
+        self._state.prepare()
+        if self._inner is not None:
+            for piece in self._pieces:
+                part = gradients[piece.flat][piece.start : piece.stop]
+                piece.tensor.grad = part if used[piece.index] else None
+            groups = self._optimizer.param_groups
+            for group, number in zip(self._inner.param_groups, self._numbers, strict=True):
+                group.update(options(groups[number]))
+            self._inner.step()
+            for piece in self._pieces:
+                piece.tensor.grad = None
+        for home in self._weights:
+            home.hand_out()
+        self._state.show(used)
+        self._comm.barrier()  # nobody reads weights before all have written theirs
+        for home in self._weights:
+            home.remember()
+        # Lets schedulers and hooks on it know; without gradients it changes nothing.
+        self._optimizer.step()
+
+    def release(self) -> None:
+        """From now on somebody else does this optimizer's steps."""
+        self._state.release()
+
+    def prepare(self) -> None:
+        """Take in an `optimizer.state` that somebody loaded; all ranks call it."""
+        self._state.prepare()

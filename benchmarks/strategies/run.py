@@ -13,8 +13,6 @@ docs/guide/strategies.md. Without `--world-size` it measures with the ranks that
 from __future__ import annotations
 
 import argparse
-import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -72,17 +70,17 @@ def command(arguments: argparse.Namespace, world_size: int) -> str:
 def measure_here(arguments: argparse.Namespace) -> None:
     """One rank's part."""
     from contestants import Settings
-    from machine import environment
     from measure import measure
 
     import gradsync as gs
+    from gradsync.bench.environment import environment
 
     settings = Settings(
         only=tuple(arguments.only), **{name: getattr(arguments, name) for name in NUMBERS}
     )
     with gs.init(device="cpu", threads=1) as world:
         record: dict[str, Any] = {
-            "environment": environment(),
+            "environment": environment(world_size=world.world_size, threads=1),
             "command": command(arguments, world.world_size),
             "world_size": world.world_size,
             "settings": settings.as_json(),
@@ -99,15 +97,11 @@ def show(record: dict[str, Any], folder: Path | None) -> None:
 
     print(table(record))
     if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(record, indent=1)
-        (folder / "record.json").write_text(_short_lists(text) + "\n", encoding="utf-8")
-        print(f"\nwrote {folder / 'record.json'}")
+        from gradsync.bench.record import write_record
 
-
-def _short_lists(text: str) -> str:
-    """The same JSON, with lists of numbers on one line each."""
-    return re.sub(r"\[[-\d.e,\s+]+\]", lambda found: " ".join(found[0].split()), text)
+        made = dict(record)
+        head = {name: made.pop(name) for name in ("environment", "command")}
+        print(f"\nwrote {write_record(folder, name='strategies', **head, data=made)}")
 
 
 def main(argv: list[str]) -> int:

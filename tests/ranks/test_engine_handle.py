@@ -219,7 +219,8 @@ def test_after_close_another_strategy_may_have_it(name: str) -> None:
 def test_close_removes_hooks_and_ends_threads(name: str) -> None:
     def work(rank: int, group: dist.ProcessGroup) -> None:
         model = nn.Linear(6, 6)
-        sync = replicate(model, sync=name, comm=ProcessGroupCommunicator(group))
+        comm = ProcessGroupCommunicator(group)
+        sync = replicate(model, sync=name, comm=comm, collective="backend")
         optimizer = sgd(model)
         one_step(sync)
         assert background_threads()

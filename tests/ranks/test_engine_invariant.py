@@ -29,8 +29,13 @@ from support.thread_ranks import run_thread_ranks
 
 KIB = 2**-10
 WAYS = (
-    Way(told="micro_step", options={"bucket_mb": 1.5 * KIB, "first_bucket_mb": 0.5 * KIB}),
-    Way(told="last", options={"bucket_mb": 0.3 * KIB, "overlap": False}),
+    Way(
+        told="micro_step",
+        options={"bucket_mb": 1.5 * KIB, "first_bucket_mb": 0.5 * KIB, "collective": "backend"},
+    ),
+    Way(told="last", options={"bucket_mb": 0.3 * KIB, "overlap": False, "collective": "backend"}),
+    Way(told="leaf", options={"bucket_mb": 0.3 * KIB}),
+    Way(told="nothing", options={"update": "whole"}),
     Way(told="nothing", options={"grouping": "parameter"}),
     Way(told="differently", options={"grouping": "flat"}),
     Way(told="nothing", options={"grouping": "flat", "overlap": False}),
@@ -52,7 +57,11 @@ def hashes(problem: Problem, ways: tuple[Way, ...], world_size: int) -> list[dic
 )
 def test_any_number_of_ranks(name: str, world_size: int) -> None:
     """Powers of two and not, and more ranks than leaves."""
-    ways = (Way(), Way(told="differently", options={"bucket_mb": KIB}))
+    ways = (
+        Way(told="differently"),
+        Way(options={"weights": "shared"}),
+        Way(told="differently", options={"bucket_mb": KIB, "collective": "backend"}),
+    )
     for found in hashes(PROBLEMS[name], ways, world_size):
         assert found == [one_rank(name)] * len(ways)
 

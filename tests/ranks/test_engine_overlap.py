@@ -73,6 +73,7 @@ def _leaf(sync: GradientSync, *, last: bool, **named: Any) -> None:
 def _chain(comm: Communicator, sync: str, **options: Any) -> tuple[GradientSync, list[Any]]:
     events: list[Any] = []
     model = Chain(events)
+    options = {"collective": "backend"} | options  # shared memory has nothing to overlap
     handle = replicate(model, sync=sync, comm=comm, **options)
     record_launches(engine_of(handle), events)
     return handle, events
@@ -269,7 +270,7 @@ def test_bytes_are_what_the_registry_says(sync: str, halves: int) -> None:
     def work(_: int, group: dist.ProcessGroup) -> float:
         comm = RecordingCommunicator(ProcessGroupCommunicator(group))
         model = nn.Linear(64, 64, bias=False)
-        handle = replicate(model, sync=sync, comm=comm)
+        handle = replicate(model, sync=sync, comm=comm, collective="backend")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         sent = []
         for _ in range(3):

@@ -33,11 +33,16 @@ def _train_all(name: str, world_size: int, **options: Any) -> list[tuple[Case, l
 
 
 @pytest.mark.parametrize(
-    ("name", "world_size"),
-    [*((name, 3) for name in ENGINE), ("invariant", 4), ("hierarchical", 4), ("ring", 2)],
+    ("name", "world_size", "collective"),
+    [
+        *((name, 3, "backend") for name in ENGINE),
+        *((name, 4, "backend") for name in ("invariant", "hierarchical")),
+        *((name, 3, "shared_memory") for name in ENGINE if name not in ("ring", "hierarchical")),
+        *(("ring", 2, "backend"), ("invariant", 4, "shared_memory")),
+    ],
 )
-def test_keeps_its_promise(name: str, world_size: int) -> None:
-    for case, results in _train_all(name, world_size, **TINY):
+def test_keeps_its_promise(name: str, world_size: int, collective: str) -> None:
+    for case, results in _train_all(name, world_size, collective=collective, **TINY):
         assert_keeps_its_promise(case, name, results)
 
 

@@ -7,6 +7,7 @@ The groups are real `ProcessGroup` objects: call their methods, or hand them to 
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
 from support import sockets
 from support.stacks import all_stacks
 
@@ -89,6 +91,9 @@ class _Run(Generic[T]):
         self.connected.abort()
         for number in self.sockets:
             sockets.cut(number)
+        for found in gc.get_objects():
+            if type(found) is SharedMemoryCommunicator:
+                found.close()
 
     def _group(self, rank: int) -> dist.ProcessGroup:
         options = dist.ProcessGroupGloo._Options()

@@ -26,6 +26,7 @@ COMMANDS = {
     "prepare": "turn files, folders or JSONL into train.bin and val.bin",
     "sample": "generate text from a checkpoint",
     "verify": "prove every strategy right against one rank, or say why it is not",
+    "bench": "measure strategies and collectives beside their limits and their peers",
     "doctor": "show what gradsync sees: launcher, world, machine",
 }
 

@@ -18,6 +18,8 @@ from gradsync.train.config import TrainConfig
 from gradsync.train.config_io import parse_config
 from gradsync.world import World
 
+_KEEPS_MEMORY = "freed memory stays in the process (--no-keep-memory gives it back)"
+
 
 def run(argv: list[str]) -> int:
     """See `gradsync train --help`. `--json` prints the summary, `--dry-run` only the plan."""
@@ -110,6 +112,7 @@ def _join_run(config: TrainConfig, as_json: bool) -> int:
             timeout_s=config.timeout_s,
             rendezvous_timeout_s=config.rendezvous_timeout_s,
             threads=_threads(config),
+            keep_memory=config.keep_memory and _on_cpu(config),
         )
     )
     try:
@@ -118,7 +121,8 @@ def _join_run(config: TrainConfig, as_json: bool) -> int:
                 out = broadcast_json(communicator(world), default_out(config))
                 config = replace(config, out=out)
             stream = sys.stderr if as_json else sys.stdout
-            outcome = train(config, world, threads=session.threads, stream=stream)
+            notes = [_KEEPS_MEMORY] if session.keeps_memory else []
+            outcome = train(config, world, threads=session.threads, stream=stream, notes=notes)
     except Exception as error:
         # Only now is it known whose failure it was: the session has asked the others.
         if session.world.is_main:
@@ -134,11 +138,14 @@ def _join_run(config: TrainConfig, as_json: bool) -> int:
 def _threads(config: TrainConfig) -> int | None:
     """Bits depend on the number of intra-op threads, and ranks share a host in different numbers:
     where bits are promised on a CPU it is 1, unless the user says otherwise."""
+    promised = find_strategy(config.sync).promise == "bitwise"
+    return 1 if config.threads is None and promised and _on_cpu(config) else config.threads
+
+
+def _on_cpu(config: TrainConfig) -> bool:
     import torch
 
-    on_cpu = config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available())
-    promised = find_strategy(config.sync).promise == "bitwise"
-    return 1 if config.threads is None and promised and on_cpu else config.threads
+    return config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available())
 
 
 def _show_plan(config: TrainConfig, plan: BatchPlan, *, as_json: bool) -> int:

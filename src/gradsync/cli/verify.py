@@ -8,15 +8,14 @@ import os
 import signal
 import sys
 import tempfile
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from gradsync.cli.ranks import WORKER, Signals, Stopped, start_ranks, until_stopped
 from gradsync.errors import ConfigError, PeerError, RunError
 from gradsync.runtime import environ
 from gradsync.runtime.resolve import resolve
@@ -27,9 +26,7 @@ if TYPE_CHECKING:
     from gradsync.verify.result import Result
     from gradsync.world import World
 
-_WORKER = "--worker"
 _PREFIX = "gradsync-verify-"
-_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 # Launchers end all ranks when the first one fails: leave rank 0 the time to report.
 _SILENCE_S = 2.0
@@ -86,57 +83,6 @@ class VerifyOptions:
     """Only list what would run."""
 
 
-class _Stopped(KeyboardInterrupt):
-    """A signal ended verify, or one of its launches."""
-
-    def __init__(self, number: signal.Signals) -> None:
-        super().__init__(number.name)
-        self.number = number
-
-
-class _Signals:
-    """SIGINT, SIGTERM and SIGHUP raise `_Stopped`, so that nothing is left behind; while ranks run
-    here, the launcher takes them instead."""
-
-    def __init__(self) -> None:
-        self.received: signal.Signals | None = None
-        self._held = False
-        self._before: dict[signal.Signals, object] = {}
-
-    def __enter__(self) -> _Signals:
-        if threading.current_thread() is threading.main_thread():
-            self._before = {
-                number: signal.signal(number, self._on_signal)
-                for number in _HANDLED
-                if signal.getsignal(number) is not signal.SIG_IGN  # nohup
-            }
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)  # pyrefly: ignore[bad-argument-type]
-
-    def hold(self) -> None:
-        """From now on only note signals: it is ending as it is."""
-        self._held = True
-
-    def check(self) -> None:
-        """Raise `_Stopped` once more: where it was raised first (a callback of the garbage
-        collector, say), nobody may have seen it."""
-        if self.received is not None:
-            raise _Stopped(self.received)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.received = self.received or signal.Signals(number)
-        if not self._held:
-            raise _Stopped(self.received)
-
-
 def run(argv: list[str]) -> int:
     """Carry out `gradsync verify ARGV`.
 
@@ -147,7 +93,7 @@ def run(argv: list[str]) -> int:
         ConfigError: an unknown strategy, model or dtype, numbers that cannot be.
         RunError: ranks could not begin, or rows could not be written.
     """
-    if argv[:1] == [_WORKER]:
+    if argv[:1] == [WORKER]:
         from gradsync.verify.worker import run_worker
 
         return run_worker(Path(argv[1]))
@@ -156,21 +102,14 @@ def run(argv: list[str]) -> int:
     plan = plan_of(options, world)
     if options.dry_run:
         return _show(plan, as_json=options.as_json)
-    try:
-        return _work(options, plan, world)
-    except _Stopped as stopped:
-        if stopped.number is signal.SIGINT:
-            raise
-        if world.is_main:
-            print(f"gradsync: error: ended by {stopped}", file=sys.stderr, flush=True)
-        return 128 + stopped.number
+    return until_stopped(world, lambda: _work(options, plan, world))
 
 
 def _work(options: VerifyOptions, plan: Plan, world: World) -> int:
     started = time.perf_counter()
     # Torch's own warnings about its sockets repeat, with stacks, what results say in a line.
     quiet = {"TORCH_CPP_LOG_LEVEL": environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
-    with _Signals() as signals:
+    with Signals() as signals:
         with environ.exported(quiet), tempfile.TemporaryDirectory(prefix=_PREFIX) as folder:
             try:
                 work = _join if world.is_distributed else _start
@@ -238,23 +177,20 @@ def _check_writable(path: Path) -> None:
         raise ConfigError(f"--csv {path}: may not be written")
 
 
-def _start(plan: Plan, folder: Path, signals: _Signals) -> list[Result]:
+def _start(plan: Plan, folder: Path, signals: Signals) -> list[Result]:
     """Start the ranks here, world size after world size."""
     from gradsync.launch import local
     from gradsync.verify.matrix import Ended, run_matrix
 
-    def start_ranks(folder: Path, world_size: int) -> Ended:
-        signals.check()
-        ended = local.launch_ranks(["verify", _WORKER, str(folder)], world_size, log_dir=None)
-        if ended.received is not None:
-            raise _Stopped(ended.received)
+    def start(folder: Path, world_size: int) -> Ended:
+        ended = start_ranks(["verify", WORKER, str(folder)], world_size, signals)
         deaths = {rank: local.obituary(rank, number) for rank, number in ended.killed.items()}
         return Ended(code=ended.code, deaths=deaths)
 
-    return run_matrix(plan, folder, start_ranks, _tell)
+    return run_matrix(plan, folder, start, _tell)
 
 
-def _join(plan: Plan, folder: Path, signals: _Signals) -> list[Result]:
+def _join(plan: Plan, folder: Path, signals: Signals) -> list[Result]:
     """Be one rank of a launcher's: all jobs of the one world size there is.
 
     Nobody starts these ranks again: after an error, the jobs that are left count as not run.
@@ -278,7 +214,7 @@ def _join(plan: Plan, folder: Path, signals: _Signals) -> list[Result]:
                 # The launcher may now end all ranks; first the session asks whose failure it was.
                 signals.hold()
                 raise
-    except (Exception, _Stopped) as error:
+    except (Exception, Stopped) as error:
         if worker is None or signals.received is signal.SIGINT:
             raise
         signals.hold()
@@ -292,7 +228,7 @@ def _blame(error: BaseException, rank: int) -> tuple[str, list[int]]:
     """Whose failure it was, in one line and as ranks."""
     if isinstance(error, PeerError):
         return str(error).partition("\n")[0], [error.rank] if error.rank >= 0 else []
-    if isinstance(error, _Stopped):
+    if isinstance(error, Stopped):
         # A launcher does so when a rank of its own has failed: what is done must not be lost.
         return f"rank {rank} was ended by {error}, perhaps because another one failed", []
     return f"rank {rank} raised {type(error).__name__}: {error}", [rank]

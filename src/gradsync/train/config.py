@@ -198,6 +198,9 @@ class TrainConfig:
     threads: int | None = None
     """Intra-op threads of a rank; None takes 1 under sync=invariant on a CPU (their number changes
     bits), else cores of the host / ranks on the host."""
+    keep_memory: bool = True
+    """CPU: what a step frees stays in the process for the next one, which saves page faults; it
+    stays as large as its largest moment (Linux with glibc; no effect elsewhere)."""
     nproc_per_node: int | None = None
     """Start this many ranks on this host; None joins the launcher that started us."""
     resume: str = "auto"

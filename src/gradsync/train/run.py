@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any, TextIO
@@ -43,7 +43,12 @@ class Outcome:
 
 
 def train(
-    config: TrainConfig, world: World, *, threads: int, stream: TextIO | None = None
+    config: TrainConfig,
+    world: World,
+    *,
+    threads: int,
+    stream: TextIO | None = None,
+    notes: Sequence[str] = (),
 ) -> Outcome:
     """Train as `config` says, as one rank of `world`; call it inside `with gs.init()`.
 
@@ -52,6 +57,7 @@ def train(
         world: from `gs.init()`.
         threads: intra-op threads of this rank, for the fingerprint.
         stream: where rank 0 prints; stdout by default.
+        notes: more lines for its introduction.
 
     Raises:
         GradsyncError: see the error tree; nothing that was there before is lost.
@@ -68,7 +74,13 @@ def train(
         )
         try:
             return _train(
-                config, world, threads=threads, run_dir=run_dir, progress=progress, stop=stop
+                config,
+                world,
+                threads=threads,
+                run_dir=run_dir,
+                progress=progress,
+                stop=stop,
+                notes=notes,
             )
         finally:
             progress.stop()
@@ -83,6 +95,7 @@ def _train(
     run_dir: RunDir,
     progress: Progress,
     stop: StopRequest,
+    notes: Sequence[str],
 ) -> Outcome:
     comm = communicator(world)
     if world.is_main and config.resume == "none":
@@ -98,6 +111,8 @@ def _train(
         )
         if world.is_main:
             _introduce(progress, config, world, data, learner, threads=threads)
+            for line in notes:
+                progress.say(line)
             for note in resumed.notes:
                 progress.say(f"note: {note}")
             if resumed.source:

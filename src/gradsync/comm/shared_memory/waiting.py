@@ -34,8 +34,9 @@ class Patience:
     def __init__(self, rank: int, pids: Sequence[int], timeout_s: float) -> None:
         self._rank, self._pids, self._timeout_s = rank, list(pids), timeout_s
         cores = cgroup_cores() or os.cpu_count() or 1
-        threads_of_one = len(set(pids)) < len(pids)  # then a spinning one would hold Python's lock
+        threads_of_one = len(set(pids)) < len(pids)  # looking, one would hold Python's lock
         self._spins = _SPINS if len(pids) <= cores and not threads_of_one else 0
+        self._yield_s = 0.0 if threads_of_one else _YIELD_S
         self._doors: dict[int, int] = {}
         for peer, pid in enumerate(pids):
             if pid != os.getpid():
@@ -55,11 +56,10 @@ class Patience:
             if ready():
                 return
         began = now = time.monotonic()
-        while now - began < _YIELD_S:
+        while now - began < self._yield_s:
             if ready():
                 return
             os.sched_yield()
-            time.sleep(0)  # lets go of Python's lock, which sched_yield does not
             now = time.monotonic()
         pause, looked = _SHORTEST_SLEEP_S, now
         while not ready():

@@ -1,0 +1,252 @@
+"""The process group `shm`: collectives of CPU tensors through shared memory, all else by gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+
+from gradsync.backends.lane import Lane, Operation, Shared
+from gradsync.backends.takes import are_alike, are_parts, can_copy, op_of, options_of
+from gradsync.comm.base import AllOf, Work
+from gradsync.runtime.gloo_group import wait_until_workers_sleep
+
+_KINDS = {
+    "cpu": dist.ProcessGroup.BackendType.GLOO,
+    "cuda": dist.ProcessGroup.BackendType.NCCL,
+}
+
+
+class SharedMemoryGroup(dist.ProcessGroup):
+    """A group of ranks on one host; methods have torch's names and options.
+
+    Messages, gather, scatter, reduce, all-to-all and `monitored_barrier` are not here: torch's own
+    class hands them to gloo, which is registered as the backend for the CPU.
+
+    Args:
+        plain: torch's own group of the same ranks: gloo, and NCCL for CUDA if there is any.
+        shared: the same ranks over shared memory; closed with this group.
+    """
+
+    def __init__(self, plain: dist.ProcessGroup, shared: Shared) -> None:
+        # A class written in Python cannot give torch the store; see `get_group_store`.
+        super().__init__(plain.rank(), plain.size())  # pyrefly: ignore
+        for device in plain._device_types:
+            kind = _KINDS[device.type]
+            self._register_backend(device, kind, plain._get_backend(device))
+        self._set_default_backend(_KINDS["cpu"])
+        gloo: Any = plain._get_backend(torch.device("cpu"))
+        self._plain: Any = plain
+        self._lane = Lane(shared, lambda: gloo.options._timeout)
+
+    def name(self) -> str:
+        """As in `init_process_group`."""
+        return "shm"
+
+    def get_group_store(self) -> dist.Store:
+        """The store of this group's keys."""
+        return self._plain.get_group_store()
+
+    # -- reductions -------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: Any, *given: Any, **named: Any) -> Any:
+        """See `torch.distributed.all_reduce`."""
+        # Of several tensors torch makes one sum.
+        kind, one = c10d.AllreduceOptions, len(tensors) == 1
+        done = self._all_reduce(kind, tensors, given, named) if one else None
+        return done or self._plain.allreduce(tensors, *given, **named)
+
+    def allreduce_coalesced(self, tensors: Any, *given: Any, **named: Any) -> Any:
+        """All-reduce each tensor."""
+        return self._all_reduce(c10d.AllreduceCoalescedOptions, tensors, given, named) or (
+            self._plain.allreduce_coalesced(tensors, *given, **named)
+        )
+
+    def _all_reduce(
+        self, kind: type, tensors: Sequence[Tensor], given: Any, named: Any
+    ) -> Operation | None:
+        options = options_of(kind, given, named)
+        op = op_of(options, tensors)
+        if op is None:
+            return None
+        whole = [tensor.detach() for tensor in tensors]
+
+        def start(shared: Shared) -> Work:
+            # Whole group; each [numel], in place; all under way at once.
+            return AllOf([shared.all_reduce(tensor, op) for tensor in whole])
+
+        return self._issue(options, tensors, start, mean_of=whole)
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, *given: Any, **named: Any) -> Any:
+        """See `torch.distributed.reduce_scatter`."""
+        options = options_of(c10d.ReduceScatterOptions, given, named)
+        tensors = [*outputs, *(part for parts in inputs for part in parts)]
+        op = op_of(options, tensors)
+        if op is None or len(outputs) != 1 or not are_alike(tensors):
+            return self._plain.reduce_scatter(outputs, inputs, *given, **named)
+        output, parts = outputs[0].detach(), [part.detach() for part in inputs[0]]
+
+        def start(shared: Shared) -> Work:
+            # Whole group; [world_size * n] to [n].
+            whole = torch.cat([part.reshape(-1) for part in parts])
+            return shared.reduce_scatter(output, whole, op)
+
+        return self._issue(options, outputs, start, mean_of=[output])
+
+    def _reduce_scatter_base(self, output: Any, tensor: Any, *given: Any, **named: Any) -> Any:
+        """See `torch.distributed.reduce_scatter_tensor`."""
+        return self._scatter_sums([output], [tensor], given, named) or (
+            self._plain._reduce_scatter_base(output, tensor, *given, **named)
+        )
+
+    def reduce_scatter_tensor_coalesced(
+        self, outputs: Any, inputs: Any, *given: Any, **named: Any
+    ) -> Any:
+        """Reduce and scatter each tensor."""
+        return self._scatter_sums(outputs, inputs, given, named) or (
+            self._plain.reduce_scatter_tensor_coalesced(outputs, inputs, *given, **named)
+        )
+
+    # Their names since torch 2.13.
+    reduce_scatter_single = _reduce_scatter_base
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+
+    def _scatter_sums(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], given: Any, named: Any
+    ) -> Operation | None:
+        options = options_of(c10d.ReduceScatterOptions, given, named)
+        op = op_of(options, [*outputs, *inputs])
+        if op is None or not are_parts(outputs, inputs, self.size()):
+            return None
+        parts, wholes = [t.detach() for t in outputs], [t.detach() for t in inputs]
+
+        def start(shared: Shared) -> Work:
+            # Whole group; each [world_size * n] to [n]; all under way at once.
+            pairs = zip(parts, wholes, strict=True)
+            return AllOf([shared.reduce_scatter(part, whole, op) for part, whole in pairs])
+
+        return self._issue(options, outputs, start, mean_of=parts)
+
+    # -- copies -----------------------------------------------------------------------------------
+
+    def broadcast(self, tensors: Any, *given: Any, **named: Any) -> Any:
+        """See `torch.distributed.broadcast`."""
+        options = options_of(c10d.BroadcastOptions, given, named)
+        if options is None or len(tensors) != 1 or not can_copy(tensors):
+            return self._plain.broadcast(tensors, *given, **named)
+        tensor, root = tensors[0].detach(), options.rootRank
+        # Whole group; [numel].
+        return self._issue(options, tensors, lambda shared: shared.broadcast(tensor, root))
+
+    def allgather(self, outputs: Any, inputs: Any, *given: Any, **named: Any) -> Any:
+        """See `torch.distributed.all_gather`."""
+        options = options_of(c10d.AllgatherOptions, given, named)
+        tensors = [*inputs, *(part for parts in outputs for part in parts)]
+        fits = len(inputs) == 1 and len(outputs) == 1 and len(outputs[0]) == self.size()
+        if options is None or not fits or not can_copy(tensors) or not are_alike(tensors):
+            return self._plain.allgather(outputs, inputs, *given, **named)
+        tensor, parts = inputs[0].detach(), [part.detach() for part in outputs[0]]
+
+        def start(shared: Shared) -> Work:
+            # Whole group; [n] to [world_size * n].
+            whole = tensor.new_empty(len(parts) * tensor.numel())
+            shared.all_gather(whole, tensor).wait()
+            for part, got in zip(parts, whole.view(len(parts), -1), strict=True):
+                part.copy_(got.view(part.shape))
+            return AllOf([])
+
+        return self._issue(options, outputs[0], start)
+
+    def _allgather_base(self, output: Any, tensor: Any, *given: Any, **named: Any) -> Any:
+        """See `torch.distributed.all_gather_into_tensor`."""
+        return self._gather([output], [tensor], given, named) or (
+            self._plain._allgather_base(output, tensor, *given, **named)
+        )
+
+    def allgather_into_tensor_coalesced(
+        self, outputs: Any, inputs: Any, *given: Any, **named: Any
+    ) -> Any:
+        """Gather each tensor."""
+        return self._gather(outputs, inputs, given, named) or (
+            self._plain.allgather_into_tensor_coalesced(outputs, inputs, *given, **named)
+        )
+
+    # Their names since torch 2.13.
+    all_gather_single = _allgather_base
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+
+    def _gather(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], given: Any, named: Any
+    ) -> Operation | None:
+        options = options_of(c10d.AllgatherOptions, given, named)
+        fits = can_copy([*outputs, *inputs]) and are_parts(inputs, outputs, self.size())
+        if options is None or not fits:
+            return None
+        wholes, parts = [t.detach() for t in outputs], [t.detach() for t in inputs]
+
+        def start(shared: Shared) -> Work:
+            # Whole group; each [n] to [world_size * n]; all under way at once.
+            pairs = zip(wholes, parts, strict=True)
+            return AllOf([shared.all_gather(whole, part) for whole, part in pairs])
+
+        return self._issue(options, outputs, start)
+
+    def barrier(self, *given: Any, **named: Any) -> Any:
+        """See `torch.distributed.barrier`."""
+        options = options_of(c10d.BarrierOptions, given, named)
+        if options is None or options.device_ids:
+            return self._plain.barrier(*given, **named)
+
+        def start(shared: Shared) -> Work:
+            shared.barrier()
+            return AllOf([])
+
+        return self._issue(options, [], start)
+
+    # -- how and until when -----------------------------------------------------------------------
+
+    def _issue(
+        self,
+        options: Any,
+        result: Sequence[Tensor],
+        start: Callable[[Shared], Work],
+        *,
+        mean_of: Sequence[Tensor] = (),
+    ) -> Operation:
+        """Put it into the line.
+
+        Args:
+            options: torch's.
+            result: what torch's `Work` has as its result.
+            start: issue it.
+            mean_of: divided by the number of ranks at the end if `options` ask for the mean.
+        """
+        is_mean = bool(mean_of) and options.reduceOp == dist.ReduceOp.AVG
+        seconds = options.timeout.total_seconds()
+
+        def act(shared: Shared) -> None:
+            start(shared).wait()
+            for tensor in mean_of if is_mean else ():
+                tensor.div_(self.size())
+
+        return self._lane.issue(
+            act,
+            list(result),
+            timeout_s=seconds if seconds > 0 else None,  # else the group's
+            at_once=not options.asyncOp,
+        )
+
+    def shutdown(self) -> None:
+        """Part of `destroy_process_group`: what was issued is finished first."""
+        self._lane.close()
+        wait_until_workers_sleep()
+        super().shutdown()
+
+    def abort(self) -> None:
+        """Let what is under way fail; from any thread."""
+        self._lane.abort()
+        super().abort()

@@ -1,0 +1,173 @@
+"""Who takes part in `bench sync`: names, options, allocator settings. No torch here.
+
+    none          plain torch that talks to nobody: the ideal
+    NAME          a strategy of the registry, used as its documentation says
+    torch_ddp     torch's DistributedDataParallel, as torch's own tutorial writes the loop
+    accelerate    Hugging Face Accelerate, in its own idiom
+    fabric        Lightning Fabric, in its own idiom
+
+A name may carry options: `bucketed:bucket_mb=1,collective=gloo`.
+
+[Note: Two allocator settings]
+`gradsync train` keeps freed memory in the process (glibc), which alone makes steps on a CPU much
+faster. Others do not: "as their users run them" is without. So `none` takes part in both settings,
+and everybody is compared with the `none` of the own setting. The setting holds for a whole process
+and cannot be taken back, hence one set of processes for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from importlib.util import find_spec
+from typing import Any
+
+from gradsync.errors import ConfigError
+from gradsync.sync.registry import STRATEGIES, check_options
+
+ALONE = "none"
+OTHERS: dict[str, tuple[str, ...]] = {
+    "torch_ddp": ("bucket_cap_mb", "static_graph", "gradient_as_bucket_view", "backend"),
+    "accelerate": (),
+    "fabric": (),
+}
+"""Contestants that are not ours, with the options they take."""
+PACKAGES = {"accelerate": "accelerate", "fabric": "lightning_fabric"}
+"""What must be installed for them (extra `bench`)."""
+DEFAULT = ("naive", "flat", "overlap", "bucketed", "invariant", *OTHERS)
+_KEEP = "keep_memory"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Contestant:
+    """One row of the table."""
+
+    label: str
+    """What the table calls it; no two are called alike."""
+    name: str
+    """A strategy of the registry, `none`, or one of `OTHERS`."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Given with the name."""
+    keep_memory: bool = True
+    """Whether its processes keep freed memory; see [Note: Two allocator settings]."""
+
+    @property
+    def is_ours(self) -> bool:
+        """True for strategies of the registry."""
+        return self.name in STRATEGIES
+
+
+def parse_contestants(text: str) -> list[Contestant]:
+    """The contestants of `--strategies`; `none` is not in it, see `with_ideals`.
+
+    Args:
+        text: names with commas between them, each with options after a colon; `default` and `all`
+            stand for several, of which those whose package is missing are left out.
+
+    Raises:
+        ConfigError: unknown name or option (the nearest one is named), a package that is missing,
+            the same contestant twice, none at all.
+    """
+    chosen: list[Contestant] = []
+    for word in _words(text):
+        if word in ("default", "all"):
+            names = DEFAULT if word == "default" else (*STRATEGIES, *OTHERS)
+            chosen += [_contestant(name) for name in names if not missing_package(name)]
+        elif word.partition(":")[0] != ALONE:  # it always takes part
+            chosen.append(_contestant(word))
+    if not chosen and ALONE not in _words(text):
+        raise ConfigError("--strategies: name at least one contestant")
+    labels = [each.label for each in chosen]
+    for label in labels:
+        if labels.count(label) > 1:
+            raise ConfigError(f"--strategies: {label} is named twice")
+    for each in chosen:
+        if package := missing_package(each.name):
+            raise ConfigError(
+                f"contestant {each.name!r} needs the package {package}: "
+                "pip install 'gradsync[bench]'"
+            )
+    return chosen
+
+
+def left_out(text: str) -> list[str]:
+    """Contestants that `default` or `all` in `text` stand for, but whose package is missing."""
+    several = {"default", "all"} & set(_words(text))
+    return [name for name in OTHERS if missing_package(name)] if several else []
+
+
+def missing_package(name: str) -> str:
+    """The package that contestant `name` needs and that is not installed; "" when all is there."""
+    package = PACKAGES.get(name, "")
+    return package if package and find_spec(package) is None else ""
+
+
+def with_ideals(chosen: Sequence[Contestant], *, same_allocator: bool) -> list[Contestant]:
+    """`chosen` behind the `none` of each allocator setting that occurs.
+
+    Args:
+        chosen: see `parse_contestants`.
+        same_allocator: all keep freed memory, whoever they are.
+    """
+    if same_allocator:
+        chosen = [_with_setting(each, keep=True) for each in chosen]
+    settings = {each.keep_memory for each in chosen} or {True}
+    labels = {True: ALONE, False: f"{ALONE} (default malloc)"}
+    ideals = [
+        Contestant(label=label, name=ALONE, keep_memory=keep)
+        for keep, label in labels.items()
+        if keep in settings
+    ]
+    return [*ideals, *chosen]
+
+
+def _words(text: str) -> list[str]:
+    """Split at commas; a part such as `key=value` belongs to the contestant before it."""
+    words: list[str] = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        is_option = "=" in part and ":" not in part.partition("=")[0]
+        if is_option and words:
+            words[-1] += ("," if ":" in words[-1] else ":") + part
+        else:
+            words.append(part)
+    return words
+
+
+def _contestant(word: str) -> Contestant:
+    name, _, listed = word.partition(":")
+    if name not in STRATEGIES and name not in OTHERS:
+        known = [*STRATEGIES, *OTHERS, ALONE]
+        near = get_close_matches(name, known, n=1)
+        hint = f"; perhaps you meant {near[0]!r}" if near else ""
+        raise ConfigError(f"unknown contestant {name!r}{hint} (there are: {', '.join(known)})")
+    options = dict(_option(name, part) for part in listed.split(",") if part)
+    keep = options.pop(_KEEP, name in STRATEGIES)
+    if not isinstance(keep, bool):
+        raise ConfigError(f"{name}: {_KEEP} must be true or false, got {keep!r}")
+    if name in STRATEGIES:
+        check_options(STRATEGIES[name], options)
+    for option in options:
+        if name in OTHERS and option not in OTHERS[name]:
+            known_options = ", ".join((*OTHERS[name], _KEEP))
+            raise ConfigError(f"{name} has no option {option!r} (it has: {known_options})")
+    return Contestant(label=word, name=name, options=options, keep_memory=keep)
+
+
+def _with_setting(each: Contestant, *, keep: bool) -> Contestant:
+    return Contestant(label=each.label, name=each.name, options=each.options, keep_memory=keep)
+
+
+def _option(name: str, part: str) -> tuple[str, Any]:
+    key, equals, value = part.partition("=")
+    if not (key and equals and value):
+        raise ConfigError(f"{name}: option {part!r} is not key=value")
+    words = {"true": True, "false": False, "none": None}
+    if value.lower() in words:
+        return key, words[value.lower()]
+    for kind in (int, float):
+        try:
+            return key, kind(value)
+        except ValueError:
+            continue
+    return key, value

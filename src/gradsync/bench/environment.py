@@ -1,0 +1,73 @@
+"""Where a measurement was made, without saying whose machine it is."""
+
+from __future__ import annotations
+
+import os
+import platform
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+_CGROUP = Path("/sys/fs/cgroup")
+_CPU_INFO = Path("/proc/cpuinfo")
+
+
+def environment(*, world_size: int, threads: int) -> dict[str, Any]:
+    """What a reader needs to judge the figures, as JSON.
+
+    Args:
+        world_size: ranks that are measured.
+        threads: intra-op threads of a rank.
+
+    Returns:
+        `date`, `cpu`, `cores` (that this process may use), `load_at_start` (of the last minute),
+        `memory_gib`, `world_size`, `threads_per_rank`, `cpu_capability`, `backend` (of the process
+        group; none without one), `accelerator` (its name, or None), `torch`, `python`, `system`.
+    """
+    import torch
+    import torch.distributed as dist
+
+    has_group = dist.is_available() and dist.is_initialized()
+    has_cuda = torch.cuda.is_available()
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "cpu": cpu_model(),
+        "cores": usable_cores(),
+        "load_at_start": round(os.getloadavg()[0], 2),
+        "memory_gib": round(total_memory_bytes() / 2**30, 1),
+        "world_size": world_size,
+        "threads_per_rank": threads,
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "backend": str(dist.get_backend()) if has_group else "none",
+        "accelerator": torch.cuda.get_device_name() if has_cuda else None,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def cpu_model() -> str:
+    """The processor's name, as the system tells it; without torch."""
+    if _CPU_INFO.exists():
+        for line in _CPU_INFO.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def total_memory_bytes() -> int:
+    """The host's memory, or the limit of this container (cgroup v2) where that is less; bytes."""
+    import psutil
+
+    total = psutil.virtual_memory().total
+    try:
+        return min(total, int((_CGROUP / "memory.max").read_text()))
+    except (OSError, ValueError):  # no such file, or "max"
+        return total

@@ -1,0 +1,45 @@
+"""`gradsync bench NAME`: pick a benchmark. Each one is a module `bench_NAME` of this package."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from importlib import import_module
+
+from gradsync.errors import ConfigError
+
+BENCHMARKS = {
+    "sync": "training steps of every strategy, beside DDP, Accelerate, Fabric and no communication",
+    "collectives": "all-reduce and its kin by every algorithm, beside the memory's own bandwidth",
+    "scaling": "strong and weak scaling from one rank on, with a verdict",
+}
+
+_HELP = """\
+usage: gradsync bench NAME [options]
+
+Measure what synchronisation costs on this machine.
+
+benchmarks:
+{benchmarks}
+
+`gradsync bench NAME --help` says more.
+"""
+
+
+def run(argv: list[str]) -> int:
+    """Carry out `gradsync bench ARGV`; returns the exit code.
+
+    Raises:
+        ConfigError: unknown benchmark.
+        GradsyncError: whatever the benchmark raises.
+    """
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        width = max(map(len, BENCHMARKS))
+        lines = [f"  {name:<{width}}  {summary}" for name, summary in BENCHMARKS.items()]
+        print(_HELP.format(benchmarks="\n".join(lines)), end="")
+        return 0 if argv else 2
+    name, *rest = argv
+    if name not in BENCHMARKS:
+        near = get_close_matches(name, BENCHMARKS, n=1)
+        hint = f"; perhaps you meant {near[0]!r}" if near else ""
+        raise ConfigError(f"unknown benchmark {name!r}{hint} (there are: {', '.join(BENCHMARKS)})")
+    return import_module(f"gradsync.cli.bench_{name}").run(rest)

@@ -1,0 +1,184 @@
+"""For commands that run as several ranks: those a launcher started, or N started on this host."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+from gradsync.errors import RunError
+from gradsync.runtime import environ
+from gradsync.runtime.resolve import resolve
+
+if TYPE_CHECKING:
+    from gradsync.launch.local import Ended
+    from gradsync.world import World
+
+WORKER = "--worker"
+"""First argument of a command that is to be one rank; the second one is the folder of its work."""
+
+_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_WORK, _RESULT = "work.json", "result.json"
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal ended the command, or one of its launches."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(number.name)
+        self.number = number
+
+
+class Signals:
+    """SIGINT, SIGTERM and SIGHUP raise `Stopped`, so that nothing is left behind; while ranks run
+    here, the launcher takes them instead."""
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self._held = False
+        self._before: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> Signals:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {
+                number: signal.signal(number, self._on_signal)
+                for number in _HANDLED
+                if signal.getsignal(number) is not signal.SIG_IGN  # nohup
+            }
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # pyrefly: ignore[bad-argument-type]
+
+    def hold(self) -> None:
+        """From now on only note signals: it is ending as it is."""
+        self._held = True
+
+    def check(self) -> None:
+        """Raise `Stopped` once more: where it was raised first (a callback of the garbage
+        collector, say), nobody may have seen it."""
+        if self.received is not None:
+            raise Stopped(self.received)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.received = self.received or signal.Signals(number)
+        if not self._held:
+            raise Stopped(self.received)
+
+
+def until_stopped(world: World, body: Callable[[], int]) -> int:
+    """`body()`, or 128 + signal with one line when a signal ended it; SIGINT goes on as itself.
+
+    Raises:
+        Stopped: it was SIGINT.
+    """
+    try:
+        return body()
+    except Stopped as stopped:
+        if stopped.number is signal.SIGINT:
+            raise
+        if world.is_main:
+            print(f"gradsync: error: ended by {stopped}", file=sys.stderr, flush=True)
+        return 128 + stopped.number
+
+
+def start_ranks(argv: list[str], world_size: int, signals: Signals) -> Ended:
+    """Run `gradsync ARGV` as ranks on this host and wait for them; see `launch.local`.
+
+    Raises:
+        Stopped: a signal came, before or meanwhile.
+    """
+    from gradsync.launch import local
+
+    signals.check()
+    ended = local.launch_ranks(argv, world_size, log_dir=None)
+    if ended.received is not None:
+        raise Stopped(ended.received)
+    return ended
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """How a measurement on several ranks ended."""
+
+    code: int
+    """0, or the exit code of the ranks, which have said why."""
+    result: dict[str, Any] | None = None
+    """What rank 0 measured; None above rank 0, and after a failure."""
+
+
+Measure = Callable[[dict[str, Any]], dict[str, Any]]
+"""From settings to result, both as JSON has them; every rank calls it, rank 0's result counts."""
+
+
+def measure_on_ranks(
+    command: Sequence[str],
+    settings: Mapping[str, Any],
+    measure: Measure,
+    *,
+    world: World,
+    world_size: int,
+) -> Outcome:
+    """`measure(settings)` on all ranks: a launcher's, where this process is one of them, else
+    `world_size` that are started here as `gradsync COMMAND --worker FOLDER` (see `be_rank`).
+
+    Args:
+        command: names of command and sub-command, such as `["bench", "sync"]`.
+        settings: what JSON can write.
+        measure: opens its own session.
+        world: as the launcher says.
+        world_size: used without a launcher only.
+
+    Raises:
+        Stopped: a signal ended it.
+        RunError: the ranks ended well without a result.
+    """
+    with Signals() as signals:
+        if world.is_distributed:
+            result = measure(dict(settings))
+            return Outcome(code=0, result=result if world.is_main else None)
+        # Torch's own warnings about its sockets repeat, with stacks, what our errors say in a line.
+        quiet = {"TORCH_CPP_LOG_LEVEL": environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
+        prefix = "-".join(("gradsync", *command, ""))
+        with environ.exported(quiet), tempfile.TemporaryDirectory(prefix=prefix) as name:
+            try:
+                folder = Path(name)
+                (folder / _WORK).write_text(json.dumps(dict(settings)))
+                ended = start_ranks([*command, WORKER, name], world_size, signals)
+                if ended.code:
+                    return Outcome(code=ended.code)
+                return Outcome(code=0, result=_read(folder / _RESULT))
+            finally:
+                signals.hold()
+
+
+def be_rank(folder: Path, measure: Measure) -> int:
+    """One rank that `measure_on_ranks` started; returns its exit code.
+
+    Raises:
+        GradsyncError: whatever `measure` raises.
+    """
+    result = measure(json.loads((folder / _WORK).read_text()))
+    if resolve(environ.snapshot()).world.is_main:
+        (folder / _RESULT).write_text(json.dumps(result, allow_nan=False))
+    return 0
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        raise RunError("the ranks ended without a result") from None

@@ -1,0 +1,86 @@
+"""Memory that a training step frees stays with the process, for the next step.
+
+[Note: Keeping freed memory]
+Each step allocates the same big temporaries (logits, activations, gradients) and frees them again.
+glibc maps every block above 32 MiB freshly and gives it back when it is freed, and returns the top
+of its heap likewise: so in every step the kernel clears the same pages anew, one page fault each.
+Three settings end that: no block is mapped, the heap's top is not returned, and threads started
+later share the one heap instead of getting small ones of their own. Nothing that is computed
+changes. The price: the process stays as large as its largest moment, also while it needs less.
+
+It is a setting of the whole process and cannot be taken back, so a library must not choose it
+unasked: `gradsync train` on a CPU does, `gs.init` only when told.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from gradsync.runtime import environ
+
+# Parameters of `mallopt`, from glibc's <malloc.h>.
+_TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
+_USERS_OWN = ("mmap_threshold", "mmap_max", "trim_threshold")
+
+
+class _SymbolInfo(ctypes.Structure):
+    """`Dl_info`: which library an address lies in."""
+
+    _fields_ = (
+        ("file", ctypes.c_char_p),
+        ("base", ctypes.c_void_p),
+        ("symbol", ctypes.c_char_p),
+        ("address", ctypes.c_void_p),
+    )
+
+
+@functools.cache
+def keep_freed_memory() -> bool:
+    """Keep freed memory in this process from now on; True when that was set.
+
+    False, without an error and without a change, where there is nothing to set: another system or
+    C library than Linux with glibc, another allocator loaded in its place (jemalloc, tcmalloc), or
+    the user has tuned glibc's themselves (`MALLOC_MMAP_THRESHOLD_`, `GLIBC_TUNABLES`, …).
+
+    Call it early, before other threads have allocated: those keep heaps of their own. Any thread
+    may call it, also several; once is enough. See [Note: Keeping freed memory].
+    """
+    if not sys.platform.startswith("linux") or _is_tuned(environ.snapshot()):
+        return False
+    process = ctypes.CDLL(None)
+    if not _serves_malloc(process):
+        return False
+    # -1 is the largest size_t: never. A limit for mmap cannot do it: above 32 MiB it is refused.
+    settings = ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, -1), (_ARENA_MAX, 1))
+    accepted = [process.mallopt(name, value) for name, value in settings]
+    return all(accepted)
+
+
+def _is_tuned(env: Mapping[str, str]) -> bool:
+    """Whether the user has made these choices themselves."""
+    tunables = env.get("GLIBC_TUNABLES", "")
+    return any(
+        env.get(f"MALLOC_{name.upper()}_") or f"glibc.malloc.{name}=" in tunables
+        for name in _USERS_OWN
+    )
+
+
+def _serves_malloc(process: Any) -> bool:
+    """Whether glibc is here, and `malloc` is its own and not that of a library in front of it."""
+    try:
+        version, malloc = process.gnu_get_libc_version, process.malloc
+        _ = process.mallopt, process.dladdr
+    except AttributeError:
+        return False
+    return _library_of(process, malloc) == _library_of(process, version) is not None
+
+
+def _library_of(process: Any, function: Any) -> int | None:
+    """Where the library that holds `function` begins in memory; None when it cannot be told."""
+    info = _SymbolInfo()
+    address = ctypes.cast(function, ctypes.c_void_p)
+    return info.base if process.dladdr(address, ctypes.byref(info)) else None

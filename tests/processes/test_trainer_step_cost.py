@@ -1,0 +1,32 @@
+"""What makes the trainer's step cheaper changes nothing that it computes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from support.config_flags import train_arguments
+from support.launchers import run_python
+from support.small_run import make_data, small_config
+
+
+def trained(out: Path, data: Path, **changes: Any) -> tuple[str, dict[str, Any]]:
+    """What a run printed, and its summary."""
+    config = small_config(out, data, steps=3, **changes)
+    finished = run_python(["-m", "gradsync", *train_arguments(config)]).ok()
+    return finished.stdout, json.loads((out / "summary.json").read_text())
+
+
+def test_keeping_memory_changes_no_bit_and_says_so(tmp_path: Path) -> None:
+    data = make_data(tmp_path / "data")
+    said, kept = trained(tmp_path / "kept", data)
+    silent, given_back = trained(tmp_path / "given-back", data, keep_memory=False)
+    assert kept["weights_sha256"] == given_back["weights_sha256"]
+    assert said.count("--no-keep-memory") == 1
+    assert "--no-keep-memory" not in silent
+    for name, expected in (("kept", True), ("given-back", False)):
+        config = yaml.safe_load((tmp_path / name / "config.yaml").read_text())
+        assert config["keep_memory"] is expected

@@ -1,0 +1,181 @@
+"""Collectives through shared memory give what the process group's give, wherever tensors lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradsync.comm.process_group import ProcessGroupCommunicator
+from gradsync.comm.shared_memory.choose import share_memory
+from gradsync.comm.shared_memory.communicator import STAGE_BYTES, SharedMemoryCommunicator
+from gradsync.comm.shared_memory.unavailable import SharedMemoryError
+from gradsync.errors import LostPeerError, RunError
+from support.comm_cases import FLOATS, INTEGERS, OPS, check_all, lengths, rank_input
+from support.thread_ranks import run_thread_ranks
+
+LONG = STAGE_BYTES // 4 + 77  # more than one piece of fp32
+
+
+def on_ranks(world_size: int, fn: Callable[[SharedMemoryCommunicator], Any]) -> list[Any]:
+    """`fn(comm)` on every rank, as threads."""
+
+    def work(_: int, group: Any) -> Any:
+        comm = share_memory(ProcessGroupCommunicator(group))
+        try:
+            return fn(comm)
+        finally:
+            comm.close()
+
+    return run_thread_ranks(work, world_size)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_all_reduce_of_any_length_and_dtype(world_size: int, in_place: bool) -> None:
+    cases = [(n, torch.float32, op) for n in [*lengths(world_size), LONG] for op in OPS]
+    cases += [(1000, dtype, op) for dtype in (*FLOATS, *INTEGERS) for op in OPS]
+
+    def work(comm: SharedMemoryCommunicator) -> list[Tensor]:
+        results = []
+        for length, dtype, op in cases:
+            tensor = rank_input(comm.rank, length, dtype)
+            if in_place:
+                home = comm.allocate(length, dtype)
+                home.copy_(tensor)
+                comm.all_reduce(home, op).wait()
+                tensor = home.clone()
+                comm.release(home)
+            else:
+                comm.all_reduce(tensor, op).wait()
+            results.append(tensor)
+        return results
+
+    by_rank = on_ranks(world_size, work)
+    for i, (_, _, op) in enumerate(cases):
+        check_all([results[i] for results in by_rank], op)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("length", [0, 1, 5, 1000, LONG])
+def test_the_other_collectives(world_size: int, length: int) -> None:
+    def work(comm: SharedMemoryCommunicator) -> dict[str, Tensor]:
+        mine = rank_input(comm.rank, length, torch.float32)
+        sent = mine.clone()
+        comm.broadcast(sent, src=world_size - 1).wait()
+        gathered = torch.zeros(world_size * length)
+        comm.all_gather(gathered, mine).wait()
+        rows = rank_input(comm.rank, world_size * length, torch.float32)
+        plain, placed = torch.zeros(length), torch.zeros(length)
+        comm.reduce_scatter(plain, rows).wait()
+        home = comm.allocate(rows.numel(), torch.float32)
+        home.copy_(rows)
+        comm.reduce_scatter(placed, home).wait()
+        comm.barrier()
+        return {"broadcast": sent, "all_gather": gathered, "plain": plain, "placed": placed}
+
+    inputs = [rank_input(rank, length, torch.float32) for rank in range(world_size)]
+    rows = [rank_input(rank, world_size * length, torch.float32) for rank in range(world_size)]
+    total = torch.stack(rows).double().sum(0)
+    for rank, found in enumerate(on_ranks(world_size, work)):
+        assert torch.equal(found["broadcast"], inputs[-1])
+        assert torch.equal(found["all_gather"], torch.cat(inputs))
+        assert torch.equal(found["plain"], found["placed"])
+        expected = total[rank * length : (rank + 1) * length].float()
+        torch.testing.assert_close(found["plain"], expected)
+
+
+def test_strided_conjugated_and_complex_tensors() -> None:
+    def work(comm: SharedMemoryCommunicator) -> tuple[Tensor, Tensor]:
+        strided = torch.arange(12.0).view(3, 4).t()
+        comm.all_reduce(strided).wait()
+        lazy = torch.full((4,), 1 + 2j).conj()
+        comm.all_reduce(lazy).wait()
+        with pytest.raises(ValueError, match="complex"):
+            comm.all_reduce(lazy, "max")
+        return strided.clone(), lazy.clone()
+
+    for strided, lazy in on_ranks(2, work):
+        assert torch.equal(strided, 2 * torch.arange(12.0).view(3, 4).t())
+        assert torch.equal(lazy, torch.full((4,), 2 - 4j))
+
+
+def test_many_operations_under_way_end_in_their_order() -> None:
+    """Waited for backwards; placed and staged ones mixed, each on values of its own."""
+
+    def work(comm: SharedMemoryCommunicator) -> list[Tensor]:
+        homes = [comm.allocate(3000, torch.float32) for _ in range(3)]
+        tensors = []
+        for number in range(12):
+            placed = number % 3 == 0
+            tensor = homes[number // 3 % 3][:500] if placed and number < 9 else torch.empty(5000)
+            tensor.fill_(number + 100 * comm.rank)
+            tensors.append(tensor)
+        works = [comm.all_reduce(tensor) for tensor in tensors]
+        for w in reversed(works):
+            w.wait()
+        return [tensor.clone() for tensor in tensors]
+
+    for tensors in on_ranks(3, work):
+        for number, tensor in enumerate(tensors):
+            assert bool((tensor == 3 * number + 300).all())
+
+
+def test_a_share_of_ones_own_and_notes() -> None:
+    def work(comm: SharedMemoryCommunicator) -> tuple[list[list[int]], float]:
+        memory = comm.allocate_once(comm.world_size, torch.float64)
+        comm.note([comm.rank, -7])
+        comm.run(lambda: memory[comm.rank].fill_(10.0**comm.rank)).wait()
+        return comm.notes(2), float(memory.sum())
+
+    for notes, total in on_ranks(3, work):
+        assert notes == [[0, -7], [1, -7], [2, -7]]
+        assert total == 111
+
+
+def test_ranks_that_do_different_things_are_told() -> None:
+    def work(comm: SharedMemoryCommunicator) -> str:
+        tensor = torch.zeros(10 + comm.rank)
+        with pytest.raises(RunError, match="different operations at the same time") as found:
+            comm.all_reduce(tensor).wait()
+        return str(found.value)
+
+    first, second = on_ranks(2, work)
+    assert "float32 [10]" in first
+    assert "rank(s) 1" in first
+    assert "float32 [11]" in second
+
+
+def test_a_rank_that_leaves_is_missed() -> None:
+    def work(comm: SharedMemoryCommunicator) -> None:
+        if comm.rank == 1:
+            comm.close()
+            return
+        with pytest.raises(LostPeerError, match=r"rank\(s\) 1 left"):
+            comm.all_reduce(torch.zeros(3)).wait()
+        with pytest.raises(LostPeerError, match="left"):  # and it stays so
+            comm.barrier()
+
+    on_ranks(2, work)
+
+
+def test_too_little_memory_is_found_by_all_and_nothing_breaks() -> None:
+    def work(comm: SharedMemoryCommunicator) -> None:
+        with pytest.raises(SharedMemoryError, match="too little free memory"):
+            comm.allocate(2**50, torch.float32)
+        comm.barrier()
+
+    on_ranks(2, work)
+
+
+def test_lengths_that_do_not_fit_are_refused() -> None:
+    def work(comm: SharedMemoryCommunicator) -> None:
+        with pytest.raises(ValueError, match="2 times the part"):
+            comm.all_gather(torch.zeros(5), torch.zeros(3))
+        with pytest.raises(ValueError, match="2 times the part"):
+            comm.reduce_scatter(torch.zeros(3), torch.zeros(6).double())
+
+    on_ranks(2, work)

@@ -1,0 +1,80 @@
+"""A record is complete or not there, says where it was made, and refuses a place in time."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradsync.bench.environment import environment
+from gradsync.bench.record import check_folder, json_text, write_record, write_text
+from gradsync.errors import ConfigError, RunError
+
+
+def record(folder: Path, **data: Any) -> Path:
+    return write_record(folder, name="x", command="do x", environment={"cpu": "c"}, data=data)
+
+
+def test_the_head_comes_first(tmp_path: Path) -> None:
+    path = record(tmp_path / "new" / "folder", rows=[[1.5, 2e-7], [3]], none=None)
+    assert path == tmp_path / "new" / "folder" / "record.json"
+    found = json.loads(path.read_text())
+    assert list(found) == ["environment", "command", "benchmark", "rows", "none"]
+    assert found["rows"] == [[1.5, 2e-7], [3]]
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_lists_of_numbers_take_one_line() -> None:
+    assert json_text({"a": [1, -2.5, 3e-7], "b": ["x"]}) == (
+        '{\n "a": [ 1, -2.5, 3e-07 ],\n "b": [\n  "x"\n ]\n}\n'
+    )
+
+
+def test_what_cannot_be_written_leaves_the_older_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = record(tmp_path, value=1)
+    before = path.read_text()
+    with pytest.raises(ValueError, match="Out of range"):
+        record(tmp_path, value=float("nan"))
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(RunError, match=r"could not write .*record.json: No space left on device"):
+        record(tmp_path, value=2)
+    assert path.read_text() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_text_takes_the_place_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write_text(path, "one")
+    with path.open() as reader:
+        write_text(path, "ä")
+        assert reader.read() == "one"  # whoever began to read the old one reads all of it
+    assert path.read_text(encoding="utf-8") == "ä"
+
+
+def test_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    check_folder("--out", tmp_path / "to" / "be" / "made")
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"--out .*file/below: .*file is no folder"):
+        check_folder("--out", tmp_path / "file" / "below")
+
+
+def test_the_environment_is_json_and_names_nobody() -> None:
+    found = environment(world_size=3, threads=2)
+    assert json.loads(json.dumps(found)) == found
+    assert found["world_size"] == 3
+    assert found["threads_per_rank"] == 2
+    assert found["backend"] == "none"
+    assert 0 < found["memory_gib"] < 1e6
+    assert 1 <= found["cores"] <= (os.cpu_count() or 1)
+    text = json.dumps(found)
+    assert os.uname().nodename not in text
+    assert str(Path.home()) not in text

@@ -1,0 +1,116 @@
+"""Freed memory stays in the process: seen in the kernel's count of page faults, not in times."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from gradsync.runtime import memory
+from gradsync.runtime.memory import keep_freed_memory
+from gradsync.runtime.session import Session, SessionOptions
+from support.launchers import run_python
+
+glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's own settings")
+
+# In a process of its own: the setting cannot be taken back. Blocks of 40 MB lie above the largest
+# threshold that glibc finds for itself; what is timed comes after a first round, in two threads.
+FAULTS = """
+import json, resource, sys, threading
+from gradsync.runtime.memory import keep_freed_memory
+
+applied = [keep_freed_memory() for _ in range(2)] if "keep" in sys.argv else []
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+def rounds(found):
+    for number in range(6):
+        if number == 1:
+            before = faults()
+        blocks = [b"x" * (40 << 20), b"x" * (3 << 20)]
+        del blocks
+    found.append((faults() - before) / 5)
+
+found = []
+rounds(found)
+thread = threading.Thread(target=rounds, args=(found,))
+thread.start()
+thread.join()
+print(json.dumps({"applied": applied, "faults": found}))
+"""
+TELL = "from gradsync.runtime.memory import keep_freed_memory; print(keep_freed_memory())"
+INTERPOSER = """
+#include <stddef.h>
+extern void *__libc_malloc(size_t size);
+void *malloc(size_t size) { return __libc_malloc(size); }
+"""
+
+
+def faults_per_round(*arguments: str) -> dict[str, list[float]]:
+    return json.loads(run_python(["-c", FAULTS, *arguments]).ok().stdout)
+
+
+@glibc
+def test_the_pages_of_big_temporaries_are_used_again() -> None:
+    usual, kept = faults_per_round(), faults_per_round("keep")
+    assert kept["applied"] == [True, True]
+    for before, after in zip(usual["faults"], kept["faults"], strict=True):
+        # 43 MiB are 11,000 pages of 4 KiB, or 21 of 2 MiB.
+        assert before >= 20
+        assert after < before / 10
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"MALLOC_TRIM_THRESHOLD_": "1000000"}, False),
+        ({"MALLOC_MMAP_MAX_": "100"}, False),
+        ({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=4096"}, False),
+        ({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}, True),
+        ({"MALLOC_ARENA_MAX": "4"}, True),
+        ({}, True),
+    ],
+)
+def test_what_the_user_tuned_stays(variables: dict[str, str], expected: bool) -> None:
+    assert memory._is_tuned(variables) is not expected
+
+
+@glibc
+def test_another_allocator_is_left_alone(tmp_path: Path) -> None:
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("needs a C compiler")
+    source, library = tmp_path / "front.c", tmp_path / "front.so"
+    source.write_text(INTERPOSER)
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True, timeout=60)
+    told = run_python(["-c", TELL], extra_env={"LD_PRELOAD": str(library)}).ok()
+    assert told.stdout.strip() == "False"
+
+
+def test_a_c_library_without_these_settings() -> None:
+    musl = SimpleNamespace(malloc=ctypes.CDLL(None).malloc)
+    assert not memory._serves_malloc(musl)
+
+
+def test_another_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "sys", SimpleNamespace(platform="darwin"))
+    assert not keep_freed_memory.__wrapped__()
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_session_sets_it_only_when_asked(asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(
+        "gradsync.runtime.session.keep_freed_memory", lambda: calls.append("set") is None
+    )
+    session = Session(SessionOptions(device="cpu", keep_memory=asked), env={})
+    with session:
+        assert session.keeps_memory is asked
+    assert calls == ["set"] * asked

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import importlib
+import io
 import os
+import re
+import runpy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -27,6 +34,7 @@ from gradsync.errors import LostPeerError
 from gradsync.world import World
 from support.rank_session import open_session
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 WIDTH = 40
 STRATEGIES = ("invariant", "bucketed", "ring", "zero1", "zero2", "fsdp", "ddp")
 
@@ -127,7 +135,7 @@ def _join(group: Any) -> list[Tensor]:
 
 
 def _zero(group: Any) -> list[Tensor]:
-    from torch.distributed.optim import ZeroRedundancyOptimizer  # its import warns
+    from torch.distributed.optim import ZeroRedundancyOptimizer
 
     ddp = DistributedDataParallel(Net(), process_group=group)
     optimizer = ZeroRedundancyOptimizer(
@@ -151,10 +159,14 @@ def _fsdp(group: Any) -> list[Tensor]:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    return [parameter.full_tensor().detach().clone() for parameter in model.parameters()]
+    weights = [parameter.full_tensor().detach().clone() for parameter in model.parameters()]
+    mesh._pg_registry.clear()  # torch keeps meshes in caches for ever, and so their groups
+    return weights
 
 
 def _training(rank: int, world_size: int, store_path: str) -> dict[str, Any]:
+    # Before the group, for it takes the default one as a default argument; and it warns.
+    importlib.import_module("torch.distributed.optim")
     programs: dict[str, Callable[[Any], list[Tensor]]] = {
         **{name: lambda group, o=options: _ddp(group, **o) for name, options in DDP.items()},
         "join": _join,
@@ -170,24 +182,20 @@ def _training(rank: int, world_size: int, store_path: str) -> dict[str, Any]:
         # Under gloo this hook stops for ever: both of its threads wait inside of `then`.
         state = PowerSGDState(None, start_powerSGD_iter=2)
         hooked = _ddp(mine, hook=lambda ddp: ddp.register_comm_hook(state, powerSGD_hook))
-        found["PowerSGD"] = hooked, hooked
+        found["PowerSGD"] = hooked, None
     gc.collect()
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_training_equals_gloos(pool: Any, world_size: int) -> None:
-    by_rank = pool.run(_training, world_size)
+def test_training_equals_gloos(pool: Any) -> None:
+    """Two terms have one sum: bit for bit. PowerSGD stops on gloo: there, ranks equal ranks."""
+    by_rank = pool.run(_training, 2)
     for name, (first, _) in by_rank[0].items():
         for found in by_rank:
             got, expected = found[name]
-            assert len(got) == len(expected) > 0
-            for mine, gloos, at_rank_0 in zip(got, expected, first, strict=True):
-                # Two terms have one sum; three are added in another order.
-                eps = 0.0 if world_size == 2 else 2**-7 if "16" in name else 1e-6
-                torch.testing.assert_close(mine, gloos, rtol=eps, atol=eps, msg=name)
-                if name != "unused parameters":  # a rank's own unused ones have no gradient
-                    assert torch.equal(mine, at_rank_0), name
+            assert len(got) > 0
+            for mine, model in zip(got, first if expected is None else expected, strict=True):
+                assert torch.equal(mine, model), name
 
 
 def _around(rank: int, world_size: int, store_path: str) -> dict[str, Any]:
@@ -196,7 +204,7 @@ def _around(rank: int, world_size: int, store_path: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for life in range(2):
         with shm(rank, world_size, f"{store_path}{life}"):
-            pairs = [dist.new_group([0, 1]), dist.new_group([2, 1]), dist.new_group([2])]
+            pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 1], [2])[life:]]
             sums = []
             for group in pairs:
                 if group is not dist.GroupMember.NON_GROUP_MEMBER:
@@ -217,8 +225,8 @@ def _around(rank: int, world_size: int, store_path: str) -> dict[str, Any]:
             work.wait()
             with pytest.raises(ValueError, match="only implemented for GLOO"):
                 dist.monitored_barrier()
-            found = {
-                "sums": sums,
+            found[f"sums {life}"] = sums
+            found |= {
                 "objects": (objects, gathered),
                 "coalesced": float(several[1][0]),
                 "world": World.from_process_group().one_host,
@@ -237,7 +245,8 @@ def _maps() -> str:
 
 def test_groups_objects_and_nothing_left(pool: Any) -> None:
     found = pool.run(_around, 3)
-    assert [rank["sums"] for rank in found] == [[11], [11, 110], [110, 100]]
+    assert [rank["sums 0"] for rank in found] == [[11], [11, 110], [110, 100]]
+    assert [rank["sums 1"] for rank in found] == [[], [110], [110, 100]]
     for rank in found:
         assert rank["objects"] == ([{"from": 1}], [0, 1, 2])
         assert rank["coalesced"] == 3.0
@@ -296,3 +305,25 @@ def test_replicate_over_it(pool: Any) -> None:
         for sync in STRATEGIES:
             for a, b in zip(mine[sync], gloos[sync], strict=True):
                 assert torch.equal(a, b), sync
+
+
+def _example(rank: int, world_size: int, store_path: str) -> str:
+    """As it stands, but for where the ranks meet: torchrun's variables say so else."""
+    meet = functools.partial(
+        dist.init_process_group,
+        init_method=f"file://{store_path}",
+        rank=rank,
+        world_size=world_size,
+    )
+    printed = io.StringIO()
+    with mock.patch.object(dist, "init_process_group", meet), redirect_stdout(printed):
+        runpy.run_path(str(EXAMPLES / "shm_backend.py"))
+    gc.collect()
+    return printed.getvalue()
+
+
+def test_the_example_learns(pool: Any) -> None:
+    first, second = pool.run(_example, 2)
+    (loss,) = re.findall(r"loss ([0-9.]+) on rank 0 of 2", first)
+    assert float(loss) < 0.05
+    assert second == ""

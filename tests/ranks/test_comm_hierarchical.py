@@ -7,33 +7,18 @@ import torch
 import torch.distributed as dist
 
 from gradsync.comm.base import Communicator
+from gradsync.comm.by_messages import ByMessages
 from gradsync.comm.hierarchical import hierarchical_all_reduce, tree_broadcast, tree_reduce
-from gradsync.comm.placement import Placement
 from gradsync.comm.process_group import ProcessGroupCommunicator
+from gradsync.comm.single import SingleCommunicator
 from gradsync.comm.subset import Subset
 from support.comm_cases import (
     check_algorithm,
     check_all,
     rank_input,
 )
+from support.host_layouts import LAYOUTS, placement
 from support.thread_ranks import run_thread_ranks
-
-LAYOUTS = {
-    "one rank a node": [0, 1, 2],
-    "one node": [0, 0, 0],
-    "2 x 2": [0, 0, 1, 1],
-    "2 x 2, dealt round": [0, 1, 0, 1],
-    "2 x 3": [0, 0, 0, 1, 1, 1],
-    "3 x 2, mixed": [2, 0, 1, 1, 2, 0],
-    "4 x 2": [0, 0, 1, 1, 2, 2, 3, 3],
-    "3 + 1": [0, 0, 0, 1],
-    "1 + 3 + 2": [0, 1, 1, 1, 2, 2],
-}
-
-
-def placement(nodes: list[int]) -> Placement:
-    """Local ranks in rank order."""
-    return Placement(tuple((node, nodes[:rank].count(node)) for rank, node in enumerate(nodes)))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -62,3 +47,31 @@ def test_trees(world_size: int) -> None:
         return tensor
 
     check_all(run_thread_ranks(work, world_size), "sum")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_collectives_by_messages(world_size: int) -> None:
+    """What a group's own collectives do, without a group."""
+
+    def work(rank: int, group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
+        alone = SingleCommunicator() if world_size == 1 else ProcessGroupCommunicator(group)
+        comm = ByMessages(Subset(alone, range(world_size)))
+        mine = rank_input(rank, 5, torch.float32)
+        summed, largest, sent = mine.clone(), mine.clone(), mine.clone()
+        gathered, slices = torch.zeros(5 * world_size), torch.zeros(2)
+        comm.all_reduce(summed.view(1, 5)).wait()
+        comm.all_reduce(largest, "max").wait()
+        comm.broadcast(sent, world_size - 1).wait()
+        comm.all_gather(gathered, mine).wait()
+        comm.reduce_scatter(slices, torch.arange(2.0 * world_size) + rank).wait()
+        comm.barrier()
+        return {"sum": summed, "max": largest, "sent": sent, "all": gathered, "slice": slices}
+
+    inputs = torch.stack([rank_input(rank, 5, torch.float32) for rank in range(world_size)])
+    for rank, found in enumerate(run_thread_ranks(work, world_size)):
+        torch.testing.assert_close(found["sum"], inputs.sum(0))
+        assert torch.equal(found["max"], inputs.amax(0))
+        assert torch.equal(found["sent"], inputs[-1])
+        assert torch.equal(found["all"], inputs.view(-1))
+        whole = world_size * torch.arange(2.0 * world_size) + sum(range(world_size))
+        assert torch.equal(found["slice"], whole[2 * rank : 2 * rank + 2])

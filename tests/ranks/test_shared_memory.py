@@ -11,7 +11,8 @@ from torch import Tensor
 
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.shared_memory.choose import share_memory
-from gradsync.comm.shared_memory.communicator import STAGE_BYTES, SharedMemoryCommunicator
+from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
+from gradsync.comm.shared_memory.staging import STAGE_BYTES
 from gradsync.comm.shared_memory.unavailable import SharedMemoryError
 from gradsync.errors import LostPeerError, RunError
 from support.comm_cases import FLOATS, INTEGERS, OPS, check_all, lengths, rank_input

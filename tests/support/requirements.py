@@ -1,7 +1,8 @@
 """What a test needs from the machine: a missing component skips, unless it was declared required.
 
 `GRADSYNC_TEST_REQUIRE=mpirun,slurm` (or `all`) makes a missing one fail, so that CI cannot go green
-by skipping. `all` means all that a package manager can install; a CUDA device is asked for by name.
+by skipping. `all` means all that a package manager can install; a CUDA device and the right to make
+network namespaces are asked for by name.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable
 
 import pytest
 
-from support import slurm_cluster
+from support import namespaces, slurm_cluster
 
 
 def _program(name: str) -> list[str]:
@@ -36,17 +37,20 @@ MISSING: dict[str, Callable[[], list[str]]] = {
     "mpirun": lambda: _program("mpirun"),
     "slurm": slurm_cluster.missing_programs,
     "iproute2": lambda: _program("ip"),
+    "namespaces": namespaces.missing,
     "import-linter": lambda: _module("importlinter"),
     "cuda": _cuda,
 }
 """Component -> what of it is not there."""
 ALIASES = {"srun": "slurm"}
+BY_NAME = ("cuda", "namespaces")
+"""What `all` does not cover."""
 
 
 def is_required(name: str) -> bool:
     """True when the run declared that it has `name`."""
     declared = os.environ.get("GRADSYNC_TEST_REQUIRE", "").split(",")
-    return name in declared or ("all" in declared and name != "cuda")
+    return name in declared or ("all" in declared and name not in BY_NAME)
 
 
 def require(name: str) -> None:

@@ -18,7 +18,7 @@ CONFIG = TrainConfig(
     tokens_per_update=4096, micro_batch_size=4, seq_len=128, dtype="fp32", sync="ddp"
 )
 MACHINE = ("torch", "device", "cpu_capability", "math_env", "threads", "tf32")
-REQUESTED = ("dtype", "sync", "compile", "leaf_shape", "num_leaves")
+REQUESTED = ("dtype", "sync", "compile", "loss_rows", "leaf_shape", "num_leaves")
 
 
 def fingerprint(config: TrainConfig = CONFIG, ranks: int = 2, **changes: Any) -> Fingerprint:
@@ -39,6 +39,7 @@ def test_what_is_written_down(monkeypatch: pytest.MonkeyPatch) -> None:
         "dtype": "fp32",
         "sync": "ddp",
         "compile": "none",
+        "loss_rows": None,
         "leaf_shape": "4x128",
         "num_leaves": 8,
         "world_size": 2,
@@ -65,6 +66,7 @@ def test_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"dtype": "bf16"}, "dtype"),
         ({"sync": "naive"}, "sync"),
         ({"compile": "model"}, "compile"),
+        ({"loss_rows": 64}, "loss_rows"),
         ({"micro_batch_size": 2}, "leaf_shape"),
         ({"seq_len": 64}, "leaf_shape"),
         ({"tokens_per_update": 8192}, "num_leaves"),

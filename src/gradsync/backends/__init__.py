@@ -8,9 +8,15 @@ memory does not do (messages, gather, scatter, all-to-all, products, sparse tens
 gloo group over the same ranks. Where the ranks are not on one host the whole group is gloo, and
 rank 0 says why.
 
-Results come in one order of summation on all ranks, so all ranks get the same bits; gloo's may
-differ from them in the last bit. `torch.distributed.monitored_barrier` looks at the backend's name
-and takes only "gloo"; `torch.distributed.group.WORLD.monitored_barrier(timeout)` works.
+CUDA tensors go through NCCL where there is one.
+
+Accelerate takes the group that is there already: call `init_process_group` before `Accelerator()`.
+Fabric: `DDPStrategy(process_group_backend="shm")`.
+
+Sums are made in one order for all ranks, so all get the same bits; with three or more ranks gloo's
+may differ from them in the last bit. Two things torch refuses for any backend but its own:
+`torch.distributed.monitored_barrier` (`torch.distributed.group.WORLD.monitored_barrier(timeout)`
+works), and DDP's built-in hook `FP16_COMPRESS` (`default_hooks.fp16_compress_hook` works).
 """
 
 from gradsync.backends.create import register

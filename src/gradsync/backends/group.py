@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from gradsync.backends.lane import Lane, Operation, Shared
+from gradsync.backends.lane import Lane, Operation
 from gradsync.backends.takes import are_alike, are_parts, can_copy, op_of, options_of
-from gradsync.comm.base import AllOf, Work
+from gradsync.comm.base import AllOf, Done, ReduceOp, Work
 from gradsync.runtime.gloo_group import wait_until_workers_sleep
 
 _KINDS = {
@@ -32,7 +32,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         shared: the same ranks over shared memory; closed with this group.
     """
 
-    def __init__(self, plain: dist.ProcessGroup, shared: Shared) -> None:
+    def __init__(self, plain: dist.ProcessGroup, shared: SharedMemoryCommunicator) -> None:
         # A class written in Python cannot give torch the store; see `get_group_store`.
         super().__init__(plain.rank(), plain.size())  # pyrefly: ignore
         for device in plain._device_types:
@@ -73,11 +73,12 @@ class SharedMemoryGroup(dist.ProcessGroup):
         op = op_of(options, tensors)
         if op is None:
             return None
+        combine: ReduceOp = op
         whole = [tensor.detach() for tensor in tensors]
 
-        def start(shared: Shared) -> Work:
+        def start(shared: SharedMemoryCommunicator) -> Work:
             # Whole group; each [numel], in place; all under way at once.
-            return AllOf([shared.all_reduce(tensor, op) for tensor in whole])
+            return AllOf([shared.all_reduce(tensor, combine) for tensor in whole])
 
         return self._issue(options, tensors, start, mean_of=whole)
 
@@ -86,11 +87,11 @@ class SharedMemoryGroup(dist.ProcessGroup):
         options = options_of(c10d.ReduceScatterOptions, given, named)
         tensors = [*outputs, *(part for parts in inputs for part in parts)]
         op = op_of(options, tensors)
-        if op is None or len(outputs) != 1 or not are_alike(tensors):
+        if op is None or not self._is_one(outputs, inputs) or not are_alike(tensors):
             return self._plain.reduce_scatter(outputs, inputs, *given, **named)
         output, parts = outputs[0].detach(), [part.detach() for part in inputs[0]]
 
-        def start(shared: Shared) -> Work:
+        def start(shared: SharedMemoryCommunicator) -> Work:
             # Whole group; [world_size * n] to [n].
             whole = torch.cat([part.reshape(-1) for part in parts])
             return shared.reduce_scatter(output, whole, op)
@@ -122,12 +123,13 @@ class SharedMemoryGroup(dist.ProcessGroup):
         op = op_of(options, [*outputs, *inputs])
         if op is None or not are_parts(outputs, inputs, self.size()):
             return None
+        combine: ReduceOp = op
         parts, wholes = [t.detach() for t in outputs], [t.detach() for t in inputs]
 
-        def start(shared: Shared) -> Work:
+        def start(shared: SharedMemoryCommunicator) -> Work:
             # Whole group; each [world_size * n] to [n]; all under way at once.
             pairs = zip(parts, wholes, strict=True)
-            return AllOf([shared.reduce_scatter(part, whole, op) for part, whole in pairs])
+            return AllOf([shared.reduce_scatter(part, whole, combine) for part, whole in pairs])
 
         return self._issue(options, outputs, start, mean_of=parts)
 
@@ -146,18 +148,18 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """See `torch.distributed.all_gather`."""
         options = options_of(c10d.AllgatherOptions, given, named)
         tensors = [*inputs, *(part for parts in outputs for part in parts)]
-        fits = len(inputs) == 1 and len(outputs) == 1 and len(outputs[0]) == self.size()
-        if options is None or not fits or not can_copy(tensors) or not are_alike(tensors):
+        fits = self._is_one(inputs, outputs) and can_copy(tensors) and are_alike(tensors)
+        if options is None or not fits:
             return self._plain.allgather(outputs, inputs, *given, **named)
         tensor, parts = inputs[0].detach(), [part.detach() for part in outputs[0]]
 
-        def start(shared: Shared) -> Work:
+        def start(shared: SharedMemoryCommunicator) -> Work:
             # Whole group; [n] to [world_size * n].
             whole = tensor.new_empty(len(parts) * tensor.numel())
             shared.all_gather(whole, tensor).wait()
             for part, got in zip(parts, whole.view(len(parts), -1), strict=True):
                 part.copy_(got.view(part.shape))
-            return AllOf([])
+            return Done()
 
         return self._issue(options, outputs[0], start)
 
@@ -188,7 +190,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
             return None
         wholes, parts = [t.detach() for t in outputs], [t.detach() for t in inputs]
 
-        def start(shared: Shared) -> Work:
+        def start(shared: SharedMemoryCommunicator) -> Work:
             # Whole group; each [n] to [world_size * n]; all under way at once.
             pairs = zip(wholes, parts, strict=True)
             return AllOf([shared.all_gather(whole, part) for whole, part in pairs])
@@ -201,19 +203,23 @@ class SharedMemoryGroup(dist.ProcessGroup):
         if options is None or options.device_ids:
             return self._plain.barrier(*given, **named)
 
-        def start(shared: Shared) -> Work:
+        def start(shared: SharedMemoryCommunicator) -> Work:
             shared.barrier()
-            return AllOf([])
+            return Done()
 
         return self._issue(options, [], start)
 
     # -- how and until when -----------------------------------------------------------------------
 
+    def _is_one(self, one: Sequence[Tensor], lists: Sequence[Sequence[Tensor]]) -> bool:
+        """Whether this is one operation: torch's methods take several, one for each GPU."""
+        return len(one) == len(lists) == 1 and len(lists[0]) == self.size()
+
     def _issue(
         self,
         options: Any,
         result: Sequence[Tensor],
-        start: Callable[[Shared], Work],
+        start: Callable[[SharedMemoryCommunicator], Work],
         *,
         mean_of: Sequence[Tensor] = (),
     ) -> Operation:
@@ -228,7 +234,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         is_mean = bool(mean_of) and options.reduceOp == dist.ReduceOp.AVG
         seconds = options.timeout.total_seconds()
 
-        def act(shared: Shared) -> None:
+        def act(shared: SharedMemoryCommunicator) -> None:
             start(shared).wait()
             for tensor in mean_of if is_mean else ():
                 tensor.div_(self.size())

@@ -16,28 +16,16 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradsync.comm.base import Communicator
+from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
 from gradsync.errors import GradsyncError, RunError
 
-
-class Shared(Communicator, Protocol):
-    """What carries the operations out."""
-
-    timeout_s: float
-    """Longest wait for a peer, seconds."""
-
-    def close(self) -> None:
-        """Take part in nothing any more."""
-        ...
-
-
-Action = Callable[[Shared], object]
+Action = Callable[[SharedMemoryCommunicator], object]
 """Carries one operation out and returns when it is done."""
 
 
@@ -60,7 +48,7 @@ class Operation(dist.Work):
         self.timeout_s = timeout_s
         self.over = False
 
-    def carry_out(self, shared: Shared) -> None:
+    def carry_out(self, shared: SharedMemoryCommunicator) -> None:
         """For the line."""
         assert self._act is not None, "an operation runs once"
         try:
@@ -147,11 +135,11 @@ class Line:
         timeout: asked before each operation: the group's longest wait for a peer.
     """
 
-    def __init__(self, shared: Shared, timeout: Callable[[], timedelta]) -> None:
+    def __init__(self, shared: SharedMemoryCommunicator, timeout: Callable[[], timedelta]) -> None:
         self.waiting: deque[Operation] = deque()
         self.calls = threading.Semaphore(0)
         """How often the helper shall look."""
-        self._shared: Shared | None = shared
+        self._shared: SharedMemoryCommunicator | None = shared
         self._timeout = timeout
         self._turn = threading.Lock()  # held by the thread that carries an operation out
         self._aborted = self._ended = False
@@ -217,7 +205,7 @@ class Lane:
         timeout: asked before each operation: the group's longest wait for a peer.
     """
 
-    def __init__(self, shared: Shared, timeout: Callable[[], timedelta]) -> None:
+    def __init__(self, shared: SharedMemoryCommunicator, timeout: Callable[[], timedelta]) -> None:
         self._line = Line(shared, timeout)
         self._helper: threading.Thread | None = None
         self._closed = False

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradsync.bench.contestant import Contestant
 from gradsync.bench.contestant_base import CLIP_NORM, Blocking, Entrant, Leaves, Site, mean_loss
 from gradsync.bench.meter import StepClock
+from gradsync.runtime import environ
 
 
 class Accelerated(Entrant):
@@ -22,12 +23,15 @@ class Accelerated(Entrant):
         super().__init__(contestant, site, clock, blocking)
         from accelerate import Accelerator
 
-        self.accelerator = Accelerator(
-            cpu=not site.on_cuda,
-            mixed_precision="bf16" if site.settings.dtype == "bf16" else "no",
-            gradient_accumulation_steps=site.settings.leaves_per_rank,
-            kwargs_handlers=_bucket_size(site),
-        )
+        # One rank is a script that nobody launched: by these it would take itself for one of many.
+        alone = {} if site.world.is_distributed else {"LOCAL_RANK": "-1", "WORLD_SIZE": "1"}
+        with environ.exported(alone):
+            self.accelerator = Accelerator(
+                cpu=not site.on_cuda,
+                mixed_precision="bf16" if site.settings.dtype == "bf16" else "no",
+                gradient_accumulation_steps=site.settings.leaves_per_rank,
+                kwargs_handlers=_bucket_size(site),
+            )
         optimizer = site.optimizer(self.model)
         self.called: Any
         self.called, self.optimizer = self.accelerator.prepare(self.model, optimizer)

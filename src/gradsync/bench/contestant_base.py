@@ -25,6 +25,7 @@ from gradsync.bench.meter_wire import device_done
 from gradsync.bench.sync_plan import SyncSettings
 from gradsync.comm.base import Communicator
 from gradsync.comm.choose import communicator
+from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.models.gpt import GPT
 from gradsync.train.config import OptimConfig
 from gradsync.train.optimizer import build_optimizer
@@ -87,10 +88,11 @@ class Blocking:
         self.seconds = 0.0
 
     def register(self, ddp: DistributedDataParallel) -> None:
-        """Be the communication hook of `ddp`."""
+        """Be the communication hook of `ddp`, on its process group."""
+        comm = ProcessGroupCommunicator(ddp.process_group)
 
         def hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-            return self._average(bucket.buffer())
+            return self._average(comm, bucket.buffer())
 
         # DDP compares the annotations themselves; here they are strings.
         hook.__annotations__ |= {
@@ -99,16 +101,16 @@ class Blocking:
         }
         ddp.register_comm_hook(None, hook)
 
-    def _average(self, tensor: Tensor) -> torch.futures.Future[Tensor]:
+    def _average(self, comm: Communicator, tensor: Tensor) -> torch.futures.Future[Tensor]:
         self._comm.barrier()
         device_done()
         begin = time.perf_counter()
         # Whole group, the bucket's [n] and dtype; overlaps nothing, on purpose.
-        self._comm.all_reduce(tensor).wait()
+        comm.all_reduce(tensor).wait()
         device_done()
         self.seconds += time.perf_counter() - begin
         done: torch.futures.Future[Tensor] = torch.futures.Future()
-        done.set_result(tensor.div_(self._comm.world_size))
+        done.set_result(tensor.div_(comm.world_size))
         return done
 
 

@@ -67,12 +67,9 @@ def fits(config: GPTConfig, load: Load, available: int) -> bool:
 
 
 def largest_that_fits(load: Load, available: int) -> str:
-    """The largest preset for which `available` bytes are enough, "" when none is.
-
-    A preset whose sequences are shorter than a leaf's tokens is not asked about that here.
-    """
+    """The largest preset for which `available` bytes are enough, "" when none is."""
     names = [name for name, config in PRESETS.items() if fits(config, load, available)]
-    return names[-1] if names else ""
+    return max(names, key=lambda name: PRESETS[name].num_params(), default="")
 
 
 def check_fits(name: str, load: Load, available: int) -> None:

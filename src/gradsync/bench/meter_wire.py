@@ -149,6 +149,9 @@ class Watched:
 
     def _count(self, name: str, arguments: tuple[Any, ...]) -> None:
         with self._lock:
-            self.calls[name] += 1
             if name == "exchange":
-                self.messages += sum(t.numel() > 0 for t, _ in (*arguments[0], *arguments[1]))
+                messages = sum(t.numel() > 0 for t, _ in (*arguments[0], *arguments[1]))
+                self.messages += messages
+                self.calls[name] += messages > 0  # an empty batch is nothing
+            else:
+                self.calls[name] += 1

@@ -25,7 +25,7 @@ from gradsync.bench.contestant_base import (
 )
 from gradsync.bench.contestant_build import enter
 from gradsync.bench.meter import StepClock
-from gradsync.bench.meter_memory import PeakMemory
+from gradsync.bench.meter_memory import PeakMemory, give_back
 from gradsync.bench.meter_wire import Wire
 from gradsync.comm.values import all_sum
 from gradsync.errors import RunError
@@ -108,6 +108,8 @@ def check(contestant: Contestant, site: Site, leaves: Leaves, expected: list[flo
     losses += [_mean(site, loss) for loss in raw[:_COUNTED]]
     drift = _drift(entrant.weights(), site)
     entrant.close()
+    del entrant, wire  # before the next one is built: there may be room for one only
+    give_back()
     judge(contestant, losses, expected, drift)
     return Checked(
         losses=losses,

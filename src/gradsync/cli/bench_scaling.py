@@ -12,15 +12,14 @@ from typing import Annotated, Any
 import tyro
 
 from gradsync.bench.environment import usable_cores
-from gradsync.bench.memory_choice import Load, fits
+from gradsync.bench.memory_choice import fits
 from gradsync.bench.record import write_record
 from gradsync.bench.scaling_plan import ScalingPlan, scaling_plan, usual_sizes
 from gradsync.bench.sync_plan import SyncSettings, built_per_turn, plan_to_json
-from gradsync.cli.bench_sync import check_places, command_of, size_of, uses_cuda
+from gradsync.cli.bench_sync import check_places, command_of, memory_for, size_of
 from gradsync.cli.ranks import WORKER, be_rank, measure_on_ranks, until_stopped
 from gradsync.errors import ConfigError
 from gradsync.runtime import environ
-from gradsync.runtime.memory_limit import available_bytes
 from gradsync.runtime.resolve import resolve
 from gradsync.runtime.threads import choose_threads
 from gradsync.world import World
@@ -113,7 +112,6 @@ def plan_of(options: ScalingOptions) -> ScalingPlan:
     """
     if not options.threshold > 0:
         raise ConfigError(f"--threshold must be positive, 0.85 for 85 %; got {options.threshold}")
-    on_cpu = not uses_cuda(options.device)
 
     def planned(model_size: str, threads: int) -> ScalingPlan:
         settings = SyncSettings(
@@ -139,15 +137,16 @@ def plan_of(options: ScalingOptions) -> ScalingPlan:
     # Sizes first, from the smallest model: the threads and the model depend on them.
     first = planned("tiny" if options.model_size == "auto" else options.model_size, 1)
     most = first.world_sizes[-1]
-    load = Load(
+    load, room = memory_for(
+        options.device,
         leaf_tokens=options.batch_size * (options.context_length or _USUAL_TOKENS),
         ranks=first.plan.num_ranks,
         busy_ranks=most,
     )
     threads = choose_threads(most, requested=options.threads)
-    scaling = planned(size_of(options.model_size, load, on_cpu=on_cpu), threads)
+    scaling = planned(size_of(options.model_size, load, room), threads)
     together = replace(load, contestants=len(scaling.modes) + 1)
-    if on_cpu and fits(scaling.plan.settings.config, together, available_bytes()):
+    if fits(scaling.plan.settings.config, together, room):
         return scaling
     return replace(scaling, plan=built_per_turn(scaling.plan))
 

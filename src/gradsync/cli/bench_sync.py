@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -132,14 +132,14 @@ def plan_of(options: SyncOptions, world: World) -> Plan:
     local = world.local_world_size if world.is_distributed else world_size
     sets = len({each.keep_memory for each in contestants})
     tokens = options.context_length or _USUAL_TOKENS
-    load = Load(
+    load, room = memory_for(
+        options.device,
         leaf_tokens=options.batch_size // options.leaves_per_rank * tokens,
         ranks=local * sets,
         busy_ranks=local,
     )
-    on_cpu = not uses_cuda(options.device)
     settings = SyncSettings(
-        model_size=size_of(options.model_size, load, on_cpu=on_cpu),
+        model_size=size_of(options.model_size, load, room),
         context_length=options.context_length,
         num_steps=options.num_steps,
         num_warmup=options.num_warmup,
@@ -153,11 +153,8 @@ def plan_of(options: SyncOptions, world: World) -> Plan:
     )
     plan = sync_plan(settings, contestants, world_size=world_size, batch_size=options.batch_size)
     most = max(sum(e.worker_set == n for e in plan.entries) for n in range(len(plan.sets)))
-    together = Load(
-        leaf_tokens=load.leaf_tokens, ranks=load.ranks, busy_ranks=local, contestants=most + 1
-    )
-    fitting = not on_cpu or fits(settings.config, together, available_bytes())
-    return plan if fitting and on_cpu else built_per_turn(plan)
+    together = replace(load, contestants=most + 1)  # the one under way is there twice
+    return plan if fits(settings.config, together, room) else built_per_turn(plan)
 
 
 def uses_cuda(device: str) -> bool:
@@ -171,20 +168,26 @@ def uses_cuda(device: str) -> bool:
     return torch.cuda.is_available()
 
 
-def size_of(name: str, load: Load, *, on_cpu: bool) -> str:
-    """The preset to take: the one that was named, or the largest that fits.
+def memory_for(device: str, *, leaf_tokens: int, ranks: int, busy_ranks: int) -> tuple[Load, int]:
+    """What has to fit into how many bytes: all ranks into the host, or one into its device."""
+    if not uses_cuda(device):
+        return Load(leaf_tokens=leaf_tokens, ranks=ranks, busy_ranks=busy_ranks), available_bytes()
+    import torch
+
+    room = torch.cuda.get_device_properties(0).total_memory
+    return Load(leaf_tokens=leaf_tokens, ranks=1, busy_ranks=1), room
+
+
+def size_of(name: str, load: Load, room: int) -> str:
+    """The preset to take: the one that was named, or the largest that fits into `room` bytes.
 
     Raises:
-        ConfigError: unknown, or it does not fit (on an accelerator torch says so itself).
+        ConfigError: unknown, or it does not fit.
     """
     if name == "auto":
-        found = largest_that_fits(load, available_bytes()) if on_cpu else "small"
-        if not found:
-            check_fits("tiny", load, available_bytes())
-        return found
+        name = largest_that_fits(load, room) or "tiny"
     preset(name)
-    if on_cpu:
-        check_fits(name, load, available_bytes())
+    check_fits(name, load, room)
     return name
 
 
@@ -217,7 +220,7 @@ def _measure(plan: dict[str, Any]) -> dict[str, Any]:
 
 def _work(options: SyncOptions, plan: Plan, world: World) -> int:
     if world.is_main:
-        _announce(options, plan)
+        _announce(options, plan, world)
     outcome = measure_on_ranks(
         _COMMAND, plan_to_json(plan), _measure, world=world, world_size=plan.num_ranks
     )
@@ -230,12 +233,19 @@ def _work(options: SyncOptions, plan: Plan, world: World) -> int:
     return 0
 
 
-def _announce(options: SyncOptions, plan: Plan) -> None:
+def _announce(options: SyncOptions, plan: Plan, world: World) -> None:
     """What was decided for the user, one line each."""
     for name in left_out(options.strategies):
         print(
             f"gradsync: {name} is left out: its package is not installed "
             "(pip install 'gradsync[bench]')",
+            file=sys.stderr,
+        )
+    others = any(not entry.contestant.is_ours for entry in plan.entries[1:])
+    if world.is_distributed and others and not options.same_allocator:
+        print(
+            f"gradsync: under {world.launcher} there is one set of ranks: all contestants keep "
+            "freed memory (as with --same-allocator)",
             file=sys.stderr,
         )
     if options.model_size == "auto":

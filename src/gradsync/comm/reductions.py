@@ -17,6 +17,8 @@ from gradsync.comm.hierarchical import hierarchical_all_reduce
 from gradsync.comm.placement import share_placement
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.ring import ring_all_reduce
+from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
+from gradsync.comm.shared_memory.hierarchy import all_reduce_over_hosts
 from gradsync.comm.single import SingleCommunicator
 from gradsync.comm.subset import Subset
 from gradsync.comm.supported import Op, check_supported
@@ -89,7 +91,10 @@ def _doubling(site: Site, tensor: Tensor, op: ReduceOp) -> None:
 
 def _hierarchical(site: Site, tensor: Tensor, op: ReduceOp) -> None:
     intra, inter, equal_nodes = site.levels(tensor.device)
-    hierarchical_all_reduce(intra, inter, tensor, op, equal_nodes=equal_nodes)
+    if isinstance(intra, SharedMemoryCommunicator) and tensor.device.type == "cpu":
+        all_reduce_over_hosts(intra, inter, tensor, op, equal_nodes=equal_nodes)
+    else:
+        hierarchical_all_reduce(intra, inter, tensor, op, equal_nodes=equal_nodes)
 
 
 ALGORITHMS: dict[str, Algorithm] = {

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gradsync.errors import ConfigError
 from gradsync.models.config import GPTConfig
+from gradsync.models.loss import loss_sum_in_rows
 
 _INIT_STD = 0.02
 
@@ -123,17 +124,25 @@ class GPT(nn.Module):
         seed: of the initial weights.
         activation_checkpointing: recompute each block in backward instead of keeping its
             activations (arXiv 1604.06174); gradients keep the same bits.
+        loss_rows: compute the loss of so many positions at a time, see [Note: Loss in rows]; None
+            computes it at once.
     """
 
     rope_cos: Tensor
     rope_sin: Tensor
 
     def __init__(
-        self, config: GPTConfig, *, seed: int = 0, activation_checkpointing: bool = False
+        self,
+        config: GPTConfig,
+        *,
+        seed: int = 0,
+        activation_checkpointing: bool = False,
+        loss_rows: int | None = None,
     ) -> None:
         super().__init__()
         self.config = config
         self.activation_checkpointing = activation_checkpointing
+        self.loss_rows = loss_rows
         home = torch.get_default_device()
         with torch.device("meta"):  # layers would draw their own, rank-dependent start values
             self.embed = nn.Embedding(config.vocab_size, config.n_embd)
@@ -178,19 +187,27 @@ class GPT(nn.Module):
         ):
             buffer.copy_(table)
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Logits of the next token at every position.
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+        """Logits of the next token at every position, or the loss where targets are given.
 
         Args:
             tokens_BT: token ids, int64, `T <= block_size`.
+            targets_BT: as for `loss_sum`.
 
         Returns:
-            logits_BTV.
+            logits_BTV, or the summed loss, fp32, 0-dim.
 
         Raises:
             ConfigError: more tokens than `block_size`.
         """
-        return self.logits(self.features(tokens_BT))
+        x_BTC = self.features(tokens_BT)
+        if targets_BT is None:
+            return self.logits(x_BTC)
+        if self.loss_rows is None:
+            return loss_sum(self.logits(x_BTC), targets_BT)
+        return loss_sum_in_rows(
+            x_BTC.flatten(0, 1), self._head_weight, targets_BT.flatten(), self.loss_rows
+        )
 
     def features(self, tokens_BT: Tensor) -> Tensor:
         """What the head sees: `tokens_BT -> x_BTC`, after the last norm. Raises as `forward`."""
@@ -212,8 +229,11 @@ class GPT(nn.Module):
 
     def logits(self, x_BTC: Tensor) -> Tensor:
         """The head alone: `x_BTC -> logits_BTV`; any number of positions."""
-        weight_VC = self.embed.weight if self.head is None else self.head.weight
-        return F.linear(x_BTC, weight_VC)
+        return F.linear(x_BTC, self._head_weight)
+
+    @property
+    def _head_weight(self) -> Tensor:
+        return self.embed.weight if self.head is None else self.head.weight
 
 
 def loss_sum(logits_BTV: Tensor, targets_BT: Tensor, ignore_index: int = -100) -> Tensor:

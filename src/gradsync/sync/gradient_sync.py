@@ -7,10 +7,12 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from gradsync.comm.base import Communicator
+from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
 from gradsync.errors import ConfigError, RunError
 from gradsync.runtime.gloo_group import wait_until_workers_sleep
 from gradsync.sync.batch_norm import BatchNormHandling, choose_batch_norm
 from gradsync.sync.loss_sum import LossSum, leaf_weight
+from gradsync.sync.optimizer_watch import optimizer_watch
 from gradsync.sync.own_loop import OwnLoop
 from gradsync.sync.reducer import Reducer
 from gradsync.sync.state_face import StateFace
@@ -231,6 +233,9 @@ class GradientSync(StateFace):
         for part in self.model.modules():
             if part.__dict__.get(HANDLE) is self:
                 del part.__dict__[HANDLE]
+        others = [listener.comm for listener in optimizer_watch().present()]
+        if isinstance(self.comm, SharedMemoryCommunicator) and self.comm not in others:
+            self.comm.close()
         if self.comm.world_size > 1:
             wait_until_workers_sleep()
 

@@ -16,6 +16,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from gradsync.comm.base import Communicator
 from gradsync.sync.torch_names import optimizer_pre_hooks
 
 
@@ -24,6 +25,8 @@ class Listener(Protocol):
 
     parameter_ids: set[int]
     """Of the parameters that it looks after."""
+    comm: Communicator
+    """The ranks that it meets."""
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Gradients are about to be used."""
@@ -57,19 +60,20 @@ class OptimizerWatch:
 
     def owns(self, parameter: torch.Tensor) -> bool:
         """Whether a listener looks after it."""
-        return any(id(parameter) in listener.parameter_ids for listener in self._present())
+        return any(id(parameter) in listener.parameter_ids for listener in self.present())
 
     def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Before a step."""
-        for listener in self._present():
+        for listener in self.present():
             listener.before_step(optimizer)
 
     def after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """After it."""
-        for listener in self._present():
+        for listener in self.present():
             listener.after_step(optimizer)
 
-    def _present(self) -> list[Listener]:
+    def present(self) -> list[Listener]:
+        """Those that live."""
         with self._lock:
             found = [(ref, ref()) for ref in self._listeners]
             self._listeners = [ref for ref, listener in found if listener is not None]

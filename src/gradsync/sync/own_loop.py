@@ -56,7 +56,7 @@ class OwnLoop:
         number: int = 0,
     ) -> None:
         self._statistics = statistics
-        self._comm = comm
+        self.comm = comm
         self._reducer = reducer
         self._number = number
         self.leaves = 0
@@ -227,20 +227,19 @@ class OwnLoop:
             reducer.end_own_leaf(new=self._dirty)
         used = reducer.launch()
         agreed = agree(
-            *(self._comm, used, counts), loss=NO_LOSS, discard=discard, number=self._number
+            *(self.comm, used, counts), loss=NO_LOSS, discard=discard, number=self._number
         )
         reduction = reducer.reduce(agreed.used)
         self._discarded = agreed.discard
         if agreed.discard:
             log.warning("a rank threw this step's gradients away: no rank uses them")
-            for parameter in reducer.parameters:
-                parameter.grad = None
+            reducer.clear_gradients()
         elif not any(agreed.used):
             for parameter, gradient in left:  # no rank had a backward: a step with the same ones
                 parameter.grad = gradient
         # The one place that divides: by the number of ranks, since nobody told a weight.
         else:
-            reducer.divide(reduction.divided_by / self._comm.world_size)
+            reducer.divide(reduction.divided_by / self.comm.world_size)
         self._statistics.step_ends(agreed.counts)
         if not isinstance(reducer, Engine):
             grads = [p.grad for p in reducer.parameters]

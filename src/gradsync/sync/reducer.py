@@ -123,6 +123,11 @@ class Reducer(ABC):
         """One optimizer step with the mean gradient."""
         optimizer.step()
 
+    def clear_gradients(self) -> None:
+        """Let go of every `.grad`."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
     def after_step(self) -> None:  # noqa: B027  optional
         """Called at the end of every step, gradients cleared (strategies that average weights)."""
 

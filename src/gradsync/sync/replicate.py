@@ -10,6 +10,7 @@ import torch
 from gradsync.comm.base import Communicator
 from gradsync.comm.choose import communicator
 from gradsync.comm.shared_memory.choose import fastest, share_memory
+from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
 from gradsync.errors import ConfigError, RunError
 from gradsync.sync.batch_norm import NOT_INVARIANT, choose_batch_norm
 from gradsync.sync.gradient_sync import HANDLE, GradientSync
@@ -131,4 +132,9 @@ def _fastest(
     device = trainable(model)[0][1].device
     if recipe.reduction != "backend" or recipe.collective == "backend":
         return comm
-    return share_memory(comm) if recipe.collective == "shared_memory" else fastest(comm, device)
+    known = [listener.comm for listener in optimizer_watch().present()]
+    present = [c for c in known if isinstance(c, SharedMemoryCommunicator)]
+    found = fastest(comm, device, present)
+    if recipe.collective == "shared_memory" and not isinstance(found, SharedMemoryCommunicator):
+        return share_memory(comm)  # says why not
+    return found

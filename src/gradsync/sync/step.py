@@ -101,8 +101,8 @@ def take_step(
         reducer.expect(update.optimizer, scaled=scale is not None)
     counts = parts.statistics.step_begins()
     used = reducer.launch()
-    flags = {"stop": stop, "discard": update is None}
-    agreed = agree(comm, used, counts, loss=loss.message(), number=parts.number, **flags)
+    told = {"loss": loss.message(), "number": parts.number}
+    agreed = agree(comm, used, counts, stop=stop, discard=update is None, **told)
     reduction = reducer.reduce(agreed.used)
     nothing = torch.tensor(0.0, dtype=torch.float64), 0.0  # a loop of one's own tells no loss
     total_loss, total_weight = nothing if agreed.discard else loss.over_ranks(comm, agreed.loss)
@@ -126,8 +126,7 @@ def take_step(
             "step() came without a backward on any rank since the last step (several optimizers "
             "for one model: make it one with groups, or use loss.backward() and their own step())"
         )
-    for parameter in reducer.parameters:
-        parameter.grad = None
+    reducer.clear_gradients()
     parts.statistics.step_ends(agreed.counts)
     reducer.after_step()
     return StepResult(

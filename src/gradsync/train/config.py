@@ -211,6 +211,9 @@ class TrainConfig:
     """torch.compile: none, model (before the strategy wraps it) or ddp (around torch DDP)."""
     activation_checkpointing: bool = False
     """Recompute activations in backward: less memory, about a third more compute."""
+    loss_rows: int | None = None
+    """Compute the loss of so many positions at a time: at 124M and 1,024 tokens 256 takes 0.8 GB
+    less and no longer. Other bits than None, which computes it at once."""
     num_workers: int = 0
     """Data-loading processes of a rank."""
     log_every: int = 10
@@ -247,7 +250,7 @@ class TrainConfig:
         for name in ("timeout_s", "rendezvous_timeout_s"):
             value = getattr(self, name)
             _require(value > 0, f"{name} must be positive; got {value}")
-        for name in ("threads", "nproc_per_node", "seq_len"):
+        for name in ("threads", "nproc_per_node", "seq_len", "loss_rows"):
             value = getattr(self, name)
             _require(value is None or value >= 1, f"{name} must be at least 1; got {value}")
         _require(
@@ -257,6 +260,11 @@ class TrainConfig:
         _require(
             self.compile != "ddp" or self.sync == "ddp",
             f"compile=ddp wraps torch DDP, but sync={self.sync}; use compile=model",
+        )
+        _require(
+            self.loss_rows is None or (self.dtype != "fp16" and self.compile == "none"),
+            "loss_rows works with dtype bf16 or fp32 and without compile; got "
+            f"dtype={self.dtype}, compile={self.compile}",
         )
 
     def batch_plan(self, world_size: int) -> BatchPlan:

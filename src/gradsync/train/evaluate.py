@@ -40,7 +40,11 @@ def evaluate(
     try:
         for leaf in leaves:
             with autocast:
-                total.add(loss_sum(model(leaf.inputs), leaf.targets), leaf.num_targets)
+                if model.loss_rows:
+                    loss = model(leaf.inputs, leaf.targets)
+                else:
+                    loss = loss_sum(model(leaf.inputs), leaf.targets)
+            total.add(loss, leaf.num_targets)
             samples += leaf.num_samples
         for _ in range(leaves.most - len(leaves) if equal_forwards else 0):
             with autocast:
@@ -48,11 +52,11 @@ def evaluate(
     finally:
         model.train(was_training)
     *summed, num_samples = all_sum(comm, *total.message(), samples)
-    loss, num_targets = total.over_ranks(comm, summed)
+    total_loss, num_targets = total.over_ranks(comm, summed)
     if num_samples != leaves.total_samples:
         raise RunError(
             f"evaluation counted {num_samples:.0f} samples, the set has {leaves.total_samples}"
         )
     if not num_targets:
         raise RunError("the evaluation set has no target that counts: all of them are -100")
-    return float(loss) / num_targets
+    return float(total_loss) / num_targets

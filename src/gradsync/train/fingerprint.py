@@ -46,6 +46,7 @@ def numeric_fingerprint(
         "dtype": config.dtype,
         "sync": f"invariant tree {TREE_VERSION}" if invariant else config.sync,
         "compile": config.compile,
+        "loss_rows": config.loss_rows,
         "leaf_shape": f"{plan.micro_batch_size}x{plan.seq_len}",
         "num_leaves": plan.num_leaves,
         "world_size": None if invariant else world.world_size,

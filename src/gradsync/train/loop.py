@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from gradsync.checkpoint.store import CheckpointStore
 from gradsync.comm.base import Communicator
@@ -110,7 +111,7 @@ class Trainer:
             # Before the forward, all ranks know whether this backward synchronises.
             with sync.micro_step(last=leaf.is_last, index=leaf.index):
                 with self._autocast:
-                    loss = loss_sum(sync.forward(leaf.inputs), leaf.targets)
+                    loss = self._loss(leaf.inputs, leaf.targets)
                 sync.backward(loss, weight=leaf.num_targets, scale=learner.scaler)
         result = sync.step(
             learner.optimizer,
@@ -121,6 +122,13 @@ class Trainer:
         self._interval.add(result.exposed)
         return result
 
+    def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Summed over the targets; the model makes it where logits shall not all be kept."""
+        forward = self.learner.sync.forward
+        if self.config.loss_rows:
+            return forward(inputs, targets)
+        return loss_sum(forward(inputs), targets)
+
     def _prime(self) -> None:
         """Settle what a strategy learns from its first backward; see `GradientSync.prime`."""
         shape = (self.config.micro_batch_size, self.config.sequence_length)
@@ -129,7 +137,7 @@ class Trainer:
 
         def forward_backward() -> None:
             with self._autocast:
-                loss = loss_sum(sync.forward(tokens), tokens)
+                loss = self._loss(tokens, tokens)
             loss.backward()
 
         sync.prime(forward_backward)

@@ -142,7 +142,10 @@ def build_learner(
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
     model = GPT(
-        shape, seed=config.seed, activation_checkpointing=config.activation_checkpointing
+        shape,
+        seed=config.seed,
+        activation_checkpointing=config.activation_checkpointing,
+        loss_rows=config.loss_rows,
     ).to(device)
     options = config.sync_options.given()
     if config.compile == "ddp":

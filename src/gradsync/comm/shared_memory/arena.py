@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -54,6 +55,10 @@ def _make(num_bytes: int, total_bytes: int) -> tuple[Segment | None, Reason]:
     # All ranks of the host allocate at the same time.
     if total_bytes + _SPARE_BYTES > available_bytes():
         return None, Reason.NO_MEMORY
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError:
+        return None, Reason.NO_PIDFD
     try:
         return Segment(num_bytes), Reason.NONE
     except OSError as error:

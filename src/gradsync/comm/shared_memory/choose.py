@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import platform
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -36,15 +37,28 @@ def share_memory(base: Communicator) -> SharedMemoryCommunicator:
     return SharedMemoryCommunicator(base, _timeout_s(getattr(base, "group", None)))
 
 
-def fastest(base: Communicator, device: torch.device) -> Communicator:
+def fastest(
+    base: Communicator,
+    device: torch.device,
+    present: Iterable[SharedMemoryCommunicator] = (),
+) -> Communicator:
     """`base`, or shared memory in its place where that works: CPU ranks of one host, over gloo.
 
     All ranks call it. Rank 0 says in one line what was taken, if there was a choice.
+
+    Args:
+        base: the ranks.
+        device: of the tensors.
+        present: made earlier; one over the same group is taken again, if all ranks still have it.
+            Models that take turns in different orders on different ranks are found out then: on
+            communicators of their own they would wait for each other.
     """
     if not isinstance(base, ProcessGroupCommunicator) or device.type != "cpu":
         return base
     if base.world_size == 1:
         return base
+    if (known := _still_there(base, present)) is not None:
+        return known
     try:
         shared = share_memory(base)
     except SharedMemoryError as error:
@@ -54,6 +68,18 @@ def fastest(base: Communicator, device: torch.device) -> Communicator:
     if base.rank == 0:
         log.info("collectives through shared memory: all %d ranks are on one host", base.world_size)
     return shared
+
+
+def _still_there(
+    base: ProcessGroupCommunicator, present: Iterable[SharedMemoryCommunicator]
+) -> SharedMemoryCommunicator | None:
+    """One of `present` over `base`'s group that every rank has; they forget at different times."""
+    mine = {c.number: c for c in present if getattr(c.base, "group", None) is base.group}
+    newest = max(mine, default=0)
+    # Whole group, int64 [2], on the CPU: equal numbers have equal smallest and greatest ones.
+    both = torch.tensor([newest, -newest])
+    base.all_reduce(both, "max").wait()
+    return mine[newest] if newest and both.tolist() == [newest, -newest] else None
 
 
 def _timeout_s(group: Any) -> float:

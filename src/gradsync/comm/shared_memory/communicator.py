@@ -3,21 +3,19 @@
 Tensors from `allocate` are combined where they lie: every rank adds up its part over all ranks'
 memory and writes the sum into all of them. Each byte moves once, at the memory's own speed. Other
 tensors go through small buffers that stay in the cache.
-
-[Note: Two buffers in turn] What a rank lays out in a buffer in turn n peers read until they have
-finished turn n, or (in `take`) until they finish n + 1. A buffer is filled again in turn n + 2,
-which begins when all have finished n + 1.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
-from gradsync.comm.base import AllOf, Communicator, Done, ReduceOp, Work
+from gradsync.comm.base import Communicator, ReduceOp, Work
+from gradsync.comm.channel import draw_channel
 from gradsync.comm.process_group import CopyBack
 from gradsync.comm.shared_memory.arena import (
     Region,
@@ -32,18 +30,12 @@ from gradsync.comm.shared_memory.kernels import (
     reduce_in_place,
     reduce_into,
 )
+from gradsync.comm.shared_memory.staging import STAGE_BYTES, Staging, described
 from gradsync.comm.shared_memory.turns import Turns
 from gradsync.comm.shared_memory.waiting import Patience
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-STAGE_BYTES = 2**20
-"""Of each of the two buffers through which other tensors go."""
-_SMALL_BYTES = 2**14
-"""Up to here every rank adds everything by itself: one meeting instead of two."""
-_KINDS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "barrier", "run")
-_OPS = ("sum", "min", "max")
 
 
 class SharedMemoryCommunicator:
@@ -63,14 +55,24 @@ class SharedMemoryCommunicator:
         self.rank = base.rank
         self.world_size = base.world_size
         memories, pids = map_together(base, [PAGE_BYTES + 2 * STAGE_BYTES] * base.world_size)
+        self.number = draw_channel(base) + 1
+        """Names it, on all ranks; positive."""
         self._flags = Flags(self.rank, [memory[:PAGE_BYTES] for memory in memories])
         self._patience = Patience(self.rank, pids, timeout_s)
         self._turns = Turns(self._flags, self._patience)
-        self._stages = [
-            [m[PAGE_BYTES:][h * STAGE_BYTES :][:STAGE_BYTES] for m in memories] for h in (0, 1)
-        ]
-        self._half = 0
+        self._staging = Staging(self.rank, [m[PAGE_BYTES:] for m in memories], self._turns)
         self._regions: list[Region] = []
+        # Also when nobody calls `close`: peers may be waiting, and descriptors are open.
+        self._leave = weakref.finalize(self, _leave, self._flags, self._patience)
+
+    @property
+    def timeout_s(self) -> float:
+        """Longest wait for a peer, seconds; may be changed, also while another thread waits."""
+        return self._patience.timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, seconds: float) -> None:
+        self._patience.timeout_s = seconds
 
     # -- memory -----------------------------------------------------------------------------------
 
@@ -113,7 +115,7 @@ class SharedMemoryCommunicator:
         What was written before `run` may be read in the share, by any rank; what was written in
         the share may be read after `wait`. In a share no rank may touch what another's writes.
         """
-        return self._turns.submit("run", self._signature("run", 0, signature), share=share)
+        return self._turns.submit("a share of its own", ~signature, share=share)
 
     def note(self, values: Sequence[int]) -> None:
         """Leave up to 8 numbers, which peers may read in the share of the next operation."""
@@ -133,94 +135,27 @@ class SharedMemoryCommunicator:
             raise ValueError(f"there is no {op} of complex numbers")
         flat, home = _flat(tensor)
         parts = None if home is not None else self.parts_of(tensor)
-        if parts is not None:
-            work = self._all_reduce_in_place(parts, op)
-        elif flat.numel() * flat.element_size() <= _SMALL_BYTES:
-            work = self._all_reduce_small(flat, op)
-        else:
-            work = self._chunked(flat, 1, lambda piece: self._all_reduce_staged(piece, op))
-        return work if home is None else CopyBack(work, flat.view(home.shape), home)
-
-    def _all_reduce_in_place(self, parts: list[Tensor], op: ReduceOp) -> Work:
-        mine = even_parts(parts[0].numel(), self.world_size)[self.rank]
-        operands = [part[mine] for part in parts]
-        share = partial(reduce_in_place, operands, pairs_of_tree(self.world_size), 0, operands, op)
-        return self._submit("all_reduce", parts[self.rank], op, share=share)
-
-    def _all_reduce_small(self, flat: Tensor, op: ReduceOp) -> Work:
-        stages = self._stage(flat.numel(), flat.dtype)
-        return self._submit(
-            *("all_reduce", flat, op),
-            prepare=lambda: stages[self.rank].copy_(flat),
-            share=lambda: reduce_into(flat, stages, op),
-            alone=True,
-        )
-
-    def _all_reduce_staged(self, flat: Tensor, op: ReduceOp) -> Work:
-        """What others add is copied in, what they have added is copied out."""
-        stages = self._stage(flat.numel(), flat.dtype)
-        parts = even_parts(flat.numel(), self.world_size)
-        mine = parts[self.rank]
-        others = [(rank, part) for rank, part in enumerate(parts) if rank != self.rank]
-
-        def prepare() -> None:
-            for _, part in others:
-                stages[self.rank][part].copy_(flat[part])
-
-        def share() -> None:
-            operands = [stage[mine] for stage in stages]
-            operands[self.rank] = flat[mine]
-            reduce_into(stages[self.rank][mine], operands, op)
-            flat[mine].copy_(stages[self.rank][mine])
-
-        def take() -> None:
-            for rank, part in others:
-                flat[part].copy_(stages[rank][part])
-
-        return self._submit("all_reduce", flat, op, prepare=prepare, share=share, take=take)
+        if parts is None:
+            return _home(self._staging.all_reduce(flat, op), flat, home)
+        mine = even_parts(flat.numel(), self.world_size)[self.rank]
+        operands, pairs = [part[mine] for part in parts], pairs_of_tree(self.world_size)
+        share = partial(reduce_in_place, operands, pairs, 0, operands, op)
+        return self._turns.submit(*described("all_reduce", flat, op), share=share)
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Work:
         """See `Communicator.broadcast`."""
         if tensor.device.type != "cpu":
             return self.base.broadcast(tensor, src)
         flat, home = _flat(tensor)
-        work = self._chunked(flat, 1, lambda piece: self._broadcast(piece, src))
-        return work if home is None else CopyBack(work, flat.view(home.shape), home)
-
-    def _broadcast(self, flat: Tensor, src: int) -> Work:
-        stage = self._stage(flat.numel(), flat.dtype)[src]
-        here = self.rank == src
-        return self._submit(
-            *("broadcast", flat),
-            prepare=(lambda: stage.copy_(flat)) if here else _nothing,
-            share=None if here else lambda: flat.copy_(stage),
-            alone=True,
-        )
+        return _home(self._staging.broadcast(flat, src), flat, home)
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
         """See `Communicator.all_gather`."""
         if tensor.device.type != "cpu":
             return self.base.all_gather(output, tensor)
         _check_lengths(output, tensor, self.world_size)
-        flat, _ = _flat(tensor)
         out, home = _flat(output)
-        rows = out.view(self.world_size, -1)
-
-        def gather(piece: Tensor, start: int) -> Work:
-            stages = self._stage(piece.numel(), piece.dtype)
-            columns = rows[:, start : start + piece.numel()]
-
-            def share() -> None:
-                for row, stage in zip(columns, stages, strict=True):
-                    row.copy_(stage)
-
-            prepare = partial(stages[self.rank].copy_, piece)
-            return self._submit("all_gather", piece, prepare=prepare, share=share, alone=True)
-
-        size = STAGE_BYTES // flat.element_size()
-        pieces = [(flat[start : start + size], start) for start in range(0, flat.numel(), size)]
-        work = AllOf([gather(*piece) for piece in pieces])
-        return work if home is None else CopyBack(work, out.view(home.shape), home)
+        return _home(self._staging.all_gather(out, _flat(tensor)[0]), out, home)
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         """See `Communicator.reduce_scatter`."""
@@ -230,42 +165,16 @@ class SharedMemoryCommunicator:
         flat, copied = _flat(tensor)
         out, home = _flat(output)
         parts = None if copied is not None else self.parts_of(tensor)
-        work: Work
-        if parts is not None:
-            mine = slice(self.rank * out.numel(), (self.rank + 1) * out.numel())
-            share = partial(reduce_into, out, [part[mine] for part in parts], op)
-            work = self._submit("reduce_scatter", flat, op, share=share)
-        else:
-            rows = flat.view(self.world_size, -1)
-            size = STAGE_BYTES // flat.element_size() // self.world_size
-            work = AllOf(
-                [
-                    self._reduce_scatter(
-                        out[start : start + size], rows[:, start : start + size], op
-                    )
-                    for start in range(0, out.numel(), size)
-                ]
-            )
-        return work if home is None else CopyBack(work, out.view(home.shape), home)
-
-    def _reduce_scatter(self, out: Tensor, rows: Tensor, op: ReduceOp) -> Work:
-        stages = [stage.view(rows.shape) for stage in self._stage(rows.numel(), rows.dtype)]
-
-        def share() -> None:
-            operands = [stage[self.rank] for stage in stages]
-            operands[self.rank] = rows[self.rank]
-            reduce_into(out, operands, op)
-
-        return self._submit(
-            *("reduce_scatter", out, op),
-            prepare=lambda: stages[self.rank].copy_(rows),
-            share=share,
-            alone=True,
-        )
+        if parts is None:
+            return _home(self._staging.reduce_scatter(out, flat, op), out, home)
+        mine = slice(self.rank * out.numel(), (self.rank + 1) * out.numel())
+        share = partial(reduce_into, out, [part[mine] for part in parts], op)
+        work = self._turns.submit(*described("reduce_scatter", flat, op), share=share)
+        return _home(work, out, home)
 
     def barrier(self) -> None:
         """See `Communicator.barrier`."""
-        self._turns.submit("barrier", self._signature("barrier", 0), alone=True).wait()
+        self._turns.submit("barrier", 0, alone=True).wait()
 
     def exchange(
         self,
@@ -279,34 +188,14 @@ class SharedMemoryCommunicator:
 
     def close(self) -> None:
         """Take part in nothing any more; peers that wait for this rank are told."""
-        self._flags.leave()
-        self._patience.close()
+        self._leave()
+        self._turns.close()
         self._regions.clear()
 
-    # -- how --------------------------------------------------------------------------------------
 
-    def _stage(self, numel: int, dtype: torch.dtype) -> list[Tensor]:
-        """Every rank's buffer for the next turn, [numel]; see [Note: Two buffers in turn]."""
-        self._half = 1 - self._half
-        return [stage[: numel * dtype.itemsize].view(dtype) for stage in self._stages[self._half]]
-
-    def _chunked(self, flat: Tensor, rows: int, run: Callable[[Tensor], Work]) -> Work:
-        size = STAGE_BYTES // flat.element_size() // rows
-        if flat.numel() <= size:
-            return run(flat) if flat.numel() else Done()
-        return AllOf([run(piece) for piece in flat.split(size)])
-
-    def _submit(self, kind: str, tensor: Tensor, op: ReduceOp = "sum", **actions: object) -> Work:
-        signature = self._signature(kind, tensor.numel(), _OPS.index(op), tensor.element_size())
-        what = f"{kind} {str(tensor.dtype).removeprefix('torch.')} [{tensor.numel()}]"
-        return self._turns.submit(what, signature, **actions)  # type: ignore[arg-type]
-
-    @staticmethod
-    def _signature(kind: str, *numbers: int) -> int:
-        signature = _KINDS.index(kind) + 1
-        for number in numbers:
-            signature = signature * 1_000_003 + number
-        return signature
+def _leave(flags: Flags, patience: Patience) -> None:
+    flags.leave()
+    patience.close()
 
 
 def _flat(tensor: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -316,13 +205,14 @@ def _flat(tensor: Tensor) -> tuple[Tensor, Tensor | None]:
     return flat, tensor if flat.data_ptr() != tensor.data_ptr() and tensor.numel() else None
 
 
+def _home(work: Work, flat: Tensor, home: Tensor | None) -> Work:
+    """`work` on `flat`, brought home where that is a copy."""
+    return work if home is None else CopyBack(work, flat.view(home.shape), home)
+
+
 def _check_lengths(whole: Tensor, part: Tensor, world_size: int) -> None:
     if whole.numel() != part.numel() * world_size or whole.dtype != part.dtype:
         raise ValueError(
             f"the whole tensor must be {world_size} times the part, of the same dtype; got "
             f"{whole.dtype} {tuple(whole.shape)} and {part.dtype} {tuple(part.shape)}"
         )
-
-
-def _nothing() -> None:
-    """A prepare that keeps turns with buffers in step."""

@@ -16,8 +16,8 @@ PAGE_BYTES = 4096
 
 # In words of 8 bytes; what different ranks poll lies on cache lines of its own (8 words).
 _ARRIVED, _DONE, _CLOSED = 0, 8, 16
-_NOTES, _NUM_NOTES = 24, 8
-_SIGNATURES, _NUM_SIGNATURES = 32, 256
+_NOTES, _NUM_NOTES = 24, 8  # twice
+_SIGNATURES, _NUM_SIGNATURES = 40, 256
 
 _MASK = (1 << 63) - 1
 
@@ -33,6 +33,7 @@ class Flags:
     def __init__(self, rank: int, pages: Sequence[Tensor]) -> None:
         self._words = [page.numpy().data.cast("B").cast("q") for page in pages]
         self._mine = self._words[rank]
+        self._notes = _NOTES
         self._others = [(peer, words) for peer, words in enumerate(self._words) if peer != rank]
 
     def arrive(self, turn: int, signature: int) -> None:
@@ -78,11 +79,15 @@ class Flags:
         ]
 
     def note(self, values: Sequence[int]) -> None:
-        """Leave up to 8 numbers for the peers; they may read them after the next `arrive`."""
+        """Leave up to 8 numbers for the peers; they may read them after the next `arrive`.
+
+        In two places in turn: a peer may still read the last ones.
+        """
         assert len(values) <= _NUM_NOTES
+        self._notes = 2 * _NOTES + _NUM_NOTES - self._notes
         for place, value in enumerate(values):
-            self._mine[_NOTES + place] = value
+            self._mine[self._notes + place] = value
 
     def notes(self, count: int) -> list[list[int]]:
         """The first `count` numbers of every rank."""
-        return [[words[_NOTES + place] for place in range(count)] for words in self._words]
+        return [[words[self._notes + place] for place in range(count)] for words in self._words]

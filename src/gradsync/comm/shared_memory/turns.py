@@ -97,6 +97,11 @@ class Turns:
                 raise
             self._queue.popleft()
 
+    def close(self) -> None:
+        """Let go of what was submitted and not waited for, and of the error that broke it."""
+        self._queue.clear()
+        self._broken = RunError("this shared-memory communicator is closed")
+
     def _arrive(self, turn: Turn) -> None:
         self._flags.arrive(turn.number, turn.signature)
         turn.arrived = True

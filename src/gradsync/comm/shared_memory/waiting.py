@@ -32,7 +32,7 @@ class Patience:
     """
 
     def __init__(self, rank: int, pids: Sequence[int], timeout_s: float) -> None:
-        self._rank, self._pids, self._timeout_s = rank, list(pids), timeout_s
+        self._rank, self._pids, self.timeout_s = rank, list(pids), timeout_s
         cores = cgroup_cores() or os.cpu_count() or 1
         threads_of_one = len(set(pids)) < len(pids)  # looking, one would hold Python's lock
         self._spins = _SPINS if len(pids) <= cores and not threads_of_one else 0
@@ -40,7 +40,10 @@ class Patience:
         self._doors: dict[int, int] = {}
         for peer, pid in enumerate(pids):
             if pid != os.getpid():
-                self._doors[peer] = os.pidfd_open(pid)
+                try:
+                    self._doors[peer] = os.pidfd_open(pid)
+                except ProcessLookupError:
+                    raise LostPeerError(f"rank {rank}: rank {peer} has ended") from None
 
     def until(self, ready: Callable[[], bool], missing: Callable[[], list[int]]) -> None:
         """Return once `ready()`.
@@ -84,7 +87,7 @@ class Patience:
                 f"rank {self._rank}: rank {names} has ended while its part of a shared-memory "
                 "operation was awaited"
             )
-        if waited_s > self._timeout_s:
+        if waited_s > self.timeout_s:
             raise LostPeerError(
                 f"rank {self._rank}: waited {waited_s:.0f} s for rank(s) "
                 f"{', '.join(map(str, waited_for))} in a shared-memory operation"

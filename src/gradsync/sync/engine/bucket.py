@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,6 +30,9 @@ class Bucket:
         """Which slots got a gradient from the present leaf."""
         self.missing = len(plan.slots)
         """How many did not."""
+        self.waiting: list[int] = []
+        """Slots whose gradient of the present leaf lies in `.grad` still."""
+        self.waiting_elements = 0
         self._flats: list[Tensor] = []
         self._views: list[list[Tensor]] = []
 
@@ -67,6 +71,22 @@ class Bucket:
             self.flat(number)
         return self._views[number][slot]
 
+    def views(self, number: int, slots: Sequence[int]) -> list[Tensor]:
+        """`view` of several parameters."""
+        if len(self._views) <= number:
+            self.flat(number)
+        views = self._views[number]
+        return [views[slot] for slot in slots]
+
+    def span(self, number: int, slots: Sequence[int]) -> Tensor | None:
+        """The part of buffer `number` that holds `slots` and nothing else but padding; None when
+        others lie between them."""
+        first, last = min(slots), max(slots)
+        if last - first + 1 != len(slots):
+            return None
+        start, end = self.plan.slots[first].offset, self.plan.slots[last]
+        return self.flat(number)[start : end.offset + end.numel]
+
     def published(self) -> list[nn.Parameter]:
         """Parameters whose `.grad` is the view into `flat(0)`."""
         return [p for slot, p in enumerate(self.parameters) if p.grad is self.view(0, slot)]
@@ -83,6 +103,7 @@ class Bucket:
         """Expect every slot again."""
         self.missing = len(self.plan.slots)
         self.fired = [False] * self.missing
+        self.waiting, self.waiting_elements = [], 0
 
     def begin_step(self) -> None:
         """Forget what was touched; the memory stays."""

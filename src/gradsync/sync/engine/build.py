@@ -15,9 +15,11 @@ from gradsync.comm.groups import Groups, for_background
 from gradsync.comm.hierarchical import hierarchical_all_reduce
 from gradsync.comm.ring import ring_all_reduce
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
+from gradsync.comm.shared_memory.hierarchy import all_reduce_over_hosts, share_hosts
 from gradsync.comm.shared_memory.unavailable import SharedMemoryError
 from gradsync.errors import ConfigError
 from gradsync.sync.engine.engine import Engine
+from gradsync.sync.engine.over_hosts import OverHosts
 from gradsync.sync.engine.recipe import Recipe
 from gradsync.sync.engine.sums import PlainSums, TreeSums
 from gradsync.sync.engine.transport import (
@@ -90,7 +92,34 @@ def _transport(
         return HalfWire(comm, torch.bfloat16 if recipe.wire == "bf16" else torch.float16)
     if recipe.reduction == "backend":
         return AllReduce(comm)
+    if recipe.reduction == "hierarchical" and device.type == "cpu":
+        transport = _over_hosts(comm, recipe, _known(groups))
+        if transport is not None:
+            return transport
     return Algorithm(_algorithm(for_background(comm, device), recipe, groups), device)
+
+
+def _over_hosts(comm: Communicator, recipe: Recipe, groups: Groups) -> OverHosts | None:
+    """Shared memory inside of hosts; None where it is not wanted or not possible."""
+    hosts = groups.placement.nodes
+    if recipe.collective == "backend" or len(hosts) == comm.world_size:
+        return None
+    channel = draw_channel(comm)
+    inter = Channel(groups.inter, channel)
+    try:
+        host = share_hosts(comm, groups.intra, channel)
+    except SharedMemoryError as error:
+        if recipe.collective == "shared_memory":
+            raise
+        if comm.rank == 0:
+            log.info("inside of hosts by messages: %s", str(error))
+        return None
+    if comm.rank == 0:
+        log.info("through shared memory inside of hosts, of which there are %d", len(hosts))
+    equal_nodes = groups.equal_nodes
+    return OverHosts(
+        host, lambda flat: all_reduce_over_hosts(host, inter, flat, equal_nodes=equal_nodes)
+    )
 
 
 def _tree_levels(comm: Communicator, recipe: Recipe, groups: Groups | None) -> list[Communicator]:

@@ -12,7 +12,6 @@ contributes zeros. So nothing ever hangs, and nothing stays unsynchronised.
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from gradsync.sync.engine.plan import Item, plan_buckets
 from gradsync.sync.engine.recipe import Recipe
 from gradsync.sync.engine.sums import Sums
 from gradsync.sync.engine.transport import Transport
+from gradsync.sync.engine.unused import UnusedWarning
 from gradsync.sync.reducer import Reducer, Reduction, trainable
 from gradsync.sync.stopwatch import Stopwatch
 
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 MIB = 2**20
-
-log = logging.getLogger("gradsync")
+_FOLD_ELEMENTS = 65_536
+"""Gradients of a bucket wait until they are so many, in the cache still."""
 
 
 class Engine(Reducer):
@@ -73,7 +73,7 @@ class Engine(Reducer):
             parameter.register_post_accumulate_grad_hook(_hook(engine, index))
             for index, parameter in enumerate(self.parameters)
         ]
-        self._unused_named: set[int] = set()
+        self._unused = UnusedWarning(self._names)
 
     def _lay_out(self, order: list[int]) -> None:
         recipe = self.recipe
@@ -136,6 +136,7 @@ class Engine(Reducer):
         """All gradients of the leaf are there."""
         self._in_leaf = False
         for bucket in self.buckets[len(self._works) :]:
+            self._fold(bucket)
             self._sums.end_leaf(bucket)
 
     def gradient_ready(self, index: int) -> None:
@@ -153,12 +154,22 @@ class Engine(Reducer):
             return
         bucket, slot = self._places[index]
         _check_gradient(self._names[index], parameter, bucket, slot)
-        self._sums.fold(bucket, slot, parameter)
         bucket.mark(slot)
+        bucket.waiting.append(slot)
+        bucket.waiting_elements += bucket.plan.slots[slot].numel
+        if bucket.waiting_elements >= _FOLD_ELEMENTS or not bucket.missing:
+            self._fold(bucket)
         if self._learning and self._sums.num_leaves == 1:
             self._ready_order.append(index)
         if self._last and bucket.missing == 0:
             self._launch_full()
+
+    def _fold(self, bucket: Bucket) -> None:
+        """Take in the gradients that wait: small ones together, one by one they cost more to call
+        for than to add."""
+        if bucket.waiting:
+            self._sums.fold(bucket, bucket.waiting)
+            bucket.waiting, bucket.waiting_elements = [], 0
 
     def _own_leaf_begins(self) -> bool:
         """In a loop of one's own: False under no_sync, where autograd adds up in `.grad` by itself
@@ -172,7 +183,7 @@ class Engine(Reducer):
         """Take in what lies in `.grad` from before, then end the leaf, if this rank has one: a
         `new` backward, or gradients that somebody put there by hand. See `OwnLoop`."""
         waiting = [
-            (parameter, bucket, slot)
+            (bucket, slot)
             for parameter, (bucket, slot) in zip(self.parameters, self._places, strict=True)
             if parameter.grad is not None and not bucket.touched[slot]
         ]
@@ -180,9 +191,9 @@ class Engine(Reducer):
             return
         if not self._in_leaf and not self._begun:
             self.begin_leaf(last=False)
-        for parameter, bucket, slot in waiting:
-            self._sums.fold(bucket, slot, parameter)
+        for bucket, slot in waiting:
             bucket.mark(slot)
+            bucket.waiting.append(slot)
         self.end_leaf()
 
     def forget(self) -> None:
@@ -230,7 +241,9 @@ class Engine(Reducer):
 
     def _begin_step(self, used: list[bool]) -> None:
         """This step's gradients are summed: forget who brought them."""
-        self._name_unused(used)
+        if self._sums.num_leaves:
+            touched = [bucket.touched[slot] for bucket, slot in self._places]
+            self._unused.say(used, touched, self.comm.rank)
         self._works.clear()
         self._begun = False
         for bucket in self.buckets:
@@ -245,19 +258,6 @@ class Engine(Reducer):
             self.parameters, self._places, used, strict=True
         ):
             parameter.grad = bucket.view(0, slot) if any_rank else None
-
-    def _name_unused(self, used: list[bool]) -> None:
-        """Warn once about parameters that some ranks used and this one did not."""
-        for index, (bucket, slot) in enumerate(self._places):
-            if used[index] and not bucket.touched[slot] and self._sums.num_leaves:
-                if index not in self._unused_named:
-                    log.warning(
-                        "parameter %r got no gradient on rank %d in this step, but did on another "
-                        "one; here it counts as zeros (said once)",
-                        self._names[index],
-                        self.comm.rank,
-                    )
-                self._unused_named.add(index)
 
     # -- the order of buckets ---------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -11,7 +12,7 @@ from gradsync.sync.engine.bucket import Bucket
 from gradsync.sync.engine.leaf_tree import LeafStack
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 
 FORGOTTEN = -2
@@ -35,8 +36,8 @@ class Sums(Protocol):
         """The next gradients belong to leaf `index` of the global batch (None: not known)."""
         ...
 
-    def fold(self, bucket: Bucket, slot: int, parameter: nn.Parameter) -> None:
-        """Take in the gradient that has just arrived in `parameter.grad`."""
+    def fold(self, bucket: Bucket, slots: Sequence[int]) -> None:
+        """Take in the gradients that have arrived in `.grad` of these parameters."""
         ...
 
     def end_leaf(self, bucket: Bucket) -> None:
@@ -65,17 +66,20 @@ class PlainSums:
         """See `Sums.begin_leaf`; where a leaf stands does not matter here."""
         self.num_leaves += 1
 
-    def fold(self, bucket: Bucket, slot: int, parameter: nn.Parameter) -> None:
+    def fold(self, bucket: Bucket, slots: Sequence[int]) -> None:
         """After the first leaf autograd itself adds to the view, and nothing is left to do.
 
         A `.grad` that is not the view holds everything that shall count: it is new, or somebody
         cleared it in between.
         """
-        view, gradient = bucket.view(0, slot), parameter.grad
-        assert gradient is not None
-        if gradient is not view:
-            view.copy_(gradient.detach())
-            parameter.grad = view
+        views = bucket.views(0, slots)
+        parameters = [bucket.parameters[slot] for slot in slots]
+        fresh = [(p, v) for p, v in zip(parameters, views, strict=True) if p.grad is not v]
+        if fresh:
+            gradients = _gradients([parameter for parameter, _ in fresh])
+            torch._foreach_copy_([view for _, view in fresh], gradients)
+            for parameter, view in fresh:
+                parameter.grad = view
 
     def end_leaf(self, bucket: Bucket) -> None:
         """Nothing was added, nothing is missing."""
@@ -86,7 +90,7 @@ class PlainSums:
 
     def begin_step(self) -> None:
         """See `Sums.begin_step`."""
-        self.num_leaves = 0
+        self.num_leaves, self.first_leaf = 0, None
 
 
 class TreeSums:
@@ -126,32 +130,41 @@ class TreeSums:
         self._target = self._top if index is None else self._stack.push(index)
         self.num_leaves += 1
 
-    def fold(self, bucket: Bucket, slot: int, parameter: nn.Parameter) -> None:
-        """The fresh gradient goes down the stack; `.grad` is empty again."""
-        assert parameter.grad is not None
-        gradient = parameter.grad.detach()
+    def fold(self, bucket: Bucket, slots: Sequence[int]) -> None:
+        """Fresh gradients go down the stack; `.grad` is empty again."""
+        parameters = [bucket.parameters[slot] for slot in slots]
+        gradients = _gradients(parameters)
         if self._target == self._top:
-            # 0.0 + g, not a copy: it turns -0.0 into 0.0, which makes zeros neutral in every sum.
-            torch.add(gradient, 0.0, out=bucket.view(self._top, slot))
+            self._lay_down(bucket, slots, gradients)
         else:
-            bucket.view(self._top - 1, slot).add_(gradient)
-            self._carry(bucket, slot)
-        parameter.grad = None
+            torch._foreach_add_(bucket.views(self._top - 1, slots), gradients)
+            self._carry(bucket, slots)
+        for parameter in parameters:
+            parameter.grad = None
+
+    def _lay_down(self, bucket: Bucket, slots: Sequence[int], gradients: list[Tensor]) -> None:
+        """0.0 + g, not a copy: it turns -0.0 into 0.0, which makes zeros neutral in every sum."""
+        views = bucket.views(self._top, slots)
+        if len(slots) == 1:
+            torch.add(gradients[0], 0.0, out=views[0])
+            return
+        torch._foreach_copy_(views, gradients)
+        span = bucket.span(self._top, slots)
+        torch._foreach_add_(views if span is None else [span], 0.0)
 
     def end_leaf(self, bucket: Bucket) -> None:
         """A leaf without a gradient counts as zeros."""
         if not bucket.missing:
             return
-        for slot, fired in enumerate(bucket.fired):
-            if not fired:
-                if self._target == self._top:
-                    bucket.view(self._top, slot).zero_()
-                else:
-                    self._carry(bucket, slot)
+        slots = [slot for slot, fired in enumerate(bucket.fired) if not fired]
+        if self._target == self._top:
+            torch._foreach_zero_(bucket.views(self._top, slots))
+        else:
+            self._carry(bucket, slots)
 
-    def _carry(self, bucket: Bucket, slot: int) -> None:
+    def _carry(self, bucket: Bucket, slots: Sequence[int]) -> None:
         for number in range(self._top - 1, self._target, -1):
-            bucket.view(number - 1, slot).add_(bucket.view(number, slot))
+            torch._foreach_add_(bucket.views(number - 1, slots), bucket.views(number, slots))
 
     def forget(self) -> None:
         """See `Sums.forget`; the other ranks learn it in place of the first leaf's index."""
@@ -162,3 +175,8 @@ class TreeSums:
         """See `Sums.begin_step`."""
         self._stack = LeafStack()
         self.num_leaves, self.first_leaf = 0, None
+
+
+def _gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    found = [parameter.grad for parameter in parameters]
+    return [g.detach() if g.requires_grad else g for g in found if g is not None]

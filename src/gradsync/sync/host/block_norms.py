@@ -40,11 +40,16 @@ class BlockNorms:
             }
             for flat in flats
         ]
+        self._blocks: dict[tuple[int, int], tuple[int, list[Tensor]]] = {}
         self._double = any(parameter.dtype == torch.float64 for parameter in parameters)
 
     def take(self, flat: int, run: Run, gradient: Tensor) -> None:
         """Note the norms of one run's blocks of `gradient`, the whole flat."""
-        norms = norms_of_blocks([gradient[block.start : block.stop] for block in run.blocks])
+        key, place = (flat, run.start), gradient.data_ptr()
+        if key not in self._blocks or self._blocks[key][0] != place:
+            blocks = [gradient[block.start : block.stop] for block in run.blocks]
+            self._blocks[key] = place, blocks  # most often the same memory in every step
+        norms = norms_of_blocks(self._blocks[key][1])
         self._norms.index_copy_(0, self._places[flat][run.start], norms)
 
     def total(self) -> Tensor:

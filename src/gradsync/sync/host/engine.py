@@ -68,7 +68,7 @@ class HostEngine(Engine):
         self._norms = BlockNorms(self._host, self._flats, self.parameters)
         self._weights = self._move_weights()
         self._updates: dict[int, tuple[Optimizer, HostUpdate]] = {}
-        self._in_shares = self._said = False
+        self._in_shares = self._said = self._clips = False
         self._sum: Sum | None = None
         self._used: list[bool] = []
 
@@ -99,7 +99,7 @@ class HostEngine(Engine):
         step's small message arrives."""
         self._watch = Stopwatch(on_cuda=False)
         self._watch.start()
-        if not self._in_shares:
+        if not self._in_shares and self._sums.first_leaf != FORGOTTEN:
             self._release()  # a loop of one's own may be about to run whole optimizers
         self._begun = True
         for bucket in self.buckets:
@@ -162,7 +162,8 @@ class HostEngine(Engine):
                 for left, right in self._sum.pairs:
                     parts[left].add_(parts[right])
                 parts[self._sum.end].mul_(factor)
-                self._norms.take(number, run, operands[self._sum.end])
+                if self._clips:
+                    self._norms.take(number, run, operands[self._sum.end])
 
     def _means(self) -> list[Tensor]:
         """The mean gradient of each flat, [flat.numel], the same memory on all ranks."""
@@ -173,6 +174,9 @@ class HostEngine(Engine):
         """See `Reducer.clip`."""
         if not self._in_shares:
             return super().clip(max_norm)
+        if not self._clips:  # not foreseen: no step before has clipped
+            self._clips = True
+            self._host.run(self._take_norms, _NORMS).wait()
         norm = self._norms.total()
         factor = clip_factor(norm, max_norm)
         if float(factor) != 1.0:
@@ -180,6 +184,11 @@ class HostEngine(Engine):
                 for run in flat.runs:
                     mean[run.start : run.stop].mul_(factor)
         return norm
+
+    def _take_norms(self) -> None:
+        for number, (flat, mean) in enumerate(zip(self._flats, self._means(), strict=True)):
+            for run in flat.runs:
+                self._norms.take(number, run, mean)
 
     def update(self, optimizer: Optimizer) -> None:
         """See `Reducer.update`."""
@@ -259,4 +268,4 @@ class HostEngine(Engine):
                 parameter.data = parameter.data.clone()
 
 
-_WHOLE, _SHARES = 1, 2  # all ranks must be doing the same
+_WHOLE, _SHARES, _NORMS = 1, 2, 3  # all ranks must be doing the same

@@ -55,6 +55,12 @@ class SharedState:
         """(flat, name) -> [flat.numel]."""
         self._numbers: dict[str, Tensor] = {}
         """name -> [parameters]."""
+        self._kept: dict[tuple[int, int], dict[str, Tensor]] = {}
+        """(flat, parameter group) -> see `slots_of`."""
+        group_of = {
+            id(p): number for number, g in enumerate(optimizer.param_groups) for p in g["params"]
+        }
+        self._groups = {index: group_of[id(p)] for index, p in parameters.items()}
         self._settings: list[State] = []
         self._shown: set[int] = set()
         self._seen: tuple[int, int] | None = None
@@ -95,7 +101,8 @@ class SharedState:
     def _make_room(self) -> None:
         """Allocate for what these settings keep; both kinds once per host."""
         for number, flat in enumerate(self._flats):
-            for kept in slots_of(self._optimizer, flat.dtype) or []:
+            for group, kept in enumerate(slots_of(self._optimizer, flat.dtype) or []):
+                self._kept[number, group] = kept
                 for name, like in kept.items():
                     if like.dim() and (number, name) not in self._memory:
                         memory = self._comm.allocate_once(flat.numel, like.dtype)
@@ -149,13 +156,8 @@ class SharedState:
         self._shown.add(index)
         parameter = self._parameters[index]
         number, offset = self._places[index]
-        group = next(
-            group
-            for group in self._optimizer.param_groups
-            if any(p is parameter for p in group["params"])
-        )
         entry: State = {}
-        for name, like in _kept(self._optimizer, group, self._flats[number].dtype).items():
+        for name, like in self._kept[number, self._groups[index]].items():
             if like.dim():
                 memory = self._memory[number, name]
                 entry[name] = memory[offset : offset + parameter.numel()].view(parameter.shape)

@@ -53,6 +53,8 @@ class HostUpdate:
             for slot, parameter in zip(flat.slots, home.parameters, strict=True)
             if id(parameter) in group_of
         }
+        self._place: tuple[int, ...] = ()
+        self._parts: list[Tensor] = []
         self._state = SharedState(optimizer, self._inner, self._pieces, flats, parameters)
 
     def _make_inner(self) -> Optimizer:
@@ -76,8 +78,8 @@ class HostUpdate:
             home.check()
         self._state.prepare()
         if self._inner is not None:
-            for piece in self._pieces:
-                part = gradients[piece.flat][piece.start : piece.stop]
+            parts = self._parts_of(gradients)
+            for piece, part in zip(self._pieces, parts, strict=True):
                 piece.tensor.grad = part if used[piece.index] else None
             groups = self._optimizer.param_groups
             for group, number in zip(self._inner.param_groups, self._numbers, strict=True):
@@ -91,8 +93,17 @@ class HostUpdate:
         self._comm.barrier()  # nobody reads weights before all have written theirs
         for home in self._weights:
             home.remember()
-        # Lets schedulers and hooks on it know; without gradients it changes nothing.
-        self._optimizer.step()
+        if "step" in self._optimizer.__dict__:
+            # A scheduler counts its steps there; without gradients it changes nothing.
+            self._optimizer.step()
+
+    def _parts_of(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Gradients of the pieces: most often the same memory in every step."""
+        place = tuple(flat.data_ptr() for flat in gradients)
+        if place != self._place:
+            self._place = place
+            self._parts = [gradients[p.flat][p.start : p.stop] for p in self._pieces]
+        return self._parts
 
     def release(self) -> None:
         """From now on somebody else does this optimizer's steps."""

@@ -1,0 +1,170 @@
+"""All-reduce over several hosts whose ranks share memory: add there, send between hosts.
+
+2 hosts with 2 ranks, the tensor's shares a and b; `=` is memory, `~` is the network:
+
+    host 0   rank 0 ═╗ a of both ═► a ~~~ all-reduce with rank 2 ~~~ a ═► into all buffers ═► a b
+             rank 1 ═╝ b of both ═► b ~~~ all-reduce with rank 3 ~~~ b ═► into all buffers ═► a b
+    host 1   rank 2 ═╗ ...
+
+It does what `comm/hierarchical.py` does by messages alone. Inside a host a byte moves at the
+memory's speed; between hosts each rank sends 2(M-1)/M of a share (M hosts).
+
+[Note: One turn] From the moment when all ranks of the host have come until all are done, a share
+belongs to one rank, in everybody's buffers. So adding, the messages, and writing the result all
+happen in one turn (`turns.py`). Nobody waits for a message of another share.
+
+[Note: Cuts] What is sent between hosts must be cut alike on all hosts, wherever their tensors lie:
+equal shares, and the rest with the short tensors.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from gradsync.comm.base import Communicator, Messenger, ReduceOp
+from gradsync.comm.by_messages import ByMessages
+from gradsync.comm.channel import Channel
+from gradsync.comm.combine import flat_view
+from gradsync.comm.doubling import doubling_all_reduce
+from gradsync.comm.ring import ring_all_reduce
+from gradsync.comm.shared_memory.choose import share_memory
+from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
+from gradsync.comm.shared_memory.kernels import reduce_into
+from gradsync.comm.shared_memory.unavailable import SharedMemoryError
+from gradsync.comm.values import all_gather_json
+from gradsync.errors import LostPeerError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+log = logging.getLogger("gradsync")
+
+_SHORT_BYTES = 2**14
+"""Up to here one rank of each host sends all of it: a share would be too short for a message."""
+_DOUBLING_BYTES = 2**18
+"""Up to here fewer messages between hosts are worth more bytes."""
+
+
+def share_hosts(
+    everyone: Communicator, intra: Messenger, channel: int = 0
+) -> SharedMemoryCommunicator:
+    """A communicator over each host's ranks that goes through shared memory; all ranks call it.
+
+    All hosts get one, or none does. Close it when it is no longer needed.
+
+    Args:
+        everyone: the ranks of all hosts; two small all-gathers.
+        intra: the ranks of this host; carries messages, in `channel`.
+        channel: from `draw_channel`, when the communicator is for a second thread.
+
+    Raises:
+        SharedMemoryError: on all ranks, with the reason of the first host where it is not possible.
+    """
+    shared, reason = None, ""
+    try:
+        shared = share_memory(ByMessages(Channel(intra, channel), getattr(intra, "group", None)))
+    except SharedMemoryError as error:
+        reason = str(error)
+    for rank, refusal in enumerate(all_gather_json(everyone, reason)):
+        if refusal:
+            if shared is not None:
+                shared.close()
+            raise SharedMemoryError(f"rank {rank}: {refusal}")
+    assert shared is not None, "no rank refused"
+    return shared
+
+
+def all_reduce_over_hosts(
+    host: SharedMemoryCommunicator,
+    inter: Messenger,
+    tensor: Tensor,
+    op: ReduceOp = "sum",
+    *,
+    equal_nodes: bool,
+) -> None:
+    """Combine `tensor` (contiguous, any shape and length) over all hosts, in place, blocking.
+
+    Tensors from `host.allocate` are combined where they lie; others go through small buffers, with
+    the same bits. After an error `host` is closed.
+
+    Args:
+        host: the ranks of this host, as `share_hosts` gives them to all hosts.
+        inter: the ranks of all hosts that have this rank's place in their `host`.
+        tensor: on the CPU; same shape and dtype on all ranks.
+        op: sum, min or max.
+        equal_nodes: as in `hierarchical_all_reduce`: with leaders when not all hosts have the same
+            number of ranks.
+
+    Raises:
+        LostPeerError: a rank of this host has gone.
+        RuntimeError: a rank of another host has gone.
+    """
+    try:
+        if equal_nodes:
+            _shard_wise(host, inter, flat_view(tensor), op)
+        else:
+            _with_leaders(host, inter, flat_view(tensor), op)
+    except LostPeerError as error:
+        host.close()
+        raise LostPeerError(f"{error} (counting the ranks of this host alone)") from None
+    except RuntimeError:
+        host.close()  # its other ranks would wait for this one
+        raise
+
+
+def _with_leaders(
+    host: SharedMemoryCommunicator, inter: Messenger, flat: Tensor, op: ReduceOp
+) -> None:
+    host.all_reduce(flat, op).wait()  # this host, [numel]
+    if host.rank == 0:
+        _between(inter, flat, op)
+    host.broadcast(flat).wait()  # likewise
+
+
+def _shard_wise(
+    host: SharedMemoryCommunicator, inter: Messenger, flat: Tensor, op: ReduceOp
+) -> None:
+    # [Note: Cuts]
+    long = flat.numel() - flat.numel() % host.world_size
+    if long * flat.element_size() <= _SHORT_BYTES:
+        long = 0
+    if long:
+        _in_shares(host, inter, flat[:long], op)
+    if long < flat.numel():
+        # Not every rank for itself: `inter` may have the hosts in another order on other places,
+        # and so other bits.
+        _with_leaders(host, inter, flat[long:], op)
+
+
+def _in_shares(
+    host: SharedMemoryCommunicator, inter: Messenger, flat: Tensor, op: ReduceOp
+) -> None:
+    """Equal shares, one per rank of the host."""
+    size = flat.numel() // host.world_size
+    mine = slice(host.rank * size, (host.rank + 1) * size)
+    parts = host.parts_of(flat)
+    own = flat[mine]
+    if parts is None:
+        host.reduce_scatter(own, flat, op).wait()  # this host, [numel] in, [numel / n] out
+        _between(inter, own, op)
+        host.all_gather(flat, own).wait()  # likewise, the other way
+        return
+    operands = [part[mine] for part in parts]
+
+    def share() -> None:  # [Note: One turn]
+        reduce_into(own, operands, op)
+        _between(inter, own, op)
+        for rank, operand in enumerate(operands):
+            if rank != host.rank:
+                operand.copy_(own)
+
+    host.run(share, flat.numel() * 16 + flat.element_size()).wait()
+
+
+def _between(inter: Messenger, share: Tensor, op: ReduceOp) -> None:
+    """Combine one share over all hosts, by messages: [n], between ranks of one place."""
+    if share.numel() * share.element_size() <= _DOUBLING_BYTES:
+        doubling_all_reduce(inter, share, op)
+    else:
+        ring_all_reduce(inter, share, op)

@@ -1,0 +1,209 @@
+"""`bench sync` at work: what it counts, what it refuses to time, and one whole run of it."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from gradsync.bench import sync_check
+from gradsync.bench.contestant import parse_contestants, with_ideals
+from gradsync.bench.contestant_base import Entrant, Site, make_leaves
+from gradsync.bench.contestant_plain import Alone, TorchDdp
+from gradsync.bench.meter import StepClock
+from gradsync.bench.meter_memory import PeakMemory
+from gradsync.bench.sync_check import NotTrainingError, check, judge, reference_losses
+from gradsync.bench.sync_plan import SyncSettings, sync_plan
+from gradsync.bench.sync_run import Runner, owners
+from gradsync.bench.sync_sets import Baton
+from gradsync.models.config import GPTConfig
+from gradsync.models.presets import PRESETS
+from support.launchers import run_python
+from support.rank_session import open_session
+
+SMALL = {"tiny": GPTConfig(n_layer=1, n_head=1, n_embd=64, vocab_size=2048, block_size=16)}
+NUM_PARAMETERS = 11  # embedding, the last norm, and 9 of the one layer
+SIZE = 4 * SMALL["tiny"].num_params()
+SETTINGS = SyncSettings(model_size="tiny", context_length=16, rounds=2, num_steps=2, num_warmup=0)
+CONTESTANTS = "naive,bucketed:collective=shared_memory,ring,local_sgd"
+
+
+def _measured(rank: int, world_size: int, store_path: str) -> dict[str, Any]:
+    with patch.dict(PRESETS, SMALL):
+        return _run(rank, world_size, store_path)
+
+
+def _run(rank: int, world_size: int, store_path: str) -> dict[str, Any]:
+    plan = sync_plan(
+        SETTINGS,
+        with_ideals(parse_contestants(CONTESTANTS + ",torch_ddp"), same_allocator=True),
+        world_size=world_size,
+        batch_size=1,
+    )
+    told = []
+    with open_session(rank, world_size, store_path) as world:
+        baton = Baton(None, 0, owners(plan))
+        runner = Runner(plan, 0, world, baton, lambda place, count, what: told.append(what))
+        found = runner.run()
+    assert told[0] == "checking none"
+    assert told[-2:] == ["measuring none", ""]  # the second round ends with whom the first began
+    return found["contestants"]
+
+
+def test_what_is_measured_on_two_ranks(pool: Any) -> None:
+    """Operations and bytes by formula: W = 2, so a sum sends S; one small message a step."""
+    first, second = pool.run(_measured, 2)
+    assert first == second
+    for ranks in first.values():
+        assert [len(turn) for rank in ranks for turn in rank["step_s"]] == [2] * 4
+        assert all(0 < c < s for r in ranks for c, s in _pairs(r))
+        assert all(rank["memory_bytes"] > SIZE for rank in ranks)
+    operations = {name: ranks[0]["operations"] for name, ranks in first.items()}
+    assert operations == {
+        "none": 0,
+        "naive": NUM_PARAMETERS + 1,
+        "bucketed:collective=shared_memory": 2,
+        "ring": 2 + 1,  # two rounds of messages
+        "local_sgd": 2,  # a small message each step; weights and its own message every second
+        "torch_ddp": 2,  # it broadcasts buffers before each forward
+    }
+    sent = {name: ranks[0]["sent_bytes"] / SIZE for name, ranks in first.items()}
+    expected = {"none": 0.0, "local_sgd": 0.5, "bucketed:collective=shared_memory": 0.0}
+    assert all(abs(value - expected.get(name, 1.0)) < 0.02 for name, value in sent.items()), sent
+    for name, ranks in first.items():
+        assert all((rank["comm_s"] > 0) == (name != "none") for rank in ranks)
+
+
+def _pairs(rank: dict[str, Any]) -> list[tuple[float, float]]:
+    turns = zip(rank["compute_s"], rank["step_s"], strict=True)
+    return [pair for turn in turns for pair in zip(*turn, strict=True)]
+
+
+class Asleep(Alone):
+    """Steps without gradients."""
+
+    def update(self) -> None:
+        self.optimizer.zero_grad()
+
+
+class Apart(TorchDdp):
+    """Wraps and then calls the model past the wrapper: the gradients stay the rank's own."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.called = self.model
+
+
+class Shrunk(TorchDdp):
+    """Synchronised, but of half of each rank's tokens."""
+
+    def backward(self, leaves: Any) -> torch.Tensor:
+        return super().backward([(t[:, :8], y[:, :8]) for t, y in leaves])
+
+
+def _refused(rank: int, world_size: int, store_path: str) -> list[str]:
+    (contestant,) = parse_contestants("torch_ddp")
+    messages = []
+    with patch.dict(PRESETS, SMALL), open_session(rank, world_size, store_path) as world:
+        site = Site(settings=SETTINGS, world=world)
+        leaves = make_leaves(site, 1)
+        expected = reference_losses(site, leaves)
+        whole = sync_check.enter
+        for kind in (Asleep, Apart, Shrunk):
+
+            def enter(*arguments: Any, kind: type[Entrant] = kind, **named: Any) -> Entrant:
+                return kind(*arguments, named.get("blocking"))
+
+            sync_check.enter = enter  # type: ignore[assignment]
+            try:
+                check(contestant, site, leaves, expected)
+            except NotTrainingError as error:
+                messages.append(str(error))
+            finally:
+                sync_check.enter = whole
+    return messages
+
+
+def test_who_does_not_train_is_not_timed(pool: Any) -> None:
+    asleep, apart, shrunk = pool.run(_refused, 2)[0]
+    assert asleep.startswith("contestant torch_ddp does not train: losses 7.")
+    assert "does not synchronise: after 4 steps the ranks' weights differ" in apart
+    assert "does not train as others do" in shrunk
+
+
+def test_lossy_contestants_may_differ_more() -> None:
+    expected = [5.0, 4.0, 3.0, 2.0]
+    off = [loss * 1.01 for loss in expected]
+    chosen = parse_contestants("fp16,naive,local_sgd")
+    alone, fp16, naive, local = with_ideals(chosen, same_allocator=True)
+    judge(fp16, off, expected, 0.0)
+    judge(local, [loss * 2 for loss in expected], expected, 0.0)
+    judge(alone, [loss * 2 for loss in expected], expected, 0.0)
+    with pytest.raises(NotTrainingError, match="naive does not train as others do"):
+        judge(naive, off, expected, 0.0)
+    for losses in ([2.0, 3.0, 3.0, 4.0], [5.0, float("nan"), 3.0, 2.0]):
+        with pytest.raises(NotTrainingError, match="does not train: losses"):
+            judge(alone, losses, expected, 0.0)
+
+
+def _memory(rank: int, world_size: int, store_path: str) -> int | None:
+    tensor = torch.ones(32 * 2**20)  # an older and higher peak
+    del tensor
+    peak = PeakMemory(on_cuda=False)
+    tensor = torch.ones(16 * 2**20)
+    del tensor
+    return peak.read()
+
+
+def test_peak_memory_sees_what_has_gone_again(pool: Any) -> None:
+    (found,) = pool.run(_memory, 1)
+    assert 63 * 2**20 < found < 80 * 2**20
+
+
+def test_computing_ends_with_the_last_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What backward waits for after that is communication."""
+    monkeypatch.setattr("gradsync.bench.meter.time.perf_counter", lambda: float(next(ticks)))
+    ticks = iter([10, 13, 16, 20])
+    parameter = torch.nn.Parameter(torch.ones(1))
+    clock = StepClock(on_cuda=False)
+    clock.watch(parameter)
+    clock.begin()  # at 10
+    parameter.sum().backward()  # its gradient is there at 13
+    assert next(ticks) == 16  # DDP waits
+    clock.backward_done()
+    clock.step_done()  # at 20
+    ticks = iter([27, 30])  # a step in which the watched parameter has no gradient
+    clock.backward_done()
+    clock.step_done()
+    times = clock.read()
+    assert (times.compute_s, times.step_s) == ([3, 7], [10, 10])
+
+
+def test_a_whole_run(tmp_path: Path) -> None:
+    """Two sets of one rank each take turns; the document is alone on standard output."""
+    words = ["--model-size", "tiny", "--world-size", "1", "--strategies", "naive,torch_ddp"]
+    size = ["--context-length", "16", "--rounds", "2", "--num-steps", "1", "--num-warmup", "0"]
+    size += ["--threads", "1"]
+    places = ["--csv", tmp_path / "rows.csv", "--out", tmp_path, "--json"]
+    done = run_python(["-m", "gradsync", "bench", "sync", *words, *size, *places]).ok()
+    document = json.loads(done.stdout)
+    rows = {row["contestant"]: row for row in document["rows"]}
+    assert list(rows) == ["none", "none (default malloc)", "naive", "torch_ddp"]
+    assert not rows["torch_ddp"]["keep_memory"]
+    assert rows["none"]["final_loss"] == pytest.approx(rows["torch_ddp"]["final_loss"], rel=1e-6)
+    assert rows["naive"]["ratio"]["count"] == 2
+    assert "none (default malloc)" in done.stderr
+    with (tmp_path / "rows.csv").open() as file:
+        assert [line["contestant"] for line in csv.DictReader(file)] == list(rows)
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert list(record)[:3] == ["environment", "command", "benchmark"]
+    assert record["rows"] == document["rows"]
+    assert [list(samples) for samples in record["samples"]] == [
+        ["none", "naive"],
+        ["none (default malloc)", "torch_ddp"],
+    ]

@@ -1,0 +1,217 @@
+"""What `bench sync` understands and refuses, and in which order it measures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gradsync.bench.contestant import parse_contestants, with_ideals
+from gradsync.bench.memory_choice import Load, check_fits, fits, largest_that_fits, needed_bytes
+from gradsync.bench.sync_plan import (
+    SyncSettings,
+    plan_from_json,
+    plan_to_json,
+    sync_plan,
+)
+from gradsync.bench.sync_sets import Baton, my_set
+from gradsync.cli import bench_sync
+from gradsync.cli.main import main
+from gradsync.errors import ConfigError
+from gradsync.models.presets import PRESETS
+
+LOAD = Load(leaf_tokens=512, ranks=2, busy_ranks=2)
+GB = 10**9
+
+
+def names(text: str) -> list[str]:
+    return [each.label for each in parse_contestants(text)]
+
+
+def test_options_belong_to_the_name_before_them() -> None:
+    first, second = parse_contestants("bucketed:bucket_mb=1,collective=backend, torch_ddp")
+    assert first.label == "bucketed:bucket_mb=1,collective=backend"
+    assert first.options == {"bucket_mb": 1, "collective": "backend"}
+    assert (second.label, second.options) == ("torch_ddp", {})
+    assert parse_contestants("flat:overlap=false")[0].options == {"overlap": False}
+
+
+def test_each_setting_of_the_allocator_has_its_ideal() -> None:
+    chosen = parse_contestants("naive,torch_ddp,torch_ddp:keep_memory=true")
+    both = with_ideals(chosen, same_allocator=False)
+    assert [(each.label, each.keep_memory) for each in both] == [
+        ("none", True),
+        ("none (default malloc)", False),
+        ("naive", True),
+        ("torch_ddp", False),
+        ("torch_ddp:keep_memory=true", True),
+    ]
+    one = with_ideals(chosen, same_allocator=True)
+    assert [each.label for each in one] == ["none", *(each.label for each in chosen)]
+    assert all(each.keep_memory for each in one)
+    (alone,) = with_ideals(parse_contestants("none"), same_allocator=False)
+    assert alone.label == "none"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("bucketd", "perhaps you meant 'bucketed'"),
+        ("torch_dpd", "perhaps you meant 'torch_ddp'"),
+        ("bucketed:bucket=1", "has no option 'bucket'"),
+        ("torch_ddp:bucket_mb=1", "torch_ddp has no option 'bucket_mb'"),
+        ("bucketed:bucket_mb", "is not key=value"),
+        ("bucketed:bucket_mb=-1", "bucket_mb must be positive"),
+        ("naive:keep_memory=3", "must be true or false"),
+        ("naive,flat,naive", "naive is named twice"),
+        (" ,", "at least one"),
+    ],
+)
+def test_contestants_that_cannot_be(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_contestants(text)
+
+
+def test_a_missing_package_is_named_or_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradsync.bench.contestant.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"needs the package lightning_fabric.*gradsync\[bench\]"):
+        parse_contestants("naive,fabric")
+    assert names("default")[-1] == "torch_ddp"
+    assert "fsdp" in names("all")
+
+
+def test_rounds_begin_with_another_contestant_each() -> None:
+    settings = SyncSettings(model_size="tiny", rounds=3)
+    chosen = with_ideals(parse_contestants("naive,torch_ddp"), same_allocator=False)
+    plan = sync_plan(settings, chosen, world_size=2, batch_size=1)
+    order = [entry.label for entry in plan.turns()]
+    every = ["none", "none (default malloc)", "naive", "torch_ddp"]
+    assert order == every + every[1:] + every[:1] + every[2:] + every[:2]
+    assert [(each.world_size, each.keep_memory) for each in plan.sets] == [(2, True), (2, False)]
+    assert plan.num_ranks == 4
+    ideals = [plan.ideal_of(entry).label for entry in plan.entries]
+    assert ideals == [every[0], every[1], every[0], every[1]]
+    assert plan_from_json(json.loads(json.dumps(plan_to_json(plan)))) == plan
+
+
+def test_ranks_of_one_start_form_sets() -> None:
+    found = []
+    for rank in range(5):
+        index, variables = my_set({"RANK": str(rank), "WORLD_SIZE": "5"}, [2, 3])
+        assert variables["LOCAL_RANK"] == variables["RANK"]
+        assert variables["WORLD_SIZE"] == variables["LOCAL_WORLD_SIZE"]
+        restarts = variables["TORCHELASTIC_RESTART_COUNT"]
+        found.append((index, variables["RANK"], variables["WORLD_SIZE"], restarts))
+    first = [(0, str(rank), "2", "1000") for rank in range(2)]
+    assert found == first + [(1, str(rank), "3", "1001") for rank in range(3)]
+
+
+class FakeStore:
+    """A `Store` that never waits: what is not there would be waited for."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value.encode()
+
+    def wait(self, keys: list[str], timeout: object) -> None:
+        if missing := set(keys) - set(self.values):
+            raise BlockingIOError(str(missing))
+
+    def get(self, key: str) -> bytes:
+        return self.values[key]
+
+
+def test_the_baton_goes_from_set_to_set() -> None:
+    store, owners = FakeStore(), [0, 0, 1, 0]
+    zero, one = Baton(store, 0, owners), Baton(store, 1, owners)
+    with pytest.raises(BlockingIOError):
+        one.take(2)
+    assert zero.take(0)
+    zero.hand_on(0)
+    assert zero.take(1)
+    with pytest.raises(BlockingIOError):
+        one.take(2)
+    zero.hand_on(1)
+    assert one.take(2)
+    with pytest.raises(BlockingIOError):
+        zero.take(3)
+    one.hand_on(2)
+    assert zero.take(3)
+    zero.hand_on(3)
+
+
+def test_a_set_that_gives_up_sends_the_others_home() -> None:
+    store, owners = FakeStore(), [0, 1, 0, 1]
+    Baton(store, 0, owners).give_up(0)
+    one = Baton(store, 1, owners)
+    assert not one.take(1)
+    assert not one.take(3)
+
+
+def test_memory_decides_which_size() -> None:
+    assert largest_that_fits(LOAD, 10**15) == "2.7b"
+    assert largest_that_fits(LOAD, 80 * GB) == "xl"  # larger than the one called 1.3b
+    assert largest_that_fits(LOAD, 22 * GB) == "medium"
+    assert largest_that_fits(LOAD, 10**6) == ""
+    side_by_side = Load(leaf_tokens=512, ranks=4, busy_ranks=2, contestants=8)
+    assert needed_bytes(PRESETS["mini"], side_by_side) > 30 * 20 * PRESETS["mini"].num_params()
+    assert fits(PRESETS["tiny"], side_by_side, 20 * GB)
+    check_fits("small", LOAD, 20 * GB)
+    with pytest.raises(ConfigError, match=r"xl: 2 rank\(s\) need .* GB short\); 'medium' fits"):
+        check_fits("xl", LOAD, 22 * GB)
+    with pytest.raises(ConfigError, match="no size fits"):
+        check_fits("tiny", LOAD, 10**6)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--model-size", "tinny"], "did you mean tiny"),
+        (["--model-size", "tiny", "--context-length", "300"], "takes 1 to 256 tokens"),
+        (["--model-size", "tiny", "--world-size", "0"], "--world-size must be at least 1"),
+        (["--model-size", "tiny", "--batch-size", "0"], "--batch-size must be at least 1"),
+        (["--model-size", "tiny", "--leaves-per-rank", "2"], "does not divide into 2 leaves"),
+        (["--model-size", "tiny", "--dtype", "fp8"], "--dtype must be one of fp32, bf16"),
+        (["--model-size", "tiny", "--rounds", "0"], "--rounds must be at least 1"),
+        (["--model-size", "tiny", "--num-warmup", "-1"], "--num-warmup must not be negative"),
+        (["--model-size", "tiny", "--bucket-mb", "0"], "--bucket-mb must be positive"),
+        (["--model-size", "tiny", "--threads", "0"], "--threads must be at least 1"),
+        (["--model-size", "2.7b", "--world-size", "64"], "GB short"),
+        (["--model-size", "tiny", "--plot", "x.jpg"], "ends in .png, .svg, .pdf"),
+        (["--model-size", "tiny", "--csv", "/no/such/x.csv"], "there is no folder /no/such"),
+    ],
+)
+def test_requests_that_cannot_be(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "sync", *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_dry_run_says_what_would_be_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_sync, "available_bytes", lambda: 6 * GB)
+    words = ["--model-size", "tiny", "--strategies", "naive,torch_ddp", "--same-allocator"]
+    assert main(["bench", "sync", *words, "--dry-run"]) == 0
+    plan = plan_from_json(json.loads(capsys.readouterr().out))
+    assert [entry.label for entry in plan.entries] == ["none", "naive", "torch_ddp"]
+    assert plan.settings.side_by_side
+    assert plan.settings.tokens == 256
+    words = ["--model-size", "mini", "--strategies", "naive,torch_ddp", "--batch-size", "2"]
+    assert main(["bench", "sync", *words, "--dry-run"]) == 0
+    plan = plan_from_json(json.loads(capsys.readouterr().out))
+    assert len(plan.sets) == 2
+    assert not plan.settings.side_by_side  # all at once would need more
+    assert (plan.settings.tokens, plan.entries[0].batch_size) == (512, 2)
+
+
+def test_the_command_line_of_a_record(tmp_path: Path) -> None:
+    options = bench_sync.SyncOptions(model_size="tiny", same_allocator=True, out=str(tmp_path))
+    found = bench_sync.command_of(options, ("bench", "sync"))
+    assert found == "gradsync bench sync --model-size tiny --same-allocator"

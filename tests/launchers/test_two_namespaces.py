@@ -35,6 +35,7 @@ def test_two_hosts_of_two_ranks_give_the_losses_of_one(tmp_path: Path) -> None:
     logs = {path.stem: path.read_text() for path in sorted(tmp_path.glob("*.log"))}
     assert set(json.loads(done.stdout).values()) == {0}, logs
     assert "through shared memory inside of hosts, of which there are 2" in logs["rank-0"]
+    assert "all 4 ranks are on one host" not in logs["rank-0"]
 
     one_rank = losses(tmp_path / "alone")
     assert len(one_rank) == 3

@@ -160,7 +160,7 @@ def test_buckets_lie_in_memory_of_the_host() -> None:
 
 
 @pytest.mark.usefixtures("in_place")
-@pytest.mark.parametrize("world_size", [3, 4, 5])
+@pytest.mark.parametrize("world_size", [3, 4])
 def test_too_little_memory_for_buckets_changes_no_bits(
     world_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,7 +246,7 @@ def test_who_loses_another_host_tells_its_own() -> None:
                 assert rank_3_is_told.wait(5)
             raise
 
-    with pytest.raises(LostPeerError, match="left"):
+    with pytest.raises(RuntimeError, match=r"connection lost|left"):
         on_hosts("2 x 2", work)
     assert said[2] == "connection lost"
     assert "rank(s) 0 left" in said[3]

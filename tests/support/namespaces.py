@@ -55,7 +55,7 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
 @functools.cache
 def missing() -> list[str]:
     """What is not there: found out by trying."""
-    if shutil.which("ip") is None:
+    if _program() is None:
         return ["ip"]
     try:
         with two_hosts():
@@ -66,13 +66,18 @@ def missing() -> list[str]:
     return []
 
 
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], capture_output=True, check=True, timeout=10)
+def _program() -> str | None:
+    return shutil.which("ip", path=f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin")
+
+
+def _ip(*words: str, check: bool = True) -> None:
+    argv = [_program() or "ip", *words]
+    subprocess.run(argv, capture_output=True, check=check, timeout=10)
 
 
 def _remove_those_of_dead_processes() -> None:
-    """A process that was killed could not."""
+    """They were killed and could not. (Another run may be doing the same.)"""
     for path in _FOLDER.glob(f"{_PREFIX}-*-*"):
         pid = path.name.split("-")[1]
         if not Path("/proc", pid).exists():
-            _ip("netns", "delete", path.name)
+            _ip("netns", "delete", path.name, check=False)

@@ -2,10 +2,10 @@
 
     python two_host_ranks.py FOLDER
 
-FOLDER/plan.json: `hosts` (of each: namespace, address, interface), `together` (argument lists, run one
-after the other by all four ranks), `alone` (argument lists for the single rank). What rank r writes
-goes to FOLDER/rank-r.log, the single one's to FOLDER/alone.log. Prints each one's exit code, as
-JSON. Forking is safe here: this process computes nothing, so it has no threads.
+FOLDER/plan.json: `hosts` (of each: namespace, address), `together` (argument lists that
+all four ranks run one after the other), `alone` (argument lists of the single rank). What rank r
+writes goes to FOLDER/rank-r.log, the single one's to FOLDER/alone.log. Prints each one's exit code,
+as JSON. Forking is safe here: this process computes nothing, so it has no threads.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ def main(folder: str, plan: dict[str, Any]) -> dict[str, int]:
             "GROUP_RANK": rank // RANKS_A_HOST,
             "GROUP_WORLD_SIZE": len(hosts),
             "MASTER_ADDR": hosts[0]["address"],
-            "GLOO_SOCKET_IFNAME": host["interface"],
         }
         pid = _forked(
             f"{folder}/rank-{rank}.log",

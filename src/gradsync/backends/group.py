@@ -13,6 +13,7 @@ from torch.distributed import distributed_c10d as c10d
 from gradsync.backends.lane import Lane, Operation
 from gradsync.backends.takes import are_alike, are_parts, can_copy, op_of, options_of
 from gradsync.comm.base import AllOf, Done, ReduceOp, Work
+from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
 from gradsync.runtime.gloo_group import wait_until_workers_sleep
 
 _KINDS = {

@@ -18,7 +18,7 @@ and cannot be taken back, hence one set of processes for each.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from importlib.util import find_spec
 from typing import Any
@@ -51,6 +51,8 @@ class Contestant:
     """Given with the name."""
     keep_memory: bool = True
     """Whether its processes keep freed memory; see [Note: Two allocator settings]."""
+    compile: str = "none"
+    """Of ours: where `torch.compile` stands, as in `gradsync train --compile`."""
 
     @property
     def is_ours(self) -> bool:
@@ -155,7 +157,7 @@ def _contestant(word: str) -> Contestant:
 
 
 def _with_setting(each: Contestant, *, keep: bool) -> Contestant:
-    return Contestant(label=each.label, name=each.name, options=each.options, keep_memory=keep)
+    return replace(each, keep_memory=keep)
 
 
 def _option(name: str, part: str) -> tuple[str, Any]:

@@ -39,6 +39,10 @@ class Synchronised(Entrant):
         by_engine = self.strategy.recipe is not None
         if blocking is not None and by_engine:
             options["overlap"] = False
+        if contestant.compile == "ddp":
+            options["compile_wrapper"] = True
+        if contestant.compile == "model":
+            self.model.compile()
         self._period = options.get("inner_steps", 1)
         self.sync = replicate(
             self.model, site.world, sync=contestant.name, groups=site.groups, **options

@@ -8,8 +8,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from gradsync.runtime.machine import cpu_model
+
 _CGROUP = Path("/sys/fs/cgroup")
-_CPU_INFO = Path("/proc/cpuinfo")
 
 
 def environment(*, world_size: int, threads: int) -> dict[str, Any]:
@@ -44,15 +45,6 @@ def environment(*, world_size: int, threads: int) -> dict[str, Any]:
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
     }
-
-
-def cpu_model() -> str:
-    """The processor's name, as the system tells it; without torch."""
-    if _CPU_INFO.exists():
-        for line in _CPU_INFO.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def usable_cores() -> int:

@@ -34,6 +34,8 @@ class SyncSettings:
 
     model_size: str
     """A preset of `gradsync.models.presets`."""
+    vocab_size: int | None = None
+    """Number of token ids; None takes the preset's."""
     context_length: int | None = None
     """Tokens of a sequence; None takes the model's own, at most 512."""
     num_steps: int = 10
@@ -81,7 +83,8 @@ class SyncSettings:
     @property
     def config(self) -> GPTConfig:
         """The model's shape."""
-        return PRESETS[self.model_size]
+        shape = PRESETS[self.model_size]
+        return shape if self.vocab_size is None else replace(shape, vocab_size=self.vocab_size)
 
     @property
     def tokens(self) -> int:

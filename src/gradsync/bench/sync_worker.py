@@ -49,7 +49,7 @@ def measure(plan_json: dict[str, Any]) -> dict[str, Any]:
     baton = Baton(store, mine, owners(plan))
     is_first = env.get("RANK", "0") == "0"
     with environ.exported(variables):
-        outcome, is_main = _work(plan, mine, baton, _bar() if is_first else _silent)
+        outcome, is_main = _work(plan, mine, baton, progress_bar() if is_first else silent)
     if store is not None and is_main and mine:
         store.set(f"outcome/{mine}", json.dumps(outcome))
     if mine or not is_main:
@@ -113,10 +113,10 @@ def _forget_accelerate() -> None:
         state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def _bar() -> Callable[[int, int, str], None]:
+def progress_bar() -> Callable[[int, int, str], None]:
     """Draw how far it is, on a terminal: a line of text, no thread that would disturb."""
     if not sys.stderr.isatty():
-        return _silent
+        return silent
 
     def draw(place: int, count: int, what: str) -> None:
         full = _BAR * place // count
@@ -127,5 +127,5 @@ def _bar() -> Callable[[int, int, str], None]:
     return draw
 
 
-def _silent(place: int, count: int, what: str) -> None:
+def silent(place: int, count: int, what: str) -> None:
     """Nobody looks."""

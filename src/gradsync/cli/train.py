@@ -14,7 +14,7 @@ from gradsync.errors import ConfigError, DataError
 from gradsync.runtime import environ
 from gradsync.runtime.resolve import resolve
 from gradsync.sync.registry import check_options, find_strategy
-from gradsync.train.config import TrainConfig
+from gradsync.train.config import AUTO, TrainConfig
 from gradsync.train.config_io import parse_config
 from gradsync.world import World
 
@@ -64,7 +64,8 @@ def check_request(config: TrainConfig, world_size: int) -> BatchPlan:
         ConfigError: impossible batch arithmetic, unknown strategy, fp16 on a CPU.
         DataError: no data directory.
     """
-    check_options(find_strategy(config.sync), config.sync_options.given())
+    if config.sync != AUTO:
+        check_options(find_strategy(config.sync), config.sync_options.given())
     if config.dtype == "fp16" and config.device == "cpu":
         raise ConfigError("dtype fp16 needs CUDA; use bf16 or fp32 on a CPU")
     if config.data and not Path(config.data).is_dir():
@@ -74,6 +75,8 @@ def check_request(config: TrainConfig, world_size: int) -> BatchPlan:
     if config.out and Path(config.out).exists() and not Path(config.out).is_dir():
         raise ConfigError(f"--out {config.out} is a file; name a directory")
     plan = config.batch_plan(world_size)
+    if config.sync == AUTO:  # checked again when it has a name
+        return plan
     if find_strategy(config.sync).equal_leaves and plan.num_leaves % world_size:
         raise ConfigError(
             f"sync={config.sync} needs equally many leaves on all ranks; got {plan.num_leaves} "
@@ -122,6 +125,9 @@ def _join_run(config: TrainConfig, as_json: bool) -> int:
                 config = replace(config, out=out)
             stream = sys.stderr if as_json else sys.stdout
             notes = [_KEEPS_MEMORY] if session.keeps_memory else []
+            if config.sync == AUTO:
+                config, note = _named_sync(config, world, threads=session.threads)
+                notes.append(note)
             outcome = train(config, world, threads=session.threads, stream=stream, notes=notes)
     except Exception as error:
         # Only now is it known whose failure it was: the session has asked the others.
@@ -135,10 +141,28 @@ def _join_run(config: TrainConfig, as_json: bool) -> int:
     return outcome.exit_code
 
 
+def _named_sync(config: TrainConfig, world: World, *, threads: int) -> tuple[TrainConfig, str]:
+    """The strategy that `auto` stands for, as rank 0 knows it, and a line about it.
+
+    Raises:
+        ConfigError: it does not go with the rest of the configuration.
+    """
+    from gradsync.comm.choose import communicator
+    from gradsync.comm.values import broadcast_json
+    from gradsync.train.auto_sync import Resolved, apply_choice, resolve_auto
+
+    mine = resolve_auto(config, world, threads=threads).to_json() if world.is_main else None
+    # Whole group, two small messages, before anything else is under way.
+    resolved = Resolved.from_json(broadcast_json(communicator(world), mine))
+    config = apply_choice(config, resolved.choice, threads=threads if _on_cpu(config) else None)
+    check_request(config, world.world_size)
+    return config, f"warning: {resolved.note}" if resolved.warns else resolved.note
+
+
 def _threads(config: TrainConfig) -> int | None:
     """Bits depend on the number of intra-op threads, and ranks share a host in different numbers:
     where bits are promised on a CPU it is 1, unless the user says otherwise."""
-    promised = find_strategy(config.sync).promise == "bitwise"
+    promised = config.sync == AUTO or find_strategy(config.sync).promise == "bitwise"
     return 1 if config.threads is None and promised and _on_cpu(config) else config.threads
 
 

@@ -12,6 +12,9 @@ of a node's network cards work at once.
 
 With leaders, for nodes of any size: a binomial tree inside each node to its local rank 0, a ring
 between these leaders, a binomial tree back. Only the leaders' cards work.
+
+All of it by messages, on any device. Where a node's ranks share memory,
+`shared_memory/hierarchy.py` does the inner part there.
 """
 
 from __future__ import annotations

@@ -161,7 +161,8 @@ def all_reduce(
         comm: whose ranks take part; by default those of `world`, or of the default process group,
             or this rank alone when there is none.
         world: this rank's place; tells `hierarchical` where the nodes are.
-        groups: made by `groups(world)`; saves `hierarchical` the question.
+        groups: made by `groups(world)`; saves `hierarchical` the question. With what `share_hosts`
+            gives as `intra`, nodes add up in shared memory.
 
     Raises:
         ConfigError: unknown `op` or `algorithm`, an op that the dtype does not have, nodes unknown.

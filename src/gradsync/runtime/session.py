@@ -26,6 +26,7 @@ from gradsync.runtime import environ
 from gradsync.runtime.device import check_not_shared, choose_device, device_identity
 from gradsync.runtime.failure import FailureWatch
 from gradsync.runtime.gloo_group import wait_until_workers_sleep
+from gradsync.runtime.interface import interface_towards
 from gradsync.runtime.memory import keep_freed_memory
 from gradsync.runtime.rendezvous import Meeting, meet
 from gradsync.runtime.resolve import Resolution, resolve
@@ -186,9 +187,12 @@ class Session:
         world, options = self.world, self.options
         on_cuda = world.device.startswith("cuda")
         variables = meeting.torchrun_variables(world)
-        if world.one_host and not self._env.get("GLOO_SOCKET_IFNAME"):
+        if not self._env.get("GLOO_SOCKET_IFNAME"):
             # Gloo would listen on whatever the host's name resolves to.
-            variables["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
+            loopback = "lo" if sys.platform == "linux" else "lo0"
+            name = loopback if world.one_host else interface_towards(meeting.address)
+            if name:
+                variables["GLOO_SOCKET_IFNAME"] = name
         self._stack.enter_context(environ.exported(variables))
         dist.init_process_group(
             options.backend or ("cpu:gloo,cuda:nccl" if on_cuda else "gloo"),

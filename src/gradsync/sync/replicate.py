@@ -82,7 +82,10 @@ def replicate(
         from gradsync.comm.groups import groups as make_groups
 
         groups = make_groups(world)
-    handle = _bind(strategy, model, comm, options, groups=groups, batch_norm=batch_norm)
+    one_host = world is None or world.one_host
+    handle = _bind(
+        strategy, model, comm, options, groups=groups, batch_norm=batch_norm, one_host=one_host
+    )
     # Hooks do not keep what they call alive; the model does. See GradientSync.__deepcopy__.
     for part in model.modules():
         own = part.parameters(recurse=False)
@@ -99,6 +102,7 @@ def _bind(
     *,
     groups: Groups | None,
     batch_norm: str | None,
+    one_host: bool,
 ) -> GradientSync:
     if not trainable(model):
         raise RunError("the model has no trainable parameter: nothing to synchronise")
@@ -114,7 +118,8 @@ def _bind(
         raise ConfigError(f"sync={strategy.name!r}: {NOT_INVARIANT[batch_norm]}")
     handling = choose_batch_norm(model, comm, batch_norm)
     broadcast_model(model, comm)
-    comm = _fastest(strategy, model, comm, options)
+    if one_host:
+        comm = _fastest(strategy, model, comm, options)
     # Rank 0's count, int64 [1], whole group: a number for this model that all ranks know.
     number = torch.tensor([optimizer_watch().added])
     comm.broadcast(number).wait()

@@ -15,6 +15,9 @@ Dtype = Literal["bf16", "fp32", "fp16"]
 Schedule = Literal["cosine", "wsd", "constant"]
 CompileOrder = Literal["none", "model", "ddp"]
 
+AUTO = "auto"
+"""Stands for the strategy and options that `gradsync tune` found for such a run."""
+
 
 def _require(holds: bool, message: str) -> None:
     if not holds:
@@ -131,6 +134,8 @@ class SyncConfig:
     """Order of sums: any, or the fixed tree."""
     reduction: Literal["backend", "ring", "recursive_doubling", "hierarchical"] | None = None
     """Who adds over ranks."""
+    collective: Literal["auto", "shared_memory", "backend"] | None = None
+    """What carries sums: the process group, or memory that the ranks of one host share."""
     wire: Literal["same", "bf16", "fp16"] | None = None
     """What travels."""
     shard: Literal["none", "optimizer", "gradients"] | None = None
@@ -178,7 +183,8 @@ class TrainConfig:
     """Decides initial weights, order of samples and dropout."""
     sync: str = "invariant"
     """Synchronisation strategy: invariant (the same bits on any number of ranks), bucketed, ddp,
-    zero1 … (the README lists them)."""
+    zero1 … (the README lists them); auto takes what `gradsync tune` found for such a run on this
+    machine, else invariant."""
     out: str = ""
     """Run directory; empty makes runs/PRESET-DATE-TIME."""
     data: str = ""
@@ -260,6 +266,11 @@ class TrainConfig:
         _require(
             self.compile != "ddp" or self.sync == "ddp",
             f"compile=ddp wraps torch DDP, but sync={self.sync}; use compile=model",
+        )
+        _require(
+            self.sync != AUTO or not self.sync_options.given(),
+            "sync=auto chooses options too; drop sync_options."
+            f"{', sync_options.'.join(self.sync_options.given())}, or name the strategy",
         )
         _require(
             self.loss_rows is None or (self.dtype != "fp16" and self.compile == "none"),

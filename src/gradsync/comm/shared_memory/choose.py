@@ -63,7 +63,7 @@ def fastest(
         shared = share_memory(base)
     except SharedMemoryError as error:
         if base.rank == 0:
-            log.info("collectives by %s: %s", base.backend_for(device), error)
+            log.info("collectives by %s: %s", base.backend_for(device), str(error))
         return base
     if base.rank == 0:
         log.info("collectives through shared memory: all %d ranks are on one host", base.world_size)

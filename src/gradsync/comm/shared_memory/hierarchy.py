@@ -1,6 +1,6 @@
 """All-reduce over several hosts whose ranks share memory: add there, send between hosts.
 
-2 hosts with 2 ranks, the tensor's shares a and b; `=` is memory, `~` is the network:
+2 hosts with 2 ranks, the tensor's shares a and b; `═` is memory, `~` the network:
 
     host 0   rank 0 ═╗ a of both ═► a ~~~ all-reduce with rank 2 ~~~ a ═► into all buffers ═► a b
              rank 1 ═╝ b of both ═► b ~~~ all-reduce with rank 3 ~~~ b ═► into all buffers ═► a b
@@ -19,7 +19,6 @@ equal shares, and the rest with the short tensors.
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING
 
 from gradsync.comm.base import Communicator, Messenger, ReduceOp
@@ -37,8 +36,6 @@ from gradsync.errors import LostPeerError
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-log = logging.getLogger("gradsync")
 
 _SHORT_BYTES = 2**14
 """Up to here one rank of each host sends all of it: a share would be too short for a message."""

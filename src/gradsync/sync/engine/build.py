@@ -61,7 +61,7 @@ def build_engine(
             return HostEngine(model, comm, recipe=recipe, sums=sums())
         except SharedMemoryError as error:
             if comm.rank == 0:
-                log.warning("buckets by messages: %s", error)
+                log.warning("buckets by messages: %s", str(error))
     engine = Engine if recipe.shard == "none" else ShardedEngine
     return engine(
         model,

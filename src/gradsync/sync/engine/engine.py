@@ -22,7 +22,7 @@ import torch
 from gradsync.comm.base import Communicator, Work
 from gradsync.errors import ConfigError
 from gradsync.sync.engine.bucket import Bucket
-from gradsync.sync.engine.plan import Item, plan_buckets
+from gradsync.sync.engine.plan import BucketPlan, Item, plan_buckets
 from gradsync.sync.engine.recipe import Recipe
 from gradsync.sync.engine.sums import Sums
 from gradsync.sync.engine.transport import Transport
@@ -76,25 +76,7 @@ class Engine(Reducer):
         self._unused = UnusedWarning(self._names)
 
     def _lay_out(self, order: list[int]) -> None:
-        recipe = self.recipe
-        limit = {
-            "parameter": 0.0,
-            "flat": float("inf"),
-            "buckets": recipe.bucket_mb * MIB,
-        }[recipe.grouping]
-        items = [
-            Item(numel=p.numel(), itemsize=p.element_size(), kind=(p.dtype, p.device))
-            for p in self.parameters
-        ]
-        plans = plan_buckets(
-            items,
-            order,
-            bucket_bytes=limit,
-            first_bucket_bytes=min(limit, recipe.first_bucket_mb * MIB)
-            if recipe.grouping == "buckets"
-            else None,
-            world_size=self.comm.world_size,
-        )
+        plans = _plans(self.parameters, order, self.recipe, self.comm.world_size)
         self._order = order
         self.buckets = [Bucket(plan, self.parameters) for plan in plans]
         self._places = [(self.buckets[0], 0)] * len(self.parameters)
@@ -294,6 +276,26 @@ class Engine(Reducer):
         for handle in self._handles:
             handle.remove()
         self._transport.close()
+
+
+def _plans(
+    parameters: list[nn.Parameter], order: list[int], recipe: Recipe, world_size: int
+) -> tuple[BucketPlan, ...]:
+    """The recipe's grouping of `parameters`, taken in `order`."""
+    in_buckets = recipe.grouping == "buckets"
+    whole = 0.0 if recipe.grouping == "parameter" else float("inf")
+    limit = recipe.bucket_mb * MIB if in_buckets else whole
+    items = [
+        Item(numel=p.numel(), itemsize=p.element_size(), kind=(p.dtype, p.device))
+        for p in parameters
+    ]
+    return plan_buckets(
+        items,
+        order,
+        bucket_bytes=limit,
+        first_bucket_bytes=min(limit, recipe.first_bucket_mb * MIB) if in_buckets else None,
+        world_size=world_size,
+    )
 
 
 def _check_gradient(name: str, parameter: nn.Parameter, bucket: Bucket, slot: int) -> None:

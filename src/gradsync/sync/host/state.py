@@ -163,7 +163,8 @@ class SharedState:
                 entry[name] = memory[offset : offset + parameter.numel()].view(parameter.shape)
             else:
                 entry[name] = self._numbers[name][index]
-        self._optimizer.state[parameter] = entry
+        if entry:
+            self._optimizer.state[parameter] = entry
 
 
 def slots_of(optimizer: Optimizer, dtype: torch.dtype) -> list[dict[str, Tensor]] | None:

@@ -1,0 +1,40 @@
+"""The network interface by which other hosts reach this one, for gloo.
+
+Left alone, gloo listens where the host's own name points to. On Debian, and in many containers,
+that is the loopback: then ranks of several hosts cannot connect.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+
+_FAR = "192.0.2.1"
+"""TEST-NET-1: nobody's address, behind the default route."""
+
+
+def interface_towards(address: str) -> str:
+    """Name of the interface by which this host talks to `address`, "" if that cannot be told.
+
+    On the host that owns `address` it is the interface which has it. Its *name* may mean loopback
+    there (Debian maps the own name to 127.0.1.1): then the default route's. Sends nothing.
+    """
+    import psutil
+
+    own = _source_towards(address)
+    if own and ipaddress.ip_address(own).is_loopback:
+        literal = address in (own, "localhost")
+        own = "" if literal else _source_towards(_FAR)
+    for name, addresses in psutil.net_if_addrs().items():
+        if own and any(known.address == own for known in addresses):
+            return name
+    return ""
+
+
+def _source_towards(address: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, 9))  # a datagram connect only looks up the route
+            return probe.getsockname()[0]
+        except OSError:
+            return ""

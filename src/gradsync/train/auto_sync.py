@@ -1,0 +1,214 @@
+"""`--sync auto`: from what `gradsync tune` found to the strategy of this run."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from gradsync.data.meta import read_meta
+from gradsync.data.tokenizer import ByteTokenizer
+from gradsync.errors import ConfigError, DataError
+from gradsync.models.config import GPTConfig
+from gradsync.models.presets import preset
+from gradsync.runtime.machine import cpu_model, host_cores
+from gradsync.sync.registry import find_strategy
+from gradsync.train.config import SyncConfig, TrainConfig
+from gradsync.train.config_io import read_file
+from gradsync.train.recipes import recipe
+from gradsync.train.tuned import Choice, Conditions, read_tuned, shape_of
+from gradsync.world import World
+
+_TUNED_FROM = 2
+"""Ranks of `gradsync tune` unless it is told otherwise."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resolved:
+    """What `auto` stands for."""
+
+    choice: Choice
+    note: str
+    """Which one it is and why, in one line for the user."""
+    warns: bool = False
+    """Whether the line says that something is wrong with the cache."""
+
+    def to_json(self) -> dict[str, Any]:
+        """For the other ranks."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Resolved:
+        """What `to_json` made."""
+        return cls(**{**data, "choice": Choice(**data["choice"])})
+
+
+def resolve_auto(config: TrainConfig, world: World, *, threads: int) -> Resolved:
+    """What `config.sync = "auto"` stands for in this run. Caches of hosts may differ: rank 0 asks,
+    and tells the others.
+
+    A run that goes on takes what it began with, whatever was measured since: bits depend on it.
+
+    Args:
+        config: with `out`.
+        world: with the device.
+        threads: intra-op threads of a rank.
+
+    Raises:
+        ConfigError: the configuration of the run to continue cannot be read.
+        DataError: the data's description cannot be read.
+    """
+    if (place := _continued(config)) is not None:
+        choice = _choice_of(place)
+        if choice is not None:
+            return Resolved(choice=choice, note=f"sync auto: {choice.text}, as in {place}")
+    conditions = conditions_of(config, world, threads=threads)
+    default = Choice()
+    command = tune_command(config, conditions)
+    try:
+        tuned = read_tuned(conditions)
+    except DataError as error:
+        note = f"sync auto: {default.text}; {error}; {command} measures anew"
+        return Resolved(choice=default, note=note, warns=True)
+    if tuned is None:
+        note = f"sync auto: {default.text}; nothing is measured for such a run here: {command}"
+        return Resolved(choice=default, note=note)
+    promise = find_strategy(tuned.choice.sync).promise
+    note = f"sync auto: {tuned.choice.text} (promise: {promise}); {tuned.date}: {tuned.verdict}"
+    return Resolved(choice=tuned.choice, note=note)
+
+
+def apply_choice(config: TrainConfig, choice: Choice, *, threads: int | None) -> TrainConfig:
+    """`config` with a strategy in the place of `auto`; what is written down with the run.
+
+    Args:
+        config: with `sync="auto"`.
+        choice: see `Resolved`.
+        threads: intra-op threads, where the run is to keep them under a name that would take
+            others; else None.
+    """
+    keeps_own = config.compile != "none" or config.loss_rows is not None
+    promised = find_strategy(choice.sync).promise == "bitwise"
+    return replace(
+        config,
+        sync=choice.sync,
+        sync_options=SyncConfig(**choice.options),
+        compile=config.compile if keeps_own else choice.compile,
+        threads=config.threads if promised or config.threads is not None else threads,
+    )
+
+
+def conditions_of(config: TrainConfig, world: World, *, threads: int) -> Conditions:
+    """What a run's step time depends on.
+
+    Args:
+        config: the run.
+        world: with the device.
+        threads: intra-op threads of a rank.
+
+    Raises:
+        ConfigError: impossible batch arithmetic.
+        DataError: the data's description cannot be read.
+    """
+    import torch
+
+    plan = config.batch_plan(world.world_size)
+    on_cuda = world.device.startswith("cuda")
+    return Conditions(
+        model=shape_of(_model(config)),
+        dtype=config.dtype,
+        seq_len=config.sequence_length,
+        micro_batch_size=plan.micro_batch_size,
+        leaves_per_rank=-(-plan.num_leaves // world.world_size),
+        world_size=world.world_size,
+        num_nodes=world.num_nodes,
+        threads=threads,
+        keep_memory=config.keep_memory,
+        device=torch.cuda.get_device_name(world.device) if on_cuda else "cpu",
+        cpu=cpu_model(),
+        cores=host_cores(),
+        torch=str(torch.__version__),
+    )
+
+
+def vocabulary(data: str) -> int | None:
+    """Number of token ids of the data directory `data`, of the built-in text for ""; None where
+    the data does not say.
+
+    Raises:
+        DataError: its description cannot be read.
+    """
+    if not data:
+        return ByteTokenizer.vocab_size
+    meta = read_meta(Path(data))
+    return None if meta is None else meta.vocab_size
+
+
+def tune_command(config: TrainConfig, conditions: Conditions) -> str:
+    """What to type to measure for such a run."""
+    usual = preset(config.preset)
+    if shape_of(_model(config)) != shape_of(replace(usual, vocab_size=_model(config).vocab_size)):
+        return f"gradsync tune measures presets as they are, and this is another {config.preset}"
+    start = recipe(config.preset)
+    flags = {
+        "--world-size": (conditions.world_size, _TUNED_FROM),
+        "--dtype": (conditions.dtype, start.dtype),
+        "--context-length": (conditions.seq_len, start.sequence_length),
+        "--data": (config.data, ""),
+        "--threads": (config.threads, None),
+        "--device": (config.device, "auto"),
+    }
+    words = ["gradsync", "tune", config.preset]
+    for flag, (value, default) in flags.items():
+        words += [flag, str(value)] if value != default else []
+    if not _same_batch(start, conditions):
+        batch = conditions.micro_batch_size * conditions.leaves_per_rank
+        words += ["--batch-size", str(batch), "--leaves-per-rank", str(conditions.leaves_per_rank)]
+    if not conditions.keep_memory:
+        words.append("--no-keep-memory")
+    return f"`{shlex.join(words)}`"
+
+
+def _same_batch(start: TrainConfig, conditions: Conditions) -> bool:
+    """Whether `gradsync tune` takes these leaves by itself."""
+    try:
+        plan = start.batch_plan(conditions.world_size)
+    except ConfigError:
+        return False
+    leaves = -(-plan.num_leaves // conditions.world_size)
+    wanted = (conditions.micro_batch_size, conditions.leaves_per_rank)
+    return (start.micro_batch_size, leaves) == wanted
+
+
+def _model(config: TrainConfig) -> GPTConfig:
+    """As the run will have it."""
+    from gradsync.train.setup import model_config
+
+    return model_config(config, vocabulary(config.data))
+
+
+def _continued(config: TrainConfig) -> Path | None:
+    """The configuration of the run that this one goes on with."""
+    if config.resume == "none":
+        return None
+    if config.resume == "auto":
+        begun = config.out and any((Path(config.out) / "checkpoints").glob("step-*"))
+        places = [Path(config.out)] if begun else []
+    else:  # a run, its checkpoints, or one of those
+        path = Path(config.resume)
+        places = [path, path.parent, path.parent.parent]
+    found = (place / "config.yaml" for place in places)
+    return next((path for path in found if path.is_file()), None)
+
+
+def _choice_of(path: Path) -> Choice | None:
+    """What the run of this configuration was synchronised by; None if that says `auto` too."""
+    values = read_file(path)
+    sync, given = values.get("sync"), values.get("sync_options") or {}
+    if not isinstance(sync, str) or sync == "auto" or not isinstance(given, dict):
+        return None
+    known = {entry.name for entry in fields(SyncConfig)}
+    options = {k: v for k, v in given.items() if k in known and v is not None}
+    return Choice(sync=sync, options=options, compile=values.get("compile", "none"))

@@ -1,0 +1,300 @@
+"""The step divided among the ranks of a host: same bits as whole, and nothing to be noticed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gradsync.comm.process_group import ProcessGroupCommunicator
+from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
+from gradsync.errors import ConfigError
+from gradsync.sync.gradient_sync import GradientSync
+from gradsync.sync.host.engine import HostEngine
+from gradsync.sync.replicate import replicate
+from support.thread_ranks import run_thread_ranks
+
+BLOCK = 65_536
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "fused adamw": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True, foreach=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.01),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, nesterov=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, centered=True, momentum=0.5),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.01),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
+}
+
+
+class Net(nn.Module):
+    """A parameter of more than one block, small ones, and one that only some leaves use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.large = nn.Parameter(torch.randn(2, BLOCK - 100, generator=generator))
+        self.small = nn.ParameterList(
+            nn.Parameter(torch.randn(7 + i, generator=generator)) for i in range(5)
+        )
+        self.rare = nn.Parameter(torch.ones(3))
+
+    def forward(self, number: int) -> Tensor:
+        total = (self.large * (1 + number)).sin().sum()
+        for i, small in enumerate(self.small):
+            total = total + (small * (i + number)).cos().sum()
+        return total + (self.rare.square().sum() if number % 2 else 0.0)
+
+
+def one_step(sync: GradientSync, optimizer: torch.optim.Optimizer, step: int, rank: int) -> None:
+    sync.backward(sync.model(2 * step + rank), weight=1 + rank)
+    sync.step(optimizer, clip_norm=1.0)
+
+
+def run(
+    make: Callable[[Any], torch.optim.Optimizer],
+    between: Callable[[GradientSync, torch.optim.Optimizer], Any] = lambda *_: None,
+    steps: int = 3,
+    **options: Any,
+) -> list[dict[str, Any]]:
+    """Weights and whole optimizer state of each of two ranks, as copies."""
+
+    def work(rank: int, group: dist.ProcessGroup) -> dict[str, Any]:
+        model = Net()
+        sync = replicate(model, comm=ProcessGroupCommunicator(group), **options)
+        optimizer = make(model.parameters())
+        for step in range(steps):
+            one_step(sync, optimizer, step, rank)
+            if step == 1:
+                between(sync, optimizer)
+        found = copy.deepcopy({"w": model.state_dict(), "o": optimizer.state_dict()["state"]})
+        sync.close()
+        return found
+
+    return run_thread_ranks(work, 2)
+
+
+def assert_equal(left: Any, right: Any) -> None:
+    assert type(left) is type(right)
+    if isinstance(left, dict):
+        assert left.keys() == right.keys()
+        for key in left:
+            assert_equal(left[key], right[key])
+    elif isinstance(left, Tensor):
+        assert left.dtype == right.dtype
+        assert torch.equal(left, right)
+    else:
+        assert left == right
+
+
+def was_divided(sync: GradientSync) -> bool:
+    assert isinstance(sync.reducer, HostEngine)
+    return bool(sync.reducer._updates)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_bits_and_state_of_the_whole_optimizer(name: str) -> None:
+    """`optimizer.state` is whole on every rank, without any gathering."""
+    divided: list[bool] = []
+    make = OPTIMIZERS[name]
+    expected, _ = run(make, update="whole")
+    for found in run(make, lambda sync, _: divided.append(was_divided(sync))):
+        assert_equal(found, expected)
+    assert divided == [True, True]
+    for found in run(make, weights="shared"):
+        assert_equal(found, expected)
+
+
+def test_a_loaded_state_is_taken_in() -> None:
+    """With and without a call of `scatter`; another one than what was there."""
+    saved: dict[str, Any] = {}
+
+    def keep(_: GradientSync, optimizer: torch.optim.Optimizer) -> None:
+        saved.update(copy.deepcopy(optimizer.state_dict()))
+
+    run(OPTIMIZERS["adamw"], keep)
+
+    def load(_: GradientSync, optimizer: torch.optim.Optimizer) -> None:
+        half = copy.deepcopy(saved)
+        for entry in half["state"].values():
+            entry["exp_avg"] *= 0.5
+            entry["step"] += 7
+        optimizer.load_state_dict(half)
+
+    def load_and_say(sync: GradientSync, optimizer: torch.optim.Optimizer) -> None:
+        load(sync, optimizer)
+        sync.scatter(optimizer)
+
+    def clear(_: GradientSync, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.state.clear()
+
+    for between in (load, load_and_say, clear):
+        expected, _ = run(OPTIMIZERS["adamw"], between, steps=4, update="whole")
+        for found in run(OPTIMIZERS["adamw"], between, steps=4):
+            assert_equal(found, expected)
+
+
+def test_options_and_groups_that_change_on_the_way() -> None:
+    """Learning rates, momentum that begins late, and a group that comes late."""
+
+    def change(sync: GradientSync, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.param_groups[0] |= {"lr": 0.5, "momentum": 0.9}
+        optimizer.add_param_group({"params": [sync.model.rare], "lr": 0.1})
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for p in parameters if p.numel() != 3], lr=0.01)
+
+    expected, _ = run(make, change, steps=5, update="whole")
+    for found in run(make, change, steps=5):
+        assert_equal(found, expected)
+
+
+def test_a_scheduler_goes_on_without_a_warning() -> None:
+    def work(rank: int, group: dist.ProcessGroup) -> float:
+        model = Net()
+        sync = replicate(model, comm=ProcessGroupCommunicator(group))
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        for step in range(2):
+            one_step(sync, optimizer, step, rank)
+            scheduler.step()
+        sync.close()
+        return optimizer.param_groups[0]["lr"]
+
+    assert run_thread_ranks(work, 2) == [0.0025, 0.0025]
+
+
+def test_hooks_on_the_optimizer_see_the_whole_gradient() -> None:
+    """One that comes on the way too; from then on steps are whole, and state goes on."""
+    seen: list[Tensor] = []
+
+    def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        seen.append(optimizer.param_groups[0]["params"][0].grad.clone())
+
+    def add_hook(_: GradientSync, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.register_step_pre_hook(look)
+
+    expected, _ = run(OPTIMIZERS["adamw"], steps=4, update="whole")
+    for found in run(OPTIMIZERS["adamw"], add_hook, steps=4):
+        assert_equal(found, expected)
+    assert len(seen) == 4
+    assert all(gradient.shape == (2, BLOCK - 100) for gradient in seen)
+
+
+def test_a_loop_of_ones_own_may_follow() -> None:
+    """It runs whole optimizers on every rank: then state must be every rank's own."""
+
+    def work(rank: int, group: dist.ProcessGroup) -> Any:
+        model = Net()
+        sync = replicate(model, comm=ProcessGroupCommunicator(group), sync="bucketed")
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        one_step(sync, optimizer, 0, rank)
+        assert was_divided(sync)
+        for step in range(2):
+            model(step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found = copy.deepcopy({"w": model.state_dict(), "o": optimizer.state_dict()["state"]})
+        sync.close()
+        return found
+
+    first, second = run_thread_ranks(work, 2)
+    assert_equal(first, second)
+    steps = [float(first["o"][index]["step"]) for index in range(7)]
+    assert steps == [3, 2, *[3] * 5]  # `rare` is used in odd steps
+
+
+def test_after_close_ranks_are_on_their_own() -> None:
+    """Weights and state are no longer shared: what one rank does, the other does not see."""
+
+    def work(rank: int, group: dist.ProcessGroup) -> Any:
+        model = Net()
+        sync = replicate(model, comm=ProcessGroupCommunicator(group), weights="shared")
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        one_step(sync, optimizer, 0, rank)
+        sync.close()
+        before = model.small[0].detach().clone()
+        with torch.no_grad():
+            model.small[0].add_(rank + 1.0)
+            optimizer.state[model.small[0]]["exp_avg"].fill_(rank)
+        ProcessGroupCommunicator(group).barrier()
+        assert torch.equal(model.small[0].detach(), before + (rank + 1.0))
+        return float(optimizer.state[model.small[0]]["exp_avg"].mean())
+
+    assert run_thread_ranks(work, 2) == [0.0, 1.0]
+
+
+def test_one_copy_of_the_weights_may_not_be_changed_by_others() -> None:
+    def work(rank: int, group: dist.ProcessGroup) -> None:
+        model = Net()
+        sync = replicate(model, comm=ProcessGroupCommunicator(group), weights="shared")
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        one_step(sync, optimizer, 0, rank)
+        with torch.no_grad():
+            model.small[0].mul_(0.9)
+        with pytest.raises(ConfigError, match=r"share one copy .* weights='replicas'"):
+            one_step(sync, optimizer, 1, rank)
+        sync.close()
+
+    run_thread_ranks(work, 2)
+
+
+def test_one_copy_refuses_what_would_need_replicas() -> None:
+    def work(_: int, group: dist.ProcessGroup) -> None:
+        comm = ProcessGroupCommunicator(group)
+        model = Net()
+        sync = replicate(model, comm=comm, weights="shared")
+        with pytest.raises(ConfigError, match=r"sync\.backward and sync\.step only"):
+            sync.finish()
+        hooked = OPTIMIZERS["sgd"](model.parameters())
+        hooked.register_step_pre_hook(lambda *_: None)
+        sync.backward(model(0), weight=1)
+        with pytest.raises(ConfigError, match="weights='shared': hooks on the optimizer"):
+            sync.step(hooked)
+        sync.close()
+        tied = Net()
+        tied.register_buffer("view", tied.rare.detach()[:2])
+        with pytest.raises(ConfigError, match="share their memory with no other tensor"):
+            replicate(tied, comm=comm, weights="shared")
+
+    run_thread_ranks(work, 2)
+
+
+def test_weights_that_cannot_move_are_updated_whole() -> None:
+    """A buffer looks at a parameter's memory: it must go on doing so."""
+
+    def work(rank: int, group: dist.ProcessGroup) -> None:
+        model = Net()
+        model.register_buffer("view", model.rare.detach()[:2])
+        sync = replicate(model, comm=ProcessGroupCommunicator(group))
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        for step in range(2):
+            one_step(sync, optimizer, step, rank)
+        assert not was_divided(sync)
+        assert torch.equal(model.view, model.rare.detach()[:2])
+        assert model.rare[0] != 1.0
+        sync.close()
+
+    run_thread_ranks(work, 2)
+
+
+def test_models_over_one_group_share_a_communicator_which_ends_with_the_last() -> None:
+    def work(_: int, group: dist.ProcessGroup) -> None:
+        comm = ProcessGroupCommunicator(group)
+        handles = [replicate(nn.Linear(3, 3), comm=comm) for _ in range(2)]
+        shared = handles[0].comm
+        assert isinstance(shared, SharedMemoryCommunicator)
+        assert handles[1].comm is shared
+        handles[0].close()
+        shared.barrier()
+        handles[1].close()
+        assert replicate(nn.Linear(3, 3), comm=comm).comm is not shared
+
+    run_thread_ranks(work, 2)

@@ -31,6 +31,7 @@ def _after_reduce(parts: Parts, change: Callable[[dict[str, Tensor], int], None]
     """Let `change(gradients before the reduction, calls so far)` act when gradients are global."""
     reducer: Any = parts.sync.reducer
     original, calls = reducer.reduce, []
+    reducer.expect = lambda *_, **__: None  # nobody says who updates: then gradients stay whole
 
     def reduce(used: list[bool]) -> Reduction:
         before = _gradients(parts)

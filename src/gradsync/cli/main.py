@@ -27,6 +27,7 @@ COMMANDS = {
     "sample": "generate text from a checkpoint",
     "verify": "prove every strategy right against one rank, or say why it is not",
     "bench": "measure strategies and collectives beside their limits and their peers",
+    "tune": "measure which way to synchronise is fastest here, for train --sync auto",
     "doctor": "show what gradsync sees: launcher, world, machine",
 }
 

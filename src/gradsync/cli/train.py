@@ -13,6 +13,7 @@ from gradsync.data.plan import BatchPlan
 from gradsync.errors import ConfigError, DataError
 from gradsync.runtime import environ
 from gradsync.runtime.resolve import resolve
+from gradsync.runtime.threads import choose_threads
 from gradsync.sync.registry import check_options, find_strategy
 from gradsync.train.config import AUTO, TrainConfig
 from gradsync.train.config_io import parse_config
@@ -35,6 +36,8 @@ def run(argv: list[str]) -> int:
     world_size = world.world_size if world.is_distributed else config.nproc_per_node or 1
     plan = check_request(config, world_size)
     if dry_run:
+        if config.sync == AUTO:
+            config = _would_be(config, world, world_size)
         return _show_plan(config, plan, as_json=as_json)
     if world_size > world.world_size:
         return _start_ranks(config, flags, as_json)
@@ -139,6 +142,20 @@ def _join_run(config: TrainConfig, as_json: bool) -> int:
         if as_json:
             print(json.dumps(outcome.summary, indent=2))
     return outcome.exit_code
+
+
+def _would_be(config: TrainConfig, world: World, world_size: int) -> TrainConfig:
+    """The same as `_named_sync`, without ranks; the line goes to standard error."""
+    from gradsync.train.auto_sync import apply_choice, resolve_auto
+
+    if not world.is_distributed:
+        world = replace(world, world_size=world_size, local_world_size=world_size)
+    on_cpu = _on_cpu(config)
+    threads = choose_threads(world.local_world_size, requested=_threads(config))
+    device = "cpu" if on_cpu else "cuda"
+    resolved = resolve_auto(config, replace(world, device=device), threads=threads)
+    print(resolved.note, file=sys.stderr)
+    return apply_choice(config, resolved.choice, threads=threads if on_cpu else None)
 
 
 def _named_sync(config: TrainConfig, world: World, *, threads: int) -> tuple[TrainConfig, str]:

@@ -42,7 +42,8 @@ class Resolved:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Resolved:
         """What `to_json` made."""
-        return cls(**{**data, "choice": Choice(**data["choice"])})
+        named = dict(data)
+        return cls(choice=Choice(**named.pop("choice")), **named)
 
 
 def resolve_auto(config: TrainConfig, world: World, *, threads: int) -> Resolved:
@@ -64,13 +65,15 @@ def resolve_auto(config: TrainConfig, world: World, *, threads: int) -> Resolved
         choice = _choice_of(place)
         if choice is not None:
             return Resolved(choice=choice, note=f"sync auto: {choice.text}, as in {place}")
-    conditions = conditions_of(config, world, threads=threads)
     default = Choice()
+    if world.world_size == 1:
+        return Resolved(choice=default, note=f"sync auto: {default.text}; one rank talks to nobody")
+    conditions = conditions_of(config, world, threads=threads)
     command = tune_command(config, conditions)
     try:
         tuned = read_tuned(conditions)
     except DataError as error:
-        note = f"sync auto: {default.text}; {error}; {command} measures anew"
+        note = f"sync auto: {default.text}; {error}; measure anew: {command}"
         return Resolved(choice=default, note=note, warns=True)
     if tuned is None:
         note = f"sync auto: {default.text}; nothing is measured for such a run here: {command}"
@@ -147,10 +150,12 @@ def vocabulary(data: str) -> int | None:
 
 
 def tune_command(config: TrainConfig, conditions: Conditions) -> str:
-    """What to type to measure for such a run."""
-    usual = preset(config.preset)
-    if shape_of(_model(config)) != shape_of(replace(usual, vocab_size=_model(config).vocab_size)):
+    """What to type to measure for such a run, or why that cannot be."""
+    model = _model(config)
+    if shape_of(model) != shape_of(replace(preset(config.preset), vocab_size=model.vocab_size)):
         return f"gradsync tune measures presets as they are, and this is another {config.preset}"
+    if conditions.dtype == "fp16":
+        return "gradsync tune measures bf16 and fp32"
     start = recipe(config.preset)
     flags = {
         "--world-size": (conditions.world_size, _TUNED_FROM),

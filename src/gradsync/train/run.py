@@ -13,6 +13,7 @@ from typing import Any, TextIO
 from gradsync.checkpoint.store import CheckpointStore
 from gradsync.checkpoint.weights import weights_sha256
 from gradsync.comm.choose import communicator
+from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
 from gradsync.data.tokenizer import load_tokenizer
 from gradsync.errors import ConfigError, GradsyncError, RunError
 from gradsync.models.generate import generate
@@ -192,10 +193,12 @@ def _introduce(
     threads: int,
 ) -> None:
     shape = learner.model.config
+    shares = isinstance(learner.sync.comm, SharedMemoryCommunicator)
+    through = " through shared memory" if shares else ""
     progress.say(
         f"{world.world_size} rank(s) by {world.launcher} on {world.num_nodes} host(s), "
         f"{world.device.partition(':')[0]}, {threads} thread(s) a rank, {config.dtype}, "
-        f"sync {config.sync}"
+        f"sync {config.sync}{through}"
     )
     progress.say(
         f"model {config.preset}: {shape.n_embd} wide x {shape.n_layer} deep, "

@@ -72,6 +72,7 @@ class SharedMemoryCommunicator:
 
     @timeout_s.setter
     def timeout_s(self, seconds: float) -> None:
+        """See the property."""
         self._patience.timeout_s = seconds
 
     # -- memory -----------------------------------------------------------------------------------

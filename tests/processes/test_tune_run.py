@@ -1,0 +1,112 @@
+"""`gradsync tune` on two ranks, stage after stage; `--sync auto`, where rank 0's cache counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from gradsync.bench import sync_run, tune_plan, tune_worker
+from gradsync.bench.contestant import Contestant
+from gradsync.bench.sync_check import Checked
+from gradsync.bench.sync_plan import SyncSettings
+from gradsync.bench.tune_decide import Decision
+from gradsync.bench.tune_plan import TuneRequest
+from gradsync.bench.tune_worker import Tuner
+from gradsync.cli.train import _named_sync
+from gradsync.cli.tune import save
+from gradsync.models.config import GPTConfig
+from gradsync.models.presets import PRESETS
+from gradsync.runtime import environ
+from gradsync.train.auto_sync import conditions_of
+from gradsync.train.tuned import Choice, Tuned
+from support.rank_session import open_session
+from support.small_run import small_config
+
+SMALL = {"tiny": GPTConfig(n_layer=1, n_head=1, n_embd=64, vocab_size=2048, block_size=16)}
+BY_MESSAGES = Choice(options={"collective": "backend"})
+WINNERS = ["invariant:collective=backend", "invariant:collective=backend,bucket_mb=0.1"]
+
+
+def _stages(rank: int, world_size: int, store_path: str) -> tuple[dict[str, Any], list[str]]:
+    """With a decision made beforehand: who really is fastest is not for a test to say."""
+    wanted = iter(WINNERS)
+
+    def decide(*samples: Any, name: str) -> Decision:
+        assert [len(each) for each in samples[:2]] == [8, 8]
+        winner = next(wanted, name)
+        assert winner in (name, *samples[2])
+        return Decision(winner=winner, noise=0.0, judged=(), words=f"{winner} it is")
+
+    request = TuneRequest(
+        settings=SyncSettings(
+            model_size="tiny", context_length=16, rounds=8, num_steps=1, num_warmup=0
+        ),
+        batch_size=1,
+        world_size=world_size,
+    )
+
+    def check(contestant: Contestant, *_: Any) -> Checked:
+        """What `bench sync` does to each one, without its dozen of steps."""
+        sent = 1e6 if contestant.options else 100.0
+        return Checked(
+            losses=[1.0], operations=1.0, sent_bytes=sent, memory_bytes=None, comm_s=None
+        )
+
+    told: list[str] = []
+    with (
+        patch.dict(PRESETS, SMALL),
+        patch.object(tune_plan, "strategies", lambda *_, **__: [Choice(), BY_MESSAGES]),
+        patch.object(tune_plan, "_BUCKETS_MB", (0.1,)),
+        patch.object(tune_plan, "_FIRST_MB", (0.01,)),
+        patch.object(tune_worker, "decide", decide),
+        patch.object(sync_run, "check", check),
+        patch.object(sync_run, "reference_losses", lambda *_: []),
+        open_session(rank, world_size, store_path) as world,
+    ):
+        tuner = Tuner(request, world, lambda *what: told.append(what[2]), keeps_memory=False)
+        return tuner.run(), told
+
+
+def test_stage_follows_stage(pool: Any) -> None:
+    (first, told), (second, _) = pool.run(_stages, 2)
+    assert first == second
+    assert first["choice"] == {
+        "sync": "invariant",
+        "options": {"collective": "backend", "bucket_mb": 0.1},
+        "compile": "none",
+    }
+    strategy, size, begin, compilation = first["stages"]
+    tried = [row["contestant"] for row in strategy["rows"]]
+    assert tried == ["none", "invariant", "invariant (again)", WINNERS[0]]
+    assert [row["contestant"] for row in size["rows"]] == [
+        *("none", WINNERS[0], f"{WINNERS[0]} (again)", WINNERS[1])
+    ]
+    assert begin["decision"]["winner"] == WINNERS[1]
+    assert begin["rows"][-1]["contestant"] == f"{WINNERS[1]},first_bucket_mb=0.01"
+    assert compilation == {"name": "compilation", "skipped": "not asked for (--compile)"}
+    assert told.count("measuring invariant") == 8
+
+
+def _auto(rank: int, world_size: int, store_path: str, folder: Path) -> tuple[str, Any, str]:
+    (folder / "data").mkdir(exist_ok=True)
+    config = small_config(folder / "run", folder / "data", sync="auto", threads=None)
+    with (
+        environ.exported({"GRADSYNC_CACHE": str(folder / f"cache{rank}")}),
+        open_session(rank, world_size, store_path) as world,
+    ):
+        # Each host's cache says something else.
+        choice = (
+            Choice(sync="zero1", options={"bucket_mb": 5.0}) if rank == 0 else Choice(sync="ddp")
+        )
+        tuned = Tuned(choice=choice, verdict="it is faster", date="2026-01-02")
+        save(conditions_of(config, world, threads=1), tuned)
+        named, note = _named_sync(config, world, threads=1)
+    return named.sync, named.sync_options.given(), note
+
+
+def test_all_ranks_take_rank_0s_answer(pool: Any, tmp_path: Path) -> None:
+    first, second = pool.run(_auto, 2, tmp_path)
+    assert first == second
+    note = "sync auto: zero1:bucket_mb=5.0 (promise: bitwise); 2026-01-02: it is faster"
+    assert first == ("zero1", {"bucket_mb": 5.0}, note)

@@ -1,0 +1,287 @@
+"""`gradsync tune`: what it tries, and when it believes what it measured."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gradsync.bench.sync_plan import SyncSettings
+from gradsync.bench.tune_decide import Decision, decide, fewest_rounds, interval
+from gradsync.bench.tune_plan import (
+    TuneRequest,
+    bucket_stage,
+    compile_stage,
+    first_bucket_stage,
+    strategies,
+    strategy_stage,
+)
+from gradsync.bench.tune_report import verdicts
+from gradsync.bench.tune_worker import decision_of, has_messages
+from gradsync.cli.main import main
+from gradsync.cli.train import _threads
+from gradsync.cli.tune import TuneOptions, request_of
+from gradsync.sync.registry import STRATEGIES
+from gradsync.train.config import TrainConfig
+from gradsync.train.tuned import Choice
+from gradsync.world import World
+
+MIB = 2**20
+NOISE = 0.03
+TRIALS = 200
+ROUNDS = 12
+
+
+def decided(gains: list[float], seed: int, *, apart: float = 0.0, rounds: int = ROUNDS) -> Decision:
+    """Synthetic rounds: each has a speed of its own, each step its noise; the k-th candidate takes
+    `1 - gains[k]` of the default's time. `apart`: by how much the two copies differ for good."""
+    rng = np.random.default_rng(seed)
+    speed = rng.uniform(0.5, 2.0, rounds)
+
+    def steps(factor: float) -> list[float]:
+        return list(speed * factor * rng.lognormal(0, NOISE, rounds))
+
+    candidates = {f"c{k}": steps(1 - gain) for k, gain in enumerate(gains)}
+    return decide(steps(1.0), steps(1.0 + apart), candidates, name="default")
+
+
+@pytest.mark.parametrize("candidates", [1, 7])
+def test_noise_is_refused(candidates: int) -> None:
+    """At the stated rate: it wins at most one stage in twenty, however many candidates try."""
+    taken = sum(decided([0.0] * candidates, s).winner != "default" for s in range(TRIALS))
+    assert taken <= 0.05 * TRIALS
+
+
+def test_a_real_gain_is_taken() -> None:
+    """5 % under 3 % of noise, beside three candidates that gain nothing."""
+    winners = [decided([0.0, 0.05, 0.0, -0.05], seed).winner for seed in range(100)]
+    assert winners.count("c1") >= 85
+    assert set(winners) <= {"c1", "default"}
+
+
+def test_the_fastest_of_several_is_taken() -> None:
+    found = decided([0.10, 0.30, 0.20], seed=0)
+    assert found.winner == "c1"
+    assert [each.faster for each in found.judged] == [True, True, True]
+    assert found.words.startswith("c1 takes 30.")
+    assert "less time than default (95 % interval" in found.words
+
+
+def test_what_lies_within_the_copies_difference_is_refused() -> None:
+    """The same program twice differs by 12 % here: 5 % prove nothing, however steady they are."""
+    steady = [1.0, 2.0, 0.5] * 4
+    again = [1.12 * second for second in steady]
+    faster = [0.95 * (a + b) / 2 for a, b in zip(steady, again, strict=True)]
+    found = decide(steady, again, {"c": faster}, name="default")
+    assert found.winner == "default"
+    assert found.judged[0].high < 1
+    assert found.noise == pytest.approx(0.12)
+    assert found.words.startswith("no measurable difference: c takes 5.0 % less time")
+    much = [0.8 * second for second in steady]
+    assert decide(steady, again, {"c": much}, name="default").winner == "c"
+
+
+def test_slower_ones_are_called_so() -> None:
+    found = decided([-0.2, -0.4], seed=1)
+    assert found.winner == "default"
+    assert found.words == "nothing is faster than default, which stays"
+    assert all(each.low > 1 for each in found.judged)
+
+
+def test_rounds_are_compared_with_themselves() -> None:
+    default = [1.0, 10.0, 100.0, 1.0, 10.0, 100.0, 1.0, 10.0]
+    found = decide(default, default, {"c": [0.9 * x for x in default]}, name="default")
+    assert found.winner == "c"
+    (judged,) = found.judged
+    assert judged.low == pytest.approx(0.9)
+    assert judged.high == pytest.approx(0.9)
+
+
+def test_interval_narrows_with_the_doubt_and_repeats_itself() -> None:
+    values = list(np.random.default_rng(0).normal(1, 0.1, 15))
+    low, high = interval(values, doubt=0.05)
+    wide_low, wide_high = interval(values, doubt=0.005)
+    assert wide_low <= low < np.median(values) < high <= wide_high
+    assert (wide_low, wide_high) != (low, high)
+    assert interval(values, doubt=0.05) == (low, high)
+
+
+def test_rounds_that_chance_needs() -> None:
+    """Values that all lie on one side by chance: less often than the doubt."""
+    assert [fewest_rounds(k) for k in (1, 2, 4, 5, 7)] == [6, 7, 8, 8, 9]
+    assert all(k * 2.0 ** (1 - fewest_rounds(k)) <= 0.05 for k in range(1, 20))
+
+
+@pytest.mark.parametrize("promise", ["bitwise", "rounding"])
+@pytest.mark.parametrize("hosts", [0, 1, 2])
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_candidates_keep_the_promise(promise: str, hosts: int, on_cpu: bool) -> None:
+    found = strategies(promise, on_cpu=on_cpu, hosts=hosts)
+    assert found[0] == Choice()
+    allowed = {"bitwise"} if promise == "bitwise" else {"bitwise", "rounding"}
+    assert {STRATEGIES[each.sync].promise for each in found} <= allowed
+    texts = [each.text for each in found]
+    assert len(set(texts)) == len(texts)
+    shared = on_cpu and hosts == 1
+    assert ("invariant:collective=backend" in texts) == shared
+    assert ("invariant:reduction=hierarchical" in texts) == (hosts > 1)
+    assert ("bucketed" in texts) == (promise == "rounding")
+
+
+def test_two_levels_need_hosts_with_equally_many_ranks() -> None:
+    request = TuneRequest(
+        settings=SyncSettings(model_size="tiny", rounds=9), batch_size=1, world_size=3
+    )
+    uneven = World(world_size=3, local_world_size=2, num_nodes=2)
+    even = World(world_size=4, local_world_size=2, num_nodes=2)
+    hierarchical = Choice(options={"reduction": "hierarchical"})
+    assert hierarchical not in strategy_stage(request, uneven).candidates
+    assert hierarchical in strategy_stage(request, even).candidates
+
+
+def test_the_default_takes_part_twice() -> None:
+    stage = bucket_stage(Choice(sync="zero1"), has_messages=True, gradient_bytes=30 * MIB)
+    labels = [each.label for each in stage.contestants(keep_memory=False)]
+    assert labels[:3] == ["zero1", "zero1 (again)", "zero1:bucket_mb=2.0"]
+    assert len(set(labels)) == len(labels)
+    assert not any(each.keep_memory for each in stage.contestants(keep_memory=False))
+
+
+def sizes_of(stage: Any, option: str) -> list[float]:
+    assert not stage.skipped
+    return [choice.options[option] for choice in stage.candidates[1:]]
+
+
+def test_only_sizes_that_cut_otherwise_are_tried() -> None:
+    invariant = Choice()
+
+    def sizes(mib: float) -> list[float]:
+        stage = bucket_stage(invariant, has_messages=True, gradient_bytes=int(mib * MIB))
+        return sizes_of(stage, "bucket_mb")
+
+    assert sizes(500) == [2.0, 5.0, 10.0, 50.0, 100.0]
+    assert sizes(20) == [2.0, 5.0, 10.0]
+    assert sizes(7) == [2.0, 5.0]
+    tiny = bucket_stage(invariant, has_messages=True, gradient_bytes=MIB)
+    assert tiny.skipped == "all gradients are 1.0 MiB"
+    small = replace(invariant, options={"bucket_mb": 2.0})
+    first = first_bucket_stage(small, has_messages=True, gradient_bytes=500 * MIB)
+    assert sizes_of(first, "first_bucket_mb") == [0.25]
+    assert all(choice.options["bucket_mb"] == 2.0 for choice in first.candidates)
+
+
+@pytest.mark.parametrize("stage_of", [bucket_stage, first_bucket_stage])
+def test_buckets_are_not_measured_where_there_are_none(stage_of: Any) -> None:
+    def skipped(sync: str, *, messages: bool = True) -> str:
+        stage = stage_of(Choice(sync=sync), has_messages=messages, gradient_bytes=500 * MIB)
+        return stage.skipped
+
+    assert skipped("flat") == "flat has no buckets"
+    assert skipped("naive") == "naive has no buckets"
+    assert skipped("invariant", messages=False) == "the ranks share memory, and no bucket travels"
+    assert skipped("invariant") == ""
+    ddp = skipped("ddp")
+    assert ddp == ("" if stage_of is bucket_stage else "ddp chooses it by itself")
+
+
+def test_compilation_only_on_request() -> None:
+    assert compile_stage(Choice(), wanted=False).skipped == "not asked for (--compile)"
+    found = compile_stage(Choice(), wanted=True).candidates
+    assert [each.compile for each in found] == ["none", "model"]
+    assert [c.compile for c in compile_stage(Choice(sync="ddp"), wanted=True).candidates] == [
+        *("none", "model", "ddp")
+    ]
+    (_, _, compiled) = compile_stage(Choice(), wanted=True).contestants(keep_memory=True)
+    assert (compiled.label, compiled.compile) == ("invariant, compile model", "model")
+
+
+def test_a_stage_is_decided_by_its_slowest_rank() -> None:
+    stage = compile_stage(Choice(), wanted=True)
+    slow, fast = [[1.0, 1.0]] * 8, [[0.8, 0.8]] * 8
+    found = {
+        "invariant": [{"step_s": slow}, {"step_s": fast}],
+        "invariant (again)": [{"step_s": slow}, {"step_s": slow}],
+        "invariant, compile model": [{"step_s": fast}, {"step_s": slow}],
+    }
+    assert decision_of(stage, found).winner == "invariant"
+    found["invariant, compile model"] = [{"step_s": fast}, {"step_s": fast}]
+    decision = decision_of(stage, found)
+    assert decision.winner == "invariant, compile model"
+    words = {"words": decision.words}
+    lines = verdicts([{"name": "a", "decision": words}, {"name": "b", "skipped": "why"}])
+    assert lines == [f"a: {decision.words}", "b: not measured: why"]
+
+
+def test_whose_gradients_travel() -> None:
+    """Small messages do not count, and where the system counts nothing they may."""
+
+    def found(**sent: float) -> bool:
+        rows: Any = [SimpleNamespace(contestant=name, comm_bytes=b) for name, b in sent.items()]
+        return has_messages(rows, "winner")
+
+    assert not found(none=0.0, winner=300.0, other=1e6)
+    assert found(none=0.0, winner=1e6, other=3e6)
+    assert found(none=0.0, winner=0.0, other=0.0)
+    assert found(none=9e9, winner=300.0, other=300.0)
+
+
+def requested(**changes: Any) -> TuneRequest:
+    return request_of(TuneOptions(**changes), World())
+
+
+def test_sizes_are_those_of_the_training_run() -> None:
+    """`gradsync train tiny`: 8 leaves of 2 x 256 tokens, a vocabulary of bytes."""
+    two = requested()
+    assert (two.batch_size, two.settings.leaves_per_rank, two.settings.tokens) == (8, 4, 256)
+    assert (two.settings.config.vocab_size, two.settings.threads) == (257, 1)
+    three = requested(world_size=3)
+    assert (three.batch_size, three.settings.leaves_per_rank) == (6, 3)
+    assert requested(batch_size=3).settings.leaves_per_rank == 1
+    assert requested(batch_size=4).settings.leaves_per_rank == 2
+    assert requested(leaves_per_rank=3).batch_size == 6
+    assert TuneRequest.from_json(json.loads(json.dumps(three.to_json()))) == three
+
+
+def test_threads_are_those_of_the_training_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("os.cpu_count", 64), ("gradsync.runtime.threads._affinity", 64)):
+        monkeypatch.setattr(name, lambda value=value: value)
+    monkeypatch.setattr("gradsync.runtime.threads.cgroup_cores", lambda: None)
+    assert requested(device="cpu").settings.threads == 1
+    assert requested(device="cpu", threads=3).settings.threads == 3
+    assert _threads(TrainConfig(sync="auto", device="cpu")) == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("tny",), "did you mean tiny?"),
+        (("--world-size", "1"), "--world-size must be at least 2; got 1"),
+        (("--world-size", "0"), "--world-size must be at least 1; got 0"),
+        (("--rounds", "7"), "--rounds must be at least 8 to tell 5 candidates from noise; got 7"),
+        (("--promise", "lossy"), "--promise must be one of bitwise, rounding; got 'lossy'"),
+        (("--batch-size", "3", "--leaves-per-rank", "2"), "3 does not divide into 2 leaves"),
+        (("--context-length", "999"), "'tiny' takes 1 to 256 tokens"),
+        (("--data", "nowhere"), "--data nowhere is no directory"),
+        (("2.7b", "--world-size", "64"), "fits"),
+        (("--out", "/dev/null/x"), "--out"),
+    ],
+)
+def test_bad_requests_get_one_line(
+    flags: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["tune", *flags]) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert printed.err.count("\n") == 1
+    assert printed.out == ""
+
+
+def test_dry_run_says_what_would_be_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", "mini", "--dry-run", "--batch-size", "1", "--world-size", "2"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["request"]["settings"]["model_size"] == "mini"
+    assert document["stages"] == ["strategy", "bucket size", "first bucket", "compilation"]

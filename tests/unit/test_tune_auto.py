@@ -1,0 +1,280 @@
+"""`--sync auto`: what is looked up, what is believed, and what the run writes down."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tyro
+import yaml
+
+from gradsync.cli.main import main
+from gradsync.cli.tune import TuneOptions, measured_conditions, request_of, save, verdict_of
+from gradsync.errors import ConfigError, DataError, RunError
+from gradsync.models.config import GPTConfig
+from gradsync.train.auto_sync import (
+    Resolved,
+    apply_choice,
+    conditions_of,
+    resolve_auto,
+    tune_command,
+)
+from gradsync.train.config import SyncConfig, TrainConfig
+from gradsync.train.config_io import parse_config, write_config
+from gradsync.train.tuned import Choice, Conditions, Tuned, read_tuned, tuned_path
+from gradsync.world import World
+
+WORLD = World(world_size=2, local_world_size=2)
+ZERO1 = Choice(sync="zero1", options={"bucket_mb": 5.0})
+TUNED = Tuned(choice=ZERO1, verdict="zero1 takes 9.0 % less time", date="2026-01-02")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADSYNC_CACHE", str(tmp_path / "cache"))
+
+
+def asked(*flags: str) -> TrainConfig:
+    return parse_config(["tiny", "--sync", "auto", "--device", "cpu", *flags])
+
+
+def here(config: TrainConfig, world: World = WORLD) -> Conditions:
+    return conditions_of(config, world, threads=1)
+
+
+def resolved(config: TrainConfig, world: World = WORLD) -> Resolved:
+    return resolve_auto(config, world, threads=1)
+
+
+def test_what_was_kept_is_taken() -> None:
+    config = asked()
+    path = save(here(config), TUNED)
+    assert read_tuned(here(config)) == TUNED
+    found = resolved(config)
+    assert found.choice == ZERO1
+    assert found.note == (
+        "sync auto: zero1:bucket_mb=5.0 (promise: bitwise); 2026-01-02: zero1 takes 9.0 % less time"
+    )
+    assert not found.warns
+    assert Resolved.from_json(json.loads(json.dumps(found.to_json()))) == found
+    assert sorted(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--dtype", "fp32"),
+        ("--seq-len", "128"),
+        ("--micro-batch-size", "1"),
+        ("--tokens-per-update", "8192"),
+        ("--model.n-layer", "3"),
+        ("--model.vocab-size", "300"),
+        ("--no-keep-memory",),
+    ],
+)
+def test_another_run_is_another_entry(flags: tuple[str, ...]) -> None:
+    save(here(asked()), TUNED)
+    found = resolved(asked(*flags))
+    assert found.choice == Choice()
+    assert found.note.startswith("sync auto: invariant; nothing is measured for such a run here: ")
+
+
+def test_another_machine_is_another_entry() -> None:
+    conditions = here(asked())
+    save(conditions, TUNED)
+    changes: dict[str, Any] = {
+        "world_size": 3, "num_nodes": 2, "threads": 2, "device": "H200", "cpu": "another",
+        "cores": 999, "torch": "1.0",
+    }  # fmt: skip
+    for name, value in changes.items():
+        assert read_tuned(replace(conditions, **{name: value})) is None, name
+    assert read_tuned(conditions) == TUNED
+
+
+def test_what_does_not_matter_does_not_count() -> None:
+    save(here(asked()), TUNED)
+    free = ("--optim.lr", "0.1", "--seed", "3", "--steps", "7", "--model.dropout", "0.1")
+    assert resolved(asked(*free)).choice == ZERO1
+    assert resolved(asked("--model.block-size", "512", "--seq-len", "256")).choice == ZERO1
+
+
+def damage(document: dict[str, Any], key: str, value: Any) -> str:
+    *parents, last = key.split(".")
+    place = document
+    for parent in parents:
+        place = place[parent]
+    place[last] = value
+    return json.dumps(document)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("format_version", 99, "format_version 99, not 1"),
+        ("choice.sync", "zero9", "unknown sync strategy 'zero9'"),
+        ("choice.sync", "auto", "unknown sync strategy 'auto'"),
+        ("choice.options", {"bucket_mb": -1}, "bucket_mb must be positive"),
+        ("choice.options", {"buckets": 1}, "no option 'buckets'"),
+        ("choice.options", {"grouping": "flat"}, "no option of gradsync train"),
+        ("choice.options", 7, "not iterable"),
+        ("choice.compile", "twice", "no order of compilation: 'twice'"),
+        ("choice.extra", 1, "extra"),
+        ("conditions.cores", 999, "it was measured for something else"),
+        ("verdict", "two\nlines", "is no line of text"),
+        ("date", None, "None is no line of text"),
+    ],
+)
+def test_a_damaged_or_foreign_file_is_a_line_and_the_default(
+    key: str, value: Any, reason: str
+) -> None:
+    config = asked()
+    path = save(here(config), TUNED)
+    path.write_text(damage(json.loads(path.read_text()), key, value))
+    found = resolved(config)
+    assert found.choice == Choice()
+    assert found.warns
+    assert reason in found.note
+    assert str(path) in found.note
+    assert "measure anew: `gradsync tune tiny" in found.note
+    assert "\n" not in found.note
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "7", '{"format_version": 1}', "\udcff"])
+def test_a_file_that_is_no_such_document(text: str) -> None:
+    conditions = here(asked())
+    path = save(conditions, TUNED)
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(DataError, match="cannot be used"):
+        read_tuned(conditions)
+
+
+def test_a_cache_that_cannot_be_read_or_written() -> None:
+    conditions = here(asked())
+    tuned_path(conditions).mkdir(parents=True)
+    with pytest.raises(DataError, match="cannot be read"):
+        read_tuned(conditions)
+    with pytest.raises(RunError, match=r"could not write .* GRADSYNC_CACHE"):
+        save(conditions, TUNED)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        (),
+        ("--micro-batch-size", "1"),
+        ("--seq-len", "64", "--tokens-per-update", "512", "--dtype", "fp32", "--threads", "1"),
+        ("--tokens-per-update", "16384", "--no-keep-memory"),
+    ],
+)
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_the_command_to_run_measures_that_run(flags: tuple[str, ...], world_size: int) -> None:
+    """What it writes is what the next `--sync auto` reads."""
+    config = asked(*flags)
+    world = World(world_size=world_size, local_world_size=world_size)
+    conditions = here(config, world)
+    words = shlex.split(tune_command(config, conditions).strip("`"))
+    assert words[:2] == ["gradsync", "tune"]
+    options = tyro.cli(TuneOptions, args=words[2:])
+    request = request_of(options, World())
+    result = {"num_nodes": 1, "device": "cpu"}
+    assert measured_conditions(options, request, result) == conditions
+
+
+def test_no_command_where_there_is_none() -> None:
+    other = asked("--model.n-layer", "3")
+    assert "measures presets as they are" in tune_command(other, here(other))
+    half = replace(asked(), dtype="fp16")
+    assert tune_command(half, here(half)) == "gradsync tune measures bf16 and fp32"
+
+
+def test_one_rank_talks_to_nobody() -> None:
+    found = resolved(asked(), World())
+    assert found.choice == Choice()
+    assert found.note == "sync auto: invariant; one rank talks to nobody"
+
+
+def test_the_run_writes_down_what_it_took(tmp_path: Path) -> None:
+    config = apply_choice(asked(), ZERO1, threads=4)
+    assert (config.sync, config.sync_options) == ("zero1", SyncConfig(bucket_mb=5.0))
+    assert config.threads is None  # 1 by the promise
+    write_config(config, tmp_path / "config.yaml")
+    assert parse_config([str(tmp_path / "config.yaml")]) == config
+    rounding = Choice(sync="bucketed", options={"collective": "backend"})
+    kept = apply_choice(asked(), rounding, threads=4)
+    assert kept.threads == 4  # its own would be another number, and other bits
+    assert apply_choice(asked("--threads", "2"), rounding, threads=4).threads == 2
+
+
+def test_the_order_of_compilation_is_the_users_first() -> None:
+    compiled = Choice(compile="model")
+    assert apply_choice(asked(), compiled, threads=1).compile == "model"
+    assert apply_choice(asked("--loss-rows", "8"), compiled, threads=1).compile == "none"
+    assert apply_choice(asked("--compile", "model"), Choice(), threads=1).compile == "model"
+    ddp = Choice(sync="ddp", compile="ddp")
+    assert apply_choice(asked("--compile", "model"), ddp, threads=1).compile == "model"
+
+
+def begun(folder: Path, *, sync: str = "zero1") -> TrainConfig:
+    """A run that has a checkpoint."""
+    checkpoint = folder / "checkpoints" / "step-00000002"
+    checkpoint.mkdir(parents=True)
+    config = replace(asked(), sync=sync)
+    if sync == "zero1":
+        config = replace(config, sync_options=SyncConfig(bucket_mb=5.0))
+    write_config(config, folder / "config.yaml")
+    return replace(config, sync="auto", sync_options=SyncConfig(), out=str(folder))
+
+
+def test_a_run_goes_on_as_it_began(tmp_path: Path) -> None:
+    """Whatever was measured since."""
+    run = tmp_path / "run"
+    config = begun(run)
+    save(here(config), replace(TUNED, choice=Choice(sync="bucketed")))
+    found = resolved(config)
+    assert found.choice == ZERO1
+    assert found.note == f"sync auto: zero1:bucket_mb=5.0, as in {run / 'config.yaml'}"
+    elsewhere = replace(config, out=str(tmp_path / "new"))
+    for place in (run, run / "checkpoints", run / "checkpoints" / "step-00000002"):
+        assert resolved(replace(elsewhere, resume=str(place))).choice == ZERO1
+    assert resolved(elsewhere).choice.sync == "bucketed"
+    assert resolved(replace(config, resume="none")).choice.sync == "bucketed"
+
+
+def test_a_run_without_a_checkpoint_begins_anew(tmp_path: Path) -> None:
+    config = begun(tmp_path)
+    (tmp_path / "checkpoints" / "step-00000002").rmdir()
+    assert resolved(config).choice == Choice()
+
+
+def test_options_beside_auto_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"drop sync_options.bucket_mb, or name the strategy"):
+        TrainConfig(sync="auto", sync_options=SyncConfig(bucket_mb=1.0))
+
+
+def test_dry_run_shows_what_auto_stands_for(capsys: pytest.CaptureFixture[str]) -> None:
+    save(here(asked()), TUNED)
+    flags = ["--sync", "auto", "--device", "cpu", "--nproc-per-node", "2", "--dry-run"]
+    assert main(["train", "tiny", *flags]) == 0
+    printed = capsys.readouterr()
+    assert yaml.safe_load(printed.out.partition("4,096 tokens")[0])["sync"] == "zero1"
+    assert printed.err.startswith("sync auto: zero1:bucket_mb=5.0 (promise: bitwise)")
+
+
+def test_the_shape_counts_as_the_data_makes_it() -> None:
+    assert here(asked()).model["vocab_size"] == 257  # of bytes
+    wide = asked("--model.hidden-dim", "512")  # what None stands for
+    assert wide.model == GPTConfig(**{**_fields(asked().model), "hidden_dim": 512})
+    assert here(wide) == here(asked())
+
+
+def _fields(model: GPTConfig) -> dict[str, Any]:
+    return {name: getattr(model, name) for name in model.__dataclass_fields__}
+
+
+def test_the_verdict_of_all_stages() -> None:
+    stages = [{"decision": {"words": "a"}}, {"skipped": "x"}, {"decision": {"words": "b"}}]
+    assert verdict_of({"stages": stages}) == "a; b"

@@ -45,6 +45,7 @@ def launch_ranks(*args, **options):
 
 local.launch_ranks = launch_ranks
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and nohup this one
 sys.exit(main(["verify", *sys.argv[2:]]))
 """
 
@@ -126,13 +127,18 @@ def test_a_signal_counts_also_when_the_ranks_were_just_done(
 
 
 def test_handlers_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    numbers = (signal.SIGTERM, signal.SIGHUP)  # SIGINT is ignored in a shell's background job
-    before = [signal.getsignal(number) for number in numbers]
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     inside = []
     pretend(monkeypatch, lambda: inside.extend(map(signal.getsignal, numbers)))
-    assert main(["verify", *SMALL, "--world-size", "1"]) == 0
-    assert [signal.getsignal(number) for number in numbers] == before
-    assert not set(inside) & set(before)
+    # A background job of a shell ignores SIGINT, one under nohup SIGHUP.
+    outside = [signal.signal(number, signal.SIG_DFL) for number in numbers]
+    try:
+        assert main(["verify", *SMALL, "--world-size", "1"]) == 0
+        assert [signal.getsignal(number) for number in numbers] == [signal.SIG_DFL] * 3
+    finally:
+        for number, handler in zip(numbers, outside, strict=True):
+            signal.signal(number, handler)
+    assert signal.SIG_DFL not in inside
 
 
 def test_what_nohup_ignores_stays_ignored(monkeypatch: pytest.MonkeyPatch) -> None:

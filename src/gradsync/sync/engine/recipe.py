@@ -42,8 +42,9 @@ class Recipe:
     shard: Shard = "none"
     """Whose memory is divided by the ranks: nobody's, the optimizer's, the gradients' too."""
     collective: Collective = "auto"
-    """What carries reduction='backend': the process group, or memory that the ranks of one host
-    share; auto takes that on a CPU where all ranks are on one host."""
+    """What carries sums, under reduction='backend' and inside the hosts of 'hierarchical': the
+    process group, or memory that the ranks of one host share; auto takes that on CPUs where it
+    can be had."""
     update: UpdateOf = "auto"
     """Through shared memory: auto lets each rank update its share of the weights, for all ranks of
     the host, where the optimizer is elementwise; whole leaves the whole gradient in `.grad` on

@@ -43,7 +43,7 @@ def asked(*flags: str) -> TrainConfig:
 
 
 def here(config: TrainConfig, world: World = WORLD) -> Conditions:
-    return conditions_of(config, world, threads=1)
+    return conditions_of(config, world, threads=config.threads or 1)
 
 
 def resolved(config: TrainConfig, world: World = WORLD) -> Resolved:
@@ -62,6 +62,16 @@ def test_what_was_kept_is_taken() -> None:
     assert not found.warns
     assert Resolved.from_json(json.loads(json.dumps(found.to_json()))) == found
     assert sorted(path.parent.iterdir()) == [path]
+
+
+def test_a_file_is_replaced_in_one_step(tmp_path: Path) -> None:
+    """Who has the old one open reads the old one."""
+    path = save(here(asked()), TUNED)
+    old = tmp_path / "old"
+    old.hardlink_to(path)
+    save(here(asked()), replace(TUNED, choice=Choice()))
+    assert resolved(asked()).choice == Choice()
+    assert json.loads(old.read_text())["choice"]["sync"] == "zero1"
 
 
 @pytest.mark.parametrize(
@@ -118,6 +128,7 @@ def damage(document: dict[str, Any], key: str, value: Any) -> str:
         ("choice.sync", "zero9", "unknown sync strategy 'zero9'"),
         ("choice.sync", "auto", "unknown sync strategy 'auto'"),
         ("choice.options", {"bucket_mb": -1}, "bucket_mb must be positive"),
+        ("choice.options", {"bucket_mb": "1"}, "no option of gradsync train"),
         ("choice.options", {"buckets": 1}, "no option 'buckets'"),
         ("choice.options", {"grouping": "flat"}, "no option of gradsync train"),
         ("choice.options", 7, "not iterable"),
@@ -167,7 +178,7 @@ def test_a_cache_that_cannot_be_read_or_written() -> None:
         (),
         ("--micro-batch-size", "1"),
         ("--seq-len", "64", "--tokens-per-update", "512", "--dtype", "fp32", "--threads", "1"),
-        ("--tokens-per-update", "16384", "--no-keep-memory"),
+        ("--tokens-per-update", "16384", "--no-keep-memory", "--threads", "2"),
     ],
 )
 @pytest.mark.parametrize("world_size", [2, 3, 4])
@@ -229,7 +240,7 @@ def begun(folder: Path, *, sync: str = "zero1") -> TrainConfig:
     return replace(config, sync="auto", sync_options=SyncConfig(), out=str(folder))
 
 
-def test_a_run_goes_on_as_it_began(tmp_path: Path) -> None:
+def test_a_run_goes_on_as_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever was measured since."""
     run = tmp_path / "run"
     config = begun(run)
@@ -241,7 +252,9 @@ def test_a_run_goes_on_as_it_began(tmp_path: Path) -> None:
     for place in (run, run / "checkpoints", run / "checkpoints" / "step-00000002"):
         assert resolved(replace(elsewhere, resume=str(place))).choice == ZERO1
     assert resolved(elsewhere).choice.sync == "bucketed"
+    monkeypatch.chdir(run)
     assert resolved(replace(config, resume="none")).choice.sync == "bucketed"
+    assert resolved(replace(elsewhere, resume="other")).choice.sync == "bucketed"
 
 
 def test_a_run_without_a_checkpoint_begins_anew(tmp_path: Path) -> None:

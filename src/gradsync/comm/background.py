@@ -4,8 +4,9 @@
     worker      └─ a ────────┴─ b ───────────────────┘
 
 What runs here talks to other ranks only by `Communicator.exchange` (see `comm/base.py`), or through
-a shared-memory communicator of its own: two threads would issue collectives in different orders on different ranks. On NCCL even messages queue
-up with the collectives of the same group: give the worker a communicator over a group of its own.
+a shared-memory communicator of its own: two threads would issue collectives in different orders on
+different ranks. On NCCL even messages queue up with the collectives of the same group: give the
+worker a communicator over a group of its own.
 
 [Note: The bits of a worker thread] A sum over many elements depends on the number of intra-op
 threads. OpenMP keeps that number per thread; torch copies its own setting into a new thread once,

@@ -203,7 +203,8 @@ def _continued(config: TrainConfig) -> Path | None:
         places = [Path(config.out)] if begun else []
     else:  # a run, its checkpoints, or one of those
         path = Path(config.resume)
-        places = [path, path.parent, path.parent.parent]
+        above = {"checkpoints": 1, "step": 2}.get(path.name.partition("-")[0], 0)
+        places = [[path, *path.parents][above]]
     found = (place / "config.yaml" for place in places)
     return next((path for path in found if path.is_file()), None)
 

@@ -70,8 +70,8 @@ class Choice:
     """Where `torch.compile` stands: none, model or ddp."""
 
     def __post_init__(self) -> None:
-        check_options(find_strategy(self.sync), self.options)
         try:
+            check_options(find_strategy(self.sync), self.options)
             SyncConfig(**self.options)
         except TypeError as error:
             raise ConfigError(f"no option of gradsync train: {error}") from error

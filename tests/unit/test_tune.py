@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import tyro
 
 from gradsync.bench.sync_plan import SyncSettings
 from gradsync.bench.tune_decide import Decision, decide, fewest_rounds, interval
@@ -24,7 +26,7 @@ from gradsync.bench.tune_report import verdicts
 from gradsync.bench.tune_worker import decision_of, has_messages
 from gradsync.cli.main import main
 from gradsync.cli.train import _threads
-from gradsync.cli.tune import TuneOptions, request_of
+from gradsync.cli.tune import TuneOptions, command_text, request_of
 from gradsync.sync.registry import STRATEGIES
 from gradsync.train.config import TrainConfig
 from gradsync.train.tuned import Choice
@@ -253,6 +255,19 @@ def test_threads_are_those_of_the_training_run(monkeypatch: pytest.MonkeyPatch) 
     assert requested(device="cpu").settings.threads == 1
     assert requested(device="cpu", threads=3).settings.threads == 3
     assert _threads(TrainConfig(sync="auto", device="cpu")) == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        TuneOptions(),
+        TuneOptions(model="mini", keep_memory=False, compile=True, dtype="fp32", batch_size=2),
+    ],
+)
+def test_the_record_says_what_to_type(options: TuneOptions) -> None:
+    words = shlex.split(command_text(replace(options, out="x", as_json=True)))
+    assert words[:2] == ["gradsync", "tune"]
+    assert tyro.cli(TuneOptions, args=words[2:]) == options
 
 
 @pytest.mark.parametrize(

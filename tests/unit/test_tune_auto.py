@@ -252,6 +252,7 @@ def test_a_run_goes_on_as_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for place in (run, run / "checkpoints", run / "checkpoints" / "step-00000002"):
         assert resolved(replace(elsewhere, resume=str(place))).choice == ZERO1
     assert resolved(elsewhere).choice.sync == "bucketed"
+    begun(run / "none")
     monkeypatch.chdir(run)
     assert resolved(replace(config, resume="none")).choice.sync == "bucketed"
     assert resolved(replace(elsewhere, resume="other")).choice.sync == "bucketed"

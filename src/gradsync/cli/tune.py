@@ -207,7 +207,7 @@ def _tell(options: TuneOptions, request: TuneRequest, result: Mapping[str, Any])
     tuned = Tuned(choice=choice, verdict=verdict_of(result), date=result["environment"]["date"])
     path = save(conditions, tuned)
     print(f"best here: {choice.text}; kept in {path} for gradsync train --sync auto", file=human)
-    command = command_of(options, _COMMAND)
+    command = command_text(options)
     data = {
         "request": request.to_json(),
         "choice": result["choice"],
@@ -226,6 +226,13 @@ def _tell(options: TuneOptions, request: TuneRequest, result: Mapping[str, Any])
             data={**data, "samples": result["samples"]},
         )
         print(f"wrote {record}", file=human)
+
+
+def command_text(options: TuneOptions) -> str:
+    """What to type for the same measurement; without the places for its results."""
+    flags = replace(options, model=TuneOptions().model, keep_memory=True)
+    text = command_of(flags, (*_COMMAND, options.model))
+    return text if options.keep_memory else f"{text} --no-keep-memory"
 
 
 def verdict_of(result: Mapping[str, Any]) -> str:

@@ -141,6 +141,16 @@ def test_a_loaded_state_is_taken_in() -> None:
             assert_equal(found, expected)
 
 
+def test_data_that_somebody_sets_is_trained() -> None:
+    def replace(sync: GradientSync, _: torch.optim.Optimizer) -> None:
+        sync.model.large.data = torch.full_like(sync.model.large, 0.5)
+        sync.model.small[2].data = sync.model.small[2].data * 2
+
+    expected, _ = run(OPTIMIZERS["adamw"], replace, steps=4, update="whole")
+    for found in run(OPTIMIZERS["adamw"], replace, steps=4):
+        assert_equal(found, expected)
+
+
 def test_options_and_groups_that_change_on_the_way() -> None:
     """Learning rates, momentum that begins late, and a group that comes late."""
 

@@ -136,6 +136,10 @@ class SyncConfig:
     """Who adds over ranks."""
     collective: Literal["auto", "shared_memory", "backend"] | None = None
     """What carries sums: the process group, or memory that the ranks of one host share."""
+    update: Literal["auto", "whole"] | None = None
+    """Through shared memory: each rank updates its share of the weights, or every rank all."""
+    weights: Literal["replicas", "shared"] | None = None
+    """Through shared memory: every rank its own copy, or one for all ranks of the host."""
     wire: Literal["same", "bf16", "fp16"] | None = None
     """What travels."""
     shard: Literal["none", "optimizer", "gradients"] | None = None

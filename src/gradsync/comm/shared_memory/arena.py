@@ -34,7 +34,7 @@ def map_together(base: Communicator, sizes: Sequence[int]) -> tuple[list[Tensor]
     segment, reason = _make(sizes[base.rank], sum(sizes))
     address = Address(0, 0, 0) if segment is None else segment.address
     seats = torch.zeros(4 * base.world_size, dtype=torch.int64)
-    mine = torch.tensor([int(reason), address.pid, address.fd, address.inode])
+    mine = torch.tensor([int(reason), address.pid, address.fd, address.token])
     base.all_gather(seats, mine).wait()
     told = [tuple(seat) for seat in seats.view(-1, 4).tolist()]
     memories: list[Tensor] = []

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import mmap
 import os
+import secrets
 from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+_TOKEN_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +27,15 @@ class Address:
     """Process that made it."""
     fd: int
     """Its descriptor there; valid until the maker closes it."""
-    inode: int
-    """Of the file behind it: proves that /proc showed the right one."""
+    token: int
+    """Drawn by the maker, and written behind the memory: process numbers of another host or
+    container may mean another process here, with such a descriptor."""
 
 
 class Segment:
-    """`num_bytes` of memory, zeros, mapped into this process as `memory`, uint8 [num_bytes].
+    """`num_bytes` of memory (a multiple of 8), zeros, mapped here as `memory`, uint8 [num_bytes].
+
+    The caller has looked whether there is so much: the kernel would take what there is first.
 
     Raises:
         OSError: there is not so much memory, or the kernel has no memfd.
@@ -40,9 +46,10 @@ class Segment:
         try:
             # Pages are taken now, by the rank that fills them: a lack of memory is an error here,
             # and no bus error in the middle of a step.
-            os.posix_fallocate(self._fd, 0, num_bytes)
-            self.address = Address(os.getpid(), self._fd, os.fstat(self._fd).st_ino)
-            self.memory = _mapped(self._fd, num_bytes)
+            os.posix_fallocate(self._fd, 0, num_bytes + _TOKEN_BYTES)
+            self.address = Address(os.getpid(), self._fd, secrets.randbits(62))
+            self.memory, token = _mapped(self._fd, num_bytes)
+            token.fill_(self.address.token)
         except BaseException:
             os.close(self._fd)
             raise
@@ -56,20 +63,25 @@ def open_segment(address: Address, num_bytes: int) -> Tensor:
     """The memory of a peer's segment, uint8 [num_bytes], shared with it.
 
     Raises:
-        OSError: the peer's process or descriptor cannot be reached from here.
+        OSError: the peer's process or descriptor cannot be reached from here, or is another's.
     """
     fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDWR | os.O_CLOEXEC)
     try:
-        if os.fstat(fd).st_ino != address.inode:
-            raise OSError("process numbers mean other processes here")
-        return _mapped(fd, num_bytes)
+        if os.fstat(fd).st_size != num_bytes + _TOKEN_BYTES:
+            raise OSError("another file")
+        memory, token = _mapped(fd, num_bytes)
+        if int(token) != address.token:
+            raise OSError("another segment")
+        return memory
     finally:
         os.close(fd)
 
 
-def _mapped(fd: int, num_bytes: int) -> Tensor:
-    memory = mmap.mmap(fd, num_bytes)
+def _mapped(fd: int, num_bytes: int) -> tuple[Tensor, Tensor]:
+    """The memory, and the token behind it, int64 []."""
+    memory = mmap.mmap(fd, num_bytes + _TOKEN_BYTES)
     with suppress(OSError):  # where the kernel has huge pages for shared memory
         memory.madvise(mmap.MADV_HUGEPAGE)
     # The tensor holds the map: it is undone when the last view goes.
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    return whole[:num_bytes], whole[num_bytes:].view(torch.int64)[0]

@@ -245,8 +245,8 @@ class HostEngine(Engine):
     def _why_whole(self, optimizer: Optimizer) -> str:
         if self.recipe.update == "whole":
             return "update='whole'"
-        if not self._weights or not all(home.lie_here() for home in self._weights):
-            return "parameters cannot lie in shared memory, or somebody has set their data"
+        if not self._weights:
+            return "parameters share their memory with other tensors, or are not contiguous"
         return why_whole(optimizer, self.parameters, {flat.dtype for flat in self._flats})
 
     def _release(self) -> None:

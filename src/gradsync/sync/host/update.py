@@ -76,6 +76,7 @@ class HostUpdate:
         """
         for home in self._weights:
             home.check()
+            home.bring_home()
         self._comm.barrier()  # whoever reads weights until its own update finds the old ones
         self._state.prepare()
         if self._inner is not None:

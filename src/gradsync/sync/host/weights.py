@@ -53,10 +53,12 @@ class SharedWeights:
         for other in self._others:
             other[mine].copy_(self.memory[mine])
 
-    def lie_here(self) -> bool:
-        """Whether every parameter is still where it was put (nobody set its `data`)."""
-        pairs = zip(self.parameters, self._homes, strict=True)
-        return all(parameter.data_ptr() == home.data_ptr() for parameter, home in pairs)
+    def bring_home(self) -> None:
+        """Somebody may have set a parameter's `data`: what is in it moves to where it belongs."""
+        for parameter, home in zip(self.parameters, self._homes, strict=True):
+            if parameter.data_ptr() != home.data_ptr():
+                home.copy_(parameter.detach())
+                parameter.data = home
 
     def remember(self) -> None:
         """All ranks have updated."""

@@ -1,0 +1,130 @@
+"""The tables of `gradsync bench` in README.md and the guides, out of records under benchmarks/.
+
+    python tools/bench_tables.py            renders every table anew
+    python tools/bench_tables.py --check    exits with 1 when one is not what its record says
+
+A table stands between `<!-- bench: RECORD.json -->` (a path from the repository's root) and
+`<!-- bench: end -->`. What kind it is the record knows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = ("README.md", "docs/guide/strategies.md")
+TABLE = re.compile(r"<!-- bench: (\S+\.json) -->\n.*?<!-- bench: end -->", re.DOTALL)
+KIB, MIB = 2**10, 2**20
+
+
+def render(page: str, read: Any = None) -> str:
+    """`page` with every table as its record has it.
+
+    Args:
+        page: Markdown.
+        read: path from the root -> the record's text; None reads files.
+    """
+    read = read or (lambda path: (ROOT / path).read_text(encoding="utf-8"))
+
+    def made(found: re.Match[str]) -> str:
+        record = json.loads(read(found[1]))
+        table = {"sync": sync_table, "collectives": collectives_table}[record["benchmark"]]
+        return f"<!-- bench: {found[1]} -->\n{table(record)}\n<!-- bench: end -->"
+
+    return TABLE.sub(made, page)
+
+
+def sync_table(record: Mapping[str, Any]) -> str:
+    """A line per contestant, and what was measured."""
+    settings = record["plan"]["settings"]
+    slowest = {r["contestant"]: r["tokens_per_s"] for r in record["rows"]}.get("torch_ddp")
+    head = ["", "step, ms", "to `none`", "exposed, ms", "tokens/s", "of `torch_ddp`", "memory kept"]
+    lines = [_row(head), _row(["---", *["---:"] * 5, ":---:"])]
+    for row in record["rows"]:
+        total, ratio = row["total_ms"], row["ratio"]
+        gain = f"{row['tokens_per_s'] / slowest:.2f}" if slowest else ""
+        lines.append(
+            _row(
+                [
+                    f"`{row['contestant']}`",
+                    f"{total['median']:,.0f} ({total['low']:,.0f}-{total['high']:,.0f})",
+                    f"{ratio['median']:.3f} ({ratio['low']:.3f}-{ratio['high']:.3f})",
+                    f"{row['exposed_ms']:,.0f}",
+                    f"{row['tokens_per_s']:,.0f}",
+                    gain,
+                    "yes" if row["keep_memory"] else "no",
+                ]
+            )
+        )
+    said = (
+        f"`{record['command']}`: GPT `{settings['model_size']}`, {settings['dtype']}; medians "
+        f"(quartiles) of {settings['rounds']} interleaved rounds of {settings['num_steps']} steps."
+    )
+    return "\n".join([*lines, "", f"{said} {_machine(record)}"])
+
+
+def collectives_table(record: Mapping[str, Any]) -> str:
+    """All-reduce: a line per size, a column per algorithm."""
+    rows = [row for row in record["rows"] if row["operation"] == "all_reduce"]
+    names = list(dict.fromkeys(row["algorithm"] for row in rows if row["algorithm"] != "copy"))
+    found = {(row["algorithm"], row["size_bytes"]): row for row in rows}
+    lines = [
+        _row(["all_reduce", *(f"`{name}`" for name in names), "`shared` of the limit"]),
+        _row(["---:"] * (len(names) + 2)),
+    ]
+    for size in sorted({row["size_bytes"] for row in rows}):
+        times = [_time(found.get((name, size))) for name in names]
+        limit = (found.get(("shared", size)) or {}).get("of_limit")
+        lines.append(_row([_size(size), *times, f"{limit['median']:.0%}" if limit else ""]))
+    return "\n".join([*lines, "", f"`{record['command']}`: medians. {_machine(record)}"])
+
+
+def _machine(record: Mapping[str, Any]) -> str:
+    found = record["environment"]
+    return f"CPU, {found['cores']} cores ({found['cpu']}), torch {found['torch']}, {found['date']}."
+
+
+def _time(row: Mapping[str, Any] | None) -> str:
+    if row is None:
+        return ""
+    seconds = row["p50_s"]
+    return f"{1e3 * seconds:,.2f} ms" if seconds >= 1e-3 else f"{1e6 * seconds:,.0f} µs"
+
+
+def _size(num_bytes: int) -> str:
+    if num_bytes >= MIB:
+        return f"{num_bytes / MIB:.0f} MiB"
+    return f"{num_bytes / KIB:.0f} KiB" if num_bytes >= KIB else f"{num_bytes} B"
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
+    """Render, or with --check only compare; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="change nothing")
+    check = parser.parse_args(argv).check
+    old = []
+    for name in PAGES:
+        path = root / name
+        page = path.read_text(encoding="utf-8")
+        new = render(page, lambda file: (root / file).read_text(encoding="utf-8"))
+        if new != page:
+            old.append(name)
+            if not check:
+                path.write_text(new, encoding="utf-8")
+    if check and old:
+        print(f"not what the records say: {', '.join(old)}; run tools/bench_tables.py")
+    return int(check and bool(old))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

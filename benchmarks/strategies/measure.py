@@ -16,8 +16,8 @@ import torch
 from contestants import Contestant, Settings, enter
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from wire import bytes_sent, operations_issued
 
+from gradsync.bench.meter_wire import bytes_sent, operations_issued
 from gradsync.comm.base import Communicator
 from gradsync.comm.choose import communicator
 from gradsync.comm.groups import groups

@@ -66,12 +66,6 @@ class Flat:
             for bucket, start in zip(self.buckets, self.starts, strict=True):
                 bucket.adopt(number, memory[start : start + bucket.plan.numel])
 
-    def release(self) -> None:
-        """Give the memory back, once nobody holds a view of it."""
-        for parts in self.gradients:
-            self.comm.release(parts[self.comm.rank])
-        self.gradients.clear()
-
 
 def flats_of(comm: SharedMemoryCommunicator, buckets: Sequence[Bucket]) -> list[Flat]:
     """One `Flat` per dtype, in the order in which dtypes come."""

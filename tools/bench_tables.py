@@ -17,6 +17,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gradsync.bench.sync_plan import plan_from_json
+from gradsync.bench.sync_report import title
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", "docs/guide/strategies.md")
 TABLE = re.compile(r"<!-- bench: (\S+\.json) -->\n.*?<!-- bench: end -->", re.DOTALL)
@@ -42,30 +45,22 @@ def render(page: str, read: Any = None) -> str:
 
 def sync_table(record: Mapping[str, Any]) -> str:
     """A line per contestant, and what was measured."""
-    settings = record["plan"]["settings"]
-    slowest = {r["contestant"]: r["tokens_per_s"] for r in record["rows"]}.get("torch_ddp")
-    head = ["", "step, ms", "to `none`", "exposed, ms", "tokens/s", "of `torch_ddp`", "memory kept"]
-    lines = [_row(head), _row(["---", *["---:"] * 5, ":---:"])]
+    ddp = {row["contestant"]: row["tokens_per_s"] for row in record["rows"]}.get("torch_ddp")
+    head = ["", "step, ms", "to `none`", "exposed, ms", "tokens/s", "memory kept", "of `torch_ddp`"]
+    table = [head, ["---", *["---:"] * 4, ":---:", "---:"]]
     for row in record["rows"]:
-        total, ratio = row["total_ms"], row["ratio"]
-        gain = f"{row['tokens_per_s'] / slowest:.2f}" if slowest else ""
-        lines.append(
-            _row(
-                [
-                    f"`{row['contestant']}`",
-                    f"{total['median']:,.0f} ({total['low']:,.0f}-{total['high']:,.0f})",
-                    f"{ratio['median']:.3f} ({ratio['low']:.3f}-{ratio['high']:.3f})",
-                    f"{row['exposed_ms']:,.0f}",
-                    f"{row['tokens_per_s']:,.0f}",
-                    gain,
-                    "yes" if row["keep_memory"] else "no",
-                ]
-            )
-        )
-    said = (
-        f"`{record['command']}`: GPT `{settings['model_size']}`, {settings['dtype']}; medians "
-        f"(quartiles) of {settings['rounds']} interleaved rounds of {settings['num_steps']} steps."
-    )
+        digits = 0 if row["total_ms"]["median"] >= 500 else 1
+        cells = [
+            f"`{row['contestant']}`",
+            _spread(row["total_ms"], digits),
+            _spread(row["ratio"], 3),
+            f"{row['exposed_ms']:,.{digits}f}",
+            f"{row['tokens_per_s']:,.0f}",
+            "yes" if row["keep_memory"] else "no",
+        ]
+        table.append([*cells, f"{row['tokens_per_s'] / ddp:.2f}"] if ddp else cells)
+    lines = [_row(cells[: len(table[-1])]) for cells in table]
+    said = f"`{record['command']}`: {title(plan_from_json(record['plan']))}; medians (quartiles)."
     return "\n".join([*lines, "", f"{said} {_machine(record)}"])
 
 
@@ -88,6 +83,11 @@ def collectives_table(record: Mapping[str, Any]) -> str:
 def _machine(record: Mapping[str, Any]) -> str:
     found = record["environment"]
     return f"CPU, {found['cores']} cores ({found['cpu']}), torch {found['torch']}, {found['date']}."
+
+
+def _spread(values: Mapping[str, float], digits: int) -> str:
+    median, low, high = (f"{values[name]:,.{digits}f}" for name in ("median", "low", "high"))
+    return f"{median} ({low}-{high})"
 
 
 def _time(row: Mapping[str, Any] | None) -> str:

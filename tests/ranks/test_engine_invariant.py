@@ -37,8 +37,8 @@ WAYS = (
     Way(told="leaf", options={"bucket_mb": 0.3 * KIB}),
     Way(told="nothing", options={"update": "whole"}),
     Way(told="nothing", options={"grouping": "parameter"}),
-    Way(told="differently", options={"grouping": "flat"}),
-    Way(told="nothing", options={"grouping": "flat", "overlap": False}),
+    Way(told="differently", options={"grouping": "flat", "collective": "backend"}),
+    Way(told="leaf", options={"grouping": "flat"}),
 )
 LAYOUTS = {4: (1, 2, 4), 6: (2, 3), 8: (2, 4)}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,10 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradsync.comm.process_group import ProcessGroupCommunicator
+from gradsync.comm.shared_memory.choose import share_memory
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
+from gradsync.comm.shared_memory.unavailable import SharedMemoryError
 from gradsync.errors import ConfigError
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.host.engine import HostEngine
+from gradsync.sync.host.tree import SharedTree
 from gradsync.sync.replicate import replicate
 from support.thread_ranks import run_thread_ranks
 
@@ -135,10 +139,30 @@ def test_a_loaded_state_is_taken_in() -> None:
     def clear(_: GradientSync, optimizer: torch.optim.Optimizer) -> None:
         optimizer.state.clear()
 
-    for between in (load, load_and_say, clear):
+    def replace_entry(_: GradientSync, optimizer: torch.optim.Optimizer) -> None:
+        parameter = optimizer.param_groups[0]["params"][0]
+        optimizer.state[parameter] = copy.deepcopy(saved["state"][0])
+        optimizer.state[parameter]["step"] += 7
+
+    def replace_value(_: GradientSync, optimizer: torch.optim.Optimizer) -> None:
+        entry = optimizer.state[optimizer.param_groups[0]["params"][0]]
+        entry["exp_avg"] = torch.ones_like(entry["exp_avg"])
+
+    for between in (load, load_and_say, clear, replace_entry, replace_value):
         expected, _ = run(OPTIMIZERS["adamw"], between, steps=4, update="whole")
         for found in run(OPTIMIZERS["adamw"], between, steps=4):
             assert_equal(found, expected)
+
+
+def test_state_that_is_changed_in_place_is_refused() -> None:
+    """Every rank would halve the one copy."""
+
+    def halve(_: GradientSync, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.state[optimizer.param_groups[0]["params"][0]]["exp_avg"].mul_(0.5)
+
+    run(OPTIMIZERS["adamw"], halve, steps=4, update="whole")
+    with pytest.raises(ConfigError, match=r"state was changed in place .* update='whole'"):
+        run(OPTIMIZERS["adamw"], halve, steps=4)
 
 
 def test_data_that_somebody_sets_is_trained() -> None:
@@ -196,6 +220,32 @@ def test_hooks_on_the_optimizer_see_the_whole_gradient() -> None:
         assert_equal(found, expected)
     assert len(seen) == 4
     assert all(gradient.shape == (2, BLOCK - 100) for gradient in seen)
+
+
+def test_hooks_on_one_rank_alone_make_all_steps_whole() -> None:
+    """While they are there: a rank that writes a log, say."""
+    hooks: list[Any] = []
+
+    def work(rank: int, group: dist.ProcessGroup) -> Any:
+        model = Net()
+        sync = replicate(model, comm=ProcessGroupCommunicator(group))
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        divided = []
+        for step in range(6):
+            if rank == 1 and step == 2:
+                hooks.append(optimizer.register_step_pre_hook(lambda *_: None))
+            if rank == 1 and step == 4:
+                hooks.pop().remove()
+            one_step(sync, optimizer, step, rank)
+            divided.append(was_divided(sync))
+        found = copy.deepcopy({"w": model.state_dict(), "o": optimizer.state_dict()["state"]})
+        sync.close()
+        return found, divided
+
+    expected, _ = run(OPTIMIZERS["adamw"], steps=6, update="whole")
+    for found, divided in run_thread_ranks(work, 2):
+        assert divided == [True, True, False, False, True, True]
+        assert_equal(found, expected)
 
 
 def test_a_loop_of_ones_own_may_follow() -> None:
@@ -269,10 +319,6 @@ def test_one_copy_refuses_what_would_need_replicas() -> None:
         with pytest.raises(ConfigError, match="weights='shared': hooks on the optimizer"):
             sync.step(hooked)
         sync.close()
-        tied = Net()
-        tied.register_buffer("view", tied.rare.detach()[:2])
-        with pytest.raises(ConfigError, match="share their memory with no other tensor"):
-            replicate(tied, comm=comm, weights="shared")
 
     run_thread_ranks(work, 2)
 
@@ -308,3 +354,64 @@ def test_models_over_one_group_share_a_communicator_which_ends_with_the_last() -
         assert replicate(nn.Linear(3, 3), comm=comm).comm is not shared
 
     run_thread_ranks(work, 2)
+
+
+@pytest.mark.parametrize("sync", ["bucketed", "zero1"])
+def test_too_little_memory_for_buckets_leaves_messages(sync: str) -> None:
+    """And nothing of the first attempt, whose hooks were on the parameters already."""
+
+    def work(rank: int, group: dist.ProcessGroup) -> Any:
+        comm = share_memory(ProcessGroupCommunicator(group))
+        comm.allocate = mock.Mock(side_effect=SharedMemoryError("no shared memory: full"))
+        model = Net()
+        sync_ = replicate(model, comm=comm, sync=sync)
+        assert not isinstance(sync_.reducer, HostEngine)
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        one_step(sync_, optimizer, 0, rank)
+        found = copy.deepcopy(model.state_dict())
+        sync_.close()
+        return found
+
+    def expected(rank: int, group: dist.ProcessGroup) -> Any:
+        model = Net()
+        sync_ = replicate(model, comm=ProcessGroupCommunicator(group), sync=sync)
+        one_step(sync_, OPTIMIZERS["adamw"](model.parameters()), 0, rank)
+        return copy.deepcopy(model.state_dict())
+
+    whole, _ = run_thread_ranks(expected, 2)
+    for found in run_thread_ranks(work, 2):
+        assert_equal(found, whole)
+
+
+def test_after_a_refusal_the_model_can_be_replicated() -> None:
+    def work(rank: int, group: dist.ProcessGroup) -> None:
+        comm = ProcessGroupCommunicator(group)
+        tied = Net()
+        tied.register_buffer("view", tied.rare.detach()[:2])
+        with pytest.raises(ConfigError, match="share their memory with no other tensor"):
+            replicate(tied, comm=comm, weights="shared")
+        sync = replicate(tied, comm=comm)
+        one_step(sync, OPTIMIZERS["sgd"](tied.parameters()), 0, rank)
+        sync.close()
+
+    run_thread_ranks(work, 2)
+
+
+def test_zero1_adds_in_shared_memory() -> None:
+    """Nothing is sent, and a leaf more than buffers foresaw finds its place."""
+
+    def work(rank: int, group: dist.ProcessGroup) -> Any:
+        model = Net()
+        sync = replicate(model, comm=ProcessGroupCommunicator(group), sync="zero1")
+        assert isinstance(sync.reducer._transport, SharedTree)
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        for leaves in (1, 3 - rank, 2 + rank):
+            for leaf in range(leaves):
+                sync.backward(model(leaf + rank), weight=1)
+            sync.step(optimizer, clip_norm=1.0)
+        found = copy.deepcopy(model.state_dict())
+        sync.close()
+        return found
+
+    first, second = run_thread_ranks(work, 2)
+    assert_equal(first, second)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +12,11 @@ from torch import Tensor
 
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.shared_memory.choose import share_memory
-from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
+from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator, _leave
+from gradsync.comm.shared_memory.flags import PAGE_BYTES, Flags
 from gradsync.comm.shared_memory.staging import STAGE_BYTES
 from gradsync.comm.shared_memory.unavailable import SharedMemoryError
+from gradsync.comm.shared_memory.waiting import Patience
 from gradsync.errors import LostPeerError, RunError
 from support.comm_cases import FLOATS, INTEGERS, OPS, check_all, lengths, rank_input
 from support.thread_ranks import run_thread_ranks
@@ -129,7 +132,7 @@ def test_a_share_of_ones_own_and_notes() -> None:
     def work(comm: SharedMemoryCommunicator) -> tuple[list[list[int]], float]:
         memory = comm.allocate_once(comm.world_size, torch.float64)
         comm.note([comm.rank, -7])
-        comm.run(lambda: memory[comm.rank].fill_(10.0**comm.rank)).wait()
+        comm.run(lambda: memory[comm.rank].fill_(10.0**comm.rank), "powers").wait()
         return comm.notes(2), float(memory.sum())
 
     for notes, total in on_ranks(3, work):
@@ -138,16 +141,72 @@ def test_a_share_of_ones_own_and_notes() -> None:
 
 
 def test_ranks_that_do_different_things_are_told() -> None:
-    def work(comm: SharedMemoryCommunicator) -> str:
-        tensor = torch.zeros(10 + comm.rank)
-        with pytest.raises(RunError, match="different operations at the same time") as found:
-            comm.all_reduce(tensor).wait()
-        return str(found.value)
+    """Whatever tells two operations apart, and nothing is combined."""
+
+    def work(comm: SharedMemoryCommunicator) -> list[str]:
+        rank, told = comm.rank, []
+        ones = torch.ones(10)
+        homes = [comm.allocate(10, torch.float32) for _ in range(2)]
+        things = [
+            lambda c: c.all_reduce(torch.ones(10 + rank)),
+            lambda c: c.all_reduce(ones if rank else torch.ones(10, dtype=torch.int32)),
+            lambda c: c.all_reduce(ones, "min" if rank else "max"),
+            lambda c: c.broadcast(ones, src=rank),
+            lambda c: c.broadcast(ones) if rank else c.all_reduce(ones),
+            lambda c: c.run(lambda: None, "one thing" if rank else "another"),
+        ]
+        placed = [
+            lambda c: c.all_reduce(homes[0] if rank else ones),
+            lambda c: c.all_reduce(homes[rank]),
+            lambda c: c.all_reduce(homes[0][rank : rank + 5]),
+            lambda c: c.run(lambda: None, "the same", over=homes[rank]),
+        ]
+        for thing in [*things, *placed]:
+            fresh = share_memory(comm.base)
+            fresh._regions = list(comm._regions)
+            with pytest.raises(RunError, match="different operations at the same time") as found:
+                thing(fresh).wait()
+            told.append(str(found.value))
+            comm.base.barrier()
+            fresh.close()
+        assert bool((ones == 1).all())
+        return told
 
     first, second = on_ranks(2, work)
-    assert "float32 [10]" in first
-    assert "rank(s) 1" in first
-    assert "float32 [11]" in second
+    assert "float32 [10]" in first[0]
+    assert "rank(s) 1" in first[0]
+    assert "float32 [11]" in second[0]
+
+
+def test_what_fails_half_way_does_not_run_again() -> None:
+    """And peers do not wait for it."""
+
+    def work(comm: SharedMemoryCommunicator) -> list[int]:
+        calls = []
+
+        def share() -> None:
+            calls.append(1)
+            if comm.rank:
+                raise KeyError("spoilt")
+
+        expected = KeyError if comm.rank else LostPeerError
+        with pytest.raises(expected, match="spoilt" if comm.rank else r"rank\(s\) 1 left"):
+            comm.run(share, "a share").wait()
+        with pytest.raises(RunError, match="failed in a share.*spoilt" if comm.rank else "left"):
+            comm.barrier()
+        return calls
+
+    assert on_ranks(2, work) == [[1], [1]]
+
+
+def test_a_forked_child_does_not_leave_for_its_parent() -> None:
+    page = torch.zeros(PAGE_BYTES, dtype=torch.uint8)
+    flags = Flags(0, [page])
+    patience = Patience(0, [os.getpid()], 1.0)
+    _leave(flags, patience, os.getppid())
+    assert flags.left([0]) == []
+    _leave(flags, patience, os.getpid())
+    assert flags.left([0]) == [0]
 
 
 def test_a_rank_that_leaves_is_missed() -> None:

@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 from bench_tables import PAGES, ROOT, TABLE, main, render
 
+from gradsync.bench.contestant import parse_contestants, with_ideals
+from gradsync.bench.sync_plan import SyncSettings, plan_to_json, sync_plan
+
 MACHINE = {"cpu": "Some CPU", "cores": 2, "torch": "2.13.0", "date": "2026-01-02"}
 SPREAD = {"median": 1200.4, "low": 1100.0, "high": 1300.0, "count": 5}
 RATIO = {"median": 1.0104, "low": 1.0, "high": 1.02, "count": 5}
@@ -24,14 +27,16 @@ def sync_record() -> str:
             "tokens_per_s": tokens_per_s,
         }
 
-    settings = {"model_size": "mini", "dtype": "bf16", "rounds": 5, "num_steps": 2}
+    settings = SyncSettings(model_size="mini", rounds=5, num_steps=2)
+    chosen = with_ideals(parse_contestants("invariant,torch_ddp"), same_allocator=False)
+    plan = plan_to_json(sync_plan(settings, chosen, world_size=2, batch_size=3))
     rows = [row("invariant", 1500.0, keep=True), row("torch_ddp", 1000.0, keep=False)]
     return json.dumps(
         {
             "benchmark": "sync",
             "command": "gradsync bench sync",
             "environment": MACHINE,
-            "plan": {"settings": settings},
+            "plan": plan,
             "rows": rows,
         }
     )
@@ -74,9 +79,10 @@ def test_a_line_per_contestant() -> None:
     assert page.startswith("before\n<!-- bench: a.json -->\n| ")
     assert page.endswith("<!-- bench: end -->\nafter\n")
     assert (
-        "| `invariant` | 1,200 (1,100-1,300) | 1.010 (1.000-1.020) | 12 | 1,500 | 1.50 | yes |"
+        "| `invariant` | 1,200 (1,100-1,300) | 1.010 (1.000-1.020) | 12 | 1,500 | yes | 1.50 |"
         in page
     )
+    assert "gradsync bench sync`: GPT mini (29.9 M parameters), bf16, 2 ranks x 3 x" in page
     assert "CPU, 2 cores (Some CPU)" in page
 
 

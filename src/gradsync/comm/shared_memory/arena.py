@@ -89,6 +89,8 @@ class Region:
     """This rank's part, [numel] of some dtype."""
     parts: list[Tensor]
     """Every rank's part, own included."""
+    number: int
+    """Names it, on all ranks."""
 
     def offset_of(self, tensor: Tensor) -> int | None:
         """Elements in front of `tensor` if it lies in `mine`, contiguous; else None."""
@@ -98,11 +100,11 @@ class Region:
         return offset if inside and tensor.dtype == self.mine.dtype else None
 
 
-def allocate(base: Communicator, numel: int, dtype: torch.dtype) -> Region:
+def allocate(base: Communicator, numel: int, dtype: torch.dtype, number: int) -> Region:
     """Zeros, [numel], on every rank; see `map_together`."""
     memories, _ = map_together(base, [_pages(numel * dtype.itemsize)] * base.world_size)
     parts = [memory[: numel * dtype.itemsize].view(dtype) for memory in memories]
-    return Region(parts[base.rank], parts)
+    return Region(parts[base.rank], parts, number)
 
 
 def allocate_once(base: Communicator, numel: int, dtype: torch.dtype) -> Tensor:

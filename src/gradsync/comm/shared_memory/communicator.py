@@ -7,6 +7,7 @@ tensors go through small buffers that stay in the cache.
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -30,7 +31,7 @@ from gradsync.comm.shared_memory.kernels import (
     reduce_in_place,
     reduce_into,
 )
-from gradsync.comm.shared_memory.staging import STAGE_BYTES, Staging, described
+from gradsync.comm.shared_memory.staging import STAGE_BYTES, Staging, described, signature_of
 from gradsync.comm.shared_memory.turns import Turns
 from gradsync.comm.shared_memory.waiting import Patience
 
@@ -62,8 +63,9 @@ class SharedMemoryCommunicator:
         self._turns = Turns(self._flags, self._patience)
         self._staging = Staging(self.rank, [m[PAGE_BYTES:] for m in memories], self._turns)
         self._regions: list[Region] = []
+        self._num_regions = 0
         # Also when nobody calls `close`: peers may be waiting, and descriptors are open.
-        self._leave = weakref.finalize(self, _leave, self._flags, self._patience)
+        self._leave = weakref.finalize(self, _leave, self._flags, self._patience, os.getpid())
 
     @property
     def timeout_s(self) -> float:
@@ -83,7 +85,8 @@ class SharedMemoryCommunicator:
         Raises:
             SharedMemoryError: there is not so much memory.
         """
-        region = allocate(self.base, numel, dtype)
+        region = allocate(self.base, numel, dtype, self._num_regions)
+        self._num_regions += 1
         self._regions.append(region)
         return region.mine
 
@@ -102,21 +105,34 @@ class SharedMemoryCommunicator:
     def parts_of(self, tensor: Tensor) -> list[Tensor] | None:
         """What every rank has in the place of `tensor`, a contiguous view of allocated memory, each
         [tensor.numel()]; None if it is elsewhere."""
+        return None if (found := self._placed(tensor)) is None else found[0]
+
+    def _placed(self, tensor: Tensor) -> tuple[list[Tensor], tuple[int, int]] | None:
+        """See `parts_of`; and the place by numbers that are equal on ranks that mean the same."""
         for region in self._regions:
             offset = region.offset_of(tensor)
             if offset is not None:
-                return [part[offset : offset + tensor.numel()] for part in region.parts]
+                here = slice(offset, offset + tensor.numel())
+                return [part[here] for part in region.parts], (region.number, offset)
         return None
 
     # -- a share of one's own ---------------------------------------------------------------------
 
-    def run(self, share: Callable[[], object], signature: int = 0) -> Work:
+    def run(self, share: Callable[[], object], what: str, over: Tensor | None = None) -> Work:
         """All ranks come, each runs its `share`, all have finished when the work is done.
 
         What was written before `run` may be read in the share, by any rank; what was written in
         the share may be read after `wait`. In a share no rank may touch what another's writes.
+
+        Args:
+            share: this rank's part.
+            what: names it; ranks that run something else at the same time are told.
+            over: memory from `allocate` that the shares are about, if there is one.
         """
-        return self._turns.submit("a share of its own", ~signature, share=share)
+        place: tuple[int, ...] = ()
+        if over is not None and (placed := self._placed(over)) is not None:
+            place = (over.numel(), *placed[1])
+        return self._turns.submit(what, signature_of(what, *place), share=share)
 
     def note(self, values: Sequence[int]) -> None:
         """Leave up to 8 numbers, which peers may read in the share of the next operation."""
@@ -135,13 +151,14 @@ class SharedMemoryCommunicator:
         if op != "sum" and tensor.is_complex():
             raise ValueError(f"there is no {op} of complex numbers")
         flat, home = _flat(tensor)
-        parts = None if home is not None else self.parts_of(tensor)
-        if parts is None:
+        placed = None if home is not None else self._placed(tensor)
+        if placed is None:
             return _home(self._staging.all_reduce(flat, op), flat, home)
+        parts, place = placed
         mine = even_parts(flat.numel(), self.world_size)[self.rank]
         operands, pairs = [part[mine] for part in parts], pairs_of_tree(self.world_size)
         share = partial(reduce_in_place, operands, pairs, 0, operands, op)
-        return self._turns.submit(*described("all_reduce", flat, op), share=share)
+        return self._turns.submit(*described("all_reduce", flat, op, place), share=share)
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Work:
         """See `Communicator.broadcast`."""
@@ -165,17 +182,18 @@ class SharedMemoryCommunicator:
         _check_lengths(tensor, output, self.world_size)
         flat, copied = _flat(tensor)
         out, home = _flat(output)
-        parts = None if copied is not None else self.parts_of(tensor)
-        if parts is None:
+        placed = None if copied is not None else self._placed(tensor)
+        if placed is None:
             return _home(self._staging.reduce_scatter(out, flat, op), out, home)
+        parts, place = placed
         mine = slice(self.rank * out.numel(), (self.rank + 1) * out.numel())
         share = partial(reduce_into, out, [part[mine] for part in parts], op)
-        work = self._turns.submit(*described("reduce_scatter", flat, op), share=share)
+        work = self._turns.submit(*described("reduce_scatter", flat, op, place), share=share)
         return _home(work, out, home)
 
     def barrier(self) -> None:
         """See `Communicator.barrier`."""
-        self._turns.submit("barrier", 0, alone=True).wait()
+        self._turns.submit("barrier", _BARRIER, alone=True).wait()
 
     def exchange(
         self,
@@ -194,9 +212,13 @@ class SharedMemoryCommunicator:
         self._regions.clear()
 
 
-def _leave(flags: Flags, patience: Patience) -> None:
-    flags.leave()
-    patience.close()
+_BARRIER = signature_of("barrier")
+
+
+def _leave(flags: Flags, patience: Patience, pid: int) -> None:
+    if os.getpid() == pid:  # a forked child has the pages too, and is no rank
+        flags.leave()
+        patience.close()
 
 
 def _flat(tensor: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -156,7 +156,7 @@ def _in_shares(
             if rank != host.rank:
                 operand.copy_(own)
 
-    host.run(share, flat.numel() * 16 + flat.element_size()).wait()
+    host.run(share, f"all_reduce over hosts, {op}, [{flat.numel()}]", over=flat).wait()
 
 
 def _between(inter: Messenger, share: Tensor, op: ReduceOp) -> None:

@@ -10,6 +10,7 @@ which begins when all have finished n + 1.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -26,7 +27,6 @@ STAGE_BYTES = 2**20
 """Of each of the two buffers."""
 _SMALL_BYTES = 2**14
 """Up to here every rank adds everything by itself: one meeting instead of two."""
-_KINDS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter")
 _OPS = ("sum", "min", "max")
 
 
@@ -95,7 +95,7 @@ class Staging:
         stage = self._next(flat.numel(), flat.dtype)[src]
         here = self._rank == src
         return self._turns.submit(
-            *described("broadcast", flat),
+            *described("broadcast", flat, place=(src,)),
             prepare=(lambda: stage.copy_(flat)) if here else _nothing,
             share=None if here else lambda: flat.copy_(stage),
             alone=True,
@@ -149,13 +149,24 @@ class Staging:
         return [stage[: numel * dtype.itemsize].view(dtype) for stage in self._halves[self._half]]
 
 
-def described(kind: str, tensor: Tensor, op: ReduceOp = "sum") -> tuple[str, int]:
-    """What an operation is, for messages, and as a number that is equal on ranks that do the
-    same."""
-    signature = _KINDS.index(kind) + 1
-    for number in (_OPS.index(op), tensor.element_size(), tensor.numel()):
-        signature = signature * 1_000_003 + number
-    return f"{kind} {str(tensor.dtype).removeprefix('torch.')} [{tensor.numel()}]", signature
+def described(
+    kind: str, tensor: Tensor, op: ReduceOp = "sum", place: tuple[int, ...] = ()
+) -> tuple[str, int]:
+    """What an operation is, for messages, and its `signature_of`.
+
+    Args:
+        kind: which collective.
+        tensor: of this rank, flat.
+        op: how it combines.
+        place: what else must be equal: where all look for it, or who has it.
+    """
+    what = f"{kind} {str(tensor.dtype).removeprefix('torch.')} [{tensor.numel()}]"
+    return what, signature_of(what, _OPS.index(op), *place)
+
+
+def signature_of(what: str, *numbers: int) -> int:
+    """A number that is equal on ranks that do the same, in whatever process."""
+    return zlib.crc32(repr((what, numbers)).encode())
 
 
 def _nothing() -> None:

@@ -75,7 +75,13 @@ class Turns:
         take: Action | None = None,
         alone: bool = False,
     ) -> Turn:
-        """Add a turn; see `Turn` for what the arguments are."""
+        """Add a turn; see `Turn` for what the arguments are.
+
+        Raises:
+            RunError: what broke an earlier turn, or this one.
+        """
+        if self._broken is not None:
+            raise self._broken
         self._number += 1
         turn = Turn(self, self._number, what, signature, prepare, share, take, alone)
         if prepare is None and (not self._queue or self._queue[-1].arrived):
@@ -90,11 +96,7 @@ class Turns:
         while not turn.over:
             if self._broken is not None:
                 raise self._broken
-            try:
-                self._go_on(self._queue[0], waiting=True)
-            except RunError as error:
-                self._broken = error
-                raise
+            self._go_on(self._queue[0], waiting=True)
             self._queue.popleft()
 
     def close(self) -> None:
@@ -113,8 +115,7 @@ class Turns:
         if not turn.arrived:
             if not self._all_finished(before, turn, waiting=waiting):
                 return False
-            if turn.prepare is not None:
-                turn.prepare()
+            self._act(turn, turn.prepare)
             self._arrive(turn)
         if not turn.shared:
             if not self._all_finished(before, turn, waiting=waiting):
@@ -124,22 +125,32 @@ class Turns:
                     return False
                 self._wait(flags.all_arrived, flags.not_arrived, turn, number)
             if strangers := flags.strangers(number, turn.signature):
-                raise RunError(
+                self._broken = RunError(
                     f"ranks call different operations at the same time: this rank {turn.what}, "
                     f"rank(s) {', '.join(map(str, strangers))} something else (another operation, "
-                    "shape or dtype)"
+                    "shape, dtype, or memory in another place)"
                 )
-            if turn.share is not None:
-                turn.share()
+                raise self._broken
+            self._act(turn, turn.share)
             turn.shared = True
             flags.finish(number)
         if not turn.alone and not self._all_finished(number, turn, waiting=waiting):
             return False
-        if turn.take is not None:
-            turn.take()
+        self._act(turn, turn.take)
         turn.prepare = turn.share = turn.take = None
         turn.over = True
         return True
+
+    def _act(self, turn: Turn, action: Action | None) -> None:
+        """What fails half way must not run again, and peers must not wait for it."""
+        if action is None:
+            return
+        try:
+            action()
+        except BaseException as error:
+            self._broken = RunError(f"this rank failed in {turn.what}: {error!r}")
+            self._flags.leave()
+            raise
 
     def _all_finished(self, number: int, turn: Turn, *, waiting: bool) -> bool:
         if self._flags.all_finished(number):
@@ -164,4 +175,8 @@ class Turns:
                 )
             return found
 
-        self._patience.until(lambda: ready(number), who)
+        try:
+            self._patience.until(lambda: ready(number), who)
+        except RunError as error:
+            self._broken = error
+            raise

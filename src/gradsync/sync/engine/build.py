@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,7 +22,7 @@ from gradsync.errors import ConfigError
 from gradsync.sync.engine.engine import Engine
 from gradsync.sync.engine.over_hosts import OverHosts
 from gradsync.sync.engine.recipe import Recipe
-from gradsync.sync.engine.sums import PlainSums, TreeSums
+from gradsync.sync.engine.sums import PlainSums, Sums, TreeSums
 from gradsync.sync.engine.transport import (
     Algorithm,
     AllReduce,
@@ -31,6 +32,7 @@ from gradsync.sync.engine.transport import (
 )
 from gradsync.sync.engine.tree_transport import TreeTransport
 from gradsync.sync.host.engine import HostEngine
+from gradsync.sync.host.tree import SharedTree
 from gradsync.sync.sharded.zero import ShardedEngine
 
 if TYPE_CHECKING:
@@ -56,20 +58,40 @@ def build_engine(
     device = next(p.device for p in model.parameters() if p.requires_grad)
     invariant = recipe.order == "invariant"
     sums = TreeSums if invariant else PlainSums
-    if isinstance(comm, SharedMemoryCommunicator) and _by_host(recipe):
+    if isinstance(comm, SharedMemoryCommunicator) and (invariant or _by_host(recipe)):
         try:
-            return HostEngine(model, comm, recipe=recipe, sums=sums())
+            return _on_one_host(model, comm, recipe, sums())
         except SharedMemoryError as error:
             if comm.rank == 0:
                 log.warning("buckets by messages: %s", str(error))
-    engine = Engine if recipe.shard == "none" else ShardedEngine
-    return engine(
+    return _kind(recipe)(
         model,
         comm,
         recipe=recipe,
         sums=sums(),
         transport=_transport(comm, recipe, groups, device),
     )
+
+
+def _on_one_host(
+    model: nn.Module, comm: SharedMemoryCommunicator, recipe: Recipe, sums: Sums
+) -> Engine:
+    """Gradients lie in memory that all ranks see."""
+    if _by_host(recipe):
+        return HostEngine(model, comm, recipe=recipe, sums=sums)
+    tree = SharedTree(comm)
+    recipe = replace(recipe, overlap=False)  # the core that would add beside backward computes
+    engine = _kind(recipe)(model, comm, recipe=recipe, sums=sums, transport=tree)
+    try:
+        tree.lay_out(engine.buckets)
+    except SharedMemoryError:
+        engine.close()
+        raise
+    return engine
+
+
+def _kind(recipe: Recipe) -> type[Engine]:
+    return Engine if recipe.shard == "none" else ShardedEngine
 
 
 def _by_host(recipe: Recipe) -> bool:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
 from gradsync.comm.shared_memory.kernels import reduce_in_place
-from gradsync.errors import ConfigError
+from gradsync.errors import ConfigError, GradsyncError
 from gradsync.sync.clip import clip_factor
 from gradsync.sync.engine.engine import Engine
 from gradsync.sync.engine.leaf_tree import UNKNOWN
@@ -63,10 +63,14 @@ class HostEngine(Engine):
         self._learning = False  # nothing travels beside backward: any order is as good
         self.own_loop = self.recipe.weights != "shared"
         self._flats = flats_of(self._host, self.buckets)
-        for flat in self._flats:
-            flat.ensure(1)
-        self._norms = BlockNorms(self._host, self._flats, self.parameters)
-        self._weights = self._move_weights()
+        try:
+            for flat in self._flats:
+                flat.ensure(1)
+            self._norms = BlockNorms(self._host, self._flats, self.parameters)
+            self._weights = self._move_weights()
+        except GradsyncError:
+            super().close()  # its hooks are on the parameters already
+            raise
         self._updates: dict[int, tuple[Optimizer, HostUpdate]] = {}
         self._in_shares = self._said = self._clips = False
         self._sum: Sum | None = None
@@ -105,7 +109,8 @@ class HostEngine(Engine):
         for bucket in self.buckets:
             self._clear_untouched(bucket)
         first = self._sums.first_leaf
-        self._host.note([self._sums.num_leaves, UNKNOWN if first is None else first])
+        first = UNKNOWN if first is None else first
+        self._host.note([self._sums.num_leaves, first, self._in_shares])
         return [bucket.touched[slot] for bucket, slot in self._places]
 
     def forget(self) -> None:
@@ -115,8 +120,10 @@ class HostEngine(Engine):
 
     def reduce(self, used: list[bool]) -> Reduction:
         """See `Reducer.reduce`; in shares there is nothing to do before the weight is known."""
-        told = [(leaves, first) for leaves, first in self._host.notes(2)]
+        notes = self._host.notes(3)
+        told = [(leaves, first) for leaves, first, _ in notes]
         forgotten = any(first == FORGOTTEN for _, first in told)
+        self._agree(all(in_shares for _, _, in_shares in notes))
         self._sum, self._used = None, used
         if not forgotten:
             along_tree = self.recipe.order == "invariant"
@@ -130,6 +137,12 @@ class HostEngine(Engine):
         self.publish([False] * len(used) if self._in_shares else used)
         self._begin_step(used)
         return Reduction(divided_by=1, exposed=self._watch)
+
+    def _agree(self, in_shares: bool) -> None:
+        """Hooks that look at gradients may be on one rank alone, which writes a log, say."""
+        if self._in_shares and not in_shares:
+            self._in_shares = False
+            self._release()
 
     def _add_whole(self) -> None:
         """This rank's share of the sum, into all ranks' buffers."""
@@ -268,4 +281,7 @@ class HostEngine(Engine):
                 parameter.data = parameter.data.clone()
 
 
-_WHOLE, _SHARES, _NORMS = 1, 2, 3  # all ranks must be doing the same
+# What ranks do together; all must be doing the same.
+_WHOLE = "the sum of gradients that every rank sees whole"
+_SHARES = "the mean of gradients, a share per rank"
+_NORMS = "the norm of a mean, a share per rank"

@@ -7,11 +7,13 @@ there too, written by the rank that has the parameter's first element.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gradsync.errors import ConfigError
 from gradsync.sync.host.flat import Flat
 from gradsync.sync.host.pieces import Piece
 from gradsync.sync.sharded.bucket import options
@@ -63,10 +65,24 @@ class SharedState:
         self._groups = {index: group_of[id(p)] for index, p in parameters.items()}
         self._settings: list[State] = []
         self._shown: set[int] = set()
-        self._seen: tuple[int, int] | None = None
+        # What `optimizer.state` was when it was last looked at.
+        self._seen: object = None
+        self._values: list[Any] = []
+        self._versions: list[int] = []
 
     def prepare(self) -> None:
-        """Before a step: take in a state that somebody loaded, or cleared; all ranks call it."""
+        """Before a step: take in a state that somebody loaded, or cleared; all ranks call it.
+
+        Raises:
+            ConfigError: somebody changed it in place, once per rank.
+        """
+        state = self._optimizer.state
+        if self._seen is state and self._versions != self._versions_now():
+            raise ConfigError(
+                "optimizer state was changed in place between two steps, and all ranks of the host "
+                "share one copy of it: put new tensors in its place, or replicate with "
+                "update='whole'"
+            )
         settings = [
             {name: value for name, value in options(group).items() if name != "lr"}
             for group in self._optimizer.param_groups
@@ -74,8 +90,7 @@ class SharedState:
         if settings != self._settings:
             self._settings = settings
             self._make_room()
-        state = self._optimizer.state
-        if self._seen != (id(state), len(state)):
+        if self._seen is not state or not same_objects(self._values, values_of(state)):
             self._take()
 
     def show(self, used: Sequence[bool]) -> None:
@@ -89,7 +104,16 @@ class SharedState:
             for index in self._parameters:
                 if used[index] and index not in self._shown:
                     self._show(index)
-        self._seen = (id(self._optimizer.state), len(self._optimizer.state))
+            self._remember()
+        self._versions = self._versions_now()
+
+    def _remember(self) -> None:
+        self._seen = self._optimizer.state
+        self._values = values_of(self._optimizer.state)
+        self._versions = self._versions_now()
+
+    def _versions_now(self) -> list[int]:
+        return [home._version for home in (*self._memory.values(), *self._numbers.values())]
 
     def release(self) -> None:
         """Give this rank a state of its own again; nobody else writes it from then on."""
@@ -132,7 +156,7 @@ class SharedState:
         for index, parameter in self._parameters.items():
             if state.get(parameter):
                 self._show(index)
-        self._seen = (id(state), len(state))
+        self._remember()
 
     def _share(self, piece: Piece, state: State) -> None:
         """Move the state of a piece."""
@@ -165,6 +189,16 @@ class SharedState:
                 entry[name] = self._numbers[name][index]
         if entry:
             self._optimizer.state[parameter] = entry
+
+
+def values_of(state: Mapping[Any, State]) -> list[Any]:
+    """Everything that an `optimizer.state` holds, in its order."""
+    return [value for entry in state.values() for value in entry.values()]
+
+
+def same_objects(left: Sequence[Any], right: Sequence[Any]) -> bool:
+    """Whether both hold the very same ones."""
+    return len(left) == len(right) and all(map(operator.is_, left, right))
 
 
 def slots_of(optimizer: Optimizer, dtype: torch.dtype) -> list[dict[str, Tensor]] | None:

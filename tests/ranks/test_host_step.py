@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -360,9 +359,12 @@ def test_models_over_one_group_share_a_communicator_which_ends_with_the_last() -
 def test_too_little_memory_for_buckets_leaves_messages(sync: str) -> None:
     """And nothing of the first attempt, whose hooks were on the parameters already."""
 
+    def full(*_: Any) -> Tensor:
+        raise SharedMemoryError("no shared memory: full")
+
     def work(rank: int, group: dist.ProcessGroup) -> Any:
         comm = share_memory(ProcessGroupCommunicator(group))
-        comm.allocate = mock.Mock(side_effect=SharedMemoryError("no shared memory: full"))
+        comm.allocate = full
         model = Net()
         sync_ = replicate(model, comm=comm, sync=sync)
         assert not isinstance(sync_.reducer, HostEngine)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.shared_memory.choose import share_memory
@@ -17,6 +21,7 @@ from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
 from gradsync.comm.shared_memory.unavailable import SharedMemoryError
 from gradsync.errors import ConfigError
 from gradsync.sync.gradient_sync import GradientSync
+from gradsync.sync.host.eligible import why_not_now
 from gradsync.sync.host.engine import HostEngine
 from gradsync.sync.host.tree import SharedTree
 from gradsync.sync.replicate import replicate
@@ -38,7 +43,8 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 class Net(nn.Module):
-    """A parameter of more than one block, small ones, and one that only some leaves use."""
+    """A parameter of more than one block, small ones, a number, one that only some leaves use, and
+    one in fp64 that none uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,12 +54,14 @@ class Net(nn.Module):
             nn.Parameter(torch.randn(7 + i, generator=generator)) for i in range(5)
         )
         self.rare = nn.Parameter(torch.ones(3))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.idle = nn.Parameter(torch.ones(2, dtype=torch.float64))
 
     def forward(self, number: int) -> Tensor:
         total = (self.large * (1 + number)).sin().sum()
         for i, small in enumerate(self.small):
             total = total + (small * (i + number)).cos().sum()
-        return total + (self.rare.square().sum() if number % 2 else 0.0)
+        return total * self.scale + (self.rare.square().sum() if number % 2 else 0.0)
 
 
 def one_step(sync: GradientSync, optimizer: torch.optim.Optimizer, step: int, rank: int) -> None:
@@ -164,14 +172,21 @@ def test_state_that_is_changed_in_place_is_refused() -> None:
         run(OPTIMIZERS["adamw"], halve, steps=4)
 
 
-def test_data_that_somebody_sets_is_trained() -> None:
+def test_what_somebody_sets_is_taken_in() -> None:
     def replace(sync: GradientSync, _: torch.optim.Optimizer) -> None:
         sync.model.large.data = torch.full_like(sync.model.large, 0.5)
         sync.model.small[2].data = sync.model.small[2].data * 2
 
-    expected, _ = run(OPTIMIZERS["adamw"], replace, steps=4, update="whole")
-    for found in run(OPTIMIZERS["adamw"], replace, steps=4):
-        assert_equal(found, expected)
+    def to_files(sync: GradientSync, _: torch.optim.Optimizer) -> None:
+        sync.model.share_memory()  # torch's own: it swaps the storage under the parameter
+
+    def own_entries(sync: GradientSync, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.state[sync.model.large] |= {"mine": torch.ones(3), "note": 7}
+
+    for between in (replace, to_files, own_entries):
+        expected, _ = run(OPTIMIZERS["adamw"], between, steps=4, update="whole")
+        for found in run(OPTIMIZERS["adamw"], between, steps=4):
+            assert_equal(found, expected)
 
 
 def test_options_and_groups_that_change_on_the_way() -> None:
@@ -187,6 +202,47 @@ def test_options_and_groups_that_change_on_the_way() -> None:
     expected, _ = run(make, change, steps=5, update="whole")
     for found in run(make, change, steps=5):
         assert_equal(found, expected)
+
+
+def test_momentum_that_begins_late_is_kept() -> None:
+    def change(_: GradientSync, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.param_groups[0]["momentum"] = 0.9
+
+    expected, _ = run(OPTIMIZERS["sgd"], change, steps=5, update="whole")
+    assert all("momentum_buffer" in entry for entry in expected["o"].values())
+    for found in run(OPTIMIZERS["sgd"], change, steps=5):
+        assert_equal(found, expected)
+
+
+def test_parameters_that_change_groups_take_the_other_ones_options() -> None:
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        _, rare, scale, *_ = parameters
+        return torch.optim.SGD([{"params": [rare], "lr": 0.5}, {"params": [scale]}], lr=0.01)
+
+    def swap(_: GradientSync, optimizer: torch.optim.Optimizer) -> None:
+        first, second = optimizer.param_groups
+        first["params"], second["params"] = second["params"], first["params"]
+
+    expected, _ = run(make, swap, steps=4, update="whole")
+    for found in run(make, swap, steps=4):
+        assert_equal(found, expected)
+
+
+def test_betas_that_change_at_every_step_cost_nothing() -> None:
+    """What the optimizer keeps is found out by trial steps; only a zero can change it."""
+
+    def work(rank: int, group: dist.ProcessGroup) -> None:
+        model = Net()
+        sync = replicate(model, comm=ProcessGroupCommunicator(group))
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        one_step(sync, optimizer, 0, rank)
+        (update,) = sync.reducer._updates.values()
+        update._state._make_room = mock.Mock(side_effect=AssertionError("tried again"))
+        optimizer.param_groups[0] |= {"betas": (0.8, 0.99), "lr": 0.5, "weight_decay": 0.02}
+        one_step(sync, optimizer, 1, rank)
+        sync.close()
+
+    run_thread_ranks(work, 2)
 
 
 def test_a_scheduler_goes_on_without_a_warning() -> None:
@@ -266,8 +322,8 @@ def test_a_loop_of_ones_own_may_follow() -> None:
 
     first, second = run_thread_ranks(work, 2)
     assert_equal(first, second)
-    steps = [float(first["o"][index]["step"]) for index in range(7)]
-    assert steps == [3, 2, *[3] * 5]  # `rare` is used in odd steps
+    steps = {index: float(entry["step"]) for index, entry in first["o"].items()}
+    assert steps == dict.fromkeys([0, 2, *range(4, 9)], 3) | {1: 2}  # `rare`: in odd steps
 
 
 def test_after_close_ranks_are_on_their_own() -> None:
@@ -417,3 +473,174 @@ def test_zero1_adds_in_shared_memory() -> None:
 
     first, second = run_thread_ranks(work, 2)
     assert_equal(first, second)
+
+
+def test_weights_exchanged_for_others_stay_somebodys() -> None:
+    """As some moving averages do for an evaluation, and never undo."""
+    held: list[Tensor] = []
+
+    def exchange(sync: GradientSync, _: torch.optim.Optimizer) -> None:
+        with torch.no_grad():
+            for parameter in sync.model.parameters():
+                average = parameter.detach() * 0.5
+                parameter.data, average = average, parameter.data
+                held.extend((average, average.clone()))
+
+    expected, _ = run(OPTIMIZERS["adamw"], exchange, steps=4, update="whole")
+    held.clear()
+    for found in run(OPTIMIZERS["adamw"], exchange, steps=4):
+        assert_equal(found, expected)
+    assert all(torch.equal(now, then) for now, then in zip(held[::2], held[1::2], strict=True))
+
+
+def test_16_bits_round_alike() -> None:
+    def work(rank: int, group: dist.ProcessGroup) -> Any:
+        found = []
+        for options in ({"update": "whole"}, {}):
+            model = nn.Linear(40, 40, dtype=torch.bfloat16)
+            with torch.no_grad():
+                for number, parameter in enumerate(model.parameters()):
+                    parameter.copy_(
+                        torch.arange(parameter.numel()).view_as(parameter) % (7 + number)
+                    )
+            sync = replicate(model, comm=ProcessGroupCommunicator(group), **options)
+            optimizer = OPTIMIZERS["sgd"](model.parameters())
+            for step in range(3):
+                inputs = torch.arange(120.0).view(3, 40).bfloat16() * (step + rank + 1) / 64
+                sync.backward(model(inputs).float().square().sum(), weight=3)
+                sync.step(optimizer, clip_norm=1.0)
+            found.append(copy.deepcopy(model.state_dict()))
+            assert was_divided(sync) == (not options)
+            sync.close()
+        return found
+
+    with mock.patch("torch.get_num_threads", return_value=1):  # else steps are whole
+        results = run_thread_ranks(work, 2)
+    for whole, divided in results:
+        assert_equal(divided, whole)
+
+
+def test_state_given_to_another_optimizer_is_a_copy() -> None:
+    """`load_state_dict` takes tensors as they are; whole steps would then update them once per
+    rank."""
+
+    def work(rank: int, group: dist.ProcessGroup) -> Any:
+        model = Net()
+        sync = replicate(model, comm=ProcessGroupCommunicator(group))
+        first, second = (OPTIMIZERS["adamw"](model.parameters()) for _ in range(2))
+        one_step(sync, first, 0, rank)
+        second.load_state_dict(first.state_dict())
+        second.register_step_post_hook(lambda *_: None)
+        for step in range(1, 3):
+            one_step(sync, second, step, rank)
+        found = copy.deepcopy({"w": model.state_dict(), "o": second.state_dict()["state"]})
+        sync.close()
+        return found
+
+    expected, _ = run(OPTIMIZERS["adamw"], update="whole")
+    for found in run_thread_ranks(work, 2):
+        assert_equal(found, expected)
+
+
+def test_a_step_that_fails_is_over() -> None:
+    """Its gradients, losses and weights do not come back in the next one."""
+
+    def work(rank: int, group: dist.ProcessGroup) -> list[float]:
+        model = Net()
+        sync = replicate(model, comm=ProcessGroupCommunicator(group))
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+
+        def skip(*_: Any) -> None:
+            raise KeyError("skip this one")
+
+        handle = optimizer.register_step_pre_hook(skip)
+        with pytest.raises(KeyError, match="skip"):
+            one_step(sync, optimizer, 0, rank)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        handle.remove()
+        with pytest.raises(ConfigError, match="without a backward"):
+            sync.step(optimizer)
+        model(rank).backward()
+        before = model.large.detach().clone()
+        optimizer.step()
+        assert not torch.equal(before, model.large)
+        optimizer.zero_grad()
+        sync.backward(model(rank), weight=1)
+        result = sync.step(optimizer)
+        sync.close()
+        return [result.weight]
+
+    assert run_thread_ranks(work, 2) == [[2.0], [2.0]]
+
+
+def test_a_graph_from_before_the_step_is_stale() -> None:
+    def work(rank: int, group: dist.ProcessGroup) -> None:
+        model = Net()
+        sync = replicate(model, comm=ProcessGroupCommunicator(group))
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        stale = model(1)
+        one_step(sync, optimizer, 0, rank)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(stale, model.scale)
+        sync.close()
+
+    run_thread_ranks(work, 2)
+
+
+def test_who_may_look_at_gradients_gets_them_whole() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert why_not_now(optimizer) == ""
+    watch = register_optimizer_step_pre_hook(lambda *_: None)
+    assert why_not_now(optimizer).startswith("hooks on all optimizers")
+    watch.remove()
+    assert why_not_now(optimizer) == ""
+    optimizer.step = lambda: None
+    assert why_not_now(optimizer) == "optimizer.step was replaced"
+
+
+def test_memory_goes_with_who_uses_it() -> None:
+    def work(rank: int, group: dist.ProcessGroup) -> None:
+        model = Net()
+        sync = replicate(model, comm=ProcessGroupCommunicator(group))
+        assert sync.comm._regions == []
+        assert model.scale.untyped_storage().nbytes() == 4  # saved alone, it is that
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        one_step(sync, optimizer, 0, rank)
+        (update,) = sync.reducer._updates.values()
+        memory = weakref.ref(update._state)
+        del update, optimizer
+        gc.collect()
+        assert memory() is None
+        sync.close()
+
+    run_thread_ranks(work, 2)
+
+
+def test_one_copy_of_the_weights_takes_in_loaded_ones() -> None:
+    def work(rank: int, group: dist.ProcessGroup) -> None:
+        model = Net()
+        sync = replicate(model, comm=ProcessGroupCommunicator(group), weights="shared")
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        one_step(sync, optimizer, 0, rank)
+        saved = {name: tensor * 0.5 for name, tensor in sync.reducer.full_weights().items()}
+        sync.reducer.load_full_weights(saved)
+        one_step(sync, optimizer, 1, rank)
+        sync.close()
+
+    run_thread_ranks(work, 2)
+
+
+def test_another_memory_format_makes_steps_whole() -> None:
+    def work(_: int, group: dist.ProcessGroup) -> None:
+        model = nn.Conv2d(3, 4, 3)
+        sync = replicate(model, comm=ProcessGroupCommunicator(group))
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        model.to(memory_format=torch.channels_last)
+        sync.backward(model(torch.ones(1, 3, 5, 5)).sum(), weight=1)
+        sync.step(optimizer)
+        assert not was_divided(sync)
+        assert model.weight.is_contiguous(memory_format=torch.channels_last)
+        sync.close()
+
+    run_thread_ranks(work, 2)

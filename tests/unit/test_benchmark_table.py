@@ -107,7 +107,7 @@ def test_a_changed_page_is_noticed_and_put_right(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = tmp_path / "page.md"
-    changed = PAGE.read_text().replace("| `none` |", "| `none` | 1 |")
+    changed = PAGE.read_text().replace("| `zero2` |", "| `zero2` | 1 |")
     page.write_text(changed)
     monkeypatch.setattr("benchmark_table.PAGE", page)
     assert main(["--check"]) == 1

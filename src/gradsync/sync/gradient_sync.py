@@ -186,11 +186,13 @@ class GradientSync(StateFace):
 
     def _end_step(self, update: Update | None, **options: Any) -> StepResult:
         """Synchronise, and `update` unless that is None on some rank; then begin anew."""
-        self._result = take_step(
-            self._parts, self._loss, update, enclosed=self._own_loop.enclosed, **options
-        )
-        self._own_loop.leaves = 0
-        self._loss = LossSum(self.reducer.parameters[0].device)
+        try:
+            self._result = take_step(
+                self._parts, self._loss, update, enclosed=self._own_loop.enclosed, **options
+            )
+        finally:
+            if not self._loss.num_leaves:
+                self._own_loop.leaves = 0
         return self._result
 
     def _refuse_if_failed(self) -> None:

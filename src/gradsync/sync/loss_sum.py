@@ -48,6 +48,11 @@ class LossSum:
         self._losses.append(loss_sum.detach().to(self._device, torch.float64, copy=True))
         self._weights.append(weight)
 
+    def clear(self) -> None:
+        """Begin with no leaves."""
+        self._losses.clear()
+        self._weights.clear()
+
     def message(self) -> list[float]:
         """What travels with the step's small message, [2 NUM_LIMBS]: the weight, and the loss where
         that costs no wait, on a CPU."""

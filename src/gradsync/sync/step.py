@@ -108,28 +108,48 @@ def take_step(
     total_loss, total_weight = nothing if agreed.discard else loss.over_ranks(comm, agreed.loss)
     # What `.grad` holds the sum over: the global batch, or only this rank's part of it.
     weight = loss.weight if reduction.local else total_weight
+    # From here on gradients, loss and weight are used up, also when a user's hook raises.
+    loss.clear()
     norm = None
-    if agreed.discard or update is None:
-        log.warning("a rank threw this step's gradients away: no rank updates its weights")
-    elif weight:
-        if scale is not None:
-            scale.unscale_(update)
-        # The one place that divides, whatever the strategy.
-        reducer.divide(reduction.divided_by / weight)
-        norm = None if clip_norm is None else reducer.clip(clip_norm)
-        with enclosed():
-            update.step() if scale is None else scale.step(update)
-        if scale is not None:
-            scale.update()
-    elif not total_weight and not any(agreed.used):
-        raise ConfigError(
-            "step() came without a backward on any rank since the last step (several optimizers "
-            "for one model: make it one with groups, or use loss.backward() and their own step())"
-        )
-    reducer.clear_gradients()
+    try:
+        if agreed.discard or update is None:
+            log.warning("a rank threw this step's gradients away: no rank updates its weights")
+        elif weight:
+            factor = reduction.divided_by / weight
+            norm = _update(reducer, update, factor, enclosed, clip_norm=clip_norm, scale=scale)
+        elif not total_weight and not any(agreed.used):
+            raise ConfigError(
+                "step() came without a backward on any rank since the last step (several "
+                "optimizers for one model: make it one with groups, or use loss.backward() and "
+                "their own step())"
+            )
+    finally:
+        reducer.clear_gradients()
     parts.statistics.step_ends(agreed.counts)
     reducer.after_step()
     return StepResult(
         *(total_loss / total_weight, total_weight, norm, agreed.stop, reduction.exposed),
         discarded=agreed.discard,
     )
+
+
+def _update(
+    reducer: Reducer,
+    update: Update,
+    factor: float,
+    enclosed: Callable[[], AbstractContextManager[None]],
+    *,
+    clip_norm: float | None,
+    scale: Any,
+) -> Tensor | None:
+    """From the sum of gradients to new weights; the norm before clipping."""
+    if scale is not None:
+        scale.unscale_(update)
+    # The one place that divides, whatever the strategy.
+    reducer.divide(factor)
+    norm = None if clip_norm is None else reducer.clip(clip_norm)
+    with enclosed():
+        update.step() if scale is None else scale.step(update)
+    if scale is not None:
+        scale.update()
+    return norm

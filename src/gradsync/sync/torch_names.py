@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 
 def ddp_without_buffer_sync() -> dict[str, Any]:
@@ -28,6 +28,11 @@ def regroup_ddp_buckets(ddp: DistributedDataParallel) -> None:
 def optimizer_pre_hooks() -> list[Callable[..., Any]]:
     """What is to be called before any optimizer's step; private in torch."""
     return list(_global_optimizer_pre_hooks.values())
+
+
+def optimizer_post_hooks() -> list[Callable[..., Any]]:
+    """What is to be called after any optimizer's step; private in torch."""
+    return list(_global_optimizer_post_hooks.values())
 
 
 def current_graph_task() -> int:

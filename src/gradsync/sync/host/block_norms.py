@@ -41,7 +41,6 @@ class BlockNorms:
             for flat in flats
         ]
         self._blocks: dict[tuple[int, int], tuple[int, list[Tensor]]] = {}
-        self._double = any(parameter.dtype == torch.float64 for parameter in parameters)
 
     def take(self, flat: int, run: Run, gradient: Tensor) -> None:
         """Note the norms of one run's blocks of `gradient`, the whole flat."""
@@ -52,7 +51,11 @@ class BlockNorms:
         norms = norms_of_blocks(self._blocks[key][1])
         self._norms.index_copy_(0, self._places[flat][run.start], norms)
 
-    def total(self) -> Tensor:
+    def total(self, *, double: bool) -> Tensor:
         """The gradient's norm, []; all ranks have taken theirs. A parameter without a gradient
-        counts as zeros."""
-        return norm_from_blocks(self._norms, double=self._double)
+        counts as zeros.
+
+        Args:
+            double: a gradient is in fp64, so the norm is too.
+        """
+        return norm_from_blocks(self._norms, double=double)

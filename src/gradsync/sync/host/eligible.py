@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,9 @@ import torch
 
 from gradsync.errors import ConfigError
 from gradsync.sync.host.state import slots_of
+from gradsync.sync.optimizer_watch import OptimizerWatch
 from gradsync.sync.sharded.elementwise import check_elementwise
+from gradsync.sync.torch_names import optimizer_post_hooks, optimizer_pre_hooks
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -58,4 +61,10 @@ def why_not_now(optimizer: Optimizer) -> str:
     """The part of `why_whole` that may change from step to step."""
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return "hooks on the optimizer may look at the whole gradient"
+    everywhere = [*optimizer_pre_hooks(), *optimizer_post_hooks()]
+    if not all(isinstance(getattr(h, "__self__", h), OptimizerWatch) for h in everywhere):
+        return "hooks on all optimizers may look at the whole gradient"
+    own = optimizer.__dict__.get("step")  # a scheduler wraps it, to count
+    if own is not None and inspect.unwrap(own) != inspect.unwrap(type(optimizer).step):
+        return "optimizer.step was replaced"
     return ""

@@ -18,8 +18,12 @@ gradient in every rank's `.grad`: then the same additions write into all ranks' 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+import torch
 
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
 from gradsync.comm.shared_memory.kernels import reduce_in_place
@@ -34,7 +38,7 @@ from gradsync.sync.host.block_norms import BlockNorms
 from gradsync.sync.host.eligible import why_not_now, why_whole
 from gradsync.sync.host.flat import Flat, flats_of
 from gradsync.sync.host.operands import Sum, sum_of_leaves, sum_of_ranks
-from gradsync.sync.host.update import HostUpdate
+from gradsync.sync.host.update import HostUpdate, members_of
 from gradsync.sync.host.weights import SharedWeights, can_move
 from gradsync.sync.reducer import Reduction
 from gradsync.sync.stopwatch import Stopwatch
@@ -71,7 +75,7 @@ class HostEngine(Engine):
         except GradsyncError:
             super().close()  # its hooks are on the parameters already
             raise
-        self._updates: dict[int, tuple[Optimizer, HostUpdate]] = {}
+        self._updates: WeakKeyDictionary[Optimizer, HostUpdate] = WeakKeyDictionary()
         self._in_shares = self._said = self._clips = False
         self._sum: Sum | None = None
         self._used: list[bool] = []
@@ -123,9 +127,9 @@ class HostEngine(Engine):
         notes = self._host.notes(3)
         told = [(leaves, first) for leaves, first, _ in notes]
         forgotten = any(first == FORGOTTEN for _, first in told)
-        self._agree(all(in_shares for _, _, in_shares in notes))
         self._sum, self._used = None, used
         if not forgotten:
+            self._agree(all(in_shares for _, _, in_shares in notes))
             along_tree = self.recipe.order == "invariant"
             self._sum = sum_of_leaves(told) if along_tree else sum_of_ranks(len(told))
             for flat in self._flats:
@@ -174,7 +178,8 @@ class HostEngine(Engine):
                 parts = [operand[run.start : run.stop] for operand in operands]
                 for left, right in self._sum.pairs:
                     parts[left].add_(parts[right])
-                parts[self._sum.end].mul_(factor)
+                # As `Reducer.divide` does: that rounds the factor to 16 bits, where mul_ does not.
+                torch._foreach_mul_([parts[self._sum.end]], factor)
                 if self._clips:
                     self._norms.take(number, run, operands[self._sum.end])
 
@@ -190,7 +195,8 @@ class HostEngine(Engine):
         if not self._clips:  # not foreseen: no step before has clipped
             self._clips = True
             self._host.run(self._take_norms, _NORMS).wait()
-        norm = self._norms.total()
+        pairs = zip(self.parameters, self._used, strict=True)
+        norm = self._norms.total(double=any(p.dtype == torch.float64 for p, used in pairs if used))
         factor = clip_factor(norm, max_norm)
         if float(factor) != 1.0:
             for flat, mean in zip(self._flats, self._means(), strict=True):
@@ -212,8 +218,9 @@ class HostEngine(Engine):
         assert update is not None, "see expect"
         update.step(self._means(), self._used)
 
-    def after_step(self) -> None:
-        """See `Reducer.after_step`."""
+    def clear_gradients(self) -> None:
+        """See `Reducer.clear_gradients`."""
+        super().clear_gradients()
         self._in_shares = False
 
     def gradients(self) -> list[Tensor]:
@@ -241,19 +248,19 @@ class HostEngine(Engine):
 
     def _update_of(self, optimizer: Optimizer) -> HostUpdate | None:
         """The divided twin of the user's optimizer; None when its steps have to be whole."""
-        known = self._updates.get(id(optimizer))
+        known = self._updates.get(optimizer)
         why = self._why_whole(optimizer) if known is None else why_not_now(optimizer)
+        why = why or next((why for home in self._weights if (why := home.why_not_now())), "")
         if why:
             self._release()
             if not self._said and self._host.rank == 0:
                 log.info("every rank updates all weights: %s", why)
             self._said = True
             return None
-        shape = [len(group["params"]) for group in optimizer.param_groups]
-        if known is None or known[1].shape != shape:
-            known = (optimizer, HostUpdate(optimizer, self._flats, self._weights))
-            self._updates[id(optimizer)] = known
-        return known[1]
+        if known is None or known.members != members_of(optimizer):
+            known = HostUpdate(optimizer, self._flats, self._weights)
+            self._updates[optimizer] = known
+        return known
 
     def _why_whole(self, optimizer: Optimizer) -> str:
         if self.recipe.update == "whole":
@@ -264,13 +271,14 @@ class HostEngine(Engine):
 
     def _release(self) -> None:
         while self._updates:
-            self._updates.popitem()[1][1].release()
+            self._updates.popitem()[1].release()
 
-    def scatter(self, optimizer: Optimizer) -> None:
-        """See `Reducer.scatter`; state is whole on every rank always, and `gather` has no work."""
-        update = self._update_of(optimizer)
-        if update is not None:
-            update.prepare()
+    def load_full_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """See `Reducer.load_full_weights`; one copy of the weights may be overwritten by equal
+        ones."""
+        super().load_full_weights(weights)
+        for home in self._weights:
+            home.remember()
 
     def close(self) -> None:
         """See `Reducer.close`; weights and optimizer state become this rank's own."""

@@ -62,6 +62,7 @@ class Flat:
             memory = self.comm.allocate(self.numel, self.dtype)
             parts = self.comm.parts_of(memory)
             assert parts is not None, "allocated just now"
+            self.comm.release(memory)  # it lives as long as somebody here holds it
             self.gradients.append(parts)
             for bucket, start in zip(self.buckets, self.starts, strict=True):
                 bucket.adopt(number, memory[start : start + bucket.plan.numel])

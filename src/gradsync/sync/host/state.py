@@ -8,6 +8,7 @@ there too, written by the rank that has the parameter's first element.
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +46,8 @@ class SharedState:
         flats: Sequence[Flat],
         parameters: Mapping[int, Tensor],
     ) -> None:
-        self._optimizer, self._inner = optimizer, inner
+        self._user, self._inner = weakref.ref(optimizer), inner
+        self._hook = optimizer.register_state_dict_post_hook(_copies)
         self._pieces, self._flats, self._parameters = pieces, flats, parameters
         self._comm = flats[0].comm
         self._places = {
@@ -70,6 +72,12 @@ class SharedState:
         self._values: list[Any] = []
         self._versions: list[int] = []
 
+    @property
+    def _optimizer(self) -> Optimizer:
+        optimizer = self._user()
+        assert optimizer is not None, "somebody steps it"
+        return optimizer
+
     def prepare(self) -> None:
         """Before a step: take in a state that somebody loaded, or cleared; all ranks call it.
 
@@ -83,13 +91,21 @@ class SharedState:
                 "share one copy of it: put new tensors in its place, or replicate with "
                 "update='whole'"
             )
+        # What is kept depends on which options are zero (momentum) or false (amsgrad).
         settings = [
-            {name: value for name, value in options(group).items() if name != "lr"}
+            {
+                n: bool(value)
+                for n, value in options(group).items()
+                if isinstance(value, int | float)
+            }
             for group in self._optimizer.param_groups
         ]
         if settings != self._settings:
             self._settings = settings
-            self._make_room()
+            if self._make_room():
+                self._shown.clear()
+                for piece in self._pieces:
+                    piece.state_is_shared = False
         if self._seen is not state or not same_objects(self._values, values_of(state)):
             self._take()
 
@@ -117,13 +133,17 @@ class SharedState:
 
     def release(self) -> None:
         """Give this rank a state of its own again; nobody else writes it from then on."""
+        self._hook.remove()
         for index in self._shown:
             entry = self._optimizer.state.get(self._parameters[index], {})
             for name, value in entry.items():
-                entry[name] = value.clone()
+                if isinstance(value, torch.Tensor):
+                    entry[name] = value.clone()
 
-    def _make_room(self) -> None:
-        """Allocate for what these settings keep; both kinds once per host."""
+    def _make_room(self) -> bool:
+        """Allocate for what these settings keep, both kinds once per host; whether something is
+        kept for a parameter that was not before, or the reverse."""
+        before = {place: kept.keys() for place, kept in self._kept.items()}
         for number, flat in enumerate(self._flats):
             for group, kept in enumerate(slots_of(self._optimizer, flat.dtype) or []):
                 self._kept[number, group] = kept
@@ -134,6 +154,7 @@ class SharedState:
                     elif not like.dim() and name not in self._numbers:
                         count = max(self._places) + 1
                         self._numbers[name] = self._comm.allocate_once(count, like.dtype)
+        return before != {place: kept.keys() for place, kept in self._kept.items()}
 
     def _take(self) -> None:
         """Copy this rank's part of `optimizer.state` to where it belongs."""
@@ -147,7 +168,9 @@ class SharedState:
                 offset = self._places[piece.index][1]
                 here = slice(piece.start - offset, piece.stop - offset)
                 self._inner.state[piece.tensor] = {
-                    name: value.detach().reshape(-1)[here] if _per_element(value) else value
+                    name: value.detach().reshape(-1)[here]
+                    if self._is_per_element(piece, name)
+                    else value
                     for name, value in whole.items()
                 }
                 self._share(piece, self._inner.state[piece.tensor])
@@ -161,9 +184,9 @@ class SharedState:
     def _share(self, piece: Piece, state: State) -> None:
         """Move the state of a piece."""
         for name, value in state.items():
-            if not isinstance(value, torch.Tensor):
-                continue
-            if _per_element(value):
+            if name not in self._kept[piece.flat, piece.group] or not torch.is_tensor(value):
+                continue  # somebody's own
+            if self._is_per_element(piece, name):
                 home = self._memory[piece.flat, name][piece.start : piece.stop]
             elif piece.is_first:
                 home = self._numbers[name][piece.index]
@@ -175,13 +198,20 @@ class SharedState:
             state[name] = home
         piece.state_is_shared = True
 
+    def _is_per_element(self, piece: Piece, name: str) -> bool:
+        """By what the optimizer keeps: of a parameter [] every state looks like a number."""
+        like = self._kept[piece.flat, piece.group].get(name)
+        return like is not None and like.dim() > 0
+
     def _show(self, index: int) -> None:
         """The whole state of one parameter, for everybody to see."""
         self._shown.add(index)
         parameter = self._parameters[index]
         number, offset = self._places[index]
-        entry: State = {}
-        for name, like in self._kept[number, self._groups[index]].items():
+        kept = self._kept[number, self._groups[index]]
+        own = self._optimizer.state.get(parameter, {})
+        entry: State = {name: value for name, value in own.items() if name not in kept}
+        for name, like in kept.items():
             if like.dim():
                 memory = self._memory[number, name]
                 entry[name] = memory[offset : offset + parameter.numel()].view(parameter.shape)
@@ -224,5 +254,10 @@ def _kept(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype) ->
     return {name: value for name, value in inner.state[trial].items() if value is not None}
 
 
-def _per_element(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0
+def _copies(_: Optimizer, state_dict: State) -> State:
+    """`load_state_dict` of another optimizer would go on with the very same tensors."""
+    state = {
+        number: {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in entry.items()}
+        for number, entry in state_dict["state"].items()
+    }
+    return {**state_dict, "state": state}

@@ -46,6 +46,7 @@ class SharedTree:
                 mine = self._comm.allocate(bucket.plan.numel, bucket.dtype)
                 parts = self._comm.parts_of(mine)
                 assert parts is not None, "allocated just now"
+                self._comm.release(mine)  # it lives as long as the buckets do
                 bucket.adopt(len(memory), mine)
                 memory.append(parts)
 

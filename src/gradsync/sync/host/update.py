@@ -10,6 +10,7 @@ is whole on every rank at any time, as it would be without us.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -39,10 +40,11 @@ class HostUpdate:
     def __init__(
         self, optimizer: Optimizer, flats: Sequence[Flat], weights: Sequence[SharedWeights]
     ) -> None:
-        self._optimizer, self._weights = optimizer, weights
+        # Not the optimizer itself: who lets go of that gets its memory back.
+        self._user, self._weights = weakref.ref(optimizer), weights
         self._comm = flats[0].comm
         groups = optimizer.param_groups
-        self.shape = [len(group["params"]) for group in groups]
+        self.members = members_of(optimizer)
         group_of = {id(p): number for number, g in enumerate(groups) for p in g["params"]}
         self._pieces = pieces_of(flats, weights, group_of)
         self._numbers = sorted({piece.group for piece in self._pieces})
@@ -56,6 +58,12 @@ class HostUpdate:
         self._place: tuple[int, ...] = ()
         self._parts: list[Tensor] = []
         self._state = SharedState(optimizer, self._inner, self._pieces, flats, parameters)
+
+    @property
+    def _optimizer(self) -> Optimizer:
+        optimizer = self._user()
+        assert optimizer is not None, "somebody steps it"
+        return optimizer
 
     def _make_inner(self) -> Optimizer:
         """Over this rank's pieces, with the groups that these belong to."""
@@ -94,6 +102,8 @@ class HostUpdate:
         self._state.show(used)
         self._comm.barrier()  # nobody reads weights before all have written theirs
         for home in self._weights:
+            # Autograd must see that a graph from before is stale.
+            torch.autograd.graph.increment_version(home.parameters)
             home.remember()
         if "step" in self._optimizer.__dict__:
             # A scheduler counts its steps there; without gradients it changes nothing.
@@ -111,6 +121,7 @@ class HostUpdate:
         """From now on somebody else does this optimizer's steps."""
         self._state.release()
 
-    def prepare(self) -> None:
-        """Take in an `optimizer.state` that somebody loaded; all ranks call it."""
-        self._state.prepare()
+
+def members_of(optimizer: Optimizer) -> list[list[int]]:
+    """The ids of each group's parameters."""
+    return [[id(p) for p in group["params"]] for group in optimizer.param_groups]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from gradsync.errors import ConfigError
 from gradsync.sync.host.flat import Flat
@@ -34,18 +37,49 @@ class SharedWeights:
         else:
             self.memory = comm.allocate(flat.numel, flat.dtype)
             parts = comm.parts_of(self.memory) or []
+            comm.release(self.memory)  # it lives as long as somebody here holds it
             self._others = [part for rank, part in enumerate(parts) if rank != comm.rank]
-        self._homes = [
-            self.memory[slot.offset : slot.offset + slot.numel].view(parameter.shape)
-            for slot, parameter in zip(flat.slots, self.parameters, strict=True)
-        ]
+        start = self.memory.data_ptr()
+        self._starts = [start + slot.offset * self.memory.element_size() for slot in flat.slots]
+        self._bytes: list[weakref.ref[Any]] = [weakref.ref(self.memory)] * len(flat.slots)
+        """What each parameter's memory hangs on, as long as somebody holds it."""
         if comm.rank == 0 or not one_copy:
-            for parameter, home in zip(self.parameters, self._homes, strict=True):
-                home.copy_(parameter.detach())
+            for slot, parameter in zip(flat.slots, self.parameters, strict=True):
+                part = self.memory[slot.offset : slot.offset + slot.numel]
+                part.copy_(parameter.detach().reshape(-1))
         comm.barrier()
-        for parameter, home in zip(self.parameters, self._homes, strict=True):
-            parameter.data = home
+        for number, parameter in enumerate(self.parameters):
+            parameter.data = self._home(number).view(parameter.shape)
         self.remember()
+
+    def _home(self, number: int) -> Tensor:
+        """A parameter's memory, [numel], as a storage of its own: nobody saves, copies or moves
+        the other parameters along with it."""
+        slot, itemsize = self._flat.slots[number], self.memory.element_size()
+        if not slot.numel:
+            return self.memory[:0]
+        whole = self.memory.view(torch.uint8).numpy()
+        part = whole[slot.offset * itemsize : (slot.offset + slot.numel) * itemsize]
+        self._bytes[number] = weakref.ref(part)
+        return torch.frombuffer(part, dtype=self.memory.dtype)
+
+    def why_not_now(self) -> str:
+        """Why parameters cannot be brought home, "" if they can, or are there."""
+        for number in self._away():
+            if not self.parameters[number].is_contiguous():
+                return "a parameter has become discontiguous"
+            if self._bytes[number]() is not None:
+                return "a parameter's data was exchanged, and somebody holds what it was"
+        return ""
+
+    def _away(self) -> list[int]:
+        """Parameters whose data somebody has set."""
+        places = zip(self.parameters, self._starts, self._flat.slots, strict=True)
+        return [
+            number
+            for number, (parameter, start, slot) in enumerate(places)
+            if parameter.data_ptr() != start and slot.numel
+        ]
 
     def hand_out(self) -> None:
         """This rank has updated its share: put it into the other ranks' replicas."""
@@ -55,10 +89,11 @@ class SharedWeights:
 
     def bring_home(self) -> None:
         """Somebody may have set a parameter's `data`: what is in it moves to where it belongs."""
-        for parameter, home in zip(self.parameters, self._homes, strict=True):
-            if parameter.data_ptr() != home.data_ptr():
-                home.copy_(parameter.detach())
-                parameter.data = home
+        for number in self._away():
+            parameter = self.parameters[number]
+            home = self._home(number).view(parameter.shape)
+            home.copy_(parameter.detach())
+            parameter.data = home
 
     def remember(self) -> None:
         """All ranks have updated."""
@@ -87,8 +122,6 @@ def can_move(parameters: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
         parameters: that would move.
         others: all other tensors of the model (frozen parameters, buffers).
     """
-    import torch
-
     if any(
         p.layout != torch.strided or not p.is_contiguous() or type(p.data) is not torch.Tensor
         for p in parameters

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,7 +30,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass(frozen=True)
 class Oracle:
-    """One undisturbed run on one rank."""
+    """One undisturbed run."""
 
     losses: dict[int, float]
     weights_sha256: str
@@ -46,10 +48,23 @@ def one_rank_tree(pool: Any, data: Path, tmp_path_factory: pytest.TempPathFactor
     return run_oracle(pool, data, tmp_path_factory.mktemp("tree"), "invariant")
 
 
-def run_oracle(pool: Any, data: Path, out: Path, sync: str) -> Oracle:
-    (result,) = pool.run(train_rank, 1, small_config(out, data, sync=sync))
-    assert result.exit_code == 0, result
-    return Oracle(dict(losses(out)), result.summary["weights_sha256"])
+def run_oracle(pool: Any, data: Path, out: Path, sync: str, world_size: int = 1) -> Oracle:
+    results = pool.run(train_rank, world_size, small_config(out, data, sync=sync))
+    assert {result.exit_code for result in results} == {0}, results[0].error
+    return Oracle(dict(losses(out)), results[0].summary["weights_sha256"])
+
+
+@pytest.fixture(scope="module")
+def undisturbed(
+    pool: Any, data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, int], Oracle]:
+    """A strategy's run at a world size, once for all tests."""
+
+    @cache
+    def run(sync: str, world_size: int) -> Oracle:
+        return run_oracle(pool, data, tmp_path_factory.mktemp(sync), sync, world_size)
+
+    return run
 
 
 def ranks_for(sync: str) -> int:
@@ -60,22 +75,18 @@ def ranks_for(sync: str) -> int:
 # Three ranks share eight leaves unevenly, and sums of three depend on their grouping.
 @pytest.mark.parametrize("sync", ROUNDING)
 def test_losses_equal_those_of_one_rank(
-    pool: Any, data: Path, tmp_path: Path, one_rank: Oracle, sync: str
+    undisturbed: Callable[[str, int], Oracle], one_rank: Oracle, sync: str
 ) -> None:
-    results = pool.run(train_rank, ranks_for(sync), small_config(tmp_path, data, sync=sync))
-    assert {result.exit_code for result in results} == {0}, results[0].error
-    assert losses(tmp_path) == pytest.approx(one_rank.losses, rel=1e-6)
+    found = undisturbed(sync, ranks_for(sync))
+    assert found.losses == pytest.approx(one_rank.losses, rel=1e-6)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("sync", BITWISE)
 def test_bits_equal_those_of_one_rank(
-    pool: Any, data: Path, tmp_path: Path, one_rank_tree: Oracle, sync: str, world_size: int
+    undisturbed: Callable[[str, int], Oracle], one_rank_tree: Oracle, sync: str, world_size: int
 ) -> None:
-    results = pool.run(train_rank, world_size, small_config(tmp_path, data, sync=sync))
-    assert [result.exit_code for result in results] == [0] * world_size, results[0].error
-    assert losses(tmp_path) == one_rank_tree.losses
-    assert results[0].summary["weights_sha256"] == one_rank_tree.weights_sha256
+    assert undisturbed(sync, world_size) == one_rank_tree
 
 
 @pytest.mark.parametrize("sync", LOSSY)
@@ -95,11 +106,16 @@ def test_what_rounds_on_purpose_learns_all_the_same(
     + [("naive", 1, 1)],
 )
 def test_stop_and_resume_keeps_every_bit(
-    pool: Any, data: Path, tmp_path: Path, sync: str, first: int, then: int
+    pool: Any,
+    data: Path,
+    tmp_path: Path,
+    undisturbed: Callable[[str, int], Oracle],
+    sync: str,
+    first: int,
+    then: int,
 ) -> None:
-    whole, halves = tmp_path / "whole", tmp_path / "halves"
-    undisturbed = pool.run(train_rank, then, small_config(whole, data, sync=sync))
-    config = small_config(halves, data, sync=sync)
+    expected = undisturbed(sync, then)
+    config = small_config(tmp_path, data, sync=sync)
     stop = Inject(rank=first - 1, step=2, what="SIGTERM")
 
     stopped = pool.run(train_rank, first, config, stop)
@@ -109,9 +125,8 @@ def test_stop_and_resume_keeps_every_bit(
 
     resumed = pool.run(train_rank, then, config)
     assert "continuing from" in resumed[0].printed
-    assert resumed[0].summary["weights_sha256"] == undisturbed[0].summary["weights_sha256"]
-    assert resumed[0].summary["final_train_loss"] == undisturbed[0].summary["final_train_loss"]
-    assert losses(halves) == losses(whole)
+    assert resumed[0].summary["weights_sha256"] == expected.weights_sha256
+    assert losses(tmp_path) == expected.losses
 
 
 @pytest.mark.parametrize(("first", "then"), [(2, 1), (1, 3), (4, 2)])

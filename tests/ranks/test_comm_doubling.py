@@ -18,7 +18,7 @@ from support.comm_cases import (
 from support.thread_ranks import run_thread_ranks
 
 
-@pytest.mark.parametrize("world_size", range(1, 9))
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
 def test_any_length_dtype_and_op(world_size: int) -> None:
     check_algorithm(world_size, doubling_all_reduce)
 

@@ -35,7 +35,7 @@ def test_any_layout(layout: str, leaders: bool) -> None:
     check_algorithm(len(places.seats), all_reduce)
 
 
-@pytest.mark.parametrize("world_size", range(1, 8))
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
 def test_trees(world_size: int) -> None:
     def work(rank: int, group: dist.ProcessGroup) -> torch.Tensor:
         comm = ProcessGroupCommunicator(group)

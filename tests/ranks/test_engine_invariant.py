@@ -53,7 +53,7 @@ def hashes(problem: Problem, ways: tuple[Way, ...], world_size: int) -> list[dic
 
 @pytest.mark.parametrize(
     ("name", "world_size"),
-    [*(("branches", n) for n in range(2, 9)), *product(["5 leaves", "11 leaves"], [2, 4, 7])],
+    [*(("branches", n) for n in (2, 3, 5, 8)), *product(["5 leaves", "11 leaves"], [4, 7])],
 )
 def test_any_number_of_ranks(name: str, world_size: int) -> None:
     """Powers of two and not, and more ranks than leaves."""
@@ -85,7 +85,7 @@ def test_in_two_stages(world_size: int) -> None:
         for size in LAYOUTS[world_size]
         for told in ("leaf", "nothing", "differently")
     )
-    for name in ("branches", "5 leaves", "autocast and dropout"):
+    for name in ("branches", "5 leaves"):
         for found in hashes(PROBLEMS[name], ways, world_size):
             assert found == [one_rank(name)] * len(ways)
 

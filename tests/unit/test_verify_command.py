@@ -152,7 +152,7 @@ def test_what_nohup_ignores_stays_ignored(monkeypatch: pytest.MonkeyPatch) -> No
     assert inside == [signal.SIG_IGN]
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGINT"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_a_signal_outside_of_a_launch_leaves_nothing_behind(name: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", STOPPED, name, *SMALL, "--world-size", "1"],

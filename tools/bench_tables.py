@@ -99,8 +99,8 @@ def _time(row: Mapping[str, Any] | None) -> str:
 
 def _size(num_bytes: int) -> str:
     if num_bytes >= MIB:
-        return f"{num_bytes / MIB:.0f} MiB"
-    return f"{num_bytes / KIB:.0f} KiB" if num_bytes >= KIB else f"{num_bytes} B"
+        return f"{num_bytes / MIB:.4g} MiB"
+    return f"{num_bytes / KIB:.4g} KiB" if num_bytes >= KIB else f"{num_bytes} B"
 
 
 def _row(cells: Sequence[str]) -> str:

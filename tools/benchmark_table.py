@@ -20,6 +20,8 @@ from pathlib import Path
 from statistics import mean, median, quantiles
 from typing import Any
 
+from gradsync.bench.sync_result import turns
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "guide" / "strategies.md"
 SECTION = re.compile(r"<!-- benchmark: (\S+\.json) -->\n.*?<!-- benchmark: end -->", re.DOTALL)
@@ -96,16 +98,6 @@ def _row(name: str, found: dict[str, Any], ideal: list[float], size: int) -> Row
         operations=f"{mean(found['operations']) / steps:.3g}",
         held=f"{mean(found['held_bytes']) / size:.2f}",
     )
-
-
-def turns(by_rank: list[list[list[float]]]) -> list[float]:
-    """For each round the mean over its steps of the slowest rank's value.
-
-    Args:
-        by_rank: [rank][round][step].
-    """
-    rounds = zip(*by_rank, strict=True)
-    return [mean(max(step) for step in zip(*ranks, strict=True)) for ranks in rounds]
 
 
 def _spread(values: list[float], digits: int) -> str:

@@ -11,13 +11,19 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from gradsync.bench import sync_check
+from gradsync.bench import sync_check, sync_run
 from gradsync.bench.contestant import parse_contestants, with_ideals
 from gradsync.bench.contestant_base import Entrant, Site, make_leaves
 from gradsync.bench.contestant_plain import Alone, TorchDdp
 from gradsync.bench.meter import StepClock
 from gradsync.bench.meter_memory import PeakMemory
-from gradsync.bench.sync_check import NotTrainingError, check, judge, reference_losses
+from gradsync.bench.sync_check import (
+    NotTrainingError,
+    check,
+    judge,
+    reference_losses,
+    whole_periods,
+)
 from gradsync.bench.sync_plan import SyncSettings, sync_plan
 from gradsync.bench.sync_run import Runner, owners
 from gradsync.bench.sync_sets import Baton
@@ -30,7 +36,7 @@ SMALL = {"tiny": GPTConfig(n_layer=1, n_head=1, n_embd=64, vocab_size=2048, bloc
 NUM_PARAMETERS = 11  # embedding, the last norm, and 9 of the one layer
 SIZE = 4 * SMALL["tiny"].num_params()
 SETTINGS = SyncSettings(model_size="tiny", context_length=16, rounds=2, num_steps=2, num_warmup=0)
-CONTESTANTS = "naive,bucketed:collective=shared_memory,ring,local_sgd"
+CONTESTANTS = "naive,bucketed:collective=shared_memory,ring,hierarchical,local_sgd"
 
 
 def _measured(rank: int, world_size: int, store_path: str) -> dict[str, Any]:
@@ -46,10 +52,12 @@ def _run(rank: int, world_size: int, store_path: str) -> dict[str, Any]:
         batch_size=1,
     )
     told = []
-    with open_session(rank, world_size, store_path) as world:
+    begin = patch.object(sync_run, "environment", lambda **_: {"told": len(told)})
+    with begin, open_session(rank, world_size, store_path) as world:
         baton = Baton(None, 0, owners(plan))
         runner = Runner(plan, 0, world, baton, lambda place, count, what: told.append(what))
         found = runner.run()
+    assert found["environment"] == {"told": 0}  # before the first piece of work
     assert told[0] == "checking none"
     assert told[-2:] == ["measuring none", ""]  # the second round ends with whom the first began
     return found["contestants"]
@@ -69,11 +77,13 @@ def test_what_is_measured_on_two_ranks(pool: Any) -> None:
         "naive": NUM_PARAMETERS + 1,
         "bucketed:collective=shared_memory": 2,
         "ring": 2 + 1,  # two rounds of messages
+        "hierarchical": 2 + 1,  # a sum and a broadcast inside the host, through its memory
         "local_sgd": 2,  # a small message each step; weights and its own message every second
         "torch_ddp": 2,  # it broadcasts buffers before each forward
     }
     sent = {name: ranks[0]["sent_bytes"] / SIZE for name, ranks in first.items()}
-    expected = {"none": 0.0, "local_sgd": 0.5, "bucketed:collective=shared_memory": 0.0}
+    expected = {"none": 0.0, "local_sgd": 0.5}
+    expected |= {"bucketed:collective=shared_memory": 0.0, "hierarchical": 0.0}
     assert all(abs(value - expected.get(name, 1.0)) < 0.02 for name, value in sent.items()), sent
     for name, ranks in first.items():
         assert all((rank["comm_s"] > 0) == (name != "none") for rank in ranks)
@@ -134,6 +144,11 @@ def test_who_does_not_train_is_not_timed(pool: Any) -> None:
     assert asleep.startswith("contestant torch_ddp does not train: losses 7.")
     assert "does not synchronise: after 4 steps the ranks' weights differ" in apart
     assert "does not train as others do" in shrunk
+
+
+@pytest.mark.parametrize(("period", "steps"), [(1, 4), (2, 4), (3, 6), (4, 4), (10, 10)])
+def test_every_period_is_counted_whole(period: int, steps: int) -> None:
+    assert whole_periods(4, period) == steps
 
 
 def test_lossy_contestants_may_differ_more() -> None:

@@ -7,11 +7,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from gradsync.errors import ConfigError
-from gradsync.launch.local import launch_local
+from gradsync.launch.local import _signals_to, launch_local
 from support import processes
 
 HEAD = """
@@ -211,6 +212,22 @@ def test_a_signal_reaches_every_rank_once_and_all_may_finish(tmp_path, rank_modu
     assert launcher.returncode == 75
     for rank in range(2):
         assert json.loads((tmp_path / f"got{rank}").read_text()) == [number]
+
+
+def test_an_ignored_signal_stays_ignored():
+    """nohup: the terminal goes, the run does not."""
+
+    def on_signal(number, frame):
+        raise AssertionError
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with _signals_to(SimpleNamespace(on_signal=on_signal)):
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            assert signal.getsignal(signal.SIGTERM) is on_signal
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_ranks_that_stop_by_themselves_are_left_in_peace(tmp_path, rank_module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradsync.comm.process_group import ProcessGroupCommunicator
-from gradsync.comm.shared_memory.choose import share_memory
+from gradsync.comm.shared_memory.choose import fastest, share_memory
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator, _leave
 from gradsync.comm.shared_memory.flags import PAGE_BYTES, Flags
 from gradsync.comm.shared_memory.staging import STAGE_BYTES
@@ -96,6 +97,14 @@ def test_strided_conjugated_and_complex_tensors() -> None:
     def work(comm: SharedMemoryCommunicator) -> tuple[Tensor, Tensor]:
         strided = torch.arange(12.0).view(3, 4).t()
         comm.all_reduce(strided).wait()
+        memory = comm.allocate(12, torch.float32).copy_(torch.arange(12.0))
+        comm.barrier()
+        comm.all_reduce(memory[::2]).wait()
+        assert memory[1::2].tolist() == [1, 3, 5, 7, 9, 11]
+        assert memory[::2].tolist() == [0, 4, 8, 12, 16, 20]
+        for spread in (comm.all_reduce, lambda t: comm.all_gather(t, torch.ones(3))):
+            with pytest.raises(ValueError, match="lie in one place"):
+                spread(torch.ones(1).expand(6))
         lazy = torch.full((4,), 1 + 2j).conj()
         comm.all_reduce(lazy).wait()
         with pytest.raises(ValueError, match="complex"):
@@ -224,6 +233,48 @@ def test_a_rank_that_leaves_is_missed() -> None:
     on_ranks(2, work)
 
 
+def test_peers_of_a_rank_that_gave_up_are_told() -> None:
+    """At the first operation that needs it; and a model made later has another communicator."""
+
+    def work(comm: SharedMemoryCommunicator) -> None:
+        if comm.rank == 0:
+            comm.timeout_s = 0.1
+            with pytest.raises(LostPeerError, match=r"waited 0 s for rank\(s\) 1"):
+                comm.all_reduce(torch.ones(3)).wait()
+        comm.base.barrier()
+        if comm.rank == 1:
+            comm.all_reduce(torch.ones(3)).wait()  # rank 0's part is there
+            assert comm.is_open
+        cpu = torch.device("cpu")
+        fresh = fastest(comm.base, cpu, [comm])
+        assert fresh is not comm
+        assert fastest(comm.base, cpu, [comm, fresh]) is fresh
+        fresh.close()
+        if comm.rank == 1:
+            comm.timeout_s = 20
+            with pytest.raises(LostPeerError, match=r"rank\(s\) 0 left"):
+                comm.all_reduce(torch.ones(3)).wait()
+        comm.base.barrier()  # nobody has learned it from a communicator that was closed
+
+    on_ranks(2, work)
+
+
+def test_who_has_ended_is_named_before_who_left_for_it() -> None:
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as peer:
+        patience = Patience(0, [os.getpid(), peer.pid, os.getpid()], 20.0)
+
+        def left() -> list[int]:
+            """Rank 2 has seen the end of rank 1, which this rank had not when it looked."""
+            peer.communicate()
+            return [2]
+
+        with pytest.raises(LostPeerError, match=r"rank 1 \(process \d+\) has ended"):
+            patience.until(lambda: False, lambda: [1, 2], left, "all_reduce")
+        with pytest.raises(LostPeerError, match=r"rank\(s\) 2 left .* in all_reduce"):
+            patience.until(lambda: False, lambda: [2], left, "all_reduce")
+        patience.close()
+
+
 def test_too_little_memory_is_found_by_all_and_nothing_breaks() -> None:
     def work(comm: SharedMemoryCommunicator) -> None:
         with pytest.raises(SharedMemoryError, match="too little free memory"):
@@ -239,5 +290,12 @@ def test_lengths_that_do_not_fit_are_refused() -> None:
             comm.all_gather(torch.zeros(5), torch.zeros(3))
         with pytest.raises(ValueError, match="2 times the part"):
             comm.reduce_scatter(torch.zeros(3), torch.zeros(6).double())
+        for src in (-1, 2):
+            with pytest.raises(ValueError, match=f"a rank from 0 to 1; got {src}"):
+                comm.broadcast(torch.zeros(3), src)
+        for _ in range(3):  # and its buffers are in step
+            ones = torch.ones(3)
+            comm.all_reduce(ones).wait()
+            assert ones.tolist() == [2, 2, 2]
 
     on_ranks(2, work)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -25,47 +25,11 @@ from gradsync.comm.shared_memory.choose import share_memory
 from gradsync.comm.shared_memory.unavailable import SharedMemoryError
 from gradsync.errors import LostPeerError, RunError
 from support.comm_cases import FLOATS, INTEGERS, rank_input
+from support.shm_ranks import Ranks, given, on_ranks
 from support.thread_ranks import run_thread_ranks
 
 OPS = dist.ReduceOp
 LONG = 300_001  # more than one of the small buffers
-
-
-class Ranks(NamedTuple):
-    """One rank's groups."""
-
-    rank: int
-    world_size: int
-    gloo: Any
-    shm: Any
-    shared: Any
-    """A spy on the communicator behind `shm`."""
-
-
-def on_ranks(world_size: int, fn: Callable[[Ranks], Any]) -> list[Any]:
-    """`fn` on every rank, with a group of each kind over the same ranks."""
-
-    def work(rank: int, gloo: dist.ProcessGroup) -> Any:
-        shared = share_memory(ProcessGroupCommunicator(gloo))
-        spy = mock.Mock(wraps=shared)
-        spy.close = shared.close
-        type(spy).timeout_s = property(
-            lambda _: shared.timeout_s, lambda _, s: setattr(shared, "timeout_s", s)
-        )
-        shm = SharedMemoryGroup(gloo, spy)
-        try:
-            return fn(Ranks(rank, world_size, gloo, shm, spy))
-        finally:
-            shm._lane.close()  # not `shutdown`, which is gloo's end too
-
-    return run_thread_ranks(work, world_size)
-
-
-def given(kind: Any, **values: Any) -> Any:
-    options = kind()
-    for name, value in values.items():
-        setattr(options, name, value)
-    return options
 
 
 Operation = Callable[[Any, int, int], list[Tensor]]
@@ -172,6 +136,13 @@ def other_spelling(group: Any, rank: int, _: int) -> list[Tensor]:
     tensors = [rank_input(rank, 5, torch.float32) for _ in range(3)]
     group.allreduce(tensors[0], OPS.SUM).wait()
     group.allreduce(tensors[1:]).wait()  # of both together
+    ones = [torch.ones(1), torch.ones(1), torch.ones(())]
+    group.allreduce(ones[0]).wait()
+    group.broadcast(ones[1], 0).wait()
+    gathered = [torch.zeros(()) for _ in range(group.size())]
+    group.allgather(gathered, ones[2]).wait()
+    group.reduce_scatter(ones[2], gathered).wait()
+    tensors += ones
     return tensors
 
 
@@ -237,6 +208,14 @@ def test_errors_are_gloos_and_alike_on_all_ranks() -> None:
             ranks.shm.allgather([parts], [torch.zeros(2)])
         with pytest.raises(RuntimeError):
             ranks.shm._allgather_base(torch.zeros(3), torch.zeros(2))
+        for src in (-1, 2):
+            with pytest.raises(RuntimeError, match=f"invalid root rank: {src}"):
+                ranks.shm.broadcast([torch.ones(2)], given(c10d.BroadcastOptions, rootRank=src))
+        with pytest.raises(ValueError, match="lie in one place"):
+            ranks.shm.allreduce([torch.ones(1).expand(3)]).wait()
+        for method in (ranks.shm.split_group, ranks.shm.merge_remote_group):
+            with pytest.raises(RunError, match=r"dist\.new_group"):
+                method([0, 1], timedelta(seconds=1), None, "name", "text")
         ranks.shm.barrier().wait()  # nobody is out of step
 
     on_ranks(2, work)
@@ -245,6 +224,7 @@ def test_errors_are_gloos_and_alike_on_all_ranks() -> None:
 def test_works_and_futures() -> None:
     def work(ranks: Ranks) -> list[Any]:
         shm, first = ranks.shm, torch.tensor([10.0**ranks.rank])
+        issued = shm._get_sequence_number_for_group()
         now = shm.allreduce([first], given(c10d.AllreduceOptions, asyncOp=False))
         assert now.is_completed()
         assert now.is_success()
@@ -270,6 +250,9 @@ def test_works_and_futures() -> None:
         parameter = torch.nn.Parameter(torch.ones(2, 3))
         shm.broadcast([parameter]).wait()
         assert parameter.is_leaf
+        assert [parameter._version, first._version] == [0, 0]  # for autograd
+        shm.reduce(parameter, 0).wait()  # by gloo
+        assert shm._get_sequence_number_for_group() - issued == 7
         return [float(t.view(-1)[-1]) for t in (first, second, half, inferred.clone())]
 
     assert on_ranks(2, work) == [[11.0, 2.0, 3.0, 2.0]] * 2
@@ -374,13 +357,19 @@ def _asked(world_size: int) -> Any:
     )
 
 
-def test_one_rank_is_gloo() -> None:
-    assert isinstance(create(_asked(1)), dist.ProcessGroupGloo)
+def _is_plain(group: Any) -> bool:
+    """Torch's own, which has NCCL too where there is one."""
+    gloo = group._get_backend(torch.device("cpu"))
+    return type(group) is dist.ProcessGroup and isinstance(gloo, dist.ProcessGroupGloo)
+
+
+def test_one_rank_is_torchs_own_group() -> None:
+    assert _is_plain(create(_asked(1)))
     assert dist.Backend(NAME) == "shm"
     assert dist.is_backend_available("shm")
 
 
-def test_ranks_of_several_hosts_are_gloo_and_one_line_says_so(
+def test_ranks_of_several_hosts_are_gloos_and_one_line_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def work(rank: int, _: dist.ProcessGroup) -> Any:
@@ -401,5 +390,5 @@ def test_ranks_of_several_hosts_are_gloo_and_one_line_says_so(
         caplog.at_level(logging.INFO, logger="gradsync"),
     ):
         made = run_thread_ranks(work, 2)
-    assert all(isinstance(group, dist.ProcessGroupGloo) for group in made)
+    assert all(_is_plain(group) for group in made)
     assert caplog.messages == [f"backend shm: collectives by gloo: {reason}"]

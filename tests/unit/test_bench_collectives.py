@@ -63,7 +63,7 @@ def test_sizes_that_are_understood(text: str, size: int) -> None:
     assert parse_size("--sizes", text) == size
 
 
-@pytest.mark.parametrize("text", ["12Q", "", "-4", "K", "4 5", "1e3", "4iB4", "nan"])
+@pytest.mark.parametrize("text", ["12Q", "", "-4", "K", "4 5", "1e3", "4iB4", "nan", "9" * 400])
 def test_sizes_that_are_not(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--sizes: .* is no size; write bytes"):
         parse_size("--sizes", text)
@@ -235,6 +235,7 @@ def test_the_printed_report() -> None:
     assert "1000 B ring 2.00 us 18.2 us 0.5 0.5 50%" in lines
     assert "copy (reads + writes) 1.00 us 9.10 us 2" in lines
     assert "all_reduce ring 0.00 us 0.5 0% 1.00" in lines
+    assert "an operation in place (all_reduce) does not, and may pass 100%" in text
     assert "skipped: shared: not here" in text
     assert "WRONG all_reduce by tree: element 3" in text
 
@@ -274,6 +275,7 @@ def test_times_have_three_digits() -> None:
         (["--world-size", "0"], "--world-size 0: collectives need at least 2 ranks"),
         (["--dtype", "fp31"], "unknown dtype 'fp31'; perhaps you meant 'fp32'"),
         (["--device", "gpu"], "unknown device 'gpu'"),
+        (["--device", "cuda"], "--device cuda: torch finds no CUDA device here"),
         (["--rounds", "0"], "--rounds 0: must be at least 1"),
         (["--burst", "0"], "--burst 0: must be at least 1"),
         (["--threads", "0"], "--threads 0: must be at least 1"),
@@ -291,6 +293,7 @@ def test_what_cannot_be_is_refused_before_any_rank_starts(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     Path("file").touch()
     pretend(monkeypatch, code=0)
     assert main(["bench", "collectives", *words]) == 2

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from gradsync.bench.collectives_measure import Measured, measure_collectives
 from gradsync.bench.environment import environment
 from gradsync.bench.record import check_folder, json_text, write_record, write_text
 from gradsync.errors import ConfigError, RunError
+from gradsync.world import World
 
 
 def record(folder: Path, **data: Any) -> Path:
@@ -60,11 +64,45 @@ def test_text_takes_the_place_of_a_file(tmp_path: Path) -> None:
     assert path.read_text(encoding="utf-8") == "ä"
 
 
+def test_what_is_no_plain_file_is_written_into(tmp_path: Path) -> None:
+    target, link = tmp_path / "target", tmp_path / "link"
+    link.symlink_to(target)
+    write_text(link, "one")
+    assert link.is_symlink()
+    assert target.read_text() == "one"
+    reader, writer = os.pipe()
+    try:
+        write_text(Path(f"/dev/fd/{writer}"), "two")
+        assert os.read(reader, 10) == b"two"
+    finally:
+        os.close(reader)
+        os.close(writer)
+    assert sorted(tmp_path.iterdir()) == [link, target]
+
+
 def test_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
     check_folder("--out", tmp_path / "to" / "be" / "made")
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"--out .*file/below: .*file is no folder"):
         check_folder("--out", tmp_path / "file" / "below")
+
+
+def test_the_machine_is_described_before_it_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its load would else be that of the measurement."""
+    module, order = "gradsync.bench.collectives_measure", []
+    session = mock.MagicMock(threads=1)
+    session.__enter__.return_value = World(world_size=2, local_world_size=2)
+
+    def called(what: str, value: Any) -> Any:
+        return lambda *_, **__: order.append(what) or value
+
+    bench = SimpleNamespace(run=called("measured", Measured()))
+    monkeypatch.setattr(f"{module}.Session", lambda _: session)
+    monkeypatch.setattr(f"{module}.environment", called("described", {}))
+    monkeypatch.setattr(f"{module}.Bench", lambda *_: bench)
+    settings: Any = SimpleNamespace(device="cpu", threads=1)
+    measure_collectives(settings, lambda *_: None)
+    assert order == ["described", "measured"]
 
 
 def test_the_environment_is_json_and_names_nobody() -> None:

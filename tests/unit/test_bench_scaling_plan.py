@@ -14,7 +14,7 @@ from gradsync.cli.main import main
 
 
 def planned(**changes: Any) -> ScalingPlan:
-    settings = SyncSettings(model_size="tiny", rounds=4, context_length=10)
+    settings = SyncSettings(model_size="tiny", rounds=6, context_length=10)
     asked = {"strategy": "bucketed", "world_sizes": "4,2", "mode": "both", "batch_size": 1}
     return scaling_plan(settings, **{**asked, **changes})
 
@@ -110,8 +110,13 @@ def test_usual_sizes() -> None:
         (["--mode", "sideways"], "--mode must be weak, strong or both"),
         (["--strategy", "bucketd"], "perhaps you meant 'bucketed'"),
         (["--strategy", "naive,flat"], "--strategy takes one name"),
-        (["--rounds", "2"], "--rounds must be at least 3"),
+        (["--world-sizes", "1,²"], "'²' is not a number"),
+        (["--world-sizes=--2"], "'--2' is not a number"),
+        (["--strategy", "flat:keep_memory=false"], "here all keep freed memory"),
+        (["--rounds", "5"], "--rounds must be at least 6"),
         (["--threshold", "0"], "--threshold must be positive"),
+        (["--threshold", "inf"], "--threshold must be positive and finite"),
+        (["--device", "cudax"], "--device must be one of auto, cpu, cuda"),
         (["--world-sizes", "2,3", "--mode", "strong"], "does not divide among 2 ranks"),
     ],
 )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,6 +22,7 @@ from gradsync.cli import bench_sync
 from gradsync.cli.main import main
 from gradsync.errors import ConfigError
 from gradsync.models.presets import PRESETS
+from gradsync.world import World
 
 LOAD = Load(leaf_tokens=512, ranks=2, busy_ranks=2)
 GB = 10**9
@@ -63,6 +66,19 @@ def test_each_setting_of_the_allocator_has_its_ideal() -> None:
         ("torch_ddp:bucket_mb=1", "torch_ddp has no option 'bucket_mb'"),
         ("bucketed:bucket_mb", "is not key=value"),
         ("bucketed:bucket_mb=-1", "bucket_mb must be positive"),
+        ("bucketed:bucket_mb=abc", "bucket_mb must be a positive, finite number; got 'abc'"),
+        ("bucketed:bucket_mb=none", "bucket_mb must be a positive, finite number; got None"),
+        ("bucketed:bucket_mb=1" + 400 * "0", "bucket_mb must be a positive, finite number"),
+        ("bucketed:first_bucket_mb=inf", "first_bucket_mb must be a positive, finite number"),
+        ("bucketed:overlap=maybe", "overlap must be true or false; got 'maybe'"),
+        ("ddp:bucket_mb=true", "bucket_mb must be a positive, finite number; got True"),
+        ("ddp:find_unused_parameters=1", "find_unused_parameters must be true or false; got 1"),
+        ("diloco:outer_lr=abc", "outer_lr must be a finite number; got 'abc'"),
+        ("local_sgd:inner_steps=abc", "inner_steps must be a whole number, at least 1; got 'abc'"),
+        ("local_sgd:inner_steps=0", "inner_steps must be a whole number, at least 1; got 0"),
+        ("torch_ddp:bucket_cap_mb=abc", "bucket_cap_mb must be a positive, finite number"),
+        ("torch_ddp:backend=foo", "backend must be one of gloo, nccl, shm, mpi, ucc; got 'foo'"),
+        ("none:keep_memory=false,flat", "none always takes part, and has no options"),
         ("naive:keep_memory=3", "must be true or false"),
         ("naive,flat,naive", "naive is named twice"),
         (" ,", "at least one"),
@@ -178,6 +194,14 @@ def test_memory_decides_which_size() -> None:
         (["--model-size", "tiny", "--rounds", "0"], "--rounds must be at least 1"),
         (["--model-size", "tiny", "--num-warmup", "-1"], "--num-warmup must not be negative"),
         (["--model-size", "tiny", "--bucket-mb", "0"], "--bucket-mb must be positive"),
+        (["--model-size", "tiny", "--bucket-mb", "inf"], "positive and finite; got inf"),
+        (["--model-size", "tiny", "--seed", "9" * 20], "--seed must be within +-4294967296"),
+        (["--model-size", "tiny", "--device", "cudax"], "--device must be one of auto, cpu, cuda"),
+        (["--model-size", "tiny", "--device", "cuda"], "torch finds no CUDA device here"),
+        (
+            ["--same-allocator", "--strategies", "torch_ddp:keep_memory=false"],
+            "all keep freed memory, and torch_ddp:keep_memory=false does not",
+        ),
         (["--model-size", "tiny", "--threads", "0"], "--threads must be at least 1"),
         (["--model-size", "2.7b", "--world-size", "64"], "GB short"),
         (["--model-size", "tiny", "--plot", "x.jpg"], "ends in .png, .svg, .pdf"),
@@ -185,8 +209,12 @@ def test_memory_decides_which_size() -> None:
     ],
 )
 def test_requests_that_cannot_be(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main(["bench", "sync", *words]) == 2
     error = capsys.readouterr().err
     assert message in error
@@ -209,6 +237,29 @@ def test_dry_run_says_what_would_be_measured(
     assert len(plan.sets) == 2
     assert not plan.settings.side_by_side  # all at once would need more
     assert (plan.settings.tokens, plan.entries[0].batch_size) == (512, 2)
+
+
+@pytest.mark.parametrize("command", ["bench_sync", "tune"])
+def test_one_rank_of_a_launcher_says_what_would_be_measured(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = import_module(f"gradsync.cli.{command}")
+    said = []
+    for rank in range(2):
+        world = World(rank=rank, world_size=2, local_rank=rank, local_world_size=2)
+        monkeypatch.setattr(module, "resolve", lambda _, w=world: SimpleNamespace(world=w))
+        assert module.run(["--dry-run"]) == 0
+        said.append(capsys.readouterr().out)
+    assert json.loads(said[0])
+    assert said[1] == ""
+
+
+def test_the_command_line_says_what_a_launcher_started() -> None:
+    world = World(world_size=4, local_world_size=4, launcher="torchrun")
+    asked = bench_sync.SyncOptions(model_size="tiny")
+    found = bench_sync.command_of(bench_sync.as_measured(asked, world), ("bench", "sync"))
+    assert found == "gradsync bench sync --model-size tiny --world-size 4 --same-allocator"
+    assert bench_sync.as_measured(asked, World()) == asked
 
 
 def test_the_command_line_of_a_record(tmp_path: Path) -> None:

@@ -57,6 +57,7 @@ def collectives_record() -> str:
         row("gloo", 4096, 120e-6, None),
         row("shared", 4096, 8e-6, 0.1),
         row("shared", 25 * 2**20, 0.00215, 0.8),
+        row("shared", 1536 * 2**10, 1e-3, 0.8),
         row("copy", 4096, 1e-6, None),
     ]
     return json.dumps(
@@ -91,6 +92,7 @@ def test_a_line_per_size() -> None:
     assert "| all_reduce | `gloo` | `shared` | `shared` of the limit |" in page
     assert "| 4 KiB | 120 µs | 8 µs | 10% |" in page
     assert "| 25 MiB |  | 2.15 ms | 80% |" in page
+    assert "| 1.5 MiB |  | 1.00 ms | 80% |" in page
 
 
 def test_check_finds_what_is_out_of_date(

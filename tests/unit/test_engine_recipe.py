@@ -102,3 +102,10 @@ def test_only_the_tree_promises_bits() -> None:
         if recipe is not None:
             assert (strategy.promise == "bitwise") == (recipe.order == "invariant"), name
             assert (strategy.promise == "lossy") == (recipe.wire != "same"), name
+
+
+@pytest.mark.parametrize("name", ["invariant", "zero1"])
+def test_a_promise_of_bits_is_not_given_up_by_an_option(name: str) -> None:
+    """A run is resumed at other numbers of ranks by the strategy's name."""
+    with pytest.raises(ConfigError, match=f"sync='{name}' promises bits .* order='any'"):
+        check_options(find_strategy(name), {"order": "any"})

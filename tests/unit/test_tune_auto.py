@@ -6,13 +6,17 @@ import json
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import tyro
 import yaml
 
+from gradsync.bench.environment import environment
+from gradsync.cli import tune
 from gradsync.cli.main import main
+from gradsync.cli.ranks import Outcome
 from gradsync.cli.tune import TuneOptions, measured_conditions, request_of, save, verdict_of
 from gradsync.errors import ConfigError, DataError, RunError
 from gradsync.models.config import GPTConfig
@@ -128,11 +132,18 @@ def damage(document: dict[str, Any], key: str, value: Any) -> str:
         ("choice.sync", "zero9", "unknown sync strategy 'zero9'"),
         ("choice.sync", "auto", "unknown sync strategy 'auto'"),
         ("choice.options", {"bucket_mb": -1}, "bucket_mb must be positive"),
-        ("choice.options", {"bucket_mb": "1"}, "no option of gradsync train"),
         ("choice.options", {"buckets": 1}, "no option 'buckets'"),
         ("choice.options", {"grouping": "flat"}, "no option of gradsync train"),
-        ("choice.options", 7, "not iterable"),
+        ("choice.options", 7, "no options by name: 7"),
+        ("choice.options", [], "no options by name: []"),
+        ("choice.options", {"bucket_mb": "abc"}, "bucket_mb must be a positive, finite number"),
+        ("choice.options", {"bucket_mb": float("inf")}, "bucket_mb must be a positive, finite"),
+        ("choice.options", {"bucket_mb": True}, "bucket_mb must be a positive, finite number"),
+        ("choice.options", {"overlap": "no"}, "overlap must be true or false; got 'no'"),
+        ("choice.sync", 5, "no name of a strategy: 5"),
+        ("choice.sync", "bf16", "bf16 is lossy"),
         ("choice.compile", "twice", "no order of compilation: 'twice'"),
+        ("choice.compile", "ddp", "no order of compilation for zero1: 'ddp'"),
         ("choice.extra", 1, "extra"),
         ("conditions.cores", 999, "it was measured for something else"),
         ("verdict", "two\nlines", "is no line of text"),
@@ -154,7 +165,9 @@ def test_a_damaged_or_foreign_file_is_a_line_and_the_default(
     assert "\n" not in found.note
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "7", '{"format_version": 1}', "\udcff"])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "7", '{"format_version": 1}', "\udcff", "[" * 100_000]
+)
 def test_a_file_that_is_no_such_document(text: str) -> None:
     conditions = here(asked())
     path = save(conditions, TUNED)
@@ -195,7 +208,58 @@ def test_the_command_to_run_measures_that_run(flags: tuple[str, ...], world_size
     assert measured_conditions(options, request, result) == conditions
 
 
+def test_the_cache_is_tried_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "cache").touch()
+    monkeypatch.setattr(tune, "measure_on_ranks", None)
+    assert main(["tune", "--device", "cpu"]) == 2
+    error = capsys.readouterr().err
+    assert f"GRADSYNC_CACHE {tmp_path / 'cache' / 'tuned'}: {tmp_path / 'cache'} is no" in error
+    assert error.count("\n") == 1
+
+
+def test_a_cache_that_fails_at_the_end_takes_nothing_else_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world = World(rank=0, world_size=4, local_world_size=4, launcher="torchrun")
+    result = {
+        "choice": {},
+        "stages": [{"name": "strategy", "skipped": "why"}],
+        "environment": environment(world_size=4, threads=1),
+        "samples": {},
+        **{"num_nodes": 1, "device": "cpu"},
+    }
+
+    def measured(*_: Any, **__: Any) -> Outcome:
+        (tmp_path / "cache").touch()
+        return Outcome(code=0, result=result)
+
+    monkeypatch.setattr(tune, "measure_on_ranks", measured)
+    monkeypatch.setattr(tune, "resolve", lambda _: SimpleNamespace(world=world))
+    assert main(["tune", "--device", "cpu", "--json", "--out", str(tmp_path)]) == 1
+    printed = capsys.readouterr()
+    assert "could not write" in printed.err
+    document = json.loads(printed.out)
+    assert document["command"].startswith("gradsync tune tiny --world-size 4")
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert record["cache"] == document["cache"]
+
+
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("GRADSYNC_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", nobody)
+    with pytest.raises(ConfigError, match=r"no home directory .* GRADSYNC_CACHE can name a folder"):
+        resolved(asked())
+
+
 def test_no_command_where_there_is_none() -> None:
+    long = asked("--model.block-size", "512", "--seq-len", "512")
+    assert tune_command(long, here(long)).endswith("presets as they are: tiny takes 256 tokens")
     other = asked("--model.n-layer", "3")
     assert "measures presets as they are" in tune_command(other, here(other))
     half = replace(asked(), dtype="fp16")
@@ -252,6 +316,12 @@ def test_a_run_goes_on_as_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for place in (run, run / "checkpoints", run / "checkpoints" / "step-00000002"):
         assert resolved(replace(elsewhere, resume=str(place))).choice == ZERO1
     assert resolved(elsewhere).choice.sync == "bucketed"
+    for name in ("step-sweep", "checkpoints-of-mine"):
+        begun(tmp_path / name)
+        assert resolved(replace(elsewhere, resume=str(tmp_path / name))).choice == ZERO1
+    monkeypatch.chdir(run / "checkpoints")
+    for place in (".", "step-00000002", "../checkpoints/step-00000002"):
+        assert resolved(replace(elsewhere, resume=place)).choice == ZERO1, place
     begun(run / "none")
     monkeypatch.chdir(run)
     assert resolved(replace(config, resume="none")).choice.sync == "bucketed"

@@ -5,10 +5,13 @@
 
 Programs with torch's DDP, FSDP2, Accelerate or Fabric stay as they are otherwise. What shared
 memory does not do (messages, gather, scatter, all-to-all, products, sparse tensors) goes through a
-gloo group over the same ranks. Where the ranks are not on one host the whole group is gloo, and
-rank 0 says why.
+gloo group over the same ranks. Where the ranks are not on one host, gloo does all of it, and rank 0
+says why.
 
-CUDA tensors go through NCCL where there is one.
+CUDA tensors go through NCCL where there is one, whatever else `"cpu:shm,cuda:..."` names: torch
+does not tell a group written in Python what was asked for other devices.
+
+In programs of `torch.compile` graphs end where a collective is called.
 
 Accelerate takes the group that is there already: call `init_process_group` before `Accelerator()`.
 Fabric: `DDPStrategy(process_group_backend="shm")`.

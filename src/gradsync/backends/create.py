@@ -30,13 +30,12 @@ def create(asked: Any, _options: object = None) -> Any:
         asked: torch's `_DistributedBackendOptions`: store, place in the group, timeout.
 
     Returns:
-        A `SharedMemoryGroup`, or gloo's backend as it is: for one rank, and where ranks cannot
-        share memory.
+        A `SharedMemoryGroup`, or torch's own group with the same backends (gloo, and NCCL for
+        CUDA): for one rank, and where ranks cannot share memory.
     """
-    gloo = _gloo(asked)
+    plain = _plain_group(asked, _gloo(asked))
     if asked.group_size == 1:
-        return gloo
-    plain = _plain_group(asked, gloo)
+        return plain
     try:
         # Two small all-gathers over the group's ranks, through gloo.
         shared = share_memory(ProcessGroupCommunicator(plain))
@@ -45,7 +44,7 @@ def create(asked: Any, _options: object = None) -> Any:
         if is_default and asked.group_rank == 0:
             # As text: whoever keeps log records must not keep the frames of this error, and gloo.
             log.warning("backend shm: collectives by gloo: %s", str(error))
-        return gloo
+        return plain
     return SharedMemoryGroup(plain, shared)
 
 

@@ -10,10 +10,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
+from gradsync.backends.graphs import outside_graphs
 from gradsync.backends.lane import Lane, Operation
-from gradsync.backends.takes import are_alike, are_parts, can_copy, op_of, options_of
+from gradsync.backends.takes import (
+    are_alike,
+    are_lists,
+    are_parts,
+    can_copy,
+    op_of,
+    options_of,
+)
 from gradsync.comm.base import AllOf, Done, ReduceOp, Work
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
+from gradsync.errors import RunError
 from gradsync.runtime.gloo_group import wait_until_workers_sleep
 
 _KINDS = {
@@ -22,6 +31,7 @@ _KINDS = {
 }
 
 
+@outside_graphs
 class SharedMemoryGroup(dist.ProcessGroup):
     """A group of ranks on one host; methods have torch's names and options.
 
@@ -52,12 +62,24 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """The store of this group's keys."""
         return self._plain.get_group_store()
 
+    def _get_sequence_number_for_group(self) -> int:
+        """How many operations were issued, by whatever way."""
+        return self._plain._get_sequence_number_for_group() + self._lane.num_issued
+
+    def split_group(self, *_: object, **__: object) -> Any:
+        """Not here: torch's own would look for a store that a class in Python cannot give it."""
+        raise RunError("a group of backend shm cannot be split; use dist.new_group(ranks)")
+
+    def merge_remote_group(self, *_: object, **__: object) -> Any:
+        """See `split_group`."""
+        raise RunError("a group of backend shm cannot be merged; use dist.new_group(ranks)")
+
     # -- reductions -------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Any, *given: Any, **named: Any) -> Any:
         """See `torch.distributed.all_reduce`."""
         # Of several tensors torch makes one sum.
-        kind, one = c10d.AllreduceOptions, len(tensors) == 1
+        kind, one = c10d.AllreduceOptions, are_lists(tensors) and len(tensors) == 1
         done = self._all_reduce(kind, tensors, given, named) if one else None
         return done or self._plain.allreduce(tensors, *given, **named)
 
@@ -75,7 +97,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         if op is None:
             return None
         combine: ReduceOp = op
-        whole = [tensor.detach() for tensor in tensors]
+        whole = [tensor.data for tensor in tensors]
 
         def start(shared: SharedMemoryCommunicator) -> Work:
             # Whole group; each [numel], in place; all under way at once.
@@ -86,11 +108,11 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def reduce_scatter(self, outputs: Any, inputs: Any, *given: Any, **named: Any) -> Any:
         """See `torch.distributed.reduce_scatter`."""
         options = options_of(c10d.ReduceScatterOptions, given, named)
-        tensors = [*outputs, *(part for parts in inputs for part in parts)]
+        tensors = self._tensors_of_one(outputs, inputs)
         op = op_of(options, tensors)
-        if op is None or not self._is_one(outputs, inputs) or not are_alike(tensors):
+        if op is None or not are_alike(tensors):
             return self._plain.reduce_scatter(outputs, inputs, *given, **named)
-        output, parts = outputs[0].detach(), [part.detach() for part in inputs[0]]
+        output, parts = outputs[0].data, [part.data for part in inputs[0]]
 
         def start(shared: SharedMemoryCommunicator) -> Work:
             # Whole group; [world_size * n] to [n].
@@ -125,7 +147,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         if op is None or not are_parts(outputs, inputs, self.size()):
             return None
         combine: ReduceOp = op
-        parts, wholes = [t.detach() for t in outputs], [t.detach() for t in inputs]
+        parts, wholes = [t.data for t in outputs], [t.data for t in inputs]
 
         def start(shared: SharedMemoryCommunicator) -> Work:
             # Whole group; each [world_size * n] to [n]; all under way at once.
@@ -139,20 +161,20 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def broadcast(self, tensors: Any, *given: Any, **named: Any) -> Any:
         """See `torch.distributed.broadcast`."""
         options = options_of(c10d.BroadcastOptions, given, named)
-        if options is None or len(tensors) != 1 or not can_copy(tensors):
+        fits = are_lists(tensors) and len(tensors) == 1 and can_copy(tensors)
+        if options is None or not fits or not 0 <= options.rootRank < self.size():
             return self._plain.broadcast(tensors, *given, **named)
-        tensor, root = tensors[0].detach(), options.rootRank
+        tensor, root = tensors[0].data, options.rootRank
         # Whole group; [numel].
         return self._issue(options, tensors, lambda shared: shared.broadcast(tensor, root))
 
     def allgather(self, outputs: Any, inputs: Any, *given: Any, **named: Any) -> Any:
         """See `torch.distributed.all_gather`."""
         options = options_of(c10d.AllgatherOptions, given, named)
-        tensors = [*inputs, *(part for parts in outputs for part in parts)]
-        fits = self._is_one(inputs, outputs) and can_copy(tensors) and are_alike(tensors)
-        if options is None or not fits:
+        tensors = self._tensors_of_one(inputs, outputs)
+        if options is None or not can_copy(tensors) or not are_alike(tensors):
             return self._plain.allgather(outputs, inputs, *given, **named)
-        tensor, parts = inputs[0].detach(), [part.detach() for part in outputs[0]]
+        tensor, parts = inputs[0].data, [part.data for part in outputs[0]]
 
         def start(shared: SharedMemoryCommunicator) -> Work:
             # Whole group; [n] to [world_size * n].
@@ -189,7 +211,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         fits = can_copy([*outputs, *inputs]) and are_parts(inputs, outputs, self.size())
         if options is None or not fits:
             return None
-        wholes, parts = [t.detach() for t in outputs], [t.detach() for t in inputs]
+        wholes, parts = [t.data for t in outputs], [t.data for t in inputs]
 
         def start(shared: SharedMemoryCommunicator) -> Work:
             # Whole group; each [n] to [world_size * n]; all under way at once.
@@ -212,9 +234,11 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     # -- how and until when -----------------------------------------------------------------------
 
-    def _is_one(self, one: Sequence[Tensor], lists: Sequence[Sequence[Tensor]]) -> bool:
-        """Whether this is one operation: torch's methods take several, one for each GPU."""
-        return len(one) == len(lists) == 1 and len(lists[0]) == self.size()
+    def _tensors_of_one(self, one: Any, lists: Any) -> list[Tensor]:
+        """All tensors of one operation; [] for several, which torch's methods take."""
+        if not are_lists(one, lists, *lists) or not len(one) == len(lists) == 1:
+            return []
+        return [*one, *lists[0]] if len(lists[0]) == self.size() else []
 
     def _issue(
         self,

@@ -11,6 +11,7 @@ never ask for `async_op=True` have no helper.
 
 from __future__ import annotations
 
+import queue
 import threading
 import weakref
 from collections import deque
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gradsync.backends.graphs import outside_graphs
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
 from gradsync.errors import GradsyncError, RunError
 
@@ -29,6 +31,7 @@ Action = Callable[[SharedMemoryCommunicator], object]
 """Carries one operation out and returns when it is done."""
 
 
+@outside_graphs
 class Operation(dist.Work):
     """One collective, as torch's `Work`; made by `Lane.issue`.
 
@@ -47,6 +50,8 @@ class Operation(dist.Work):
         self._error: BaseException | None = None
         self.timeout_s = timeout_s
         self.over = False
+        self._under_way = threading.Lock()  # held until it is over
+        self._under_way.acquire()
 
     def carry_out(self, shared: SharedMemoryCommunicator) -> None:
         """For the line."""
@@ -68,16 +73,18 @@ class Operation(dist.Work):
         self.over = True
         # A work that somebody keeps, or an error, must not keep the group's connections.
         self._act = self._line = None
+        self._under_way.release()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Block until the result is there.
 
         Args:
-            timeout: longest wait for a peer; 0: as when it was issued.
+            timeout: longest stay here, after which it may be waited for again; 0: until it is over.
+                The longest wait for a peer is said when it is issued.
 
         Raises:
             LostPeerError: a peer ended, left, or did not come in time.
-            RunError: peers are doing something else.
+            RunError: peers are doing something else, or it goes on after `timeout`.
         """
         self._finish(timeout.total_seconds())
         if self._error is not None:
@@ -85,8 +92,16 @@ class Operation(dist.Work):
         return True
 
     def _finish(self, timeout_s: float) -> None:
-        if (line := self._line) is not None:
-            line.drive(self, timeout_s)
+        if (line := self._line) is None:
+            return
+        if timeout_s <= 0 or line.ended:
+            line.drive(self)
+        elif self._under_way.acquire(timeout=timeout_s):  # the helper carries it out
+            self._under_way.release()
+        else:
+            raise RunError(
+                f"a shared-memory operation is not over after {timeout_s:g} s; it goes on"
+            )
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A future that is complete: what is chained to it runs here and now.
@@ -137,40 +152,49 @@ class Line:
 
     def __init__(self, shared: SharedMemoryCommunicator, timeout: Callable[[], timedelta]) -> None:
         self.waiting: deque[Operation] = deque()
-        self.calls = threading.Semaphore(0)
-        """How often the helper shall look."""
+        self.calls = queue.SimpleQueue[None]()
+        """One for each look of the helper."""
         self._shared: SharedMemoryCommunicator | None = shared
         self._timeout = timeout
-        self._turn = threading.Lock()  # held by the thread that carries an operation out
-        self._aborted = self._ended = False
+        # Held by the thread that carries operations out; its signal handlers may come again.
+        self._turn = threading.RLock()
+        self._busy = self._aborted = self._shall_close = False
+        self.ended = False
+        """No helper looks any more."""
 
-    def drive(self, operation: Operation, timeout_s: float = 0.0) -> None:
+    def drive(self, operation: Operation) -> None:
         """Carry out what is in the line up to `operation`, for the thread that waits for it."""
-        if timeout_s > 0:
-            operation.timeout_s = timeout_s
         while not operation.over:
-            if not self._turn.acquire(timeout=timeout_s if timeout_s > 0 else -1):
-                raise RunError(f"a shared-memory operation is not done after {timeout_s} s")
-            try:
+            with self._turn:
+                if self._busy:
+                    raise RunError(
+                        "a signal handler waits for a collective (backend shm) in the middle of "
+                        "another one; let it set a flag that the program looks at"
+                    )
                 if not operation.over:
                     self._carry_out_first()
-            finally:
-                self._turn.release()
 
     def help(self) -> None:
         """The helper thread."""
-        while self.calls.acquire() and not self._ended:
+        while self.calls.get() is None and not self.ended:
             with self._turn:
                 self._carry_out_first()
 
     def _carry_out_first(self) -> None:
-        if not self.waiting:
-            return
-        operation, shared = self.waiting.popleft(), self._shared
-        assert shared is not None, "closed lines are empty"
-        own_s = operation.timeout_s
-        shared.timeout_s = self._timeout().total_seconds() if own_s is None else own_s
-        if self._aborted:  # looked at after the line above, which `abort` overwrites
+        self._busy = True
+        try:
+            if self.waiting:
+                self._carry_out(self.waiting.popleft())
+        finally:
+            self._busy = False
+        if self._shall_close:
+            self.close()
+
+    def _carry_out(self, operation: Operation) -> None:
+        if (shared := self._shared) is not None:
+            own_s = operation.timeout_s
+            shared.timeout_s = self._timeout().total_seconds() if own_s is None else own_s
+        if self._aborted or shared is None:  # looked at after the line above: `abort` overwrites it
             operation.fail(RunError("this process group (backend shm) was aborted"))
         else:
             operation.carry_out(shared)
@@ -181,20 +205,30 @@ class Line:
         if (shared := self._shared) is not None:
             shared.timeout_s = 0.0
 
-    def close(self) -> None:
-        """Finish what is waiting, let go of the memory, tell the peers."""
+    def close(self) -> bool:
+        """Finish what is waiting, let go of the memory, tell the peers; whether that is done.
+
+        In a signal handler in the middle of an operation of the same thread, that one fails, and
+        the rest is done when the handler has returned.
+        """
         with self._turn:
+            if self._busy:
+                self._shall_close = True
+                self.abort()
+                return False
+            self._shall_close = False
             while self.waiting:
                 self._carry_out_first()
             if self._shared is not None:
                 self._shared.close()
                 self._shared = None
         self.end_helper()
+        return True
 
     def end_helper(self) -> None:
         """Let the helper thread end."""
-        self._ended = True
-        self.calls.release()
+        self.ended = True
+        self.calls.put(None)
 
 
 class Lane:
@@ -209,7 +243,9 @@ class Lane:
         self._line = Line(shared, timeout)
         self._helper: threading.Thread | None = None
         self._closed = False
-        self._issuing = threading.Lock()
+        self._issuing = threading.RLock()  # a signal handler may come in between
+        self.num_issued = 0
+        """Operations so far."""
 
     def issue(
         self, act: Action, result: list[Any], *, timeout_s: float | None, at_once: bool
@@ -224,6 +260,7 @@ class Lane:
             if self._closed:
                 raise RunError("this process group (backend shm) was destroyed")
             self._line.waiting.append(operation)
+            self.num_issued += 1
             if not at_once:
                 self._call_helper()
         if at_once:
@@ -238,14 +275,14 @@ class Lane:
             # The thread holds the line only: a group that nobody holds any more ends it.
             weakref.finalize(self, self._line.end_helper)
             self._helper.start()
-        self._line.calls.release()
+        self._line.calls.put(None)
 
     def close(self) -> None:
         """Finish what was issued, end the helper, tell the peers; harmless when repeated."""
         with self._issuing:
             self._closed = True
-        self._line.close()
-        if self._helper is not None:
+        done = self._line.close()
+        if done and self._helper is not None:
             self._helper.join()
 
     def abort(self) -> None:

@@ -38,6 +38,14 @@ def options_of(kind: type, given: Sequence[object], named: Mapping[str, object])
     return options[0] if len(options) == 1 and isinstance(options[0], kind) else None
 
 
+def are_lists(*given: object) -> bool:
+    """Whether tensors come in lists, as torch's functions hand them over.
+
+    `group.allreduce(tensor)` is another way to call a method; gloo's take it too.
+    """
+    return all(isinstance(each, list | tuple) for each in given)
+
+
 def op_of(options: Any, tensors: Sequence[Tensor]) -> ReduceOp | None:
     """How to combine `tensors`; None: gloo does, or words the error.
 

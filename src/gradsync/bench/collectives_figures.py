@@ -70,9 +70,11 @@ class Row:
     busbw_gbs: float | None
     """1e9 bytes per second; None for the copy."""
     limit_s: float | None
-    """Least possible time where ranks share memory, seconds; None elsewhere, and for the copy."""
+    """What the least bytes take at the rate of a plain copy, where ranks share memory, seconds;
+    None elsewhere, and for the copy."""
     of_limit: Spread | None
-    """Part of the limit that was reached, by rounds; 1 is all of it."""
+    """The operation's rate relative to a plain copy's, by rounds; what works in place may pass 1
+    (see `copy_bandwidth`, [Note: Beyond the limit])."""
 
 
 def bus_factor(operation: str, world_size: int) -> float:
@@ -87,7 +89,7 @@ def rows_of(found: Sequence[Samples], world_size: int, *, one_memory: bool) -> l
     Args:
         found: with the copy's samples for each operation and size.
         world_size: number of ranks.
-        one_memory: whether all ranks share a host's memory, so that the copy is a limit.
+        one_memory: whether all ranks share a host's memory, so that the copy is a yardstick.
     """
     copies = {(s.operation, s.count): s for s in found if s.algorithm == COPY}
     return [_row(s, copies[s.operation, s.count], world_size, one_memory=one_memory) for s in found]

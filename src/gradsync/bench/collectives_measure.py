@@ -78,10 +78,11 @@ def measure_collectives(settings: Settings, tell: Tell) -> dict[str, Any]:
     with session as world:
         if world.world_size < 2:
             raise ConfigError("collectives need at least 2 ranks: one rank has nothing to move")
+        before = environment(world_size=world.world_size, threads=session.threads)
         with _no_collector():
             measured = Bench(settings, world, tell).run()
         return {
-            "environment": environment(world_size=world.world_size, threads=session.threads),
+            "environment": before,
             "num_nodes": world.num_nodes,
             "one_memory": world.one_host and world.device == "cpu",
             **asdict(measured),

@@ -130,7 +130,8 @@ def parse_size(option: str, text: str) -> int:
     Raises:
         ConfigError: any other text, or less than one byte.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG]?)(iB|B|)", text.strip(), re.IGNORECASE)
+    pattern = r"([0-9]{1,19}(?:\.[0-9]+)?) ?([KMG]?)(iB|B|)"
+    found = re.fullmatch(pattern, text.strip(), re.IGNORECASE)
     if found is None:
         raise ConfigError(
             f"{option}: {text!r} is no size; write bytes, or a number with K, M or G, such as 64K"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -16,8 +17,14 @@ from rich.table import Table
 from gradsync.bench.alpha_beta import Fit
 from gradsync.bench.collectives_figures import Row, Samples, fits_of, row_json, rows_of
 from gradsync.bench.collectives_plan import COPY, Settings, size_text
+from gradsync.bench.record import write_text
 
 _WIDTH = 100
+_OF_LIMIT = (
+    "of limit: the least bytes of the operation, moved at the rate of the plain copy beside it. A "
+    "copy reads the lines of its destination before it writes them, and has more buffers for the "
+    "caches to hold; an operation in place (all_reduce) does not, and may pass 100%."
+)
 _COLUMNS = (
     *("operation", "algorithm", "size_bytes", "count", "dtype", "world_size", "num_nodes"),
     *("repetitions", "p50_us", "p95_us", "algbw_gbs", "busbw_gbs", "limit_us", "of_limit"),
@@ -84,23 +91,24 @@ def write_csv(path: Path, report: Report) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, _COLUMNS)
-        writer.writeheader()
-        for row in report.rows:
-            of_limit = None if row.of_limit is None else round(row.of_limit.median, 4)
-            writer.writerow(
-                {
-                    **{name: getattr(row, name) for name in _COLUMNS if hasattr(row, name)},
-                    "dtype": report.settings.dtype,
-                    "world_size": report.environment["world_size"],
-                    "num_nodes": report.num_nodes,
-                    "p50_us": round(row.p50_s * 1e6, 3),
-                    "p95_us": round(row.p95_s * 1e6, 3),
-                    "limit_us": None if row.limit_s is None else round(row.limit_s * 1e6, 3),
-                    "of_limit": of_limit,
-                }
-            )
+    text = io.StringIO()
+    writer = csv.DictWriter(text, _COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    for row in report.rows:
+        of_limit = None if row.of_limit is None else round(row.of_limit.median, 4)
+        writer.writerow(
+            {
+                **{name: getattr(row, name) for name in _COLUMNS if hasattr(row, name)},
+                "dtype": report.settings.dtype,
+                "world_size": report.environment["world_size"],
+                "num_nodes": report.num_nodes,
+                "p50_us": round(row.p50_s * 1e6, 3),
+                "p95_us": round(row.p95_s * 1e6, 3),
+                "limit_us": None if row.limit_s is None else round(row.limit_s * 1e6, 3),
+                "of_limit": of_limit,
+            }
+        )
+    write_text(path, text.getvalue())
 
 
 def print_report(report: Report, stream: TextIO) -> None:
@@ -114,13 +122,16 @@ def print_report(report: Report, stream: TextIO) -> None:
     where = found["accelerator"] if found["backend"].endswith("nccl") else found["cpu"]
     console.print(
         f"{found['world_size']} ranks on {report.num_nodes} host(s), {report.settings.dtype}, "
-        f"{found['backend']}; {where}, {found['cores']} cores, load {found['load_at_start']}, "
-        f"torch {found['torch']}, {found['date']}"
+        f"{found['backend']}; {where}, {found['cores']} cores, load {found['load_at_start']} "
+        f"at the start, torch {found['torch']}, {found['date']}"
     )
     for operation, rows in groupby(report.rows, key=lambda row: row.operation):
         console.print()
         console.print(operation, style="bold")
         console.print(_table(list(rows)))
+    if any(row.of_limit is not None for row in report.rows):
+        console.print()
+        console.print(_OF_LIMIT, style="dim")
     if report.fits:
         console.print()
         console.print("seconds = alpha + beta * bytes", style="bold")

@@ -24,13 +24,19 @@ from importlib.util import find_spec
 from typing import Any
 
 from gradsync.errors import ConfigError
+from gradsync.sync.engine.recipe import Kind, check_value
 from gradsync.sync.registry import STRATEGIES, check_options
 
 ALONE = "none"
-OTHERS: dict[str, tuple[str, ...]] = {
-    "torch_ddp": ("bucket_cap_mb", "static_graph", "gradient_as_bucket_view", "backend"),
-    "accelerate": (),
-    "fabric": (),
+OTHERS: dict[str, dict[str, Kind]] = {
+    "torch_ddp": {
+        "bucket_cap_mb": "size",
+        "static_graph": "flag",
+        "gradient_as_bucket_view": "flag",
+        "backend": ("gloo", "nccl", "shm", "mpi", "ucc"),
+    },
+    "accelerate": {},
+    "fabric": {},
 }
 """Contestants that are not ours, with the options they take."""
 PACKAGES = {"accelerate": "accelerate", "fabric": "lightning_fabric"}
@@ -55,6 +61,11 @@ class Contestant:
     """Of ours: where `torch.compile` stands, as in `gradsync train --compile`."""
 
     @property
+    def chose_memory(self) -> bool:
+        """Whether somebody gave `keep_memory` with the name, and did not leave it to the name."""
+        return f"{_KEEP}=" in self.label
+
+    @property
     def is_ours(self) -> bool:
         """True for strategies of the registry."""
         return self.name in STRATEGIES
@@ -76,7 +87,9 @@ def parse_contestants(text: str) -> list[Contestant]:
         if word in ("default", "all"):
             names = DEFAULT if word == "default" else (*STRATEGIES, *OTHERS)
             chosen += [_contestant(name) for name in names if not missing_package(name)]
-        elif word.partition(":")[0] != ALONE:  # it always takes part
+        elif word.startswith(f"{ALONE}:"):
+            raise ConfigError(f"--strategies: {ALONE} always takes part, and has no options")
+        elif word != ALONE:
             chosen.append(_contestant(word))
     if not chosen and ALONE not in _words(text):
         raise ConfigError("--strategies: name at least one contestant")
@@ -149,10 +162,12 @@ def _contestant(word: str) -> Contestant:
         raise ConfigError(f"{name}: {_KEEP} must be true or false, got {keep!r}")
     if name in STRATEGIES:
         check_options(STRATEGIES[name], options)
-    for option in options:
-        if name in OTHERS and option not in OTHERS[name]:
+        return Contestant(label=word, name=name, options=options, keep_memory=keep)
+    for option, value in options.items():
+        if option not in OTHERS[name]:
             known_options = ", ".join((*OTHERS[name], _KEEP))
             raise ConfigError(f"{name} has no option {option!r} (it has: {known_options})")
+        check_value(option, value, OTHERS[name][option])
     return Contestant(label=word, name=name, options=options, keep_memory=keep)
 
 

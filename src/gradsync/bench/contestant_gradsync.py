@@ -13,6 +13,7 @@ from gradsync.bench.meter import StepClock
 from gradsync.bench.meter_wire import Watched
 from gradsync.comm.base import Communicator
 from gradsync.models.gpt import loss_sum
+from gradsync.sync.engine.over_hosts import OverHosts
 from gradsync.sync.registry import STRATEGIES
 from gradsync.sync.replicate import replicate
 from gradsync.sync.torch_ddp import TorchDdpReducer
@@ -100,6 +101,9 @@ class Synchronised(Entrant):
         """See `Entrant.communicators`."""
         levels = self.site.groups
         found = [self.sync.comm] if levels is None else [self.sync.comm, levels.intra, levels.inter]
+        transport = getattr(self.sync.reducer, "_transport", None)
+        if isinstance(transport, OverHosts):
+            found.append(transport.host)
         unique: dict[int, Communicator] = {id(comm): comm for comm in found}
         return list(unique.values())
 

@@ -14,7 +14,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def environment(*, world_size: int, threads: int) -> dict[str, Any]:
-    """What a reader needs to judge the figures, as JSON.
+    """What a reader needs to judge the figures, as JSON; taken before anything is measured.
 
     Args:
         world_size: ranks that are measured.

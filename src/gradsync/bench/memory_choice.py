@@ -86,6 +86,6 @@ def check_fits(name: str, load: Load, available: int) -> None:
     other = largest_that_fits(load, available)
     cure = f"{other!r} fits" if other else "no size fits: take fewer ranks"
     raise ConfigError(
-        f"--model-size {name}: {load.busy_ranks} rank(s) need about {needed / 1e9:.1f} GB, "
+        f"model {name}: {load.busy_ranks} rank(s) need about {needed / 1e9:.1f} GB, "
         f"{usable / 1e9:.1f} GB can be used here ({(needed - usable) / 1e9:.1f} GB short); {cure}"
     )

@@ -8,6 +8,7 @@ The baseline is one rank with no wrapper at all. All world sizes are alive at on
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,8 +17,9 @@ from gradsync.bench.sync_plan import Entry, Plan, SyncSettings, WorkerSet
 from gradsync.errors import ConfigError
 
 MODES = ("weak", "strong")
-FEWEST_ROUNDS = 3
-"""An interval from fewer would say nothing."""
+FEWEST_ROUNDS = 6
+"""The bootstrap's interval lies within its values: all of n lie on one side of the median once in
+2**(n-1) times, so from fewer no interval holds for 95 %."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,6 +69,8 @@ def scaling_plan(
     sizes = _sizes(world_sizes)
     modes = MODES if mode == "both" else (mode,)
     chosen = parse_contestants(strategy)
+    if any(each.chose_memory for each in chosen):
+        raise ConfigError(f"--strategy {strategy}: here all keep freed memory; drop keep_memory")
     if len(chosen) != 1:
         raise ConfigError(f"--strategy takes one name; got {strategy!r}")
     entries: dict[str, Entry] = {}
@@ -102,7 +106,7 @@ def usual_sizes(cores: int) -> str:
 def _sizes(text: str) -> tuple[int, ...]:
     sizes = {1}
     for word in filter(None, (word.strip() for word in text.split(","))):
-        if not word.lstrip("-").isdigit():
+        if not re.fullmatch(r"-?[0-9]{1,9}", word):
             raise ConfigError(f"--world-sizes: {word!r} is not a number")
         if int(word) < 1:
             raise ConfigError(f"--world-sizes: must be at least 1; got {word}")

@@ -101,7 +101,7 @@ def check(contestant: Contestant, site: Site, leaves: Leaves, expected: list[flo
     entrant = enter(contestant, site, clock)
     losses = [_step(entrant, site, leaves) for _ in range(_SETTLING)]
     wire = Wire(entrant.communicators())
-    counted = max(_COUNTED, entrant.period)
+    counted = whole_periods(_COUNTED, entrant.period)
     raw = [entrant_step(entrant, leaves) for _ in range(counted)]
     operations, sent = wire.read()
     memory = peak.read()
@@ -118,6 +118,11 @@ def check(contestant: Contestant, site: Site, leaves: Leaves, expected: list[flo
         memory_bytes=memory,
         comm_s=_communication(contestant, site, leaves),
     )
+
+
+def whole_periods(steps: int, period: int) -> int:
+    """At least `steps`, and as many as repeat themselves."""
+    return -(-steps // period) * period
 
 
 def entrant_step(entrant: Entrant, leaves: Leaves) -> Tensor:
@@ -170,7 +175,7 @@ def _communication(contestant: Contestant, site: Site, leaves: Leaves) -> float 
             return None
         entrant_step(entrant, leaves)
         blocking.seconds = 0.0
-        steps = max(STEPS, entrant.period)
+        steps = whole_periods(STEPS, entrant.period)
         for _ in range(steps):
             entrant_step(entrant, leaves)
         return blocking.seconds / steps

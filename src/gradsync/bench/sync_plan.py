@@ -10,6 +10,7 @@ all the time; one of them works, the others sleep. No torch here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -22,6 +23,8 @@ from gradsync.models.presets import PRESETS, preset
 DTYPES = ("fp32", "bf16")
 DEVICES = ("auto", "cpu", "cuda")
 _USUAL_CONTEXT = 512
+_LARGEST_SEED = 2**32
+"""Each leaf's is a multiple of it, and generators take 64 bits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,8 +74,10 @@ class SyncSettings:
                 raise ConfigError(
                     f"{_flag(name)} must be one of {', '.join(known)}; got {getattr(self, name)!r}"
                 )
-        if self.bucket_mb is not None and not self.bucket_mb > 0:
-            raise ConfigError(f"--bucket-mb must be positive; got {self.bucket_mb}")
+        if self.bucket_mb is not None and not 0 < self.bucket_mb < math.inf:
+            raise ConfigError(f"--bucket-mb must be positive and finite; got {self.bucket_mb}")
+        if abs(self.seed) > _LARGEST_SEED:
+            raise ConfigError(f"--seed must be within +-{_LARGEST_SEED}; got {self.seed}")
         longest = PRESETS[self.model_size].block_size
         if not 1 <= self.tokens <= longest:
             raise ConfigError(

@@ -15,7 +15,8 @@ from gradsync.bench.sync_result import Row
 _WIDE = 240
 """Columns where nobody watches: a table in a file must not be cut."""
 _LEGEND = (
-    "step: mean over a turn, slowest rank; median (quartiles) over rounds. to none: the same over "
+    "step: each rank's mean over a turn, of these the slowest rank's; median (quartiles) over "
+    "rounds. to none: the same over "
     "`none` of the same round and allocator setting. forward + backward: until the last gradient. "
     "communication: in collectives, if nothing hides them (- : cannot be seen from outside). "
     "exposed: what the step takes beyond `none`'s. sent: by a rank, through "
@@ -73,7 +74,7 @@ def where(environment: Mapping[str, Any]) -> str:
     device = environment["accelerator"] or environment["cpu"]
     return (
         f"{environment['date']}, {device}, {environment['cores']} cores (load "
-        f"{environment['load_at_start']} at the end), torch {environment['torch']}, "
+        f"{environment['load_at_start']} at the start), torch {environment['torch']}, "
         f"{environment['threads_per_rank']} thread(s) a rank, {environment['backend']}"
     )
 

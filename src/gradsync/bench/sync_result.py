@@ -3,7 +3,9 @@
 [Note: Exposed communication]
 What nothing hid is what a step takes beyond the step of `none` in the same round, with the same
 allocator setting: waiting for messages, copying for them, and computing more slowly because they
-are under way. So it means the same for everybody, whatever a contestant can tell about itself.
+are under way; and waiting, step by step, for the rank that is the slowest in it, which those that
+never meet do not do. So it means the same for everybody, whatever a contestant can tell about
+itself.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ class Row:
     keep_memory: bool
     """Whether its processes did keep freed memory: it is not possible everywhere."""
     total_ms: Spread
-    """A step, on the slowest rank; over rounds."""
+    """A step, on the slowest rank (see `turns`); over rounds."""
     compute_ms: float
     """Forward and backward of it, until the last gradient, beside whatever goes on."""
     comm_ms: float | None
@@ -75,13 +77,16 @@ def rows_of(plan: Plan, results: Sequence[Mapping[str, Any]]) -> list[Row]:
 
 
 def turns(by_rank: Sequence[Sequence[Sequence[float]]]) -> list[float]:
-    """For each round the mean over its steps of the slowest rank's value.
+    """For each round the mean over its steps, of the rank whose mean is the greatest.
+
+    Ranks that never meet must not be compared step by step: the slowest one is another in each, and
+    nobody waits for it. Ranks that meet end their steps together, and have nearly equal means.
 
     Args:
         by_rank: [rank][round][step].
     """
     rounds = zip(*by_rank, strict=True)
-    return [fmean(max(step) for step in zip(*ranks, strict=True)) for ranks in rounds]
+    return [max(map(fmean, ranks)) for ranks in rounds]
 
 
 def _row(plan: Plan, entry: Entry, result: Mapping[str, Any]) -> Row:

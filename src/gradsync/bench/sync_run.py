@@ -74,6 +74,7 @@ class Runner:
             NotTrainingError: on all ranks of the set.
             ConfigError: likewise, for options that do not go together.
         """
+        before = environment(world_size=self._world.world_size, threads=self._plan.settings.threads)
         for place, (entry, is_check) in enumerate(self._order):
             self.place = place
             self._tell(self.place, len(self._order), _named(entry, is_check=is_check))
@@ -92,7 +93,7 @@ class Runner:
         for bench in self._benches.values():
             if bench.entrant is not None:
                 bench.entrant.close()
-        return self._gather()
+        return {"environment": before, **self._gather()}
 
     def _check(self, entry: Entry) -> None:
         """Whether it trains; models that stay are built now, alike in all sets."""
@@ -138,9 +139,6 @@ class Runner:
         world = self._world
         by_rank = all_gather_json(self._comm, mine) if world.is_distributed else [mine]
         return {
-            "environment": environment(
-                world_size=world.world_size, threads=self._plan.settings.threads
-            ),
             "device": world.device,
             "one_host": world.one_host,
             "contestants": {label: [rank[label] for rank in by_rank] for label in mine},

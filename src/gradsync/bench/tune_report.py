@@ -15,7 +15,8 @@ from gradsync.bench.tune_plan import TuneRequest
 _WIDE = 160
 """Columns where nobody watches: a table in a file must not be cut."""
 _LEGEND = (
-    "step: mean over a turn, slowest rank; median (quartiles) over rounds. to none: the same over "
+    "step: each rank's mean over a turn, of these the slowest rank's; median (quartiles) over "
+    "rounds. to none: the same over "
     "ranks that never talk. to the default: median of the ratios within rounds, and the "
     "bootstrap's 95 % interval, widened for the number of candidates; below 1 is faster. The "
     "default is there twice: what its copies differ by is noise."

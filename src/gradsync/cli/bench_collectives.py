@@ -23,6 +23,7 @@ from gradsync.bench.collectives_plan import (
     settings_from_json,
 )
 from gradsync.bench.record import check_folder, write_record
+from gradsync.cli.bench_sync import uses_cuda
 from gradsync.cli.ranks import WORKER, be_rank, measure_on_ranks, until_stopped
 from gradsync.errors import ConfigError, RunError
 from gradsync.runtime import environ
@@ -40,9 +41,10 @@ class CollectivesOptions:
     """Time all_reduce, reduce_scatter, all_gather and broadcast by every algorithm, from 4 B to
     1 GiB: p50, p95, algbw and busbw as nccl-tests define them.
 
-    Beside them runs a copy, all ranks at once: what it says of the memory is the limit for ranks
-    of one host. Each algorithm's result is checked at each size. Started by torchrun, mpirun or
-    srun, it measures these ranks.
+    Beside them runs a plain copy, all ranks at once. For ranks of one host, "of limit" is an
+    operation's rate relative to that copy's; in place it can exceed 100 %, because a copy reads its
+    destination's lines before it writes them. Each algorithm's result is checked at each size.
+    Started by torchrun, mpirun or srun, it measures these ranks.
     """
 
     operations: str = "all"
@@ -111,7 +113,7 @@ def settings_of(options: CollectivesOptions) -> Settings:
             f"--world-size {options.world_size}: collectives need at least 2 ranks; one has "
             "nothing to move"
         )
-    return check_settings(
+    settings = check_settings(
         Settings(
             operations=_names(options.operations, OPERATIONS),
             algorithms=_names(options.algorithms, ALGORITHMS),
@@ -125,6 +127,9 @@ def settings_of(options: CollectivesOptions) -> Settings:
             seconds_per_point=options.seconds_per_point,
         )
     )
+    if options.device == "cuda":
+        uses_cuda(options.device)  # refuses it where there is none
+    return settings
 
 
 def _names(text: str, known: Any) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -110,8 +111,10 @@ def plan_of(options: ScalingOptions) -> ScalingPlan:
     Raises:
         ConfigError: see `run`.
     """
-    if not options.threshold > 0:
-        raise ConfigError(f"--threshold must be positive, 0.85 for 85 %; got {options.threshold}")
+    if not 0 < options.threshold < math.inf:
+        raise ConfigError(
+            f"--threshold must be positive and finite, 0.85 for 85 %; got {options.threshold}"
+        )
 
     def planned(model_size: str, threads: int) -> ScalingPlan:
         settings = SyncSettings(

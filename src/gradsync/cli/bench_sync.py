@@ -17,7 +17,14 @@ from gradsync.bench.contestant import left_out, parse_contestants, with_ideals
 from gradsync.bench.memory_choice import Load, check_fits, fits, largest_that_fits
 from gradsync.bench.plot import check_plot
 from gradsync.bench.record import check_folder, write_record, write_text
-from gradsync.bench.sync_plan import Plan, SyncSettings, built_per_turn, plan_to_json, sync_plan
+from gradsync.bench.sync_plan import (
+    DEVICES,
+    Plan,
+    SyncSettings,
+    built_per_turn,
+    plan_to_json,
+    sync_plan,
+)
 from gradsync.cli.ranks import WORKER, be_rank, measure_on_ranks, until_stopped
 from gradsync.errors import ConfigError, RunError
 from gradsync.models.presets import PRESETS, preset
@@ -109,7 +116,8 @@ def run(argv: list[str]) -> int:
     if world.is_main:
         check_places(csv=options.csv, plot=options.plot, out=options.out)
     if options.dry_run:
-        print(json.dumps(plan_to_json(plan), indent=1))
+        if world.is_main:
+            print(json.dumps(plan_to_json(plan), indent=1))
         return 0
     return until_stopped(world, lambda: _work(options, plan, world))
 
@@ -126,6 +134,9 @@ def plan_of(options: SyncOptions, world: World) -> Plan:
         if getattr(options, name) < 1:
             flag = "--" + name.replace("_", "-")
             raise ConfigError(f"{flag} must be at least 1; got {getattr(options, name)}")
+    for each in chosen:
+        if options.same_allocator and each.chose_memory and not each.keep_memory:
+            raise ConfigError(f"--same-allocator: all keep freed memory, and {each.label} does not")
     # Only ranks of our own can be started twice, once for each setting of the allocator.
     one_set = options.same_allocator or world.is_distributed or uses_cuda(options.device)
     contestants = with_ideals(chosen, same_allocator=one_set)
@@ -157,10 +168,29 @@ def plan_of(options: SyncOptions, world: World) -> Plan:
     return plan if fits(settings.config, together, room) else built_per_turn(plan)
 
 
+def as_measured(options: SyncOptions, world: World) -> SyncOptions:
+    """What to ask for to measure the same again, without a launcher."""
+    if not world.is_distributed:
+        return options
+    return replace(options, world_size=world.world_size, same_allocator=True)
+
+
 def uses_cuda(device: str) -> bool:
-    """Whether accelerators will compute; asks torch only when it must."""
-    if device != "auto":
-        return device.startswith("cuda")
+    """Whether accelerators will compute; asks torch only when it must.
+
+    Raises:
+        ConfigError: no such device, or none here.
+    """
+    if device not in DEVICES:
+        raise ConfigError(f"--device must be one of {', '.join(DEVICES)}; got {device!r}")
+    if device == "cpu":
+        return False
+    if device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ConfigError("--device cuda: torch finds no CUDA device here; take cpu or auto")
+        return True
     if not Path("/proc/driver/nvidia").exists() and not Path("/dev/kfd").exists():
         return False
     import torch
@@ -169,7 +199,11 @@ def uses_cuda(device: str) -> bool:
 
 
 def memory_for(device: str, *, leaf_tokens: int, ranks: int, busy_ranks: int) -> tuple[Load, int]:
-    """What has to fit into how many bytes: all ranks into the host, or one into its device."""
+    """What has to fit into how many bytes: all ranks into the host, or one into its device.
+
+    Raises:
+        ConfigError: see `uses_cuda`.
+    """
     if not uses_cuda(device):
         return Load(leaf_tokens=leaf_tokens, ranks=ranks, busy_ranks=busy_ranks), available_bytes()
     import torch
@@ -229,7 +263,7 @@ def _work(options: SyncOptions, plan: Plan, world: World) -> int:
     from gradsync.bench.sync_result import rows_of
 
     results = outcome.result["results"]
-    _tell(options, plan, rows_of(plan, results), results)
+    _tell(as_measured(options, world), plan, rows_of(plan, results), results)
     return 0
 
 

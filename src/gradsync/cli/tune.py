@@ -25,7 +25,14 @@ from gradsync.runtime.threads import choose_threads
 from gradsync.train.auto_sync import conditions_of, vocabulary
 from gradsync.train.config import TrainConfig
 from gradsync.train.recipes import recipe
-from gradsync.train.tuned import Choice, Conditions, Tuned, tuned_document, tuned_path
+from gradsync.train.tuned import (
+    Choice,
+    Conditions,
+    Tuned,
+    tuned_document,
+    tuned_folder,
+    tuned_path,
+)
 from gradsync.world import World
 
 _COMMAND = ("tune",)
@@ -91,7 +98,8 @@ def run(argv: list[str]) -> int:
         0 when all was measured, whatever the verdict; 128 + signal after one.
 
     Raises:
-        ConfigError: an unknown model, numbers that cannot be, one that does not fit into memory.
+        ConfigError: an unknown model, numbers that cannot be, one that does not fit into memory, a
+            cache or a folder that may not be written.
         DataError: the data's description cannot be read.
         RunError: ranks could not begin, a candidate does not train, the cache cannot be written.
     """
@@ -103,8 +111,11 @@ def run(argv: list[str]) -> int:
     if options.out and world.is_main:
         check_folder("--out", Path(options.out))
     if options.dry_run:
-        print(json.dumps({"request": request.to_json(), "stages": STAGES}, indent=1))
+        if world.is_main:
+            print(json.dumps({"request": request.to_json(), "stages": STAGES}, indent=1))
         return 0
+    if world.is_main:
+        check_folder("GRADSYNC_CACHE", tuned_folder())
     return until_stopped(world, lambda: _work(options, request, world))
 
 
@@ -167,7 +178,14 @@ def batch_of(options: TuneOptions, start: TrainConfig, world_size: int) -> tuple
     micro = start.micro_batch_size
     batch, leaves = options.batch_size, options.leaves_per_rank
     if batch is None and leaves is None:
-        leaves = -(-start.batch_plan(world_size).num_leaves // world_size)
+        try:
+            num_leaves = start.batch_plan(world_size).num_leaves
+        except ConfigError as error:
+            raise ConfigError(
+                f"gradsync train {options.model} divides its batch among fewer ranks than "
+                f"{world_size}; give --batch-size or --leaves-per-rank"
+            ) from error
+        leaves = -(-num_leaves // world_size)
     if leaves is None:
         assert batch is not None
         leaves = batch // micro if batch % micro == 0 else 1
@@ -205,14 +223,12 @@ def _tell(options: TuneOptions, request: TuneRequest, result: Mapping[str, Any])
     choice = Choice(**result["choice"])
     conditions = measured_conditions(options, request, result)
     tuned = Tuned(choice=choice, verdict=verdict_of(result), date=result["environment"]["date"])
-    path = save(conditions, tuned)
-    print(f"best here: {choice.text}; kept in {path} for gradsync train --sync auto", file=human)
-    command = command_text(options)
+    command = command_text(replace(options, world_size=request.world_size))
     data = {
         "request": request.to_json(),
         "choice": result["choice"],
         "stages": result["stages"],
-        "cache": str(path),
+        "cache": str(tuned_path(conditions)),
     }
     if options.as_json:
         document = {"environment": result["environment"], "command": command, **data}
@@ -226,6 +242,8 @@ def _tell(options: TuneOptions, request: TuneRequest, result: Mapping[str, Any])
             data={**data, "samples": result["samples"]},
         )
         print(f"wrote {record}", file=human)
+    path = save(conditions, tuned)  # last: where it fails, everything else is there
+    print(f"best here: {choice.text}; kept in {path} for gradsync train --sync auto", file=human)
 
 
 def command_text(options: TuneOptions) -> str:

@@ -48,7 +48,8 @@ def launch_local(
 
     The ranks are children of torch's elastic agent and see torchrun's variables. Rank 0 keeps the
     terminal; the other ranks keep its standard error. SIGTERM, SIGINT, SIGHUP, SIGQUIT and SIGUSR1
-    are passed on to each rank once; ranks then have `GRACE_S` seconds to end.
+    are passed on to each rank once, unless this process ignores them (nohup); ranks then have
+    `GRACE_S` seconds to end.
 
     Args:
         argv: arguments of the command, as each rank gets them.
@@ -123,13 +124,18 @@ def obituary(rank: int, number: signal.Signals) -> str:
 
 @contextmanager
 def _signals_to(agent: LocalAgent) -> Iterator[None]:
-    """Hand the forwarded signals to `agent`; only the main thread can."""
+    """Hand the forwarded signals to `agent`, but for those that this process was started to ignore
+    (nohup); only the main thread can."""
     from gradsync.launch.agent import FORWARDED
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, agent.on_signal) for number in FORWARDED}
+    before = {
+        number: signal.signal(number, agent.on_signal)
+        for number in FORWARDED
+        if signal.getsignal(number) is not signal.SIG_IGN
+    }
     try:
         yield
     finally:

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from gradsync.errors import ConfigError
+
 
 def snapshot() -> dict[str, str]:
     """A copy of the environment as it is now."""
@@ -44,9 +46,18 @@ def cache_dir() -> Path:
     """Where prepared data may be kept: `GRADSYNC_CACHE`, else `XDG_CACHE_HOME/gradsync`.
 
     Without either it is `~/.cache/gradsync`.
+
+    Raises:
+        ConfigError: without either, for a user who has no home.
     """
     own = get("GRADSYNC_CACHE")
     if own:
         return Path(own)
-    base = get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "gradsync"
+    if base := get("XDG_CACHE_HOME"):
+        return Path(base) / "gradsync"
+    try:
+        return Path.home() / ".cache" / "gradsync"
+    except RuntimeError as error:
+        raise ConfigError(
+            "there is no home directory to keep a cache in; GRADSYNC_CACHE can name a folder"
+        ) from error

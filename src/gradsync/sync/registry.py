@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from gradsync.comm.base import Communicator
 from gradsync.errors import ConfigError
-from gradsync.sync.engine.recipe import Recipe
+from gradsync.sync.engine.recipe import Kind, Recipe, check_value
 from gradsync.sync.reducer import Reducer
 
 if TYPE_CHECKING:
@@ -22,6 +22,21 @@ Promise = Literal["bitwise", "rounding", "lossy"]
 
 ENGINE_OPTIONS = tuple(f.name for f in fields(Recipe))
 _DDP_OPTIONS = ("bucket_mb", "find_unused_parameters", "compile_wrapper")
+_KINDS: dict[str, Kind] = {
+    "bucket_mb": "size",
+    "find_unused_parameters": "flag",
+    "compile_wrapper": "flag",
+    "matrix_approximation_rank": "count",
+    "start_powerSGD_iter": "count",
+    "min_compression_rate": "number",
+    "use_error_feedback": "flag",
+    "warm_start": "flag",
+    "inner_steps": "count",
+    "average_optimizer": "flag",
+    "outer_lr": "number",
+    "outer_momentum": "number",
+}
+"""Of options of strategies that are not the engine's, where it is the same for all of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -290,7 +305,16 @@ def check_options(strategy: Strategy, options: Mapping[str, Any]) -> None:
             known = ", ".join(strategy.options) or "none"
             raise ConfigError(f"sync={strategy.name!r} has no option {name!r} (it has: {known})")
     if strategy.recipe is not None:
-        replace(strategy.recipe, **options)
+        recipe = replace(strategy.recipe, **options)
+        if strategy.promise == "bitwise" and recipe.order != "invariant":
+            raise ConfigError(
+                f"sync={strategy.name!r} promises bits that do not depend on ranks, which "
+                f"order={recipe.order!r} cannot keep; sync='bucketed' takes the other options too"
+            )
+        return
+    for name, value in options.items():
+        if name in _KINDS:
+            check_value(name, value, _KINDS[name])
 
 
 def find_strategy(name: str) -> Strategy:

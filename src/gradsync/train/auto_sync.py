@@ -154,6 +154,8 @@ def tune_command(config: TrainConfig, conditions: Conditions) -> str:
     model = _model(config)
     if shape_of(model) != shape_of(replace(preset(config.preset), vocab_size=model.vocab_size)):
         return f"gradsync tune measures presets as they are, and this is another {config.preset}"
+    if conditions.seq_len > (longest := preset(config.preset).block_size):
+        return f"gradsync tune measures presets as they are: {config.preset} takes {longest} tokens"
     if conditions.dtype == "fp16":
         return "gradsync tune measures bf16 and fp32"
     start = recipe(config.preset)
@@ -202,9 +204,8 @@ def _continued(config: TrainConfig) -> Path | None:
         begun = config.out and any((Path(config.out) / "checkpoints").glob("step-*"))
         places = [Path(config.out)] if begun else []
     else:  # a run, its checkpoints, or one of those
-        path = Path(config.resume)
-        above = {"checkpoints": 1, "step": 2}.get(path.name.partition("-")[0], 0)
-        places = [[path, *path.parents][above]]
+        path = Path(config.resume).resolve()
+        places = [path, *path.parents[:2]] if path.is_dir() else []
     found = (place / "config.yaml" for place in places)
     return next((path for path in found if path.is_file()), None)
 

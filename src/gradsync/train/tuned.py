@@ -70,6 +70,10 @@ class Choice:
     """Where `torch.compile` stands: none, model or ddp."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.sync, str):
+            raise ConfigError(f"no name of a strategy: {self.sync!r}")
+        if not isinstance(self.options, Mapping):
+            raise ConfigError(f"no options by name: {self.options!r}")
         try:
             check_options(find_strategy(self.sync), self.options)
             SyncConfig(**self.options)
@@ -77,6 +81,8 @@ class Choice:
             raise ConfigError(f"no option of gradsync train: {error}") from error
         if self.compile not in get_args(CompileOrder):
             raise ConfigError(f"no order of compilation: {self.compile!r}")
+        if self.compile == "ddp" and self.sync != "ddp":
+            raise ConfigError(f"no order of compilation for {self.sync}: {self.compile!r}")
 
     @property
     def text(self) -> str:
@@ -110,11 +116,24 @@ def shape_of(model: GPTConfig) -> dict[str, Any]:
     }
 
 
+def tuned_folder() -> Path:
+    """Where all choices are kept.
+
+    Raises:
+        ConfigError: there is no home to keep a cache in.
+    """
+    return environ.cache_dir() / "tuned"
+
+
 def tuned_path(conditions: Conditions) -> Path:
-    """Where the choice for `conditions` is kept."""
+    """Where the choice for `conditions` is kept.
+
+    Raises:
+        ConfigError: see `tuned_folder`.
+    """
     key = json.dumps(asdict(conditions), sort_keys=True)
     digest = hashlib.sha256(key.encode()).hexdigest()[:16]
-    return environ.cache_dir() / "tuned" / f"{digest}.json"
+    return tuned_folder() / f"{digest}.json"
 
 
 def tuned_document(conditions: Conditions, tuned: Tuned) -> dict[str, Any]:
@@ -130,6 +149,7 @@ def read_tuned(conditions: Conditions) -> Tuned | None:
     """What was kept for `conditions`; None when nothing was.
 
     Raises:
+        ConfigError: see `tuned_folder`.
         DataError: the file cannot be read, is damaged, of another version or of other conditions.
     """
     path = tuned_path(conditions)
@@ -140,6 +160,8 @@ def read_tuned(conditions: Conditions) -> Tuned | None:
         return None
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror})") from error
+    except RecursionError as error:
+        raise DataError(f"{path} cannot be used (it nests too deeply)") from error
     except (ValueError, KeyError, TypeError) as error:  # ConfigError is a ValueError
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise DataError(f"{path} cannot be used ({reason})") from error
@@ -152,8 +174,11 @@ def _checked(document: Any, conditions: Conditions) -> Tuned:
         raise ValueError(f"format_version {document['format_version']}, not {FORMAT_VERSION}")
     if document["conditions"] != json.loads(json.dumps(asdict(conditions))):
         raise ValueError("it was measured for something else")
+    choice = Choice(**document["choice"])
+    if find_strategy(choice.sync).promise == "lossy":
+        raise ValueError(f"{choice.sync} is lossy, and not chosen by its speed")
     return Tuned(
-        choice=Choice(**document["choice"]),
+        choice=choice,
         verdict=_line(document["verdict"]),
         date=_line(document["date"]),
     )

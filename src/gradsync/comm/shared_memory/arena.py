@@ -97,7 +97,8 @@ class Region:
         start = self.mine.data_ptr()
         offset, rest = divmod(tensor.data_ptr() - start, self.mine.element_size())
         inside = offset >= 0 and offset + tensor.numel() <= self.mine.numel() and not rest
-        return offset if inside and tensor.dtype == self.mine.dtype else None
+        fits = inside and tensor.dtype == self.mine.dtype and tensor.is_contiguous()
+        return offset if fits else None
 
 
 def allocate(base: Communicator, numel: int, dtype: torch.dtype, number: int) -> Region:

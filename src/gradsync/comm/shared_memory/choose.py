@@ -73,8 +73,10 @@ def fastest(
 def _still_there(
     base: ProcessGroupCommunicator, present: Iterable[SharedMemoryCommunicator]
 ) -> SharedMemoryCommunicator | None:
-    """One of `present` over `base`'s group that every rank has; they forget at different times."""
-    mine = {c.number: c for c in present if getattr(c.base, "group", None) is base.group}
+    """One of `present` over `base`'s group that works on every rank; they forget, and learn that it
+    broke, at different times."""
+    over = [c for c in present if getattr(c.base, "group", None) is base.group]
+    mine = {c.number: c for c in over if c.is_open}
     newest = max(mine, default=0)
     # Whole group, int64 [2], on the CPU: equal numbers have equal smallest and greatest ones.
     both = torch.tensor([newest, -newest])

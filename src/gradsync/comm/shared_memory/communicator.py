@@ -77,6 +77,11 @@ class SharedMemoryCommunicator:
         """See the property."""
         self._patience.timeout_s = seconds
 
+    @property
+    def is_open(self) -> bool:
+        """False when closed, or when an operation broke; peers may learn it later."""
+        return self._turns.is_open
+
     # -- memory -----------------------------------------------------------------------------------
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -150,7 +155,7 @@ class SharedMemoryCommunicator:
             return self.base.all_reduce(tensor, op)
         if op != "sum" and tensor.is_complex():
             raise ValueError(f"there is no {op} of complex numbers")
-        flat, home = _flat(tensor)
+        flat, home = _flat(_writable(tensor))
         placed = None if home is not None else self._placed(tensor)
         if placed is None:
             return _home(self._staging.all_reduce(flat, op), flat, home)
@@ -164,7 +169,7 @@ class SharedMemoryCommunicator:
         """See `Communicator.broadcast`."""
         if tensor.device.type != "cpu":
             return self.base.broadcast(tensor, src)
-        flat, home = _flat(tensor)
+        flat, home = _flat(_writable(tensor))
         return _home(self._staging.broadcast(flat, src), flat, home)
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
@@ -172,7 +177,7 @@ class SharedMemoryCommunicator:
         if tensor.device.type != "cpu":
             return self.base.all_gather(output, tensor)
         _check_lengths(output, tensor, self.world_size)
-        out, home = _flat(output)
+        out, home = _flat(_writable(output))
         return _home(self._staging.all_gather(out, _flat(tensor)[0]), out, home)
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, op: ReduceOp = "sum") -> Work:
@@ -181,7 +186,7 @@ class SharedMemoryCommunicator:
             return self.base.reduce_scatter(output, tensor, op)
         _check_lengths(tensor, output, self.world_size)
         flat, copied = _flat(tensor)
-        out, home = _flat(output)
+        out, home = _flat(_writable(output))
         placed = None if copied is not None else self._placed(tensor)
         if placed is None:
             return _home(self._staging.reduce_scatter(out, flat, op), out, home)
@@ -226,6 +231,18 @@ def _flat(tensor: Tensor) -> tuple[Tensor, Tensor | None]:
     plain = tensor.detach().resolve_conj().resolve_neg()
     flat = plain.reshape(-1)
     return flat, tensor if flat.data_ptr() != tensor.data_ptr() and tensor.numel() else None
+
+
+def _writable(tensor: Tensor) -> Tensor:
+    """`tensor`, if each of its elements has a place of its own."""
+    if tensor.is_contiguous():
+        return tensor
+    if any(size > 1 and not step for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise ValueError(
+            f"elements of a tensor {tuple(tensor.shape)} lie in one place (strides "
+            f"{tensor.stride()}, as `expand` makes them); clone() it first"
+        )
+    return tensor
 
 
 def _home(work: Work, flat: Tensor, home: Tensor | None) -> Work:

@@ -88,6 +88,8 @@ class Staging:
 
     def broadcast(self, flat: Tensor, src: int) -> Work:
         """Overwrite `flat`, [n], with that of rank `src`."""
+        if not 0 <= src < self._world_size:  # before a buffer's turn is used up
+            raise ValueError(f"src must be a rank from 0 to {self._world_size - 1}; got {src}")
         size = STAGE_BYTES // flat.element_size()
         return AllOf([self._broadcast(piece, src) for piece in flat.split(size)])
 

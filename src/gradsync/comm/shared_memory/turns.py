@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from gradsync.comm.shared_memory.flags import Flags
 from gradsync.comm.shared_memory.waiting import Patience
-from gradsync.errors import LostPeerError, RunError
+from gradsync.errors import RunError
 
 Action = Callable[[], object]
 
@@ -64,6 +64,11 @@ class Turns:
         self._queue: deque[Turn] = deque()
         self._number = 0
         self._broken: RunError | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether nothing has broken an operation, nor closed the queue."""
+        return self._broken is None
 
     def submit(
         self,
@@ -125,12 +130,11 @@ class Turns:
                     return False
                 self._wait(flags.all_arrived, flags.not_arrived, turn, number)
             if strangers := flags.strangers(number, turn.signature):
-                self._broken = RunError(
+                raise self._break(
                     f"ranks call different operations at the same time: this rank {turn.what}, "
                     f"rank(s) {', '.join(map(str, strangers))} something else (another operation, "
                     "shape, dtype, or memory in another place)"
                 )
-                raise self._broken
             self._act(turn, turn.share)
             turn.shared = True
             flags.finish(number)
@@ -148,9 +152,14 @@ class Turns:
         try:
             action()
         except BaseException as error:
-            self._broken = RunError(f"this rank failed in {turn.what}: {error!r}")
-            self._flags.leave()
+            self._break(f"this rank failed in {turn.what}: {error!r}")
             raise
+
+    def _break(self, error: RunError | str) -> RunError:
+        """No turn runs any more, and peers that wait for this rank are told."""
+        self._broken = RunError(error) if isinstance(error, str) else error
+        self._flags.leave()
+        return self._broken
 
     def _all_finished(self, number: int, turn: Turn, *, waiting: bool) -> bool:
         if self._flags.all_finished(number):
@@ -166,17 +175,11 @@ class Turns:
         turn: Turn,
         number: int,
     ) -> None:
-        def who() -> list[int]:
-            found = missing(number)
-            if left := self._flags.left(found):
-                raise LostPeerError(
-                    f"rank(s) {', '.join(map(str, left))} left while this rank waits for them in "
-                    f"{turn.what}"
-                )
-            return found
+        def left() -> list[int]:
+            return self._flags.left(missing(number))
 
         try:
-            self._patience.until(lambda: ready(number), who)
+            self._patience.until(lambda: ready(number), lambda: missing(number), left, turn.what)
         except RunError as error:
-            self._broken = error
+            self._break(error)
             raise

@@ -45,15 +45,23 @@ class Patience:
                 except ProcessLookupError:
                     raise LostPeerError(f"rank {rank}: rank {peer} has ended") from None
 
-    def until(self, ready: Callable[[], bool], missing: Callable[[], list[int]]) -> None:
+    def until(
+        self,
+        ready: Callable[[], bool],
+        missing: Callable[[], list[int]],
+        left: Callable[[], list[int]],
+        what: str,
+    ) -> None:
         """Return once `ready()`.
 
         Args:
             ready: a look at the flags.
             missing: the ranks that are not there yet.
+            left: those of them that will not come.
+            what: this rank's operation, for messages.
 
         Raises:
-            LostPeerError: one of them has ended, or the time is up.
+            LostPeerError: one of them has ended or left, or the time is up.
         """
         for _ in range(self._spins):
             if ready():
@@ -71,21 +79,32 @@ class Patience:
             now = time.monotonic()
             if now - looked > _LOOK_AFTER_PEERS_S:
                 looked = now
-                self._look_after(ready, missing, waited_s=now - began)
+                # Before processes: who left because another has ended must not hide that one.
+                deserters = left()
+                gone = self._ended()
+                if not ready():  # the last thing that a peer did before it ended
+                    self._complain(missing(), gone, deserters, what, waited_s=now - began)
 
-    def _look_after(
-        self, ready: Callable[[], bool], missing: Callable[[], list[int]], *, waited_s: float
+    def _complain(
+        self,
+        waited_for: list[int],
+        gone: set[int],
+        deserters: list[int],
+        what: str,
+        *,
+        waited_s: float,
     ) -> None:
-        gone = self._ended()
-        if ready():  # the last thing that a peer did before it ended
-            return
-        waited_for = missing()
         lost = [peer for peer in waited_for if peer in gone]
         if lost:
             names = ", ".join(f"{peer} (process {self._pids[peer]})" for peer in lost)
             raise LostPeerError(
                 f"rank {self._rank}: rank {names} has ended while its part of a shared-memory "
                 "operation was awaited"
+            )
+        if deserters:
+            raise LostPeerError(
+                f"rank(s) {', '.join(map(str, deserters))} left while this rank waits for them in "
+                f"{what}"
             )
         if waited_s > self.timeout_s:
             raise LostPeerError(

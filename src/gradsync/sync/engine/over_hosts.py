@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from gradsync.comm.background import Background
-from gradsync.comm.base import Work
+from gradsync.comm.base import Communicator, Work
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
 from gradsync.comm.shared_memory.unavailable import SharedMemoryError
 from gradsync.sync.engine.bucket import Bucket
@@ -39,6 +39,11 @@ class OverHosts:
         self._background = Background()
         self._homes: list[tuple[weakref.ref[Bucket], Tensor]] = []
         self._seen: weakref.WeakSet[Bucket] = weakref.WeakSet()
+
+    @property
+    def host(self) -> Communicator:
+        """The ranks of this host."""
+        return self._host
 
     def begin(self, sums: Sums) -> None:
         """Nothing to tell."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from gradsync.errors import ConfigError
 
@@ -15,6 +16,9 @@ Shard = Literal["none", "optimizer", "gradients"]
 Collective = Literal["auto", "shared_memory", "backend"]
 UpdateOf = Literal["auto", "whole"]
 Weights = Literal["replicas", "shared"]
+Kind = Literal["size", "number", "count", "flag"] | tuple[str, ...]
+"""What an option's value must be: a positive number, any number, a whole number from 1 on, true or
+false, or one of these words."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,12 +59,10 @@ class Recipe:
 
     def __post_init__(self) -> None:
         for name, allowed in _ALLOWED.items():
-            value, names = getattr(self, name), get_args(allowed)
-            if value not in names:
-                raise ConfigError(f"{name} must be one of {', '.join(names)}; got {value!r}")
+            check_value(name, getattr(self, name), get_args(allowed))
         for name in ("bucket_mb", "first_bucket_mb"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be positive; got {getattr(self, name)}")
+            check_value(name, getattr(self, name), "size")
+        check_value("overlap", self.overlap, "flag")
         if self.order == "invariant":
             self._check_invariant()
         if self.wire != "same" and self.reduction != "backend":
@@ -88,6 +90,29 @@ class Recipe:
                 f"order='invariant' cannot round on the wire (wire={self.wire!r}): how often a "
                 "sum is rounded would depend on the number of ranks; use wire='same'"
             )
+
+
+def check_value(name: str, value: Any, kind: Kind) -> None:
+    """Whether an option can have this value.
+
+    Raises:
+        ConfigError: it cannot; says what can.
+    """
+    if isinstance(kind, tuple):
+        fits, wanted = value in kind, f"one of {', '.join(kind)}"
+    elif kind == "flag":
+        fits, wanted = isinstance(value, bool), "true or false"
+    elif kind == "count":
+        fits = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        wanted = "a whole number, at least 1"
+    else:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        fits = is_number and abs(value) <= sys.float_info.max and (kind == "number" or value > 0)
+        wanted = "a finite number"
+        if kind == "size":
+            wanted = "a positive, finite number" if not is_number or value > 0 else "positive"
+    if not fits:
+        raise ConfigError(f"{name} must be {wanted}; got {value!r}")
 
 
 _ALLOWED = {

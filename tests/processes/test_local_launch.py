@@ -47,9 +47,10 @@ sys.exit(75)
 
 # The launcher as a process of its own, which signals can be sent to.
 LAUNCHER = """
-import sys
+import signal, sys
 from pathlib import Path
 from gradsync.launch.local import launch_local
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever the tests were started by
 sys.exit(launch_local(sys.argv[1:], 2, log_dir=None, module="rank_module"))
 """
 

@@ -48,7 +48,7 @@ def launch_local(
 
     The ranks are children of torch's elastic agent and see torchrun's variables. Rank 0 keeps the
     terminal; the other ranks keep its standard error. SIGTERM, SIGINT, SIGHUP, SIGQUIT and SIGUSR1
-    are passed on to each rank once, unless this process ignores them (nohup); ranks then have
+    are passed on to each rank once, SIGHUP unless this process ignores it (nohup); ranks then have
     `GRACE_S` seconds to end.
 
     Args:
@@ -124,8 +124,9 @@ def obituary(rank: int, number: signal.Signals) -> str:
 
 @contextmanager
 def _signals_to(agent: LocalAgent) -> Iterator[None]:
-    """Hand the forwarded signals to `agent`, but for those that this process was started to ignore
-    (nohup); only the main thread can."""
+    """Hand the forwarded signals to `agent`, but for a SIGHUP that this process was started to
+    ignore (nohup); only the main thread can. Interrupts are ignored by whatever a script starts
+    in the background: there they are handed on."""
     from gradsync.launch.agent import FORWARDED
 
     if threading.current_thread() is not threading.main_thread():
@@ -134,7 +135,7 @@ def _signals_to(agent: LocalAgent) -> Iterator[None]:
     before = {
         number: signal.signal(number, agent.on_signal)
         for number in FORWARDED
-        if signal.getsignal(number) is not signal.SIG_IGN
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
     }
     try:
         yield

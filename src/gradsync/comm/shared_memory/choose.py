@@ -49,7 +49,8 @@ def fastest(
     Args:
         base: the ranks.
         device: of the tensors.
-        present: made earlier; one over the same group is taken again, if all ranks still have it.
+        present: made earlier, in order; the last one over the same group is taken again, if all
+            ranks still have it.
             Models that take turns in different orders on different ranks are found out then: on
             communicators of their own they would wait for each other.
     """
@@ -75,13 +76,12 @@ def _still_there(
 ) -> SharedMemoryCommunicator | None:
     """One of `present` over `base`'s group that works on every rank; they forget, and learn that it
     broke, at different times."""
-    over = [c for c in present if getattr(c.base, "group", None) is base.group]
-    mine = {c.number: c for c in over if c.is_open}
-    newest = max(mine, default=0)
+    over = [c for c in present if getattr(c.base, "group", None) is base.group and c.is_open]
+    newest = over[-1].number if over else 0  # numbers are drawn, and have no order
     # Whole group, int64 [2], on the CPU: equal numbers have equal smallest and greatest ones.
     both = torch.tensor([newest, -newest])
     base.all_reduce(both, "max").wait()
-    return mine[newest] if newest and both.tolist() == [newest, -newest] else None
+    return over[-1] if newest and both.tolist() == [newest, -newest] else None
 
 
 def _timeout_s(group: Any) -> float:

@@ -214,9 +214,7 @@ class HostEngine(Engine):
         if not self._in_shares:
             super().update(optimizer)
             return
-        update = self._update_of(optimizer)
-        assert update is not None, "see expect"
-        update.step(self._means(), self._used)
+        self._updates[optimizer].step(self._means(), self._used)  # see expect
 
     def clear_gradients(self) -> None:
         """See `Reducer.clear_gradients`."""

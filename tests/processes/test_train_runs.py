@@ -271,3 +271,23 @@ def test_a_flipped_bit_is_found_and_its_rank_named(pool: Any, data: Path, tmp_pa
         assert "blocks.1.mlp.up.weight" in result.error
         assert "after step 4" in result.error
         assert "rank 1 holds other bits than ranks 0,2" in result.error
+
+
+def test_a_bit_flipped_in_the_one_copy_of_the_weights_is_refused(
+    pool: Any, data: Path, tmp_path: Path
+) -> None:
+    """All ranks of the host train the same memory; the others meet a rank that has ended."""
+    results = pool.run(flip_one_bit, 2, small_config(tmp_path, data))
+    assert [result.exit_code for result in results] == [1, 1]
+    assert "all ranks of the host share one copy of them" in results[1].error
+    assert "rank 1" in results[0].error
+
+
+@pytest.mark.parametrize("given", [SyncConfig(weights="replicas"), SyncConfig(update="whole")])
+def test_a_copy_of_the_weights_on_each_rank_gives_the_same_bits(
+    pool: Any, data: Path, tmp_path: Path, one_rank_tree: Oracle, given: SyncConfig
+) -> None:
+    config = small_config(tmp_path, data, sync="invariant", sync_options=given)
+    results = pool.run(train_rank, 2, config)
+    assert {result.exit_code for result in results} == {0}, results[0].error
+    assert results[0].summary["weights_sha256"] == one_rank_tree.weights_sha256

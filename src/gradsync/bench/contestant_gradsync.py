@@ -17,6 +17,7 @@ from gradsync.sync.engine.over_hosts import OverHosts
 from gradsync.sync.registry import STRATEGIES
 from gradsync.sync.replicate import replicate
 from gradsync.sync.torch_ddp import TorchDdpReducer
+from gradsync.train.setup import trainer_options
 
 _UNSEEN = ("fsdp", "powersgd")
 """Torch's own, with messages that cannot be made to block from outside."""
@@ -132,7 +133,8 @@ class Synchronised(Entrant):
 
 
 def given_options(contestant: Contestant, site: Site) -> dict[str, Any]:
-    """The contestant's own options over those that let it show in so few steps."""
+    """The contestant's own options, over those that let it show in so few steps, and those that the
+    trainer adds."""
     settings = site.settings
     options: dict[str, Any] = {
         "local_sgd": {"inner_steps": settings.num_steps},  # one meeting in each turn
@@ -143,4 +145,4 @@ def given_options(contestant: Contestant, site: Site) -> dict[str, Any]:
     has_buckets = strategy.recipe is None or strategy.recipe.grouping == "buckets"
     if settings.bucket_mb is not None and "bucket_mb" in strategy.options and has_buckets:
         options = {**options, "bucket_mb": settings.bucket_mb}
-    return {**options, **contestant.options}
+    return trainer_options(contestant.name, {**options, **contestant.options})

@@ -22,6 +22,7 @@ from gradsync.models.config import GPTConfig
 from gradsync.models.gpt import GPT
 from gradsync.models.presets import preset
 from gradsync.sync.gradient_sync import GradientSync
+from gradsync.sync.registry import STRATEGIES
 from gradsync.sync.replicate import replicate
 from gradsync.train.config import TrainConfig
 from gradsync.train.optimizer import build_optimizer
@@ -128,6 +129,16 @@ def model_config(config: TrainConfig, vocab_size: int | None) -> GPTConfig:
     return config.model
 
 
+def trainer_options(sync: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options `given` for the strategy called `sync`, and what the trainer adds to them.
+
+    Between two steps nobody writes the trainer's weights, so the ranks of a host that share memory
+    need only one copy of them. `update="whole"` cannot do with one.
+    """
+    shares = STRATEGIES[sync].recipe is not None and given.get("update") != "whole"
+    return {"weights": "shared", **given} if shares else dict(given)
+
+
 def build_learner(
     config: TrainConfig, world: World, shape: GPTConfig, comm: Communicator
 ) -> Learner:
@@ -147,7 +158,7 @@ def build_learner(
         activation_checkpointing=config.activation_checkpointing,
         loss_rows=config.loss_rows,
     ).to(device)
-    options = config.sync_options.given()
+    options = trainer_options(config.sync, config.sync_options.given())
     if config.compile == "ddp":
         options["compile_wrapper"] = True
     if config.compile == "model":

@@ -23,9 +23,9 @@ help: ## Show this list
 train: $(VENV)/.ready-train ## Train a small GPT on real text with two ranks
 	$(BIN)/gradsync train $(TRAIN_ARGS)
 
-# Two at a time: most of a test is waiting for messages. -n 0 shows output as it comes (-s, --pdb).
+# Three at a time: much of a test is waiting for messages. -n 0 shows output as it comes (-s, --pdb).
 test: $(VENV)/.ready-test ## Run the whole test suite
-	$(BIN)/python -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 3 $(PYTEST_ARGS)
 
 check: lint types layers sizes ## Lint, types, layers and sizes
 

@@ -13,8 +13,6 @@ from support.requirements import require
 
 TIERS = ("unit", "ranks", "processes", "launchers", "gpu")
 """Cheapest first, so that a plain mistake shows before the launchers start."""
-IN_SEQUENCE = ("processes", "launchers", "gpu")
-"""Tiers that pytest-xdist gives to one of its workers each: they share a pool, a Slurm, a GPU."""
 
 # A shared machine stalls now and then: no deadline per example; under CI the examples are fixed.
 hypothesis.settings.register_profile(
@@ -33,9 +31,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the tiers in order; within one, the order stays."""
     tiers = {name: place for place, name in enumerate(TIERS)}
     items.sort(key=lambda item: tiers.get(item.path.parent.name, 0))
-    for item in items:
-        if item.path.parent.name in IN_SEQUENCE:
-            item.add_marker(pytest.mark.xdist_group(item.path.parent.name))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """See `support.scheduling`."""
+    from support.scheduling import Tiers
+
+    return Tiers(config, log)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

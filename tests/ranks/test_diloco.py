@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
 
 import pytest
@@ -180,12 +181,14 @@ def test_half_precision_weights_meet_in_fp32() -> None:
 
 def test_an_error_on_one_rank_reaches_the_others() -> None:
     noticed = []
+    trained = threading.Barrier(3)
 
     def work(rank: int, group: Any) -> None:
         comm = ProcessGroupCommunicator(group)
         model = small_model()
         reducer = DilocoReducer(model, comm, inner_steps=2)
         train(GradientSync(model, comm, reducer), adamw(model), [0], UNEVEN)
+        trained.wait()
         try:
             if rank == 1:
                 raise ZeroDivisionError("planted")

@@ -18,9 +18,6 @@ from support.launchers import run_python
 
 REPOSITORY = Path(__file__).parents[2]
 
-# One worker must not see what another one leaks on purpose.
-pytestmark = pytest.mark.xdist_group("leaks")
-
 
 @contextmanager
 def _variable(folder: Path) -> Iterator[str]:

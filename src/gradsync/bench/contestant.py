@@ -43,6 +43,8 @@ PACKAGES = {"accelerate": "accelerate", "fabric": "lightning_fabric"}
 """What must be installed for them (extra `bench`)."""
 DEFAULT = ("naive", "flat", "overlap", "bucketed", "invariant", *OTHERS)
 _KEEP = "keep_memory"
+_OVERLAPPING = ("ddp", "powersgd", "fsdp")
+"""Of the strategies that are not the engine's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +71,16 @@ class Contestant:
     def is_ours(self) -> bool:
         """True for strategies of the registry."""
         return self.name in STRATEGIES
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether some of its communication may run beside its backward, or forward."""
+        if not self.is_ours:
+            return True
+        recipe = STRATEGIES[self.name].recipe
+        if recipe is None:
+            return self.name in _OVERLAPPING
+        return bool(self.options.get("overlap", recipe.overlap))
 
 
 def parse_contestants(text: str) -> list[Contestant]:

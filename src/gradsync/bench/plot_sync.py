@@ -36,7 +36,8 @@ class Bar:
     computing: float
     exposed: float
     hidden: float
-    """What communication would add if nothing hid it."""
+    """What communication would add if nothing hid it; 0 where nothing can, whatever it took when it
+    was timed apart."""
     low: float
     high: float
     """Quartiles of the whole."""
@@ -55,13 +56,14 @@ def bars_of(plan: Plan, rows: Sequence[Row]) -> list[Bar]:
         ideal = known[plan.ideal_of(entry).label].total_ms.median
         step = row.ratio.median * ideal
         exposed = max(step - ideal, 0.0)
+        timed = (row.comm_ms or 0.0) if entry.contestant.overlaps else 0.0
         found.append(
             Bar(
                 name=row.contestant,
                 ideal=ideal,
                 computing=step - exposed,
                 exposed=exposed,
-                hidden=max((row.comm_ms or 0.0) - exposed, 0.0),
+                hidden=max(timed - exposed, 0.0),
                 low=row.ratio.low * ideal,
                 high=row.ratio.high * ideal,
             )

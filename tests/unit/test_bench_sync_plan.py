@@ -82,6 +82,7 @@ def test_each_setting_of_the_allocator_has_its_ideal() -> None:
         ("diloco:outer_lr=abc", "outer_lr must be a finite number; got 'abc'"),
         ("local_sgd:inner_steps=abc", "inner_steps must be a whole number, at least 1; got 'abc'"),
         ("local_sgd:inner_steps=0", "inner_steps must be a whole number, at least 1; got 0"),
+        ("fsdp:compute_dtype=foo", "compute_dtype must be one of bf16, fp16, fp32; got 'foo'"),
         ("torch_ddp:bucket_cap_mb=abc", "bucket_cap_mb must be a positive, finite number"),
         ("torch_ddp:backend=foo", "backend must be one of gloo, nccl, shm, mpi, ucc; got 'foo'"),
         ("none:keep_memory=false,flat", "none always takes part, and has no options"),

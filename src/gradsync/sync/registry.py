@@ -38,6 +38,9 @@ _KINDS: dict[str, Kind] = {
 }
 """Of options of strategies that are not the engine's, where it is the same for all of them."""
 
+_DTYPES = ("bf16", "fp16", "fp32")
+_DTYPE_OPTIONS = ("compute_dtype", "reduce_dtype")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Strategy:
@@ -103,11 +106,9 @@ def _fsdp(model: nn.Module, comm: Communicator, groups: Groups | None, **options
 
     from gradsync.sync.sharded.fsdp import FsdpReducer
 
-    known = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-    for name in ("compute_dtype", "reduce_dtype"):
+    known = dict(zip(_DTYPES, (torch.bfloat16, torch.float16, torch.float32), strict=True))
+    for name in _DTYPE_OPTIONS:
         if isinstance(options.get(name), str):
-            if options[name] not in known:
-                raise ConfigError(f"{name} must be one of {', '.join(known)}; got {options[name]}")
             options[name] = known[options[name]]
     return FsdpReducer(model, comm, **options)
 
@@ -315,6 +316,8 @@ def check_options(strategy: Strategy, options: Mapping[str, Any]) -> None:
     for name, value in options.items():
         if name in _KINDS:
             check_value(name, value, _KINDS[name])
+        elif name in _DTYPE_OPTIONS and isinstance(value, str):  # torch's own are as good
+            check_value(name, value, _DTYPES)
 
 
 def find_strategy(name: str) -> Strategy:

@@ -181,7 +181,7 @@ def test_half_precision_weights_meet_in_fp32() -> None:
 
 def test_an_error_on_one_rank_reaches_the_others() -> None:
     noticed = []
-    trained = threading.Barrier(3)
+    trained = threading.Barrier(3, timeout=20)
 
     def work(rank: int, group: Any) -> None:
         comm = ProcessGroupCommunicator(group)

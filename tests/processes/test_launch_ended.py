@@ -11,11 +11,17 @@ import pytest
 from gradsync.launch.local import Ended, launch_ranks
 
 RANK = """
-import os, signal, sys
+import os, signal, sys, time
+from pathlib import Path
 rank, what = int(os.environ["RANK"]), sys.argv[1]
 if what == "signal":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if rank == 0:
+    deaf = Path(__file__).with_name("rank_1_is_deaf")
+    if rank == 1:
+        deaf.touch()
+    else:
+        while not deaf.exists():
+            time.sleep(0.01)
         os.kill(os.getppid(), signal.SIGTERM)
 if what == "kill" and rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)

@@ -13,8 +13,9 @@ import pytest
 
 from gradsync.bench.collectives_measure import Measured, measure_collectives
 from gradsync.bench.environment import environment
-from gradsync.bench.record import check_folder, json_text, write_record, write_text
+from gradsync.bench.record import check_folder, write_record
 from gradsync.errors import ConfigError, RunError
+from gradsync.runtime.text_file import json_text, write_text
 from gradsync.world import World
 
 

@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any
 
-from gradsync.bench.alpha_beta import Fit, fit_line, quality
 from gradsync.bench.collectives_plan import COPY
 from gradsync.bench.copy_bandwidth import copied_bytes, limit_s
 from gradsync.bench.statistics import Spread, percentile, ratios, spread
+from gradsync.hardware.alpha_beta import Fit, fit_line, quality
 
 GB = 1e9
 

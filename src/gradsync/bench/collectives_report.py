@@ -14,10 +14,10 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.table import Table
 
-from gradsync.bench.alpha_beta import Fit
 from gradsync.bench.collectives_figures import Row, Samples, fits_of, row_json, rows_of
 from gradsync.bench.collectives_plan import COPY, Settings, size_text
-from gradsync.bench.record import write_text
+from gradsync.hardware.alpha_beta import Fit
+from gradsync.runtime.text_file import write_text
 
 _WIDTH = 100
 _OF_LIMIT = (

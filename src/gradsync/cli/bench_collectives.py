@@ -196,8 +196,8 @@ def _progress() -> Iterator[Callable[[int, int, str], None]]:
 
 
 def _tell(options: CollectivesOptions, report: Report) -> None:
-    from gradsync.bench.alpha_beta_cache import save_fits
     from gradsync.bench.collectives_report import print_report, write_csv
+    from gradsync.hardware.alpha_beta_cache import save_fits
 
     human = sys.stderr if options.as_json else sys.stdout
     print_report(report, human)

@@ -16,7 +16,7 @@ import tyro
 from gradsync.bench.contestant import left_out, parse_contestants, with_ideals
 from gradsync.bench.memory_choice import Load, check_fits, fits, largest_that_fits
 from gradsync.bench.plot import check_plot
-from gradsync.bench.record import check_folder, write_record, write_text
+from gradsync.bench.record import check_folder, write_record
 from gradsync.bench.sync_plan import (
     DEVICES,
     Plan,
@@ -31,6 +31,7 @@ from gradsync.models.presets import PRESETS, preset
 from gradsync.runtime import environ
 from gradsync.runtime.memory_limit import available_bytes
 from gradsync.runtime.resolve import resolve
+from gradsync.runtime.text_file import write_text
 from gradsync.runtime.threads import choose_threads
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from gradsync.bench.memory_choice import fits
-from gradsync.bench.record import check_folder, json_text, write_record, write_text
+from gradsync.bench.record import check_folder, write_record
 from gradsync.bench.sync_plan import SyncSettings
 from gradsync.bench.tune_plan import STAGES, TuneRequest
 from gradsync.cli.bench_sync import command_of, memory_for, size_of, uses_cuda
@@ -21,6 +21,7 @@ from gradsync.errors import ConfigError, RunError
 from gradsync.models.presets import preset
 from gradsync.runtime import environ
 from gradsync.runtime.resolve import resolve
+from gradsync.runtime.text_file import json_text, write_text
 from gradsync.runtime.threads import choose_threads
 from gradsync.train.auto_sync import conditions_of, vocabulary
 from gradsync.train.config import TrainConfig

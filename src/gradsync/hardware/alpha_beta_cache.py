@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gradsync.bench.alpha_beta import Fit
-from gradsync.bench.record import json_text, write_text
 from gradsync.errors import DataError, RunError
+from gradsync.hardware.alpha_beta import Fit
 from gradsync.runtime import environ
+from gradsync.runtime.text_file import json_text, write_text
 
 _KEY = (
     *("cpu", "cores", "accelerator", "backend", "world_size", "threads_per_rank", "torch"),

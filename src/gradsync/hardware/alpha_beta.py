@@ -16,9 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from statistics import median
 from typing import Any
-
-from gradsync.bench.statistics import percentile
 
 _ITERATIONS = 200
 _SMALL_ERROR = 0.1
@@ -85,7 +84,7 @@ def quality(
     found = [
         (alpha_s + beta_s_per_byte * size) / time for size, time in zip(sizes, times, strict=True)
     ]
-    residual = percentile([abs(ratio - 1) for ratio in found], 50)
+    residual = median(abs(ratio - 1) for ratio in found)
     return residual, max(max(ratio, 1 / ratio) for ratio in found)
 
 

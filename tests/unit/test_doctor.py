@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from gradsync.cli import doctor
-from gradsync.errors import LaunchError
+from gradsync.errors import ConfigError, LaunchError
+from gradsync.hardware.hardware_file import load_hardware
 
 MPI = {
     "OMPI_COMM_WORLD_RANK": "1",
@@ -101,3 +102,39 @@ def test_it_imports_no_torch():
     )
     assert "gradsync.cli.doctor" in done.stdout
     assert "torch" not in done.stdout.splitlines()[-1].split()
+
+
+def test_the_hardware_is_shown_for_people_and_programs(capsys):
+    assert doctor.run([]) == 0
+    out = capsys.readouterr().out
+    assert "\nhardware\n  devices  " in out
+    assert doctor.run(["--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["hardware"]["hosts"][0]["cores"] >= 1
+
+
+def test_the_hardware_file_describes_this_machine_elsewhere(capsys, tmp_path):
+    path = tmp_path / "here.yaml"
+    assert doctor.run(["--hardware"]) == 0
+    path.write_text(capsys.readouterr().out)
+    here = load_hardware(str(path))
+    assert doctor.run(["--hardware", "--json"]) == 0
+    json_path = tmp_path / "here.json"
+    json_path.write_text(capsys.readouterr().out)
+    there = load_hardware(str(json_path))
+    # What is free changes between two looks.
+    assert [device.name for device in here.devices] == [device.name for device in there.devices]
+    assert here.hosts[0].cores == there.hosts[0].cores
+    assert here.hosts[0].link == there.hosts[0].link
+
+
+@pytest.mark.usefixtures("under_mpirun")
+def test_ranks_of_a_launcher_are_devices_of_a_cpu(capsys):
+    assert doctor.run(["--hardware", "--json"]) == 0
+    devices = json.loads(capsys.readouterr().out)["hosts"][0]["devices"]
+    assert [entry.get("count", 1) for entry in devices if entry["kind"] == "cpu"] in ([2], [])
+
+
+def test_two_parts_only_are_refused():
+    with pytest.raises(ConfigError, match="leave one out"):
+        doctor.run(["--launcher", "--hardware"])

@@ -20,9 +20,9 @@ from typing import Protocol
 
 import torch
 
-from gradsync.bench.environment import usable_cores
 from gradsync.bench.statistics import percentile
 from gradsync.comm.base import Communicator
+from gradsync.runtime.machine import usable_cores
 from gradsync.world import World
 
 _TRIALS = 30

@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import platform
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
-from gradsync.runtime.machine import cpu_model
-
-_CGROUP = Path("/sys/fs/cgroup")
+from gradsync.runtime.machine import cpu_model, usable_cores
+from gradsync.runtime.memory_limit import total_bytes
 
 
 def environment(*, world_size: int, threads: int) -> dict[str, Any]:
@@ -35,7 +33,7 @@ def environment(*, world_size: int, threads: int) -> dict[str, Any]:
         "cpu": cpu_model(),
         "cores": usable_cores(),
         "load_at_start": round(os.getloadavg()[0], 2),
-        "memory_gib": round(total_memory_bytes() / 2**30, 1),
+        "memory_gib": round(total_bytes() / 2**30, 1),
         "world_size": world_size,
         "threads_per_rank": threads,
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
@@ -45,21 +43,3 @@ def environment(*, world_size: int, threads: int) -> dict[str, Any]:
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
     }
-
-
-def usable_cores() -> int:
-    """Cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def total_memory_bytes() -> int:
-    """The host's memory, or the limit of this container (cgroup v2) where that is less; bytes."""
-    import psutil
-
-    total = psutil.virtual_memory().total
-    try:
-        return min(total, int((_CGROUP / "memory.max").read_text()))
-    except (OSError, ValueError):  # no such file, or "max"
-        return total

@@ -12,7 +12,6 @@ from typing import Annotated, Any
 
 import tyro
 
-from gradsync.bench.environment import usable_cores
 from gradsync.bench.memory_choice import fits
 from gradsync.bench.record import write_record
 from gradsync.bench.scaling_plan import ScalingPlan, scaling_plan, usual_sizes
@@ -21,6 +20,7 @@ from gradsync.cli.bench_sync import check_places, command_of, memory_for, size_o
 from gradsync.cli.ranks import WORKER, be_rank, measure_on_ranks, until_stopped
 from gradsync.errors import ConfigError
 from gradsync.runtime import environ
+from gradsync.runtime.machine import usable_cores
 from gradsync.runtime.resolve import resolve
 from gradsync.runtime.threads import choose_threads
 from gradsync.world import World

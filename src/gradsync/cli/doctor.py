@@ -11,7 +11,11 @@ from typing import Annotated, Any
 import psutil
 import tyro
 
-from gradsync.errors import LaunchError
+from gradsync.errors import ConfigError, LaunchError
+from gradsync.hardware.description import Hardware
+from gradsync.hardware.detect import detect_hardware
+from gradsync.hardware.hardware_file import dump_hardware, hardware_document
+from gradsync.hardware.hardware_text import hardware_rows
 from gradsync.runtime import environ
 from gradsync.runtime.coordinator import CoordinatorPlan, plan_coordinator
 from gradsync.runtime.resolve import Resolution, resolve
@@ -27,6 +31,8 @@ class DoctorOptions:
 
     launcher: bool = False
     """Show the launcher part only."""
+    hardware: bool = False
+    """Show the hardware only, as a file that `gradsync plan --hardware FILE.yaml` takes."""
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print one JSON document."""
 
@@ -37,27 +43,43 @@ def run(argv: list[str]) -> int:
     Raises:
         LaunchError: launcher variables are partly set or contradict each other; the message holds
             what each launcher family says.
+        ConfigError: one part only was asked for, but two were named.
     """
     options = tyro.cli(
         DoctorOptions, args=argv, prog="gradsync doctor", config=(tyro.conf.FlagCreatePairsOff,)
     )
+    if options.launcher and options.hardware:
+        raise ConfigError("--launcher and --hardware each show one part only; leave one out")
     env = environ.snapshot()
+    if options.hardware:
+        print(_hardware_file(detect_hardware(env), options.as_json), end="")
+        return 0
     resolution = resolve(env)
     try:
         plan = plan_coordinator(env, resolution)
     except LaunchError as error:
         raise LaunchError(f"{error}\n{resolution.explain()}") from error
-    machine = None if options.launcher else describe_machine(resolution.world.local_world_size)
+    document = launcher_document(resolution, plan)
+    if options.launcher:
+        print(json.dumps(document) if options.as_json else launcher_text(resolution, plan))
+        return 0
+    machine = describe_machine(resolution.world.local_world_size)
+    hardware = detect_hardware(env)
     if options.as_json:
-        document = launcher_document(resolution, plan)
-        print(json.dumps(document if machine is None else document | {"machine": machine}))
+        described = {"machine": machine, "hardware": hardware_document(hardware)}
+        print(json.dumps(document | described))
         return 0
     print(launcher_text(resolution, plan))
-    if machine is not None:
-        print("\nmachine")
-        for name, value in machine.items():
-            print(f"  {name.replace('_', ' '):<16}  {value}")
+    rows = [(name.replace("_", " "), value) for name, value in machine.items()]
+    for title, lines in (("machine", rows), ("hardware", hardware_rows(hardware))):
+        print(f"\n{title}")
+        for name, value in lines:
+            print(f"  {name:<16}  {value}")
     return 0
+
+
+def _hardware_file(hardware: Hardware, as_json: bool) -> str:
+    return f"{json.dumps(hardware_document(hardware))}\n" if as_json else dump_hardware(hardware)
 
 
 def launcher_text(resolution: Resolution, plan: CoordinatorPlan) -> str:

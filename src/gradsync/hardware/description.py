@@ -43,6 +43,8 @@ class Device:
     """A slice of a GPU."""
     shared: bool = False
     """Other processes were using it when it was looked at."""
+    source: str = ""
+    """Where `peak_flops` and `memory_bytes_per_s` come from."""
 
     def __post_init__(self) -> None:
         if self.memory_bytes <= 0:
@@ -72,6 +74,9 @@ class Link:
     """In one direction, of one rank, while all use it."""
     source: str = ""
     """Where the two numbers come from."""
+    per_host: bool = False
+    """Of a network: `bytes_per_s` is that of a host's one port, which its ranks divide among them;
+    else each rank has a port of its own."""
 
     def __post_init__(self) -> None:
         if self.alpha_s < 0 or self.bytes_per_s <= 0:
@@ -118,6 +123,8 @@ class Hardware:
     hosts: tuple[Host, ...]
     network: Link | None = None
     """Between hosts; None where there is one host."""
+    notes: tuple[str, ...] = ()
+    """What a reader should know of how it was found, one line each."""
 
     def __post_init__(self) -> None:
         if not self.hosts:

@@ -26,3 +26,10 @@ def host_cores() -> int:
     cores = os.cpu_count() or 1
     limit = cgroup_cores()
     return cores if limit is None else max(1, min(cores, int(limit)))
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,44 @@
+"""Detection on a machine that a test writes down; nothing of this one shows through."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from gradsync.hardware.description import Hardware
+from gradsync.hardware.detect import Sources, detect_hardware
+from gradsync.hardware.detect_cpu import DEFAULT_LINK, Processor
+from gradsync.hardware.detect_network import Interfaces
+
+GIB = 2**30
+
+EPYC = Processor(
+    name="AMD EPYC",
+    cores=8,
+    memory_bytes=64 * GIB,
+    free_bytes=48 * GIB,
+    instructions=("avx2", "fma", "avx512f", "avx512_bf16"),
+    clock_hz=2.5e9,
+)
+WIRED = Interfaces(names=("eth0",), megabits=0, infiniband_gigabits=())
+
+
+def found(
+    nvml: Any = None,
+    env: dict[str, str] | None = None,
+    *,
+    root: Path = Path("/nowhere"),
+    **more: Any,
+) -> Hardware:
+    """What is detected where `nvml` is the driver's library (None: not installed)."""
+    values: dict[str, Any] = {
+        "nvml": lambda: nvml,
+        "torch": lambda: None,
+        "torch_version": lambda: "2.13.0",
+        "processor": lambda: EPYC,
+        "interfaces": lambda: WIRED,
+        "cpu_link": lambda _: (DEFAULT_LINK, ""),
+        "root": root,
+    }
+    known = {name: more.pop(name) for name in values.keys() & more.keys()}
+    return detect_hardware(env or {}, sources=Sources(**values | known), **more)

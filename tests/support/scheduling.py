@@ -13,7 +13,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 WHOLE_FOLDERS = ("processes",)
 """Each file of these is one piece of work."""
-WHOLE_FILES = ("test_support_leaks.py", "test_slurm_cluster.py")
+WHOLE_FILES = ("test_support_leaks.py", "test_slurm_cluster.py", "test_submit_slurm.py")
 ONE_AT_A_TIME = ("gpu",)
 """All files of these are one piece of work."""
 

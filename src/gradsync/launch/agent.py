@@ -31,6 +31,8 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
 from gradsync.launch.exit_codes import STOPPED, may_restart
 from gradsync.launch.loopback_rendezvous import LoopbackRendezvous
+from gradsync.launch.nodes_rendezvous import NodesRendezvous
+from gradsync.launch.plan import LaunchPlan
 
 FORWARDED = (
     signal.SIGTERM,
@@ -193,6 +195,7 @@ def build_agent(
     log_dir: Path | None,
     max_restarts: int,
     grace_s: float,
+    nodes: LaunchPlan | None = None,
 ) -> LocalAgent:
     """An agent that will start `nproc_per_node` times `python ARGUMENTS` on this host.
 
@@ -201,15 +204,20 @@ def build_agent(
         log_dir: see `RankLogs`.
         max_restarts: how often all ranks are started again after a failure.
         grace_s: see `LocalAgent`.
+        nodes: this host is one of several; None for all ranks on this host.
     """
+    handler = LoopbackRendezvous() if nodes is None else NodesRendezvous(nodes)
     spec = WorkerSpec(
         role="gradsync",
         local_world_size=nproc_per_node,
         entrypoint=sys.executable,
         # The agent substitutes ${…} in arguments; a doubled dollar sign comes out as one.
         args=tuple(argument.replace("$", "$$") for argument in arguments),
-        rdzv_handler=LoopbackRendezvous(),
+        rdzv_handler=handler,
         max_restarts=max_restarts,
         monitor_interval=0.1,
     )
-    return LocalAgent(spec, RankLogs(log_dir), grace_s=grace_s)
+    agent = LocalAgent(spec, RankLogs(log_dir), grace_s=grace_s)
+    if isinstance(handler, NodesRendezvous):
+        handler.stopped = lambda: bool(agent.received)
+    return agent

@@ -19,6 +19,7 @@ from gradsync.runtime import environ
 
 if TYPE_CHECKING:
     from gradsync.launch.agent import LocalAgent
+    from gradsync.launch.plan import LaunchPlan
 
 GRACE_S = 60.0
 """How long ranks may take to save and end after a signal, seconds."""
@@ -78,11 +79,17 @@ def launch_ranks(
     log_dir: Path | None,
     max_restarts: int = 0,
     module: str = "gradsync",
+    nodes: LaunchPlan | None = None,
 ) -> Ended:
     """`launch_local` for callers that must know more than its exit code.
 
+    Args (besides those of `launch_local`):
+        module: also `worker.PROGRAM`: `argv` is a whole command line then.
+        nodes: this host is one of several.
+
     Raises:
         ConfigError: see `launch_local`.
+        RendezvousError: another node did not come.
     """
     if nproc_per_node < 1:
         raise ConfigError(f"nproc_per_node must be at least 1, got {nproc_per_node}")
@@ -96,6 +103,7 @@ def launch_ranks(
         log_dir=log_dir,
         max_restarts=max_restarts,
         grace_s=GRACE_S,
+        nodes=nodes,
     )
     with ExitStack() as stack:
         stack.callback(agent.release)

@@ -1,8 +1,10 @@
 """Entry point of a rank that `launch_local` started: die with the launcher, then run the module.
 
     python -m gradsync.launch.worker LAUNCHER_PID MODULE ARGS…
+    python -m gradsync.launch.worker LAUNCHER_PID -- PROGRAM ARGS…
 
-Runs without torch, and takes the place of `python -m MODULE ARGS…` in every respect.
+Runs without torch, and takes the place of `python -m MODULE ARGS…` in every respect; a program
+takes this process over.
 """
 
 from __future__ import annotations
@@ -12,6 +14,9 @@ import os
 import runpy
 import signal
 import sys
+
+PROGRAM = "--"
+"""In the module's place: what follows is a whole command line."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -33,6 +38,8 @@ def main(argv: list[str]) -> None:
     """Run `argv` = launcher's process id, module, arguments of the module."""
     parent, module, *arguments = argv
     die_with(int(parent))
+    if module == PROGRAM:
+        os.execvp(arguments[0], arguments)  # it still dies with the launcher: see prctl(2)
     # Until the command installs handlers, Ctrl-C just ends the rank: no traceback from an import.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.argv = [module, *arguments]

@@ -1,0 +1,175 @@
+"""`gradsync launch`: ranks on this host, or the line to type on each of several."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from gradsync.errors import ConfigError, LaunchError
+from gradsync.launch.plan import DEFAULT_PORT, LaunchPlan
+from gradsync.launch.program import Program, parse_program, unknown_program
+from gradsync.runtime import environ
+from gradsync.runtime.resolve import resolve
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchOptions:
+    """Start ranks by hand: gradsync launch --nproc-per-node N [options] -- PROGRAM ARGS.
+
+    PROGRAM is train (or verify, bench, tune), a script that ends in .py, -m MODULE, or any program.
+    On several nodes: --nnodes M prints the line for each node; typed there, it starts that node's
+    ranks. The exit code is the ranks': 75 means stopped with a checkpoint.
+    """
+
+    nproc_per_node: int
+    """Ranks on each node."""
+    nnodes: int = 1
+    """Nodes."""
+    node_rank: int | None = None
+    """This node's number, from 0; without it, several nodes are only told their lines."""
+    master_addr: str = ""
+    """Name or address by which the other nodes reach node 0; in the lines, default: this host's."""
+    master_port: int = DEFAULT_PORT
+    """Port on node 0."""
+    max_restarts: int = 0
+    """Start all ranks again so many times after a failure; on one node."""
+    log_dir: str = ""
+    """Keep the standard output of ranks above 0 in this folder; otherwise it is dropped."""
+    wait_s: float = 300.0
+    """How long nodes wait for each other at the start, seconds."""
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
+    """Print the plan as one JSON document; nothing is started."""
+    dry_run: bool = False
+    """Print the line for each node; nothing is started."""
+
+
+def run(argv: list[str]) -> int:
+    """Carry out `gradsync launch ARGV`; returns the ranks' exit code.
+
+    Raises:
+        ConfigError: numbers that cannot be, nothing to run, no such script.
+        LaunchError: started by a launcher already.
+        RendezvousError: another node did not come.
+    """
+    own, words = split(argv)
+    options = tyro.cli(
+        LaunchOptions, args=own, prog="gradsync launch", config=(tyro.conf.FlagCreatePairsOff,)
+    )
+    plan = plan_of(options, parse_program(words))
+    if options.as_json or options.dry_run or (plan.nodes > 1 and plan.node_rank is None):
+        print(_as_json(plan) if options.as_json else _as_text(plan))
+        return 0
+    _refuse_nesting(plan)
+    check_program(plan.program)
+    from gradsync.launch.local import launch_ranks
+    from gradsync.launch.worker import PROGRAM
+
+    own_command = bool(plan.program.command)
+    command = list(plan.program.words[2:] if own_command else plan.program.argv(sys.executable))
+    return launch_ranks(
+        command,
+        plan.ranks_per_node,
+        log_dir=Path(options.log_dir) if options.log_dir else None,
+        max_restarts=plan.max_restarts,
+        module="gradsync" if own_command else PROGRAM,
+        nodes=plan if plan.nodes > 1 else None,
+    ).code
+
+
+def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The command's own arguments, and what stands after the first `--`."""
+    arguments = list(argv)
+    if "--" not in arguments:
+        return arguments, []
+    place = arguments.index("--")
+    return arguments[:place], arguments[place + 1 :]
+
+
+def plan_of(options: LaunchOptions, program: Program) -> LaunchPlan:
+    """What was asked for.
+
+    Raises:
+        ConfigError: numbers that cannot be; several nodes and no way to node 0.
+    """
+    coordinator = options.master_addr
+    if options.nnodes > 1 and not coordinator and options.node_rank is None:
+        from gradsync.runtime.store import own_address
+
+        coordinator = own_address()
+    return LaunchPlan(
+        program=program,
+        ranks_per_node=options.nproc_per_node,
+        nodes=options.nnodes,
+        node_rank=options.node_rank,
+        coordinator=coordinator if options.nnodes > 1 else "",
+        port=options.master_port,
+        max_restarts=options.max_restarts,
+        wait_s=options.wait_s,
+    )
+
+
+def check_program(program: Program, *, on_this_host: bool = True) -> None:
+    """Raise ConfigError for a script or a program that is not there.
+
+    Args:
+        on_this_host: a program must be on the PATH; elsewhere, modules may bring it.
+    """
+    first = program.words[0]
+    if program.by_python:
+        if first[:1] != "-" and not Path(first).is_file():
+            raise ConfigError(f"there is no script {first} (looked in {Path.cwd()})")
+    elif on_this_host and shutil.which(first) is None:
+        raise unknown_program(first)
+
+
+def _refuse_nesting(plan: LaunchPlan) -> None:
+    world = resolve(environ.snapshot()).world
+    if world.launcher == "env":
+        raise LaunchError(
+            f"RANK and WORLD_SIZE say that {world.world_size} rank(s) were started already; unset "
+            "them (env -u RANK -u WORLD_SIZE gradsync launch …), or run the program itself"
+        )
+    if world.launcher != "python":
+        raise LaunchError(
+            f"{world.launcher} has started {world.world_size} rank(s) already, and gradsync launch "
+            f"would start {plan.ranks_per_node} more under each: give {world.launcher} the program "
+            "itself, or call gradsync launch without it"
+        )
+
+
+def _numbers(plan: LaunchPlan) -> range:
+    return (
+        range(plan.nodes) if plan.node_rank is None else range(plan.node_rank, plan.node_rank + 1)
+    )
+
+
+def _as_text(plan: LaunchPlan) -> str:
+    each = plan.ranks_per_node
+    lines = []
+    for node in _numbers(plan):
+        ranks = f"ranks {node * each} to {node * each + each - 1} of {plan.world_size}"
+        here = f", which the others reach at {plan.coordinator}:{plan.port}" if node == 0 else ""
+        where = f"node {node}{here}" if plan.nodes > 1 else "this host"
+        lines += [f"# {where}: {ranks}", plan.line(node)]
+    return "\n".join(lines)
+
+
+def _as_json(plan: LaunchPlan) -> str:
+    document = {
+        "nodes": plan.nodes,
+        "ranks_per_node": plan.ranks_per_node,
+        "world_size": plan.world_size,
+        "node_rank": plan.node_rank,
+        "coordinator": plan.coordinator,
+        "port": plan.port if plan.nodes > 1 else None,
+        "program": list(plan.program.argv("python")),
+        "lines": {str(node): plan.line(node) for node in _numbers(plan)},
+    }
+    return json.dumps(document, indent=1)

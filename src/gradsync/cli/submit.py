@@ -1,0 +1,307 @@
+"""`gradsync submit`: write, check and submit a Slurm job."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from gradsync.cli.launch import check_program, split
+from gradsync.errors import ConfigError, RunError
+from gradsync.launch import slurm
+from gradsync.launch.jobs import Submitted, remember, remembered
+from gradsync.launch.program import Program, parse_program
+from gradsync.launch.sbatch import sbatch_script
+from gradsync.launch.sbatch_plan import TASK, SbatchPlan
+from gradsync.runtime.text_file import write_text
+
+_SHOWN = 10
+"""Jobs that a bare --status shows."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SubmitOptions:
+    """Submit a Slurm job: gradsync submit --time 72:00:00 [options] -- PROGRAM ARGS.
+
+    PROGRAM is train (or verify, bench, tune), a script that ends in .py, -m MODULE, or any program.
+    The job is warned before its time is over, saves, and is requeued until it is done. What can be
+    checked is checked before it is submitted.
+    """
+
+    nodes: int = 1
+    """Nodes."""
+    gpus_per_node: int = 0
+    """GPUs of each node, one rank each; 0: a CPU job."""
+    ntasks_per_node: int | None = None
+    """Ranks on each node; default: one a GPU, else one."""
+    time: str = ""
+    """Longest turn, as sbatch takes it: 72:00:00, 3-00, 90 (minutes)."""
+    partition: str = ""
+    """Partition."""
+    account: str = ""
+    """Account to charge."""
+    qos: str = ""
+    """Quality of service."""
+    cpus_per_task: int | None = None
+    """Cores of each rank."""
+    mem: str = ""
+    """Memory of each node: 64G."""
+    job_name: str = ""
+    """Name of the job; default: what is run."""
+    array: str = ""
+    """Numbers of an array: 0-9, 1,3,5, 0-99%4. {task} in the program's arguments becomes the
+    task's number."""
+    launcher: str = "srun"
+    """What starts the ranks: srun, mpirun or torchrun."""
+    module: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Module to load; may be given several times."""
+    setup: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Shell line to run before the ranks start; may be given several times."""
+    sbatch_arg: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Another option of sbatch, as --sbatch-arg=--constraint=h100; may be given several times."""
+    output: str = "slurm"
+    """Folder for the script and the log."""
+    run_dir: str = ""
+    """For programs other than train: the directory where they write exit.json."""
+    python: str = ""
+    """Interpreter on the nodes; default: this one."""
+    warn_s: int = 120
+    """Slurm's signal comes so many seconds before the time is over: long enough to save."""
+    fruitless_turns: int = 3
+    """Do not requeue after so many turns in a row that brought no step."""
+    wait: bool = False
+    """Follow the job: its states, its log, its exit code. Ctrl-C leaves it running."""
+    status: tuple[str, ...] | None = None
+    """Show this job, or the last ones submitted from here; nothing is submitted."""
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
+    """Print one JSON document on standard output."""
+    dry_run: bool = False
+    """Print the script; nothing is written or submitted."""
+
+
+def run(argv: list[str]) -> int:
+    """Carry out `gradsync submit ARGV`.
+
+    Returns:
+        0 when the job was submitted; with `--wait`, the job's exit code, 130 after Ctrl-C.
+
+    Raises:
+        ConfigError: a request that cannot be right.
+        LaunchError: there is no Slurm on this machine.
+        RunError: Slurm refused the job (its own words), or the script cannot be written.
+    """
+    own, words = split(argv)
+    options = tyro.cli(
+        SubmitOptions, args=own, prog="gradsync submit", config=(tyro.conf.FlagCreatePairsOff,)
+    )
+    if options.status is not None:
+        return _show_status(options.status, as_json=options.as_json)
+    plan = plan_of(options, words)
+    script = sbatch_script(plan)
+    _check_syntax(script)
+    if options.dry_run:
+        print(json.dumps({"script": script}, indent=1) if options.as_json else script, end="")
+        return 0
+    return _submit(options, plan, script)
+
+
+def plan_of(options: SubmitOptions, words: list[str]) -> SbatchPlan:
+    """What was asked for, checked as far as this machine can.
+
+    Raises:
+        ConfigError: a request that cannot be right.
+        DataError: `train` names data that are not there.
+    """
+    program = parse_program(words)
+    if not options.time:
+        raise ConfigError("--time is missing: the longest turn of the job, for example 24:00:00")
+    if options.launcher == "torchrun" and not options.python:
+        check_torchrun(metadata.version("torch"))
+    ranks = options.ntasks_per_node
+    if ranks is None:
+        ranks = max(options.gpus_per_node, 1)
+    check_program(program, on_this_host=not (options.module or options.setup))
+    run_dir, name = options.run_dir, program.name
+    if program.command == "train":
+        if run_dir:
+            raise ConfigError("--run-dir is for other programs; train has --out")
+        program, run_dir, name = _checked_train(program, options.nodes * ranks, options.array)
+    return SbatchPlan(
+        program=program,
+        name=options.job_name or re.sub(r"[^A-Za-z0-9._-]", "-", name)[:64],
+        nodes=options.nodes,
+        ranks_per_node=ranks,
+        gpus_per_node=options.gpus_per_node,
+        time=options.time,
+        launcher=options.launcher,  # pyrefly: ignore[bad-argument-type]  checked there
+        partition=options.partition,
+        account=options.account,
+        qos=options.qos,
+        cpus_per_rank=options.cpus_per_task,
+        memory=options.mem,
+        array=options.array,
+        modules=options.module,
+        setup=options.setup,
+        directives=options.sbatch_arg,
+        folder=options.output,
+        run_dir=run_dir,
+        python=options.python or sys.executable,
+        warn_s=options.warn_s,
+        fruitless_turns=options.fruitless_turns,
+    )
+
+
+def check_torchrun(version: str) -> None:
+    """Raise ConfigError for a torch whose torchrun cannot pass Slurm's warning on."""
+    if [int(part) for part in version.split(".")[:2]] < [2, 13]:
+        raise ConfigError(
+            f"torchrun of torch {version} ends its ranks at Slurm's warning (2.13 has "
+            "--signals-to-handle and --shutdown-timeout); take --launcher srun"
+        )
+
+
+def _checked_train(program: Program, world_size: int, array: str) -> tuple[Program, str, str]:
+    """The program without `--out`, the run directory, and a name for the job.
+
+    The whole configuration is checked for `world_size` ranks: a queue is a bad place to learn of a
+    typo.
+    """
+    from gradsync.cli.elastic import take_flag
+    from gradsync.cli.train import check_request
+    from gradsync.cli.train_places import take_places
+    from gradsync.train.config_io import parse_config
+
+    elastic, flags = take_flag([word for word in program.arguments if word != "--json"])
+    places, flags = take_places(flags)
+    if places is not None:
+        raise ConfigError(
+            "in a job, submit's own --nodes and --gpus-per-node, before the --, say where ranks "
+            "are; drop them from train"
+        )
+    if "--dry-run" in flags:
+        raise ConfigError("--dry-run of train says nothing in a job; put it before the --")
+    one = [flag.replace(TASK, "1") for flag in flags] if array else flags
+    config = parse_config(one)
+    if config.nproc_per_node is not None:
+        raise ConfigError(
+            "--nproc-per-node starts ranks on one host; in a job, --ntasks-per-node (before the "
+            "--) says how many each node gets"
+        )
+    if elastic is None and world_size > 0:  # elastic chooses on the nodes
+        check_request(config, world_size)
+    kept, out = [], ""
+    rest = iter(program.words)
+    for word in rest:
+        if word == "--out":
+            out = next(rest, "")
+        elif word.startswith("--out="):
+            out = word.removeprefix("--out=")
+        else:
+            kept.append(word)
+    return Program(words=tuple(kept)), out or config.out, config.preset
+
+
+def _check_syntax(script: str) -> None:
+    """What the user gave as shell may not be shell; ask bash, where there is one."""
+    if shutil.which("bash") is None:
+        return
+    done = subprocess.run(
+        ["bash", "-n"], input=script, capture_output=True, text=True, timeout=30, check=False
+    )
+    if done.returncode != 0:
+        problem = done.stderr.splitlines()[0].partition("line ")[2] if done.stderr else ""
+        raise ConfigError(f"--setup is no shell: bash says, line {problem or 'unknown'}")
+
+
+def _submit(options: SubmitOptions, plan: SbatchPlan, script: str) -> int:
+    path = Path(plan.folder, f"{plan.name}.sbatch").absolute()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)  # Slurm does not make it, and says nothing
+        write_text(path, script)
+    except OSError as error:
+        raise RunError(f"cannot write {path}: {error.strerror}") from error
+    job = slurm.submit(str(path))
+    numbers = f"{job}_%a" if plan.array else job
+    log = path.with_name(f"{plan.name}-{numbers}.out")
+    run_dir = plan.run_dir or (f"runs/{plan.name}-{numbers}" if _is_training(plan) else "")
+    done = Submitted(
+        job=job,
+        name=plan.name,
+        script=str(path),
+        log=str(log),
+        run_dir=str(Path(run_dir).absolute()) if run_dir else "",
+        when=time.strftime("%Y-%m-%dT%H:%M:%S"),
+    )
+    human = sys.stderr if options.as_json else sys.stdout
+    print(f"job {job} submitted: {done.script}\nlog {done.log}", file=human, flush=True)
+    try:
+        remember(done)
+    except OSError as error:
+        print(f"gradsync: --status will not know it: {error.strerror}", file=sys.stderr)
+    if options.wait:
+        return _wait(options, done, array=bool(plan.array))
+    if options.as_json:
+        print(json.dumps(asdict(done), indent=1))
+    return 0
+
+
+def _is_training(plan: SbatchPlan) -> bool:
+    return plan.program.command == "train"
+
+
+def _wait(options: SubmitOptions, job: Submitted, *, array: bool) -> int:
+    from gradsync.launch.follow import follow
+
+    out = sys.stderr if options.as_json else sys.stdout
+    try:
+        last = follow(job.job, None if array else Path(job.log), out=out)
+    except KeyboardInterrupt:
+        print(
+            f"gradsync: job {job.job} goes on; gradsync submit --status {job.job} shows it, "
+            f"scancel {job.job} ends it",
+            file=sys.stderr,
+            flush=True,
+        )
+        return 130
+    code = max(each.exit_code for each in last)
+    if options.as_json:
+        states = [asdict(each) for each in last]
+        print(json.dumps(asdict(job) | {"states": states, "exit_code": code}, indent=1))
+    return code
+
+
+def _show_status(jobs: tuple[str, ...], *, as_json: bool) -> int:
+    """The table of jobs; 0, or 1 when Slurm does not know one that was asked for."""
+    known = {each.job: each for each in remembered()}
+    asked = [slurm.check_job_id(job) for job in jobs] or list(known)[-_SHOWN:]
+    if not asked:
+        raise ConfigError("no job was submitted from here; name one: gradsync submit --status 1234")
+    states = {job: slurm.states_of(job) for job in asked}
+    if as_json:
+        document = {
+            job: {
+                "submitted": asdict(known[job]) if job in known else None,
+                "states": [asdict(each) for each in found],
+            }
+            for job, found in states.items()
+        }
+        print(json.dumps(document, indent=1))
+    else:
+        for job, found in states.items():
+            for each in found:
+                print(f"{each.job}  {each.name}  {each.describe()}  {each.elapsed}".rstrip())
+            if not found:
+                name = f"  {known[job].name}" if job in known else ""
+                print(f"{job}{name}  unknown to Slurm (ended long ago?)")
+            if job in known:
+                print(f"    log {known[job].log}")
+    return int(bool(jobs) and not all(states.values()))

@@ -1,0 +1,119 @@
+"""`gradsync train --ddp --gpus-per-node G --nodes N`: places, in the words that people know.
+
+started by a launcher       the numbers must be the launcher's; join it
+one node                    start the ranks here, as --nproc-per-node does
+in a Slurm allocation       become srun, with one task a rank
+several nodes, no Slurm     an error that names the line to submit, and the one by hand
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from gradsync.errors import ConfigError
+from gradsync.world import World
+
+_WORDS = ("--gpus-per-node", "--nodes")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Places:
+    """Where the ranks are to be."""
+
+    nodes: int
+    """Nodes."""
+    gpus_per_node: int
+    """Ranks of each node, one a GPU; on a machine without GPUs, on its cores."""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks over all nodes."""
+        return self.nodes * self.gpus_per_node
+
+
+def take_places(argv: Sequence[str]) -> tuple[Places | None, list[str]]:
+    """The words about places, None without any, and all other arguments.
+
+    Raises:
+        ConfigError: no number, or `--ddp` that does not say how many.
+    """
+    numbers: dict[str, int] = {}
+    others: list[str] = []
+    asked = False
+    rest = iter(argv)
+    for word in rest:
+        name, equals, value = word.replace("_", "-").partition("=")
+        if word == "--ddp":
+            asked = True
+        elif name in _WORDS:
+            numbers[name] = _number(name, value if equals else next(rest, ""))
+        else:
+            others.append(word)
+    if numbers.get("--gpus-per-node") is None and (asked or numbers):
+        raise ConfigError(
+            "how many ranks? --ddp and --nodes need --gpus-per-node N (ranks of each node)"
+        )
+    if not numbers:
+        return None, others
+    return Places(nodes=numbers.get("--nodes", 1), gpus_per_node=numbers["--gpus-per-node"]), others
+
+
+def settle(places: Places, flags: Sequence[str], world: World, env: Mapping[str, str]) -> list[str]:
+    """The flags to go on with, here and as this process.
+
+    In a Slurm allocation with several nodes it does not return: this process becomes srun.
+
+    Raises:
+        ConfigError: the launcher has started another number of ranks, or nobody can start them.
+    """
+    if world.launcher != "python":
+        if (world.num_nodes, world.world_size) != (places.nodes, places.world_size):
+            raise ConfigError(
+                f"--nodes {places.nodes} --gpus-per-node {places.gpus_per_node} is "
+                f"{places.world_size} rank(s), but {world.launcher} has started "
+                f"{world.world_size} on {world.num_nodes} host(s); drop these flags, or correct "
+                f"{world.launcher}'s"
+            )
+        return list(flags)
+    if places.nodes == 1 or "--dry-run" in flags:
+        return [*flags, "--nproc-per-node", str(places.world_size)]
+    allocated = env.get("SLURM_JOB_NUM_NODES") or env.get("SLURM_NNODES")
+    if env.get("SLURM_JOB_ID") and allocated:
+        _become_srun(places, flags, allocated)
+    raise ConfigError(elsewhere(places, flags))
+
+
+def elsewhere(places: Places, flags: Sequence[str]) -> str:
+    """What to type instead, when several nodes are asked for on a machine that has one."""
+    command = shlex.join(["train", *flags])
+    size = f"--nodes {places.nodes} --gpus-per-node {places.gpus_per_node}"
+    return (
+        f"{places.nodes} nodes need a scheduler, or a hand on each of them:\n"
+        f"  gradsync submit {size} --time 24:00:00 -- {command}\n"
+        f"  gradsync launch --nnodes {places.nodes} --nproc-per-node {places.gpus_per_node} -- "
+        f"{command}"
+    )
+
+
+def _become_srun(places: Places, flags: Sequence[str], allocated: str) -> None:
+    if allocated != str(places.nodes):
+        raise ConfigError(
+            f"--nodes {places.nodes}, but this Slurm allocation has {allocated}; make them equal"
+        )
+    if shutil.which("srun") is None:
+        raise ConfigError("this is a Slurm allocation, but there is no srun on the PATH")
+    srun = ["srun", f"--nodes={places.nodes}", f"--ntasks-per-node={places.gpus_per_node}"]
+    srun.append(f"--ntasks={places.world_size}")
+    sys.stdout.flush()
+    os.execvp("srun", [*srun, sys.executable, "-m", "gradsync", "train", *flags])
+
+
+def _number(name: str, text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"{name} needs a number of at least 1; got {text!r}")
+    return int(text)

@@ -1,0 +1,186 @@
+"""After the ranks have ended: another turn of the Slurm job, or the end of it.
+
+    python -m gradsync.launch.requeue --status CODE --seconds S --history FILE [--run-dir DIR] …
+
+The last line of every job script. Exit code 75 in the run's `exit.json` means: stopped, checkpoint
+written, start me again (torchrun and mpirun fold exit codes, the file does not). Then it asks Slurm
+to requeue the job, unless
+
+- the last turns brought no step: stopping and starting for ever would only cost;
+- the job is no longer RUNNING: somebody cancelled it, and Slurm would revive even a cancelled job.
+
+Runs without torch; returns the exit code of the job.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from signal import Signals
+from typing import Any
+
+from gradsync.errors import GradsyncError
+from gradsync.launch.exit_codes import STOPPED
+from gradsync.launch.slurm import ask, check_job_id, own_words, states_of
+from gradsync.runtime import environ
+from gradsync.runtime.text_file import json_text, write_text
+
+LONG_TURN_S = 300.0
+"""Where nobody counts steps, a turn that lasted so long counts as fruitful, seconds."""
+
+_TOLD_TO_STOP = (128 + Signals.SIGUSR1, 128 + Signals.SIGTERM)
+"""Status of ranks that a signal met before they could listen to it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """How one turn of the job ended."""
+
+    code: int
+    """Exit code of the run."""
+    steps: int | None
+    """Optimizer steps that its checkpoint holds; None where nobody says."""
+    seconds: float
+    """How long it took."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class History:
+    """What earlier turns of the job left."""
+
+    steps: int = 0
+    """Optimizer steps after the last turn."""
+    fruitless: int = 0
+    """Turns in a row without a step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """What to do after a turn."""
+
+    again: bool
+    """Ask for another turn."""
+    history: History
+    """For the next time."""
+    note: str
+    """What to say; "" for nothing."""
+
+
+def decide(turn: Turn, history: History, *, fruitless_turns: int) -> Decision:
+    """Another turn or not.
+
+    Args:
+        fruitless_turns: stop after so many turns in a row that brought no step.
+    """
+    if turn.code != STOPPED:
+        return Decision(again=False, history=history, note="")
+    if turn.steps is None:
+        fruitful = turn.seconds >= LONG_TURN_S
+        what = f"ended within {LONG_TURN_S:.0f} s"
+    else:
+        fruitful = turn.steps > history.steps
+        what = f"brought no step beyond {history.steps}"
+    after = History(
+        steps=max(history.steps, turn.steps or 0),
+        fruitless=0 if fruitful else history.fruitless + 1,
+    )
+    if after.fruitless >= fruitless_turns:
+        note = (
+            f"not requeued: {after.fruitless} turn(s) in a row {what}. Is --time too short for "
+            "start-up and one step, or does somebody stop the job? `scontrol requeue` tries again"
+        )
+        return Decision(again=False, history=History(steps=after.steps), note=note)
+    return Decision(again=True, history=after, note="")
+
+
+def read_turn(run_dir: Path | None, status: int, seconds: float) -> Turn:
+    """The turn that just ended, from the run directory where there is one, else from `status`."""
+    note = {} if run_dir is None else _read_json(run_dir / "exit.json")
+    code = note.get("exit_code")
+    if not isinstance(code, int):
+        # Stopped before it could begin counts as stopped.
+        code = STOPPED if status in _TOLD_TO_STOP else status
+        return Turn(code=code, steps=None if run_dir is None else 0, seconds=seconds)
+    assert run_dir is not None
+    steps = _read_json(run_dir / "summary.json").get("steps")
+    return Turn(code=code, steps=steps if isinstance(steps, int) else 0, seconds=seconds)
+
+
+def main(argv: Sequence[str]) -> int:
+    """See the module's docstring."""
+    options = _parse(argv)
+    turn = read_turn(options.run_dir, options.status, options.seconds)
+    before = _read_json(options.history)
+    history = History(steps=before.get("steps", 0), fruitless=before.get("fruitless", 0))
+    decision = decide(turn, history, fruitless_turns=options.fruitless_turns)
+    if decision.note:
+        _say(decision.note)
+    if turn.code == STOPPED:
+        try:
+            write_text(options.history, json_text(asdict(decision.history)))
+        except OSError as error:  # without it nobody counts: rather no turn than endless ones
+            _say(f"not requeued: cannot write {options.history} ({error.strerror})")
+            return turn.code
+    if decision.again:
+        _requeue(turn)
+    return turn.code
+
+
+def _requeue(turn: Turn) -> None:
+    """Ask Slurm for another turn; says what became of it."""
+    try:
+        job = check_job_id(_own_job())
+        states = states_of(job)
+        state = states[0].state if states else "gone"
+        if state != "RUNNING":
+            _say(f"not requeued: job {job} is being ended by somebody else ({state})")
+            return
+        at = "" if turn.steps is None else f" after step {turn.steps}"
+        _say(f"stopped{at} with a checkpoint; asking Slurm for another turn of job {job}")
+        done = ask(["scontrol", "requeue", job])
+    except GradsyncError as error:
+        _say(f"not requeued: {error}")
+        return
+    if done.returncode != 0:
+        _say(
+            f"not requeued, Slurm says: {own_words(done.stderr)}; submit the script again, and "
+            "the run goes on from its checkpoint if --out names its directory"
+        )
+
+
+def _own_job() -> str:
+    """This job's id. One task of an array has the id of the whole array as its SLURM_JOB_ID:
+    requeueing that would start all tasks again, so tasks go by their number."""
+    array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{task}" if array and task else environ.get("SLURM_JOB_ID")
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="gradsync.launch.requeue", description=__doc__)
+    parser.add_argument("--status", type=int, required=True)
+    parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--history", type=Path, required=True)
+    parser.add_argument("--run-dir", type=Path)
+    parser.add_argument("--fruitless-turns", type=int, default=3)
+    return parser.parse_args(argv)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; {} when there is none that can be read."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _say(text: str) -> None:
+    print(f"gradsync: {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

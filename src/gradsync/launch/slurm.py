@@ -1,0 +1,171 @@
+"""Slurm's commands, asked by argument lists, and what they say about a job."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gradsync.errors import LaunchError, RunError
+
+ENDED = (
+    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL"),
+    *("OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT"),
+)
+"""States from which a job does not go on by itself."""
+
+_TIMEOUT_S = 60
+_JOB_ID = re.compile(r"[0-9]{1,18}(_[0-9]{1,10})?")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobState:
+    """One job, or one task of an array, as Slurm sees it."""
+
+    job: str
+    """Its id, `12` or `12_3`."""
+    name: str
+    """Its name."""
+    state: str
+    """PENDING, RUNNING, COMPLETING, COMPLETED, FAILED …"""
+    reason: str = ""
+    """Why it waits; "" when it does not."""
+    nodes: str = ""
+    """Nodes it runs or ran on."""
+    elapsed: str = ""
+    """Length of this turn."""
+    restarts: int = 0
+    """How often it was requeued."""
+    exit_code: int = 0
+    """What it returned, 128 + signal when one ended it; means something once it has ended."""
+
+    @property
+    def ended(self) -> bool:
+        """True when it does not go on by itself."""
+        return self.state in ENDED
+
+    def describe(self) -> str:
+        """`RUNNING on n[1-2], turn 2`."""
+        text = self.state
+        if self.nodes:
+            text += f" on {self.nodes}"
+        if self.reason:
+            text += f" ({self.reason})"
+        if self.restarts:
+            text += f", turn {self.restarts + 1}"
+        return f"{text}, exit code {self.exit_code}" if self.ended else text
+
+
+def check_job_id(text: str) -> str:
+    """`text` if it is a job's id.
+
+    Raises:
+        LaunchError: it is not.
+    """
+    if _JOB_ID.fullmatch(text) is None:
+        raise LaunchError(f"{text[:80]!r} is no job id; it looks like 1234, or 1234_5 in an array")
+    return text
+
+
+def ask(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run one of Slurm's commands to its end.
+
+    Raises:
+        LaunchError: there is no such command on this machine.
+        RunError: it did not answer in time.
+    """
+    try:
+        return subprocess.run(
+            argv, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S, check=False
+        )
+    except FileNotFoundError:
+        raise LaunchError(
+            f"there is no {argv[0]} on this machine: submit on a login node of the cluster; "
+            "--dry-run shows the script anywhere, and gradsync launch needs no Slurm"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise RunError(f"{argv[0]} did not answer within {_TIMEOUT_S} s; is Slurm up?") from None
+
+
+def submit(script: str) -> str:
+    """Hand the job script at path `script` to Slurm; returns the job's id.
+
+    Raises:
+        LaunchError: there is no Slurm here.
+        RunError: Slurm refused; the message is Slurm's own.
+    """
+    done = ask(["sbatch", "--parsable", script])
+    if done.returncode != 0:
+        raise RunError(f"sbatch refused the job: {own_words(done.stderr)}")
+    return check_job_id(done.stdout.partition(";")[0].strip())
+
+
+def own_words(text: str) -> str:
+    """What a command of Slurm said, on one line and without its `sbatch: error:`."""
+    lines = [re.sub(r"^\w+: (error: |fatal: )?", "", line) for line in text.splitlines()]
+    return "; ".join(line.strip() for line in lines if line.strip()) or "no reason given"
+
+
+def states_of(job: str) -> list[JobState]:
+    """The job, or each task of the array, from `scontrol`, else from `sacct`; [] if unknown.
+
+    Raises:
+        LaunchError: there is no Slurm here.
+        RunError: Slurm does not answer.
+    """
+    shown = ask(["scontrol", "--oneliner", "show", "job", job])
+    if shown.returncode == 0:
+        return [parse_shown(line) for line in shown.stdout.splitlines() if line.strip()]
+    try:
+        accounts = ask(
+            [
+                *("sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}"),
+                "--format=JobID,JobName,State,ExitCode,Elapsed,NodeList",
+            ]
+        )
+    except LaunchError:
+        accounts = None
+    if accounts is not None and accounts.returncode == 0:
+        return [parse_accounted(line) for line in accounts.stdout.splitlines() if line.strip()]
+    if "Invalid job id" in shown.stderr:  # long gone, and nobody keeps accounts
+        return []
+    raise RunError(f"Slurm does not tell about job {job}: {own_words(shown.stderr)}")
+
+
+def parse_shown(line: str) -> JobState:
+    """One line of `scontrol --oneliner show job`."""
+
+    def value(name: str) -> str:
+        found = re.search(rf"(?:^|\s){name}=(\S*)", line)
+        return "" if found is None or found[1] in ("(null)", "None", "N/A") else found[1]
+
+    array, task = value("ArrayJobId"), value("ArrayTaskId")
+    state = value("JobState")
+    return JobState(
+        job=f"{array}_{task}" if task else value("JobId"),
+        name=value("JobName"),
+        state=state,
+        reason=value("Reason") if state == "PENDING" else "",
+        nodes=value("NodeList"),
+        elapsed=value("RunTime"),
+        restarts=int(value("Restarts") or 0),
+        exit_code=_code(value("ExitCode"), state),
+    )
+
+
+def parse_accounted(line: str) -> JobState:
+    """One line of `sacct --parsable2 --format=JobID,JobName,State,ExitCode,Elapsed,NodeList`."""
+    job, name, state, code, elapsed, nodes = [*line.split("|"), *[""] * 6][:6]
+    word = state.partition(" ")[0]  # "CANCELLED by 1000"
+    nodes = "" if nodes == "None assigned" else nodes
+    return JobState(
+        job=job, name=name, state=word, nodes=nodes, elapsed=elapsed, exit_code=_code(code, word)
+    )
+
+
+def _code(text: str, state: str) -> int:
+    """From Slurm's `CODE:SIGNAL`; 1 when a job failed without either."""
+    code, _, signal = text.partition(":")
+    number = int(code or 0) or (128 + int(signal) if int(signal or 0) else 0)
+    return number or int(state in ENDED and state != "COMPLETED")

@@ -1,0 +1,125 @@
+"""`gradsync launch`: scripts and programs as ranks, on one node and on two."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gradsync.cli.main import main
+from support.config_flags import train_arguments
+from support.launchers import clean_environment
+from support.small_run import make_data, small_config
+
+# Each rank notes what it was given, and leaves with the code it is told.
+SCRIPT = """
+import json, os, sys
+from pathlib import Path
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_PORT")
+note = {"argv": sys.argv[1:], "path": sys.path[0]} | {name: os.environ[name] for name in names}
+out, code = Path(sys.argv[1]), int(sys.argv[2])
+(out / f"rank{os.environ['RANK']}").write_text(json.dumps(note))
+sys.exit(code)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "my script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def notes(folder: Path) -> list[dict[str, object]]:
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("rank*"))]
+
+
+def test_a_script_gets_its_arguments_as_they_are(script: Path, tmp_path: Path) -> None:
+    words = [str(script), str(tmp_path), "0", "a b", "$HOME ${rank}", "$(x)", "", "--", "'"]
+    assert main(["launch", "--nproc-per-node", "2", "--", *words]) == 0
+    ranks = notes(tmp_path)
+    assert [rank["argv"] for rank in ranks] == [words[1:]] * 2
+    assert [rank["RANK"] for rank in ranks] == ["0", "1"]
+    assert {rank["path"] for rank in ranks} == {str(tmp_path)}
+
+
+def test_the_exit_code_is_the_ranks(script: Path, tmp_path: Path) -> None:
+    words = ["python", "-W", "error", str(script), str(tmp_path), "75"]
+    assert main(["launch", "--nproc-per-node", "2", "--", *words]) == 75
+    assert len(notes(tmp_path)) == 2
+
+
+def test_two_nodes(script: Path, tmp_path: Path) -> None:
+    """Both on this machine, as far as their launchers know on two."""
+    port = str(free_port())
+    argv = ["launch", "--nproc-per-node", "2", "--nnodes", "2", "--master-addr", "127.0.0.1"]
+    argv += ["--master-port", port]
+    words = ["--", str(script), str(tmp_path), "75"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "gradsync", *argv, "--node-rank", "1", *words],
+        env=clean_environment(),
+    ) as other:
+        assert main([*argv, "--node-rank", "0", *words]) == 75
+    assert other.returncode == 75
+    ranks = notes(tmp_path)
+    assert [(rank["RANK"], rank["LOCAL_RANK"], rank["GROUP_RANK"]) for rank in ranks] == [
+        ("0", "0", "0"),
+        ("1", "1", "0"),
+        ("2", "0", "1"),
+        ("3", "1", "1"),
+    ]
+    assert {rank["WORLD_SIZE"] for rank in ranks} == {"4"}
+    assert {rank["MASTER_PORT"] for rank in ranks} == {port}
+
+
+@pytest.mark.parametrize(
+    ("node", "message"),
+    [(0, "but node(s) 1 did not come"), (1, "but node 0 does not answer")],
+)
+def test_a_missing_node_is_named(
+    node: int, message: str, script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["launch", "--nproc-per-node", "1", "--nnodes", "2", "--node-rank", str(node)]
+    argv += ["--master-addr", "127.0.0.1", "--master-port", str(free_port()), "--wait-s", "0.2"]
+    assert main([*argv, "--", str(script), str(tmp_path), "0"]) == 1
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert printed.count("gradsync: error: ") == 1
+    assert notes(tmp_path) == []
+
+
+def test_the_note_comes_before_anybody_leaves(tmp_path: Path) -> None:
+    """Launchers end all ranks when one has left with 75; `exit.json` must be there by then."""
+    late = tmp_path / "late.py"
+    late.write_text(
+        "import atexit, os, sys, time\n"
+        "from pathlib import Path\n"
+        "from gradsync.cli.main import main\n"
+        "from gradsync.train import run\n"
+        f"left, note_end = Path({str(tmp_path / 'left')!r}), run.note_end\n"
+        "def slowly(config, outcome):\n"
+        "    end = time.monotonic() + 1\n"
+        "    while not left.exists() and time.monotonic() < end:\n"
+        "        time.sleep(0.01)\n"
+        "    if not left.exists():\n"
+        "        note_end(config, outcome)\n"
+        "run.note_end = slowly\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    atexit.register(left.touch)\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    run = tmp_path / "run"
+    config = small_config(run, make_data(tmp_path / "data"), steps=1)
+    argv = ["launch", "--nproc-per-node", "2", "--", str(late), *train_arguments(config)]
+    assert main(argv) == 0
+    assert json.loads((run / "exit.json").read_text())["exit_code"] == 0

@@ -1,0 +1,208 @@
+"""Launches as data: what is run, and what to type on which node."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from gradsync.cli import launch, train_places
+from gradsync.cli.main import main
+from gradsync.cli.train_places import Places, settle, take_places
+from gradsync.errors import ConfigError
+from gradsync.launch.plan import LaunchPlan
+from gradsync.launch.program import Program, parse_program
+from gradsync.world import World
+
+
+@pytest.mark.parametrize(
+    ("words", "argv", "name"),
+    [
+        (["train", "xl"], ("py", "-m", "gradsync", "train", "xl"), "train"),
+        (["gradsync", "train"], ("py", "-m", "gradsync", "train"), "train"),
+        (["python", "-m", "gradsync", "train"], ("py", "-m", "gradsync", "train"), "train"),
+        (["a/run.py", "--x"], ("py", "a/run.py", "--x"), "run"),
+        (["python3", "-W", "error", "run.py"], ("py", "-W", "error", "run.py"), "run"),
+        (["python", "-c", "pass"], ("py", "-c", "pass"), "python"),
+        (["-m", "pkg.mod", "1"], ("py", "-m", "pkg.mod", "1"), "pkg.mod"),
+        (["nsys", "profile", "python", "x.py"], ("nsys", "profile", "python", "x.py"), "nsys"),
+        (["./bin/go", "train"], ("./bin/go", "train"), "go"),
+    ],
+)
+def test_programs(words: list[str], argv: tuple[str, ...], name: str) -> None:
+    program = parse_program(words)
+    assert program.argv("py") == argv
+    assert program.name == name
+    assert (program.command == "train") == ("gradsync" in argv)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "what is to run? Write it after --"),
+        (["gradsync"], "what is to run?"),
+        (["gradsync", "trian"], "perhaps you meant 'train'"),
+        (["gradsync", "submit"], "gradsync submit is no command for ranks"),
+        (["python"], "python alone runs nothing"),
+        (["-m"], "-m needs the name of a module"),
+    ],
+)
+def test_no_programs(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        parse_program(words)
+
+
+def plan(**changes: Any) -> LaunchPlan:
+    values: dict[str, Any] = {"program": parse_program(["train", "xl"]), "ranks_per_node": 4}
+    return LaunchPlan(**(values | changes))
+
+
+def test_a_line_for_each_node() -> None:
+    program = parse_program(["my script.py", "$(x)", "it's"])
+    two = plan(program=program, nodes=2, coordinator="node-a", port=4000)
+    words = shlex.split(two.line(1))
+    assert words[:2] == ["gradsync", "launch"]
+    assert words[words.index("--node-rank") + 1] == "1"
+    assert words[words.index("--master-addr") + 1] == "node-a"
+    assert words[words.index("--") + 1 :] == ["python", "my script.py", "$(x)", "it's"]
+    assert plan().line(0) == "gradsync launch --nproc-per-node 4 -- train xl"
+    assert two.world_size == 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ranks_per_node": 0}, "--nproc-per-node must be at least 1; got 0"),
+        ({"nodes": 0}, "--nnodes must be at least 1"),
+        ({"nodes": 2, "coordinator": "a", "node_rank": 2}, "--node-rank must be in 0..1"),
+        ({"nodes": 2}, "--nnodes above 1 needs --master-addr"),
+        ({"nodes": 2, "coordinator": "a b"}, "--master-addr must be a host name or address"),
+        ({"port": 0}, "--master-port must be in 1..65535; got 0"),
+        ({"max_restarts": -1}, "--max-restarts must be at least 0"),
+        ({"nodes": 2, "coordinator": "a", "max_restarts": 1}, "--max-restarts works on one node"),
+        ({"wait_s": 0.0}, "--wait-s must be positive"),
+    ],
+)
+def test_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        plan(**changes)
+
+
+def test_launch_prints_the_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["launch", "--nproc-per-node", "2", "--nnodes", "2", "--master-addr", "10.0.0.1"]
+    assert main([*argv, "--", "train", "xl"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == ("# node 0, which the others reach at 10.0.0.1:29500: ranks 0 to 1 of 4")
+    assert lines[2] == "# node 1: ranks 2 to 3 of 4"
+    assert main([*argv, "--json", "--node-rank", "1", "--", "train", "xl"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["lines"] == {"1": lines[3]}
+    assert document["world_size"] == 4
+
+
+@pytest.mark.parametrize(
+    ("argv", "env", "message"),
+    [
+        (["--", "nowhere.py"], {}, "there is no script nowhere.py"),
+        (["--", "trian"], {}, "nor a program on the PATH; perhaps you meant 'train'"),
+        ([], {}, "what is to run?"),
+        (
+            ["--", "train"],
+            {"RANK": "0", "WORLD_SIZE": "2"},
+            "RANK and WORLD_SIZE say that 2 rank(s) were started already",
+        ),
+        (
+            ["--", "train"],
+            {f"OMPI_COMM_WORLD_{n}": "1" for n in ("SIZE", "LOCAL_SIZE")}
+            | {f"OMPI_COMM_WORLD_{n}": "0" for n in ("RANK", "LOCAL_RANK")},
+            "openmpi has started 1 rank(s) already",
+        ),
+    ],
+)
+def test_launch_refuses(
+    argv: list[str],
+    env: dict[str, str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert main(["launch", "--nproc-per-node", "2", *argv]) == 2
+    assert message in capsys.readouterr().err
+
+
+# -- train --ddp --gpus-per-node --nodes --------------------------------------------------------
+
+ALONE = World()
+
+
+@pytest.mark.parametrize(
+    ("argv", "places", "others"),
+    [
+        (["xl", "--steps", "3"], None, ["xl", "--steps", "3"]),
+        (["--ddp", "--gpus_per_node", "4", "xl"], (1, 4), ["xl"]),
+        (["--nodes=2", "--gpus-per-node=4"], (2, 4), []),
+    ],
+)
+def test_places(argv: list[str], places: tuple[int, int] | None, others: list[str]) -> None:
+    expected = None if places is None else Places(nodes=places[0], gpus_per_node=places[1])
+    assert take_places(argv) == (expected, others)
+
+
+@pytest.mark.parametrize(
+    "argv", [["--ddp"], ["--nodes", "2"], ["--gpus-per-node", "x"], ["--nodes"]]
+)
+def test_no_places(argv: list[str]) -> None:
+    with pytest.raises(ConfigError):
+        take_places(argv)
+
+
+def test_where_the_ranks_start() -> None:
+    one, two = Places(nodes=1, gpus_per_node=2), Places(nodes=2, gpus_per_node=2)
+    assert settle(one, ["xl"], ALONE, {}) == ["xl", "--nproc-per-node", "2"]
+    assert settle(two, ["--dry-run"], ALONE, {}) == ["--dry-run", "--nproc-per-node", "4"]
+    started = World(
+        rank=1,
+        world_size=4,
+        local_rank=1,
+        local_world_size=2,
+        node_rank=0,
+        num_nodes=2,
+        launcher="srun",
+    )
+    assert settle(two, ["xl"], started, {}) == ["xl"]
+    with pytest.raises(ConfigError, match=r"is 2 rank\(s\), but srun has started 4 on 2 host"):
+        settle(one, ["xl"], started, {})
+    with pytest.raises(ConfigError, match=re.escape("--nodes 2 --gpus-per-node 2 --time 24:00:00")):
+        settle(two, ["xl"], ALONE, {})
+
+
+def test_an_allocation_becomes_srun(monkeypatch: pytest.MonkeyPatch) -> None:
+    became: list[Sequence[str]] = []
+
+    def execvp(file: str, argv: Sequence[str]) -> None:
+        became.append(argv)
+        raise SystemExit
+
+    monkeypatch.setattr(train_places.os, "execvp", execvp)
+    monkeypatch.setattr(train_places.shutil, "which", lambda name: f"/usr/bin/{name}")
+    env = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"}
+    two = Places(nodes=2, gpus_per_node=4)
+    with pytest.raises(SystemExit):
+        settle(two, ["xl", "--json"], ALONE, env)
+    assert became[0][:4] == ["srun", "--nodes=2", "--ntasks-per-node=4", "--ntasks=8"]
+    assert became[0][-5:] == ["-m", "gradsync", "train", "xl", "--json"]
+    with pytest.raises(ConfigError, match="this Slurm allocation has 3"):
+        settle(two, [], ALONE, env | {"SLURM_JOB_NUM_NODES": "3"})
+
+
+def test_a_program_may_come_with_a_module() -> None:
+    program = Program(words=("not-here",), by_python=False)
+    launch.check_program(program, on_this_host=False)
+    with pytest.raises(ConfigError, match="'not-here' is neither"):
+        launch.check_program(program)

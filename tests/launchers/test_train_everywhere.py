@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -205,7 +206,7 @@ def test_a_rank_killed_under_our_launcher_is_named(data: Path, tmp_path: Path) -
 
 
 def test_a_reader_that_goes_away_does_not_end_the_training(data: Path, tmp_path: Path) -> None:
-    arguments = " ".join(train_arguments(small_config(tmp_path, data, nproc_per_node=2)))
+    arguments = shlex.join(train_arguments(small_config(tmp_path, data, nproc_per_node=2)))
     command = f"{sys.executable} -m gradsync {arguments} | head -1; exit ${{PIPESTATUS[0]}}"
     done = run_command(["bash", "-c", command])
     assert done.returncode == 0, done.describe()
@@ -288,7 +289,7 @@ def test_mpirun_over_several_hosts_meets_through_mpi4py(
 def test_a_plain_process_in_an_sbatch_shell_is_one_rank(
     slurm: SlurmCluster, data: Path, tmp_path: Path
 ) -> None:
-    arguments = " ".join(train_arguments(small_config(tmp_path, data, steps=1)))
+    arguments = shlex.join(train_arguments(small_config(tmp_path, data, steps=1)))
     script = f"#!/bin/bash\n{sys.executable} -m gradsync {arguments}\n"
     done = slurm.sbatch_script(script, options=["--ntasks=2", "--nodes=2"])
     assert done.returncode == 0, done.describe()
@@ -301,7 +302,7 @@ def test_a_plain_process_in_an_sbatch_shell_is_one_rank(
 def test_mpirun_inside_an_allocation_wins_over_slurm(
     slurm: SlurmCluster, data: Path, reference: Path, tmp_path: Path
 ) -> None:
-    arguments = " ".join(train_arguments(small_config(tmp_path, data)))
+    arguments = shlex.join(train_arguments(small_config(tmp_path, data)))
     root = "--allow-run-as-root" if os.geteuid() == 0 else ""
     mpirun = f"mpirun {root} --oversubscribe --mca ras ^slurm --mca plm isolated -np 2"
     script = f"#!/bin/bash\n{mpirun} {sys.executable} -m gradsync {arguments}\n"

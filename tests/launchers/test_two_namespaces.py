@@ -2,47 +2,60 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from support.config_flags import train_arguments
-from support.launchers import run_python
-from support.namespaces import two_hosts
-from support.small_run import losses, make_data, small_config
-
-PROGRAM = Path(__file__).parents[1] / "support" / "two_host_ranks.py"
+from support.host_runs import arguments, run_on_hosts, weights_of
+from support.launchers import clean_environment
+from support.namespaces import Host, program, two_hosts
+from support.small_run import losses, make_data
 
 
 @pytest.mark.launcher("namespaces")
 def test_two_hosts_of_two_ranks_give_the_losses_of_one(tmp_path: Path) -> None:
+    """Without a word about interfaces, though the host's own name means loopback on both."""
     data = make_data(tmp_path / "data")
-
-    def arguments(name: str, sync: str) -> list[str]:
-        return train_arguments(small_config(tmp_path / name, data, steps=3, sync=sync))
-
-    together = [arguments(sync, sync) for sync in ("hierarchical", "invariant")]
     with two_hosts() as hosts:
-        plan = {
-            "hosts": [asdict(host) for host in hosts],
-            "together": together,
-            "alone": [arguments("alone", "invariant")],
-        }
-        (tmp_path / "plan.json").write_text(json.dumps(plan))
-        done = run_python([PROGRAM, tmp_path], timeout_s=90).ok()
-    logs = {path.stem: path.read_text() for path in sorted(tmp_path.glob("*.log"))}
-    assert set(json.loads(done.stdout).values()) == {0}, logs
-    assert "through shared memory inside of hosts, of which there are 2" in logs["rank-0"]
-    assert "all 4 ranks are on one host" not in logs["rank-0"]
+        together = {"hierarchical": arguments(tmp_path, data, "hierarchical", sync="hierarchical")}
+        alone = arguments(tmp_path, data, "alone")
+        runs = run_on_hosts(tmp_path, hosts, together, alone=alone)
+        torchrun_by_hand(tmp_path, hosts, arguments(tmp_path, data, "torchrun"))
 
+    run = runs["hierarchical"]
+    assert run.codes == (0, 0, 0, 0), run.logs
+    assert "through shared memory inside of hosts, of which there are 2" in run.logs[0]
+    assert "all 4 ranks are on one host" not in run.logs[0]
     one_rank = losses(tmp_path / "alone")
-    assert len(one_rank) == 3
-    assert losses(tmp_path / "invariant") == one_rank
+    assert len(one_rank) == 6
     assert losses(tmp_path / "hierarchical") == pytest.approx(one_rank, rel=1e-5)
-    of_weights = {
-        name: json.loads((tmp_path / name / "summary.json").read_text())["weights_sha256"]
-        for name in ("alone", "invariant", "hierarchical")
-    }
-    assert of_weights["invariant"] == of_weights["alone"]
+
+    printed = (tmp_path / "node-0.log").read_text()
+    assert "4 rank(s) by torchrun on 2 host(s)" in printed
+    assert losses(tmp_path / "torchrun") == one_rank
+    assert weights_of(tmp_path / "torchrun") == weights_of(tmp_path / "alone")
+
+
+def torchrun_by_hand(folder: Path, hosts: Sequence[Host], argv: Sequence[str]) -> None:
+    """The same line on each host, but for its number; what it prints goes to FOLDER/node-N.log."""
+    agents = []
+    for number, host in enumerate(hosts):
+        words = [program("ip") or "ip", "netns", "exec", host.namespace]
+        words += [sys.executable, "-m", "torch.distributed.run", f"--log-dir={folder}/logs"]
+        words += ["--nnodes=2", "--nproc-per-node=2", f"--node-rank={number}"]
+        words += [f"--master-addr={hosts[0].address}", "--master-port=29400", "-m", "gradsync"]
+        with (folder / f"node-{number}.log").open("w") as log:
+            agents.append(
+                subprocess.Popen([*words, *argv], env=clean_environment(), stdout=log, stderr=log)
+            )
+    try:
+        codes = [agent.wait(timeout=90) for agent in agents]
+    finally:
+        for agent in agents:
+            agent.terminate()  # it ends its ranks
+            agent.wait()
+    said = [(folder / f"node-{number}.log").read_text() for number in range(len(hosts))]
+    assert codes == [0, 0], said

@@ -177,6 +177,20 @@ def run_mpirun(
     return run_command([*mpirun, sys.executable, *argv], env=env, cwd=cwd, timeout_s=timeout_s)
 
 
+def run_mpich(
+    n: int,
+    argv: Words,
+    *,
+    extra_env: Variables | None = None,
+    cwd: Path | None = None,
+    timeout_s: float = 60.0,
+) -> Finished:
+    """`mpiexec -n N python ARGV` of MPICH: its Hydra, under the name Debian gives it."""
+    env = clean_environment(extra_env)
+    mpiexec = ["mpiexec.mpich", "-n", str(n), sys.executable, *argv]
+    return run_command(mpiexec, env=env, cwd=cwd, timeout_s=timeout_s)
+
+
 def run_srun(
     n: int,
     argv: Words,

@@ -1,8 +1,8 @@
 """Leak police: what a test may not leave behind: a snapshot before it, a comparison after it.
 
 Watched: environment, Python threads, child processes, listening sockets, the default process group,
-torch's global switches, files in the working folder and entries in /dev/shm. Random number state
-is not watched. torch is looked at only when something else has imported it.
+torch's global switches, files in the working folder, entries in /dev/shm and network namespaces.
+Random number state is not watched. torch is looked at only when something else has imported it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
 
-from support import processes, sockets
+from support import namespaces, processes, sockets
 
 SETTLE_S = 1.0
 """How long something that is ending by itself may take."""
@@ -131,13 +131,14 @@ def _torch_state() -> dict[str, object] | None:
 
 
 def _files() -> frozenset[str]:
-    """Entries of the working folder (names with a dot are tools' caches) and of shared memory."""
+    """Entries of the working folder (names with a dot are tools' caches), of shared memory, and
+    network namespaces."""
     here = (f"{os.getcwd()}/{name}" for name in os.listdir(".") if not name.startswith("."))
     try:
         shared = [f"{SHARED_MEMORY}/{name}" for name in os.listdir(SHARED_MEMORY)]
     except FileNotFoundError:  # not Linux
         shared = []
-    return frozenset((*here, *shared))
+    return frozenset((*here, *shared, *namespaces.ours()))
 
 
 def _in_use_elsewhere(path: str) -> bool:

@@ -8,6 +8,7 @@ Each has a loopback of its own. They share everything else: processes see each o
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import shutil
@@ -19,6 +20,7 @@ from pathlib import Path
 
 _PREFIX = "gradsync"
 _FOLDER = Path("/run/netns")
+_CLONE_NEWNET = 0x40000000
 
 
 @dataclass(frozen=True)
@@ -52,10 +54,28 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
         yield first, second
 
 
+def enter(namespace: str) -> None:
+    """Move the calling thread into a network namespace; what it starts is there too."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with (_FOLDER / namespace).open("rb") as file:
+        if libc.setns(file.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), "setns")
+
+
+def ours() -> list[str]:
+    """Namespaces that this process has made and not removed."""
+    return [str(path) for path in _FOLDER.glob(f"{_PREFIX}-{os.getpid()}-*")]
+
+
+def program(name: str) -> str | None:
+    """Path of a program that may lie where only root looks."""
+    return shutil.which(name, path=f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin")
+
+
 @functools.cache
 def missing() -> list[str]:
     """What is not there: found out by trying."""
-    if _program() is None:
+    if program("ip") is None:
         return ["ip"]
     try:
         with two_hosts():
@@ -66,12 +86,8 @@ def missing() -> list[str]:
     return []
 
 
-def _program() -> str | None:
-    return shutil.which("ip", path=f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin")
-
-
 def _ip(*words: str, check: bool = True) -> None:
-    argv = [_program() or "ip", *words]
+    argv = [program("ip") or "ip", *words]
     subprocess.run(argv, capture_output=True, check=check, timeout=10)
 
 

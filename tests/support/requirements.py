@@ -17,8 +17,9 @@ import pytest
 from support import namespaces, slurm_cluster
 
 
-def _program(name: str) -> list[str]:
-    return [] if shutil.which(name, path=slurm_cluster.program_path()) else [name]
+def _program(*names: str) -> list[str]:
+    path = slurm_cluster.program_path()
+    return [name for name in names if not shutil.which(name, path=path)]
 
 
 def _module(name: str) -> list[str]:
@@ -35,8 +36,10 @@ MISSING: dict[str, Callable[[], list[str]]] = {
     "python": list,
     "torchrun": lambda: _module("torch"),
     "mpirun": lambda: _program("mpirun"),
+    "mpich": lambda: _program("mpiexec.mpich"),
     "slurm": slurm_cluster.missing_programs,
-    "iproute2": lambda: _program("ip"),
+    "iproute2": lambda: _program("ip", "tc"),
+    "nftables": lambda: _program("nft"),
     "namespaces": namespaces.missing,
     "import-linter": lambda: _module("importlinter"),
     "cuda": _cuda,

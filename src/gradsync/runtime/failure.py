@@ -4,6 +4,7 @@
     rank 0, in Python code   -> its watcher sees the note; after a grace the process ends
     rank 0, in a collective  -> the connection closes, the collective raises; the note says why
     rank 1 is killed (-9)    -> no note; the heartbeat that stopped says who
+    rank 1's host is cut off -> as killed, once its connections have timed out (`silence_s`)
 
 A thread per rank reads one key of the store and writes one heartbeat a few times a second.
 """
@@ -18,15 +19,18 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from gradsync.errors import GradsyncError, LostPeerError, PeerError
+from gradsync.runtime.peer_connections import PeerConnections
 from gradsync.runtime.store import wait_until
 
 _POLL_S = 0.25
 _GRACE_S = 5.0
 _SILENT_S = 2.0
+_BEATS_A_LOOK = 8
 _TRACEBACK_LIMIT = 20_000
 # What the store's client raises once its server has gone (torch's DistError is a RuntimeError).
 # Nothing wider: a mistake of ours must not be reported as somebody else's death.
@@ -77,20 +81,33 @@ class FailureWatch:
     Args:
         store: a connection to the rendezvous store that nothing else blocks on.
         rank, world_size: as in `World`.
+        hosts: host name of each rank, if they sit on several.
+        connections: to the other ranks; looked after from here on.
         grace_s: how long the main thread may take to notice by itself before the process ends.
     """
 
     def __init__(
-        self, store: Any, *, rank: int, world_size: int, grace_s: float = _GRACE_S
+        self,
+        store: Any,
+        *,
+        rank: int,
+        world_size: int,
+        hosts: Sequence[str] = (),
+        connections: PeerConnections | None = None,
+        grace_s: float = _GRACE_S,
     ) -> None:
         self._store = store
         self._rank = rank
         self._world_size = world_size
+        self._hosts = hosts
+        self._connections = connections
         self._grace_s = grace_s
         # Many ranks share one store: the more there are, the rarer each one's heartbeat.
         self._interval_s = max(_POLL_S, world_size / 1000)
         self._stop = threading.Event()
         self._seen: Failure | None = None
+        self._store_lost: RuntimeError | None = None
+        self._last_look: dict[int, bytes] = {}
         self._thread = threading.Thread(target=self._run, name="gradsync-watch", daemon=True)
 
     def start(self) -> None:
@@ -120,9 +137,10 @@ class FailureWatch:
                 return failure.as_error()
             silent = self._silent_ranks()
             self._wait_for_survivors(len(silent))
-        except _STORE_GONE:
-            return PeerError(_coordinator_gone(self._rank), rank=0)
-        return PeerError(f"{_obituary(silent)}; this rank ({self._rank}) saw: {error}")
+        except _STORE_GONE as gone:
+            # The first error on the connection says why; this may be its echo.
+            return PeerError(self._coordinator_gone(self._store_lost or gone), rank=0)
+        return PeerError(f"{_obituary(silent, self._hosts)}; this rank ({self._rank}) saw: {error}")
 
     def peer_failure(self) -> PeerError | None:
         """What another rank has written down by now, if any."""
@@ -167,14 +185,40 @@ class FailureWatch:
             try:
                 self._store.set(f"beat/{self._rank}", str(beat))
                 failure = self._read()
-                if failure is None:
+                if failure is not None:
+                    message = str(failure.as_error())
+                elif beat % _BEATS_A_LOOK == 0 and (lost := self._look_around()):
+                    message = _obituary(lost, self._hosts)
+                else:
                     continue
-                message = str(failure.as_error())
-            except _STORE_GONE:
-                message = _coordinator_gone(self._rank)
+            except _STORE_GONE as gone:
+                self._store_lost = gone
+                message = self._coordinator_gone(gone)
             if not self._stop.wait(self._grace_s):
                 self._end_process(message)
             return
+
+    def _look_around(self) -> list[int]:
+        """Ranks that went without a word, should the main thread not notice.
+
+        Gloo does not always wake who waits on a connection that ends. One that has ended says that
+        a process has gone, whatever it was doing; ranks that leave in good order say so before.
+        """
+        if self._connections is None:
+            return []
+        self._connections.keep_up()
+        ended = self._connections.num_ended()
+        if not ended or ended <= self._store.add("farewell", 0) + self._store.add("settled", 0):
+            return []
+        before, self._last_look = self._last_look, self._heartbeats()
+        return self._silent_since(before) if before else []
+
+    def _coordinator_gone(self, error: BaseException) -> str:
+        where = f" on {self._hosts[0]}" if self._hosts else ""
+        return (
+            f"rank 0{where}, which serves the rendezvous store, vanished without a word "
+            f"({_cause(error)}); rank {self._rank} stops too"
+        )
 
     def _end_process(self, message: str) -> None:
         """The main thread hangs in a collective or computes on: end it from here."""
@@ -184,9 +228,12 @@ class FailureWatch:
         os._exit(1)
 
     def _silent_ranks(self) -> list[int]:
-        """Ranks whose heartbeat stands still, and that did not say why."""
         before = self._heartbeats()
         time.sleep(3 * self._interval_s)
+        return self._silent_since(before)
+
+    def _silent_since(self, before: Mapping[int, bytes]) -> list[int]:
+        """Ranks whose heartbeat stands still, and that did not say why."""
         after = self._heartbeats()
         return [
             rank
@@ -211,14 +258,20 @@ def _describe(error: BaseException, rank: int) -> Failure:
     return Failure(rank, host, traceback.format_exception_only(error)[-1].strip(), text)
 
 
-def _obituary(silent: list[int]) -> str:
+def _obituary(silent: list[int], hosts: Sequence[str]) -> str:
     if not silent:
         return "a connection to another rank broke, though all ranks are alive"
     names = ", ".join(map(str, silent))
-    return f"rank(s) {names} vanished without a word (killed, out of memory, or the host died)"
-
-
-def _coordinator_gone(rank: int) -> str:
+    if not hosts:
+        return f"rank(s) {names} vanished without a word (killed, out of memory, or the host died)"
+    theirs = ", ".join(dict.fromkeys(hosts[rank] for rank in silent))
     return (
-        f"rank 0, which serves the rendezvous store, vanished without a word; rank {rank} stops too"
+        f"rank(s) {names} on {theirs} vanished without a word (killed, out of memory, the host "
+        "died, or the network to it is broken)"
     )
+
+
+def _cause(error: BaseException) -> str:
+    """The system's own words at the end of what torch's store raises, such as "Broken pipe"."""
+    first = str(error).partition("\n")[0]
+    return first.rpartition(": ")[2]

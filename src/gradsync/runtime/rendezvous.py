@@ -73,6 +73,7 @@ class Meeting:
         When a rank has failed, nobody need be waited for.
         """
         try:
+            self.store.set(f"noticed/{world.rank}", "")  # its heartbeat stops in good order
             self.store.add("farewell", 1)
             if self._server is not None:
                 wait_until(
@@ -147,6 +148,22 @@ def meet(env: Mapping[str, str], resolution: Resolution, *, deadline_s: float) -
     )
 
 
+def _no_way(world: World, problem: str) -> RendezvousError:
+    """The error of a job over several MPI hosts that cannot use mpi4py."""
+    given = {
+        "openmpi": "-x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=<port>",
+        "hydra": "-genv MASTER_ADDR <host of rank 0> -genv MASTER_PORT <port>",
+    }.get(world.launcher, "MASTER_ADDR=<host of rank 0> MASTER_PORT=<port>")
+    return RendezvousError(
+        f"rank {world.rank}: the ranks sit on several hosts, no coordinator is given, and "
+        f"{problem}; install gradsync[mpi] (mpi4py), or pass {given}"
+    )
+
+
+def _first_line(said: object) -> str:
+    return (str(said).splitlines() or [""])[0].strip(" \t\0")
+
+
 def _meet_by_mpi(world: World, wanted_port: int) -> tuple[Any, str, int]:
     """Rank 0 binds (any free port for 0) and broadcasts where.
 
@@ -154,11 +171,15 @@ def _meet_by_mpi(world: World, wanted_port: int) -> tuple[Any, str, int]:
     """
     try:
         from mpi4py import MPI
-    except ImportError:
-        raise RendezvousError(
-            f"rank {world.rank}: mpirun spans several hosts and gives no coordinator; install "
-            "gradsync[mpi] (mpi4py), or pass -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=<port>"
-        ) from None
+    except (ImportError, RuntimeError) as error:  # the latter: no MPI library at all
+        raise _no_way(world, f"mpi4py cannot be used ({_first_line(error)})") from None
+    if (MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size) != (world.rank, world.world_size):
+        library = _first_line(MPI.Get_library_version()).partition(",")[0]
+        raise _no_way(
+            world,
+            f"mpi4py found another MPI's library, {library}, which knows no other ranks; let "
+            "MPI4PY_LIBMPI name this one's",
+        )
     server, address, port = None, "", 0
     if world.is_main:
         address = own_address()

@@ -28,6 +28,8 @@ from gradsync.runtime.failure import FailureWatch
 from gradsync.runtime.gloo_group import wait_until_workers_sleep
 from gradsync.runtime.interface import interface_towards
 from gradsync.runtime.memory import keep_freed_memory
+from gradsync.runtime.peer_connections import PeerConnections
+from gradsync.runtime.reach import check_reach
 from gradsync.runtime.rendezvous import Meeting, meet
 from gradsync.runtime.resolve import Resolution, resolve
 from gradsync.runtime.seeds import seed_everything
@@ -54,6 +56,9 @@ class SessionOptions:
     """Longest a collective may take, seconds."""
     rendezvous_timeout_s: float = 60.0
     """Longest to wait for the other ranks at the start, seconds."""
+    silence_s: float = 10.0
+    """Longest that another rank's host may be silent, seconds, at least 1: then its connections
+    count as cut (Linux)."""
     threads: int | None = None
     """Intra-op threads of this rank; None takes cores of the host / ranks on the host."""
     seed: int | None = None
@@ -140,9 +145,11 @@ class Session:
             raise RunError("a process group exists already; gradsync.init() makes its own")
         options, world = self.options, self.world
         deadline_s = time.monotonic() + options.rendezvous_timeout_s
+        connections = PeerConnections(options.silence_s)
         meeting = meet(self._env, resolution, deadline_s=deadline_s)
         self._meeting = meeting
         self._stack.callback(meeting.close)
+        connections.learn()
         # A rank's device is part of what it tells the others, unless they must first tell it
         # which of the host's ranks it is.
         if not resolution.needs_hosts:
@@ -155,14 +162,18 @@ class Session:
             deadline_s=deadline_s,
         )
         meeting.everyone_is_here()
+        hosts = [presence.host for presence in presences]
         if resolution.needs_hosts:
-            hosts = [presence.host for presence in presences]
             self._set_up_compute(place(world, hosts, trust_local=resolution.trust_local))
-        check_not_shared(
-            [presence.host for presence in presences],
-            [presence.device_identity for presence in presences],
-        )
-        self._make_group(meeting)
+        check_not_shared(hosts, [presence.device_identity for presence in presences])
+        interface = self._interface(meeting)
+        if "gloo" in (options.backend or "gloo"):
+            check_reach(
+                meeting.store, self.world, hosts, interface=interface, deadline_s=deadline_s
+            )
+        self._make_group(meeting, interface)
+        connections.learn_pairs(world.world_size, meeting.port)
+        self._start_watch(meeting, hosts, connections)
 
     def _set_up_compute(self, world: World) -> None:
         options = self.options
@@ -176,7 +187,15 @@ class Session:
         if world.is_main:
             log.info("%d intra-op thread(s) a rank, device %s", self.threads, self.world.device)
 
-    def _make_group(self, meeting: Meeting) -> None:
+    def _interface(self, meeting: Meeting) -> str:
+        """Interface for gloo; left alone, it listens on whatever the host's name resolves to."""
+        if self._env.get("GLOO_SOCKET_IFNAME"):
+            return self._env["GLOO_SOCKET_IFNAME"]
+        if self.world.one_host:
+            return "lo" if sys.platform == "linux" else "lo0"
+        return interface_towards(meeting.address)
+
+    def _make_group(self, meeting: Meeting, interface: str) -> None:
         import torch
         import torch.distributed as dist
 
@@ -187,12 +206,8 @@ class Session:
         world, options = self.world, self.options
         on_cuda = world.device.startswith("cuda")
         variables = meeting.torchrun_variables(world)
-        if not self._env.get("GLOO_SOCKET_IFNAME"):
-            # Gloo would listen on whatever the host's name resolves to.
-            loopback = "lo" if sys.platform == "linux" else "lo0"
-            name = loopback if world.one_host else interface_towards(meeting.address)
-            if name:
-                variables["GLOO_SOCKET_IFNAME"] = name
+        if interface:
+            variables["GLOO_SOCKET_IFNAME"] = interface
         self._stack.enter_context(environ.exported(variables))
         dist.init_process_group(
             options.backend or ("cpu:gloo,cuda:nccl" if on_cuda else "gloo"),
@@ -204,8 +219,18 @@ class Session:
         )
         self._stack.callback(dist.destroy_process_group)
         self._stack.callback(wait_until_workers_sleep)
+
+    def _start_watch(
+        self, meeting: Meeting, hosts: list[str], connections: PeerConnections
+    ) -> None:
+        store = meeting.second_connection(self.world.rank)
+        connections.learn()
         self._watch = FailureWatch(
-            meeting.second_connection(world.rank), rank=world.rank, world_size=world.world_size
+            store,
+            rank=self.world.rank,
+            world_size=self.world.world_size,
+            hosts=[] if self.world.one_host else hosts,
+            connections=connections,
         )
         self._watch.start()
 
@@ -223,6 +248,7 @@ def init(
     backend: str | None = None,
     timeout_s: float = 1800.0,
     rendezvous_timeout_s: float = 60.0,
+    silence_s: float = 10.0,
     threads: int | None = None,
     seed: int | None = None,
     keep_memory: bool = False,
@@ -236,6 +262,8 @@ def init(
         backend: torch backend; None takes gloo on CPU and gloo + nccl on CUDA.
         timeout_s: longest a collective may take, seconds.
         rendezvous_timeout_s: longest to wait for the other ranks at the start, seconds.
+        silence_s: longest that another rank's host may be silent, seconds, at least 1: then its
+            connections count as cut (Linux). Raise it where the network heals by itself.
         threads: intra-op threads; None takes cores of the host / ranks on the host.
         seed: seeds Python's, numpy's and torch's global generators, alike on every rank; None
             leaves them as they are.
@@ -256,6 +284,7 @@ def init(
             backend=backend,
             timeout_s=timeout_s,
             rendezvous_timeout_s=rendezvous_timeout_s,
+            silence_s=silence_s,
             threads=threads,
             seed=seed,
             keep_memory=keep_memory,

@@ -19,6 +19,7 @@ from datetime import timedelta
 from typing import Any
 
 from gradsync.errors import RendezvousError
+from gradsync.runtime.interface import FAR, first_address, source_towards
 
 # How long one operation on a store that answers may take; connecting has its own deadline.
 _OPERATION_TIMEOUT = timedelta(seconds=60)
@@ -161,13 +162,11 @@ def wait_until(holds: Callable[[], bool], deadline_s: float) -> bool:
 
 
 def own_address() -> str:
-    """The address other hosts reach this one by: the source address of its default route."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # TEST-NET-1; a datagram connect sends nothing
-            return probe.getsockname()[0]
-        except OSError:
-            return socket.gethostbyname(socket.gethostname())
+    """The address other hosts reach this one by: the source address of its default route.
+
+    Without such a route (a cluster's own network): the address of its first interface.
+    """
+    return source_towards(FAR) or first_address() or "127.0.0.1"
 
 
 def _bind_address(address: str) -> str:

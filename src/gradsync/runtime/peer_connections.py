@@ -1,0 +1,126 @@
+"""The TCP connections to other ranks: how long they may be silent, and how many have ended.
+
+A cut cable says nothing. Left alone, Linux gives up an unanswered message after a quarter of an
+hour and never looks at an idle connection (tcp(7), tcp_retries2 and SO_KEEPALIVE); gloo waits for
+the whole timeout of the collective. Here the system is told to knock on idle connections and to end
+unanswered ones after a bound; whoever waits on one then sees "Connection timed out".
+
+It is the other host's kernel that answers. A rank that computes for long, holds Python's lock or
+was stopped in a debugger is not silent, with one exception: a message larger than the buffers, to
+a rank that is stopped while it arrives, counts as unanswered.
+
+The connections belong to gloo, NCCL and torch's store, which offer no such option, so they are
+found among this process's open files. Linux only; elsewhere nothing is bounded or counted.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+_OPEN_FILES = "/proc/self/fd"
+Opened = tuple[int, str]
+"""File descriptor and identity of a socket."""
+
+
+class PeerConnections:
+    """Bounds the silence of other ranks' hosts; counts the connections that have ended.
+
+    Made before the first connection. Connections within a host are only counted.
+
+    Args:
+        silence_s: longest silence, seconds; at least 1.
+    """
+
+    def __init__(self, silence_s: float) -> None:
+        self._silence_s = silence_s
+        self._hosts: set[str] = set()
+        self._pairs: set[Opened] = set()
+        self._known = _open_sockets()
+
+    def learn(self) -> None:
+        """Where connections lead that were made since the last look, other ranks are: bound all."""
+        self._look(learn=True)
+
+    def learn_pairs(self, world_size: int, store_port: int) -> None:
+        """As `learn`, right after gloo has connected each rank with each other one.
+
+        Args:
+            world_size: number of ranks.
+            store_port: of the rendezvous store, whose connections come and go.
+        """
+        made = self._look(learn=True)
+        pairs = {opened for opened, ports in made.items() if store_port not in ports}
+        # More of them: NCCL has connected too, and they cannot be told apart.
+        self._pairs = pairs if len(pairs) == world_size - 1 else set()
+
+    def keep_up(self) -> None:
+        """Bound new connections to the hosts that are known: process groups may be made later."""
+        if self._hosts:
+            self._look(learn=False)
+
+    def num_ended(self) -> int:
+        """How many ranks' connections to this one have ended, whoever ended them."""
+        return len(self._pairs - _open_sockets()) if self._pairs else 0
+
+    def _look(self, *, learn: bool) -> dict[Opened, tuple[int, int]]:
+        """Bound what is new; returns the ports of each new connection."""
+        now = _open_sockets()
+        made = {}
+        for opened in now - self._known:
+            with suppress(OSError), _borrowed(opened[0]) as one:
+                if one.family in (socket.AF_INET, socket.AF_INET6):
+                    here, there = one.getsockname()[:2], one.getpeername()[:2]
+                    made[opened] = (here[1], there[1])
+                    if here[0] != there[0] and not _is_loopback(there[0]):
+                        if learn:
+                            self._hosts.add(there[0])
+                        if there[0] in self._hosts:
+                            _bound(one, self._silence_s)
+                self._known.add(opened)
+        self._known &= now
+        return made
+
+
+def _open_sockets() -> set[Opened]:
+    if sys.platform != "linux":
+        return set()
+    found = set()
+    for name in os.listdir(_OPEN_FILES):
+        with suppress(OSError):  # closed meanwhile
+            identity = os.readlink(f"{_OPEN_FILES}/{name}")
+            if identity.startswith("socket:"):
+                found.add((int(name), identity))
+    return found
+
+
+@contextmanager
+def _borrowed(number: int) -> Iterator[socket.socket]:
+    """The socket behind a descriptor, left open; raises `OSError` when it was closed meanwhile."""
+    blocking = os.get_blocking(number)
+    with socket.socket(fileno=os.dup(number)) as copy:
+        # Under `socket.setdefaulttimeout` Python makes it non-blocking, for its owner too.
+        if os.get_blocking(number) != blocking:
+            os.set_blocking(number, blocking)
+        yield copy
+
+
+def _is_loopback(address: str) -> bool:
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    mapped = getattr(parsed, "ipv4_mapped", None)  # ::ffff:127.0.0.1
+    return (mapped or parsed).is_loopback
+
+
+def _bound(connection: socket.socket, silence_s: float) -> None:
+    """End the connection after `silence_s` without a sign of the other host, idle or not."""
+    if sys.platform != "linux":
+        return
+    knock_s = max(1, int(silence_s / 5))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, knock_s)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, knock_s)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(silence_s * 1000))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -1,0 +1,97 @@
+"""Faults on the cable between two hosts: what heals costs time, all else ends with a reason."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from support.cable import Cable
+from support.host_runs import Move, arguments, has_ended, has_logged, run_on_hosts, weights_of
+from support.namespaces import two_hosts
+from support.relay import Relay
+from support.small_run import make_data
+from support.two_host_ranks import FIRST_PORT
+
+STEPS = 14
+SILENCE_S = 3.0
+NOTICE_S = 15.0
+"""From the end of a connection to the end of the last rank: nine seconds for two looks of the watch
+and its grace, should the main thread hear nothing, and some for a busy machine."""
+GONE = ("Connection timed out", "No route to host", "Network is unreachable")
+
+
+@pytest.mark.slow
+@pytest.mark.launcher("namespaces")
+@pytest.mark.launcher("nftables")
+def test_faults_on_the_cable(tmp_path: Path) -> None:
+    data = make_data(tmp_path / "data")
+    long = {"steps": 100_000, "silence_s": SILENCE_S}
+    together = {
+        "blocked": arguments(tmp_path, data, "blocked", rendezvous_timeout_s=4.0),
+        "disturbed": arguments(tmp_path, data, "disturbed", steps=STEPS),
+        "reset": arguments(tmp_path, data, "reset", **long),
+        "cut": arguments(tmp_path, data, "cut", **long),
+    }
+    counts = {}
+    with two_hosts() as hosts:
+        cable = Cable(hosts)
+
+        def interrupt() -> None:
+            counts["dropped"] = cable.hit()
+            counts["held back"] = cable.held_back()
+            cable.heal()
+            cable.cut()
+            time.sleep(1.0)  # the length of the fault
+            cable.heal()
+
+        cable.only_port(FIRST_PORT)
+        reset = Move(has_logged(tmp_path / "reset", 3), cable.reset)
+        cut = Move(has_logged(tmp_path / "cut", 3), cable.cut)
+        moves = [
+            Move(has_ended(tmp_path, "blocked"), cable.heal),
+            Move(has_logged(tmp_path / "disturbed", 2), lambda: cable.slow(20)),
+            Move(has_logged(tmp_path / "disturbed", 5), lambda: cable.lose(3)),
+            Move(has_logged(tmp_path / "disturbed", 10), interrupt),
+            reset,
+            Move(has_ended(tmp_path, "reset"), cable.heal),
+            cut,
+            Move(has_ended(tmp_path, "cut"), cable.heal),
+        ]
+        late = Relay(hosts[1], to=(hosts[0].address, FIRST_PORT + 1), delay_s=0.03)
+        with late:
+            runs = run_on_hosts(
+                tmp_path,
+                hosts,
+                together,
+                alone=arguments(tmp_path, data, "alone", steps=STEPS),
+                relayed={"disturbed": (hosts[1].address, late.port)},
+                moves=moves,
+            )
+
+    disturbed = runs["disturbed"]
+    assert disturbed.codes == (0, 0, 0, 0), disturbed.logs
+    assert weights_of(tmp_path / "disturbed") == weights_of(tmp_path / "alone")
+    assert counts["dropped"] > 0
+    assert counts["held back"] > 0
+    assert late.passed_on > 1_000
+
+    blocked = runs["blocked"]
+    assert blocked.codes == (1, 1, 1, 1), blocked.logs
+    for log in blocked.logs:
+        assert "though the coordinator's port answers; open the ports between the hosts" in log
+
+    for name, fault, least_s, most_s, causes in (
+        ("reset", reset, 0.0, NOTICE_S, ("Connection reset by peer",)),
+        ("cut", cut, 1.0, SILENCE_S + NOTICE_S, GONE),
+    ):
+        run = runs[name]
+        assert run.codes == (1, 1, 1, 1), run.logs
+        assert least_s < run.took_s(fault) < most_s, run
+        for log in run.logs[:2]:
+            assert "rank(s) 2, 3 on " in log, run.logs
+            assert "the network to it is broken" in log
+        for log in run.logs[2:]:
+            said = "which serves the rendezvous store, vanished without a word"
+            assert any(f"{said} ({cause})" in log for cause in causes), run.logs

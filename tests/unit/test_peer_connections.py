@@ -1,0 +1,179 @@
+"""Connections to other ranks, found among the open files: bounded, and counted when they end."""
+
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import closing
+
+import pytest
+
+from gradsync.runtime import peer_connections
+from gradsync.runtime.failure import FailureWatch
+from gradsync.runtime.peer_connections import PeerConnections
+
+BOUND_MS = 7_000
+
+
+def connected() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        near = socket.create_connection(server.getsockname())
+        return near, server.accept()[0]
+
+
+@pytest.fixture
+def far(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loopback passes for a network: 127.0.0.2 is another host."""
+    monkeypatch.setattr(peer_connections, "_is_loopback", lambda _: False)
+
+
+def pair_over_the_network() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.2", 0)) as server:
+        near = socket.create_connection(server.getsockname(), source_address=("127.0.0.1", 0))
+        return near, server.accept()[0]
+
+
+def bound_of(one: socket.socket) -> tuple[int, int]:
+    return (
+        one.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE),
+        one.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT),
+    )
+
+
+@pytest.fixture
+def peers() -> PeerConnections:
+    return PeerConnections(BOUND_MS / 1000)
+
+
+@pytest.mark.usefixtures("far")
+def test_what_leads_to_another_host_is_bounded(peers: PeerConnections) -> None:
+    near, there = pair_over_the_network()
+    with near, there:
+        assert bound_of(near) == (0, 0)
+        peers.learn()
+        assert bound_of(near) == bound_of(there) == (1, BOUND_MS)
+        later, other_end = pair_over_the_network()
+        with later, other_end:
+            peers.keep_up()
+            assert bound_of(later) == (1, BOUND_MS)
+
+
+@pytest.mark.usefixtures("far")
+def test_connections_of_before_and_to_strangers_are_left_alone() -> None:
+    before, its_end = pair_over_the_network()
+    with before, its_end:
+        peers = PeerConnections(7.0)
+        peers.learn()
+        peers.keep_up()
+        stranger, strangers_end = pair_over_the_network()
+        with stranger, strangers_end:
+            peers.keep_up()
+            for one in (before, stranger):
+                assert bound_of(one) == (0, 0)
+
+
+def test_within_a_host_nothing_is_bounded(peers: PeerConnections) -> None:
+    near, there = connected()
+    with near, there:
+        peers.learn()
+        assert bound_of(near) == (0, 0)
+
+
+def test_ended_connections_are_counted(peers: PeerConnections) -> None:
+    store, its_end = connected()
+    pairs = [connected() for _ in range(2)]
+    store_port = its_end.getsockname()[1]
+    # Of each pair of sockets both ends are ours: four connections of five ranks.
+    peers.learn_pairs(5, store_port)
+    assert peers.num_ended() == 0
+    store.close()
+    its_end.close()
+    assert peers.num_ended() == 0
+    pairs[0][0].close()
+    assert peers.num_ended() == 1
+    for pair in pairs:
+        for one in pair:
+            one.close()
+    assert peers.num_ended() == 4
+
+
+def test_connections_that_cannot_be_told_apart_are_not_counted(peers: PeerConnections) -> None:
+    near, there = connected()
+    with closing(near), closing(there):
+        peers.learn_pairs(2, 1)
+    assert peers.num_ended() == 0
+
+
+def test_a_default_timeout_changes_nobodys_socket(peers: PeerConnections) -> None:
+    near, there = connected()
+    with near, there:
+        socket.setdefaulttimeout(5.0)
+        try:
+            peers.learn()
+        finally:
+            socket.setdefaulttimeout(None)
+        assert os.get_blocking(near.fileno())
+        assert os.get_blocking(there.fileno())
+
+
+class Store:
+    """As much of a rendezvous store as the watch needs."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.numbers: dict[str, int] = {}
+
+    def add(self, key: str, amount: int) -> int:
+        self.numbers[key] = self.numbers.get(key, 0) + amount
+        return self.numbers[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.values for key in keys)
+
+    def get(self, key: str) -> bytes:
+        return self.values[key]
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value.encode()
+
+
+class Ended:
+    """Connections of which so many have ended."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def keep_up(self) -> None: ...
+
+    def num_ended(self) -> int:
+        return self.number
+
+
+def looks(ended: int, *, left: int = 0, beats: tuple[str, str] = ("1", "9")) -> list[int]:
+    """What rank 0 of 3 makes of two looks; between them, ranks 1 and 2 beat as told."""
+    store = Store()
+    watch = FailureWatch(store, rank=0, world_size=3, connections=Ended(ended))  # type: ignore
+    store.add("farewell", left)
+    for rank in range(left):
+        store.set(f"noticed/{rank + 1}", "")
+    store.set("beat/1", "1")
+    store.set("beat/2", "1")
+    assert watch._look_around() == []
+    store.set("beat/1", beats[0])
+    store.set("beat/2", beats[1])
+    return watch._look_around()
+
+
+def test_an_ended_connection_and_a_heartbeat_that_stands_still_are_a_death() -> None:
+    assert looks(1) == [1]
+    assert looks(2, beats=("1", "1")) == [1, 2]
+
+
+def test_either_alone_is_none() -> None:
+    assert looks(0) == []  # it computes with Python's lock held
+    assert looks(1, beats=("7", "9")) == []  # it has destroyed its group
+
+
+def test_who_left_in_good_order_is_not_dead() -> None:
+    assert looks(1, left=1, beats=("1", "1")) == []
+    assert looks(2, left=1, beats=("1", "1")) == [2]

@@ -17,11 +17,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gradsync.bench.memory_report import shape_text
+from gradsync.bench.simulation_report import settings_text
 from gradsync.bench.sync_plan import plan_from_json
 from gradsync.bench.sync_report import title
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", "docs/guide/strategies.md")
+PAGES = ("README.md", "docs/guide/strategies.md", "docs/guide/planning.md")
 TABLE = re.compile(r"<!-- bench: (\S+\.json) -->\n.*?<!-- bench: end -->", re.DOTALL)
 KIB, MIB = 2**10, 2**20
 
@@ -37,7 +39,7 @@ def render(page: str, read: Any = None) -> str:
 
     def made(found: re.Match[str]) -> str:
         record = json.loads(read(found[1]))
-        table = {"sync": sync_table, "collectives": collectives_table}[record["benchmark"]]
+        table = _TABLES[record["benchmark"]]
         return f"<!-- bench: {found[1]} -->\n{table(record)}\n<!-- bench: end -->"
 
     return TABLE.sub(made, page)
@@ -80,6 +82,44 @@ def collectives_table(record: Mapping[str, Any]) -> str:
     return "\n".join([*lines, "", f"`{record['command']}`: medians. {_machine(record)}"])
 
 
+def simulation_table(record: Mapping[str, Any]) -> str:
+    """A line per strategy and number of ranks: predicted, measured, and how far apart."""
+    lines = [
+        _row(["", "ranks", "predicted, ms", "measured, ms", "error", "error from one rank"]),
+        _row(["---", *["---:"] * 5]),
+    ]
+    for row in record["predictions"]:
+        digits = 0 if row["measured_ms"]["median"] >= 500 else 1
+        error = row["error"]
+        cells = [
+            f"`{row['strategy']}`",
+            str(row["world_size"]),
+            _spread(row["predicted_ms"], digits),
+            _spread(row["measured_ms"], digits),
+            f"{error['median']:+.1%} ({error['low']:+.1%} to {error['high']:+.1%})",
+            f"{row['error_from_one']:+.1%}",
+        ]
+        lines.append(_row(cells))
+    said = f"`{record['command']}`: {settings_text(plan_from_json(record['plan']).settings)}"
+    return "\n".join([*lines, "", f"{said}; medians (quartiles). {_machine(record)}"])
+
+
+def memory_table(record: Mapping[str, Any]) -> str:
+    """A line per case: the formulas' bytes beside the measured ones."""
+    head = ["", "predicted, MiB", "measured, MiB", "predicted / measured"]
+    lines = [_row(head), _row(["---", *["---:"] * 3])]
+    for row in record["rows"]:
+        predicted, measured = row["predicted_bytes"], row["measured_bytes"]
+        name, *rest = row["case"].split(", ")
+        cells = [f"{predicted / MIB:,.0f}", f"{measured / MIB:,.0f}", f"{predicted / measured:.2f}"]
+        lines.append(_row([", ".join([f"`{name}`", *rest]), *cells]))
+    shapes = "; ".join(
+        shape_text(name) for name in dict.fromkeys(r["shape"] for r in record["rows"])
+    )
+    said = f"`{record['command']}`: largest size of a rank of {record['environment']['world_size']}"
+    return "\n".join([*lines, "", f"{said}; {shapes}. {_machine(record)}"])
+
+
 def _machine(record: Mapping[str, Any]) -> str:
     found = record["environment"]
     return f"CPU, {found['cores']} cores ({found['cpu']}), torch {found['torch']}, {found['date']}."
@@ -105,6 +145,14 @@ def _size(num_bytes: int) -> str:
 
 def _row(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cells) + " |"
+
+
+_TABLES = {
+    "sync": sync_table,
+    "collectives": collectives_table,
+    "simulation": simulation_table,
+    "memory": memory_table,
+}
 
 
 def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:

@@ -1,0 +1,376 @@
+"""`gradsync plan`: which strategy, split and micro-batch fit a machine, here or anywhere."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from gradsync.bench.plot import check_plot
+from gradsync.errors import ConfigError, RunError
+from gradsync.hardware.choice import Choice, choose
+from gradsync.hardware.choice_candidate import Search
+from gradsync.hardware.choice_command import commands
+from gradsync.hardware.choice_costs import Costs
+from gradsync.hardware.choice_remedy import find_remedy
+from gradsync.hardware.choice_report import (
+    hardware_lines,
+    pick_sections,
+    print_table,
+    section,
+    work_lines,
+)
+from gradsync.hardware.choice_submodels import parse_submodel, place_submodels
+from gradsync.hardware.choice_words import gb
+from gradsync.hardware.description import Hardware
+from gradsync.hardware.detect import detect_hardware
+from gradsync.hardware.hardware_file import hardware_document, load_hardware
+from gradsync.hardware.hardware_name import DEFAULT_NETWORK, check_size
+from gradsync.hardware.memory_model import memory_need
+from gradsync.hardware.networks import NETWORKS, load_network
+from gradsync.hardware.simulate.report import report_text
+from gradsync.hardware.simulate.simulation import DEFAULT_STRATEGIES, Simulation, simulate
+from gradsync.hardware.switches import speed_switches
+from gradsync.hardware.workload import Split, Workload
+from gradsync.runtime import environ
+from gradsync.sync.registry import STRATEGIES, find_strategy
+from gradsync.train.auto_sync import vocabulary
+from gradsync.train.config import TrainConfig
+from gradsync.train.recipes import recipe
+
+_USUAL = ("invariant", "bucketed", "zero1", "zero2", "fsdp", "ddp")
+"""What is tried unless names are given: nothing that loses something on purpose, and of those that
+cost the same only one."""
+_BETWEEN_HOSTS = "hierarchical"
+"""Joins them where there are several hosts."""
+_LARGEST_MICRO_BATCH = 32
+_SIZES = ("tokens_per_update", "micro_batch_size", "seq_len", "dtype")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanOptions:
+    """Say which strategy, split and micro-batch to train a model with, and what they will take.
+
+    Every combination is held against the memory of the devices, and timed by a model: of this
+    machine after a short probe, of others from data sheets. The global batch stays the same,
+    whatever is taken. Sizes that are not given are those of `gradsync train MODEL`.
+    """
+
+    model: Annotated[str, tyro.conf.Positional] = "tiny"
+    """tiny, mini, small, medium, large, xl, 1.3b, 2.7b."""
+    hardware: str = ""
+    """Plan for this instead of this machine: a name such as h100x4 or a100-40x2, or FILE.yaml."""
+    nodes: int | None = None
+    """Number of such hosts; default: the one, or those of the launcher or the file."""
+    nproc_per_node: int | None = None
+    """CPU: ranks per host; default: what suits its cores."""
+    network: str = ""
+    """Between hosts: a name such as infiniband-ndr or ethernet-10g, or FILE.yaml."""
+    tokens_per_update: int | None = None
+    """Tokens of one optimizer step over all ranks."""
+    micro_batch_size: int | None = None
+    """Sequences of one forward and backward; default: several are tried."""
+    seq_len: int | None = None
+    """Tokens of a sequence."""
+    dtype: Literal["bf16", "fp32", "fp16"] | None = None
+    """bf16 and fp16 are autocast over fp32 weights."""
+    data: str = ""
+    """Directory with train.bin, for its vocabulary; default: the model's own."""
+    strategies: str = ""
+    """Names with commas between them, or all; default: those that keep one rank's numbers."""
+    probe: bool = True
+    """Measure a few leaves here; --no-probe estimates."""
+    submodel: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """A frozen model beside the one that trains, as NAME:SIZE: llama:16GB, or llama:8e9params (of
+    16 bits); llama:16GB/32 may be cut between 32 blocks. Several times for several. Then the answer
+    is which device holds which."""
+    simulate: str = ""
+    """Also simulate the step on so many devices of this kind: 8,64,512."""
+    plot: str = ""
+    """Draw the simulated efficiency: FILE.png, FILE.svg or FILE.pdf."""
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
+    """Print one JSON document on standard output, and nothing else there."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """What was asked for, checked."""
+
+    hardware: Hardware
+    here: bool
+    """Whether the hardware is this machine's."""
+    work: Workload
+    search: Search
+    flags: tuple[str, ...]
+    """Of `gradsync train`, for what differs from the model's own configuration."""
+
+
+def run(argv: list[str]) -> int:
+    """Carry out `gradsync plan ARGV`.
+
+    Returns:
+        0.
+
+    Raises:
+        ConfigError: an unknown model, strategy or network, a file that cannot be used, numbers
+            that cannot be.
+        DataError: the data's description cannot be read.
+        RunError: the model fits nowhere.
+    """
+    options = tyro.cli(PlanOptions, args=argv, prog="gradsync plan")
+    request = request_of(options)
+    if options.submodel:
+        return _tell_submodels(options, request)
+    costs, work, hardware = Costs(), request.work, request.hardware
+    choice = choose(work, hardware, costs.models, request.search)
+    if options.probe and request.here and choice.pick is not None and costs.measure(work, hardware):
+        choice = choose(work, hardware, costs.models, request.search)
+    simulation = _simulated(options, request, costs, choice)
+    _tell(options, request, costs, choice, simulation)
+    return 0
+
+
+def request_of(options: PlanOptions) -> Request:
+    """What was asked for.
+
+    Raises:
+        ConfigError: see `run`.
+        DataError: see `run`.
+    """
+    strategies = _strategies(options.strategies)
+    largest = max(sizes_of(options), default=1)
+    if options.data and not Path(options.data).is_dir():
+        raise ConfigError(f"--data {options.data} is no directory")
+    config = _config(options)
+    hardware = hardware_of(options)
+    each = len(hardware.hosts[0].devices)
+    if hardware.network is None and largest > each:
+        raise ConfigError(
+            f"--simulate {largest} is more than a host's {each} ranks: name what joins hosts, "
+            f"--network NAME (there are: {', '.join(NETWORKS)})"
+        )
+    kind = hardware.devices[0].kind
+    if config.dtype == "fp16" and kind == "cpu":
+        raise ConfigError("--dtype fp16 needs CUDA; use bf16 or fp32 on a CPU")
+    if not options.strategies and len(hardware.hosts) > 1 and each > 1:
+        strategies += (_BETWEEN_HOSTS,)
+    model = config.model
+    if options.data:
+        model = replace(model, vocab_size=vocabulary(options.data) or model.vocab_size)
+    plan = config.batch_plan(1)
+    sizes = [config.micro_batch_size]
+    if options.micro_batch_size is None:
+        sizes += [
+            size
+            for size in (2**power for power in range(_LARGEST_MICRO_BATCH.bit_length()))
+            if plan.global_batch_size % size == 0 and size not in sizes
+        ]
+    return Request(
+        hardware=hardware,
+        here=not options.hardware,
+        work=Workload(
+            model=model,
+            micro_batch_size=plan.micro_batch_size,
+            seq_len=config.sequence_length,
+            num_leaves=plan.num_leaves,
+            dtype=config.dtype,
+            kind=kind,
+        ),
+        search=Search(strategies=strategies, micro_batch_sizes=tuple(sizes)),
+        flags=tuple(_train_flags(options)),
+    )
+
+
+def hardware_of(options: PlanOptions) -> Hardware:
+    """What to plan for: described, or this machine.
+
+    Raises:
+        ConfigError: an unknown name, a file that cannot be used, a network where there is one host.
+    """
+    for name in ("nodes", "nproc_per_node"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1; got {value}")
+    if options.hardware:
+        hardware = _repeated(load_hardware(options.hardware), options.nodes, options.hardware)
+        if options.nproc_per_node is not None:
+            raise ConfigError("--nproc-per-node is for this machine; --hardware says how many")
+    else:
+        hardware = detect_hardware(
+            environ.snapshot(),
+            num_hosts=options.nodes,
+            ranks_per_host=options.nproc_per_node,
+        )
+    if not options.network:
+        return hardware
+    if len(hardware.hosts) == 1 and not options.simulate:
+        raise ConfigError("--network joins hosts, and there is one; give --nodes or --simulate")
+    return replace(hardware, network=load_network(options.network))
+
+
+def sizes_of(options: PlanOptions) -> list[int]:
+    """Numbers of ranks to simulate.
+
+    Raises:
+        ConfigError: text that is none; a picture of nothing.
+    """
+    words = [word.strip() for word in options.simulate.split(",") if word.strip()]
+    if any(not word.isdecimal() or int(word) < 1 for word in words) or (
+        options.simulate and not words
+    ):
+        raise ConfigError(
+            f"--simulate takes numbers of ranks such as 8,64,512; got {options.simulate!r}"
+        )
+    if options.plot:
+        if not words:
+            raise ConfigError("--plot draws what --simulate finds; give it numbers of ranks")
+        check_plot(Path(options.plot))
+    return [int(word) for word in words]
+
+
+def _repeated(hardware: Hardware, nodes: int | None, name: str) -> Hardware:
+    """As many hosts like the one described."""
+    if nodes is None or nodes == len(hardware.hosts):
+        return hardware
+    if len(hardware.hosts) > 1:
+        raise ConfigError(f"--nodes {nodes}, but {name} has {len(hardware.hosts)} hosts; drop one")
+    check_size(nodes * len(hardware.devices), f"--nodes {nodes}")
+    network = hardware.network or NETWORKS[DEFAULT_NETWORK]
+    note = f"assumed: {network.name} between the hosts (--network names another)"
+    return Hardware(hosts=hardware.hosts * nodes, network=network, notes=(*hardware.notes, note))
+
+
+def _strategies(text: str) -> tuple[str, ...]:
+    if text.strip() == "all":
+        return tuple(dict.fromkeys((*_USUAL, *STRATEGIES)))
+    names = [name.strip() for name in text.split(",") if name.strip()] if text else list(_USUAL)
+    if text and not names:
+        raise ConfigError(f"--strategies names none: got {text!r}")
+    return tuple(dict.fromkeys(find_strategy(name).name for name in names))
+
+
+def _config(options: PlanOptions) -> TrainConfig:
+    """The model's own configuration with what was asked for; a micro-batch that was not asked for
+    is one that divides the batch."""
+    given = {name: getattr(options, name) for name in _SIZES}
+    config = replace(recipe(options.model), **{k: v for k, v in given.items() if v is not None})
+    if options.micro_batch_size is None:
+        sequences = config.tokens_per_update // config.sequence_length
+        usual = math.gcd(sequences, config.micro_batch_size) or 1
+        config = replace(config, micro_batch_size=usual)
+    config.batch_plan(1)
+    return config
+
+
+def _train_flags(options: PlanOptions) -> Iterator[str]:
+    """Of `gradsync train`: what differs from the model's own configuration, but for what is
+    chosen."""
+    for name in ("tokens_per_update", "seq_len", "dtype"):
+        value = getattr(options, name)
+        if value is not None and value != getattr(recipe(options.model), name):
+            yield from (f"--{name.replace('_', '-')}", str(value))
+    if options.data:
+        yield from ("--data", options.data)
+
+
+def _simulated(
+    options: PlanOptions, request: Request, costs: Costs, choice: Choice
+) -> Simulation | None:
+    """More of the first host: every replica keeps the leaves that it has under the pick.
+
+    Raises:
+        ConfigError: sizes that the pick's parts do not divide.
+    """
+    sizes, pick = sizes_of(options), choice.pick
+    if not sizes or pick is None:
+        return None
+    host = request.hardware.hosts[0]
+    network = request.hardware.network
+    names = _strategies(options.strategies) if options.strategies else DEFAULT_STRATEGIES
+    splits = [Split(strategy=name) for name in names]
+    if (best := replace(pick.split, layout=replace(pick.split.layout, dp=1))) not in splits:
+        splits.insert(0, replace(best, shared_weights=False))
+    work = replace(pick.work, num_leaves=-(-pick.work.num_leaves // pick.split.layout.dp))
+    device = request.hardware.devices[0]
+    profile = costs.models.profile(work, device)
+    return simulate(work, host, network, sizes, profile, splits=list(dict.fromkeys(splits)))
+
+
+def _switch_lines(request: Request) -> list[str]:
+    """What the devices can do, and what may help; nothing is set."""
+    switches = speed_switches(request.hardware, environ.snapshot() if request.here else {})
+    lines = list(switches.reasons)
+    if switches.dtype != request.work.dtype and request.work.dtype == "bf16":
+        lines.append(f"--dtype {switches.dtype} would be faster here than bf16")
+    return [*lines, *switches.suggestion_lines()]
+
+
+def _tell_submodels(options: PlanOptions, request: Request) -> int:
+    """Where frozen parts go; the rest is replicated.
+
+    Raises:
+        ConfigError: a part that is none.
+        RunError: they fit nowhere.
+    """
+    parts = [parse_submodel(text) for text in options.submodel]
+    trained = memory_need(request.work, Split(strategy="bucketed")).total
+    found = place_submodels(parts, trained, request.hardware)
+    if options.as_json:
+        document = {"model": options.model, "hardware": hardware_document(request.hardware)}
+        print(json.dumps({**document, "submodels": found.to_json()}, indent=1), flush=True)
+        return 0
+    print(section("trained", work_lines(options.model, request.work)))
+    print(section("frozen", [f"{part.name} {gb(part.num_bytes)}" for part in parts]))
+    print(section("hardware", hardware_lines(request.hardware)))
+    print(section("taken", found.lines()))
+    return 0
+
+
+def _tell(
+    options: PlanOptions,
+    request: Request,
+    costs: Costs,
+    choice: Choice,
+    simulation: Simulation | None,
+) -> None:
+    """Print it.
+
+    Raises:
+        RunError: nothing fits; said after the table.
+    """
+    name, pick = options.model, choice.pick
+    lines = [] if pick is None else commands(pick, request.hardware, name, request.flags)
+    if options.as_json:
+        document = {
+            "model": name,
+            "hardware": hardware_document(request.hardware),
+            **choice.to_json(),
+            "commands": [line for _, line in lines],
+            "figures": costs.lines(request.hardware),
+            "simulation": None if simulation is None else simulation.to_json(),
+        }
+        print(json.dumps(document, indent=1, allow_nan=False), flush=True)
+    else:
+        print(section("model", work_lines(name, request.work)))
+        print(section("hardware", hardware_lines(request.hardware)))
+        print_table(choice, sys.stdout)
+        if pick is not None:
+            print("\n".join(pick_sections(pick, lines)))
+            print(section("switches", _switch_lines(request)))
+            print(section("figures", costs.lines(request.hardware)))
+        if simulation is not None:
+            print(f"\n{report_text(simulation)}")
+    if simulation is not None and options.plot:
+        from gradsync.bench.plot_simulation import plot_simulation
+
+        plot_simulation(Path(options.plot), simulation)
+        print(f"wrote {options.plot}", file=sys.stderr)
+    if pick is None:
+        remedy = find_remedy(choice, request.work, request.hardware, costs.models)
+        raise RunError(remedy.words(name, request.hardware))

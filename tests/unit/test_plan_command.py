@@ -1,0 +1,561 @@
+"""`gradsync plan`: sensible answers for machines that are not here, one line for bad requests."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import asdict, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import plan_output
+import pytest
+import tyro
+
+from gradsync.cli.main import main
+from gradsync.cli.plan import PlanOptions, hardware_of, request_of
+from gradsync.errors import ConfigError
+from gradsync.hardware.choice import MARGIN, Choice, choose
+from gradsync.hardware.choice_costs import Costs
+from gradsync.hardware.choice_probe import leaf_operations, probe_work, scaled_profile
+from gradsync.hardware.choice_splits import obstacle, splits
+from gradsync.hardware.choice_submodels import Submodels, parse_submodel, place_submodels
+from gradsync.hardware.description import Hardware, Host, Link
+from gradsync.hardware.estimate import estimate_profile
+from gradsync.hardware.hardware_file import load_hardware
+from gradsync.hardware.memory_model import memory_need
+from gradsync.hardware.step_profile import StepProfile
+from gradsync.hardware.workload import Split, Workload
+from gradsync.models.presets import preset
+from gradsync.parallel.layout import Layout
+from gradsync.sync.registry import STRATEGIES
+from gradsync.train.recipes import recipe
+from gradsync.train.split_check import check_layout, goes_with_parts
+from support.launchers import run_python
+
+ROOT = Path(__file__).parents[2]
+GB = 10**9
+CPU_BOX = """
+hosts:
+- devices: [{name: a CPU, kind: cpu, memory: 12GB, flops: 150GFLOP/s, count: 2}]
+  link: {name: shared memory, latency: 26us, bandwidth: 13.4GB/s}
+  cores: 2
+  memory: 24GB
+"""
+
+
+REPLICATED = "invariant,bucketed"
+"""Fewer candidates than the default's, where a test asks many machines."""
+
+
+def run(*arguments: str) -> int:
+    """Exit code; tyro reports bad flags by SystemExit."""
+    try:
+        return main(["plan", *arguments])
+    except SystemExit as stop:
+        return int(stop.code or 0)
+
+
+@cache
+def planned(model: str, hardware: str, **options: Any) -> Choice:
+    request = request_of(PlanOptions(model=model, hardware=hardware, **options))
+    return choose(request.work, request.hardware, Costs().models, request.search)
+
+
+def layout_of(model: str, hardware: str) -> Layout:
+    """The layout taken; its memory is within what the device has."""
+    pick = planned(model, hardware, strategies=REPLICATED).pick
+    assert pick is not None
+    assert pick.memory is not None
+    assert pick.memory.total <= pick.room_bytes
+    return pick.split.layout
+
+
+@pytest.fixture
+def box(tmp_path: Path) -> str:
+    path = tmp_path / "box.yaml"
+    path.write_text(CPU_BOX)
+    return str(path)
+
+
+# The published table ("DDP Strategy Selection", 1 to 4 GPUs) with a model whose replica fits on
+# 80 GB and not on 40 GB: 2.65 G parameters, of 16 bytes each.
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_published_table_where_a_replica_fits(count: int) -> None:
+    """Single; data parallel; data parallel with unequal shares; data parallel."""
+    assert layout_of("2.7b", f"h100x{count}") == Layout(dp=count)
+
+
+def test_published_table_where_no_replica_fits() -> None:
+    """Model split; all three in one replica; data parallel x model split."""
+    assert layout_of("2.7b", "a100-40x2").model_ranks == 2
+    assert layout_of("2.7b", "a100-40x3").model_ranks == 3
+    four = layout_of("2.7b", "a100-40x4")
+    assert (four.dp, four.model_ranks) == (2, 2)
+
+
+def test_published_table_asks_for_memory_not_for_names() -> None:
+    """An A100 of 80 GB is no A100 of 40 GB, and half of it is."""
+    assert layout_of("2.7b", "a100-80x2") == layout_of("2.7b", "h100x2") == Layout(dp=2)
+    assert layout_of("2.7b", "a100-80-3g.40gbx2").model_ranks == 2
+
+
+@pytest.mark.parametrize("device", ["a100-40", "a100-80", "h100", "h200"])
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_xl_is_replicated(device: str, count: int) -> None:
+    """1.56 G parameters: 25 GB of weights, gradients and AdamW's state, on any of these."""
+    pick = planned("xl", f"{device}x{count}", strategies=REPLICATED).pick
+    assert pick is not None
+    assert pick.split.layout == Layout(dp=count)
+    assert not pick.work.activation_checkpointing
+    assert pick.work.step_tokens == recipe("xl").tokens_per_update
+    assert pick.memory is not None
+    assert 25 * GB < pick.memory.total <= pick.room_bytes
+    assert pick.time is not None
+    assert 0.95 < pick.time.efficiency <= 1.05
+    if device == "a100-40":  # the recipe's four sequences keep too much
+        assert pick.work.micro_batch_size < recipe("xl").micro_batch_size
+
+
+def test_xl_keeps_its_bits_where_there_is_room() -> None:
+    for count in (1, 2, 3, 4):
+        pick = planned("xl", f"h200x{count}", strategies=REPLICATED).pick
+        assert pick is not None
+        assert pick.promise == "bitwise"
+        assert pick.work.micro_batch_size == recipe("xl").micro_batch_size
+
+
+def test_more_devices_are_faster() -> None:
+    steps = []
+    for count in (1, 2, 3, 4):
+        pick = planned("xl", f"h200x{count}", strategies=REPLICATED).pick
+        assert pick is not None
+        steps.append(pick.seconds)
+    assert steps == sorted(steps, reverse=True)
+    assert steps[0] / steps[3] == pytest.approx(4, rel=0.05)
+
+
+def test_small_on_a_cpu_box(box: str) -> None:
+    """Two ranks that share one copy of the weights; a leaf smaller than the recipe's."""
+    pick = planned("small", box).pick
+    assert pick is not None
+    assert pick.split == Split(strategy="invariant", layout=Layout(dp=2), shared_weights=True)
+    assert pick.memory is not None
+    assert 4 * GB < pick.memory.total < 12 * GB * (1 - MARGIN)
+    assert pick.memory.weights < 4 * preset("small").num_params()  # a share of one copy
+
+
+@pytest.mark.parametrize(("network", "ranks"), [("infiniband-ndr", 4), ("wan-100m-100ms", 2)])
+def test_hosts_are_joined_where_the_network_allows(network: str, ranks: int) -> None:
+    choice = planned("small", "h100x2@2", network=network, strategies="invariant")
+    assert choice.pick is not None
+    assert choice.pick.split.world_size == ranks
+
+
+def test_answer_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("xl", "--hardware", "h100x4") == 0
+    printed = capsys.readouterr().out
+    assert "GPT xl (1,560.0 M parameters, vocabulary 50,257), bf16, 524,288 tokens" in printed
+    assert "4 x NVIDIA H100 80GB HBM3 (80.0 GB); nvlink4" in printed
+    assert "25 heads do not divide by 2" in printed
+    assert "a 10% margin stays free" in printed
+    assert "computing: estimated" in printed
+    line = next(line for line in printed.splitlines() if line.startswith("run"))
+    assert "gradsync train xl --sync " in line
+    assert line.endswith("--nproc-per-node 4")
+
+
+def test_answers_without_torch() -> None:
+    """Help, and a plan for a described machine."""
+    code = (
+        "import sys; from gradsync.cli.main import main\n"
+        "assert main(['plan', 'mini', '--hardware', 't4']) == 0\n"
+        "try: main(['plan', '--help'])\n"
+        "except SystemExit as stop: assert not stop.code\n"
+        "assert not {'torch', 'matplotlib'} & set(sys.modules)"
+    )
+    assert "margin stays free" in run_python(["-c", code]).ok().stdout
+
+
+@pytest.mark.parametrize(
+    ("model", "hardware"), [("2.7b", "a100-40x2"), ("xl", "h100"), ("mini", "t4x2")]
+)
+def test_the_command_is_one_that_train_takes(
+    model: str, hardware: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(model, "--hardware", hardware, "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    (command,) = document["commands"]
+    program, *arguments = shlex.split(command)
+    assert program == "gradsync"
+    assert main([*arguments, "--dry-run", "--json"]) == 0
+    config = json.loads(capsys.readouterr().out)["config"]
+    assert config["sync"] == document["pick"]["strategy"]
+    assert config["micro_batch_size"] == document["pick"]["micro_batch_size"]
+
+
+def test_commands_for_several_hosts(capsys: pytest.CaptureFixture[str]) -> None:
+    few = ("--strategies", "invariant", "--micro-batch-size", "4")
+    assert run("small", "--hardware", "h100x4", "--nodes", "2", "--json", *few) == 0
+    by_hand, slurm = json.loads(capsys.readouterr().out)["commands"]
+    assert main([*shlex.split(by_hand)[1:2], "--dry-run", *shlex.split(by_hand)[2:]]) == 0
+    assert main([*shlex.split(slurm)[1:2], "--dry-run", *shlex.split(slurm)[2:]]) == 0
+    assert "#SBATCH --gres=gpu:4" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("names", ["fsdp", "diloco", "ddp,powersgd", "naive,flat,overlap,ring"])
+def test_any_strategies_can_be_named(names: str) -> None:
+    choice = planned("small", "h100x2", strategies=names, micro_batch_size=4)
+    assert choice.pick is not None
+    assert {each.split.strategy for each in choice.candidates} == set(names.split(","))
+
+
+def test_all_strategies() -> None:
+    request = request_of(PlanOptions(model="tiny", hardware="h100", strategies="all"))
+    assert set(request.search.strategies) == set(STRATEGIES)
+    assert request.search.strategies[0] == "invariant"  # what is usual comes first
+
+
+def test_json_is_one_document(box: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("tiny", "--hardware", box, "--json") == 0
+    captured = capsys.readouterr()
+    document = json.loads(captured.out)
+    assert captured.err == ""
+    pick = document["pick"]
+    assert pick in document["candidates"]
+    assert pick["memory_bytes"]["total"] == sum(
+        size for name, size in pick["memory_bytes"].items() if name != "total"
+    )
+    for each in document["candidates"]:
+        assert bool(each["obstacle"]) == (each["step"] is None)
+        assert each["micro_batch_size"] * each["num_leaves"] == 16
+
+
+def test_simulation(capsys: pytest.CaptureFixture[str]) -> None:
+    few = ("--hardware", "h100x8", "--strategies", "invariant,diloco", "--micro-batch-size", "4")
+    assert run("small", *few, "--simulate", "8,64", "--network", "wan-1g-50ms") == 0
+    printed = capsys.readouterr().out
+    assert "64 ranks" in printed
+    assert "only diloco stays above 50 %" in printed
+    assert run("small", *few, "--simulate", "8", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["simulation"]["world_sizes"] == [8]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("xl", "--hardware", "rtx4090x2"), ("xl fits nowhere on 2 x", " GB short", "devices")),
+        (("2.7b", "--hardware", "a100-40"), ("it would fit on 2 such devices", "'xl' fits here")),
+    ],
+)
+def test_what_fits_nowhere(
+    arguments: tuple[str, ...], words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 1, by how much, and what would fit."""
+    if arguments[-1] == "rtx4090x2":
+        arguments = (*arguments, "--strategies", "invariant", "--micro-batch-size", "16")
+    assert run(*arguments) == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    for word in words:
+        assert word in said
+
+
+def test_what_fits_nowhere_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    few = ("--strategies", "bucketed", "--micro-batch-size", "1")
+    assert run("2.7b", "--hardware", "a100-40", "--json", *few) == 1
+    document = json.loads(capsys.readouterr().out)
+    assert document["pick"] is None
+    assert document["commands"] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("xxl",), "unknown model preset 'xxl'"),
+        (("xl", "--hardware", "h1000x4"), "unknown device 'h1000'"),
+        (("xl", "--hardware", "h100x0"), "count must be at least 1"),
+        (("xl", "--hardware", "nowhere.yaml"), "cannot read hardware file nowhere.yaml"),
+        (("xl", "--hardware", "bad.yaml"), "bad.yaml"),
+        (("xl", "--hardware", "h100x4@2", "--nodes", "3"), "h100x4@2 has 2 hosts"),
+        (("xl", "--hardware", "h100x2", "--nodes", "0"), "--nodes must be at least 1; got 0"),
+        (("xl", "--hardware", "h100x2", "--nproc-per-node", "2"), "--hardware says how many"),
+        (("xl", "--hardware", "h100x2@2", "--network", "tokenring"), "unknown network 'tokenring'"),
+        (("xl", "--hardware", "h100x2", "--network", "ethernet-10g"), "there is one"),
+        (("xl", "--hardware", "h100x2@2", "--network", "bad.yaml"), "bad.yaml"),
+        (("xl", "--hardware", "h100", "--strategies", "zero9"), "perhaps you meant 'zero"),
+        (("xl", "--hardware", "h100", "--strategies", ","), "--strategies names none"),
+        (("xl", "--hardware", "h100", "--tokens-per-update", "1000"), "nearest legal"),
+        (("xl", "--hardware", "h100", "--tokens-per-update", "-5"), "at least 1"),
+        (("xl", "--hardware", "h100", "--micro-batch-size", "3"), "micro_batch_size 2 or 4"),
+        (("xl", "--hardware", "h100", "--micro-batch-size", "0"), "at least 1; got 0"),
+        (("xl", "--hardware", "h100", "--seq-len", "4096"), "seq_len 4096 is longer"),
+        (("xl", "--hardware", "h100", "--seq-len", "0"), "seq_len"),
+        (("xl", "--hardware", "h100", "--dtype", "fp8"), "fp8"),
+        (("tiny", "--hardware", "box.yaml", "--dtype", "fp16"), "fp16 needs CUDA"),
+        (("xl", "--hardware", "h100", "--simulate", "8,x"), "--simulate takes numbers"),
+        (("xl", "--hardware", "h100", "--simulate", "0"), "--simulate takes numbers"),
+        (("xl", "--hardware", "h100", "--simulate", "8"), "name what joins hosts, --network"),
+        (("xl", "--hardware", "h100", "--plot", "a.svg"), "--plot draws what --simulate finds"),
+        (("xl", "--hardware", "h100", "--data", "nowhere"), "nowhere is no directory"),
+        (("xl", "--hardwar", "h100"), "--hardware"),
+    ],
+)
+def test_bad_request_gets_one_clear_message(
+    arguments: tuple[str, ...],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "box.yaml").write_text(CPU_BOX)
+    (tmp_path / "bad.yaml").write_text("hosts: {")
+    assert run(*arguments) == 2
+    captured = capsys.readouterr()
+    assert message in " ".join(captured.err.split())
+    assert "Traceback" not in captured.err
+    assert captured.out == ""
+
+
+def test_this_machine(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("gradsync.cli.plan.detect_hardware", seen_here)
+    assert run("tiny", "--no-probe", "--nproc-per-node", "3", "--nodes", "2", "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["hardware"]["hosts"][0]["count"] == 2
+    assert max(each["ranks"] for each in document["candidates"]) == 6
+
+
+def seen_here(
+    env: Any, *, num_hosts: int | None = None, ranks_per_host: int | None = None
+) -> Hardware:
+    device = load_hardware("t4").devices[0]
+    link = Link(name="cable", alpha_s=0.0, bytes_per_s=1e9)
+    host = Host(devices=(device,) * (ranks_per_host or 1), link=link, cores=4, memory_bytes=GB)
+    return Hardware(hosts=(host,) * (num_hosts or 1), network=link)
+
+
+@pytest.mark.parametrize("load", [0.1, 7.0])
+def test_a_leaf_is_measured_here(
+    load: float,
+    box: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The profile is used; on a busy machine it is not kept, and the answer says so."""
+    asked: list[dict[str, Any]] = []
+
+    def probe(work: Workload, **how: Any) -> StepProfile:
+        asked.append(how)
+        return replace(estimate_profile(work, hardware.devices[0]), update_s=1.25, measured=True)
+
+    hardware = load_hardware(box)
+    monkeypatch.setenv("GRADSYNC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("gradsync.cli.plan.detect_hardware", lambda *_, **__: hardware)
+    monkeypatch.setattr("gradsync.hardware.probe.probe_profile", probe)
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
+    assert run("tiny") == 0
+    printed = capsys.readouterr().out
+    assert asked == [{"device": "cpu", "ranks_per_host": 2, "cached": load < 1}]
+    assert "of 2 x 256 tokens, update 1.25 s; other leaves in proportion" in printed
+    assert ("busy with other work (load 7.0)" in printed) == (load > 1)
+    assert run("2.7b") == 1  # a replica has no room: nothing is measured
+    assert len(asked) == 1
+
+
+def test_repeated_hosts_get_a_network() -> None:
+    hardware = hardware_of(PlanOptions(hardware="h100x2", nodes=3))
+    assert len(hardware.devices) == 6
+    assert hardware.network is not None
+    assert any("--network names another" in note for note in hardware.notes)
+
+
+def test_a_batch_that_the_recipes_leaf_does_not_divide() -> None:
+    """Six sequences: leaves of two; asked for by name, the recipe's four are refused."""
+    options = PlanOptions(model="xl", hardware="h100", tokens_per_update=6 * 1024)
+    request = request_of(options)
+    assert request.search.micro_batch_sizes == (2, 1)
+    assert request.work.num_leaves == 3
+    assert request.flags == ("--tokens-per-update", "6144")
+    with pytest.raises(ConfigError, match="nearest legal"):
+        request_of(replace(options, micro_batch_size=4))
+
+
+def test_arithmetic_is_the_trainers() -> None:
+    """What is called impossible is what `gradsync train --parallel` refuses."""
+    assert [name for name in STRATEGIES if goes_with_parts(name)] == [
+        split.strategy
+        for split in splits(4, load_hardware("h100x4"), tuple(STRATEGIES))
+        if split.layout == Layout(dp=2, pp=2)
+    ]
+    config = recipe("small")
+    for layout in (
+        Layout(dp=d, pp=p, tp=t) for d in (1, 2, 3) for p in (1, 2, 13) for t in (1, 2, 5)
+    ):
+        plan = config.batch_plan(1)
+        work = Workload(
+            model=config.model,
+            micro_batch_size=plan.micro_batch_size,
+            seq_len=1024,
+            num_leaves=plan.num_leaves,
+        )
+        try:
+            check_layout(config, layout, plan)
+            refused = False
+        except ValueError:
+            refused = True
+        said = obstacle(work, Split(strategy="invariant", layout=layout))
+        assert bool(said) == refused, (layout, said)
+
+
+def test_probe_is_a_small_leaf() -> None:
+    work = Workload(
+        model=preset("small"), micro_batch_size=4, seq_len=1024, num_leaves=8, kind="cpu"
+    )
+    leaf = probe_work(work)
+    assert (leaf.micro_batch_size, leaf.seq_len) == (1, 128)
+    assert probe_work(replace(work, kind="cuda")).leaf_tokens == 4096
+    tiny = Workload(model=preset("tiny"), micro_batch_size=2, seq_len=256, num_leaves=8, kind="cpu")
+    assert probe_work(tiny) == tiny
+
+
+def test_a_measured_leaf_is_scaled_by_operations() -> None:
+    """An estimate is proportional to operations: scaling one gives the other."""
+    device = load_hardware("h100").devices[0]
+    work = Workload(model=preset("small"), micro_batch_size=4, seq_len=1024, num_leaves=8)
+    small = Workload(model=preset("small"), micro_batch_size=1, seq_len=128, num_leaves=8)
+    recomputed = replace(work, activation_checkpointing=True)
+    for wanted in (work, recomputed):
+        found = scaled_profile(estimate_profile(small, device), small, wanted)
+        expected = estimate_profile(wanted, device)
+        assert found.forward_s == pytest.approx(expected.forward_s)
+        assert found.backward_s == pytest.approx(expected.backward_s)
+        assert found.update_s == expected.update_s
+        assert found.buckets[-1].ready_s == pytest.approx(found.backward_s)
+    assert leaf_operations(work) > 32 * leaf_operations(small)
+
+
+def test_memory_is_asked_of_the_model() -> None:
+    """The table's figure is the memory model's, for the very candidate."""
+    pick = planned("xl", "h100x2").pick
+    assert pick is not None
+    assert pick.memory is not None
+    assert asdict(pick.memory) == asdict(memory_need(pick.work, pick.split))
+
+
+PAIR = ("llama:8.03e9params", "qwen:7.62e9params")
+"""The document's own case: two frozen language models, 31.3 GB in 16 bits, beside a small one."""
+
+
+def placed(hardware: str, *submodels: str) -> Submodels:
+    parts = [parse_submodel(text) for text in submodels]
+    return place_submodels(parts, 8 * GB, load_hardware(hardware))
+
+
+@pytest.mark.parametrize(
+    ("hardware", "words", "groups"),
+    [
+        ("h100", "single device", ((0,),)),
+        ("h100x2", "data parallel", ((0,), (1,))),
+        ("h100x3", "data parallel", ((0,), (1,), (2,))),
+        ("h100x4", "data parallel", ((0,), (1,), (2,), (3,))),
+        ("a100-40x2", "model split", ((0, 1),)),
+        ("a100-40x3", "model split", ((0, 1),)),
+        ("a100-40x4", "data parallel x model split", ((0, 1), (2, 3))),
+        ("a100-40x3@2", "data parallel x model split", ((0, 1), (3, 4))),
+    ],
+)
+def test_published_table_of_two_submodels(
+    hardware: str, words: str, groups: tuple[tuple[int, ...], ...]
+) -> None:
+    found = placed(hardware, *PAIR)
+    assert (found.words(), found.groups) == (words, groups)
+
+
+def test_two_plus_one() -> None:
+    """One submodel over two devices, another on the third."""
+    found = placed("a100-40x3", "llama:60GB/80", "qwen:30GB")
+    assert found.words() == "hybrid: one replica over 3 devices"
+    places = found.placements[0].places
+    assert len(places["llama"].devices) == 2
+    assert places["qwen"].devices == (2,)
+    assert found.idle == ()
+
+
+def test_submodels_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [flag for part in PAIR for flag in ("--submodel", part)]
+    assert run("small", "--hardware", "a100-40x3", *flags) == 0
+    printed = capsys.readouterr().out
+    assert "model split; what trains takes" in printed
+    assert "device 1: qwen" in printed
+    assert "not needed: device 2" in printed
+    assert run("small", "--hardware", "a100-40x3", *flags, "--json") == 0
+    found = json.loads(capsys.readouterr().out)["submodels"]
+    assert (found["replicas"], found["idle"]) == ([[0, 1]], [2])
+    assert run("small", "--hardware", "a100-40", *flags) == 1
+    assert "qwen (15.2 GB) fits nowhere" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["llama", ":16GB", "llama:", "llama:0GB", "llama:-1GB", "a:1GB/0"])
+def test_submodel_that_is_none(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("tiny", "--hardware", "h100", f"--submodel={text}") == 2
+    assert "expected NAME:SIZE, such as llama:16GB" in capsys.readouterr().err
+
+
+def test_two_submodels_of_one_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("tiny", "--hardware", "h100", "--submodel", "a:1GB", "--submodel", "a:1GB") == 2
+    assert "two parts have one name" in capsys.readouterr().err
+
+
+def test_the_guide_shows_what_is_printed() -> None:
+    """`tools/plan_output.py` writes it anew."""
+    pages = [page for page in plan_output.PAGES if "$ gradsync plan " in (ROOT / page).read_text()]
+    assert "docs/guide/planning.md" in pages
+    assert plan_output.main(["--check"]) == 0
+
+
+def test_a_block_is_made_anew(tmp_path: Path) -> None:
+    old = "before\n```\n$ gradsync plan xl --hardware 'h 100'\nold\n```\nafter\n```\nother\n```\n"
+    new = plan_output.render(old, answer="/".join)
+    assert new == old.replace("old", "xl/--hardware/h 100")
+
+
+def test_the_table_of_the_guide() -> None:
+    """What the page says of one to four GPUs is what the command answers."""
+    page = (ROOT / "docs" / "guide" / "planning.md").read_text()
+    for text, hardware in (("`tp=2`", "a100-40x2"), ("`pp=3`", "a100-40x3")):
+        pick = planned("2.7b", hardware).pick
+        assert pick is not None
+        assert f"{text} |" in page
+        assert str(pick.split).endswith(text.strip("`"))
+    four = planned("2.7b", "a100-40x4").pick
+    assert four is not None
+    assert str(four.split).endswith("dp=2,tp=2")
+    assert "`dp=2,tp=2` |" in page
+
+
+def test_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "efficiency.svg"
+    few = ("--strategies", "invariant", "--micro-batch-size", "4", "--simulate", "2,8")
+    assert run("small", "--hardware", "h100x8", *few, "--plot", str(path)) == 0
+    assert path.read_text().startswith("<?xml")
+
+
+def test_every_line_of_the_guide_can_be_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (ROOT / "docs" / "guide" / "planning.md").read_text()
+    document = page.partition("```yaml\n")[2].partition("```")[0]
+    (tmp_path / "cluster.yaml").write_text(document)
+    monkeypatch.chdir(tmp_path)
+    assert len(load_hardware("cluster.yaml").devices) == 8
+    lines = [line for line in page.splitlines() if line.startswith("gradsync plan ")]
+    assert len(lines) > 5
+    for line in lines:
+        options = tyro.cli(PlanOptions, args=shlex.split(line, comments=True)[2:])
+        assert request_of(options).search.strategies

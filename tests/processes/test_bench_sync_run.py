@@ -16,7 +16,6 @@ from gradsync.bench.contestant import parse_contestants, with_ideals
 from gradsync.bench.contestant_base import Entrant, Site, make_leaves
 from gradsync.bench.contestant_plain import Alone, TorchDdp
 from gradsync.bench.meter import StepClock
-from gradsync.bench.meter_memory import PeakMemory
 from gradsync.bench.sync_check import (
     NotTrainingError,
     check,
@@ -29,6 +28,7 @@ from gradsync.bench.sync_run import Runner, owners
 from gradsync.bench.sync_sets import Baton
 from gradsync.models.config import GPTConfig
 from gradsync.models.presets import PRESETS
+from gradsync.runtime.peak_memory import PeakMemory
 from support.launchers import run_python
 from support.rank_session import open_session
 

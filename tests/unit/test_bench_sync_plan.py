@@ -21,7 +21,10 @@ from gradsync.bench.sync_sets import Baton, my_set
 from gradsync.cli import bench_sync
 from gradsync.cli.main import main
 from gradsync.errors import ConfigError
+from gradsync.hardware.memory_model import memory_need
+from gradsync.hardware.workload import Split, Workload
 from gradsync.models.presets import PRESETS
+from gradsync.parallel.layout import Layout
 from gradsync.world import World
 
 LOAD = Load(leaf_tokens=512, ranks=2, busy_ranks=2)
@@ -180,7 +183,12 @@ def test_memory_decides_which_size() -> None:
     assert largest_that_fits(LOAD, 22 * GB) == "medium"
     assert largest_that_fits(LOAD, 10**6) == ""
     side_by_side = Load(leaf_tokens=512, ranks=4, busy_ranks=2, contestants=8)
-    assert needed_bytes(PRESETS["mini"], side_by_side) > 30 * 20 * PRESETS["mini"].num_params()
+    assert needed_bytes(PRESETS["mini"], side_by_side) > 32 * 16 * PRESETS["mini"].num_params()
+    need = memory_need(
+        Workload(model=PRESETS["mini"], micro_batch_size=1, seq_len=512, num_leaves=2, kind="cpu"),
+        Split(strategy="ddp", layout=Layout(dp=2)),
+    )
+    assert needed_bytes(PRESETS["mini"], LOAD) == 2 * need.total
     assert fits(PRESETS["tiny"], side_by_side, 20 * GB)
     check_fits("small", LOAD, 20 * GB)
     with pytest.raises(ConfigError, match=r"xl: 2 rank\(s\) need .* GB short\); 'medium' fits"):

@@ -9,6 +9,7 @@ import pytest
 from bench_tables import PAGES, ROOT, TABLE, main, render
 
 from gradsync.bench.contestant import parse_contestants, with_ideals
+from gradsync.bench.simulation_plan import simulation_plan
 from gradsync.bench.sync_plan import SyncSettings, plan_to_json, sync_plan
 
 MACHINE = {"cpu": "Some CPU", "cores": 2, "torch": "2.13.0", "date": "2026-01-02"}
@@ -70,6 +71,28 @@ def collectives_record() -> str:
     )
 
 
+def simulation_record() -> str:
+    settings = SyncSettings(model_size="mini", rounds=5, num_steps=2)
+    plan = simulation_plan(settings, strategies="invariant", world_sizes="2", batch_size=1).plan
+    row = {
+        "strategy": "invariant",
+        "world_size": 2,
+        "predicted_ms": SPREAD,
+        "measured_ms": SPREAD,
+        "error": {"median": -0.0123, "low": -0.1, "high": 0.05, "count": 5},
+        "error_from_one": 0.2,
+    }
+    return json.dumps(
+        {
+            "benchmark": "simulation",
+            "command": "gradsync bench simulation",
+            "environment": MACHINE,
+            "plan": plan_to_json(plan),
+            "predictions": [row],
+        }
+    )
+
+
 def page_of(record: str) -> str:
     page = "before\n<!-- bench: a.json -->\nold\n<!-- bench: end -->\nafter\n"
     return render(page, lambda _: record)
@@ -93,6 +116,15 @@ def test_a_line_per_size() -> None:
     assert "| 4 KiB | 120 µs | 8 µs | 10% |" in page
     assert "| 25 MiB |  | 2.15 ms | 80% |" in page
     assert "| 1.5 MiB |  | 1.00 ms | 80% |" in page
+
+
+def test_a_line_per_prediction() -> None:
+    page = page_of(simulation_record())
+    assert (
+        "| `invariant` | 2 | 1,200 (1,100-1,300) | 1,200 (1,100-1,300) | -1.2% (-10.0% to +5.0%) "
+        "| +20.0% |" in page
+    )
+    assert "bench simulation`: GPT mini (29.9 M parameters), bf16, sequences of 512; 5" in page
 
 
 def test_check_finds_what_is_out_of_date(

@@ -62,6 +62,7 @@ PARTS = (TrainConfig, OptimConfig, EvalConfig, CheckpointConfig, SyncConfig)
         (TrainConfig, "sample_tokens", -1, r"sample_tokens must not be negative; got -1"),
         (TrainConfig, "timeout_s", 0.0, r"timeout_s must be positive; got 0.0"),
         (TrainConfig, "rendezvous_timeout_s", -1.0, r"rendezvous_timeout_s must be positive"),
+        (TrainConfig, "silence_s", 0.5, r"silence_s must be at least 1; got 0.5"),
         (TrainConfig, "seq_len", 257, r"seq_len 257 is longer than model.block_size 256"),
     ],
 )

@@ -1,9 +1,6 @@
-"""How much memory a model takes to train, and which one fits. No torch here.
+"""Which model fits into memory, for measurements that may choose one. No torch here.
 
-Per rank, for P parameters in fp32 with AdamW: weights, gradients and two states are 16 P bytes, and
-torch's DDP holds another copy of the gradients in buckets: 20 P. Activations are those of one leaf,
-the logits (and what the loss makes of them) being the largest part. An estimate to choose by, not
-a promise.
+A rank is counted as one of `ddp`, by the formulas of `hardware/memory_model.py`.
 """
 
 from __future__ import annotations
@@ -11,15 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gradsync.errors import ConfigError
+from gradsync.hardware.description import Kind
+from gradsync.hardware.memory_model import memory_need
+from gradsync.hardware.memory_need import MemoryNeed
+from gradsync.hardware.workload import Split, Workload
 from gradsync.models.config import GPTConfig
 from gradsync.models.presets import PRESETS
+from gradsync.parallel.layout import Layout
 
-_STATE_BYTES = 16
-_BUCKET_BYTES = 4
-_LOGIT_BYTES = 16
-"""Per logit: the head's own dtype, its fp32 copy, the logarithms and their gradient."""
-_PROCESS_BYTES = 400 * 2**20
-"""Python and torch."""
 _SHARE = 0.9
 """Of what is available: the rest is for everybody else."""
 
@@ -36,29 +32,29 @@ class Load:
     """Processes that train at the same time."""
     contestants: int = 1
     """Models that a rank holds side by side."""
-
-
-def model_bytes(config: GPTConfig) -> int:
-    """Weights, gradients, optimizer state and buckets of one replica."""
-    return (_STATE_BYTES + _BUCKET_BYTES) * config.num_params()
-
-
-def activation_bytes(config: GPTConfig, tokens: int) -> int:
-    """What one leaf of `tokens` keeps for backward, and the loss."""
-    # Per layer and token: the residual stream twice, norms, q, k, v and attention's output (in
-    # bf16 and fp32 copies: 40 bytes a channel), three widths of the SwiGLU (6 bytes each).
-    layer = 40 * config.n_embd + 18 * config.mlp_dim
-    return tokens * (config.n_layer * layer + _LOGIT_BYTES * config.vocab_size)
+    kind: Kind = "cpu"
+    """What a rank trains on."""
 
 
 def needed_bytes(config: GPTConfig, load: Load) -> int:
     """Of all ranks of the host together."""
+    need = _rank(config, load)
     models = load.busy_ranks if load.contestants == 1 else load.ranks * load.contestants
-    return (
-        load.ranks * _PROCESS_BYTES
-        + models * model_bytes(config)
-        + load.busy_ranks * activation_bytes(config, load.leaf_tokens)
+    held = need.weights + need.gradients + need.optimizer + need.buckets
+    leaf = need.total - need.process - held
+    return load.ranks * need.process + models * held + load.busy_ranks * leaf
+
+
+def _rank(config: GPTConfig, load: Load) -> MemoryNeed:
+    ranks = max(load.busy_ranks, 2)  # one rank alone needs no buckets: that others do, counts
+    work = Workload(
+        model=config,
+        micro_batch_size=1,
+        seq_len=load.leaf_tokens,
+        num_leaves=ranks,
+        kind=load.kind,
     )
+    return memory_need(work, Split(strategy="ddp", layout=Layout(dp=ranks)))
 
 
 def fits(config: GPTConfig, load: Load, available: int) -> bool:

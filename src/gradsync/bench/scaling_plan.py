@@ -66,7 +66,7 @@ def scaling_plan(
         raise ConfigError(f"--rounds must be at least {FEWEST_ROUNDS}; got {settings.rounds}")
     if batch_size < 1:
         raise ConfigError(f"--batch-size must be at least 1; got {batch_size}")
-    sizes = _sizes(world_sizes)
+    sizes = parse_world_sizes(world_sizes)
     modes = MODES if mode == "both" else (mode,)
     chosen = parse_contestants(strategy)
     if any(each.chose_memory for each in chosen):
@@ -103,7 +103,12 @@ def usual_sizes(cores: int) -> str:
     return ",".join(map(str, sizes))
 
 
-def _sizes(text: str) -> tuple[int, ...]:
+def parse_world_sizes(text: str) -> tuple[int, ...]:
+    """`"2,4"` as (1, 2, 4): ascending, 1 first.
+
+    Raises:
+        ConfigError: not a number, one below 1, none above 1.
+    """
     sizes = {1}
     for word in filter(None, (word.strip() for word in text.split(","))):
         if not re.fullmatch(r"-?[0-9]{1,9}", word):

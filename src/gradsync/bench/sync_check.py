@@ -25,10 +25,10 @@ from gradsync.bench.contestant_base import (
 )
 from gradsync.bench.contestant_build import enter
 from gradsync.bench.meter import StepClock
-from gradsync.bench.meter_memory import PeakMemory, give_back
 from gradsync.bench.meter_wire import Wire
 from gradsync.comm.values import all_sum
 from gradsync.errors import RunError
+from gradsync.runtime.peak_memory import PeakMemory, give_back
 from gradsync.sync.registry import STRATEGIES
 
 _SETTLING = 2

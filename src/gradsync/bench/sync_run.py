@@ -10,12 +10,12 @@ from gradsync.bench.contestant_base import Entrant, Leaves, Site, make_leaves
 from gradsync.bench.contestant_build import enter
 from gradsync.bench.environment import environment
 from gradsync.bench.meter import StepClock
-from gradsync.bench.meter_memory import give_back
 from gradsync.bench.sync_check import check, entrant_step, reference_losses
 from gradsync.bench.sync_plan import Entry, Plan
 from gradsync.bench.sync_sets import Baton
 from gradsync.comm.groups import groups
 from gradsync.comm.values import all_gather_json
+from gradsync.runtime.peak_memory import give_back
 from gradsync.sync.registry import STRATEGIES, wants_groups
 from gradsync.world import World
 

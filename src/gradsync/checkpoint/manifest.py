@@ -1,7 +1,7 @@
 """What a checkpoint must contain: the manifest that makes damage visible. No torch here.
 
     manifest.json   {"manifest": {format_version, step, sequence, created, files, aliases,
-                                  fingerprint}, "sha256": …}
+                                  fingerprint[, places]}, "sha256": …}
 
 The outer hash covers the manifest's canonical text, and the file must be exactly that text: no bit
 of it can change unseen, not even a blank.
@@ -13,7 +13,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +45,15 @@ class Manifest:
     """For each file of tensors: names that are the same tensor as another name (tied weights)."""
     fingerprint: Fingerprint
     """What the numbers depend on (torch, threads, dtype, leaf shape, data set …)."""
+    places: dict[str, Any] = field(default_factory=dict)
+    """Of a split model, for each file of tensors: where each lies in its whole tensor, see
+    `pieces.py`. Empty, and not written, where tensors are whole."""
 
     def to_bytes(self) -> bytes:
         """The text of `manifest.json`."""
         body = {"format_version": FORMAT_VERSION, **asdict(self)}
+        if not self.places:
+            del body["places"]
         return _canonical({"manifest": body, "sha256": _digest(body)})
 
     @classmethod

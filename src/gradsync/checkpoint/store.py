@@ -5,6 +5,8 @@
       step-00000200/
       .tmp-step-00000300-…/     being written, or left by a killed writer
 
+A split model has one file of each rank that holds another part of it, see `pieces.py`.
+
 There is no pointer to the latest one that could lie: it is found by checking the manifests, newest
 first. Nothing is ever unpickled.
 
@@ -49,6 +51,7 @@ from gradsync.checkpoint.manifest import (
     json_bytes,
 )
 from gradsync.checkpoint.names import clean_names
+from gradsync.checkpoint.pieces import Places, join_files
 from gradsync.checkpoint.tensor_file import encode_tensors, read_tensors, split_aliases
 from gradsync.errors import CheckpointError, ConfigError
 
@@ -75,6 +78,9 @@ class Snapshot:
     """Everything else, as JSON types: schedule, data position, random state, configuration."""
     fingerprint: Fingerprint = field(default_factory=dict)
     """What the numbers depend on; compared at resume."""
+    places: Mapping[str, Places] = field(default_factory=dict)
+    """To save a split model: for each file, where each of its tensors lies in the whole one. What
+    `load` gives is whole."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,12 +197,17 @@ class CheckpointStore:
                 f"expected {sorted(expected)}"
             )
         manifest.verify(path)
+        tensors = {
+            stem: read_tensors(path / f"{stem}{_SUFFIX}", aliases)
+            for stem, aliases in manifest.aliases.items()
+        }
+        try:
+            tensors = join_files(tensors, manifest.places) if manifest.places else tensors
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from None
         return Snapshot(
             step=manifest.step,
-            tensors={
-                stem: read_tensors(path / f"{stem}{_SUFFIX}", aliases)
-                for stem, aliases in manifest.aliases.items()
-            },
+            tensors=tensors,
             state=json.loads((path / _STATE_NAME).read_bytes()),
             fingerprint=manifest.fingerprint,
         )
@@ -219,6 +230,7 @@ class CheckpointStore:
             files=files,
             aliases=aliases,
             fingerprint=dict(snapshot.fingerprint),
+            places=dict(snapshot.places),
         )
         staged.write(MANIFEST_NAME, [manifest.to_bytes()])
         staged.seal()

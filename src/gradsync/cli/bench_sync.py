@@ -210,7 +210,7 @@ def memory_for(device: str, *, leaf_tokens: int, ranks: int, busy_ranks: int) ->
     import torch
 
     room = torch.cuda.get_device_properties(0).total_memory
-    return Load(leaf_tokens=leaf_tokens, ranks=1, busy_ranks=1), room
+    return Load(leaf_tokens=leaf_tokens, ranks=1, busy_ranks=1, kind="cuda"), room
 
 
 def size_of(name: str, load: Load, room: int) -> str:

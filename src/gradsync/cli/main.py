@@ -28,6 +28,9 @@ COMMANDS = {
     "verify": "prove every strategy right against one rank, or say why it is not",
     "bench": "measure strategies and collectives beside their limits and their peers",
     "tune": "measure which way to synchronise is fastest here, for train --sync auto",
+    "plan": "say which strategy, batch and split fit a machine, here or anywhere",
+    "launch": "start ranks on this host, or say what to start on each of several",
+    "submit": "write, check and submit a Slurm job",
     "doctor": "show what gradsync sees: launcher, world, machine",
 }
 

@@ -9,6 +9,8 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from gradsync.cli.elastic import before_ranks, take_flag, with_ranks
+from gradsync.cli.train_places import settle, take_places
 from gradsync.data.plan import BatchPlan
 from gradsync.errors import ConfigError, DataError
 from gradsync.runtime import environ
@@ -17,6 +19,7 @@ from gradsync.runtime.threads import choose_threads
 from gradsync.sync.registry import check_options, find_strategy
 from gradsync.train.config import AUTO, TrainConfig
 from gradsync.train.config_io import parse_config
+from gradsync.train.split_check import check_layout
 from gradsync.world import World
 
 _KEEPS_MEMORY = "freed memory stays in the process (--no-keep-memory gives it back)"
@@ -24,10 +27,16 @@ _KEEPS_MEMORY = "freed memory stays in the process (--no-keep-memory gives it ba
 
 def run(argv: list[str]) -> int:
     """See `gradsync train --help`. `--json` prints the summary, `--dry-run` only the plan."""
+    world = resolve(environ.snapshot()).world
+    places, argv = take_places(argv)
+    if places is not None:
+        argv = settle(places, argv, world, environ.snapshot())
     as_json, dry_run = "--json" in argv, "--dry-run" in argv
     flags = [flag for flag in argv if flag not in ("--json", "--dry-run")]
-    world = resolve(environ.snapshot()).world
+    elastic, flags = take_flag(flags)
     config = _parse_once(flags, world)
+    if elastic:
+        config, flags = before_ranks(config, elastic, flags, world, dry_run=dry_run)
     if config.nproc_per_node not in (None, world.world_size) and world.launcher != "python":
         raise ConfigError(
             f"--nproc-per-node {config.nproc_per_node}, but {world.launcher} has started "
@@ -44,7 +53,7 @@ def run(argv: list[str]) -> int:
     # Torch's own warnings about its sockets repeat, with stacks, what we say in a line.
     quiet = {"TORCH_CPP_LOG_LEVEL": environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
     with environ.exported(quiet):
-        return _join_run(config, as_json)
+        return _join_run(config, as_json, flags if elastic else None)
 
 
 def _parse_once(flags: list[str], world: World) -> TrainConfig:
@@ -77,7 +86,10 @@ def check_request(config: TrainConfig, world_size: int) -> BatchPlan:
         )
     if config.out and Path(config.out).exists() and not Path(config.out).is_dir():
         raise ConfigError(f"--out {config.out} is a file; name a directory")
-    plan = config.batch_plan(world_size)
+    layout, plan = config.layout(world_size), config.batch_plan(world_size)
+    if layout.model_ranks > 1 and config.sync == AUTO:
+        raise ConfigError("parallel: sync=auto measures whole models; name the strategy")
+    check_layout(config, layout, plan)
     if config.sync == AUTO:  # checked again when it has a name
         return plan
     if find_strategy(config.sync).equal_leaves and plan.num_leaves % world_size:
@@ -104,8 +116,8 @@ def _start_ranks(config: TrainConfig, flags: list[str], as_json: bool) -> int:
     )
 
 
-def _join_run(config: TrainConfig, as_json: bool) -> int:
-    """Be one rank of the run."""
+def _join_run(config: TrainConfig, as_json: bool, elastic: list[str] | None) -> int:
+    """Be one rank of the run; `elastic`: the arguments that ask for it."""
     from gradsync.comm.choose import communicator
     from gradsync.comm.values import broadcast_json
     from gradsync.runtime.session import Session, SessionOptions
@@ -117,6 +129,7 @@ def _join_run(config: TrainConfig, as_json: bool) -> int:
             device=config.device,
             timeout_s=config.timeout_s,
             rendezvous_timeout_s=config.rendezvous_timeout_s,
+            silence_s=config.silence_s,
             threads=_threads(config),
             keep_memory=config.keep_memory and _on_cpu(config),
         )
@@ -128,19 +141,28 @@ def _join_run(config: TrainConfig, as_json: bool) -> int:
                 config = replace(config, out=out)
             stream = sys.stderr if as_json else sys.stdout
             notes = [_KEEPS_MEMORY] if session.keeps_memory else []
+            if elastic is not None:
+                config, lines = with_ranks(
+                    config, elastic, world, communicator(world), threads=session.threads
+                )
+                check_request(config, world.world_size)
+                notes += lines
             if config.sync == AUTO:
                 config, note = _named_sync(config, world, threads=session.threads)
                 notes.append(note)
             outcome = train(config, world, threads=session.threads, stream=stream, notes=notes)
+            if world.is_main:
+                note_end(config, outcome)
+            # Launchers end all ranks when the first one leaves with a code (75): the note comes
+            # before anybody leaves. Whole group, one small message.
+            broadcast_json(communicator(world), None)
     except Exception as error:
         # Only now is it known whose failure it was: the session has asked the others.
         if session.world.is_main:
             note_failure(config, error)
         raise
-    if world.is_main:
-        note_end(config, outcome)
-        if as_json:
-            print(json.dumps(outcome.summary, indent=2))
+    if world.is_main and as_json:
+        print(json.dumps(outcome.summary, indent=2))
     return outcome.exit_code
 
 
@@ -198,5 +220,5 @@ def _show_plan(config: TrainConfig, plan: BatchPlan, *, as_json: bool) -> int:
     import yaml
 
     print(yaml.safe_dump(asdict(config), sort_keys=False), end="")
-    print(plan.describe())
+    print(plan.describe("replica" if config.parallel else "rank"))
     return 0

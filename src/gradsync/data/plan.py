@@ -69,8 +69,8 @@ class BatchPlan:
         """Forward and backward passes that `rank` makes for one optimizer step."""
         return len(self.leaves_of(rank))
 
-    def describe(self) -> str:
-        """Two lines to print at the start: the arithmetic of a step, and everyone's share."""
+    def describe(self, sharer: str = "rank") -> str:
+        """Two lines to print at the start: the arithmetic of a step, and each `sharer`'s share."""
         factors = f"{self.num_leaves:,} leaves x {self.micro_batch_size:,} samples"
         if self.seq_len is None:
             total = f"{self.global_batch_size:,} samples per update = {factors}"
@@ -82,8 +82,8 @@ class BatchPlan:
             listed = ", ".join(map(str, shares))
         else:
             counts = sorted(Counter(shares).items(), reverse=True)
-            listed = ", ".join(f"{size} on {ranks} ranks" for size, ranks in counts)
-        return f"{total}\nleaves per rank: {listed}"
+            listed = ", ".join(f"{size} on {ranks} {sharer}s" for size, ranks in counts)
+        return f"{total}\nleaves per {sharer}: {listed}"
 
 
 def solve_batch_plan(

@@ -52,6 +52,23 @@ def rotate(x_BHTK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
     return turned.to(x_BHTK.dtype)
 
 
+def initial_weight(
+    name: str, shape: tuple[int, ...], n_layer: int, generator: torch.Generator
+) -> Tensor:
+    """The start value of one parameter of a model with `n_layer` blocks, fp32 on the CPU.
+
+    Normal with deviation 0.02; the projections into the residual stream are scaled by
+    `1 / sqrt(2 n_layer)` so that its variance does not grow with depth (GPT-2); gains are one, and
+    take nothing from the generator.
+    """
+    if len(shape) < 2:
+        return torch.ones(shape, dtype=torch.float32, device="cpu")
+    into_residual = name.endswith(("attention.out.weight", "down.weight"))
+    std = _INIT_STD / math.sqrt(2 * n_layer) if into_residual else _INIT_STD
+    drawn = torch.empty(shape, dtype=torch.float32, device="cpu")
+    return drawn.normal_(0.0, std, generator=generator)
+
+
 class Attention(nn.Module):
     """Causal self-attention with rotary positions and grouped key/value heads."""
 
@@ -164,24 +181,12 @@ class GPT(nn.Module):
     def init_weights(self, generator: torch.Generator) -> None:
         """Draw all weights anew, in `named_parameters` order, and fill the rotary tables.
 
-        Normal with deviation 0.02; the projections into the residual stream are scaled by
-        `1 / sqrt(2 n_layer)` so that its variance does not grow with depth (GPT-2); gains are one.
-
         Args:
             generator: a CPU generator.
         """
-        residual_std = _INIT_STD / math.sqrt(2 * self.config.n_layer)
         for name, parameter in self.named_parameters():
-            if parameter.ndim < 2:
-                parameter.fill_(1.0)
-                continue
-            std = (
-                residual_std
-                if name.endswith(("attention.out.weight", "down.weight"))
-                else _INIT_STD
-            )
-            drawn = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
-            parameter.copy_(drawn.normal_(0.0, std, generator=generator))
+            shape = tuple(parameter.shape)
+            parameter.copy_(initial_weight(name, shape, self.config.n_layer, generator))
         for buffer, table in zip(
             (self.rope_cos, self.rope_sin), rope_tables(self.config), strict=True
         ):

@@ -99,6 +99,7 @@ def parse_layout(text: str, world_size: int) -> Layout:
     layout = Layout(**sizes)
     if layout.world_size != world_size:
         raise ConfigError(
-            f"parallel: {layout} is {layout.world_size} ranks, but there are {world_size}"
+            f"parallel: {layout} is {layout.world_size} ranks, but there are {world_size}: start "
+            "as many as the sizes' product, or change the sizes"
         )
     return layout

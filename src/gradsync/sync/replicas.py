@@ -11,7 +11,7 @@ either. Bits are compared, not numbers: 0.0 and -0.0 differ, and so do two NaNs 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,7 +31,11 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16}
 
 
 def check_replicas(
-    tensors: Iterable[tuple[str, Tensor]], comm: Communicator, *, step: int | None = None
+    tensors: Iterable[tuple[str, Tensor]],
+    comm: Communicator,
+    *,
+    step: int | None = None,
+    ranks: Sequence[int] | None = None,
 ) -> None:
     """All ranks must hold the same bits in the same named tensors.
 
@@ -43,6 +47,7 @@ def check_replicas(
         tensors: such as `model.named_parameters()`, or `replica_tensors(model, optimizer)`.
         comm: the ranks that hold replicas.
         step: for the message.
+        ranks: how the message calls the ranks of `comm`, where that is not the whole run.
 
     Raises:
         RunError: on every rank, naming the first tensor that differs and the ranks in the
@@ -56,7 +61,7 @@ def check_replicas(
     if same_on_all_ranks(comm, table.numpy().tobytes() + "\n".join(names).encode()):
         return
     mine = dict(zip(names, table.tolist(), strict=True))
-    raise RunError(describe_difference(all_gather_json(comm, mine), step))
+    raise RunError(describe_difference(all_gather_json(comm, mine), step, ranks))
 
 
 def hash_bits(tensor: Tensor) -> Tensor:
@@ -91,21 +96,25 @@ def replica_tensors(
                 yield f"{key} of {name}", state[key]
 
 
-def describe_difference(by_rank: list[dict[str, list[int]]], step: int | None) -> str:
+def describe_difference(
+    by_rank: list[dict[str, list[int]]], step: int | None, ranks: Sequence[int] | None = None
+) -> str:
     """The message for ranks' hashes by tensor name, at least two of which differ."""
     names = list(dict.fromkeys(name for hashes in by_rank for name in hashes))
     differing = [name for name in names if len(_sides(by_rank, name)) > 1]
     when = "" if step is None else f" after step {step}"
     if not differing:
         return f"replicas differ{when}: ranks list their tensors in another order"
-    sides = sorted(_sides(by_rank, differing[0]).values(), key=len)
+    known = range(len(by_rank)) if ranks is None else ranks
+    found = _sides(by_rank, differing[0]).values()
+    sides = sorted(([known[index] for index in side] for side in found), key=len)
     *minority, largest = sides
     if 2 * len(largest) > len(by_rank):
-        odd = sorted(rank for ranks in minority for rank in ranks)
+        odd = sorted(rank for side in minority for rank in side)
         verdict = f"{name_ranks(odd)} holds other bits than {name_ranks(largest)}"
         verdict = verdict if len(odd) == 1 else verdict.replace("holds", "hold", 1)
     else:
-        parts = " / ".join(name_ranks(ranks) for ranks in sorted(sides))
+        parts = " / ".join(name_ranks(side) for side in sorted(sides))
         verdict = (
             f"{parts} hold different bits, and without a majority nobody can say which is right"
         )

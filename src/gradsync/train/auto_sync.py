@@ -61,7 +61,7 @@ def resolve_auto(config: TrainConfig, world: World, *, threads: int) -> Resolved
         ConfigError: the configuration of the run to continue cannot be read.
         DataError: the data's description cannot be read.
     """
-    if (place := _continued(config)) is not None:
+    if (place := continued(config)) is not None:
         choice = _choice_of(place)
         if choice is not None:
             return Resolved(choice=choice, note=f"sync auto: {choice.text}, as in {place}")
@@ -196,7 +196,7 @@ def _model(config: TrainConfig) -> GPTConfig:
     return model_config(config, vocabulary(config.data))
 
 
-def _continued(config: TrainConfig) -> Path | None:
+def continued(config: TrainConfig) -> Path | None:
     """The configuration of the run that this one goes on with."""
     if config.resume == "none":
         return None

@@ -10,10 +10,12 @@ from tyro.conf import Suppress
 from gradsync.data.plan import BatchPlan, solve_batch_plan
 from gradsync.errors import ConfigError
 from gradsync.models.config import GPTConfig
+from gradsync.parallel.layout import Layout, parse_layout
 
 Dtype = Literal["bf16", "fp32", "fp16"]
 Schedule = Literal["cosine", "wsd", "constant"]
 CompileOrder = Literal["none", "model", "ddp"]
+ScheduleName = Literal["1f1b", "gpipe"]
 
 AUTO = "auto"
 """Stands for the strategy and options that `gradsync tune` found for such a run."""
@@ -234,8 +236,17 @@ class TrainConfig:
     """Longest a collective may take, seconds."""
     rendezvous_timeout_s: float = 60.0
     """Longest to wait for the other ranks at the start, seconds."""
+    silence_s: float = 10.0
+    """Longest that another rank's host may be silent, seconds; then its connections count as cut
+    (Linux)."""
     sample_tokens: int = 200
     """Tokens of text to generate at the end; 0 for none."""
+    parallel: str = ""
+    """Split the model: pp=2,dp=2 (two pipeline stages, two replicas), tp=2 (heads and SwiGLU over
+    two ranks) …; the sizes' product is the number of ranks, dp may be left out. Empty: every rank
+    has a replica."""
+    pipeline_schedule: ScheduleName = "1f1b"
+    """Of a pipeline: 1f1b (fewer activations at a time) or gpipe; the same bits."""
     model: GPTConfig = field(default_factory=GPTConfig)
     """Shape of the model; its vocabulary follows the data unless it is set."""
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -250,6 +261,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         _require_one_of("dtype", self.dtype, Dtype)
         _require_one_of("compile", self.compile, CompileOrder)
+        _require_one_of("pipeline_schedule", self.pipeline_schedule, ScheduleName)
         for name in ("steps", "tokens_per_update", "micro_batch_size", "log_every"):
             value = getattr(self, name)
             _require(isinstance(value, int), f"{name} must be an integer; got {value!r}")
@@ -260,6 +272,7 @@ class TrainConfig:
         for name in ("timeout_s", "rendezvous_timeout_s"):
             value = getattr(self, name)
             _require(value > 0, f"{name} must be positive; got {value}")
+        _require(self.silence_s >= 1, f"silence_s must be at least 1; got {self.silence_s}")
         for name in ("threads", "nproc_per_node", "seq_len", "loss_rows"):
             value = getattr(self, name)
             _require(value is None or value >= 1, f"{name} must be at least 1; got {value}")
@@ -283,17 +296,26 @@ class TrainConfig:
         )
 
     def batch_plan(self, world_size: int) -> BatchPlan:
-        """The exact batch arithmetic on `world_size` ranks.
+        """The exact batch arithmetic on `world_size` ranks; of a split model, its replicas share
+        the leaves.
 
         Raises:
-            ConfigError: it cannot be exact; the nearest legal values are named.
+            ConfigError: it cannot be exact; the nearest legal values are named. No such layout.
         """
         return solve_batch_plan(
             tokens_per_update=self.tokens_per_update,
             seq_len=self.sequence_length,
             micro_batch_size=self.micro_batch_size,
-            world_size=world_size,
+            world_size=self.layout(world_size).dp,
         )
+
+    def layout(self, world_size: int) -> Layout:
+        """How `world_size` ranks are divided.
+
+        Raises:
+            ConfigError: malformed, or of another number of ranks.
+        """
+        return parse_layout(self.parallel, world_size)
 
     @property
     def sequence_length(self) -> int:

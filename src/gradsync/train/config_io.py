@@ -55,7 +55,10 @@ def _parse(start: TrainConfig, arguments: list[str]) -> TrainConfig:
         prog="gradsync train [PRESET|FILE]",
         description=(
             "Train a GPT; flags override the preset or file. Two more flags: --dry-run shows the "
-            "resolved configuration and the batch plan, --json prints one document on stdout."
+            "resolved configuration and the batch plan, --json prints one document on stdout. "
+            "--gpus-per-node G --nodes N (or --ddp --gpus-per-node G) start that many ranks. "
+            "--elastic (or --elastic_gpu) chooses ranks, strategy, dtype and micro-batch by what "
+            "the machine has; what is given stays."
         ),
         default=start,
         args=arguments,

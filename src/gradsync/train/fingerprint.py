@@ -26,6 +26,9 @@ Fingerprint = dict[str, str | int | float | bool | None]
 # not the same bits, so there these only warn. Under the invariant order the world size does not
 # appear, and everything counts.
 _MACHINE = ("torch", "device", "cpu_capability", "math_env", "threads", "tf32")
+_SPLIT = "parallel"
+"""The layout of a split model; whole ones do not have it. Another one gives the same losses to
+rounding, as another world size does."""
 _MATH_VARIABLES = ("MKL_CBWR", "ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
 
 
@@ -36,6 +39,8 @@ def numeric_fingerprint(
     invariant = find_strategy(config.sync).promise == "bitwise"
     on_cuda = world.device.startswith("cuda")
     settings = [f"{name}={value}" for name in _MATH_VARIABLES if (value := environ.get(name))]
+    layout = config.layout(world.world_size)
+    split = {} if layout.model_ranks == 1 else {_SPLIT: str(layout)}
     return {
         "torch": str(torch.__version__),
         "device": torch.cuda.get_device_name(world.device) if on_cuda else "cpu",
@@ -50,6 +55,7 @@ def numeric_fingerprint(
         "leaf_shape": f"{plan.micro_batch_size}x{plan.seq_len}",
         "num_leaves": plan.num_leaves,
         "world_size": None if invariant else world.world_size,
+        **split,
     }
 
 
@@ -61,13 +67,13 @@ def compare(saved: Mapping[str, Any], now: Fingerprint, *, allow_change: bool) -
     """
     differs = {
         name: f"{name}: {saved.get(name)!r} then, {now.get(name)!r} now"
-        for name in now
+        for name in {**now, _SPLIT: None}
         if saved.get(name) != now.get(name)
     }
     if not differs:
         return []
-    tolerated = {"world_size"}
-    if "world_size" in differs:
+    tolerated = {"world_size", _SPLIT}
+    if tolerated & set(differs):
         tolerated |= set(_MACHINE)
     refused = [text for name, text in differs.items() if name not in tolerated]
     if refused and not allow_change:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -107,12 +108,7 @@ class Trainer:
         """One global batch: this rank's leaves, then the update all ranks make alike."""
         learner, sync = self.learner, self.learner.sync
         set_learning_rate(learner.optimizer, lr)
-        for leaf in self._interval.waiting(step):
-            # Before the forward, all ranks know whether this backward synchronises.
-            with sync.micro_step(last=leaf.is_last, index=leaf.index):
-                with self._autocast:
-                    loss = self._loss(leaf.inputs, leaf.targets)
-                sync.backward(loss, weight=leaf.num_targets, scale=learner.scaler)
+        self._run_leaves(step)
         result = sync.step(
             learner.optimizer,
             clip_norm=self.config.optim.clip_norm,
@@ -121,6 +117,16 @@ class Trainer:
         )
         self._interval.add(result.exposed)
         return result
+
+    def _run_leaves(self, step: Step) -> None:
+        """Forward and backward of this rank's leaves."""
+        learner, sync = self.learner, self.learner.sync
+        for leaf in self._interval.waiting(step):
+            # Before the forward, all ranks know whether this backward synchronises.
+            with sync.micro_step(last=leaf.is_last, index=leaf.index):
+                with self._autocast:
+                    loss = self._loss(leaf.inputs, leaf.targets)
+                sync.backward(loss, weight=leaf.num_targets, scale=learner.scaler)
 
     def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Summed over the targets; the model makes it where logits shall not all be kept."""
@@ -177,15 +183,18 @@ class Trainer:
         """
         with self._interval.paused():
             self.learner.sync.settle()
-            totals.val_loss = evaluate(
-                self.learner.model,
-                self.data.val,
-                self.comm,
-                self._autocast,
-                equal_forwards=not self.learner.sync.reducer.whole_parameters,
-            )
+            totals.val_loss = self._evaluate_now()
         self._progress.say(f"step {totals.step}: validation loss {totals.val_loss:.4f}")
         self._run_dir.log_metrics({"step": totals.step, "val/loss": totals.val_loss})
+
+    def _evaluate_now(self) -> float:
+        return evaluate(
+            self.learner.model,
+            self.data.val,
+            self.comm,
+            self._autocast,
+            equal_forwards=not self.learner.sync.reducer.whole_parameters,
+        )
 
     def _save(self, step: int) -> None:
         """Rank 0 writes; the others go on and meet it in the next step's first collective.
@@ -209,6 +218,10 @@ class Trainer:
                 )
             learner.sync.scatter(learner.optimizer)
 
+    def closing_figures(self) -> dict[str, Any]:
+        """More for the summary; all ranks call it at the end of the run."""
+        return {}
+
 
 def metrics_of(
     tick: Tick, result: StepResult, learner: Learner, world: World
@@ -227,11 +240,11 @@ def metrics_of(
         "perf/step_s": tick.step_s,
         "perf/data_s": tick.data_s,
         "comm/exposed_s": tick.comm_s,
-        "mem/max_reserved_gib": _memory_gib(world),
+        "mem/max_reserved_gib": memory_gib(world),
     }
 
 
-def _memory_gib(world: World) -> float:
+def memory_gib(world: World) -> float:
     """Largest memory so far: reserved by the allocator on CUDA, resident in RAM on a CPU."""
     if world.device.startswith("cuda"):
         return torch.cuda.max_memory_reserved() / 2**30

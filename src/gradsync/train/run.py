@@ -5,17 +5,19 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any, TextIO
 
 from gradsync.checkpoint.store import CheckpointStore
 from gradsync.checkpoint.weights import weights_sha256
+from gradsync.comm.base import Communicator
 from gradsync.comm.choose import communicator
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
 from gradsync.data.tokenizer import load_tokenizer
 from gradsync.errors import ConfigError, GradsyncError, RunError
+from gradsync.models.config import GPTConfig
 from gradsync.models.generate import generate
 from gradsync.models.gpt import GPT
 from gradsync.runtime.signals import StopRequest
@@ -104,7 +106,7 @@ def _train(
     data = open_data(config, world, comm)
     shape = model_config(config, None if data.meta is None else data.meta.vocab_size)
     with _rank_log(run_dir, world):
-        learner = build_learner(config, world, shape, comm)
+        learner, kind = _learner(config, world, shape, comm)
         fingerprint = numeric_fingerprint(config, world, data.plan, threads=threads)
         store = CheckpointStore(run_dir.checkpoints, config.checkpoint.keep_last)
         resumed = restore(
@@ -122,7 +124,7 @@ def _train(
             return _already_done(config, world, run_dir, resumed, progress)
         if world.is_main:
             run_dir.begin(config, world, threads=threads, done_steps=resumed.step)
-        trainer = Trainer(
+        trainer = kind(
             config,
             world,
             comm,
@@ -137,9 +139,31 @@ def _train(
         totals = trainer.run(resumed.step, stop)
         progress.stop()
         data.train.close()
+        figures = trainer.closing_figures()
         return _finish(
-            config, world, data, learner, totals=totals, run_dir=run_dir, progress=progress
+            config,
+            world,
+            data,
+            learner,
+            totals=totals,
+            figures=figures,
+            run_dir=run_dir,
+            progress=progress,
         )
+
+
+def _learner(
+    config: TrainConfig, world: World, shape: GPTConfig, comm: Communicator
+) -> tuple[Learner, type[Trainer]]:
+    """What is trained, and the loop for it: of a whole model, or of this rank's part of one."""
+    layout = config.layout(world.world_size)
+    if layout.model_ranks == 1:
+        return build_learner(config, world, shape, comm), Trainer
+    # Other runs need not spend the time to import torch's pipelining.
+    from gradsync.train.split_loop import SplitTrainer
+    from gradsync.train.split_setup import build_split_learner
+
+    return build_split_learner(config, layout, world, shape, comm), SplitTrainer
 
 
 def _already_done(
@@ -161,6 +185,7 @@ def _finish(
     learner: Learner,
     *,
     totals: Totals,
+    figures: Mapping[str, Any],
     run_dir: RunDir,
     progress: Progress,
 ) -> Outcome:
@@ -168,9 +193,10 @@ def _finish(
     weights = learner.sync.full_weights()  # all ranks, where parameters are spread over them
     if not world.is_main:
         return Outcome(exit_code=exit_code, summary={})
-    summary = _summarise(totals, config, world, data)
-    names = [name for name, _ in learner.model.named_parameters()]
-    summary["weights_sha256"] = weights_sha256((name, weights[name]) for name in names)
+    summary = _summarise(totals, config, world, data) | dict(figures)
+    summary["weights_sha256"] = weights_sha256(
+        (name, weights[name]) for name in learner.parameter_names
+    )
     run_dir.write_json("summary.json", summary)
     if totals.stopped_by:
         progress.say(
@@ -204,8 +230,12 @@ def _introduce(
         f"model {config.preset}: {shape.n_embd} wide x {shape.n_layer} deep, "
         f"{shape.num_params():,} parameters, vocabulary {shape.vocab_size}"
     )
+    layout = config.layout(world.world_size)
+    if layout.model_ranks > 1:
+        by = f", {config.pipeline_schedule}" if layout.pp > 1 else ""
+        progress.say(f"split {layout}{by}: each replica of the model is {layout.model_ranks} ranks")
     progress.say(f"data {data.directory}")
-    progress.say(data.plan.describe())
+    progress.say(data.plan.describe("replica" if config.parallel else "rank"))
 
 
 def _summarise(totals: Totals, config: TrainConfig, world: World, data: Data) -> dict[str, Any]:

@@ -10,7 +10,10 @@ from typing import Any
 
 import torch
 
+from gradsync.checkpoint.optimizer_state import unpack_optimizer
+from gradsync.checkpoint.weights import match_weights
 from gradsync.comm.base import Communicator
+from gradsync.comm.values import broadcast_tensors
 from gradsync.data.corpus import default_corpus
 from gradsync.data.evaluation import EvalLeaves, eval_leaves
 from gradsync.data.loader import Loader, loader
@@ -58,6 +61,39 @@ class Learner:
     scaler: Any
     """`torch.amp.GradScaler` for fp16, else None."""
 
+    @property
+    def parameter_names(self) -> list[str]:
+        """Of the whole model, in its order."""
+        return [name for name, _ in self.model.named_parameters()]
+
+    def load(
+        self,
+        comm: Communicator,
+        saved: Mapping[str, Mapping[str, torch.Tensor]],
+        optimizer_state: Mapping[str, Any],
+    ) -> None:
+        """Take weights, optimizer and strategy from what rank 0 has read; all ranks call it.
+
+        Args:
+            comm: all ranks.
+            saved: whole tensors by kind and name on rank 0, {} elsewhere.
+            optimizer_state: what of it is no tensor, on all ranks.
+
+        Raises:
+            CheckpointError: of another model, or another optimizer.
+        """
+        self.sync.load_full_weights(
+            match_weights(self.model, broadcast_tensors(comm, saved.get("model")))
+        )
+        unpack_optimizer(
+            self.optimizer,
+            list(self.model.named_parameters()),
+            broadcast_tensors(comm, saved.get("optimizer")),
+            optimizer_state,
+        )
+        self.sync.scatter(self.optimizer)
+        self.sync.load_state_tensors(broadcast_tensors(comm, saved.get("sync")))
+
     def whole_model(self, weights: Mapping[str, torch.Tensor]) -> GPT:
         """A model that one rank can use alone: the trained one, or a copy of a spread one."""
         if self.sync.reducer.whole_parameters:
@@ -82,6 +118,7 @@ def open_data(config: TrainConfig, world: World, comm: Communicator) -> Data:
             default_corpus()
         comm.barrier()
         directory = default_corpus()
+    share = data_world(config, world)
     train = open_dataset(directory, "train", config.sequence_length)
     val = open_dataset(directory, "val", config.sequence_length)
     for dataset in (train, val):
@@ -95,7 +132,7 @@ def open_data(config: TrainConfig, world: World, comm: Communicator) -> Data:
         plan=plan,
         train=loader(
             train,
-            world,
+            share,
             global_batch_size=plan.global_batch_size,
             micro_batch_size=plan.micro_batch_size,
             seed=config.seed,
@@ -103,10 +140,27 @@ def open_data(config: TrainConfig, world: World, comm: Communicator) -> Data:
         ),
         val=eval_leaves(
             val,
-            world,
+            share,
             plan.micro_batch_size,
             None if limit is None else max(limit // config.sequence_length, 1),
         ),
+    )
+
+
+def data_world(config: TrainConfig, world: World) -> World:
+    """Who shares out the leaves: `world`, or, of a split model, its replicas; a replica's ranks
+    read the same ones."""
+    layout = config.layout(world.world_size)
+    if layout.model_ranks == 1:
+        return world
+    place = layout.coordinates(world.rank)
+    return World(
+        rank=place.data,
+        world_size=layout.dp,
+        local_rank=place.data,
+        local_world_size=layout.dp,
+        launcher=world.launcher,
+        device=world.device,
     )
 
 
@@ -150,8 +204,7 @@ def build_learner(
     device = torch.device(world.device)
     if config.dtype == "fp16" and device.type != "cuda":
         raise ConfigError("dtype fp16 needs CUDA; use bf16 or fp32 on a CPU")
-    if device.type == "cuda":
-        torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
+    set_precision(config, device)
     model = GPT(
         shape,
         seed=config.seed,
@@ -172,6 +225,12 @@ def build_learner(
         start = 2.0 ** (16 - (config.tokens_per_update - 1).bit_length())
         scaler = torch.amp.GradScaler("cuda", init_scale=start)
     return Learner(model=model, optimizer=optimizer, sync=sync, scaler=scaler)
+
+
+def set_precision(config: TrainConfig, device: torch.device) -> None:
+    """Of fp32 matrix products on a GPU."""
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
 
 
 def autocast(config: TrainConfig, world: World) -> Autocast:

@@ -14,11 +14,11 @@ from typing import Any
 
 from torch import Tensor
 
-from gradsync.checkpoint.optimizer_state import pack_optimizer, unpack_optimizer
+from gradsync.checkpoint.optimizer_state import pack_optimizer
 from gradsync.checkpoint.store import CheckpointStore, Snapshot, resolve
-from gradsync.checkpoint.weights import match_weights, pack_weights
+from gradsync.checkpoint.weights import pack_weights
 from gradsync.comm.base import Communicator
-from gradsync.comm.values import broadcast_json, broadcast_tensors
+from gradsync.comm.values import broadcast_json
 from gradsync.data.loader import Loader
 from gradsync.errors import CheckpointError
 from gradsync.models.config import GPTConfig
@@ -63,17 +63,24 @@ def snapshot(
             "optimizer": optimizer_tensors,
             "sync": learner.sync.state_tensors(),
         },
-        state={
-            "optimizer": optimizer_state,
-            "data": dict(data.train.state_dict()),
-            "tokenizer": data.tokenizer,
-            "scaler": None if learner.scaler is None else learner.scaler.state_dict(),
-            "random": {"streams": RANDOM_STREAMS, "seed": config.seed},
-            "model": asdict(learner.model.config),
-            "config": asdict(config),
-        },
+        state=run_state(config, learner, data, optimizer=optimizer_state),
         fingerprint=fingerprint,
     )
+
+
+def run_state(
+    config: TrainConfig, learner: Learner, data: Data, *, optimizer: dict[str, Any]
+) -> dict[str, Any]:
+    """All that is no tensor."""
+    return {
+        "optimizer": optimizer,
+        "data": dict(data.train.state_dict()),
+        "tokenizer": data.tokenizer,
+        "scaler": None if learner.scaler is None else learner.scaler.state_dict(),
+        "random": {"streams": RANDOM_STREAMS, "seed": config.seed},
+        "model": asdict(learner.model.config),
+        "config": asdict(config),
+    }
 
 
 def find_checkpoint(resume: str, store: CheckpointStore) -> tuple[Path | None, list[str]]:
@@ -135,17 +142,7 @@ def restore(
     state = header["state"]
     saved = {} if found is None else {**found.tensors, "sync": remembered}
     loader.load_state_dict(state["data"])
-    learner.sync.load_full_weights(
-        match_weights(learner.model, broadcast_tensors(comm, saved.get("model")))
-    )
-    unpack_optimizer(
-        learner.optimizer,
-        list(learner.model.named_parameters()),
-        broadcast_tensors(comm, saved.get("optimizer")),
-        state["optimizer"],
-    )
-    learner.sync.scatter(learner.optimizer)
-    learner.sync.load_state_tensors(broadcast_tensors(comm, saved.get("sync")))
+    learner.load(comm, saved, state["optimizer"])
     if learner.scaler is not None and state["scaler"]:
         learner.scaler.load_state_dict(state["scaler"])
     return Resumed(header["step"], header["path"], notes)

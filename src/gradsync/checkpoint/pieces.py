@@ -1,0 +1,107 @@
+"""Tensors in pieces, as a split model's checkpoint has them: one file of each rank.
+
+    part-00000-of-00002   model/embed.weight           optimizer/exp_avg/embed.weight  …
+    part-00001-of-00002   model/blocks.1.mlp.up.weight …
+
+A file of a split model holds the pieces that one rank has of every kind; the manifest says where
+each piece lies in its whole tensor. Joined, they are what a whole model's checkpoint holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradsync.checkpoint.reshard import Piece, plan_reshard, whole_piece
+from gradsync.errors import CheckpointError
+
+Places = Mapping[str, Mapping[str, Any]]
+"""Of one file's tensors: name -> {"whole": shape of the whole tensor, "start": where it begins}."""
+
+
+def part_stem(index: int, count: int) -> str:
+    """The file of part `index` of `count`, without its suffix."""
+    return f"part-{index:05d}-of-{count:05d}"
+
+
+class PartFiles(Mapping[str, Mapping[str, Tensor]]):
+    """Files that are handed out one after the other and then forgotten.
+
+    Args:
+        stems: their names; they are asked for in this order.
+        contents: of each.
+    """
+
+    def __init__(self, stems: Sequence[str], contents: Iterator[Mapping[str, Tensor]]) -> None:
+        self._stems, self._contents = tuple(stems), contents
+        self._taken = 0
+
+    def __getitem__(self, stem: str) -> Mapping[str, Tensor]:
+        assert stem == self._stems[self._taken], "each file once, in order"
+        self._taken += 1
+        return next(self._contents)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stems)
+
+    def __len__(self) -> int:
+        return len(self._stems)
+
+
+def places_of(pieces: Mapping[str, Piece]) -> dict[str, dict[str, list[int]]]:
+    """As JSON keeps them; a piece's shape is its tensor's."""
+    return {
+        name: {"whole": list(piece.whole), "start": list(piece.start)}
+        for name, piece in pieces.items()
+    }
+
+
+def join_files(
+    files: Mapping[str, Mapping[str, Tensor]], places: Mapping[str, Places]
+) -> dict[str, dict[str, Tensor]]:
+    """Whole tensors by kind ("model", "optimizer") and name, on the CPU.
+
+    Raises:
+        CheckpointError: pieces are missing, unplaced, or do not fill their tensors.
+    """
+    found: dict[str, list[tuple[Piece, Tensor]]] = {}
+    for stem, tensors in files.items():
+        for name, tensor in tensors.items():
+            found.setdefault(name, []).append((_piece(stem, name, tensor, places), tensor))
+    whole: dict[str, dict[str, Tensor]] = {}
+    for name, pieces in found.items():
+        kind, _, rest = name.partition("/")
+        whole.setdefault(kind, {})[rest] = join(name, pieces)
+    return whole
+
+
+def join(name: str, pieces: Sequence[tuple[Piece, Tensor]]) -> Tensor:
+    """The whole tensor on the CPU: a piece that is all of it as it is, else a new tensor.
+
+    Raises:
+        CheckpointError: see `join_files`.
+    """
+    boxes = [piece for piece, _ in pieces]
+    wanted = whole_piece(boxes[0].whole)
+    try:
+        copies = plan_reshard(boxes, wanted)
+    except CheckpointError as error:
+        raise CheckpointError(f"tensor {name!r}: {error}") from None
+    if len(pieces) == 1:
+        return pieces[0][1].cpu()
+    joined = torch.empty(wanted.shape, dtype=pieces[0][1].dtype)
+    for copy in copies:
+        joined[copy.target] = pieces[copy.index][1][copy.source].cpu()
+    return joined
+
+
+def _piece(stem: str, name: str, tensor: Tensor, places: Mapping[str, Places]) -> Piece:
+    try:
+        place = places[stem][name]
+        whole, start = tuple(place["whole"]), tuple(place["start"])
+    except (KeyError, TypeError):
+        raise CheckpointError(f"{stem}: tensor {name!r} has no place") from None
+    return Piece(whole=whole, start=start, shape=tuple(tensor.shape))

@@ -1,0 +1,216 @@
+"""`ElasticGPUConfig`: what GPUs there are, and how to train on 1 to N of them.
+
+    config = ElasticGPUConfig(base_batch_size=64, model_size_gb=30)
+    print(config)
+    batch = config.config["batch_size"]
+    config.log_gpu_memory()
+
+Memory is what the driver says of these devices now. No name of a GPU stands for a size: an A100 has
+40 or 80 GB, a slice of one less.
+
+    devices    a replica fits on one      a replica fits on two
+    1          single                     (an error: by how many GB)
+    2          ddp                        model_split
+    3          ddp                        hybrid: 2 + 1
+    4          ddp                        hybrid_ddp: two replicas, each on two
+
+"hybrid" puts frozen parts on devices of their own (`place_parts`); what trains is replicated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from gradsync.data.plan import share
+from gradsync.errors import ConfigError
+from gradsync.faces.gpu_memory import log_gpu_memory
+from gradsync.hardware.description import Device, Hardware
+from gradsync.hardware.detect import detect_hardware
+from gradsync.hardware.placement import Part, Placement, place_parts
+from gradsync.hardware.switches import Switches, speed_switches
+from gradsync.runtime import environ
+from gradsync.runtime.resolve import resolve
+
+StrategyName = Literal["single", "ddp", "model_split", "hybrid", "hybrid_ddp"]
+_GB = 1e9
+
+
+class ElasticGPUConfig:
+    """Looks at the machine when it is made; nothing is set or started.
+
+    Args:
+        base_batch_size: samples of an optimizer step, over all devices; it stays the same on any
+            number of them.
+        model_size_gb: memory of one replica while it trains, GB (10**9 bytes), `frozen` included;
+            None: not known, only `frozen` is counted.
+        target_util: share of a device's free memory that may be planned with.
+        sample_gb: activations of one sample, GB; None: not known, a step is not cut further.
+        frozen: submodules that do not train (`frozen_parts(model)`), for placing them.
+        hardware: instead of this machine's; from `load_hardware`, say.
+
+    Raises:
+        ConfigError: numbers that cannot be; a replica that does not fit on all devices together,
+            and by how many GB.
+    """
+
+    def __init__(
+        self,
+        base_batch_size: int = 64,
+        model_size_gb: float | None = None,
+        target_util: float = 0.75,
+        *,
+        sample_gb: float | None = None,
+        frozen: Sequence[Part] = (),
+        hardware: Hardware | None = None,
+    ) -> None:
+        sized = model_size_gb is None or model_size_gb > 0
+        if base_batch_size < 1 or not sized or not 0 < target_util <= 1:
+            raise ConfigError(
+                "ElasticGPUConfig needs base_batch_size >= 1, model_size_gb > 0 and target_util in "
+                f"0..1; got {base_batch_size}, {model_size_gb}, {target_util}"
+            )
+        self.base_batch_size = base_batch_size
+        self.frozen = tuple(frozen)
+        frozen_gb = sum(part.num_bytes for part in self.frozen) / _GB
+        self.model_size_gb = frozen_gb if model_size_gb is None else model_size_gb
+        self.target_util = target_util
+        self.sample_gb = sample_gb
+        env = environ.snapshot()
+        self.hardware = detect_hardware(env) if hardware is None else hardware
+        self.switches: Switches = speed_switches(self.hardware, env)
+        self.groups = self._groups()
+        """Devices of each replica."""
+        self.placement: Placement | None = self._placement()
+        """Of the frozen parts over one replica's devices; None without frozen parts."""
+        self.config = self.configure()
+        """See `configure`."""
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """What ranks run on: GPUs, or where there is none, shares of the CPU."""
+        return self.hardware.devices
+
+    @property
+    def gpu_count(self) -> int:
+        """Number of GPUs; 0 on a CPU."""
+        return sum(device.kind == "cuda" for device in self.devices)
+
+    @property
+    def gpu_specs(self) -> list[dict[str, Any]]:
+        """Of each GPU: id, name, memory_gb, free_gb, compute_capability, mig, shared."""
+        return [
+            {
+                "id": index,
+                "name": device.name,
+                "memory_gb": device.memory_bytes / _GB,
+                "free_gb": device.usable_bytes / _GB,
+                "compute_capability": device.compute_capability,
+                "mig": device.mig,
+                "shared": device.shared,
+            }
+            for index, device in enumerate(self.devices)
+            if device.kind == "cuda"
+        ]
+
+    @property
+    def strategy(self) -> StrategyName:
+        """See the module's table."""
+        each, count = len(self.groups[0]), len(self.devices)
+        if each == 1:
+            return "single" if count == 1 else "ddp"
+        if len(self.groups) > 1:
+            return "hybrid_ddp"
+        return "model_split" if each == 2 else "hybrid"
+
+    def configure(self) -> dict[str, Any]:
+        """Batch sizes and strategy.
+
+        Returns:
+            strategy; batch_size: samples of one forward and backward of a replica;
+            grad_accum_steps: of the replica with the most; effective_batch_size: always
+            `base_batch_size`; samples_per_replica: shares that differ by at most one leaf;
+            device: the first of this process's replica, "cpu" without GPUs.
+        """
+        replicas = len(self.groups)
+        local_rank = resolve(environ.snapshot()).world.local_rank
+        if replicas > self.base_batch_size:
+            raise ConfigError(f"{replicas} replicas cannot share {self.base_batch_size} samples")
+        batch_size = self._batch_size(replicas)
+        leaves = self.base_batch_size // batch_size
+        shares = [len(share(leaves, replica, replicas)) for replica in range(replicas)]
+        return {
+            "strategy": self.strategy,
+            "batch_size": batch_size,
+            "grad_accum_steps": max(shares),
+            "effective_batch_size": self.base_batch_size,
+            "samples_per_replica": [count * batch_size for count in shares],
+            "device": f"cuda:{self.groups[local_rank % replicas][0]}" if self.gpu_count else "cpu",
+        }
+
+    def log_gpu_memory(self, label: str = "") -> None:
+        """Print how much memory is in use; see `gs.log_gpu_memory`."""
+        log_gpu_memory(label)
+
+    def __str__(self) -> str:
+        config = self.config
+        names = ", ".join(dict.fromkeys(device.name for device in self.devices))
+        takes = f", a replica takes {self.model_size_gb:g} GB" if self.model_size_gb else ""
+        lines = [
+            f"{len(self.devices)} x {names}: {self._room(0) / _GB:.1f} GB each may be planned with"
+            + takes,
+            f"strategy {config['strategy']}: replicas on devices "
+            + ", ".join("+".join(map(str, group)) for group in self.groups),
+            f"batch {config['effective_batch_size']} = {config['batch_size']} a leaf, up to "
+            f"{config['grad_accum_steps']} leaves a replica",
+            *self.switches.reasons,
+        ]
+        if self.placement is not None:
+            lines.append(self.placement.describe())
+        return "\n".join([*lines, *self.switches.suggestion_lines()])
+
+    def _room(self, index: int) -> int:
+        return int(self.target_util * self.devices[index].usable_bytes)
+
+    def _groups(self) -> tuple[tuple[int, ...], ...]:
+        """As many replicas as there is memory for; what is left over joins the last one where a
+        replica needs several devices."""
+        count = len(self.devices)
+        room = [self._room(index) for index in range(count)]
+        wanted = int(self.model_size_gb * _GB)
+        for each in range(1, count + 1):
+            starts = range(0, count - each + 1, each)
+            if all(sum(room[start : start + each]) >= wanted for start in starts):
+                groups = [tuple(range(start, start + each)) for start in starts]
+                if each > 1:
+                    groups[-1] = tuple(range(groups[-1][0], count))
+                return tuple(groups)
+        missing = (wanted - sum(room)) / _GB
+        raise ConfigError(
+            f"a replica of {self.model_size_gb:g} GB does not fit on {count} device(s) with "
+            f"{sum(room) / _GB:.1f} GB to plan with: {missing:.1f} GB are missing"
+        )
+
+    def _placement(self) -> Placement | None:
+        if not self.frozen:
+            return None
+        room = [self._room(index) for index in self.groups[0]]
+        trains = int(self.model_size_gb * _GB) - sum(part.num_bytes for part in self.frozen)
+        if trains < 0:
+            raise ConfigError("frozen parts are larger than model_size_gb says of all")
+        return place_parts(self.frozen, room, replicated_bytes=trains)
+
+    def _batch_size(self, replicas: int) -> int:
+        """The largest divisor of the batch that leaves each replica a leaf and has room."""
+        most = self.base_batch_size // replicas
+        if self.sample_gb is not None:
+            rooms = [sum(self._room(index) for index in group) for group in self.groups]
+            free = min(rooms) / _GB - self.model_size_gb
+            most = min(most, int(free / self.sample_gb))
+        sizes = [size for size in range(1, most + 1) if self.base_batch_size % size == 0]
+        if not sizes:
+            raise ConfigError(
+                f"no room for one sample of {self.sample_gb} GB beside a replica of "
+                f"{self.model_size_gb:g} GB"
+            )
+        return sizes[-1]

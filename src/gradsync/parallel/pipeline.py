@@ -1,0 +1,271 @@
+"""Leaves through the stages of a replica: forward and backward, in a schedule's order.
+
+    gpipe   all forwards, then all backwards                  arXiv 1811.06965
+    1f1b    a backward as soon as there is one to make        arXiv 2006.09503, PipeDream-Flush
+
+A leaf is a micro-batch. Both schedules make the same backwards in the same order on each stage, so
+they give the same bits; 1F1B keeps the activations of at most as many leaves as there are stages.
+With one stage there is nothing to schedule: leaf after leaf, forward and backward.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+from gradsync.comm.values import all_sum
+from gradsync.data.evaluation import EvalLeaves
+from gradsync.data.leaf import Leaf
+from gradsync.errors import RunError
+from gradsync.parallel.groups import SplitGroups
+from gradsync.parallel.split_sync import SplitSync
+from gradsync.parallel.stage_model import GPTStage
+from gradsync.runtime.seeds import seed_leaf
+from gradsync.sync.loss_sum import LossSum
+
+ScheduleName = Literal["1f1b", "gpipe"]
+SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LeafShape:
+    """What travels between stages for one leaf."""
+
+    num_leaves: int
+    """Leaves of a replica in a step."""
+    micro_batch_size: int
+    """Sequences of a leaf."""
+    seq_len: int
+    """Tokens of a sequence."""
+
+
+class Pipeline:
+    """This rank's stage between its neighbours.
+
+    Args:
+        model: this rank's part.
+        groups: of the layout.
+        sync: told of each leaf's backward and loss.
+        shape: of a step.
+        schedule: order of forwards and backwards.
+        autocast: context of a forward.
+        seed: of the run: dropout is keyed by (seed, step, leaf), see [Note: Keyed streams].
+    """
+
+    def __init__(
+        self,
+        model: GPTStage,
+        groups: SplitGroups,
+        sync: SplitSync,
+        *,
+        shape: LeafShape,
+        schedule: ScheduleName,
+        autocast: AbstractContextManager[Any],
+        seed: int,
+    ) -> None:
+        self.model, self.part, self._groups = model, model.part, groups
+        self.sync, self.shape = sync, shape
+        self._autocast, self._seed = autocast, seed
+        self._device = next(model.parameters()).device
+        self._leaves: list[Leaf] = []
+        self._schedule = self._make_schedule(schedule) if self.part.layout.pp > 1 else None
+
+    def _make_schedule(self, name: ScheduleName) -> Any:
+        # Shapes are told, so that stages need not send them to each other (torch pickles them).
+        stream = torch.empty(self._stream_shape(self.shape.micro_batch_size), device="meta")
+        tokens = torch.empty(stream.shape[:2], dtype=torch.int64, device="meta")
+        stage = _Stage(
+            self,
+            input_args=tokens if self.part.is_first else stream.requires_grad_(),
+            output_args=torch.empty_like(stream, requires_grad=True),
+            group=getattr(self._groups.stages, "group", None),
+        )
+        # Torch takes a loss function, on any stage, as the sign that there are backwards.
+        return SCHEDULES[name](stage, self.shape.num_leaves, loss_fn=stage.loss, scale_grads=False)
+
+    def run(self, leaves: Sequence[Leaf]) -> None:
+        """Forward and backward of all leaves of this replica's share of a step."""
+        self._leaves = list(leaves)
+        try:
+            if self._schedule is None:
+                losses = [self._whole_leaf(place) for place in range(len(leaves))]
+            else:
+                losses = self._scheduled()
+        finally:
+            self._leaves = []
+        for leaf, loss in zip(leaves, losses, strict=self.part.is_last):
+            self.sync.add_loss(loss, leaf.num_targets)
+
+    def _scheduled(self) -> list[Tensor]:
+        assert self._schedule is not None
+        losses: list[Tensor] = []
+        inputs = (torch.cat([leaf.inputs for leaf in self._leaves]),)
+        targets = torch.cat([leaf.targets for leaf in self._leaves])
+        self._schedule.step(
+            *(inputs if self.part.is_first else ()),
+            target=targets if self.part.is_last else None,
+            losses=losses,
+            return_outputs=False,
+        )
+        return losses
+
+    def _whole_leaf(self, place: int) -> Tensor:
+        """One leaf where there is but one stage."""
+        leaf = self._leaves[place]
+        loss = self.loss(self.forward(place, leaf.inputs), leaf.targets)
+        with self.backward(place):
+            loss.backward()
+        return loss
+
+    def forward(self, place: int, x: Tensor) -> Tensor:
+        """This stage's forward of the replica's leaf `place`."""
+        leaf = self._leaves[place]
+        with self._autocast:
+            if self.model.config.dropout:
+                seed_leaf(self._seed, leaf.step, leaf.index)
+                stream = torch.empty(self._stream_shape(len(leaf.inputs)), device=self._device)
+                self.model.pass_over_dropout(stream, _branch_dtype(self._device))
+            return self.model(x)
+
+    def backward(self, place: int) -> AbstractContextManager[None]:
+        """Encloses this stage's backward of the replica's leaf `place`."""
+        return self.sync.leaf(last=place == len(self._leaves) - 1, index=self._leaves[place].index)
+
+    def loss(self, x_BTC: Tensor, targets_BT: Tensor) -> Tensor:
+        """Of one leaf, on the last stage."""
+        with self._autocast:
+            return self.model.loss(x_BTC, targets_BT)
+
+    def throwaway(self) -> None:
+        """One forward and backward of this stage alone, for `Reducer.prime`."""
+        shape = self._stream_shape(self.shape.micro_batch_size)
+        tokens = torch.zeros(shape[:2], dtype=torch.int64, device=self._device)
+        x = tokens if self.part.is_first else torch.zeros(shape, device=self._device)
+        with self._autocast:
+            out = self.model(x)
+            loss = self.model.loss(out, tokens) if self.part.is_last else out.float().sum()
+        loss.backward()
+
+    @torch.no_grad()
+    def evaluate(self, leaves: EvalLeaves) -> float:
+        """See `train.evaluate.evaluate`: each sample once, through all stages of one replica.
+
+        Stages work at the same time, each on another leaf.
+
+        Raises:
+            RunError: the samples counted are not the samples there are, or no target counts.
+        """
+        self.model.eval()
+        total, samples = LossSum(self._device), 0
+        try:
+            for leaf in leaves:
+                loss = self._pass_on(leaf)
+                if self.part.counts_loss and loss is not None:
+                    total.add(loss, leaf.num_targets)
+                    samples += leaf.num_samples
+        finally:
+            self.model.train()
+        comm = self._groups.everyone
+        *summed, num_samples = all_sum(comm, *total.message(), samples)
+        total_loss, num_targets = total.over_ranks(comm, summed)
+        if num_samples != leaves.total_samples:
+            raise RunError(
+                f"evaluation counted {num_samples:.0f} samples, the set has {leaves.total_samples}"
+            )
+        if not num_targets:
+            raise RunError("the evaluation set has no target that counts: all of them are -100")
+        return float(total_loss) / num_targets
+
+    def _pass_on(self, leaf: Leaf) -> Tensor | None:
+        """This stage's forward; the loss on the last one, else the stream goes to the next."""
+        stages, x = self._groups.stages, leaf.inputs
+        if not self.part.is_first:
+            x = torch.empty(self._stream_shape(*leaf.inputs.shape), device=self._device)
+            stages.exchange([], [(x, self.part.place.stage - 1)]).wait()
+        with self._autocast:
+            out = self.model(x)
+        if self.part.is_last:
+            return self.loss(out, leaf.targets)
+        stages.exchange([(out.contiguous(), self.part.place.stage + 1)], []).wait()
+        return None
+
+    def _stream_shape(self, batch: int, seq_len: int | None = None) -> tuple[int, int, int]:
+        """Of the residual stream, always fp32: the embedding's dtype, to which branches add."""
+        return (batch, seq_len or self.shape.seq_len, self.model.config.n_embd)
+
+
+class _Stage(PipelineStage):
+    """Torch's stage, with the leaf around each backward and the leaf's dropout in each forward.
+
+    Torch keeps a buffer for each leaf of a step, for what arrives from either side. Here they live
+    from the receive to the leaf's backward, so that 1F1B holds as many as it has leaves under way.
+    """
+
+    def __init__(self, pipeline: Pipeline, **shapes: Any) -> None:
+        part = pipeline.part
+        super().__init__(
+            pipeline.model,
+            part.place.stage,
+            part.layout.pp,
+            next(pipeline.model.parameters()).device,
+            **shapes,
+        )
+        # Weakly: a cycle would keep the group's sockets open until somebody collects it.
+        self._owner, self._forwarded = weakref.ref(pipeline), 0
+
+    @property
+    def _pipeline(self) -> Pipeline:
+        pipeline = self._owner()
+        assert pipeline is not None, "it runs the schedule"
+        return pipeline
+
+    def loss(self, x_BTC: Tensor, targets_BT: Tensor) -> Tensor:
+        """See `Pipeline.loss`."""
+        return self._pipeline.loss(x_BTC, targets_BT)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """See torch; remembers which leaf it is."""
+        self._forwarded = fwd_chunk_id
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward."""
+        return self._pipeline.forward(self._forwarded, *args)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """See torch; the gradients that come now belong to one leaf."""
+        with self._pipeline.backward(bwd_chunk_id):
+            super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        for infos in (self.args_recv_info, self.grad_recv_info):
+            for info in infos[bwd_chunk_id]:
+                info.buffer = None
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
+        """See torch; with fresh buffers."""
+        self._renew(self.args_recv_info[fwd_chunk_id])
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> Any:
+        """See torch; with fresh buffers."""
+        self._renew(self.grad_recv_info[bwd_chunk_id])
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def _renew(self, infos: Any) -> None:
+        for info in infos:
+            if not info.is_root_arg:
+                meta = info.tensor_meta
+                info.buffer = torch.empty(meta.shape, dtype=meta.dtype, device=self.device)
+
+
+def _branch_dtype(device: torch.device) -> torch.dtype:
+    """Of what a linear layer gives here."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.get_autocast_dtype(device.type)
+    return torch.float32

@@ -1,0 +1,237 @@
+"""What `gradsync train --elastic` decides from the hardware, as values for the configuration.
+
+[Note: Resolved once] Strategy, dtype and micro-batch decide bits: the micro-batch is the shape of a
+leaf. So they are chosen when a run begins and written down by name in its config.yaml. A run that
+goes on keeps them, whatever is measured or found since, as under `--sync auto`.
+
+What the user gave, by flag or file, is never changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from gradsync.errors import ConfigError, RunError
+from gradsync.hardware.choice import ERROR, Choice, choose
+from gradsync.hardware.choice_candidate import PROMISES, Candidate, Search
+from gradsync.hardware.choice_costs import Costs
+from gradsync.hardware.choice_remedy import find_remedy
+from gradsync.hardware.description import Hardware
+from gradsync.hardware.micro_batch_search import legal_sizes
+from gradsync.hardware.switches import speed_switches
+from gradsync.hardware.workload import Workload
+from gradsync.models.config import GPTConfig
+from gradsync.sync.registry import find_strategy
+from gradsync.train.auto_sync import continued
+from gradsync.train.config import AUTO, SyncConfig, TrainConfig
+from gradsync.train.config_io import read_file
+
+KEPT = (
+    *("dtype", "tf32", "sync", "sync_options", "parallel", "activation_checkpointing"),
+    "micro_batch_size",
+)
+"""What a run that goes on keeps of its beginning."""
+_STRATEGIES = ("invariant", "bucketed", "zero1", "zero2", "fsdp", "ddp")
+"""What is tried: nothing that loses something on purpose."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """What to change, and why."""
+
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `TrainConfig`; plain values that JSON can write."""
+    ranks: int | None = None
+    """How many are worth starting on this host; None: it is not ours to say."""
+    notes: tuple[str, ...] = ()
+    """A line each."""
+
+    def applied_to(self, config: TrainConfig) -> TrainConfig:
+        """`config` with the changes."""
+        changes = dict(self.changes)
+        if "sync_options" in changes:
+            changes["sync_options"] = SyncConfig(**changes["sync_options"])
+        return replace(config, **changes)
+
+
+def decide(
+    config: TrainConfig,
+    given: frozenset[str],
+    shape: GPTConfig,
+    hardware: Hardware,
+    env: Mapping[str, str],
+    *,
+    world_size: int | None = None,
+) -> Decision:
+    """Everything but the micro-batch, which is probed.
+
+    Args:
+        config: as parsed.
+        given: fields that the user set.
+        shape: of the model, with the data's vocabulary.
+        hardware: of the hosts that take part; one device per rank there may be.
+        env: the environment, for suggestions.
+        world_size: ranks, where somebody has fixed them; None: to be chosen.
+
+    Raises:
+        ConfigError: impossible numbers.
+        RunError: the model fits nowhere: by how many GB, and what would fit.
+    """
+    kept = began_with(config)
+    if kept is not None:
+        changes = {name: value for name, value in kept.items() if name not in given}
+        ranks = None if world_size else _most_ranks(replace_all(config, changes), hardware)
+        named = ", ".join(f"{name} {value}" for name, value in changes.items() if value)
+        return Decision(changes=changes, ranks=ranks, notes=(f"goes on as it began: {named}",))
+    switches = speed_switches(hardware, env)
+    changes: dict[str, Any] = {}
+    if "dtype" not in given:
+        changes["dtype"] = switches.dtype
+    if "tf32" not in given and hardware.devices[0].kind == "cuda":
+        changes["tf32"] = switches.tf32
+    notes = [*switches.reasons]
+    if "dtype" in given and config.dtype != switches.dtype:
+        notes = [f"dtype {config.dtype} as given; fastest here is {switches.dtype}"]
+    notes += [f"may help, not set: {line}" for line in switches.suggestion_lines()]
+    config = replace_all(config, changes)
+    if "parallel" in given or config.sync == AUTO:
+        smallest = config if "micro_batch_size" in given else replace(config, micro_batch_size=1)
+        ranks = None if world_size else _most_ranks(smallest, hardware)
+        return Decision(changes=changes, ranks=ranks, notes=tuple(notes))
+    taken = _choose(config, given, shape, hardware, world_size)
+    if not given & {"sync", "sync_options"}:
+        changes["sync"] = taken.split.strategy
+    layout = taken.split.layout
+    if layout.model_ranks > 1:
+        sizes = (("pp", layout.pp), ("tp", layout.tp), ("dp", layout.dp))
+        changes["parallel"] = ",".join(f"{name}={size}" for name, size in sizes if size > 1)
+        if "micro_batch_size" not in given:  # a split model is not probed
+            changes["micro_batch_size"] = taken.work.micro_batch_size
+    if taken.work.activation_checkpointing and not config.activation_checkpointing:
+        changes["activation_checkpointing"] = True
+    notes.append(
+        f"{taken.split}: {taken.remark or 'the fastest that fits'} (gradsync plan shows all)"
+    )
+    return Decision(changes=changes, ranks=layout.world_size, notes=tuple(notes))
+
+
+def began_with(config: TrainConfig) -> dict[str, Any] | None:
+    """What the run that `config` goes on with wrote down; None for a new run.
+
+    Raises:
+        ConfigError: its configuration cannot be read.
+    """
+    place = continued(config)
+    if place is None:
+        return None
+    values = read_file(place)
+    found = {name: values[name] for name in KEPT if name in values}
+    options = found.get("sync_options")
+    if options is not None:
+        known = asdict(SyncConfig())
+        found["sync_options"] = {k: v for k, v in options.items() if k in known and v is not None}
+    return found
+
+
+def replace_all(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfig:
+    """`config` with plain values in the places of its fields."""
+    return Decision(changes=changes).applied_to(config)
+
+
+def sequences_of(config: TrainConfig) -> int:
+    """Sequences of a step, over all ranks.
+
+    Raises:
+        ConfigError: tokens_per_update is no whole number of them.
+    """
+    sequences, rest = divmod(config.tokens_per_update, config.sequence_length)
+    if rest or not sequences:
+        raise ConfigError(
+            f"tokens_per_update={config.tokens_per_update} is not a multiple of "
+            f"seq_len = {config.sequence_length}"
+        )
+    return sequences
+
+
+def _most_ranks(config: TrainConfig, hardware: Hardware) -> int:
+    """As many ranks as there are devices and the batch can be cut for."""
+    equal = config.sync != AUTO and find_strategy(config.sync).equal_leaves
+    for ranks in range(len(hardware.devices), 1, -1):
+        try:
+            plan = config.batch_plan(ranks)
+        except ConfigError:
+            continue
+        if not (equal and plan.num_leaves % ranks):
+            return ranks
+    return 1
+
+
+def _choose(
+    config: TrainConfig,
+    given: frozenset[str],
+    shape: GPTConfig,
+    hardware: Hardware,
+    world_size: int | None,
+) -> Candidate:
+    """The split to take, by closed formulas; on `world_size` ranks where that is said."""
+    sequences = sequences_of(config)
+    size = config.micro_batch_size
+    sizes: tuple[int, ...] = (size,)
+    if "micro_batch_size" not in given:
+        sizes = legal_sizes(sequences, 1)
+        size = size if size in sizes else sizes[0]
+    named = given & {"sync", "sync_options"}
+    recompute = "activation_checkpointing" in given or config.activation_checkpointing
+    search = Search(
+        strategies=tuple(dict.fromkeys((config.sync, *_STRATEGIES))) if named else _STRATEGIES,
+        micro_batch_sizes=tuple(dict.fromkeys((size, *sizes))),
+        checkpointing=(config.activation_checkpointing,) if recompute else (False, True),
+    )
+    work = Workload(
+        model=shape,
+        micro_batch_size=size,
+        seq_len=config.sequence_length,
+        num_leaves=sequences // size,
+        dtype=config.dtype,
+        activation_checkpointing=config.activation_checkpointing,
+        loss_rows=config.loss_rows,
+        kind=hardware.devices[0].kind,
+    )
+    costs = Costs()
+    choice = choose(work, hardware, costs.models, search)
+    taken = _best(choice, world_size, config.sync if named else "")
+    if taken is None:
+        remedy = find_remedy(choice, work, hardware, costs.models)
+        raise RunError(remedy.words(config.preset, hardware))
+    return taken
+
+
+def _best(choice: Choice, world_size: int | None, strategy: str) -> Candidate | None:
+    """The pick, unless it is of another strategy or number of ranks than asked for, or splits a
+    model that fits whole: whole replicas can be probed, and give the same bits on any number."""
+    fitting = [
+        candidate
+        for candidate in choice.candidates
+        if candidate.time is not None
+        and world_size in (None, candidate.split.world_size)
+        and strategy in ("", candidate.split.strategy)
+    ]
+    fitting = [c for c in fitting if c.split.layout.model_ranks == 1] or fitting
+    if not fitting or choice.pick in fitting:
+        return choice.pick if fitting else None
+    fastest = min(candidate.seconds for candidate in fitting)
+    near = [candidate for candidate in fitting if candidate.seconds <= (1 + ERROR) * fastest]
+    order = [*choice.search.strategies]
+    taken = min(
+        near,
+        key=lambda c: (
+            PROMISES.index(c.promise),
+            c.split.layout.model_ranks,
+            order.index(c.split.strategy),
+            c.work.activation_checkpointing,
+            c.seconds,
+        ),
+    )
+    return replace(taken, remark="as fast as any of those that were asked for")

@@ -1,0 +1,52 @@
+"""The memory model against the largest size of ranks that train, at two sizes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gradsync.bench.memory_plan import MemoryCase, MemoryRun
+from gradsync.hardware.memory_model import CPU_PROCESS
+
+STRATEGIES = ("ddp", "invariant", "zero1", "zero2", "fsdp")
+SIZES = (("long", 256), ("wide", 64))
+CASES = [
+    *(
+        MemoryCase(shape=shape, tokens=tokens, strategy=name)
+        for shape, tokens in SIZES
+        for name in STRATEGIES
+    ),
+    MemoryCase(shape="long", tokens=256, strategy="zero1", checkpointing=True),
+]
+pytestmark = pytest.mark.timeout(300)  # one measurement of all cases, on a busy machine too
+NOTHING = MemoryCase(shape="nothing", strategy="ddp")
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[MemoryCase, int]:
+    """Bytes of the larger rank above a process that trains nothing."""
+    cases = [NOTHING, *CASES]
+    runs = [MemoryRun(case=case, device="cpu", steps=2).to_json() for case in cases]
+    done = subprocess.run(
+        [sys.executable, "-m", "support.memory_ranks", json.dumps(runs)],
+        check=False,
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    peaks = [max(json.loads(line)) for line in done.stdout.splitlines()]
+    return {case: peak - peaks[0] for case, peak in zip(cases, peaks, strict=True)}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.shape}, {case}")
+def test_a_rank_takes_what_the_formulas_say(
+    case: MemoryCase, measured: dict[MemoryCase, int]
+) -> None:
+    need = case.need(2, "cpu")
+    assert need.total == pytest.approx(CPU_PROCESS + measured[case], rel=0.1), need

@@ -1,0 +1,224 @@
+"""Whole training runs of a model that is split over ranks: the losses of one rank.
+
+With a head of its own a pipeline gives one rank's bits: each leaf goes through the same operations,
+and sums over leaves follow the same tree. A tied head's gradient is added up in another order (see
+Note: Tied ends), and tensor shards add up two halves of each sum: fp32 rounding, about 1e-7 of a
+loss here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from gradsync.models.config import GPTConfig
+from gradsync.parallel.split_sync import SplitSync
+from gradsync.train.config import CheckpointConfig, EvalConfig, OptimConfig, TrainConfig
+from support.small_run import VOCAB, Inject, RankResult, losses, make_data, small_config, train_rank
+
+TIED = GPTConfig(
+    n_layer=2, n_head=4, n_kv_head=2, n_embd=32, vocab_size=VOCAB, block_size=16, dropout=0.1
+)
+UNTIED = replace(TIED, tie_head=False)
+RUN = {
+    "steps": 4,
+    "optim": OptimConfig(lr=1e-2, warmup_steps=2, schedule="constant", clip_norm=0.5),
+    "eval": EvalConfig(every=0, max_tokens=None),
+    "checkpoint": CheckpointConfig(every=2, keep_last=2),
+}
+ROUNDING = 1e-6
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run came to."""
+
+    losses: dict[int, float]
+    val_loss: float
+    weights_sha256: str
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def one_rank(
+    pool: Any, data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[GPTConfig], Outcome]:
+    """One rank's undisturbed run, once for all tests."""
+
+    @cache
+    def run(model: GPTConfig) -> Outcome:
+        out = tmp_path_factory.mktemp("oracle")
+        return finished(out, pool.run(train_rank, 1, config(out, data, model)))
+
+    return run
+
+
+def config(out: Path, data: Path, model: GPTConfig, **changes: Any) -> TrainConfig:
+    return small_config(out, data, model=model, **{**RUN, **changes})
+
+
+def finished(out: Path, results: list[RankResult]) -> Outcome:
+    assert {result.exit_code for result in results} == {0}, [r.error for r in results]
+    summary = results[0].summary
+    return Outcome(dict(losses(out)), summary["val_loss"], summary["weights_sha256"])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changes"),
+    [
+        (2, {"parallel": "pp=2", "pipeline_schedule": "gpipe", "activation_checkpointing": True}),
+        (4, {"parallel": "pp=2,dp=2", "check_replicas_every": 2}),
+    ],
+    ids=["gpipe", "1f1b-dp"],
+)
+def test_a_pipeline_has_one_ranks_bits(
+    pool: Any,
+    data: Path,
+    tmp_path: Path,
+    one_rank: Callable[[GPTConfig], Outcome],
+    ranks: int,
+    changes: dict[str, Any],
+) -> None:
+    results = pool.run(train_rank, ranks, config(tmp_path, data, UNTIED, **changes))
+    assert finished(tmp_path, results) == one_rank(UNTIED)
+    # Every rank's memory was measured, and a replica's parts are files of one checkpoint.
+    assert len(results[0].summary["mem_max_gib_by_rank"]) == ranks
+    files = {path.stem for path in (tmp_path / "checkpoints").glob("step-00000004/part-*")}
+    assert files == {"part-00000-of-00002", "part-00001-of-00002"}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changes"),
+    [
+        (4, {"parallel": "pp=2,dp=2", "check_replicas_every": 1}),
+        (2, {"parallel": "tp=2"}),
+        (4, {"parallel": "tp=2,dp=2", "sync": "bucketed", "check_replicas_every": 1}),
+        (4, {"parallel": "pp=2,tp=2", "loss_rows": 7}),
+    ],
+    ids=lambda value: value["parallel"] if isinstance(value, dict) else None,
+)
+def test_a_split_model_has_one_ranks_losses(
+    pool: Any,
+    data: Path,
+    tmp_path: Path,
+    one_rank: Callable[[GPTConfig], Outcome],
+    ranks: int,
+    changes: dict[str, Any],
+) -> None:
+    found = finished(tmp_path, pool.run(train_rank, ranks, config(tmp_path, data, TIED, **changes)))
+    expected = one_rank(TIED)
+    assert found.losses == pytest.approx(expected.losses, rel=ROUNDING)
+    assert found.val_loss == pytest.approx(expected.val_loss, rel=ROUNDING)
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [((4, "pp=2,dp=2"), (1, "")), ((1, ""), (4, "pp=2,dp=2")), ((4, "pp=2,tp=2"), (2, "pp=2"))],
+    ids=["pipeline-to-one", "one-to-pipeline", "shards-to-pipeline"],
+)
+def test_a_run_goes_on_with_another_layout(
+    pool: Any,
+    data: Path,
+    tmp_path: Path,
+    one_rank: Callable[[GPTConfig], Outcome],
+    first: tuple[int, str],
+    then: tuple[int, str],
+) -> None:
+    """Stopped by a signal to the last rank."""
+    expected = one_rank(UNTIED)
+    began = config(tmp_path, data, UNTIED, parallel=first[1])
+    stop = Inject(rank=first[0] - 1, step=1, what="SIGTERM")
+    stopped = pool.run(train_rank, first[0], began, stop)
+    assert [result.exit_code for result in stopped] == [75] * first[0], stopped[0].error
+    assert stopped[0].summary["steps"] == 2
+
+    goes_on = config(tmp_path, data, UNTIED, parallel=then[1])
+    results = pool.run(train_rank, then[0], goes_on)
+    assert "continuing from" in results[0].printed
+    assert "parallel: " in results[0].printed  # the layout is another one, and the user is told
+    found = finished(tmp_path, results)
+    if "tp" in first[1]:
+        assert found.losses == pytest.approx(expected.losses, rel=ROUNDING)
+    else:
+        assert found == expected
+
+
+def test_mixed_precision_has_one_ranks_bits(pool: Any, data: Path, tmp_path: Path) -> None:
+    """bf16 branches on an fp32 stream: what travels between stages is the stream."""
+    found = []
+    for ranks, parallel in ((1, ""), (2, "pp=2")):
+        out = tmp_path / f"{ranks}"
+        run = config(out, data, UNTIED, parallel=parallel, dtype="bf16", loss_rows=7, steps=2)
+        found.append(finished(out, pool.run(train_rank, ranks, run)))
+    assert found[0] == found[1]
+
+
+def test_one_ranks_exception_ends_all(pool: Any, data: Path, tmp_path: Path) -> None:
+    run = config(tmp_path, data, TIED, parallel="pp=2,dp=2", sync="naive")
+    results = pool.run(train_rank, 4, run, Inject(rank=3, step=1, what="raise"))
+    assert results[3].error == "ValueError: injected on rank 3 before step 1"
+    for other in results[:3]:
+        assert "rank 3 on" in other.error
+
+
+def rank_with_a_flipped_bit(
+    rank: int, world_size: int, store_path: str, run: TrainConfig, victim: int, name: str
+) -> RankResult:
+    """Changes one weight of rank `victim` before replicas are compared."""
+    original = SplitSync.check_replicas
+
+    def flip_and_check(self: SplitSync, *args: Any, **named: Any) -> None:
+        if rank == victim:
+            with torch.no_grad():
+                dict(self.model.named_parameters())[name][0] += 1.0
+        original(self, *args, **named)
+
+    with mock.patch.object(SplitSync, "check_replicas", flip_and_check):
+        return train_rank(rank, world_size, store_path, run)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parallel", "victim", "name", "message"),
+    [
+        (4, "pp=2,dp=2", 3, "norm.weight", "'norm.weight'.* rank 1 / rank 3 hold different bits"),
+        (2, "pp=2", 1, "embed.weight", r"two ends.* tied 'embed.weight'.* ranks \(0, 1\)"),
+    ],
+    ids=["replica", "tied"],
+)
+def test_replicas_that_differ_are_named(
+    pool: Any,
+    data: Path,
+    tmp_path: Path,
+    ranks: int,
+    parallel: str,
+    victim: int,
+    name: str,
+    message: str,
+) -> None:
+    run = config(tmp_path, data, TIED, parallel=parallel, check_replicas_every=1)
+    results = pool.run(rank_with_a_flipped_bit, ranks, run, victim, name)
+    errors = [result.error for result in results]
+    assert all(errors)
+    assert re.search(message, errors[victim]), errors[victim]
+
+
+def test_the_manifest_says_where_each_piece_lies(pool: Any, data: Path, tmp_path: Path) -> None:
+    run = config(tmp_path, data, TIED, parallel="tp=2", steps=1)
+    finished(tmp_path, pool.run(train_rank, 2, run))
+    text = (tmp_path / "checkpoints" / "step-00000001" / "manifest.json").read_text()
+    places = json.loads(text)["manifest"]["places"]["part-00001-of-00002"]
+    assert places["model/blocks.0.attention.out.weight"] == {"whole": [32, 32], "start": [0, 16]}
+    assert "model/embed.weight" not in places  # the first shard's

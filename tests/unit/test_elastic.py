@@ -1,0 +1,283 @@
+"""`gradsync train --elastic`: what is decided from the hardware, and what the user's word is."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from gradsync.cli import elastic as command
+from gradsync.cli.elastic import before_ranks, given_fields, take_flag, with_ranks
+from gradsync.comm.single import SingleCommunicator
+from gradsync.errors import ConfigError, RunError
+from gradsync.hardware.hardware_file import load_hardware
+from gradsync.train import micro_batch_probe
+from gradsync.train.config import SyncConfig, TrainConfig
+from gradsync.train.config_io import parse_config, write_config
+from gradsync.train.elastic import Decision, decide
+from gradsync.train.micro_batch_cache import (
+    ProbeConditions,
+    Probed,
+    probed_path,
+    read_probed,
+    save_probed,
+)
+from gradsync.train.micro_batch_probe import find_micro_batch, sizes_of
+from gradsync.train.recipes import recipe
+from gradsync.world import World
+from support.small_run import small_config
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADSYNC_CACHE", str(tmp_path / "cache"))
+
+
+def decided(config: TrainConfig, hardware: str, *given: str, **named: Any) -> Decision:
+    return decide(config, frozenset(given), config.model, load_hardware(hardware), {}, **named)
+
+
+# -- the arguments --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("word", ["--elastic", "--elastic-gpu", "--elastic_gpu"])
+def test_the_flag_in_all_its_spellings(word: str) -> None:
+    assert take_flag(["tiny", word, "--steps", "3"]) == ([word], ["tiny", "--steps", "3"])
+    assert take_flag(["tiny"]) == (None, ["tiny"])
+
+
+def test_what_the_user_gave(tmp_path: Path) -> None:
+    flags = [
+        "tiny",
+        "--micro-batch-size",
+        "4",
+        "--no-tf32",
+        "--sync-options.bucket-mb=5",
+        "--sync=x",
+    ]
+    assert given_fields(flags) == {"micro_batch_size", "tf32", "sync_options", "sync"}
+    path = tmp_path / "mine.yaml"
+    path.write_text("dtype: fp32\nsteps: 3\n")
+    assert given_fields([str(path), "--steps", "5"]) == {"dtype", "steps"}
+
+
+# -- the decision ---------------------------------------------------------------------------------
+
+
+def test_ranks_and_strategy_follow_the_hardware() -> None:
+    decision = decided(recipe("small"), "h100x4")
+    assert decision.ranks == 4
+    assert decision.changes["dtype"] == "bf16"
+    applied = decision.applied_to(recipe("small"))
+    assert applied.sync == decision.changes["sync"]
+    assert any("NCCL_DEBUG" in note for note in decision.notes)
+
+
+def test_what_was_given_stays() -> None:
+    config = replace(recipe("small"), sync="ddp", dtype="fp32", micro_batch_size=2)
+    decision = decided(config, "h100x4", "sync", "dtype", "micro_batch_size", "tf32")
+    assert not decision.changes.keys() & {"sync", "dtype", "micro_batch_size", "tf32"}
+    auto = decided(replace(recipe("small"), sync="auto"), "h100x4", "sync")
+    assert "sync" not in auto.changes
+    assert auto.ranks == 4
+
+
+def test_ranks_that_somebody_has_fixed() -> None:
+    hardware = load_hardware("h100x4").with_devices(2)
+    decision = decide(
+        recipe("small"), frozenset(), recipe("small").model, hardware, {}, world_size=2
+    )
+    assert decision.ranks == 2
+
+
+def test_a_model_that_fits_nowhere_is_said_in_gb() -> None:
+    with pytest.raises(RunError, match=r"fits nowhere.* GB"):
+        decided(recipe("2.7b"), "a100-40x1", "sync")
+
+
+def test_a_run_that_goes_on_keeps_what_it_began_with(tmp_path: Path) -> None:
+    begun = replace(
+        small_config(tmp_path, tmp_path),
+        sync="zero1",
+        sync_options=SyncConfig(bucket_mb=5.0),
+        micro_batch_size=4,
+        dtype="fp32",
+    )
+    write_config(begun, tmp_path / "config.yaml")
+    asked = replace(recipe("tiny"), out=str(tmp_path))
+    assert decided(asked, "h100x4").changes["sync"] != "zero1"  # there is no checkpoint yet
+    (tmp_path / "checkpoints" / "step-00000002").mkdir(parents=True)
+    decision = decided(asked, "h100x4")
+    assert decision.notes[0].startswith("goes on as it began: dtype fp32, ")
+    config = decision.applied_to(asked)
+    assert (config.sync, config.dtype, config.micro_batch_size) == ("zero1", "fp32", 4)
+    assert config.sync_options.given() == {"bucket_mb": 5.0}
+    assert decision.ranks == 4
+    mine = decided(replace(asked, micro_batch_size=2), "h100x4", "micro_batch_size")
+    assert "micro_batch_size" not in mine.changes
+
+
+# -- before the ranks -----------------------------------------------------------------------------
+
+
+def alone(
+    monkeypatch: pytest.MonkeyPatch, hardware: str, *flags: str
+) -> tuple[TrainConfig, list[str]]:
+    """`before_ranks` in a process that nobody else started, on some hardware."""
+    monkeypatch.setattr(command, "_hardware", lambda *_: load_hardware(hardware))
+    words, flags_left = take_flag(["tiny", "--elastic", *flags])
+    assert words is not None
+    return before_ranks(parse_config(flags_left), words, flags_left, World())
+
+
+def test_ranks_get_everything_by_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, flags = alone(monkeypatch, "h100x2")
+    assert config.nproc_per_node == 2
+    words, flags = take_flag(flags)
+    assert words == ["--elastic=decided"]
+    handed = parse_config(flags)
+    assert replace(handed, micro_batch_size=config.micro_batch_size) == config
+    assert {"sync", "dtype", "nproc_per_node"} <= given_fields(flags)
+    assert "micro_batch_size" not in given_fields(flags)
+    said = capsys.readouterr().err
+    assert "elastic: 2 ranks, one per GPU" in said
+
+
+def test_a_micro_batch_that_so_many_ranks_cannot_share_is_only_a_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """tiny has 16 sequences: 8 leaves of 2, too few for 16 ranks."""
+    config, _ = alone(monkeypatch, "h100x8", "--nproc-per-node", "16", "--sync", "auto")
+    assert config.micro_batch_size == 1
+    config.batch_plan(16)
+
+
+# -- the probe on this machine --------------------------------------------------------------------
+
+
+def probe(config: TrainConfig, **world: int) -> tuple[int, str]:
+    found = find_micro_batch(config, config.model, World(**world), SingleCommunicator(), threads=1)
+    return found.size, found.note
+
+
+def test_it_runs_once_and_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small_config(tmp_path, tmp_path, tokens_per_update=32)
+    torch_state = torch.get_rng_state()
+    size, note = probe(replace(config, model=replace(config.model, dropout=0.0)))
+    assert size in (1, 2)
+    assert "tried 1, 2" in note
+    assert torch.equal(torch.get_rng_state(), torch_state)
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("it was measured before")
+
+    monkeypatch.setattr(micro_batch_probe, "try_sizes", never)
+    again, note = probe(replace(config, model=replace(config.model, dropout=0.0)))
+    assert again == size
+    assert "probed 20" in note
+
+
+def test_a_model_larger_than_memory_is_not_even_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = SimpleNamespace(
+        limit_bytes=10**5, works=True, clear=lambda: None, run=lambda _: pytest.fail("it was tried")
+    )
+    monkeypatch.setattr(micro_batch_probe, "MemoryProbe", lambda *_, **__: few)
+    with pytest.raises(ConfigError, match=r"does not fit: a leaf of 1 x 16 tokens .* GB short"):
+        probe(small_config(tmp_path, tmp_path))
+
+
+def test_without_a_word_about_memory_the_micro_batch_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silent = SimpleNamespace(limit_bytes=10**9, works=False)
+    monkeypatch.setattr(micro_batch_probe, "MemoryProbe", lambda *_, **__: silent)
+    assert probe(small_config(tmp_path, tmp_path))[0] == 2
+
+
+def test_with_ranks_leaves_what_was_given(tmp_path: Path) -> None:
+    config = small_config(tmp_path, tmp_path)
+    flags = ["--micro-batch-size", "2", "--elastic=decided"]
+    got = with_ranks(config, flags, World(), SingleCommunicator(), threads=1)
+    assert got == (config, [])
+
+
+def test_sizes_of_a_batch_nobody_can_share(tmp_path: Path) -> None:
+    config = small_config(tmp_path, tmp_path)  # 16 sequences of 16 tokens
+    assert sizes_of(config, 4) == (1, 2, 4)
+    with pytest.raises(ConfigError, match="17 ranks cannot share 16 sequences"):
+        sizes_of(config, 17)
+    with pytest.raises(ConfigError, match="not a multiple of seq_len = 16"):
+        sizes_of(replace(config, tokens_per_update=100), 1)
+    with pytest.raises(ConfigError, match="evenly"):
+        sizes_of(replace(config, sync="fsdp"), 3)
+
+
+# -- the cache ------------------------------------------------------------------------------------
+
+CONDITIONS = ProbeConditions(
+    model={"n_layer": 2},
+    dtype="bf16",
+    seq_len=16,
+    activation_checkpointing=False,
+    loss_rows=None,
+    sizes=[1, 2, 4],
+    world_size=2,
+    ranks_here=2,
+    sharded=False,
+    threads=1,
+    device="cpu",
+    cpu="a CPU",
+    cores=2,
+    torch="2.13",
+)
+PROBED = Probed(size=4, peak_bytes=800, limit_bytes=1000, date="2026-01-02")
+
+
+def test_the_cache_gives_back_what_it_got() -> None:
+    assert read_probed(CONDITIONS) is None
+    save_probed(CONDITIONS, PROBED)
+    assert read_probed(CONDITIONS) == PROBED
+    for name, value in (("world_size", 4), ("device", "H100"), ("dtype", "fp32")):
+        assert read_probed(replace(CONDITIONS, **{name: value})) is None
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["", "[]", "{}", "null", '{"format_version": 1}', "\udcff"],
+)
+def test_a_damaged_file_is_measured_anew(damage: str) -> None:
+    path = save_probed(CONDITIONS, PROBED)
+    path.write_bytes(damage.encode(errors="surrogateescape"))
+    assert read_probed(CONDITIONS) is None
+
+
+@pytest.mark.parametrize(("name", "value"), [("size", 3), ("size", True), ("peak_bytes", 0)])
+def test_a_file_that_says_what_cannot_be_is_measured_anew(name: str, value: object) -> None:
+    changed = SimpleNamespace(**asdict(PROBED) | {name: value})
+    path = save_probed(CONDITIONS, replace(PROBED, **{name: getattr(changed, name)}))
+    assert path == probed_path(CONDITIONS)
+    assert read_probed(CONDITIONS) is None
+
+
+def test_it_holds_where_there_is_about_as_much_room() -> None:
+    assert PROBED.holds(1000)
+    assert PROBED.holds(1249)
+    assert not PROBED.holds(1251)  # more may fit now
+    assert PROBED.holds(800)
+    assert not PROBED.holds(799)
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("GRADSYNC_CACHE", str(tmp_path / "file"))
+    with pytest.raises(RunError, match="GRADSYNC_CACHE can name another"):
+        save_probed(CONDITIONS, PROBED)
+    assert read_probed(CONDITIONS) is None

@@ -1,0 +1,123 @@
+"""`ElasticGPUConfig`: the published table, from memory instead of names."""
+
+from __future__ import annotations
+
+import pytest
+
+import gradsync as gs
+from gradsync.errors import ConfigError
+from gradsync.faces.elastic_gpu import ElasticGPUConfig
+from gradsync.hardware.description import Device, Hardware, Host, Link
+from gradsync.hardware.placement import Part, Place
+
+GB = 10**9
+LINK = Link(name="nvlink4", alpha_s=1e-6, bytes_per_s=1e11)
+
+
+def gpus(count: int, gb: int, *, name: str = "NVIDIA A100") -> Hardware:
+    device = Device(
+        kind="cuda",
+        name=name,
+        memory_bytes=gb * GB,
+        peak_flops=3e14,
+        compute_capability=(8, 0),
+    )
+    host = Host(devices=(device,) * count, link=LINK, cores=8, memory_bytes=10**11)
+    return Hardware(hosts=(host,))
+
+
+@pytest.mark.parametrize(
+    ("count", "gb", "strategy", "groups"),
+    [
+        (1, 80, "single", ((0,),)),
+        (2, 80, "ddp", ((0,), (1,))),
+        (3, 80, "ddp", ((0,), (1,), (2,))),
+        (4, 80, "ddp", ((0,), (1,), (2,), (3,))),
+        (2, 40, "model_split", ((0, 1),)),
+        (3, 40, "hybrid", ((0, 1, 2),)),
+        (4, 40, "hybrid_ddp", ((0, 1), (2, 3))),
+    ],
+)
+def test_the_table(count: int, gb: int, strategy: str, groups: tuple[tuple[int, ...], ...]) -> None:
+    """A replica of 55 GB. The name is the same: 40 and 80 GB are told apart by memory."""
+    config = ElasticGPUConfig(64, 55.0, hardware=gpus(count, gb))
+    assert config.gpu_count == count
+    assert config.strategy == config.config["strategy"] == strategy
+    assert config.groups == groups
+
+
+def test_the_batch_stays_the_same_on_any_number_of_devices() -> None:
+    for count in range(1, 9):
+        batch = ElasticGPUConfig(64, 10.0, hardware=gpus(count, 80)).config
+        assert batch["effective_batch_size"] == 64
+        assert sum(batch["samples_per_replica"]) == 64
+        assert max(batch["samples_per_replica"]) == batch["batch_size"] * batch["grad_accum_steps"]
+
+
+def test_three_devices_take_unequal_shares() -> None:
+    batch = ElasticGPUConfig(64, 10.0, sample_gb=12.0, hardware=gpus(3, 80)).config
+    assert batch["batch_size"] == 4
+    assert sorted(batch["samples_per_replica"]) == [20, 20, 24]
+
+
+def test_activations_limit_the_leaf() -> None:
+    config = ElasticGPUConfig(64, 50.0, sample_gb=1.0, hardware=gpus(1, 80))
+    assert (config.config["batch_size"], config.config["grad_accum_steps"]) == (8, 8)
+    with pytest.raises(ConfigError, match="no room for one sample of 20"):
+        ElasticGPUConfig(64, 50.0, sample_gb=20.0, hardware=gpus(1, 80))
+
+
+def test_two_and_one() -> None:
+    frozen = (
+        Part(name="llama", num_bytes=40 * GB, blocks=(5 * GB,) * 8),
+        Part(name="qwen", num_bytes=24 * GB),
+    )
+    config = ElasticGPUConfig(64, 68.0, frozen=frozen, hardware=gpus(3, 40))
+    assert config.strategy == "hybrid"
+    assert config.placement is not None
+    assert config.placement.places["llama"] == Place(devices=(0, 1), first_blocks=4)
+    assert config.placement.places["qwen"] == Place(devices=(2,))
+    assert "device 2: qwen" in str(config)
+
+
+def test_a_replica_that_fits_nowhere() -> None:
+    with pytest.raises(ConfigError, match=r"2 device\(s\) with 60.0 GB to plan with: 10.0 GB are"):
+        ElasticGPUConfig(64, 70.0, hardware=gpus(2, 40))
+
+
+def test_bad_numbers() -> None:
+    with pytest.raises(ConfigError, match="base_batch_size >= 1"):
+        ElasticGPUConfig(0)
+    with pytest.raises(ConfigError, match="2 replicas cannot share 1 samples"):
+        ElasticGPUConfig(1, 10.0, hardware=gpus(2, 80))
+
+
+def test_every_rank_has_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "1")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert ElasticGPUConfig(64, 55.0, hardware=gpus(4, 40)).config["device"] == "cuda:2"
+    assert ElasticGPUConfig(64, 55.0, hardware=gpus(2, 80)).config["device"] == "cuda:1"
+
+
+def test_the_summary() -> None:
+    text = str(ElasticGPUConfig(64, 10.0, hardware=gpus(2, 80)))
+    assert text.splitlines()[:3] == [
+        "2 x NVIDIA A100: 60.0 GB each may be planned with, a replica takes 10 GB",
+        "strategy ddp: replicas on devices 0, 1",
+        "batch 64 = 32 a leaf, up to 1 leaves a replica",
+    ]
+
+
+def test_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever it has; here most likely a CPU."""
+    config = gs.ElasticGPUConfig(base_batch_size=64)
+    assert config.strategy in ("single", "ddp")
+    assert str(config).startswith(f"{len(config.devices)} x ")
+    assert len(config.gpu_specs) == config.gpu_count
+    assert config.config["device"] == ("cuda:0" if config.gpu_count else "cpu")
+    config.log_gpu_memory("now")
+    assert capsys.readouterr().out.startswith("now: ")

@@ -1,0 +1,98 @@
+"""Speed switches by what devices can do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from gradsync.hardware.description import Device, Hardware, Host, Link
+from gradsync.hardware.switches import Switches, speed_switches
+
+LINK = Link(name="nvlink4", alpha_s=1e-6, bytes_per_s=1e11)
+
+
+def gpu(capability: tuple[int, int], *, mig: bool = False) -> Device:
+    return Device(
+        kind="cuda",
+        name="a GPU",
+        memory_bytes=10**10,
+        peak_flops=1e14,
+        compute_capability=capability,
+        mig=mig,
+    )
+
+
+def hardware(*devices: Device, hosts: int = 1) -> Hardware:
+    host = Host(devices=devices, link=LINK, cores=8, memory_bytes=10**11)
+    return Hardware(hosts=(host,) * hosts, network=LINK if hosts > 1 else None)
+
+
+def cpu(*instructions: str) -> Hardware:
+    device = Device(kind="cpu", name="a CPU", memory_bytes=10**10, peak_flops=1e11)
+    host = Host(
+        devices=(device,), link=LINK, cores=8, memory_bytes=10**11, instructions=instructions
+    )
+    return Hardware(hosts=(host,))
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "tf32", "flash"),
+    [
+        ((9, 0), "bf16", True, True),
+        ((8, 0), "bf16", True, True),
+        ((7, 5), "fp16", False, False),
+        ((7, 0), "fp16", False, False),
+        ((6, 1), "fp32", False, False),
+    ],
+)
+def test_by_compute_capability(
+    capability: tuple[int, int], dtype: str, tf32: bool, flash: bool
+) -> None:
+    found = speed_switches(hardware(gpu(capability)), {})
+    assert (found.dtype, found.tf32, found.flash_attention) == (dtype, tf32, flash)
+    assert found.fused
+    assert not found.keep_memory
+
+
+def test_the_oldest_device_decides() -> None:
+    found = speed_switches(hardware(gpu((9, 0)), gpu((7, 5))), {})
+    assert found.dtype == "fp16"
+    assert found.reasons == ("compute capability 7.5 has no bf16 (8.0 has): fp16, fused AdamW",)
+
+
+@pytest.mark.parametrize("instruction", ["amx_bf16", "avx512_bf16", "bf16"])
+def test_a_cpu_with_bf16(instruction: str) -> None:
+    found = speed_switches(cpu("avx2", instruction), {})
+    assert found.dtype == "bf16"
+    assert found.keep_memory
+    assert instruction in found.reasons[0]
+
+
+def test_a_cpu_without() -> None:
+    found = speed_switches(cpu("avx2", "avx512f"), {})
+    assert found.dtype == "fp32"
+    assert "emulates bf16" in found.reasons[0]
+
+
+def suggested(found: Switches) -> set[str]:
+    return set(found.suggestions)
+
+
+def test_variables_are_suggested_and_the_users_own_left() -> None:
+    two = hardware(gpu((9, 0)), gpu((9, 0)))
+    assert suggested(speed_switches(two, {})) == {"PYTORCH_ALLOC_CONF", "NCCL_DEBUG"}
+    own = {"NCCL_DEBUG": "INFO", "PYTORCH_CUDA_ALLOC_CONF": "backend:native"}
+    assert suggested(speed_switches(two, own)) == set()
+    assert suggested(speed_switches(hardware(gpu((9, 0))), {})) == {"PYTORCH_ALLOC_CONF"}
+    hosts = hardware(gpu((9, 0)), hosts=2)
+    env = {"GLOO_SOCKET_IFNAME": "ib0"}
+    assert speed_switches(hosts, env).suggestions["NCCL_SOCKET_IFNAME"] == "=ib0"
+    assert "NCCL_SOCKET_IFNAME" not in speed_switches(two, env).suggestions
+    lines = speed_switches(hardware(gpu((9, 0))), {}).suggestion_lines()
+    assert lines == ["export PYTORCH_ALLOC_CONF=expandable_segments:True"]
+
+
+def test_slices_are_mentioned() -> None:
+    one = gpu((9, 0), mig=True)
+    assert "MIG" in speed_switches(hardware(one, replace(one)), {}).reasons[1]

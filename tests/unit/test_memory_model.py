@@ -1,0 +1,213 @@
+"""What a rank needs: by hand for small shapes, and what must hold for all of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from gradsync.errors import ConfigError
+from gradsync.hardware.activation_memory import Activations
+from gradsync.hardware.memory_fit import largest_micro_batch, shortage_bytes
+from gradsync.hardware.memory_model import (
+    CPU_PROCESS,
+    checkpoint_bytes,
+    leaves_in_flight,
+    memory_need,
+)
+from gradsync.hardware.rank_shape import rank_shape
+from gradsync.hardware.strategy_memory import FORMULAS, Case, most_open_nodes, strategy_memory
+from gradsync.hardware.workload import Split, Workload
+from gradsync.models.presets import PRESETS
+from gradsync.parallel.layout import Layout
+from gradsync.sync.registry import STRATEGIES
+
+MIB = 2**20
+MODEL = PRESETS["small"]
+S = 4 * MODEL.num_params()
+"""Bytes of the gradients of all parameters."""
+WORK = Workload(model=MODEL, micro_batch_size=2, seq_len=512, num_leaves=8, kind="cpu")
+ONE_LEAF = replace(WORK, num_leaves=2)
+
+
+def split(strategy: str, *, shared_weights: bool = False, **sizes: int) -> Split:
+    return Split(
+        strategy=strategy,
+        layout=Layout(**(sizes or {"dp": 2})),
+        shared_weights=shared_weights,
+    )
+
+
+def parts(strategy: str, work: Workload = ONE_LEAF, **sizes: int) -> dict[str, int]:
+    """Weights, optimizer, and gradients and buckets at each moment."""
+    layout = Layout(**(sizes or {"dp": 2}))
+    shape = rank_shape(work.model, layout, 0)
+    found = strategy_memory(Case(work, Split(strategy=strategy, layout=layout), shape))
+    moments = {"loss": found.loss, "backward": found.backward, "update": found.update}
+    return {"weights": found.weights, "optimizer": found.optimizer} | {
+        name: moment.gradients + moment.buckets for name, moment in moments.items()
+    }
+
+
+def test_every_strategy_has_a_formula() -> None:
+    assert set(FORMULAS) == set(STRATEGIES)
+    for name in STRATEGIES:
+        need = memory_need(WORK, split(name))
+        assert all(getattr(need, field) >= 0 for field in need.__slots__)
+        assert need.total > S
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_more_of_anything_needs_more(name: str, kind: Any) -> None:
+    work = replace(WORK, kind=kind)
+    need = memory_need(work, split(name)).total
+    larger = [
+        replace(work, model=replace(MODEL, n_layer=13)),
+        replace(work, model=replace(MODEL, n_embd=816)),
+        replace(work, model=replace(MODEL, vocab_size=60_000)),
+        replace(work, micro_batch_size=3),
+        replace(work, seq_len=600),
+    ]
+    assert all(memory_need(each, split(name)).total > need for each in larger)
+    assert memory_need(replace(work, activation_checkpointing=True), split(name)).total < need
+    assert memory_need(replace(work, loss_rows=128), split(name)).total < need
+
+
+def test_states_by_hand() -> None:
+    whole = {"weights": S, "optimizer": 2 * S}
+    assert parts("flat") == whole | {"loss": S, "backward": S, "update": S}
+    assert parts("ddp") == whole | {"loss": S, "backward": S, "update": S}
+    # What backward makes becomes .grad: while the embedding's is made, it is not there yet.
+    table = 4 * MODEL.vocab_size * MODEL.n_embd
+    assert parts("naive") == whole | {"loss": 0, "backward": S - table, "update": S}
+    assert parts("local_sgd") == whole | {"loss": 0, "backward": S - table, "update": S}
+    assert parts("bf16") == whole | {"loss": S, "backward": S + S // 2, "update": S}
+    # Leaves before the last add up beside DDP's buckets, and in .grad elsewhere.
+    assert parts("ddp", WORK)["loss"] == 2 * S
+    assert parts("naive", WORK)["loss"] == S
+    assert parts("diloco")["update"] == 4 * S
+    assert parts("powersgd")["loss"] == 2 * S
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_replicas_divide_what_each_stage_of_zero_says(ranks: int) -> None:
+    work = replace(WORK, num_leaves=ranks)
+    one, two, three = (parts(name, work, dp=ranks) for name in ("zero1", "zero2", "fsdp"))
+    assert one["weights"] == two["weights"] == S
+    assert one["optimizer"] == two["optimizer"] == three["optimizer"] == -(-2 * S // ranks)
+    assert three["weights"] == three["update"] == -(-S // ranks)
+    assert one["loss"] == S
+    assert two["loss"] == 0
+    # Outside of the blocks everything is whole until the step ends.
+    root = 4 * rank_shape(MODEL, Layout(dp=ranks), 0).root_params
+    assert three["loss"] == root
+    assert three["backward"] == -(-S // ranks) + 3 * root  # weights, gradients, what is sent
+
+
+def test_one_replica_has_nobody_to_talk_to() -> None:
+    for name in ("ddp", "fsdp", "powersgd"):
+        assert memory_need(WORK, split(name, dp=1)) == memory_need(WORK, split("naive", dp=1))
+
+
+def test_ranks_of_a_host_share_one_copy() -> None:
+    own = memory_need(ONE_LEAF, split("invariant"))
+    shared = memory_need(ONE_LEAF, split("invariant", shared_weights=True))
+    rope = 2 * 4 * MODEL.block_size * MODEL.head_dim
+    assert shared.weights == S // 2 + rope
+    assert shared.optimizer == own.optimizer // 2 == S
+    assert shared.gradients == own.gradients == S
+
+
+def test_the_tree_keeps_a_buffer_for_each_open_node() -> None:
+    # 3 leaves a rank: 0 1 2 | 3 4 5: at most (0, 1) and 2; 3 and (4, 5).
+    assert [most_open_nodes(leaves, 2) for leaves in (2, 4, 6, 14)] == [1, 1, 2, 3]
+    assert parts("invariant", replace(WORK, num_leaves=6))["loss"] == 2 * S
+    assert parts("zero1", replace(WORK, num_leaves=6))["loss"] == 2 * S
+
+
+def test_a_stage_holds_its_blocks_and_its_leaves() -> None:
+    work = replace(WORK, num_leaves=16, kind="cuda")
+    two = rank_shape(MODEL, Layout(pp=2), 0), rank_shape(MODEL, Layout(pp=2), 1)
+    table, width = MODEL.vocab_size * MODEL.n_embd, MODEL.n_embd
+    # The tied embedding lies on both ends.
+    assert [shape.blocks for shape in two] == [6, 6]
+    assert sum(shape.num_params for shape in two) == MODEL.num_params() + table
+    assert two[1].num_params == 6 * two[1].block_params + width + table
+    layout = Layout(pp=4)
+    shapes = [rank_shape(MODEL, layout, stage) for stage in range(4)]
+    for schedule, expected in (("1f1b", [4, 3, 2, 1]), ("gpipe", [16] * 4)):
+        divided = Split(strategy="naive", layout=layout, schedule=schedule)  # type: ignore[arg-type]
+        assert [leaves_in_flight(Case(work, divided, shape)) for shape in shapes] == expected
+    few = replace(work, num_leaves=2)
+    cases = [Case(few, Split(strategy="naive", layout=layout), shape) for shape in shapes]
+    assert [leaves_in_flight(case) for case in cases] == [2, 2, 2, 1]
+    few_words = replace(work, model=replace(MODEL, vocab_size=256))
+    first = memory_need(few_words, Split(strategy="naive", layout=layout))
+    leaf = Activations(few_words, blocks=3)
+    assert first.activations == 4 * (leaf.kept + leaf.stream)
+    gpipe = memory_need(work, Split(strategy="naive", layout=Layout(pp=2), schedule="gpipe"))
+    eager = memory_need(work, Split(strategy="naive", layout=Layout(pp=2)))
+    assert gpipe.activations > 7 * eager.activations
+    assert eager.optimizer < memory_need(work, split("naive", dp=1)).optimizer
+
+
+def test_shards_divide_the_matrices_of_blocks() -> None:
+    one, two = (rank_shape(MODEL, Layout(tp=size), 0) for size in (1, 2))
+    norms = 2 * MODEL.n_embd
+    assert two.block_params == (one.block_params - norms) // 2 + norms
+    assert two.root_params == one.root_params
+    need = [memory_need(WORK, split("naive", tp=size)) for size in (1, 2)]
+    assert need[1].activations < need[0].activations
+    assert need[1].logits == need[0].logits
+    with pytest.raises(ConfigError, match="tp=5 does not divide"):
+        memory_need(WORK, split("naive", tp=5))
+
+
+def test_the_head_by_hand() -> None:
+    work = replace(ONE_LEAF, micro_batch_size=1)
+    need = memory_need(work, split("naive"))
+    assert need.logits == 12 * 512 * MODEL.vocab_size
+    assert need.workspace == 2 * MODEL.vocab_size * MODEL.n_embd  # the head's bf16 copy
+    assert need.process == CPU_PROCESS
+    exact = memory_need(replace(work, dtype="fp32"), split("naive"))
+    assert exact.logits == need.logits
+
+
+def test_the_model_as_it_was_built_counts() -> None:
+    """The heap does not shrink: where weights have moved to shared memory, their place is held."""
+    tiny_leaf = replace(ONE_LEAF, micro_batch_size=1, seq_len=8, activation_checkpointing=True)
+    need = memory_need(tiny_leaf, split("invariant", shared_weights=True))
+    loose = need.activations + need.logits + need.workspace
+    assert need.slack >= min(S - loose, int(0.3 * loose))
+    small_table = replace(tiny_leaf, model=replace(MODEL, vocab_size=256), num_leaves=64)
+    many = memory_need(replace(small_table, kind="cuda"), split("fsdp", dp=64))
+    whole = 4 * small_table.model.num_params()
+    assert many.total - many.process == pytest.approx(whole, rel=0.01)
+
+
+def test_what_a_checkpoint_brings_together() -> None:
+    assert checkpoint_bytes(ONE_LEAF, split("ddp")) == 3 * S + CPU_PROCESS
+    assert checkpoint_bytes(ONE_LEAF, split("zero1")) == 5 * S + CPU_PROCESS
+    assert checkpoint_bytes(ONE_LEAF, split("zero2")) == 4 * S + CPU_PROCESS
+    assert checkpoint_bytes(ONE_LEAF, split("fsdp")) == S // 2 + 3 * S + CPU_PROCESS
+
+
+def test_largest_micro_batch_is_the_last_that_fits() -> None:
+    work = replace(WORK, micro_batch_size=1, num_leaves=24)
+    divided = split("ddp")
+    for size, wanted in ((1, 1), (3, 3), (5, 4), (12, 12)):  # 5 does not divide 24
+        asked = replace(work, micro_batch_size=size, num_leaves=24 // size)
+        room = memory_need(asked, divided).total
+        assert largest_micro_batch(work, divided, room) == wanted
+    assert largest_micro_batch(work, divided, 10**13) == 12  # each replica has a leaf
+    assert largest_micro_batch(work, divided, 10**9) == 0
+    need = memory_need(work, divided).total
+    assert shortage_bytes(work, divided, need - 7) == 7
+    assert shortage_bytes(work, divided, need) == 0
+
+
+def test_unknown_strategies_are_named() -> None:
+    with pytest.raises(ConfigError, match="perhaps you meant 'bucketed'"):
+        memory_need(WORK, split("bucketd"))

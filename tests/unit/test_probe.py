@@ -1,0 +1,89 @@
+"""A measured profile: every gradient's moment, and the cache in front of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gradsync.hardware import probe
+from gradsync.hardware.alpha_beta_cache import fits_path
+from gradsync.hardware.machine_fits import fits_here
+from gradsync.hardware.probe import probe_profile
+from gradsync.hardware.probe_cache import load_profile, profile_path
+from support.planned_machines import MODEL, work
+
+LEAF = work(1, dtype="fp32", kind="cpu")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("GRADSYNC_CACHE", str(tmp_path))
+    monkeypatch.setattr(probe, "keep_freed_memory", lambda: True)  # it could not be taken back
+    return tmp_path
+
+
+def test_a_measured_leaf(cache: Path) -> None:
+    found = probe_profile(LEAF, repeats=4)
+    assert found.measured
+    assert min(found.forward_s, found.backward_s, found.update_s) > 0
+    assert found.gradient_bytes == 4 * MODEL.num_params()
+    times = [bucket.ready_s for bucket in found.buckets]
+    assert len(times) == 2 + 9 * MODEL.n_layer
+    assert times == sorted(times)
+    assert 0 < times[0] < times[-1] <= found.backward_s
+    assert found.buckets[-1].num_bytes == 4 * MODEL.vocab_size * MODEL.n_embd  # the embedding
+    assert len(found.jitter) == 4
+    assert sorted(found.jitter)[1] <= 1 <= sorted(found.jitter)[2]
+
+
+def test_threads_are_those_of_a_rank_and_put_back(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pinned = []
+
+    def pin(count: int) -> int:
+        pinned.append(count)
+        return 77
+
+    monkeypatch.setattr(probe, "pin_threads", pin)
+    monkeypatch.setattr(probe, "choose_threads", lambda ranks: 10 * ranks)
+    probe_profile(LEAF, repeats=3, ranks_per_host=3)
+    assert pinned == [30, 77]
+
+
+def test_it_is_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = probe_profile(LEAF, repeats=3)
+    (kept,) = (cache / "profiles").iterdir()
+    monkeypatch.setattr(probe, "_measure", None)
+    assert probe_profile(replace(LEAF, num_leaves=7), repeats=3) == first
+    with pytest.raises(TypeError):
+        probe_profile(replace(LEAF, micro_batch_size=1), repeats=3)
+    with pytest.raises(TypeError):
+        probe_profile(LEAF, repeats=3, cached=False)
+    for damaged in ("", "{}", json.dumps({"forward_s": 1})):
+        kept.write_text(damaged)
+        with pytest.raises(TypeError):
+            probe_profile(LEAF, repeats=3)
+
+
+def test_a_cache_that_cannot_be_written_does_no_harm(cache: Path) -> None:
+    (cache / "profiles").write_text("a file")
+    assert probe_profile(LEAF, repeats=3).measured
+    assert load_profile(profile_path(LEAF, device="cpu", threads=1)) is None
+
+
+def test_saved_lines_of_this_machine(cache: Path) -> None:
+    """The key is that of `bench collectives --save`."""
+    from gradsync.bench.environment import environment
+    from gradsync.hardware.alpha_beta_cache import save_fits
+    from support.planned_machines import line
+
+    assert fits_here(2, threads=1) == []
+    here = environment(world_size=2, threads=1) | {"backend": "gloo", "accelerator": None}
+    save_fits({**here, "num_nodes": 1, "dtype": "fp32"}, [line("all_reduce", "ring", 1.0)])
+    assert [fit.algorithm for fit in fits_here(2, threads=1)] == ["ring"]
+    assert fits_here(3, threads=1) == []
+    assert fits_path({**here, "num_nodes": 1, "dtype": "fp32"}).is_relative_to(cache)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gradsync.bench.memory_plan import MemoryCase, MemoryRun
-from gradsync.hardware.memory_model import CPU_PROCESS
+from gradsync.hardware.memory.model import CPU_PROCESS
 
 STRATEGIES = ("ddp", "invariant", "zero1", "zero2", "fsdp")
 SIZES = (("long", 256), ("wide", 64))

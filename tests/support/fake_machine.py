@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from gradsync.hardware.description import Hardware
-from gradsync.hardware.detect import Sources, detect_hardware
-from gradsync.hardware.detect_cpu import DEFAULT_LINK, Processor
-from gradsync.hardware.detect_network import Interfaces
+from gradsync.hardware.detect.cpu import DEFAULT_LINK, Processor
+from gradsync.hardware.detect.machine import Sources, detect_hardware
+from gradsync.hardware.detect.network import Interfaces
 
 GIB = 2**30
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from gradsync.hardware.activation_memory import FP32, Activations
+from gradsync.hardware.memory.activations import FP32, Activations
 from gradsync.hardware.workload import Workload
 from gradsync.models.config import GPTConfig
 from gradsync.models.gpt import GPT

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from gradsync.errors import DataError, RunError
-from gradsync.hardware.alpha_beta import Fit, fit_line, quality
-from gradsync.hardware.alpha_beta_cache import fits_path, load_fits, save_fits
+from gradsync.hardware.timing.alpha_beta import Fit, fit_line, quality
+from gradsync.hardware.timing.alpha_beta_cache import fits_path, load_fits, save_fits
 
 SIZES = [4**k for k in range(1, 16)]
 MACHINE: dict[str, Any] = {

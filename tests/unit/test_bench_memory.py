@@ -14,7 +14,7 @@ from gradsync.bench.memory_plan import SHAPES, MemoryCase, MemoryRun, memory_cas
 from gradsync.bench.memory_report import print_report, row_of
 from gradsync.cli import bench_memory
 from gradsync.cli.main import main
-from gradsync.hardware.memory_model import memory_need
+from gradsync.hardware.memory.model import memory_need
 from gradsync.sync.registry import STRATEGIES
 from gradsync.world import World
 

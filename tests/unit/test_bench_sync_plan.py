@@ -21,7 +21,7 @@ from gradsync.bench.sync_sets import Baton, my_set
 from gradsync.cli import bench_sync
 from gradsync.cli.main import main
 from gradsync.errors import ConfigError
-from gradsync.hardware.memory_model import memory_need
+from gradsync.hardware.memory.model import memory_need
 from gradsync.hardware.workload import Split, Workload
 from gradsync.models.presets import PRESETS
 from gradsync.parallel.layout import Layout

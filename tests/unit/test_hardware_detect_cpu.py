@@ -11,10 +11,10 @@ import psutil
 import pytest
 
 from gradsync.errors import RunError
-from gradsync.hardware import detect_network
-from gradsync.hardware.alpha_beta import Fit
-from gradsync.hardware.detect_cpu import DEFAULT_LINK, cpu_devices, cpu_link, read_processor
-from gradsync.hardware.detect_network import network_link, read_interfaces
+from gradsync.hardware.detect import network as detect_network
+from gradsync.hardware.detect.cpu import DEFAULT_LINK, cpu_devices, cpu_link, read_processor
+from gradsync.hardware.detect.network import network_link, read_interfaces
+from gradsync.hardware.timing.alpha_beta import Fit
 from support.fake_machine import EPYC, GIB, WIRED, found
 
 

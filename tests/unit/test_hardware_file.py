@@ -12,14 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradsync.errors import ConfigError
-from gradsync.hardware.catalog import GB, device_of
-from gradsync.hardware.description import Device, Hardware, Host, Link
-from gradsync.hardware.hardware_fields import read_hardware
-from gradsync.hardware.hardware_file import dump_hardware, hardware_document, load_hardware
-from gradsync.hardware.hardware_name import hardware_of
-from gradsync.hardware.links import LINKS
-from gradsync.hardware.networks import NETWORKS
-from gradsync.hardware.units import (
+from gradsync.hardware.described.catalog import GB, device_of
+from gradsync.hardware.described.fields import read_hardware
+from gradsync.hardware.described.file import dump_hardware, hardware_document, load_hardware
+from gradsync.hardware.described.links import LINKS
+from gradsync.hardware.described.name import hardware_of
+from gradsync.hardware.described.networks import NETWORKS
+from gradsync.hardware.described.units import (
     FLOPS,
     RATES,
     SIZES,
@@ -30,6 +29,7 @@ from gradsync.hardware.units import (
     write_rate,
     write_time,
 )
+from gradsync.hardware.description import Device, Hardware, Host, Link
 
 texts = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), max_size=30)
 rates = st.floats(1e-3, 1e20, allow_nan=False)

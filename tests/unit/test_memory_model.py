@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 
 from gradsync.errors import ConfigError
-from gradsync.hardware.activation_memory import Activations
-from gradsync.hardware.memory_fit import largest_micro_batch, shortage_bytes
-from gradsync.hardware.memory_model import (
+from gradsync.hardware.memory.activations import Activations
+from gradsync.hardware.memory.fit import largest_micro_batch, shortage_bytes
+from gradsync.hardware.memory.model import (
     CPU_PROCESS,
     checkpoint_bytes,
     leaves_in_flight,
     memory_need,
 )
-from gradsync.hardware.rank_shape import rank_shape
-from gradsync.hardware.strategy_memory import FORMULAS, Case, most_open_nodes, strategy_memory
+from gradsync.hardware.memory.rank_shape import rank_shape
+from gradsync.hardware.memory.strategies import FORMULAS, Case, most_open_nodes, strategy_memory
 from gradsync.hardware.workload import Split, Workload
 from gradsync.models.presets import PRESETS
 from gradsync.parallel.layout import Layout

@@ -16,16 +16,16 @@ import tyro
 from gradsync.cli.main import main
 from gradsync.cli.plan import PlanOptions, hardware_of, request_of
 from gradsync.errors import ConfigError
-from gradsync.hardware.choice import MARGIN, Choice, choose
-from gradsync.hardware.choice_costs import Costs
-from gradsync.hardware.choice_probe import leaf_operations, probe_work, scaled_profile
-from gradsync.hardware.choice_splits import obstacle, splits
-from gradsync.hardware.choice_submodels import Submodels, parse_submodel, place_submodels
+from gradsync.hardware.choice.choose import MARGIN, Choice, choose
+from gradsync.hardware.choice.costs import Costs
+from gradsync.hardware.choice.probe import leaf_operations, probe_work, scaled_profile
+from gradsync.hardware.choice.splits import obstacle, splits
+from gradsync.hardware.choice.submodels import Submodels, parse_submodel, place_submodels
+from gradsync.hardware.described.file import load_hardware
 from gradsync.hardware.description import Hardware, Host, Link
-from gradsync.hardware.estimate import estimate_profile
-from gradsync.hardware.hardware_file import load_hardware
-from gradsync.hardware.memory_model import memory_need
-from gradsync.hardware.step_profile import StepProfile
+from gradsync.hardware.memory.model import memory_need
+from gradsync.hardware.timing.estimate import estimate_profile
+from gradsync.hardware.timing.step_profile import StepProfile
 from gradsync.hardware.workload import Split, Workload
 from gradsync.models.presets import preset
 from gradsync.parallel.layout import Layout
@@ -356,7 +356,7 @@ def test_a_leaf_is_measured_here(
     hardware = load_hardware(box)
     monkeypatch.setenv("GRADSYNC_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("gradsync.cli.plan.detect_hardware", lambda *_, **__: hardware)
-    monkeypatch.setattr("gradsync.hardware.probe.probe_profile", probe)
+    monkeypatch.setattr("gradsync.hardware.timing.probe.probe_profile", probe)
     monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
     assert run("tiny") == 0
     printed = capsys.readouterr().out

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from gradsync.hardware import probe
-from gradsync.hardware.alpha_beta_cache import fits_path
-from gradsync.hardware.machine_fits import fits_here
-from gradsync.hardware.probe import probe_profile
-from gradsync.hardware.probe_cache import load_profile, profile_path
+from gradsync.hardware.timing import probe
+from gradsync.hardware.timing.alpha_beta_cache import fits_path
+from gradsync.hardware.timing.machine_fits import fits_here
+from gradsync.hardware.timing.probe import probe_profile
+from gradsync.hardware.timing.probe_cache import load_profile, profile_path
 from support.planned_machines import MODEL, work
 
 LEAF = work(1, dtype="fp32", kind="cpu")
@@ -78,7 +78,7 @@ def test_a_cache_that_cannot_be_written_does_no_harm(cache: Path) -> None:
 def test_saved_lines_of_this_machine(cache: Path) -> None:
     """The key is that of `bench collectives --save`."""
     from gradsync.bench.environment import environment
-    from gradsync.hardware.alpha_beta_cache import save_fits
+    from gradsync.hardware.timing.alpha_beta_cache import save_fits
     from support.planned_machines import line
 
     assert fits_here(2, threads=1) == []

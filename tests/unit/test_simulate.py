@@ -11,9 +11,8 @@ from statistics import fmean
 import pytest
 
 from gradsync.errors import ConfigError
+from gradsync.hardware.described.networks import load_network
 from gradsync.hardware.description import Device, Host
-from gradsync.hardware.estimate import estimate_profile
-from gradsync.hardware.networks import load_network
 from gradsync.hardware.simulate.crossover import crossovers
 from gradsync.hardware.simulate.events import Channel, EventLoop
 from gradsync.hardware.simulate.failures import (
@@ -28,8 +27,9 @@ from gradsync.hardware.simulate.report import report_text
 from gradsync.hardware.simulate.simulation import Simulation, simulate
 from gradsync.hardware.simulate.step import step_s
 from gradsync.hardware.simulate.stragglers import Stragglers
-from gradsync.hardware.step_costs import Sending, step_costs
-from gradsync.hardware.step_time import predict_step
+from gradsync.hardware.timing.estimate import estimate_profile
+from gradsync.hardware.timing.step_costs import Sending, step_costs
+from gradsync.hardware.timing.step_time import predict_step
 from gradsync.hardware.workload import Split
 from gradsync.models.presets import preset
 from gradsync.sync.registry import STRATEGIES

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from gradsync.errors import ConfigError
-from gradsync.hardware.bucket_timeline import bucket_timeline
-from gradsync.hardware.collective_cost import Place, all_reduce_s, half_s
 from gradsync.hardware.description import Device
-from gradsync.hardware.estimate import UPDATE_BYTES, UTILISATION, estimate_profile
-from gradsync.hardware.parameter_sizes import parameters_of
-from gradsync.hardware.step_costs import Sending, step_costs
-from gradsync.hardware.step_time import channel_end, predict_step
-from gradsync.hardware.traffic import Traffic, traffic_of
+from gradsync.hardware.timing.bucket_timeline import bucket_timeline
+from gradsync.hardware.timing.collective_cost import Place, all_reduce_s, half_s
+from gradsync.hardware.timing.estimate import UPDATE_BYTES, UTILISATION, estimate_profile
+from gradsync.hardware.timing.parameter_sizes import parameters_of
+from gradsync.hardware.timing.step_costs import Sending, step_costs
+from gradsync.hardware.timing.step_time import channel_end, predict_step
+from gradsync.hardware.timing.traffic import Traffic, traffic_of
 from gradsync.models.config import GPTConfig
 from gradsync.models.gpt import GPT
 from gradsync.sync.registry import STRATEGIES

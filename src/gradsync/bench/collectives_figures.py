@@ -16,7 +16,7 @@ from typing import Any
 from gradsync.bench.collectives_plan import COPY
 from gradsync.bench.copy_bandwidth import copied_bytes, limit_s
 from gradsync.bench.statistics import Spread, percentile, ratios, spread
-from gradsync.hardware.alpha_beta import Fit, fit_line, quality
+from gradsync.hardware.timing.alpha_beta import Fit, fit_line, quality
 
 GB = 1e9
 

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from gradsync.bench.collectives_figures import Row, Samples, fits_of, row_json, rows_of
 from gradsync.bench.collectives_plan import COPY, Settings, size_text
-from gradsync.hardware.alpha_beta import Fit
+from gradsync.hardware.timing.alpha_beta import Fit
 from gradsync.runtime.text_file import write_text
 
 _WIDTH = 100

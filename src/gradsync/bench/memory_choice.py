@@ -1,6 +1,6 @@
 """Which model fits into memory, for measurements that may choose one. No torch here.
 
-A rank is counted as one of `ddp`, by the formulas of `hardware/memory_model.py`.
+A rank is counted as one of `ddp`, by the formulas of `hardware/memory/model.py`.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from gradsync.errors import ConfigError
 from gradsync.hardware.description import Kind
-from gradsync.hardware.memory_model import memory_need
-from gradsync.hardware.memory_need import MemoryNeed
+from gradsync.hardware.memory.model import memory_need
+from gradsync.hardware.memory.need import MemoryNeed
 from gradsync.hardware.workload import Split, Workload
 from gradsync.models.config import GPTConfig
 from gradsync.models.presets import PRESETS

@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from gradsync.errors import ConfigError
 from gradsync.hardware.description import Kind
-from gradsync.hardware.memory_model import memory_need
-from gradsync.hardware.memory_need import MemoryNeed
+from gradsync.hardware.memory.model import memory_need
+from gradsync.hardware.memory.need import MemoryNeed
 from gradsync.hardware.workload import Split, Workload
 from gradsync.models.config import GPTConfig
 from gradsync.models.presets import PRESETS

@@ -18,8 +18,8 @@ from gradsync.bench.contestant import ALONE, Contestant, parse_contestants
 from gradsync.bench.scaling_plan import parse_world_sizes
 from gradsync.bench.sync_plan import Entry, Plan, SyncSettings, WorkerSet
 from gradsync.errors import ConfigError
-from gradsync.hardware.prices import OWN_ALGORITHMS
-from gradsync.hardware.traffic import traffic_of
+from gradsync.hardware.timing.prices import OWN_ALGORITHMS
+from gradsync.hardware.timing.traffic import traffic_of
 from gradsync.sync.registry import STRATEGIES
 
 _OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather")

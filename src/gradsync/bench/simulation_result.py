@@ -26,15 +26,15 @@ from gradsync.bench.contestant import Contestant
 from gradsync.bench.simulation_plan import SimulationPlan
 from gradsync.bench.statistics import Spread, spread
 from gradsync.bench.sync_result import turns
-from gradsync.hardware.alpha_beta import Fit, fit_line, quality
-from gradsync.hardware.bucket_timeline import bucket_timeline
 from gradsync.hardware.description import Device, Hardware, Host, Link
-from gradsync.hardware.estimate import FORWARD_PART
 from gradsync.hardware.simulate.step import step_s
 from gradsync.hardware.simulate.stragglers import Stragglers
-from gradsync.hardware.step_costs import StepCosts, step_costs
-from gradsync.hardware.step_profile import StepProfile
-from gradsync.hardware.traffic import INNER_STEPS, traffic_of
+from gradsync.hardware.timing.alpha_beta import Fit, fit_line, quality
+from gradsync.hardware.timing.bucket_timeline import bucket_timeline
+from gradsync.hardware.timing.estimate import FORWARD_PART
+from gradsync.hardware.timing.step_costs import StepCosts, step_costs
+from gradsync.hardware.timing.step_profile import StepProfile
+from gradsync.hardware.timing.traffic import INNER_STEPS, traffic_of
 from gradsync.hardware.workload import Split, Workload
 from gradsync.parallel.layout import Layout
 

@@ -197,7 +197,7 @@ def _progress() -> Iterator[Callable[[int, int, str], None]]:
 
 def _tell(options: CollectivesOptions, report: Report) -> None:
     from gradsync.bench.collectives_report import print_report, write_csv
-    from gradsync.hardware.alpha_beta_cache import save_fits
+    from gradsync.hardware.timing.alpha_beta_cache import save_fits
 
     human = sys.stderr if options.as_json else sys.stdout
     print_report(report, human)

@@ -31,7 +31,7 @@ from gradsync.runtime.threads import choose_threads
 from gradsync.world import World
 
 if TYPE_CHECKING:
-    from gradsync.hardware.alpha_beta import Fit
+    from gradsync.hardware.timing.alpha_beta import Fit
 
 _COMMAND = ("bench", "simulation")
 

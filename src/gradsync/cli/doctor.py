@@ -12,10 +12,10 @@ import psutil
 import tyro
 
 from gradsync.errors import ConfigError, LaunchError
+from gradsync.hardware.described.file import dump_hardware, hardware_document
+from gradsync.hardware.described.text import hardware_rows
 from gradsync.hardware.description import Hardware
-from gradsync.hardware.detect import detect_hardware
-from gradsync.hardware.hardware_file import dump_hardware, hardware_document
-from gradsync.hardware.hardware_text import hardware_rows
+from gradsync.hardware.detect.machine import detect_hardware
 from gradsync.runtime import environ
 from gradsync.runtime.coordinator import CoordinatorPlan, plan_coordinator
 from gradsync.runtime.resolve import Resolution, resolve

@@ -14,26 +14,26 @@ import tyro
 
 from gradsync.bench.plot import check_plot
 from gradsync.errors import ConfigError, RunError
-from gradsync.hardware.choice import Choice, choose
-from gradsync.hardware.choice_candidate import Search
-from gradsync.hardware.choice_command import commands
-from gradsync.hardware.choice_costs import Costs
-from gradsync.hardware.choice_remedy import find_remedy
-from gradsync.hardware.choice_report import (
+from gradsync.hardware.choice.candidate import Search
+from gradsync.hardware.choice.choose import Choice, choose
+from gradsync.hardware.choice.command import commands
+from gradsync.hardware.choice.costs import Costs
+from gradsync.hardware.choice.remedy import find_remedy
+from gradsync.hardware.choice.report import (
     hardware_lines,
     pick_sections,
     print_table,
     section,
     work_lines,
 )
-from gradsync.hardware.choice_submodels import parse_submodel, place_submodels
-from gradsync.hardware.choice_words import gb
+from gradsync.hardware.choice.submodels import parse_submodel, place_submodels
+from gradsync.hardware.choice.words import gb
+from gradsync.hardware.described.file import hardware_document, load_hardware
+from gradsync.hardware.described.name import DEFAULT_NETWORK, check_size
+from gradsync.hardware.described.networks import NETWORKS, load_network
 from gradsync.hardware.description import Hardware
-from gradsync.hardware.detect import detect_hardware
-from gradsync.hardware.hardware_file import hardware_document, load_hardware
-from gradsync.hardware.hardware_name import DEFAULT_NETWORK, check_size
-from gradsync.hardware.memory_model import memory_need
-from gradsync.hardware.networks import NETWORKS, load_network
+from gradsync.hardware.detect.machine import detect_hardware
+from gradsync.hardware.memory.model import memory_need
 from gradsync.hardware.simulate.report import report_text
 from gradsync.hardware.simulate.simulation import DEFAULT_STRATEGIES, Simulation, simulate
 from gradsync.hardware.switches import speed_switches

@@ -26,7 +26,7 @@ from gradsync.data.plan import share
 from gradsync.errors import ConfigError
 from gradsync.faces.gpu_memory import log_gpu_memory
 from gradsync.hardware.description import Device, Hardware
-from gradsync.hardware.detect import detect_hardware
+from gradsync.hardware.detect.machine import detect_hardware
 from gradsync.hardware.placement import Part, Placement, place_parts
 from gradsync.hardware.switches import Switches, speed_switches
 from gradsync.runtime import environ

@@ -5,7 +5,8 @@
     │            └──── link: Link        between devices of this host (NVLink, PCIe, memory)
     └── network: Link                    between hosts
 
-Detected (`detect.py`) or read from a file (`hardware_file.py`): what plans with it cannot tell.
+Detected (`detect/machine.py`) or read from a file (`described/file.py`): who plans with it cannot
+tell which.
 """
 
 from __future__ import annotations

@@ -14,12 +14,12 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from gradsync.errors import ConfigError, RunError
-from gradsync.hardware.choice import ERROR, Choice, choose
-from gradsync.hardware.choice_candidate import PROMISES, Candidate, Search
-from gradsync.hardware.choice_costs import Costs
-from gradsync.hardware.choice_remedy import find_remedy
+from gradsync.hardware.choice.candidate import PROMISES, Candidate, Search
+from gradsync.hardware.choice.choose import ERROR, Choice, choose
+from gradsync.hardware.choice.costs import Costs
+from gradsync.hardware.choice.remedy import find_remedy
 from gradsync.hardware.description import Hardware
-from gradsync.hardware.micro_batch_search import legal_sizes
+from gradsync.hardware.micro_batch.search import legal_sizes
 from gradsync.hardware.switches import speed_switches
 from gradsync.hardware.workload import Workload
 from gradsync.models.config import GPTConfig

@@ -16,9 +16,9 @@ import torch
 from gradsync.comm.base import Communicator
 from gradsync.comm.values import all_gather_numbers, broadcast_json
 from gradsync.errors import ConfigError, GradsyncError
-from gradsync.hardware.memory_probe import Cost, MemoryProbe
-from gradsync.hardware.micro_batch_rounds import try_sizes
-from gradsync.hardware.micro_batch_search import Trial, chosen_size, legal_sizes
+from gradsync.hardware.memory.probe import Cost, MemoryProbe
+from gradsync.hardware.micro_batch.rounds import try_sizes
+from gradsync.hardware.micro_batch.search import Trial, chosen_size, legal_sizes
 from gradsync.models.config import GPTConfig
 from gradsync.runtime.machine import cpu_model, host_cores
 from gradsync.sync.registry import STRATEGIES

@@ -13,8 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from gradsync.hardware.memory_model import memory_need
-from gradsync.hardware.memory_probe import Attempt
+from gradsync.hardware.memory.model import memory_need
+from gradsync.hardware.memory.probe import Attempt
 from gradsync.hardware.workload import Split, Workload
 from gradsync.models.config import GPTConfig
 from gradsync.models.gpt import GPT, loss_sum

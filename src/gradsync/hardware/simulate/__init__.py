@@ -1,6 +1,6 @@
 """The training step on machines beyond the one here, as events: `gradsync plan --simulate`.
 
-    from gradsync.hardware.networks import load_network
+    from gradsync.hardware.described.networks import load_network
     from gradsync.hardware.simulate.report import report_text
     from gradsync.hardware.simulate.simulation import simulate
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 from gradsync.hardware.simulate.events import EventLoop
 from gradsync.hardware.simulate.stragglers import Stragglers
-from gradsync.hardware.step_costs import StepCosts
+from gradsync.hardware.timing.step_costs import StepCosts
 
 Work = tuple[Literal["forward", "backward"], int]
 """Which pass of which leaf."""

@@ -24,9 +24,9 @@ from gradsync.hardware.simulate.failures import (
 )
 from gradsync.hardware.simulate.step import step_s
 from gradsync.hardware.simulate.stragglers import Stragglers
-from gradsync.hardware.step_costs import step_costs
-from gradsync.hardware.step_profile import StepProfile
-from gradsync.hardware.step_time import predict_step, tokens_per_s_alone
+from gradsync.hardware.timing.step_costs import step_costs
+from gradsync.hardware.timing.step_profile import StepProfile
+from gradsync.hardware.timing.step_time import predict_step, tokens_per_s_alone
 from gradsync.hardware.workload import Split, Workload
 from gradsync.sync.registry import find_strategy
 

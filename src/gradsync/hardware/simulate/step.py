@@ -15,7 +15,7 @@ from functools import partial
 from gradsync.hardware.simulate.events import Channel, EventLoop
 from gradsync.hardware.simulate.pipeline import replica_s
 from gradsync.hardware.simulate.stragglers import Stragglers
-from gradsync.hardware.step_costs import Sending, StepCosts
+from gradsync.hardware.timing.step_costs import Sending, StepCosts
 
 _POOL = 16
 """Pipelines that are played; where there are more, each of the others is like one of these."""

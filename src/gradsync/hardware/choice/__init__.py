@@ -1,0 +1,1 @@
+"""Which split to take, and why not another one."""

@@ -1,0 +1,1 @@
+"""What there is to train on here, asked of drivers and kernel."""

@@ -1,0 +1,1 @@
+"""What a rank needs at its fullest moment, by closed formulas."""

@@ -1,0 +1,1 @@
+"""Which micro-batch runs, by trying; agreed among ranks."""

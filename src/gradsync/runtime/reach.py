@@ -18,6 +18,8 @@ from gradsync.runtime.store import wait_until
 from gradsync.world import World
 
 _CONNECT_S = 10.0
+_HEAR_S = 2.0
+_HEARD = "reach/heard"
 
 
 def check_reach(
@@ -54,10 +56,13 @@ def check_reach(
                 store.set(told[world.node_rank], problem)
         # The one who was to tell may be gone: then making the group says who is missing.
         wait_until(lambda: store.check(told), max(deadline_s, time.monotonic() + _CONNECT_S))
-    for key in told:
-        problem = store.get(key).decode() if store.check([key]) else ""
-        if problem:
-            raise RendezvousError(problem)
+    problems = [store.get(key).decode() if store.check([key]) else "" for key in told]
+    problem = next(filter(None, problems), "")
+    if problem:
+        store.add(_HEARD, 1)
+        if world.is_main:  # it serves the store: it stays until the others know as much
+            wait_until(lambda: store.add(_HEARD, 0) >= world.world_size, time.monotonic() + _HEAR_S)
+        raise RendezvousError(problem)
 
 
 def _problem(address: str, port: int, deadline_s: float) -> str:

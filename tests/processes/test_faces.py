@@ -324,6 +324,7 @@ def with_a_group_of_ones_own(rank: int, world_size: int, store_path: str) -> boo
         "gloo", init_method=f"file://{store_path}", rank=rank, world_size=world_size
     )
     main = is_main_process()
+    dist.barrier()  # who leaves first would close a connection that the other one is still making
     dist.destroy_process_group()
     return main
 

@@ -232,6 +232,8 @@ def _config(root: Path, ports: list[int]) -> str:
         "SlurmdParameters": "config_overrides",  # believe CPUs= below, not the hardware
         "SchedulerParameters": "batch_sched_delay=0",
         "ReturnToService": 2,
+        # Ports follow from a job's id, and several clusters share this machine's loopback.
+        "FirstJobId": 1 + secrets.randbelow(9_000),
         "KillWait": 5,
     }
     lines = [f"{key}={value}" for key, value in settings.items()]

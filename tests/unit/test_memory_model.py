@@ -187,11 +187,21 @@ def test_the_model_as_it_was_built_counts() -> None:
     assert many.total - many.process == pytest.approx(whole, rel=0.01)
 
 
-def test_what_a_checkpoint_brings_together() -> None:
+def test_what_a_checkpoint_needs() -> None:
+    table = 4 * MODEL.vocab_size * MODEL.n_embd
+    assert 2 * table < S
     assert checkpoint_bytes(ONE_LEAF, split("ddp")) == 3 * S + CPU_PROCESS
-    assert checkpoint_bytes(ONE_LEAF, split("zero1")) == 5 * S + CPU_PROCESS
-    assert checkpoint_bytes(ONE_LEAF, split("zero2")) == 4 * S + CPU_PROCESS
-    assert checkpoint_bytes(ONE_LEAF, split("fsdp")) == S // 2 + 3 * S + CPU_PROCESS
+    assert checkpoint_bytes(ONE_LEAF, split("zero1")) == 3 * S + 2 * table + CPU_PROCESS
+    assert checkpoint_bytes(ONE_LEAF, split("zero2")) == 2 * S + 2 * table + CPU_PROCESS
+    assert checkpoint_bytes(ONE_LEAF, split("fsdp")) == S // 2 + S + 2 * table + CPU_PROCESS
+    many = checkpoint_bytes(ONE_LEAF, split("zero2", dp=64))
+    assert many == S + 2 * (2 * S // 64) + CPU_PROCESS
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "fsdp"])
+def test_a_checkpoint_fits_where_a_step_does(strategy: str) -> None:
+    one = replace(ONE_LEAF, micro_batch_size=1)
+    assert checkpoint_bytes(one, split(strategy)) < memory_need(one, split(strategy)).total
 
 
 def test_largest_micro_batch_is_the_last_that_fits() -> None:

@@ -46,8 +46,8 @@ class Manifest:
     fingerprint: Fingerprint
     """What the numbers depend on (torch, threads, dtype, leaf shape, data set …)."""
     places: dict[str, Any] = field(default_factory=dict)
-    """Of a split model, for each file of tensors: where each lies in its whole tensor, see
-    `pieces.py`. Empty, and not written, where tensors are whole."""
+    """For each file that holds pieces of tensors: where each lies in its whole tensor, see
+    `pieces.py`. Empty, and not written, where all tensors are whole."""
 
     def to_bytes(self) -> bytes:
         """The text of `manifest.json`."""

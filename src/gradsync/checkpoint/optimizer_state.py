@@ -11,7 +11,7 @@ dtype.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,25 +78,55 @@ def unpack_optimizer(
         CheckpointError: another optimizer class, other groups, or a parameter that is missing,
             unknown or of another shape; the message names it.
     """
+    for name, (param, group) in unpack_settings(optimizer, named_params, tensors, state).items():
+        entry = state["params"][name]
+        restored: dict[str, Any] = dict(entry["values"])
+        for slot in entry["slots"]:
+            value = tensors[f"{slot}/{name}"]
+            home = state_device(slot, param, group)
+            restored[slot] = torch.empty_like(value, device=home).copy_(value)
+        optimizer.state.pop(param, None)
+        if restored:
+            optimizer.state[param] = restored
+
+
+def unpack_settings(
+    optimizer: Optimizer,
+    named_params: NamedParams,
+    names: Collection[str],
+    state: Mapping[str, Any],
+) -> dict[str, tuple[Tensor, dict[str, Any]]]:
+    """Put back all that is no state of a parameter, once everything is checked.
+
+    Args:
+        optimizer: see `unpack_optimizer`.
+        named_params: see there.
+        names: of the packed tensors.
+        state: see there.
+
+    Returns:
+        each parameter and its group, by clean name.
+
+    Raises:
+        CheckpointError: see there.
+    """
     layout = _Layout.of(optimizer, named_params)
-    _check(optimizer, layout, tensors, state)
-    for names, group, saved in zip(
+    _check(optimizer, layout, names, state)
+    found = {}
+    for of_group, group, saved in zip(
         layout.groups, optimizer.param_groups, state["groups"], strict=True
     ):
-        on_device = bool(group.get("fused") or group.get("capturable"))
         for key, value in saved.items():
             if key not in _IMPLEMENTATION:
                 _restore_setting(group, key, value)
-        for name in names:
-            param, entry = layout.params[name], state["params"][name]
-            restored: dict[str, Any] = dict(entry["values"])
-            for slot in entry["slots"]:
-                home = param.device if slot != "step" or on_device else torch.device("cpu")
-                value = tensors[f"{slot}/{name}"]
-                restored[slot] = torch.empty_like(value, device=home).copy_(value)
-            optimizer.state.pop(param, None)
-            if restored:
-                optimizer.state[param] = restored
+        found |= {name: (layout.params[name], group) for name in of_group}
+    return found
+
+
+def state_device(slot: str, param: Tensor, group: Mapping[str, Any]) -> torch.device:
+    """Where a parameter's state belongs: see `unpack_optimizer` about `step`."""
+    on_device = slot != "step" or bool(group.get("fused") or group.get("capturable"))
+    return param.device if on_device else torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +159,7 @@ class _Layout:
 
 
 def _check(
-    optimizer: Optimizer, layout: _Layout, tensors: Mapping[str, Tensor], state: Mapping[str, Any]
+    optimizer: Optimizer, layout: _Layout, tensors: Collection[str], state: Mapping[str, Any]
 ) -> None:
     kind = type(optimizer).__name__
     if state["class"] != kind:

@@ -1,10 +1,10 @@
-"""Tensors in pieces, as a split model's checkpoint has them: one file of each rank.
+"""Tensors in pieces, as checkpoints of split models and sharded state have them: a file a rank.
 
     part-00000-of-00002   model/embed.weight           optimizer/exp_avg/embed.weight  …
     part-00001-of-00002   model/blocks.1.mlp.up.weight …
 
-A file of a split model holds the pieces that one rank has of every kind; the manifest says where
-each piece lies in its whole tensor. Joined, they are what a whole model's checkpoint holds.
+Such a file holds the pieces that one rank has of every kind; the manifest says where each piece
+lies in its whole tensor. Joined, they are what a whole model's checkpoint holds.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradsync.checkpoint.reshard import Piece, plan_reshard, whole_piece
+from gradsync.checkpoint.reshard import AnyPiece, FlatPiece, Piece, plan_reshard, whole_piece
 from gradsync.errors import CheckpointError
 
 Places = Mapping[str, Mapping[str, Any]]
-"""Of one file's tensors: name -> {"whole": shape of the whole tensor, "start": where it begins}."""
+"""Of one file's tensors: name -> {"whole": shape of the whole tensor, "start": where a box of it
+begins}, or "flat": [begin, end) in place of "start", a run of its elements."""
 
 
 def part_stem(index: int, count: int) -> str:
@@ -27,8 +28,15 @@ def part_stem(index: int, count: int) -> str:
     return f"part-{index:05d}-of-{count:05d}"
 
 
+def is_part(stem: str) -> bool:
+    """Whether a file is one of parts, not of whole tensors."""
+    return stem.startswith("part-")
+
+
 class PartFiles(Mapping[str, Mapping[str, Tensor]]):
     """Files that are handed out one after the other and then forgotten.
+
+    Their tensors may be `ArrivingTensors`.
 
     Args:
         stems: their names; they are asked for in this order.
@@ -51,12 +59,15 @@ class PartFiles(Mapping[str, Mapping[str, Tensor]]):
         return len(self._stems)
 
 
-def places_of(pieces: Mapping[str, Piece]) -> dict[str, dict[str, list[int]]]:
+def places_of(pieces: Mapping[str, AnyPiece]) -> dict[str, dict[str, list[int]]]:
     """As JSON keeps them; a piece's shape is its tensor's."""
-    return {
-        name: {"whole": list(piece.whole), "start": list(piece.start)}
-        for name, piece in pieces.items()
-    }
+    return {name: _place(piece) for name, piece in pieces.items()}
+
+
+def _place(piece: AnyPiece) -> dict[str, list[int]]:
+    if isinstance(piece, FlatPiece):
+        return {"whole": list(piece.whole), "flat": [piece.begin, piece.end]}
+    return {"whole": list(piece.whole), "start": list(piece.start)}
 
 
 def join_files(
@@ -67,7 +78,7 @@ def join_files(
     Raises:
         CheckpointError: pieces are missing, unplaced, or do not fill their tensors.
     """
-    found: dict[str, list[tuple[Piece, Tensor]]] = {}
+    found: dict[str, list[tuple[AnyPiece, Tensor]]] = {}
     for stem, tensors in files.items():
         for name, tensor in tensors.items():
             found.setdefault(name, []).append((_piece(stem, name, tensor, places), tensor))
@@ -78,7 +89,7 @@ def join_files(
     return whole
 
 
-def join(name: str, pieces: Sequence[tuple[Piece, Tensor]]) -> Tensor:
+def join(name: str, pieces: Sequence[tuple[AnyPiece, Tensor]]) -> Tensor:
     """The whole tensor on the CPU: a piece that is all of it as it is, else a new tensor.
 
     Raises:
@@ -91,17 +102,29 @@ def join(name: str, pieces: Sequence[tuple[Piece, Tensor]]) -> Tensor:
     except CheckpointError as error:
         raise CheckpointError(f"tensor {name!r}: {error}") from None
     if len(pieces) == 1:
-        return pieces[0][1].cpu()
+        return pieces[0][1].cpu().reshape(wanted.shape)
     joined = torch.empty(wanted.shape, dtype=pieces[0][1].dtype)
     for copy in copies:
-        joined[copy.target] = pieces[copy.index][1][copy.source].cpu()
+        source = pieces[copy.index][1]
+        if copy.flat:
+            joined.view(-1)[copy.target] = source.reshape(-1)[copy.source].cpu()
+        else:
+            joined[copy.target] = source[copy.source].cpu()
     return joined
 
 
-def _piece(stem: str, name: str, tensor: Tensor, places: Mapping[str, Places]) -> Piece:
+def _piece(stem: str, name: str, tensor: Tensor, places: Mapping[str, Places]) -> AnyPiece:
     try:
         place = places[stem][name]
-        whole, start = tuple(place["whole"]), tuple(place["start"])
-    except (KeyError, TypeError):
+        whole = tuple(place["whole"])
+        if "flat" not in place:
+            return Piece(whole=whole, start=tuple(place["start"]), shape=tuple(tensor.shape))
+        begin, end = place["flat"]
+        piece = FlatPiece(whole=whole, begin=begin, end=end)
+    except (KeyError, TypeError, ValueError):
         raise CheckpointError(f"{stem}: tensor {name!r} has no place") from None
-    return Piece(whole=whole, start=start, shape=tuple(tensor.shape))
+    if piece.shape != tuple(tensor.shape):
+        raise CheckpointError(
+            f"{stem}: tensor {name!r} has shape {tuple(tensor.shape)}, expected {piece.shape}"
+        )
+    return piece

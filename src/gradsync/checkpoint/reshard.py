@@ -5,12 +5,18 @@ box (a rank of another layout, or one rank that wants all) takes what overlaps:
 
     saved   [ a a a | b b b ]        2 boxes of 3
     wanted  [ x x | y y | z z ]      3 boxes of 2:  x from a, y from a and b, z from b
+
+A checkpoint of sharded state holds runs of elements instead, cut where no row ends. Between boxes
+all is done in the tensor's dimensions; as soon as one side is a run, in the order of its elements,
+where a box is several runs.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise, product
 from math import prod
 
 from gradsync.errors import CheckpointError
@@ -56,6 +62,39 @@ class Piece:
         return _slices(self.start, self.shape)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FlatPiece:
+    """A run of a whole tensor's elements, row after row.
+
+    Raises:
+        CheckpointError: it does not lie inside the whole.
+    """
+
+    whole: tuple[int, ...]
+    """Shape of the whole tensor."""
+    begin: int
+    """First element."""
+    end: int
+    """Element behind the last one."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.begin <= self.end <= prod(self.whole):
+            raise CheckpointError(f"elements {self.begin} to {self.end} in {self.whole}")
+
+    @property
+    def numel(self) -> int:
+        """Elements of the run."""
+        return self.end - self.begin
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the tensor that holds it."""
+        return (self.numel,)
+
+
+AnyPiece = Piece | FlatPiece
+
+
 def whole_piece(shape: Sequence[int]) -> Piece:
     """A tensor of this shape that is not cut."""
     return Piece(whole=tuple(shape), start=(0,) * len(shape), shape=tuple(shape))
@@ -77,6 +116,17 @@ def nth_piece(shape: Sequence[int], dim: int | None, index: int, count: int) -> 
     return Piece(whole=tuple(shape), start=tuple(start), shape=tuple(cut))
 
 
+def piece_of_run(shape: Sequence[int], begin: int, end: int) -> AnyPiece:
+    """Elements [begin, end) of a tensor of this shape: whole rows as a box, others as a run."""
+    if (begin, end) == (0, prod(shape)):
+        return whole_piece(shape)
+    row = prod(shape[1:])
+    if not row or begin % row or end % row:
+        return FlatPiece(whole=tuple(shape), begin=begin, end=end)
+    rows, start = (end - begin) // row, (begin // row, *(0 for _ in shape[1:]))
+    return Piece(whole=tuple(shape), start=start, shape=(rows, *shape[1:]))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Copy:
     """`wanted[target] = saved[index][source]`."""
@@ -87,18 +137,29 @@ class Copy:
     """The part of it, in its own coordinates."""
     target: tuple[slice, ...]
     """Where that goes, in the wanted piece's coordinates."""
+    flat: bool = False
+    """True when both are of flattened pieces."""
 
 
-def plan_reshard(saved: Sequence[Piece], wanted: Piece) -> list[Copy]:
-    """How to fill `wanted` from `saved`, which do not overlap each other.
+def plan_reshard(saved: Sequence[AnyPiece], wanted: AnyPiece) -> list[Copy]:
+    """How to fill `wanted` from `saved`.
 
     Raises:
-        CheckpointError: pieces of tensors of another shape, or they do not fill it exactly.
+        CheckpointError: pieces of tensors of another shape, pieces that overlap, or that do not
+            fill it exactly.
     """
-    copies, filled = [], 0
-    for index, piece in enumerate(saved):
+    for piece in saved:
         if piece.whole != wanted.whole:
             raise CheckpointError(f"a piece of {piece.whole}, expected one of {wanted.whole}")
+    boxes = [piece for piece in saved if isinstance(piece, Piece)]
+    if isinstance(wanted, Piece) and len(boxes) == len(saved):
+        return _plan_boxes(boxes, wanted)
+    return _plan_runs(saved, wanted)
+
+
+def _plan_boxes(saved: Sequence[Piece], wanted: Piece) -> list[Copy]:
+    copies, filled, found = [], 0, []
+    for index, piece in enumerate(saved):
         ends = zip(piece.start, piece.shape, wanted.start, wanted.shape, strict=True)
         spans = [(max(a, b), min(a + n, b + m)) for a, n, b, m in ends]
         if any(first >= last for first, last in spans):
@@ -110,12 +171,74 @@ def plan_reshard(saved: Sequence[Piece], wanted: Piece) -> list[Copy]:
             Copy(index=index, source=_slices(inside, shape), target=_slices(place, shape))
         )
         filled += prod(shape)
+        found.append(spans)
+    _check_filled(filled, wanted)
+    _check_disjoint(found, wanted)
+    return copies
+
+
+def _plan_runs(saved: Sequence[AnyPiece], wanted: AnyPiece) -> list[Copy]:
+    """In the order of the whole tensor's elements."""
+    runs = sorted(
+        (first, first + length, index, offset)
+        for index, piece in enumerate(saved)
+        for first, length, offset in _runs(piece)
+    )
+    for before, after in pairwise(runs):
+        if after[0] < before[1]:
+            raise CheckpointError(f"pieces overlap at element {after[0]} of {wanted.whole}")
+    ends = [end for _, end, _, _ in runs]
+    copies, filled = [], 0
+    for first, length, offset in _runs(wanted):
+        last, at = first + length, bisect_right(ends, first)
+        while at < len(runs) and runs[at][0] < last:
+            begin, end, index, inside = runs[at]
+            low, high = max(begin, first), min(end, last)
+            source = slice(inside + low - begin, inside + high - begin)
+            target = slice(offset + low - first, offset + high - first)
+            copies.append(Copy(index=index, source=(source,), target=(target,), flat=True))
+            filled += high - low
+            at += 1
+    _check_filled(filled, wanted)
+    return copies
+
+
+def _runs(piece: AnyPiece) -> list[tuple[int, int, int]]:
+    """First element in the whole, length, and first element in the piece, of each run of it."""
+    if not piece.numel:
+        return []
+    if isinstance(piece, FlatPiece):
+        return [(piece.begin, piece.numel, 0)]
+    # Behind the last dimension that is cut, rows lie side by side.
+    cut = max((d for d, n in enumerate(piece.whole) if piece.shape[d] != n), default=0)
+    strides = [prod(piece.whole[d + 1 :]) for d in range(len(piece.whole))]
+    length = prod(piece.shape[cut:])
+    first = sum(start * stride for start, stride in zip(piece.start, strides, strict=True))
+    steps = product(*(range(n) for n in piece.shape[:cut]))
+    return [
+        (first + sum(i * s for i, s in zip(at, strides[:cut], strict=True)), length, k * length)
+        for k, at in enumerate(steps)
+    ]
+
+
+def _check_filled(filled: int, wanted: AnyPiece) -> None:
     if filled != wanted.numel:
+        start = wanted.start if isinstance(wanted, Piece) else wanted.begin
         raise CheckpointError(
-            f"pieces hold {filled} of the {wanted.numel} elements at {wanted.start} of shape "
+            f"pieces hold {filled} of the {wanted.numel} elements at {start} of shape "
             f"{wanted.shape} in {wanted.whole}"
         )
-    return copies
+
+
+def _check_disjoint(boxes: list[list[tuple[int, int]]], wanted: Piece) -> None:
+    """Of boxes given by their spans; a sweep along the first dimension."""
+    active: list[list[tuple[int, int]]] = []
+    for box in sorted(boxes):
+        active = [other for other in active if other[0][1] > box[0][0]]
+        for other in active:
+            if all(a < d and c < b for (a, b), (c, d) in zip(box, other, strict=True)):
+                raise CheckpointError(f"pieces overlap in {wanted.whole}")
+        active.append(box)
 
 
 def _slices(start: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:

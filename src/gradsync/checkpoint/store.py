@@ -5,7 +5,8 @@
       step-00000200/
       .tmp-step-00000300-…/     being written, or left by a killed writer
 
-A split model has one file of each rank that holds another part of it, see `pieces.py`.
+A split model, or state that ranks share out, has one file of each rank that holds another part of
+it, see `pieces.py`.
 
 There is no pointer to the latest one that could lie: it is found by checking the manifests, newest
 first. Nothing is ever unpickled.
@@ -51,8 +52,13 @@ from gradsync.checkpoint.manifest import (
     json_bytes,
 )
 from gradsync.checkpoint.names import clean_names
-from gradsync.checkpoint.pieces import Places, join_files
-from gradsync.checkpoint.tensor_file import encode_tensors, read_tensors, split_aliases
+from gradsync.checkpoint.pieces import Places, is_part, join_files
+from gradsync.checkpoint.tensor_file import (
+    ArrivingTensors,
+    encode_tensors,
+    read_tensors,
+    split_aliases,
+)
 from gradsync.errors import CheckpointError, ConfigError
 
 _STATE_NAME = "state.json"
@@ -79,7 +85,7 @@ class Snapshot:
     fingerprint: Fingerprint = field(default_factory=dict)
     """What the numbers depend on; compared at resume."""
     places: Mapping[str, Places] = field(default_factory=dict)
-    """To save a split model: for each file, where each of its tensors lies in the whole one. What
+    """To save pieces: for each file that holds some, where each lies in its whole tensor. What
     `load` gives is whole."""
 
 
@@ -202,7 +208,8 @@ class CheckpointStore:
             for stem, aliases in manifest.aliases.items()
         }
         try:
-            tensors = join_files(tensors, manifest.places) if manifest.places else tensors
+            parts = [stem for stem in tensors if is_part(stem) and manifest.places]
+            tensors |= join_files({stem: tensors.pop(stem) for stem in parts}, manifest.places)
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from None
         return Snapshot(
@@ -219,8 +226,7 @@ class CheckpointStore:
         }
         aliases: dict[str, dict[str, str]] = {}
         for stem, tensors in snapshot.tensors.items():
-            cleaned = {clean: tensors[name] for name, clean in clean_names(tensors).items()}
-            once, aliases[stem] = split_aliases(cleaned)
+            once, aliases[stem] = _each_once(tensors)
             name = check_file_name(f"{stem}{_SUFFIX}")
             files[name] = staged.write(name, encode_tensors(once))
         manifest = Manifest(
@@ -301,6 +307,13 @@ class CheckpointStore:
         except CheckpointError as error:
             return error
         return CheckpointInfo(path=path, manifest=manifest)
+
+
+def _each_once(tensors: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], dict[str, str]]:
+    """What a file has, under clean names, and the other names of its tensors."""
+    if isinstance(tensors, ArrivingTensors):
+        return tensors, {}
+    return split_aliases({clean: tensors[name] for name, clean in clean_names(tensors).items()})
 
 
 def _plain(path: Path) -> str:

@@ -12,7 +12,7 @@ Format: github.com/huggingface/safetensors, section "Format".
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import safetensors
@@ -46,6 +46,38 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
+def file_order(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Names in the order in which a file has them."""
+    # Widest elements first keeps every tensor aligned to its own element size.
+    return sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+
+
+class ArrivingTensors(Mapping[str, Tensor]):
+    """Tensors that come from somewhere else one after the other, when they are asked for.
+
+    Each is handed out once, in `file_order`, and then forgotten.
+
+    Args:
+        layout: their shapes and dtypes, tensors without data.
+        take: the next one, like the one of `layout` that it is given.
+    """
+
+    def __init__(self, layout: Mapping[str, Tensor], take: Callable[[Tensor], Tensor]) -> None:
+        self.layout = {name: layout[name] for name in file_order(layout)}
+        self._take = take
+        self._left = list(reversed(self.layout))
+
+    def __getitem__(self, name: str) -> Tensor:
+        assert name == self._left.pop(), "each tensor once, in order"
+        return self._take(self.layout[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.layout)
+
+    def __len__(self) -> int:
+        return len(self.layout)
+
+
 def split_aliases(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Tied tensors once.
 
@@ -72,16 +104,23 @@ def alias_key(tensor: Tensor) -> tuple[object, ...]:
 def encode_tensors(tensors: Mapping[str, Tensor]) -> Iterator[memoryview | bytes]:
     """The bytes of a safetensors file, in pieces of at most 8 MiB.
 
+    Of `ArrivingTensors`, at most two are in memory at once.
+
     Raises:
         CheckpointError: a tensor without data (meta), sparse, or of a dtype the format lacks.
     """
-    # Widest elements first keeps every tensor aligned to its own element size.
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    arriving = isinstance(tensors, ArrivingTensors)
+    layout = tensors.layout if isinstance(tensors, ArrivingTensors) else tensors
+    order = file_order(layout)
     header: dict[str, object] = {}
     end = 0
     for name in order:
-        tensor = tensors[name]
-        if tensor.is_meta or tensor.layout != torch.strided or tensor.dtype not in _DTYPES:
+        tensor = layout[name]
+        if (
+            (tensor.is_meta and not arriving)
+            or tensor.layout != torch.strided
+            or tensor.dtype not in _DTYPES
+        ):
             raise CheckpointError(
                 f"tensor {name!r} ({tensor.dtype}, {tensor.layout}, on {tensor.device}) cannot be "
                 "saved: expected a dense tensor with data, of a float, int or bool dtype"

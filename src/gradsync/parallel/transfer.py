@@ -1,12 +1,13 @@
-"""Pieces of a split model between rank 0 and the ranks that hold them.
+"""Pieces of a split model, or of sharded state, between rank 0 and the ranks that hold them.
 
 Rank 0 alone touches the run directory, so what is saved travels to it and what is loaded comes from
-it, one rank's part at a time and tensor by tensor: nobody ever holds the whole model for it.
+it, tensor by tensor: to save, rank 0 has two of the others' tensors at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from gradsync.checkpoint.pieces import join
 from gradsync.checkpoint.reshard import Piece
+from gradsync.checkpoint.tensor_file import ArrivingTensors, file_order
 from gradsync.comm.base import Communicator
 from gradsync.comm.values import all_gather_json, broadcast_json
 from gradsync.parallel.groups import SplitGroups
@@ -33,11 +35,12 @@ def describe(tensors: Mapping[str, Tensor]) -> Described:
 
 def collect(
     comm: Communicator, tensors: Mapping[str, Tensor], note: Any = None
-) -> tuple[list[Any], Iterator[dict[str, Tensor]]]:
+) -> tuple[list[Any], Iterator[Mapping[str, Tensor]]]:
     """On rank 0 of `comm`: every rank's `note`, then its tensors, rank after rank.
 
-    Rank 0 must take all of them before the ranks communicate otherwise. The other ranks send when
-    they call it and get nothing. One `all_gather_json` first, then a message for each tensor.
+    Rank 0 must take all of them, in `file_order`, before the ranks communicate otherwise. The other
+    ranks send when they call it and get nothing. One `all_gather_json` first, then a message for
+    each tensor, when rank 0 takes it.
 
     Args:
         comm: the ranks.
@@ -46,7 +49,8 @@ def collect(
     """
     told = all_gather_json(comm, [describe(tensors), note])
     if comm.rank:
-        for tensor in tensors.values():
+        for name in file_order(tensors):
+            tensor = tensors[name]
             if tensor.numel():
                 comm.exchange([(tensor.detach().cpu().contiguous(), 0)], []).wait()
         return [], iter(())
@@ -56,15 +60,26 @@ def collect(
 
 def _received(
     comm: Communicator, own: dict[str, Tensor], described: Sequence[Described]
-) -> Iterator[dict[str, Tensor]]:
+) -> Iterator[Mapping[str, Tensor]]:
     yield own
     for rank in range(1, comm.world_size):
-        told = described[rank]
-        yield {name: _receive(comm, rank, shape, dtype) for name, shape, dtype in told}
+        yield ArrivingTensors(layout_of(described[rank]), partial(_receive_like, comm, rank))
 
 
-def _receive(comm: Communicator, source: int, shape: list[int], dtype: str) -> Tensor:
-    tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+def layout_of(described: Described) -> dict[str, Tensor]:
+    """Tensors without data."""
+    return {
+        name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+        for name, shape, dtype in described
+    }
+
+
+def _receive_like(comm: Communicator, source: int, like: Tensor) -> Tensor:
+    return _receive(comm, source, list(like.shape), like.dtype)
+
+
+def _receive(comm: Communicator, source: int, shape: list[int], dtype: torch.dtype) -> Tensor:
+    tensor = torch.empty(shape, dtype=dtype)
     if tensor.numel():
         comm.exchange([], [(tensor, source)]).wait()
     return tensor
@@ -84,7 +99,7 @@ def distribute(
         on the CPU; a tensor that is not the parameter's shape comes whole.
     """
     described: Described = broadcast_json(comm, describe(whole))
-    dtypes = {name: dtype for name, _, dtype in described}
+    dtypes = {name: getattr(torch, dtype) for name, _, dtype in described}
     shapes = [(name, tuple(shape)) for name, shape, _ in described]
     if comm.rank:
         wanted = cut_tensors(parts[comm.rank].pieces(), shapes)
@@ -98,6 +113,40 @@ def distribute(
                 comm.exchange([(whole[name][piece.slices].contiguous(), rank)], []).wait()
     own = cut_tensors(parts[0].pieces(), shapes)
     return {name: whole[name][piece.slices].contiguous() for name, piece in own.items()}
+
+
+def hand_out(
+    comm: Communicator, whole: Mapping[str, Tensor], runs: Mapping[str, tuple[int, int]]
+) -> dict[str, Tensor]:
+    """Runs of elements of whole tensors that rank 0 has, to each rank its own; all ranks call it.
+
+    Rank 0 asks `whole` for one tensor after the other.
+
+    Args:
+        comm: all ranks.
+        whole: by name; on rank 0, of the others only shapes and dtypes count.
+        runs: [begin, end) of the flattened tensor, for each that this rank wants.
+
+    Returns:
+        flat, on the CPU, sharing memory with nothing.
+    """
+    wanted: list[dict[str, list[int]]] = all_gather_json(comm, runs)
+    found = {}
+    for name in whole:
+        if comm.rank:
+            if name in runs:
+                begin, end = runs[name]
+                found[name] = _receive(comm, 0, [end - begin], whole[name].dtype)
+            continue
+        flat = whole[name].reshape(-1)
+        for rank in range(1, comm.world_size):
+            begin, end = wanted[rank].get(name, (0, 0))
+            if begin < end:
+                comm.exchange([(flat[begin:end].contiguous(), rank)], []).wait()
+        if name in runs:
+            begin, end = runs[name]
+            found[name] = flat[begin:end].clone()
+    return found
 
 
 def join_weights(

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from gradsync.sync.sharded.shares import HeldState, Share
+
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
@@ -140,6 +142,26 @@ class Reducer(ABC):
 
     def scatter(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027  optional
         """Take this rank's part of a whole `optimizer.state`, after `gather` or loading."""
+
+    def held_state(self, optimizer: torch.optim.Optimizer) -> HeldState | None:
+        """This rank's part of `optimizer`'s state, sharing its memory; None where every rank has
+        it whole. All ranks call it."""
+        return None
+
+    def keep_state(
+        self, optimizer: torch.optim.Optimizer, states: Mapping[Any, dict[str, Any]]
+    ) -> None:
+        """Take a part as `held_state` gives it, on the parameters' device."""
+        raise RunError(f"{type(self).__name__} has whole state on every rank")
+
+    def held_weights(self) -> dict[str, tuple[Share, Tensor]] | None:
+        """This rank's part of parameters and buffers by the names of `model.state_dict()`, flat,
+        sharing their memory; None where every rank has them whole."""
+        return None
+
+    def keep_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Overwrite this rank's part with one as `held_weights` gives it."""
+        raise RunError(f"{type(self).__name__} has whole weights on every rank")
 
     def state_tensors(self) -> dict[str, Tensor]:
         """What a strategy itself remembers from step to step, equal on all ranks after `gather`."""

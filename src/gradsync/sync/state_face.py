@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gradsync.comm.base import Communicator
 from gradsync.errors import ConfigError
@@ -14,6 +14,8 @@ from gradsync.sync.statistics import Statistics
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
+
+    from gradsync.sync.sharded.shares import HeldState, Share
 
 
 class StateFace:
@@ -36,6 +38,25 @@ class StateFace:
     def scatter(self, optimizer: torch.optim.Optimizer) -> None:
         """After a checkpoint, or after loading a whole `optimizer.state`, on all ranks."""
         self.reducer.scatter(optimizer)
+
+    def held_state(self, optimizer: torch.optim.Optimizer) -> HeldState | None:
+        """This rank's part of the state, see `Reducer.held_state`; None where it is whole."""
+        return self.reducer.held_state(optimizer)
+
+    def keep_state(
+        self, optimizer: torch.optim.Optimizer, states: Mapping[Any, dict[str, Any]]
+    ) -> None:
+        """Take a part as `held_state` gives it."""
+        self.reducer.keep_state(optimizer, states)
+
+    def held_weights(self) -> dict[str, tuple[Share, Tensor]] | None:
+        """This rank's part of parameters and buffers; None where they are whole."""
+        return self.reducer.held_weights()
+
+    def keep_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Overwrite this rank's part with one as `held_weights` gives it."""
+        self.reducer.keep_weights(weights)
+        self._statistics.refresh()
 
     def full_weights(self) -> dict[str, Tensor]:
         """Whole parameters and buffers by name, as `model.state_dict()`; all ranks call it."""

@@ -24,6 +24,7 @@ from gradsync.train.progress import Progress, Tick
 from gradsync.train.run_dir import RunDir
 from gradsync.train.schedule import learning_rate
 from gradsync.train.setup import Data, Learner, autocast
+from gradsync.train.sharded_state import sharded_snapshot
 from gradsync.train.state import snapshot
 from gradsync.train.timing import Interval
 from gradsync.world import World
@@ -199,10 +200,24 @@ class Trainer:
     def _save(self, step: int) -> None:
         """Rank 0 writes; the others go on and meet it in the next step's first collective.
 
-        What is spread over ranks they bring together first.
+        What is spread over ranks they send to it, and nobody ever has it whole.
         """
         learner = self.learner
         with self._interval.paused():
+            held = learner.sync.held_state(learner.optimizer)
+            if held is not None:
+                found = sharded_snapshot(
+                    step,
+                    self.config,
+                    learner,
+                    self.data,
+                    held=held,
+                    comm=self.comm,
+                    fingerprint=self._fingerprint,
+                )
+                if found is not None:
+                    self._store.save(found)
+                return
             learner.sync.gather(learner.optimizer)
             weights = learner.sync.full_weights()
             if self.world.is_main:

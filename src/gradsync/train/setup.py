@@ -29,6 +29,7 @@ from gradsync.sync.registry import STRATEGIES
 from gradsync.sync.replicate import replicate
 from gradsync.train.config import TrainConfig
 from gradsync.train.optimizer import build_optimizer
+from gradsync.train.sharded_load import load_sharded
 from gradsync.world import World
 
 Autocast = AbstractContextManager[Any]
@@ -82,6 +83,18 @@ class Learner:
         Raises:
             CheckpointError: of another model, or another optimizer.
         """
+        held = self.sync.held_state(self.optimizer)
+        if held is not None:
+            load_sharded(
+                self.model,
+                self.optimizer,
+                self.sync,
+                held=held,
+                comm=comm,
+                saved=saved,
+                optimizer_state=optimizer_state,
+            )
+            return
         self.sync.load_full_weights(
             match_weights(self.model, broadcast_tensors(comm, saved.get("model")))
         )

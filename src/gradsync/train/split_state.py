@@ -1,8 +1,9 @@
 """A split model's state as a checkpoint: one file of each rank that holds another part of it.
 
 Every rank of the first replica sends the pieces it owns to rank 0, which writes a file for each of
-them: one rank's part at a time is in its memory. Loading is `SplitLearner.load`: rank 0 reads whole
-tensors, joined where the checkpoint is of a split model, and sends each rank its pieces.
+them: two tensors of the others at a time are in its memory. Loading is `SplitLearner.load`: rank 0
+reads whole tensors, joined where the checkpoint is of a split model, and sends each rank its
+pieces.
 """
 
 from __future__ import annotations

@@ -86,21 +86,26 @@ def memory_need(work: Workload, split: Split) -> MemoryNeed:
 
 
 def checkpoint_bytes(work: Workload, split: Split) -> int:
-    """What a rank needs while `gradsync train` brings together what a checkpoint holds.
+    """What rank 0 needs while `gradsync train` writes a checkpoint; other ranks need less.
 
-    Under `zero1` and `zero2` that is the optimizer's whole state, under `fsdp` the weights too, on
-    every rank; other strategies have it as it is. Of whole replicas, not of stages and shards.
+    Under `zero1`, `zero2` and `fsdp` the others' shares come to it tensor by tensor, into its RAM:
+    two at a time, of which none is larger than the embedding, nor both than a share. Other
+    strategies have all of it as it is. Of whole replicas, not of stages and shards.
 
     Raises:
         ConfigError: an unknown strategy.
     """
     shape = rank_shape(work.model, Layout(), 0)
     case = Case(work, split, shape)
-    strategy, size = strategy_memory(case), case.gradient_bytes
-    whole = {"zero1": 2 * size, "zero2": 2 * size, "fsdp": 3 * size - strategy.optimizer}
+    strategy = strategy_memory(case)
+    shares = split.strategy in ("zero1", "zero2", "fsdp") and split.layout.dp > 1
+    arrives = 0
+    if shares and work.kind == "cpu":  # on CUDA not in the device's memory
+        share = strategy.optimizer + (strategy.weights if split.strategy == "fsdp" else 0)
+        arrives = min(share, 2 * FP32 * shape.table_params)
     buffers = strategy.loss.buckets + strategy.loss.gradients if split.strategy == "zero1" else 0
     held = strategy.weights + strategy.optimizer + buffers
-    return held + whole.get(split.strategy, 0) + process_bytes(work)
+    return held + arrives + process_bytes(work)
 
 
 def process_bytes(work: Workload) -> int:

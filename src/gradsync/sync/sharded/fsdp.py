@@ -31,10 +31,12 @@ from gradsync.sync.clip import gradient_norm
 from gradsync.sync.reducer import Reducer, Reduction, trainable
 from gradsync.sync.sharded.fsdp_units import blocks_of
 from gradsync.sync.sharded.seen import Seen
+from gradsync.sync.sharded.shares import HeldState, Share, flat_state, share_of_rows
 from gradsync.sync.sharded.whole import (
     gather_weights,
     load_whole_weights,
     local,
+    shaped_as,
     sharded_as,
     whole,
 )
@@ -216,6 +218,41 @@ class FsdpReducer(Reducer):
                 ):
                     state[name] = sharded_as(value, parameter)
 
+    def held_state(self, optimizer: torch.optim.Optimizer) -> HeldState:
+        """See `Reducer.held_state`."""
+        return {
+            parameter: (self._share(parameter), flat_state(optimizer.state[parameter], parameter))
+            if parameter in optimizer.state
+            else (self._share(parameter), {})
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+
+    def keep_state(
+        self, optimizer: torch.optim.Optimizer, states: Mapping[Any, dict[str, Any]]
+    ) -> None:
+        """See `Reducer.keep_state`."""
+        optimizer.state.clear()
+        for parameter, state in states.items():
+            if state:
+                optimizer.state[parameter] = {
+                    name: shaped_as(value, parameter) for name, value in state.items()
+                }
+
+    def held_weights(self) -> dict[str, tuple[Share, Tensor]]:
+        """See `Reducer.held_weights`."""
+        return {
+            name: (self._share(tensor), local(tensor).reshape(-1))
+            for name, tensor in self.model.state_dict().items()
+        }
+
+    def keep_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """See `Reducer.keep_weights`."""
+        own = self.model.state_dict()
+        for name, tensor in weights.items():
+            here = local(own[name])
+            here.copy_(tensor.view(here.shape))
+
     def full_weights(self) -> dict[str, Tensor]:
         """See `Reducer.full_weights`."""
         return gather_weights(self.model)
@@ -227,6 +264,9 @@ class FsdpReducer(Reducer):
     def close(self) -> None:
         """The model stays sharded: FSDP2 has no way back."""
         self._seen.close()
+
+    def _share(self, tensor: Tensor) -> Share:
+        return share_of_rows(tensor, self.comm.rank, self.comm.world_size)
 
     def _divide_by(self, factor: int) -> None:
         for unit in self._units:

@@ -16,7 +16,7 @@ Bytes received per rank and step: (W-1)/W x the parameters; one operation per bu
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +31,7 @@ from gradsync.sync.sharded.elementwise import arguments_of, check_elementwise
 from gradsync.sync.sharded.layout import Layout, check_parameters, check_ranks_agree, layout_of
 from gradsync.sync.sharded.pieces import Piece
 from gradsync.sync.sharded.rounding import ThreadWarning
+from gradsync.sync.sharded.shares import HeldState, held_state, keep_state
 from gradsync.sync.sharded.state import State, gather_state, take_state
 from gradsync.world import World
 
@@ -136,7 +137,7 @@ class ShardedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._check_gradients()
+        _check_gradients(self._groups(), self._covered)
         self._thread_warning.say(self._buckets, self._comm)
         self._step(lambda bucket, _: lambda piece: _piece_of(bucket, piece))
         return loss
@@ -210,6 +211,16 @@ class ShardedOptimizer(Optimizer):
         }
         optimizer.state.clear()
 
+    def held(self) -> HeldState:
+        """This rank's part of the state; nothing is sent."""
+        everything = [p for group in self._groups() for p in group["params"]]
+        rest = {p: self._elsewhere.get(p, {}) for p in everything if id(p) not in self._covered}
+        return held_state(self._buckets, rest, self._comm.rank)
+
+    def keep(self, states: Mapping[Any, State]) -> None:
+        """Take a part as `held` gives it, in place of what was there; nothing is sent."""
+        self._elsewhere = keep_state(self._buckets, states)
+
     @property
     def state_bytes(self) -> int:
         """Bytes of optimizer state on this rank (tensors with elements, not single numbers)."""
@@ -275,18 +286,19 @@ class ShardedOptimizer(Optimizer):
         if self._source is not None:
             _step_without_gradients(self._source)
 
-    def _check_gradients(self) -> None:
-        for number, group in enumerate(self._groups()):
-            for parameter, name in zip(group["params"], _names(group, number), strict=True):
-                if parameter.grad is None:
-                    continue
-                if parameter.grad.is_sparse:
-                    raise ConfigError(f"{name} has a sparse gradient, which cannot be sharded flat")
-                if id(parameter) not in self._covered:
-                    raise ConfigError(
-                        f"{name} has a gradient, but was frozen or absent when the optimizer's "
-                        "state was sharded; make the optimizer after unfreezing"
-                    )
+
+def _check_gradients(groups: Sequence[dict[str, Any]], covered: Container[int]) -> None:
+    for number, group in enumerate(groups):
+        for parameter, name in zip(group["params"], _names(group, number), strict=True):
+            if parameter.grad is None:
+                continue
+            if parameter.grad.is_sparse:
+                raise ConfigError(f"{name} has a sparse gradient, which cannot be sharded flat")
+            if id(parameter) not in covered:
+                raise ConfigError(
+                    f"{name} has a gradient, but was frozen or absent when the optimizer's state "
+                    "was sharded; make the optimizer after unfreezing"
+                )
 
 
 def _piece_of(bucket: ShardedBucket, piece: Piece) -> Tensor | None:

@@ -79,7 +79,7 @@ def _part(name: str, value: Any, parameter: Tensor, start: int, stop: int) -> An
         return value.detach().reshape(-1)[start:stop].to(parameter.device, copy=True)
     if value.dim() == 0:
         return value.detach().clone()
-    raise _not_elementwise(name, value.shape, parameter.shape)
+    raise not_elementwise(name, value.shape, parameter.shape)
 
 
 def _describe(bucket: ShardedBucket) -> dict[str, State]:
@@ -98,7 +98,7 @@ def _describe(bucket: ShardedBucket) -> dict[str, State]:
                 on_cpu = value.device.type == "cpu"
                 entry[name] = {"number": value.item(), "dtype": _name(value.dtype), "cpu": on_cpu}
             else:
-                raise _not_elementwise(name, value.shape, tensor.shape)
+                raise not_elementwise(name, value.shape, tensor.shape)
         if entry:
             described[str(piece.index)] = entry
     return described
@@ -132,7 +132,8 @@ def _gather_slot(bucket: ShardedBucket, name: str, dtype: torch.dtype) -> Tensor
     return flat
 
 
-def _not_elementwise(name: str, got: torch.Size, shape: torch.Size) -> ConfigError:
+def not_elementwise(name: str, got: torch.Size, shape: torch.Size) -> ConfigError:
+    """The error about state that no rank can have a part of."""
     return ConfigError(
         f"optimizer state {name!r} has shape {tuple(got)} for a parameter of shape {tuple(shape)}: "
         "neither elementwise nor a single number; this optimizer cannot be sharded"

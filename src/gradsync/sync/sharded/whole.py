@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +46,17 @@ def part_of(tensor: Tensor, like: Tensor) -> Tensor:
     tensor = tensor.detach().to(like.device)
     sharded = distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
     return local(sharded)
+
+
+def shaped_as(value: Any, like: Tensor) -> Any:
+    """This rank's flat elements placed and shaped as `like`; a number as it is."""
+    if not isinstance(value, Tensor) or value.dim() == 0:
+        return value
+    if not isinstance(like, DTensor):
+        return value.view(like.shape)
+    copy = torch.zeros_like(like, dtype=value.dtype)
+    local(copy).view(-1).copy_(value)
+    return copy
 
 
 def sharded_as(tensor: Tensor, like: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ the order of their first layout, since pieces belong to places in buckets.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,7 @@ from gradsync.sync.clip import gradient_norm
 from gradsync.sync.engine.engine import Engine
 from gradsync.sync.sharded.layout import Layout
 from gradsync.sync.sharded.optimizer import ShardedOptimizer
+from gradsync.sync.sharded.shares import HeldState
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -105,6 +107,16 @@ class ShardedEngine(Engine):
         sharded = self._of(optimizer)  # a new one has taken the state already
         if known:
             sharded.take_from(optimizer)
+
+    def held_state(self, optimizer: torch.optim.Optimizer) -> HeldState:
+        """See `Reducer.held_state`."""
+        return self._of(optimizer).held()
+
+    def keep_state(
+        self, optimizer: torch.optim.Optimizer, states: Mapping[Any, dict[str, Any]]
+    ) -> None:
+        """See `Reducer.keep_state`."""
+        self._of(optimizer).keep(states)
 
     def _of(self, optimizer: torch.optim.Optimizer) -> ShardedOptimizer:
         """The sharded twin of the user's optimizer, made when it is first seen."""

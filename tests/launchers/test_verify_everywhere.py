@@ -76,8 +76,6 @@ def test_a_rank_that_raises_costs_its_cell(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(TARGET)
     words = [*VERIFY, "--strategies", "naive", "--world-size", "2", "--dtype", "fp32"]
     words += ["--no-cross-load", "--num-steps", "2"]
-    right = run_python([*words, "--target", "own:right"], cwd=tmp_path, timeout_s=100).ok()
-    assert "1 cells and 0 checkpoints handed on, 0 failed" in right.stdout
     wrong = run_python([*words, "--target", "own:wrong"], cwd=tmp_path, timeout_s=100)
     assert wrong.returncode == 1
     said = "error naive W=2 target fp32: rank 1 raised ValueError: injected"

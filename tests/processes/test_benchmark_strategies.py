@@ -39,11 +39,3 @@ def test_one_round_on_two_ranks(tmp_path: Path) -> None:
     assert operations["naive"] == NUM_PARAMETERS + 1
     assert operations["bucketed"] == operations["ddp"] == 2  # one bucket and the small message
     assert operations["invariant"] == 4  # two per bucket, who has which leaves, the small message
-
-
-def test_one_rank_without_a_launcher(tmp_path: Path) -> None:
-    argv = [RUN, *TINY, "--out", tmp_path, "--only", "invariant", "ddp"]
-    run_python(argv).ok()
-    record = json.loads((tmp_path / "record.json").read_text())
-    assert record["world_size"] == 1
-    assert all(found["sent_bytes"] == [0] for found in record["contestants"].values())

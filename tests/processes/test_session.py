@@ -138,6 +138,7 @@ def with_a_group_of_ones_own(rank: int, world_size: int, store_path: str) -> str
     dist.init_process_group(
         "gloo", init_method=f"file://{store_path}", rank=rank, world_size=world_size
     )
+    dist.barrier()  # who leaves first would close a connection that the other one is still making
     try:
         with pytest.raises(RunError) as caught:
             open_session(rank, world_size, store_path).open()

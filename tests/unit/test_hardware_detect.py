@@ -356,7 +356,8 @@ def test_this_machine_is_found() -> None:
 
 
 def test_the_stand_in_has_the_librarys_functions_and_numbers() -> None:
-    pynvml = pytest.importorskip("pynvml", reason="nvidia-ml-py, extra gpu")
+    import pynvml  # of the test group: CI may not do without
+
     names = [name for name in vars(FakeNvml) if name.lower().startswith("nvml")]
     assert len(names) > 20
     for name in names:

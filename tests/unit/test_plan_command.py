@@ -539,7 +539,6 @@ def test_the_table_of_the_guide() -> None:
 
 
 def test_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
     path = tmp_path / "efficiency.svg"
     few = ("--strategies", "invariant", "--micro-batch-size", "4", "--simulate", "2,8")
     assert run("small", "--hardware", "h100x8", *few, "--plot", str(path)) == 0

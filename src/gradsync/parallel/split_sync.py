@@ -81,7 +81,7 @@ class SplitSync(StateFace):
     ) -> StepResult:
         """See `GradientSync.step`; `scale` must be None."""
         assert scale is None, "fp16 is refused: parts would have to agree on the scale"
-        update = Update(self.reducer, optimizer)
+        update = Update(self.reducer, [optimizer])
         result = take_step(
             self._parts, self._loss, update, enclosed=nullcontext, clip_norm=clip_norm, stop=stop
         )

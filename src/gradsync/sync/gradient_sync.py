@@ -17,10 +17,16 @@ from gradsync.sync.own_loop import OwnLoop
 from gradsync.sync.reducer import Reducer
 from gradsync.sync.state_face import StateFace
 from gradsync.sync.statistics import Statistics
-from gradsync.sync.step import StepParts, StepResult, Update, take_step
+from gradsync.sync.step import (
+    Optimizers,
+    StepParts,
+    StepResult,
+    Update,
+    each_optimizer,
+    take_step,
+)
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor, nn
 
 HANDLE = "_gradsync"
@@ -100,7 +106,7 @@ class GradientSync(StateFace):
     def backward(
         self, loss_sum: Tensor, *, weight: float | None = None, leaf: Any = None, scale: Any = None
     ) -> None:
-        """Backward of one leaf.
+        """Backward of one leaf. What it brings to models of other handles is thrown away.
 
         Args:
             loss_sum: loss *summed* over the leaf's targets, [].
@@ -121,17 +127,18 @@ class GradientSync(StateFace):
         weight = leaf_weight(weight, leaf)
         self._refuse_if_failed()
         self._statistics.leaf_begins(last=last)
-        with self._own_loop.enclosed(), self.reducer.leaf(last=last, index=index):
+        root = loss_sum if scale is None else scale.scale(loss_sum)
+        with self._own_loop.enclosed(root), self.reducer.leaf(last=last, index=index):
             self._own_loop.leaves += 1
             self._failed = True  # until it is known
-            (loss_sum if scale is None else scale.scale(loss_sum)).backward()
+            root.backward()
         self._failed = False
         self._statistics.leaf_ends(counts=weight > 0)
         self._loss.add(loss_sum, weight)
 
     def step(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizers,
         *,
         clip_norm: float | None = None,
         stop: bool = False,
@@ -140,19 +147,24 @@ class GradientSync(StateFace):
         """Synchronise, divide once, clip, update, and clear the gradients.
 
         Args:
-            optimizer: over the model's parameters.
-            clip_norm: largest L2 norm of the mean gradient; None does not clip.
+            optimizer: over the model's parameters, or a list of several, each over its own:
+                `[muon, adamw]`. Parameters that none holds stay as they are; their gradients are
+                dropped.
+            clip_norm: largest L2 norm of the mean gradient of all that is updated, together; None
+                does not clip.
             stop: this rank wants to stop; the answer in the result is the same on all ranks.
             scale: the `torch.amp.GradScaler` given to `backward`.
 
         Raises:
-            ConfigError: `scale` under a strategy that cannot skip a step; no rank had a backward
+            ConfigError: a parameter in two optimizers; an optimizer that the strategy cannot share
+                out; `scale` under a strategy that cannot skip a step; no rank had a backward
                 since the last step; `loss.backward()` in place of this handle's; a parameter that
                 came or became trainable after `gs.replicate`; and see `backward`.
         """
-        reducer = self.reducer
+        reducer, optimizers = self.reducer, each_optimizer(optimizer)
         self._refuse_if_failed()
-        self._own_loop.strangers.check(optimizer)
+        for each in optimizers:
+            self._own_loop.strangers.check(each)
         if not self._own_loop.leaves and self._own_loop.pending:
             raise ConfigError(
                 "loss.backward() is followed by optimizer.step(), and sync.step(optimizer) follows "
@@ -163,9 +175,10 @@ class GradientSync(StateFace):
                 f"{type(reducer).__name__} cannot work with a GradScaler: a gradient that is not "
                 "finite would stay in what it remembers; use bf16, or another strategy"
             )
-        update = Update(reducer, optimizer)
+        update = Update(reducer, optimizers)
         result = self._end_step(update, clip_norm=clip_norm, stop=stop, scale=scale)
-        optimizer.zero_grad(set_to_none=True)
+        for each in optimizers:
+            each.zero_grad(set_to_none=True)
         return result
 
     def discard(self) -> None:

@@ -9,7 +9,7 @@ strategy with whole replicas wants; sharded ones override the second half.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -89,7 +89,9 @@ class Reducer(ABC):
     def forget(self) -> None:  # noqa: B027  optional
         """Before `launch`: this rank's leaves do not count, and no rank will use the sums."""
 
-    def expect(self, optimizer: torch.optim.Optimizer, *, scaled: bool) -> None:  # noqa: B027
+    def expect(  # noqa: B027  optional
+        self, optimizers: Sequence[torch.optim.Optimizer], *, scaled: bool
+    ) -> None:
         """Before `launch`: who will use the gradients (`scaled`: a GradScaler reads them too)."""
 
     def launch(self) -> list[bool]:
@@ -121,9 +123,10 @@ class Reducer(ABC):
 
         return clip_gradients([p.grad for p in self.parameters if p.grad is not None], max_norm)
 
-    def update(self, optimizer: torch.optim.Optimizer) -> None:
-        """One optimizer step with the mean gradient."""
-        optimizer.step()
+    def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """One step of each optimizer with the mean gradient; they hold different parameters."""
+        for optimizer in optimizers:
+            optimizer.step()
 
     def clear_gradients(self) -> None:
         """Let go of every `.grad`."""

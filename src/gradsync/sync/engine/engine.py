@@ -54,9 +54,9 @@ class Engine(Reducer):
     ) -> None:
         super().__init__(model, comm)
         self.recipe = recipe
-        self.own_backward: Callable[[], bool] | None = None
-        """Called when a backward begins that `leaf` does not enclose; tells whether it is the last
-        one before the gradients are wanted."""
+        self.own_backward: Callable[[nn.Parameter], bool] | None = None
+        """Called with a parameter that got a gradient in a backward that `leaf` does not enclose;
+        tells whether it is the last backward before the gradients are wanted."""
         self._names = [name for name, _ in trainable(model)]
         self._sums, self._transport = sums, transport
         # Shards of optimizer state belong to places in buckets: those must not move then.
@@ -132,7 +132,7 @@ class Engine(Reducer):
             self._ready_order.append(index)
             parameter.grad = None
             return
-        if not self._in_leaf and not self._own_leaf_begins():
+        if not self._in_leaf and not self._own_leaf_begins(parameter):
             return
         bucket, slot = self._places[index]
         _check_gradient(self._names[index], parameter, bucket, slot)
@@ -153,10 +153,10 @@ class Engine(Reducer):
             self._sums.fold(bucket, bucket.waiting)
             bucket.waiting, bucket.waiting_elements = [], 0
 
-    def _own_leaf_begins(self) -> bool:
+    def _own_leaf_begins(self, parameter: nn.Parameter) -> bool:
         """In a loop of one's own: False under no_sync, where autograd adds up in `.grad` by itself
         and all of it becomes one leaf in the backward that synchronises."""
-        if self.own_backward is None or not self.own_backward():
+        if self.own_backward is None or not self.own_backward(parameter):
             return False
         self.begin_leaf(last=True)
         return True

@@ -15,7 +15,7 @@ whether this is its last leaf, and `launch` is the answer "I have none".
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -185,19 +185,20 @@ class FsdpReducer(Reducer):
             torch._foreach_mul_(shards, (max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
-    def update(self, optimizer: torch.optim.Optimizer) -> None:
+    def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Each rank updates its shards.
 
         Raises:
             ConfigError: an optimizer over the parameters as they were before sharding.
         """
         ours = {id(parameter) for parameter in self.parameters}
-        if not any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
-            raise ConfigError(
-                "sync='fsdp': the optimizer holds none of the model's parameters, which sharding "
-                "has replaced; make it after gs.replicate"
-            )
-        optimizer.step()
+        for optimizer in optimizers:
+            if not any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
+                raise ConfigError(
+                    "sync='fsdp': the optimizer holds none of the model's parameters, which "
+                    "sharding has replaced; make it after gs.replicate"
+                )
+        super().update(optimizers)
 
     def gather(self, optimizer: torch.optim.Optimizer) -> None:
         """See `Reducer.gather`: one all-gather per sharded state tensor, its shape and dtype."""

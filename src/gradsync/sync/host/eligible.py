@@ -42,9 +42,7 @@ def why_whole(
     given = [p for group in groups for p in group["params"]]
     half = {torch.bfloat16, torch.float16} & set(dtypes)
     reasons = {
-        "the optimizer is differentiable": any(
-            group.get("differentiable") for group in groups
-        ),
+        "the optimizer is differentiable": any(group.get("differentiable") for group in groups),
         "a parameter has no elements": any(p.numel() == 0 for p in parameters),
         "the optimizer has parameters that are not synchronised": any(
             id(p) not in ours and p.requires_grad for p in given

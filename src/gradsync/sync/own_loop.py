@@ -157,8 +157,9 @@ class OwnLoop:
             return not self._no_sync
         if self.leaves:
             raise ConfigError(
-                "a backward that is not sync.backward() reached this model between sync.backward() "
-                f"and sync.step(): its gradients would be added to the step's{_TOGETHER}"
+                "a backward that is not this handle's sync.backward() reached this model between "
+                "sync.backward() and sync.step(): its gradients would be added to the step's"
+                f"{_TOGETHER}"
             )
         if task in self._optimizers.backwards:
             self._drop(parameter, task)

@@ -140,6 +140,18 @@ class FsdpReducer(Reducer):
             )
         yield
 
+    def expect(self, optimizers: Sequence[torch.optim.Optimizer], *, scaled: bool) -> None:
+        """See `Reducer.expect`.
+
+        Raises:
+            ConfigError: torch's Muon, which fails on some shapes of shards only.
+        """
+        if any(isinstance(optimizer, torch.optim.Muon) for optimizer in optimizers):
+            raise ConfigError(
+                "sync='fsdp': torch.optim.Muon orthogonalises whole matrices, and each rank holds "
+                "some rows of them; use sync='invariant', or AdamW for them"
+            )
+
     def launch(self) -> list[bool]:
         """Nothing is left to start; answers the other ranks' roll call.
 

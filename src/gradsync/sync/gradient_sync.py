@@ -15,6 +15,7 @@ from gradsync.sync.loss_sum import LossSum, leaf_weight
 from gradsync.sync.optimizer_watch import optimizer_watch
 from gradsync.sync.own_loop import OwnLoop
 from gradsync.sync.reducer import Reducer
+from gradsync.sync.replica_watch import ReplicaWatch
 from gradsync.sync.state_face import StateFace
 from gradsync.sync.statistics import Statistics
 from gradsync.sync.step import StepParts, StepResult, Update, take_step
@@ -57,8 +58,10 @@ class GradientSync(StateFace):
             batch_norm or choose_batch_norm(model, comm, None),
             equal_replicas=reducer.equal_replicas,
         )
-        self._own_loop = OwnLoop(model, comm, reducer, self._statistics, number=number)
-        self._parts = StepParts(reducer, comm, self._statistics, number)
+        equal = reducer.whole_parameters and reducer.equal_replicas
+        watch = ReplicaWatch(model, comm, equal=equal)
+        self._own_loop = OwnLoop(model, comm, reducer, self._statistics, watch, number=number)
+        self._parts = StepParts(reducer, comm, self._statistics, number, watch)
         self._failed = self._closed = False
 
     @property

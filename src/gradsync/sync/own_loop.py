@@ -26,13 +26,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gradsync.comm.base import Communicator
-from gradsync.errors import ConfigError
-from gradsync.sync.agreement import agree
+from gradsync.errors import ConfigError, GradsyncError
+from gradsync.sync.agreement import Agreement, agree
 from gradsync.sync.engine.engine import Engine, gone
+from gradsync.sync.hyperparameters import Settings, digest, settings_of
 from gradsync.sync.loss_sum import NO_LOSS
 from gradsync.sync.module_hook import ModuleHook
 from gradsync.sync.optimizer_watch import optimizer_watch
 from gradsync.sync.reducer import Reducer
+from gradsync.sync.replica_watch import ReplicaWatch
 from gradsync.sync.statistics import Statistics
 from gradsync.sync.strangers import Strangers
 from gradsync.sync.torch_names import at_the_end_of_backward, current_graph_task
@@ -41,6 +43,12 @@ if TYPE_CHECKING:
     from torch import nn
 
 log = logging.getLogger("gradsync")
+
+_THE_CALL = {"the call": "loss.backward() or optimizer.step()"}
+_DRIFTED = (
+    "so their last steps differed, and their weights do: go back to a checkpoint from before, and "
+    "step with the same on all ranks (a scheduler that looks at a loss: with its mean over ranks)"
+)
 
 
 class OwnLoop:
@@ -52,10 +60,12 @@ class OwnLoop:
         comm: Communicator,
         reducer: Reducer,
         statistics: Statistics,
+        watch: ReplicaWatch,
         *,
         number: int = 0,
     ) -> None:
         self._statistics = statistics
+        self._watch = watch
         self.comm = comm
         self._reducer = reducer
         self._number = number
@@ -71,12 +81,13 @@ class OwnLoop:
         self._discarded = False  # and they were thrown away
         self._published: list[weakref.ref[torch.Tensor] | None] = []
         self._stepped: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that used those
+        self._settings = dict(_THE_CALL)  # theirs when they did
         self.parameter_ids = {id(parameter) for parameter in reducer.parameters}
         self.strangers = Strangers(model, self.parameter_ids)
         optimizer_watch().add(self)
-        self._handles: list[Any] = self._watch(model) if reducer.own_loop else []
+        self._handles: list[Any] = self._hooks(model) if reducer.own_loop else []
 
-    def _watch(self, model: nn.Module) -> list[Any]:
+    def _hooks(self, model: nn.Module) -> list[Any]:
         """Hooks that do not hold this object, which holds the model's parameters."""
         loop: weakref.ref[OwnLoop] = weakref.ref(self)
 
@@ -179,11 +190,17 @@ class OwnLoop:
         used = optimizer in self._stepped or cleared
         if self._dirty or not self._finished or used:
             self._synchronise()
+        self._watch.changed(optimizer)  # noted now: its step changes weights, too
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has used the gradients."""
-        if not self._enclosed and self._is_ours(optimizer):
-            self._stepped.add(optimizer)
+        if self._enclosed or not self._is_ours(optimizer):
+            return
+        self._stepped.add(optimizer)
+        self._watch.remember(optimizer)
+        if self.comm.world_size > 1 and not self._discarded:
+            number = len(self._stepped) - 1
+            self._settings |= settings_of(optimizer, self._reducer.parameters, number=number)
 
     def _ours(self, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
         ids = self.parameter_ids
@@ -226,10 +243,12 @@ class OwnLoop:
         elif isinstance(reducer, Engine):
             reducer.end_own_leaf(new=self._dirty)
         used = reducer.launch()
-        agreed = agree(
-            *(self.comm, used, counts), loss=NO_LOSS, discard=discard, number=self._number
-        )
+        settings, self._settings = self._settings, dict(_THE_CALL)
+        told = {"number": self._number, "digest": digest(settings)}
+        told |= {"discard": discard, "changed": self._watch.changed()}
+        agreed = agree(self.comm, used, counts, loss=NO_LOSS, **told)
         reduction = reducer.reduce(agreed.used)
+        self._refuse_unlike(agreed, settings)
         self._discarded = agreed.discard
         if agreed.discard:
             log.warning("a rank threw this step's gradients away: no rank uses them")
@@ -246,6 +265,15 @@ class OwnLoop:
             self._published = [None if g is None else weakref.ref(g) for g in grads]
         self._dirty, self._finished = False, True
         self._stepped.clear()
+
+    def _refuse_unlike(self, agreed: Agreement, settings: Settings) -> None:
+        """See `ReplicaWatch.refuse_unlike`; then no gradients are left to go on with."""
+        try:
+            self._watch.refuse_unlike(agreed, settings, _DRIFTED)
+        except GradsyncError:
+            self._reducer.clear_gradients()
+            self._dirty, self._finished, self._discarded = False, True, True
+            raise
 
     def _left_over(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
         """Parameters whose gradient is the one that the last synchronisation put there; copies."""

@@ -9,7 +9,7 @@ counts, padding (weight 0), unequal shares and ranks without data: no mean of me
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,8 +19,10 @@ import torch
 from gradsync.comm.base import Communicator
 from gradsync.errors import ConfigError
 from gradsync.sync.agreement import agree
+from gradsync.sync.hyperparameters import Settings, digest, settings_of
 from gradsync.sync.loss_sum import LossSum
 from gradsync.sync.reducer import Reducer
+from gradsync.sync.replica_watch import ReplicaWatch
 from gradsync.sync.statistics import Statistics
 from gradsync.sync.stopwatch import Stopwatch
 
@@ -28,6 +30,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 log = logging.getLogger("gradsync")
+
+_NOT_UPDATED = (
+    "no rank has updated its weights; give all ranks the same (a scheduler that looks at a loss: "
+    "sync.mean_loss)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +78,8 @@ class StepParts:
     statistics: Statistics
     number: int
     """Of the model, the same on all ranks; see `agree`."""
+    watch: ReplicaWatch | None = None
+    """None where ranks hold parts of a model: neither weights nor optimizers are compared then."""
 
 
 def take_step(
@@ -92,26 +101,32 @@ def take_step(
         clip_norm, stop, scale: as for `GradientSync.step`.
 
     Raises:
-        ConfigError: on all ranks: none of them had a backward.
+        ConfigError: on all ranks: none of them had a backward; they step with other optimizers.
+        RunError: on all ranks: weights were changed on some, and differ now.
     """
     reducer, comm = parts.reducer, parts.comm
+    optimizers = [] if update is None else [update.optimizer]
     if update is None:
         reducer.forget()
     else:
         reducer.expect(update.optimizer, scaled=scale is not None)
     counts = parts.statistics.step_begins()
     used = reducer.launch()
-    told = {"loss": loss.message(), "number": parts.number}
-    agreed = agree(comm, used, counts, stop=stop, discard=update is None, **told)
+    settings, changed = _tell(parts, optimizers)
+    told = {"loss": loss.message(), "number": parts.number, "digest": digest(settings)}
+    agreed = agree(
+        *(comm, used, counts), stop=stop, discard=update is None, changed=changed, **told
+    )
     reduction = reducer.reduce(agreed.used)
-    nothing = torch.tensor(0.0, dtype=torch.float64), 0.0  # a loop of one's own tells no loss
-    total_loss, total_weight = nothing if agreed.discard else loss.over_ranks(comm, agreed.loss)
-    # What `.grad` holds the sum over: the global batch, or only this rank's part of it.
-    weight = loss.weight if reduction.local else total_weight
-    # From here on gradients, loss and weight are used up, also when a user's hook raises.
-    loss.clear()
     norm = None
+    # From here on gradients, loss and weight are used up, also when a user's hook raises.
     try:
+        if parts.watch is not None:
+            parts.watch.refuse_unlike(agreed, settings, _NOT_UPDATED)
+        nothing = torch.tensor(0.0, dtype=torch.float64), 0.0  # a loop of one's own tells no loss
+        total_loss, total_weight = nothing if agreed.discard else loss.over_ranks(comm, agreed.loss)
+        # What `.grad` holds the sum over: the global batch, or only this rank's part of it.
+        weight = loss.weight if reduction.local else total_weight
         if agreed.discard or update is None:
             log.warning("a rank threw this step's gradients away: no rank updates its weights")
         elif weight:
@@ -124,13 +139,28 @@ def take_step(
                 "their own step())"
             )
     finally:
+        loss.clear()
         reducer.clear_gradients()
     parts.statistics.step_ends(agreed.counts)
     reducer.after_step()
+    if parts.watch is not None and not agreed.discard:
+        parts.watch.remember(*optimizers)
     return StepResult(
         *(total_loss / total_weight, total_weight, norm, agreed.stop, reduction.exposed),
         discarded=agreed.discard,
     )
+
+
+def _tell(parts: StepParts, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[Settings, bool]:
+    """What must be equal on all ranks, and whether weights have changed since the last step."""
+    watch = parts.watch
+    if watch is None or parts.comm.world_size == 1:
+        return {}, False
+    settings = {"the call": "sync.step()"}
+    for number, optimizer in enumerate(optimizers):
+        settings |= settings_of(optimizer, parts.reducer.parameters, number=number)
+        settings[f"the state of optimizer {number}"] = watch.state_of(optimizer)
+    return settings, watch.changed()
 
 
 def _update(

@@ -35,8 +35,8 @@ def agree(
     comm: Communicator,
     used: Sequence[bool],
     counts: Sequence[int] = (),
-    *,
     loss: Sequence[float] = (),
+    *,
     stop: bool = False,
     discard: bool = False,
     number: int = 0,
@@ -69,8 +69,8 @@ def agree(
     (stops, discards, changes), agreed_marks, losses, any_use, sums = (
         part.tolist() for part in message.split([len(part) for part in parts])
     )
-    equal = [comm.world_size * mark == agreed for mark, agreed in zip(marks, agreed_marks, strict=True)]
-    if not all(equal[:2]):
+    equal = [comm.world_size * mark for mark in marks] == agreed_marks
+    if agreed_marks[:2] != [comm.world_size * number, comm.world_size * number**2]:
         raise RunError(
             f"rank {comm.rank}: ranks synchronise different models at the same time: models that "
             "share a process group must take turns in one order on all ranks; or replicate them "
@@ -78,5 +78,5 @@ def agree(
         )
     any_used = [use > 0 for use in any_use]
     return Agreement(
-        losses, stops > 0, discards > 0, any_used, sums, alike=all(equal), changed=changes > 0
+        losses, stops > 0, discards > 0, any_used, sums, alike=equal, changed=changes > 0
     )

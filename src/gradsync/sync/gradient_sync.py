@@ -11,6 +11,7 @@ from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
 from gradsync.errors import ConfigError, RunError
 from gradsync.runtime.gloo_group import wait_until_workers_sleep
 from gradsync.sync.batch_norm import BatchNormHandling, choose_batch_norm
+from gradsync.sync.hyperparameters import refuse_closure
 from gradsync.sync.loss_sum import LossSum, leaf_weight
 from gradsync.sync.optimizer_watch import optimizer_watch
 from gradsync.sync.own_loop import OwnLoop
@@ -94,11 +95,13 @@ class GradientSync(StateFace):
             index: `leaf.index` of the loader, see `backward`.
         """
         self._last, self._index = last, index
+        self._own_loop.in_micro_step = True
         try:
             with self.reducer.micro_step(last=last):
                 yield
         finally:
             self._last, self._index = False, None
+            self._own_loop.in_micro_step = False
 
     def backward(
         self, loss_sum: Tensor, *, weight: float | None = None, leaf: Any = None, scale: Any = None
@@ -149,12 +152,16 @@ class GradientSync(StateFace):
             scale: the `torch.amp.GradScaler` given to `backward`.
 
         Raises:
-            ConfigError: `scale` under a strategy that cannot skip a step; no rank had a backward
+            ConfigError: on all ranks, before any update: their optimizers or hyper-parameters
+                differ. `scale` under a strategy that cannot skip a step; no rank had a backward
                 since the last step; `loss.backward()` in place of this handle's; a parameter that
                 came or became trainable after `gs.replicate`; and see `backward`.
+            RunError: on all ranks, before any update: weights were changed since the last step on
+                some of them, and differ.
         """
         reducer = self.reducer
         self._refuse_if_failed()
+        refuse_closure(optimizer)
         self._own_loop.strangers.check(optimizer)
         if not self._own_loop.leaves and self._own_loop.pending:
             raise ConfigError(
@@ -163,7 +170,7 @@ class GradientSync(StateFace):
             )
         if scale is not None and not reducer.takes_scale:
             raise ConfigError(
-                f"{type(reducer).__name__} cannot work with a GradScaler: a gradient that is not "
+                f"sync={reducer.strategy!r} cannot work with a GradScaler: a gradient that is not "
                 "finite would stay in what it remembers; use bf16, or another strategy"
             )
         update = Update(reducer, optimizer)
@@ -218,6 +225,24 @@ class GradientSync(StateFace):
         """
         self._refuse_if_closed()
         self._own_loop.finish()
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """In a loop of one's own, as torch's DDP has it: whether a backward averages over ranks.
+
+        False is `no_sync` without the `with`: set it before the forward, and True again before the
+        forward of the last micro-batch. `backward` only adds up, whatever it says; `step`
+        synchronises.
+
+        Raises:
+            ConfigError: on setting, under strategies without a loop of one's own.
+        """
+        return self._own_loop.synchronises
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, wanted: bool) -> None:
+        self._refuse_if_closed()
+        self._own_loop.synchronises = wanted
 
     def no_sync(self) -> AbstractContextManager[None]:
         """In a loop of one's own: only add up; enclose forward and backward of all micro-batches

@@ -31,9 +31,7 @@ _BITS = 20
 """Of a digest's numbers: W n^2 is exact in float64 for up to 2^13 ranks."""
 
 
-def settings_of(
-    optimizer: Optimizer, parameters: Sequence[Tensor], *, number: int = 0
-) -> Settings:
+def settings_of(optimizer: Optimizer, parameters: Sequence[Tensor], *, number: int = 0) -> Settings:
     """Class, hyper-parameters and parameters of each group; equal on ranks that step alike.
 
     A tensor on a device is waited for. Objects count by their class, functions by their name:

@@ -71,6 +71,8 @@ class OwnLoop:
         self._number = number
         self.leaves = 0
         """Backwards of `GradientSync`'s own since its last step."""
+        self.in_micro_step = False
+        """In `GradientSync.micro_step`, which encloses `GradientSync.backward`."""
         self._no_sync = False
         self._no_sync_in_forward: bool | None = None
         self._enclosed = False  # in `GradientSync.backward`, which is not a loop of one's own
@@ -85,35 +87,7 @@ class OwnLoop:
         self.parameter_ids = {id(parameter) for parameter in reducer.parameters}
         self.strangers = Strangers(model, self.parameter_ids)
         optimizer_watch().add(self)
-        self._handles: list[Any] = self._hooks(model) if reducer.own_loop else []
-
-    def _hooks(self, model: nn.Module) -> list[Any]:
-        """Hooks that do not hold this object, which holds the model's parameters."""
-        loop: weakref.ref[OwnLoop] = weakref.ref(self)
-
-        def before_forward(*_: Any) -> None:
-            alive = loop()
-            # A checkpointed part's second forward is inside of a backward.
-            if alive is None or not torch.is_grad_enabled() or current_graph_task() >= 0:
-                return
-            alive.refuse_if_failed()
-            alive._no_sync_in_forward = alive._no_sync
-
-        def gradient_is_ready(_: torch.Tensor) -> None:
-            alive = _alive(loop)
-            if not alive._enclosed and not alive._in_backward:
-                alive.backward_begins()
-
-        handles: list[Any] = [
-            model.register_forward_pre_hook(ModuleHook(before_forward)),
-        ]
-        if isinstance(self._reducer, Engine):
-            self._reducer.own_backward = lambda: _alive(loop).backward_begins()
-            return handles
-        return handles + [
-            p.register_post_accumulate_grad_hook(gradient_is_ready)
-            for p in self._reducer.parameters
-        ]
+        self._handles: list[Any] = _hooks(self, model, reducer) if reducer.own_loop else []
 
     @contextmanager
     def enclosed(self) -> Iterator[None]:
@@ -127,12 +101,22 @@ class OwnLoop:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """See `GradientSync.no_sync`."""
-        self._refuse_if_foreign()
-        before, self._no_sync = self._no_sync, True
+        before = self.synchronises
+        self.synchronises = False
         try:
             yield
         finally:
-            self._no_sync = before
+            self.synchronises = before
+
+    @property
+    def synchronises(self) -> bool:
+        """See `GradientSync.require_backward_grad_sync`."""
+        return not self._no_sync
+
+    @synchronises.setter
+    def synchronises(self, wanted: bool) -> None:
+        self._refuse_if_foreign()
+        self._no_sync = not wanted
 
     def backward_begins(self) -> bool:
         """The first gradient of a backward has come; tells whether this backward synchronises.
@@ -144,6 +128,13 @@ class OwnLoop:
         task = current_graph_task()
         if self._in_backward and task == self._task:
             return not self._no_sync
+        if self.in_micro_step:
+            raise ConfigError(
+                "loss.backward() in sync.micro_step(), where every leaf would be averaged as a "
+                "step: write sync.backward(loss_sum, leaf=leaf) there and sync.step(optimizer) "
+                "after the last one; or, in a loop of your own, sync.no_sync() in place of "
+                "micro_step around all but the last"
+            )
         if self.leaves:
             raise ConfigError(
                 "a backward that is not sync.backward() reached this model between sync.backward() "
@@ -154,7 +145,8 @@ class OwnLoop:
             where = "after the forward" if self._no_sync else "around the forward only"
             raise ConfigError(
                 f"no_sync() was entered {where}: enclose forward and backward of a micro-batch "
-                "together, as torch's DDP needs it (there, replicas would drift apart silently)"
+                "together (or set require_backward_grad_sync before the forward), as torch's DDP "
+                "needs it (there, replicas would drift apart silently)"
             )
         if task < self._task:
             raise ConfigError(
@@ -213,6 +205,11 @@ class OwnLoop:
         """See `GradientSync.finish` and [Note: Who synchronises when]."""
         self._refuse_if_foreign()
         self.refuse_if_failed()
+        if self.leaves:
+            raise ConfigError(
+                "sync.backward() is followed by sync.step(optimizer), not by sync.finish(), which "
+                "belongs to loss.backward()"
+            )
         fresh = self._finished and not self._stepped and _any_gradient(self._reducer.parameters)
         if self._dirty or not fresh:
             self._synchronise()
@@ -227,6 +224,7 @@ class OwnLoop:
     def pending(self) -> bool:
         """There are gradients of a loop of one's own that no optimizer has used."""
         waiting = self._dirty or (self._finished and not self._stepped)
+        waiting = waiting or not self._reducer.own_loop  # no hook looks for them there
         return self._in_backward or (waiting and _any_gradient(self._reducer.parameters))
 
     def _synchronise(self, *, discard: bool = False) -> None:
@@ -235,7 +233,7 @@ class OwnLoop:
         self._statistics.leaf_ends(counts=self._dirty and not discard)
         counts = self._statistics.step_begins()
         # Without a backward: copies of what the last step left, out of the way.
-        left = [] if self._dirty else self._left_over()
+        left = [] if self._dirty else _left_over(reducer, self._published)
         for parameter, _ in left:
             parameter.grad = None
         if discard:
@@ -244,9 +242,13 @@ class OwnLoop:
             reducer.end_own_leaf(new=self._dirty)
         used = reducer.launch()
         settings, self._settings = self._settings, dict(_THE_CALL)
-        told = {"number": self._number, "digest": digest(settings)}
-        told |= {"discard": discard, "changed": self._watch.changed()}
-        agreed = agree(self.comm, used, counts, loss=NO_LOSS, **told)
+        agreed = agree(
+            *(self.comm, used, counts, NO_LOSS),
+            discard=discard,
+            number=self._number,
+            digest=digest(settings),
+            changed=self._watch.changed(),
+        )
         reduction = reducer.reduce(agreed.used)
         self._refuse_unlike(agreed, settings)
         self._discarded = agreed.discard
@@ -275,15 +277,6 @@ class OwnLoop:
             self._dirty, self._finished, self._discarded = False, True, True
             raise
 
-    def _left_over(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        """Parameters whose gradient is the one that the last synchronisation put there; copies."""
-        if isinstance(self._reducer, Engine):
-            found = [p for bucket in self._reducer.buckets for p in bucket.published()]
-        else:
-            pairs = zip(self._reducer.parameters, self._published, strict=False)
-            found = [p for p, ref in pairs if ref is not None and ref() is p.grad]
-        return [(p, p.grad.clone()) for p in found if p.grad is not None]
-
     def refuse_if_failed(self) -> None:
         """Raise when the last backward never came to its end."""
         if self._in_backward:
@@ -295,7 +288,7 @@ class OwnLoop:
     def _refuse_if_foreign(self) -> None:
         if not self._reducer.own_loop:
             raise ConfigError(
-                f"{type(self._reducer).__name__} works through sync.backward and sync.step only "
+                f"sync={self._reducer.strategy!r} works through sync.backward and sync.step only "
                 "(an optimizer's own step would let ranks drift apart); in a loop of your own use "
                 "sync='invariant', 'bucketed', 'naive' or 'fsdp'"
             )
@@ -305,6 +298,46 @@ class OwnLoop:
         optimizer_watch().discard(self)
         for handle in self._handles:
             handle.remove()
+
+
+def _hooks(own_loop: OwnLoop, model: nn.Module, reducer: Reducer) -> list[Any]:
+    """Hooks that do not hold `own_loop`, which holds the model's parameters."""
+    loop: weakref.ref[OwnLoop] = weakref.ref(own_loop)
+
+    def before_forward(*_: Any) -> None:
+        alive = loop()
+        # A checkpointed part's second forward is inside of a backward.
+        if alive is None or not torch.is_grad_enabled() or current_graph_task() >= 0:
+            return
+        alive.refuse_if_failed()
+        alive._no_sync_in_forward = alive._no_sync
+
+    def gradient_is_ready(_: torch.Tensor) -> None:
+        alive = _alive(loop)
+        if not alive._enclosed and not alive._in_backward:
+            alive.backward_begins()
+
+    handles: list[Any] = [
+        model.register_forward_pre_hook(ModuleHook(before_forward)),
+    ]
+    if isinstance(reducer, Engine):
+        reducer.own_backward = lambda: _alive(loop).backward_begins()
+        return handles
+    return handles + [
+        p.register_post_accumulate_grad_hook(gradient_is_ready) for p in reducer.parameters
+    ]
+
+
+def _left_over(
+    reducer: Reducer, published: Iterable[weakref.ref[torch.Tensor] | None]
+) -> list[tuple[nn.Parameter, torch.Tensor]]:
+    """Parameters whose gradient is the one that the last synchronisation put there; copies."""
+    if isinstance(reducer, Engine):
+        found = [p for bucket in reducer.buckets for p in bucket.published()]
+    else:
+        pairs = zip(reducer.parameters, published, strict=False)
+        found = [p for p, ref in pairs if ref is not None and ref() is p.grad]
+    return [(p, p.grad.clone()) for p in found if p.grad is not None]
 
 
 def _alive(loop: weakref.ref[OwnLoop]) -> OwnLoop:

@@ -21,11 +21,9 @@ import torch
 
 from gradsync.comm.base import Communicator
 from gradsync.comm.values import all_gather_numbers
-from gradsync.errors import RunError
 from gradsync.sync.agreement import Agreement
 from gradsync.sync.hyperparameters import Settings, refuse_difference
 from gradsync.sync.replicas import check_replicas
-from gradsync.sync.structure import name_ranks
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -104,16 +102,10 @@ class ReplicaWatch:
 
         One all-gather, int64 [1], whole group, and what `check_replicas` costs.
         """
-        found = all_gather_numbers(self._comm, int(self._edited))
-        editors = name_ranks([rank for rank, edited in enumerate(found) if edited])
+        told = all_gather_numbers(self._comm, int(self._edited))
         self._edited = True
-        try:
-            check_replicas(self._named, self._comm)
-        except RunError as error:
-            raise RunError(
-                f"weights were changed between two steps on {editors}, not by the optimizer, and "
-                f"{error}; load checkpoints, and edit weights, on every rank alike"
-            ) from None
+        edited = [rank for rank, number in enumerate(told) if number]
+        check_replicas(self._named, self._comm, edited=edited)
         self._edited = False
 
     def _marks_now(self) -> list[tuple[int, int]]:

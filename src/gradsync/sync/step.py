@@ -18,7 +18,7 @@ import torch
 
 from gradsync.comm.base import Communicator
 from gradsync.errors import ConfigError
-from gradsync.sync.agreement import agree
+from gradsync.sync.agreement import Agreement, agree
 from gradsync.sync.hyperparameters import Settings, digest, settings_of
 from gradsync.sync.loss_sum import LossSum
 from gradsync.sync.reducer import Reducer
@@ -34,6 +34,10 @@ log = logging.getLogger("gradsync")
 _NOT_UPDATED = (
     "no rank has updated its weights; give all ranks the same (a scheduler that looks at a loss: "
     "sync.mean_loss)"
+)
+_NO_BACKWARD = (
+    "step() came without a backward on any rank since the last step (several optimizers for one "
+    "model: make it one with groups, or use loss.backward() and their own step())"
 )
 
 
@@ -111,20 +115,16 @@ def take_step(
     else:
         reducer.expect(update.optimizer, scaled=scale is not None)
     counts = parts.statistics.step_begins()
-    used = reducer.launch()
-    settings, changed = _tell(parts, optimizers)
-    told = {"loss": loss.message(), "number": parts.number, "digest": digest(settings)}
-    agreed = agree(
-        *(comm, used, counts), stop=stop, discard=update is None, changed=changed, **told
-    )
+    agreed, settings = _agree(parts, loss, optimizers, reducer.launch(), counts, stop=stop)
     reduction = reducer.reduce(agreed.used)
     norm = None
     # From here on gradients, loss and weight are used up, also when a user's hook raises.
     try:
         if parts.watch is not None:
             parts.watch.refuse_unlike(agreed, settings, _NOT_UPDATED)
-        nothing = torch.tensor(0.0, dtype=torch.float64), 0.0  # a loop of one's own tells no loss
-        total_loss, total_weight = nothing if agreed.discard else loss.over_ranks(comm, agreed.loss)
+        total_loss, total_weight = torch.tensor(0.0, dtype=torch.float64), 0.0
+        if not agreed.discard:  # a loop of one's own, which discards, tells no loss
+            total_loss, total_weight = loss.over_ranks(comm, agreed.loss)
         # What `.grad` holds the sum over: the global batch, or only this rank's part of it.
         weight = loss.weight if reduction.local else total_weight
         if agreed.discard or update is None:
@@ -133,11 +133,7 @@ def take_step(
             factor = reduction.divided_by / weight
             norm = _update(reducer, update, factor, enclosed, clip_norm=clip_norm, scale=scale)
         elif not total_weight and not any(agreed.used):
-            raise ConfigError(
-                "step() came without a backward on any rank since the last step (several "
-                "optimizers for one model: make it one with groups, or use loss.backward() and "
-                "their own step())"
-            )
+            raise ConfigError(_NO_BACKWARD)
     finally:
         loss.clear()
         reducer.clear_gradients()
@@ -151,16 +147,33 @@ def take_step(
     )
 
 
-def _tell(parts: StepParts, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[Settings, bool]:
-    """What must be equal on all ranks, and whether weights have changed since the last step."""
-    watch = parts.watch
-    if watch is None or parts.comm.world_size == 1:
-        return {}, False
-    settings = {"the call": "sync.step()"}
-    for number, optimizer in enumerate(optimizers):
-        settings |= settings_of(optimizer, parts.reducer.parameters, number=number)
-        settings[f"the state of optimizer {number}"] = watch.state_of(optimizer)
-    return settings, watch.changed()
+def _agree(
+    parts: StepParts,
+    loss: LossSum,
+    optimizers: Sequence[torch.optim.Optimizer],
+    used: Sequence[bool],
+    counts: Sequence[int],
+    *,
+    stop: bool,
+) -> tuple[Agreement, Settings]:
+    """The step's small message, and this rank's settings, of which it holds the digest."""
+    comm, watch, changed = parts.comm, parts.watch, False
+    settings: Settings = {}
+    if watch is not None and comm.world_size > 1:
+        settings["the call"] = "sync.step()"
+        for number, optimizer in enumerate(optimizers):
+            settings |= settings_of(optimizer, parts.reducer.parameters, number=number)
+            settings[f"the state of optimizer {number}"] = watch.state_of(optimizer)
+        changed = watch.changed()
+    agreed = agree(
+        *(comm, used, counts, loss.message()),
+        stop=stop,
+        discard=not optimizers,
+        number=parts.number,
+        digest=digest(settings),
+        changed=changed,
+    )
+    return agreed, settings
 
 
 def _update(

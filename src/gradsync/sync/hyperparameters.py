@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+from array import array
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -49,14 +50,15 @@ def settings_of(optimizer: Optimizer, parameters: Sequence[Tensor], *, number: i
     for index, group in enumerate(optimizer.param_groups):
         where = f" of group {index}{which}"
         found |= {f"{name}{where}": _text(value) for name, value in options(group).items()}
-        members = [places.get(id(parameter), -1) for parameter in group["params"]]
-        found[f"the list of parameters{where}"] = f"{len(members)} ({_hash(repr(members))[:8]})"
+        members = array("q", [places.get(id(parameter), -1) for parameter in group["params"]])
+        text = f"{len(members)} ({_hash(members.tobytes())[:8]})"
+        found[f"the list of parameters{where}"] = text
     return found
 
 
 def digest(settings: Settings) -> tuple[int, int]:
     """Two numbers of 20 bits, for `agree`; different settings with one digest: chance 2**-40."""
-    both = int(_hash(json.dumps(settings)), 16)
+    both = int(_hash(json.dumps(settings).encode()), 16)
     return both % 2**_BITS, both // 2**_BITS % 2**_BITS
 
 
@@ -106,5 +108,5 @@ def _text(value: Any) -> str:
     return getattr(value, "__qualname__", type(value).__qualname__)
 
 
-def _hash(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+def _hash(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=8).hexdigest()

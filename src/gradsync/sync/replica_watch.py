@@ -108,8 +108,8 @@ class ReplicaWatch:
         check_replicas(self._named, self._comm, edited=edited)
         self._edited = False
 
-    def _marks_now(self) -> list[tuple[int, int]]:
-        return [(weight._version, weight.data_ptr()) for weight in self._weights]
+    def _marks_now(self) -> tuple[list[int], list[int]]:
+        return [w._version for w in self._weights], [w.data_ptr() for w in self._weights]
 
     def _sample_now(self) -> bytes:
         """The bits of a few elements of some parameters."""

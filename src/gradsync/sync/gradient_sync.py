@@ -241,6 +241,7 @@ class GradientSync(StateFace):
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, wanted: bool) -> None:
+        """Set between two micro-batches."""
         self._refuse_if_closed()
         self._own_loop.synchronises = wanted
 

@@ -115,6 +115,7 @@ class OwnLoop:
 
     @synchronises.setter
     def synchronises(self, wanted: bool) -> None:
+        """Set between two micro-batches."""
         self._refuse_if_foreign()
         self._no_sync = not wanted
 

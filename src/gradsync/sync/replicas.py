@@ -114,8 +114,9 @@ def describe_difference(
     where = f"replicas differ{when}, first in {differing[0]!r} ({share})"
     if edited:
         return (
-            f"{where}: since the last step weights were changed on {name_ranks(edited)}, and not "
-            "by the optimizer; load checkpoints, and edit weights, on all ranks alike"
+            f"{where}: since the last step (or gs.replicate) weights were changed on "
+            f"{name_ranks(edited)}, not by the optimizer; load checkpoints, and edit weights, on "
+            "all ranks alike"
         )
     known = range(len(by_rank)) if ranks is None else ranks
     found = _sides(by_rank, differing[0]).values()

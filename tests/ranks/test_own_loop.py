@@ -262,6 +262,31 @@ def test_no_sync_after_the_forward_is_named(name: str) -> None:
 
 
 @every_strategy
+def test_require_backward_grad_sync(name: str) -> None:
+    """As torch's DDP has it: before the forward it says what no_sync says."""
+
+    def loop(rank: int, sync: GradientSync, _: Any) -> dict[str, Tensor | None]:
+        assert sync.require_backward_grad_sync
+        sync.require_backward_grad_sync = False
+        for turn in (0, 1):
+            loss_of(sync.model, rank, turn).backward()
+        with sync.no_sync():
+            assert not sync.require_backward_grad_sync
+        assert not sync.require_backward_grad_sync
+        sync.require_backward_grad_sync = True
+        loss_of(sync.model, rank, 2).backward()
+        found = gradients(sync.model)
+        loss = loss_of(sync.model, rank, 3)
+        sync.require_backward_grad_sync = False
+        with pytest.raises(ConfigError, match="set require_backward_grad_sync before the forward"):
+            loss.backward()
+        return found
+
+    for found in on_ranks(name, loop):
+        assert_gradients(found, mean_gradients(0, 1, 2))
+
+
+@every_strategy
 def test_evaluation_between_does_not_count_as_a_forward(name: str) -> None:
     def loop(rank: int, sync: GradientSync, _: Any) -> dict[str, Tensor | None]:
         loss = loss_of(sync.model, rank)

@@ -11,10 +11,12 @@ from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
 from gradsync.errors import ConfigError, RunError
 from gradsync.runtime.gloo_group import wait_until_workers_sleep
 from gradsync.sync.batch_norm import BatchNormHandling, choose_batch_norm
+from gradsync.sync.hyperparameters import refuse_closure
 from gradsync.sync.loss_sum import LossSum, leaf_weight
 from gradsync.sync.optimizer_watch import optimizer_watch
 from gradsync.sync.own_loop import OwnLoop
 from gradsync.sync.reducer import Reducer
+from gradsync.sync.replica_watch import ReplicaWatch
 from gradsync.sync.state_face import StateFace
 from gradsync.sync.statistics import Statistics
 from gradsync.sync.step import (
@@ -63,8 +65,10 @@ class GradientSync(StateFace):
             batch_norm or choose_batch_norm(model, comm, None),
             equal_replicas=reducer.equal_replicas,
         )
-        self._own_loop = OwnLoop(model, comm, reducer, self._statistics, number=number)
-        self._parts = StepParts(reducer, comm, self._statistics, number)
+        equal = reducer.whole_parameters and reducer.equal_replicas
+        watch = ReplicaWatch(model, comm, equal=equal)
+        self._own_loop = OwnLoop(model, comm, reducer, self._statistics, watch, number=number)
+        self._parts = StepParts(reducer, comm, self._statistics, number, watch)
         self._failed = self._closed = False
 
     @property
@@ -97,11 +101,13 @@ class GradientSync(StateFace):
             index: `leaf.index` of the loader, see `backward`.
         """
         self._last, self._index = last, index
+        self._own_loop.in_micro_step = True
         try:
             with self.reducer.micro_step(last=last):
                 yield
         finally:
             self._last, self._index = False, None
+            self._own_loop.in_micro_step = False
 
     def backward(
         self, loss_sum: Tensor, *, weight: float | None = None, leaf: Any = None, scale: Any = None
@@ -156,14 +162,18 @@ class GradientSync(StateFace):
             scale: the `torch.amp.GradScaler` given to `backward`.
 
         Raises:
-            ConfigError: a parameter in two optimizers; an optimizer that the strategy cannot share
+            ConfigError: on all ranks, before any update: their optimizers or hyper-parameters
+                differ. A parameter in two optimizers; an optimizer that the strategy cannot share
                 out; `scale` under a strategy that cannot skip a step; no rank had a backward
                 since the last step; `loss.backward()` in place of this handle's; a parameter that
                 came or became trainable after `gs.replicate`; and see `backward`.
+            RunError: on all ranks, before any update: weights were changed since the last step on
+                some of them, and differ.
         """
         reducer, optimizers = self.reducer, each_optimizer(optimizer)
         self._refuse_if_failed()
         for each in optimizers:
+            refuse_closure(each)
             self._own_loop.strangers.check(each)
         if not self._own_loop.leaves and self._own_loop.pending:
             raise ConfigError(
@@ -172,7 +182,7 @@ class GradientSync(StateFace):
             )
         if scale is not None and not reducer.takes_scale:
             raise ConfigError(
-                f"{type(reducer).__name__} cannot work with a GradScaler: a gradient that is not "
+                f"sync={reducer.strategy!r} cannot work with a GradScaler: a gradient that is not "
                 "finite would stay in what it remembers; use bf16, or another strategy"
             )
         update = Update(reducer, optimizers)
@@ -228,6 +238,25 @@ class GradientSync(StateFace):
         """
         self._refuse_if_closed()
         self._own_loop.finish()
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """In a loop of one's own, as torch's DDP has it: whether a backward averages over ranks.
+
+        False is `no_sync` without the `with`: set it before the forward, and True again before the
+        forward of the last micro-batch. `backward` only adds up, whatever it says; `step`
+        synchronises.
+
+        Raises:
+            ConfigError: on setting, under strategies without a loop of one's own.
+        """
+        return self._own_loop.synchronises
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, wanted: bool) -> None:
+        """Set between two micro-batches."""
+        self._refuse_if_closed()
+        self._own_loop.synchronises = wanted
 
     def no_sync(self) -> AbstractContextManager[None]:
         """In a loop of one's own: only add up; enclose forward and backward of all micro-batches

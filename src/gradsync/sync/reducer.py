@@ -48,6 +48,8 @@ class Reducer(ABC):
     whole_parameters = True
     """False when a rank holds a share of each parameter, so that a forward is everybody's: all
     ranks then make equally many."""
+    strategy = ""
+    """What users call it: the name in `gs.replicate(sync=...)`."""
     own_loop = False
     """True when a loop of the user's own (`loss.backward()`, `optimizer.step()`) works with it."""
 
@@ -155,7 +157,7 @@ class Reducer(ABC):
         self, optimizer: torch.optim.Optimizer, states: Mapping[Any, dict[str, Any]]
     ) -> None:
         """Take a part as `held_state` gives it, on the parameters' device."""
-        raise RunError(f"{type(self).__name__} has whole state on every rank")
+        raise RunError(f"sync={self.strategy!r} has whole state on every rank")
 
     def held_weights(self) -> dict[str, tuple[Share, Tensor]] | None:
         """This rank's part of parameters and buffers by the names of `model.state_dict()`, flat,
@@ -164,7 +166,7 @@ class Reducer(ABC):
 
     def keep_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Overwrite this rank's part with one as `held_weights` gives it."""
-        raise RunError(f"{type(self).__name__} has whole weights on every rank")
+        raise RunError(f"sync={self.strategy!r} has whole weights on every rank")
 
     def state_tensors(self) -> dict[str, Tensor]:
         """What a strategy itself remembers from step to step, equal on all ranks after `gather`."""

@@ -93,6 +93,12 @@ class StateFace:
     ) -> None:
         """All ranks must hold the same bits: compares a hash per parameter and buffer.
 
+        All ranks call it between two steps, after `step` and before the next step's first
+        `backward`: an update that ranks divide among themselves (on one host, `zero1`, `zero2`)
+        makes one mixture of what differed before it, and then all are equal. Every step compares
+        by itself when a rank notices that weights have changed (version counters, addresses, a
+        sample of elements); this call finds what these miss.
+
         Args:
             optimizer: compare its state too; not under strategies that share it out.
             step: for the message.
@@ -103,8 +109,8 @@ class StateFace:
         """
         if not (self.reducer.whole_parameters and self.reducer.equal_replicas):
             raise ConfigError(
-                f"{type(self.reducer).__name__} lets ranks hold different values on purpose: there "
-                "is nothing to check"
+                f"sync={self.reducer.strategy!r} lets ranks hold different values on purpose: "
+                "there is nothing to check"
             )
         optimizers = [] if optimizer is None else each_optimizer(optimizer)
         check_replicas(replica_tensors(self.model, optimizers), self.comm, step=step)

@@ -231,7 +231,8 @@ class TrainConfig:
     log_every: int = 10
     """Optimizer steps between logged ones: a printed line, an object in metrics.jsonl."""
     check_replicas_every: int = 0
-    """Optimizer steps between comparisons of all ranks' weights, bit for bit; 0 for none."""
+    """Optimizer steps between comparisons of all ranks' weights, bit for bit, each before a step's
+    update could hide a difference; 0 for none."""
     timeout_s: float = 1800.0
     """Longest a collective may take, seconds."""
     rendezvous_timeout_s: float = 60.0

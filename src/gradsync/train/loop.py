@@ -86,6 +86,9 @@ class Trainer:
         for step in self._interval.waiting(self.data.train):
             if totals.step >= config.steps:
                 break
+            # Before the step: where ranks divide the update, it hides what differed.
+            if _due(totals.step + 1, config.check_replicas_every):
+                self.learner.sync.check_replicas(step=totals.step)
             lr = learning_rate(config.optim, totals.step, config.steps)
             result = self._train_step(step, lr, stop)
             totals.step += 1
@@ -93,8 +96,6 @@ class Trainer:
             last = stopped or totals.step == config.steps
             if last or _due(totals.step, config.log_every) or totals.step == done_steps + 1:
                 self._log(totals, result, lr)
-            if _due(totals.step, config.check_replicas_every):
-                self.learner.sync.check_replicas(step=totals.step)
             if not stopped and (last or _due(totals.step, config.eval.every)):
                 self._evaluate(totals)
             if last or _due(totals.step, config.checkpoint.every):

@@ -63,7 +63,7 @@ class Engine(Reducer):
         self._learning = recipe.grouping == "buckets" and recipe.shard == "none"
         self._ready_order: list[int] = []
         self._watch = Stopwatch(on_cuda=any(p.is_cuda for p in self.parameters))
-        self._in_leaf = self._last = self._begun = self._priming = False
+        self._in_leaf = self._last = self._complete = self._begun = self._priming = False
         self._works: list[Work] = []
         # Backward finishes the last layers first.
         self._lay_out(list(reversed(range(len(self.parameters)))))
@@ -102,12 +102,12 @@ class Engine(Reducer):
         Raises:
             ConfigError: the last leaf of this step has been already.
         """
-        if self._begun:
+        if self._complete or self._begun:
             raise ConfigError(
-                "a leaf came after the last one of its step: say last=True (or leaf=, micro_step) "
-                "only for a rank's last leaf, and call step() after it"
+                "a leaf came after the last one of its step: sync.step() was not called in between "
+                "(or a leaf before was said to be the last, by leaf= or micro_step, and was not)"
             )
-        self._in_leaf, self._last = True, last and self.recipe.overlap
+        self._in_leaf, self._last, self._complete = True, last and self.recipe.overlap, last
         for bucket in self.buckets:
             bucket.begin_leaf()
         self._sums.begin_leaf(index)
@@ -227,7 +227,7 @@ class Engine(Reducer):
             touched = [bucket.touched[slot] for bucket, slot in self._places]
             self._unused.say(used, touched, self.comm.rank)
         self._works.clear()
-        self._begun = False
+        self._begun = self._complete = False
         for bucket in self.buckets:
             bucket.begin_step()
         self._sums.begin_step()

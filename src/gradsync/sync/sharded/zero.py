@@ -104,8 +104,8 @@ class ShardedEngine(Engine):
                 check_elementwise(type(optimizer), False)
             except ConfigError as error:
                 raise ConfigError(
-                    f"zero1 and zero2 share optimizers' state out element by element: {error}. Use "
-                    "sync='invariant' (the same bits) or 'bucketed'"
+                    f"sync={self.strategy!r} shares optimizers' state out element by element: "
+                    f"{error}. Use sync='invariant' or another strategy that keeps it whole"
                 ) from None
 
     def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -186,6 +186,18 @@ class Broken(nn.Module):
         raise ValueError("no such\nthing")
 
 
+class Late(nn.Module):
+    """Its forward makes, or replaces, a parameter."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.net, self.name, self.scale = net(), name, nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        setattr(self, self.name, nn.Parameter(torch.ones(4)))
+        return self.net(x) * getattr(self, self.name) * self.scale
+
+
 KEPT = net()
 
 
@@ -215,6 +227,14 @@ def lazy() -> Any:
 
 def complex_weights() -> Any:
     return Complex(), pairs(), summed
+
+
+def late() -> Any:
+    return Late("shift"), pairs(), summed
+
+
+def replaced() -> Any:
+    return Late("scale"), pairs(), summed
 
 
 def same_model() -> Any:
@@ -291,6 +311,8 @@ def leaves() -> Any:
         ("frozen", "no parameter of the model is trained"),
         ("lazy", "'0.weight' has no shape yet: run a batch through the model in the factory"),
         ("complex_weights", "'w' is complex64; verify knows"),
+        ("late", "the forward makes parameter 'shift', which no optimizer knows: make it in"),
+        ("replaced", "the forward replaces parameter 'scale', which no optimizer knows"),
         ("same_model", "must build a new model each time it is called"),
         ("stream", "map-style, with a length and samples by index; got Stream"),
         ("nothing", "the data set has no samples"),

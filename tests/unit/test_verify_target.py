@@ -366,6 +366,13 @@ def test_a_module_that_cannot_be_imported(
     assert "\n" not in text
 
 
+def test_a_parameter_that_a_later_forward_makes() -> None:
+    """One that only the ranks' forwards make, or some leaves', is not seen in the trial."""
+    task = Task(strategy="bucketed", model="target", dtype="fp32", settings=called("late"))
+    with pytest.raises(ConfigError, match="a forward made parameter 'shift', which no optimizer"):
+        train_traced(task, SingleCommunicator())
+
+
 def test_more_samples_than_there_are() -> None:
     with pytest.raises(ConfigError, match="--num-samples 41, but the data set has 40"):
         check_target(replace(called("plain"), num_samples=41))

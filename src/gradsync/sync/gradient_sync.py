@@ -19,6 +19,7 @@ from gradsync.sync.reducer import Reducer
 from gradsync.sync.state_face import StateFace
 from gradsync.sync.statistics import Statistics
 from gradsync.sync.step import StepParts, StepResult, Update, take_step
+from gradsync.sync.wrappers import refuse_ddp_around
 
 if TYPE_CHECKING:
     import torch
@@ -61,6 +62,7 @@ class GradientSync(StateFace):
         )
         self._own_loop = OwnLoop(model, comm, reducer, self._statistics, number=number)
         self._parts = StepParts(reducer, comm, self._statistics, number)
+        self._ddp_watch = refuse_ddp_around(model, reducer)
         self._failed = self._closed = False
 
     @property
@@ -247,6 +249,7 @@ class GradientSync(StateFace):
         needs Python's lock when the interpreter ends would abort the process.
         """
         self._own_loop.close()
+        self._ddp_watch.remove()
         self.reducer.close()
         self._statistics.close()
         self._closed = True

@@ -28,7 +28,7 @@ _KEEPS_MEMORY = "freed memory stays in the process (--no-keep-memory gives it ba
 def run(argv: list[str]) -> int:
     """See `gradsync train --help`. `--json` prints the summary, `--dry-run` only the plan."""
     world = resolve(environ.snapshot()).world
-    places, argv = take_places(argv)
+    places, argv = take_places(complete_resume(argv))
     if places is not None:
         argv = settle(places, argv, world, environ.snapshot())
     as_json, dry_run = "--json" in argv, "--dry-run" in argv
@@ -54,6 +54,15 @@ def run(argv: list[str]) -> int:
     quiet = {"TORCH_CPP_LOG_LEVEL": environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
     with environ.exported(quiet):
         return _join_run(config, as_json, flags if elastic else None)
+
+
+def complete_resume(argv: list[str]) -> list[str]:
+    """The arguments; a `--resume` that no value follows becomes `--resume auto`."""
+    following = [*argv[1:], "--"]
+    return [
+        word if word != "--resume" or not after.startswith("-") else "--resume=auto"
+        for word, after in zip(argv, following, strict=True)
+    ]
 
 
 def _parse_once(flags: list[str], world: World) -> TrainConfig:

@@ -80,7 +80,7 @@ class LossSum:
         return split(torch.stack(self._losses))
 
 
-def leaf_weight(weight: float | None, leaf: Any) -> float:
+def leaf_weight(weight: float | Tensor | None, leaf: Any) -> float:
     """What a leaf counts: `weight`, or else the leaf's number of targets.
 
     Raises:
@@ -90,7 +90,8 @@ def leaf_weight(weight: float | None, leaf: Any) -> float:
     if weight is None:
         if leaf is None:
             raise TypeError("backward() needs weight= (the number of targets) or leaf=")
-        weight = float(leaf.num_targets)
+        weight = leaf.num_targets
+    weight = float(weight)
     if not 0 <= weight < math.inf:
         raise ConfigError(f"backward(weight=...) must be a finite number >= 0, got {weight}")
     return weight

@@ -216,7 +216,8 @@ class TrainConfig:
     nproc_per_node: int | None = None
     """Start this many ranks on this host; None joins the launcher that started us."""
     resume: str = "auto"
-    """auto (continue what --out holds), none (refuse to), or the path of a run or checkpoint."""
+    """auto (continue what --out holds; --resume alone means it), none (refuse to), or the path of a
+    run or checkpoint."""
     allow_numeric_change: bool = False
     """Resume although bits may differ: another torch, CPU, dtype, thread count …"""
     compile: CompileOrder = "none"

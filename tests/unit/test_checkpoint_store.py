@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from gradsync.checkpoint.atomic import Filesystem, StagedDirectory
-from gradsync.checkpoint.manifest import Manifest
+from gradsync.checkpoint.manifest import Manifest, seal
 from gradsync.checkpoint.store import CheckpointStore, Snapshot, resolve
 from gradsync.errors import CheckpointError, ConfigError
 
@@ -148,7 +148,7 @@ def test_every_flipped_bit_is_refused_and_the_one_before_is_used(tmp_path):
             info, problems = store.latest()
             assert info.step == 100
             assert len(problems) == 1
-            assert problems[0].startswith(f"step-00000200 is damaged ({path}/{name}: ")
+            assert problems[0].startswith(f"step-00000200 is of no use ({path}/{name}: ")
         (path / name).write_bytes(good)
     assert store.latest()[0].step == 200
 
@@ -179,22 +179,19 @@ def test_every_truncation_is_refused(tmp_path):
 
 def rewrite_manifest(path, change):
     """A manifest that is consistent in itself, but not of our making."""
-    from gradsync.checkpoint import manifest
-
     body = json.loads((path / "manifest.json").read_bytes())["manifest"]
     change(body)
-    outer = {"manifest": body, "sha256": manifest._digest(body)}
-    (path / "manifest.json").write_bytes(manifest._canonical(outer))
+    (path / "manifest.json").write_bytes(seal(body))
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         (lambda body: body.update(format_version=2), "format version 2, this gradsync reads 1"),
-        (lambda body: body.update(step="100"), "must be integers"),
+        (lambda body: body.update(step="100"), "step must be a number"),
         (lambda body: body.update(surprise=1), "surprise"),
         (lambda body: body.pop("files"), "files"),
-        (lambda body: body["files"].update({"../x": {"size": 0, "sha256": ""}}), "'../x'"),
+        (lambda body: body["files"].update({"../x": body["files"]["state.json"]}), "'../x'"),
         (lambda body: body["files"].pop("state.json"), "expected ['model.safetensors', 'opt"),
         (lambda body: body["aliases"].update({"../../x": {}}), "expected ['../../x"),
         (lambda body: body["aliases"]["model"].update(a="b"), "no tensor 'b'"),
@@ -214,7 +211,7 @@ def test_a_renamed_checkpoint_is_not_another_step(tmp_path):
     store.save(snapshot(100)).rename(tmp_path / "step-00000900")
     info, problems = store.latest()
     assert info is None
-    assert "step-00000900 is damaged" in problems[0]
+    assert "step-00000900 is of no use" in problems[0]
     assert "is of step 100" in problems[0]
 
 
@@ -377,6 +374,6 @@ def test_resolve_says_what_it_did_not_find(tmp_path):
         resolve(tmp_path / "step-00000004")
     (tmp_path / "step-00000003").mkdir()
     with pytest.raises(
-        CheckpointError, match=r"step-00000003 is damaged .*manifest\.json: missing"
+        CheckpointError, match=r"step-00000003 is of no use .*manifest\.json: missing"
     ):
         resolve(tmp_path)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from gradsync.errors import DataError
+from gradsync.runtime.text_file import read_json
 
 FILE_NAME = "meta.json"
 FORMAT_VERSION = 1
@@ -64,7 +65,7 @@ class Meta:
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
-            raise DataError(f"dtype must be one of {', '.join(DTYPES)}; got {self.dtype!r}")
+            raise DataError(f"dtype must be one of {', '.join(DTYPES)}; got {self.dtype[:80]!r}")
         if self.vocab_size < 1:
             raise DataError(f"vocab_size must be at least 1; got {self.vocab_size}")
         if self.vocab_size - 1 > np.iinfo(DTYPES[self.dtype]).max:
@@ -98,17 +99,19 @@ def read_meta(directory: Path) -> Meta | None:
     """
     path = directory / FILE_NAME
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = read_json(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
         raise DataError(f"{path}: cannot be read as JSON: {error}") from error
     if not isinstance(raw, dict):
         raise DataError(f"{path}: must hold a JSON object, holds a {type(raw).__name__}")
     version = raw.get("format_version")
     if version != FORMAT_VERSION:
         raise DataError(
-            f"{path}: format_version is {version!r}, this gradsync reads {FORMAT_VERSION}; "
+            f"{path}: format_version is {str(version)[:40]!r}, this gradsync reads {FORMAT_VERSION}; "
             "prepare the data again"
         )
     try:
@@ -150,4 +153,8 @@ def _check(raw: Mapping[str, Any], fields: Mapping[str, type | tuple[type, ...]]
         if name not in raw:
             raise DataError(f"key {name!r} is missing")
         if not isinstance(raw[name], kind) or isinstance(raw[name], bool):
-            raise DataError(f"key {name!r} has a value of the wrong type: {raw[name]!r}")
+            raise DataError(
+                f"key {name[:80]!r} has a value of the wrong type: {str(raw[name])[:80]!r}"
+            )
+        if isinstance(raw[name], int | float) and raw[name] < 0:
+            raise DataError(f"key {name[:80]!r} must not be negative; got {raw[name]}")

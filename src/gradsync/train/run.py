@@ -20,6 +20,7 @@ from gradsync.errors import ConfigError, GradsyncError, RunError
 from gradsync.models.config import GPTConfig
 from gradsync.models.generate import generate
 from gradsync.models.gpt import GPT
+from gradsync.runtime.memory_limit import total_bytes
 from gradsync.runtime.signals import StopRequest
 from gradsync.train.config import TrainConfig
 from gradsync.train.fingerprint import numeric_fingerprint
@@ -155,7 +156,18 @@ def _train(
 def _learner(
     config: TrainConfig, world: World, shape: GPTConfig, comm: Communicator
 ) -> tuple[Learner, type[Trainer]]:
-    """What is trained, and the loop for it: of a whole model, or of this rank's part of one."""
+    """What is trained, and the loop for it: of a whole model, or of this rank's part of one.
+
+    Raises:
+        ConfigError: no memory holds such a model, whose values every rank draws first.
+    """
+    needed, there = 4 * shape.num_params(), total_bytes()
+    if needed > there:
+        raise ConfigError(
+            f"the model's {shape.num_params():,} parameters take {needed / 2**30:,.0f} GiB, this "
+            f"host has {there / 2**30:,.0f} GiB: lower --model.n-layer, --model.n-embd or the "
+            f"vocabulary ({shape.vocab_size:,})"
+        )
     layout = config.layout(world.world_size)
     if layout.model_ranks == 1:
         return build_learner(config, world, shape, comm), Trainer

@@ -24,9 +24,10 @@ from gradsync.errors import CheckpointError, ConfigError
 from gradsync.runtime.text_file import open_regular, parse_json, read_bytes
 
 MANIFEST_NAME = "manifest.json"
+TENSORS_SUFFIX = ".safetensors"
 FORMAT_VERSION = 1
 _CHUNK_BYTES = 1 << 22
-_SMALL_BYTES = 1 << 20
+_SMALL_BYTES, _LARGE_BYTES = 1 << 20, 1 << 28
 # Names stay inside the directory: no separator, no leading dot.
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 
@@ -126,8 +127,8 @@ class Manifest:
 def _largest(directory: Path) -> int:
     """Bytes of a manifest that can be right: what it says of a tensor takes less than twice what
     the tensor's own file says of it."""
-    beside = (entry.stat().st_size for entry in directory.iterdir() if entry.is_file())
-    return 2 * sum(beside) + _SMALL_BYTES
+    beside = (e.stat().st_size for e in directory.glob(f"*{TENSORS_SUFFIX}") if e.is_file())
+    return min(2 * sum(beside) + _SMALL_BYTES, _LARGE_BYTES)
 
 
 def _is_count(value: object) -> bool:

@@ -46,6 +46,7 @@ from gradsync.checkpoint.atomic import (
 )
 from gradsync.checkpoint.manifest import (
     MANIFEST_NAME,
+    TENSORS_SUFFIX,
     Fingerprint,
     Manifest,
     check_file_name,
@@ -64,7 +65,6 @@ from gradsync.errors import CheckpointError, ConfigError
 from gradsync.runtime.text_file import read_json
 
 _STATE_NAME = "state.json"
-_SUFFIX = ".safetensors"
 _OLD = ".old"
 _LEARNT = frozenset({"model", "optimizer", "sync"})
 """Kinds of tensors from which the next step is computed."""
@@ -204,7 +204,7 @@ class CheckpointStore:
             CheckpointError: naming the file, what was got and expected.
         """
         manifest = Manifest.read(path)
-        expected = {_STATE_NAME, *(f"{stem}{_SUFFIX}" for stem in manifest.aliases)}
+        expected = {_STATE_NAME, *(f"{stem}{TENSORS_SUFFIX}" for stem in manifest.aliases)}
         if expected != set(manifest.files):
             raise CheckpointError(
                 f"{path / MANIFEST_NAME}: lists {sorted(manifest.files)}, "
@@ -232,7 +232,7 @@ class CheckpointStore:
         aliases: dict[str, dict[str, str]] = {}
         for stem, tensors in snapshot.tensors.items():
             once, aliases[stem] = _each_once(tensors)
-            name = check_file_name(f"{stem}{_SUFFIX}")
+            name = check_file_name(f"{stem}{TENSORS_SUFFIX}")
             finite = partial(_is_learnt, stem)
             files[name] = staged.write(name, encode_tensors(once, finite=finite))
         manifest = Manifest(
@@ -333,7 +333,7 @@ def _read_files(path: Path, manifest: Manifest) -> dict[str, dict[str, Tensor]]:
     """
     found = {}
     for stem, aliases in manifest.aliases.items():
-        file = path / check_file_name(f"{stem}{_SUFFIX}")
+        file = path / check_file_name(f"{stem}{TENSORS_SUFFIX}")
         found[stem] = read_tensors(file, aliases)
         learnt = ((name, t) for name, t in found[stem].items() if _is_learnt(stem, name))
         if bad := non_finite(learnt):

@@ -111,7 +111,7 @@ def read_meta(directory: Path) -> Meta | None:
     version = raw.get("format_version")
     if version != FORMAT_VERSION:
         raise DataError(
-            f"{path}: format_version is {str(version)[:40]!r}, this gradsync reads {FORMAT_VERSION}; "
+            f"{path}: format_version is {repr(version)[:80]}, this gradsync reads {FORMAT_VERSION}; "
             "prepare the data again"
         )
     try:
@@ -154,7 +154,7 @@ def _check(raw: Mapping[str, Any], fields: Mapping[str, type | tuple[type, ...]]
             raise DataError(f"key {name!r} is missing")
         if not isinstance(raw[name], kind) or isinstance(raw[name], bool):
             raise DataError(
-                f"key {name[:80]!r} has a value of the wrong type: {str(raw[name])[:80]!r}"
+                f"key {name[:80]!r} has a value of the wrong type: {repr(raw[name])[:80]}"
             )
         if isinstance(raw[name], int | float) and raw[name] < 0:
             raise DataError(f"key {name[:80]!r} must not be negative; got {raw[name]}")

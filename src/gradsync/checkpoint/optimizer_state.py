@@ -12,7 +12,7 @@ dtype.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -213,7 +213,13 @@ def _check(
     known = {f"{slot}/{name}" for name, entry in saved.items() for slot in entry["slots"]}
     if stray := sorted(set(tensors) - known):
         raise CheckpointError(f"optimizer state: tensor {stray[0]!r} belongs to no parameter")
-    groups = [set(group["params"]) for group in state["groups"]]
+    _check_groups(optimizer, layout, state["groups"])
+
+
+def _check_groups(
+    optimizer: Optimizer, layout: _Layout, packed: Sequence[Mapping[str, Any]]
+) -> None:
+    groups = [set(group["params"]) for group in packed]
     for index, names in enumerate(layout.groups):
         there = groups[index] if index < len(groups) else set()
         if moved := sorted(there ^ set(names)):
@@ -225,9 +231,9 @@ def _check(
         raise CheckpointError(
             f"optimizer state: {len(groups)} parameter groups, expected {len(layout.groups)}"
         )
-    for group, saved_group in zip(optimizer.param_groups, state["groups"], strict=True):
-        for key in set(saved_group) & set(group) - _IMPLEMENTATION:
-            value, own = saved_group[key], _to_json(group[key])
+    for group, saved in zip(optimizer.param_groups, packed, strict=True):
+        for key in set(saved) & set(group) - _IMPLEMENTATION:
+            value, own = saved[key], _to_json(group[key])
             if _kind(value) != _kind(own):
                 raise CheckpointError(
                     f"optimizer state: {key} is {str(value)[:40]!r}, expected something like {own}"

@@ -100,7 +100,7 @@ class Documents:
                 if not line.strip():
                     continue
                 try:
-                    row = json.loads(line)
+                    row = json.loads(line, parse_int=float)  # only text counts, however long
                 except ValueError as error:
                     raise DataError(f"{path}:{number}: no JSON: {error}") from error
                 except RecursionError:

@@ -111,8 +111,8 @@ def read_meta(directory: Path) -> Meta | None:
     version = raw.get("format_version")
     if version != FORMAT_VERSION:
         raise DataError(
-            f"{path}: format_version is {repr(version)[:80]}, this gradsync reads {FORMAT_VERSION}; "
-            "prepare the data again"
+            f"{path}: format_version is {repr(version)[:40]}, this gradsync reads "
+            f"{FORMAT_VERSION}; prepare the data again"
         )
     try:
         return _from_json(raw)

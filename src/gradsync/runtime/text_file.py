@@ -12,7 +12,7 @@ import stat
 from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 PRIVATE = 0o600
 """Mode of a file that is its user's alone."""
@@ -169,8 +169,8 @@ def replace_text(path: Path, text: str, *, mode: int = 0o666) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def append_private(path: Path) -> int:
-    """A descriptor that appends to `path`, made for its user alone; no link is followed.
+def append_private(path: Path) -> TextIO:
+    """Open a file to append to; a new one is its user's alone, and no link is followed.
 
     Raises:
         OSError: as the file system says; or `path` is a link or no regular file.
@@ -180,4 +180,4 @@ def append_private(path: Path) -> int:
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
         raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return file
+    return os.fdopen(file, "a", encoding="utf-8")

@@ -30,9 +30,9 @@ def why_diverged(result: StepResult, learner: Learner) -> str:
         return f"the loss became {loss}"
     # A loss scaler skips such a step; and a rank that steps alone has a norm of its own.
     counts = learner.scaler is None and learner.sync.reducer.equal_replicas
-    if counts and result.grad_norm is not None:
-        if not math.isfinite(norm := float(result.grad_norm)):
-            return f"the gradient's norm became {norm}"
+    norm = result.grad_norm if counts else None
+    if norm is not None and not math.isfinite(norm := float(norm)):
+        return f"the gradient's norm became {norm}"
     return ""
 
 

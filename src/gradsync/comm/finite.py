@@ -35,5 +35,6 @@ def non_finite(named: Iterable[tuple[str, Tensor]]) -> str:
         # Of large finite values the norm is inf too: then the values themselves are looked at.
         if not math.isfinite(norm.item()) and not torch.stack(tensor.aminmax()).isfinite().all()
     ]
+    found = list(dict.fromkeys(found))
     shown = ", ".join(found[:_SHOWN])
     return shown if len(found) <= _SHOWN else f"{shown}, … ({len(found)} tensors)"

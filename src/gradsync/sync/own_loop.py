@@ -225,6 +225,7 @@ class OwnLoop:
             reducer.forget()
         elif isinstance(reducer, Engine):
             reducer.end_own_leaf(new=self._dirty)
+        reducer.look(wanted=not discard)
         used = reducer.launch()
         agreed = agree(
             *(self.comm, used, counts), loss=NO_LOSS, discard=discard, number=self._number

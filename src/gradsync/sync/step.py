@@ -100,6 +100,7 @@ def take_step(
     else:
         reducer.expect(update.optimizer, scaled=scale is not None)
     counts = parts.statistics.step_begins()
+    reducer.look(wanted=update is not None and scale is None and not loss.is_finite)
     used = reducer.launch()
     told = {"loss": loss.message(), "number": parts.number}
     agreed = agree(comm, used, counts, stop=stop, discard=update is None, **told)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import pickle
 import random
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -231,6 +233,56 @@ def test_a_file_that_lies_about_its_format_is_named(tmp_path):
     rewrite_manifest(path, follow)
     with pytest.raises(CheckpointError, match=r"model\.safetensors: not readable as safetensors"):
         store.load(path)
+
+
+# --- nan and inf ----------------------------------------------------------------------------------
+
+
+def of_old(directory, *arguments, **named):
+    """Saved as versions did that did not look at values."""
+    with mock.patch("gradsync.checkpoint.tensor_file.non_finite", return_value=""):
+        return CheckpointStore(directory, keep_last=9).save(snapshot(*arguments, **named))
+
+
+def poisoned(kind, value, name="w"):
+    stem, _, inner = kind.partition(":")
+    tensors = {"model": {"w": torch.ones(3)}, "optimizer": {}, "sync": {}, "buffers": {}}
+    bad = torch.tensor([1.0, value, 2.0])
+    return {**tensors, stem: {**tensors.get(stem, {}), f"{inner}{name}": bad}}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("kind", ["model", "optimizer:exp_avg/", "sync:outer_momentum/"])
+def test_values_that_are_not_finite_are_not_saved(tmp_path, kind, value):
+    store = CheckpointStore(tmp_path, keep_last=1)
+    store.save(snapshot(1))
+    with pytest.raises(CheckpointError, match="w holds nan or inf, from which no run can go on"):
+        store.save(snapshot(2, tensors=poisoned(kind, value)))
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_what_is_not_learnt_may_hold_inf(tmp_path):
+    store = CheckpointStore(tmp_path)
+    path = store.save(snapshot(1, tensors=poisoned("buffers", -math.inf, "mask")))
+    assert store.latest()[0].path == path
+    assert store.load(path).tensors["buffers"]["mask"][1] == -math.inf
+
+
+def test_a_saved_nan_is_passed_over_and_pushes_nothing_out(tmp_path):
+    store = CheckpointStore(tmp_path, keep_last=2)
+    store.save(snapshot(1))
+    bad = [of_old(tmp_path, step, tensors=poisoned("model", math.nan)) for step in (2, 3)]
+    info, problems = store.latest()
+    assert info.step == 1
+    assert [line.partition(" is ")[0] for line in problems] == [path.name for path in bad[::-1]]
+    assert problems[0].endswith("model.safetensors: nan or inf in w)")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: nan or inf in w"):
+        store.load(bad[0])
+    store.save(snapshot(2, state={"second": True}))  # the run that went on from step 1
+    assert store.latest()[0].step == 2
+    assert (tmp_path / "step-00000001").is_dir()
+    store.save(snapshot(4))
+    assert steps(store) == [4, 2]
 
 
 # --- retention ------------------------------------------------------------------------------------

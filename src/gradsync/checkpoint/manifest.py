@@ -15,7 +15,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from io import FileIO
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,7 @@ class Manifest:
         """
         path = directory / MANIFEST_NAME
         try:
-            return cls._parse(read_bytes(path, max_bytes=_largest(directory)))
+            return cls._parse(read_bytes(path, _largest(directory)))
         except FileNotFoundError:
             raise CheckpointError(f"{path}: missing") from None
         except OSError as error:
@@ -227,7 +227,7 @@ def seal(body: Mapping[str, Any]) -> bytes:
     return b'{\n "manifest": ' + inner + b',\n "sha256": "' + digest + b'"\n}\n'
 
 
-def _digest(file: FileIO) -> str:
+def _digest(file: BufferedReader) -> str:
     digest = hashlib.sha256()
     while chunk := file.read(_CHUNK_BYTES):
         digest.update(chunk)

@@ -140,8 +140,6 @@ class BpeTokenizer:
             text = read_bytes(path)
         except OSError as error:
             raise DataError(f"{path}: {error.strerror}") from error
-        except ValueError as error:
-            raise DataError(f"{path}: {error}") from error
         try:
             inner = Tokenizer.from_str(text.decode())
         except Exception as error:  # the package raises bare `Exception` for every defect

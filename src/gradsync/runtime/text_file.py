@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import math
 import os
@@ -10,7 +11,6 @@ import re
 import secrets
 import stat
 from collections.abc import Mapping
-from io import FileIO
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -23,41 +23,50 @@ _LONGEST_INTEGER = 40
 """Digits: 128 bits."""
 
 
-def open_regular(path: Path) -> FileIO:
-    """Open a file for reading, without a buffer; links are followed.
+def open_regular(path: Path) -> io.BufferedReader:
+    """Open a file for reading; links are followed.
 
     Raises:
         OSError: as the file system says; or it is a pipe, a device or a directory, from which
             reading may never end.
     """
     # Opening a pipe that has no writer would wait for one.
-    file = FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return file
+    return os.fdopen(_regular(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
 
 
-def read_bytes(path: Path, *, max_bytes: int = _LARGEST) -> bytes:
-    """The content of a regular file.
+def _regular(path: Path, flags: int) -> int:
+    descriptor = os.open(path, flags, PRIVATE)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return descriptor
+    os.close(descriptor)
+    what = "is a directory" if stat.S_ISDIR(mode) else "is a pipe or a device, not a file"
+    raise OSError(errno.EINVAL, what, str(path))
+
+
+def read_bytes(path: Path, largest: int = _LARGEST) -> bytes:
+    """The content of the regular file `path`; returns at once, whatever else may lie there.
+
+    Args:
+        path: the file, or a link to one.
+        largest: bytes that it may have.
 
     Raises:
-        OSError: see `open_regular`.
-        ValueError: it is larger than `max_bytes`.
+        OSError: see `open_regular`; more bytes.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        if size > max_bytes:
-            raise ValueError(f"{size} bytes, expected at most {max_bytes}")
-        return file.readall()
+        if size > largest:
+            raise OSError(errno.EFBIG, f"has {size} bytes, expected at most {largest}", str(path))
+        return file.read(size)
 
 
 def read_json(path: Path, *, finite: bool = True) -> Any:
     """The value in a JSON file; see `parse_json`.
 
     Raises:
-        OSError: see `open_regular`.
-        ValueError: see `read_bytes` and `parse_json`.
+        OSError: see `read_bytes`.
+        ValueError: see `parse_json`.
     """
     return parse_json(read_bytes(path), finite=finite)
 
@@ -176,8 +185,4 @@ def append_private(path: Path) -> TextIO:
         OSError: as the file system says; or `path` is a link or no regular file.
     """
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-    file = os.open(path, flags, PRIVATE)
-    if not stat.S_ISREG(os.fstat(file).st_mode):
-        os.close(file)
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return os.fdopen(file, "a", encoding="utf-8")
+    return os.fdopen(_regular(path, flags), "a", encoding="utf-8")

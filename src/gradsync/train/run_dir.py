@@ -61,7 +61,7 @@ class RunDir:
             kept = []
             if done_steps and metrics.exists():
                 with open_regular(metrics) as file:
-                    lines = file.readall().decode(errors="replace").splitlines(keepends=True)
+                    lines = file.read().decode(errors="replace").splitlines(keepends=True)
                 kept = [line for line in lines if _step_of(line) <= done_steps]
             replace_text(metrics, "".join(kept), mode=PRIVATE)
             self._metrics = append_private(metrics)

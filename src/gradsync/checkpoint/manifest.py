@@ -21,7 +21,7 @@ from typing import Any
 
 from gradsync.checkpoint.atomic import FileRecord
 from gradsync.errors import CheckpointError, ConfigError
-from gradsync.runtime.text_file import open_regular, parse_json, read_bytes
+from gradsync.runtime.text_file import one_line, open_regular, parse_json, read_bytes
 
 MANIFEST_NAME = "manifest.json"
 TENSORS_SUFFIX = ".safetensors"
@@ -76,7 +76,7 @@ class Manifest:
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
         except ValueError as error:
-            raise CheckpointError(f"{path}: damaged ({error})") from error
+            raise CheckpointError(f"{path}: damaged ({one_line(error)})") from error
 
     @classmethod
     def _parse(cls, text: bytes) -> Manifest:
@@ -88,15 +88,13 @@ class Manifest:
             raise ValueError("its own SHA-256 does not fit its content")
         version = body.pop("format_version", None)
         if version != FORMAT_VERSION:
-            raise ValueError(
-                f"format version {str(version)[:40]}, this gradsync reads {FORMAT_VERSION}"
-            )
+            raise ValueError(f"format version {version}, this gradsync reads {FORMAT_VERSION}")
         for name, (is_right, expected) in _FIELDS.items():
             value = body.get(name)
             if not is_right(value) and (name in body or name != "places"):
                 raise ValueError(f"{name} must be {expected}")
         if unknown := sorted(set(body) - set(_FIELDS)):
-            raise ValueError(f"unknown entry {unknown[0][:80]!r}")
+            raise ValueError(f"unknown entry {unknown[0]!r}")
         for name in body["files"]:
             check_file_name(name)
         files = {name: FileRecord(**record) for name, record in body.pop("files").items()}

@@ -62,7 +62,7 @@ from gradsync.checkpoint.tensor_file import (
 )
 from gradsync.comm.finite import non_finite
 from gradsync.errors import CheckpointError, ConfigError
-from gradsync.runtime.text_file import read_json
+from gradsync.runtime.text_file import one_line, read_json
 
 _STATE_NAME = "state.json"
 _OLD = ".old"
@@ -207,8 +207,8 @@ class CheckpointStore:
         expected = {_STATE_NAME, *(f"{stem}{TENSORS_SUFFIX}" for stem in manifest.aliases)}
         if expected != set(manifest.files):
             raise CheckpointError(
-                f"{path / MANIFEST_NAME}: lists {sorted(manifest.files)}, "
-                f"expected {sorted(expected)}"
+                f"{path / MANIFEST_NAME}: lists {one_line(sorted(manifest.files))}, "
+                f"expected {one_line(sorted(expected))}"
             )
         manifest.verify(path)
         tensors = _read_files(path, manifest)
@@ -216,7 +216,7 @@ class CheckpointStore:
             parts = [stem for stem in tensors if is_part(stem) and manifest.places]
             tensors |= join_files({stem: tensors.pop(stem) for stem in parts}, manifest.places)
         except CheckpointError as error:
-            raise CheckpointError(f"{path}: {error}") from None
+            raise CheckpointError(f"{path}: {one_line(error)}") from None
         return Snapshot(
             step=manifest.step,
             tensors=tensors,
@@ -337,7 +337,7 @@ def _read_files(path: Path, manifest: Manifest) -> dict[str, dict[str, Tensor]]:
         found[stem] = read_tensors(file, aliases)
         learnt = ((name, t) for name, t in found[stem].items() if _is_learnt(stem, name))
         if bad := non_finite(learnt):
-            raise CheckpointError(f"{file}: nan or inf in {bad}")
+            raise CheckpointError(f"{file}: nan or inf in {one_line(bad)}")
     return found
 
 
@@ -352,7 +352,7 @@ def _read_state(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
     except ValueError as error:
-        raise CheckpointError(f"{path}: does not parse ({error})") from error
+        raise CheckpointError(f"{path}: does not parse ({one_line(error)})") from error
     if not isinstance(state, dict):
         raise CheckpointError(f"{path}: holds no object")
     return state

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from gradsync.comm.finite import non_finite
 from gradsync.errors import CheckpointError
-from gradsync.runtime.text_file import open_regular, parse_json
+from gradsync.runtime.text_file import one_line, open_regular, parse_json
 
 _CHUNK_BYTES = 1 << 23
 _LARGEST_HEADER = 1 << 26
@@ -170,9 +170,11 @@ def read_tensors(path: Path, aliases: Mapping[str, str]) -> dict[str, Tensor]:
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from error
     except (safetensors.SafetensorError, ValueError) as error:
-        raise CheckpointError(f"{path}: not readable as safetensors ({error})") from error
+        raise CheckpointError(f"{path}: not readable as safetensors ({one_line(error)})") from error
     except KeyError as error:
-        raise CheckpointError(f"{path}: has no tensor {error}, which another name needs") from error
+        raise CheckpointError(
+            f"{path}: has no tensor {one_line(error)}, which another name needs"
+        ) from error
 
 
 def _check_header(path: Path) -> None:
@@ -194,7 +196,7 @@ def _check_header(path: Path) -> None:
         try:
             spans.append(_span(**entry))
         except (KeyError, TypeError, ValueError):
-            raise ValueError(f"its header describes no tensor for {name[:80]!r}") from None
+            raise ValueError(f"its header describes no tensor for {name!r}") from None
     end = 0
     for begin, after in sorted(spans):
         if begin != end:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from gradsync.errors import DataError
-from gradsync.runtime.text_file import read_json
+from gradsync.runtime.text_file import one_line, read_json
 
 FILE_NAME = "meta.json"
 FORMAT_VERSION = 1
@@ -65,7 +66,9 @@ class Meta:
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
-            raise DataError(f"dtype must be one of {', '.join(DTYPES)}; got {self.dtype[:80]!r}")
+            raise DataError(f"dtype must be one of {', '.join(DTYPES)}; got {self.dtype!r}")
+        if not self.tokenizer.isprintable() or len(self.tokenizer) > 80:
+            raise DataError(f"tokenizer must be a short name; got {self.tokenizer!r}")
         if self.vocab_size < 1:
             raise DataError(f"vocab_size must be at least 1; got {self.vocab_size}")
         if self.vocab_size - 1 > np.iinfo(DTYPES[self.dtype]).max:
@@ -117,7 +120,7 @@ def read_meta(directory: Path) -> Meta | None:
     try:
         return _from_json(raw)
     except DataError as error:
-        raise DataError(f"{path}: {error}") from error
+        raise DataError(f"{path}: {one_line(error)}") from error
 
 
 _FIELDS: dict[str, type | tuple[type, ...]] = {
@@ -144,6 +147,8 @@ def _from_json(raw: Mapping[str, Any]) -> Meta:
     for name, entry in raw["files"].items():
         _check(raw["files"], {name: dict})
         _check(entry, {"num_bytes": int, "sha256": str})
+        if not re.fullmatch("[0-9a-f]{64}", entry["sha256"]):
+            raise DataError(f"files: {name!r} has no SHA-256 in 64 hexadecimal digits")
         files[name] = FileMeta(num_bytes=entry["num_bytes"], sha256=entry["sha256"])
     return Meta(**({name: raw[name] for name in _FIELDS} | {"files": files}))
 
@@ -153,8 +158,6 @@ def _check(raw: Mapping[str, Any], fields: Mapping[str, type | tuple[type, ...]]
         if name not in raw:
             raise DataError(f"key {name!r} is missing")
         if not isinstance(raw[name], kind) or isinstance(raw[name], bool):
-            raise DataError(
-                f"key {name[:80]!r} has a value of the wrong type: {repr(raw[name])[:80]}"
-            )
+            raise DataError(f"key {name!r} has a value of the wrong type: {raw[name]!r}")
         if isinstance(raw[name], int | float) and raw[name] < 0:
-            raise DataError(f"key {name[:80]!r} must not be negative; got {raw[name]}")
+            raise DataError(f"key {name!r} must not be negative; got {raw[name]}")

@@ -133,6 +133,12 @@ def _finite(text: str) -> float:
     return number
 
 
+def one_line(text: object) -> str:
+    """Text that a file brought along, for an error: printable, at most 400 characters."""
+    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(text)[:401])
+    return shown if len(shown) <= 400 else f"{shown[:400]} …"
+
+
 def json_text(document: Mapping[str, Any]) -> str:
     """Indented JSON with a line's end, in which a list of numbers takes one line."""
     text = json.dumps(document, indent=1, allow_nan=False)

@@ -22,6 +22,7 @@ from gradsync.comm.values import broadcast_json
 from gradsync.data.loader import Loader
 from gradsync.errors import CheckpointError
 from gradsync.models.config import GPTConfig
+from gradsync.runtime.text_file import one_line
 from gradsync.train.config import TrainConfig
 from gradsync.train.fingerprint import Fingerprint, compare
 from gradsync.train.setup import Data, Learner
@@ -172,18 +173,18 @@ def check_state(found: Snapshot, path: Path) -> None:
     try:
         check_packed(found.state["optimizer"])
     except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from None
+        raise CheckpointError(f"{path}: {one_line(error)}") from None
     params, slots = found.state["optimizer"]["params"], ("step", "exp_avg", "exp_avg_sq")
     for key, tensor in found.tensors.get("optimizer", {}).items():
         slot, _, name = key.partition("/")
         shape = () if slot == "step" else tuple(params.get(name, {}).get("shape", ()))
         if slot not in slots or tuple(tensor.shape) != shape or not tensor.is_floating_point():
             raise CheckpointError(
-                f"{path}: {key[:80]!r} of shape {tuple(tensor.shape)} is no state of AdamW for it"
+                f"{path}: {one_line(key)} of shape {tuple(tensor.shape)} is not what AdamW keeps"
             )
     for name, entry in params.items():
         if entry["values"] or sorted(entry["slots"]) not in ([], sorted(slots)):
-            raise CheckpointError(f"{path}: {name[:80]!r} has not the state that AdamW keeps")
+            raise CheckpointError(f"{path}: {one_line(name)} has not the state that AdamW keeps")
 
 
 def saved_model(found: Snapshot, path: Path) -> GPTConfig:
@@ -196,7 +197,9 @@ def saved_model(found: Snapshot, path: Path) -> GPTConfig:
         shape = GPTConfig(**found.state["model"])
         expected = shape.num_params()
     except ValueError as error:
-        raise CheckpointError(f"{path}: state.json has no model to build: {error}") from None
+        raise CheckpointError(
+            f"{path}: state.json has no model to build: {one_line(error)}"
+        ) from None
     except TypeError:
         raise CheckpointError(f"{path}: state.json has other fields than a model's") from None
     distinct = {id(tensor): tensor for tensor in found.tensors.get("model", {}).values()}
@@ -234,4 +237,4 @@ def _check_model(now: GPTConfig, saved: dict[str, Any], path: Path) -> None:
         if saved.get(name) != value
     ]
     if differs:
-        raise CheckpointError(f"{path} is of another model: {'; '.join(differs)}")
+        raise CheckpointError(f"{path} is of another model: {one_line('; '.join(differs))}")

@@ -198,17 +198,15 @@ class Engine(Reducer):
         while len(self._works) < len(self.buckets) and not self.buckets[len(self._works)].missing:
             bucket = self.buckets[len(self._works)]
             if self._own_leaf:
-                self.non_finite.look(self._sums_in(bucket), on_cuda=bucket.flat(0).is_cuda)
+                self.non_finite.look(self._own_sums(bucket), on_cuda=bucket.flat(0).is_cuda)
             self._works.append(self._transport.launch(bucket))
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """See `Reducer.named_gradients`."""
-        return chain.from_iterable(map(self._sums_in, self.buckets[len(self._works) :]))
+        return chain.from_iterable(map(self._own_sums, self.buckets[len(self._works) :]))
 
-    def _sums_in(self, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
-        for place, slot in enumerate(bucket.plan.slots):
-            for number in range(self._sums.num_buffers if bucket.touched[place] else 0):
-                yield self._names[slot.index], bucket.view(number, place)
+    def _own_sums(self, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
+        return bucket.named_sums(self._names, self._sums.num_buffers)
 
     def launch(self) -> list[bool]:
         """See `Reducer.launch`."""

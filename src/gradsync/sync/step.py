@@ -165,6 +165,7 @@ def take_step(
     else:
         reducer.expect(update.optimizers, scaled=scale is not None)
     counts = parts.statistics.step_begins()
+    reducer.look(wanted=update is not None and scale is None and not loss.is_finite)
     used = [here and index not in unheld for index, here in enumerate(reducer.launch())]
     agreed, settings = _agree(parts, loss, optimizers, used, counts, stop=stop)
     reduction = reducer.reduce(agreed.used)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gradsync.errors import ConfigError
+from gradsync.runtime.text_file import PRIVATE, replace_text
 from gradsync.train.config import SyncConfig, TrainConfig
 from gradsync.train.recipes import recipe
 
@@ -113,7 +114,7 @@ def write_config(config: TrainConfig, path: Path) -> None:
     import yaml
 
     values = asdict(replace(config, nproc_per_node=None))
-    path.write_text(yaml.safe_dump(values, sort_keys=False))
+    replace_text(path, yaml.safe_dump(values, sort_keys=False), mode=PRIVATE)
 
 
 def fail_on_stderr(message: str) -> None:

@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 import tyro
 
 from gradsync.bench.plot import check_plot
+from gradsync.cli.arguments import parse
 from gradsync.errors import ConfigError, RunError
 from gradsync.hardware.choice.candidate import Search
 from gradsync.hardware.choice.choose import Choice, choose
@@ -123,7 +124,7 @@ def run(argv: list[str]) -> int:
         DataError: the data's description cannot be read.
         RunError: the model fits nowhere.
     """
-    options = tyro.cli(PlanOptions, args=argv, prog="gradsync plan")
+    options = parse(PlanOptions, argv, "plan")
     request = request_of(options)
     if options.submodel:
         return _tell_submodels(options, request)

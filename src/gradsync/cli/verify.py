@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from gradsync.cli.arguments import parse
 from gradsync.cli.ranks import WORKER, Signals, Stopped, start_ranks, until_stopped
 from gradsync.errors import ConfigError, PeerError, RunError
 from gradsync.runtime import environ
@@ -97,7 +98,7 @@ def run(argv: list[str]) -> int:
         from gradsync.verify.worker import run_worker
 
         return run_worker(Path(argv[1]))
-    options = tyro.cli(VerifyOptions, args=argv, prog="gradsync verify")
+    options = parse(VerifyOptions, argv, "verify")
     world = resolve(environ.snapshot()).world
     plan = plan_of(options, world)
     if options.dry_run:

@@ -21,8 +21,9 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import TracebackType
 
-from gradsync.errors import LaunchError, RunError
+from gradsync.errors import ConfigError, LaunchError, RunError
 from gradsync.runtime import environ
+from gradsync.runtime.bounds import check_numbers
 from gradsync.runtime.device import check_not_shared, choose_device, device_identity
 from gradsync.runtime.failure import FailureWatch
 from gradsync.runtime.gloo_group import wait_until_workers_sleep
@@ -65,6 +66,11 @@ class SessionOptions:
     """Seeds Python's, numpy's and torch's generators, alike on every rank; None leaves them."""
     keep_memory: bool = False
     """Keep freed memory in the process; see [Note: Keeping freed memory]."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self)
+        if self.silence_s < 1:
+            raise ConfigError(f"silence_s must be at least 1; got {self.silence_s}")
 
 
 class Session:
@@ -273,6 +279,9 @@ def init(
 
     Returns:
         A context manager that gives this rank's `World`.
+
+    Raises:
+        ConfigError: a number that no run could use, such as a time beyond 32 years.
 
     Raises (when entered):
         LaunchError: launcher variables or the requested device make no sense.

@@ -11,6 +11,7 @@ from gradsync.data.plan import BatchPlan, solve_batch_plan
 from gradsync.errors import ConfigError
 from gradsync.models.config import GPTConfig
 from gradsync.parallel.layout import Layout, parse_layout
+from gradsync.runtime.bounds import check_numbers
 
 Dtype = Literal["bf16", "fp32", "fp16"]
 Schedule = Literal["cosine", "wsd", "constant"]
@@ -259,6 +260,7 @@ class TrainConfig:
     """Options of the strategy."""
 
     def __post_init__(self) -> None:
+        check_numbers(self)
         _require_one_of("dtype", self.dtype, Dtype)
         _require_one_of("compile", self.compile, CompileOrder)
         _require_one_of("pipeline_schedule", self.pipeline_schedule, ScheduleName)
@@ -269,9 +271,6 @@ class TrainConfig:
         for name in ("num_workers", "sample_tokens", "check_replicas_every"):
             value = getattr(self, name)
             _require(value >= 0, f"{name} must not be negative; got {value}")
-        for name in ("timeout_s", "rendezvous_timeout_s"):
-            value = getattr(self, name)
-            _require(value > 0, f"{name} must be positive; got {value}")
         _require(self.silence_s >= 1, f"silence_s must be at least 1; got {self.silence_s}")
         for name in ("threads", "nproc_per_node", "seq_len", "loss_rows"):
             value = getattr(self, name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from gradsync.errors import LaunchError
 
 
@@ -33,21 +35,28 @@ def device_name(requested: str, local_rank: int, visible: int) -> str:
             "or use --device cpu"
         )
     if index:
-        if not (index.isascii() and index.isdecimal()) or int(index) >= visible:
+        if re.fullmatch("[0-9]{1,9}", index) is None or int(index) >= visible:
             raise LaunchError(f"device {requested!r}: only {visible} CUDA device(s) are visible")
         return f"cuda:{index}"
     return f"cuda:{local_rank % visible}"
 
 
-def choose_device(requested: str, local_rank: int) -> str:
-    """`device_name` for this machine; makes the chosen CUDA device current."""
+def device_here(requested: str, local_rank: int) -> str:
+    """`device_name` for this machine."""
     if requested == "cpu":
         return "cpu"
     import torch
 
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    name = device_name(requested, local_rank, visible)
+    return device_name(requested, local_rank, visible)
+
+
+def choose_device(requested: str, local_rank: int) -> str:
+    """As `device_here`; makes the chosen CUDA device current."""
+    name = device_here(requested, local_rank)
     if name.startswith("cuda"):
+        import torch
+
         torch.cuda.set_device(name)
     return name
 

@@ -11,6 +11,7 @@ from gradsync.data.plan import BatchPlan, solve_batch_plan
 from gradsync.errors import ConfigError
 from gradsync.models.config import GPTConfig
 from gradsync.parallel.layout import Layout, parse_layout
+from gradsync.runtime.backend import NEEDS, check_names
 from gradsync.runtime.bounds import check_numbers
 
 Dtype = Literal["bf16", "fp32", "fp16"]
@@ -206,6 +207,9 @@ class TrainConfig:
     """bf16 and fp16 are autocast over fp32 weights; fp16 needs CUDA."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
+    backend: str = "auto"
+    """What carries messages between ranks: gloo, nccl, mpi, shm, or one for each device such as
+    cpu:gloo,cuda:nccl; auto takes gloo, and nccl beside it on CUDA."""
     tf32: bool = True
     """CUDA: allow TF32 in fp32 matrix products."""
     threads: int | None = None
@@ -263,6 +267,11 @@ class TrainConfig:
         check_numbers(self)
         _require_one_of("dtype", self.dtype, Dtype)
         _require_one_of("compile", self.compile, CompileOrder)
+        _require(
+            set(check_names(self.backend).values()) <= {AUTO, *NEEDS},
+            f"backend must be {AUTO}, {', '.join(NEEDS)}, or one for each device such as "
+            f"cpu:gloo,cuda:nccl; got {self.backend[:80]!r}",
+        )
         _require_one_of("pipeline_schedule", self.pipeline_schedule, ScheduleName)
         for name in ("steps", "tokens_per_update", "micro_batch_size", "log_every"):
             value = getattr(self, name)

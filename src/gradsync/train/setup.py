@@ -219,11 +219,11 @@ def build_learner(
     if config.dtype == "fp16" and device.type != "cuda":
         raise ConfigError("dtype fp16 needs CUDA; use bf16 or fp32 on a CPU")
     set_precision(config, device)
-    weights_bytes = 4 * shape.num_params()
-    if weights_bytes > total_bytes():  # each rank builds the whole model in the host's memory
+    weights_gb, host_gb = 4 * shape.num_params() / 1e9, total_bytes() / 1e9
+    if weights_gb > host_gb:  # each rank builds the whole model in the host's memory
         raise ConfigError(
-            f"the weights of {shape.num_params():.3g} parameters take {weights_bytes / 1e9:.3g} GB; "
-            f"this host has {total_bytes() / 1e9:.3g} GB: lower model.n_layer, n_embd, vocab_size"
+            f"the weights of {shape.num_params():.3g} parameters take {weights_gb:.3g} GB, and "
+            f"this host has {host_gb:.3g} GB: lower model.n_layer, n_embd or vocab_size"
         )
     model = GPT(
         shape,

@@ -19,6 +19,7 @@ from gradsync.cli.arguments import parse
 from gradsync.cli.ranks import WORKER, Signals, Stopped, start_ranks, until_stopped
 from gradsync.errors import ConfigError, PeerError, RunError
 from gradsync.runtime import environ
+from gradsync.runtime.bounds import MOST_RANKS, whole_number
 from gradsync.runtime.resolve import resolve
 from gradsync.sync.registry import STRATEGIES, find_strategy
 from gradsync.verify.plan import MODELS, Plan, Settings, make_plan, split_list
@@ -269,7 +270,9 @@ def _show(plan: Plan, *, as_json: bool) -> int:
 
 
 def _number(word: str) -> int:
-    try:
-        return int(word)
-    except ValueError:
-        raise ConfigError(f"--world-sizes: {word!r} is not a number") from None
+    number = whole_number(word.removeprefix("-"), MOST_RANKS)
+    if number is None:
+        raise ConfigError(
+            f"--world-sizes: {word[:80]!r} is not a number of ranks, at most {MOST_RANKS}"
+        )
+    return -number if word[0] == "-" else number

@@ -7,6 +7,7 @@ ranks and threads that would only exhaust the host.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -17,11 +18,23 @@ LONGEST_S = 10**9
 """Seconds, about 32 years: clocks count nanoseconds in 64 bits."""
 _INT64 = 2**63 - 1
 _FLOAT32 = float(2**128 - 2**104)
+MOST_RANKS = 4_096
+"""Of a host."""
+MOST_NODES = 65_536
 _MOST = {
     "silence_s": 86_400,  # seconds in the options of a TCP socket end at 32,767, five times this
-    **dict.fromkeys(("world_size", "nproc_per_node", "num_workers", "threads"), 4_096),
-    **dict.fromkeys(("nodes", "nnodes"), 65_536),
+    **dict.fromkeys(("world_size", "nproc_per_node", "num_workers", "threads"), MOST_RANKS),
+    **dict.fromkeys(("nodes", "nnodes"), MOST_NODES),
 }
+
+
+def whole_number(text: str, most: int = _INT64) -> int | None:
+    """The number that `text` writes in ASCII digits; None if it writes none, or more than `most`.
+
+    Python's own `int` takes digits of all alphabets, and raises ValueError for 5,000 of them.
+    """
+    number = int(text) if re.fullmatch("[0-9]{1,19}", text) else None
+    return None if number is None or number > most else number
 
 
 def check_numbers(options: Any, spell: Callable[[str], str] = str) -> None:

@@ -23,20 +23,22 @@ def device_name(requested: str, local_rank: int, visible: int) -> str:
     """
     kind, _, index = requested.partition(":")
     if kind == "cpu" and index:
-        raise LaunchError(f"device {requested!r}: a CPU has no index; use cpu")
+        raise LaunchError(f"device {requested[:80]!r}: a CPU has no index; use cpu")
     if kind == "cpu" or (kind == "auto" and visible == 0):
         return "cpu"
     if kind not in ("auto", "cuda"):
-        raise LaunchError(f"unknown device {requested!r}; use auto, cpu, cuda or cuda:N")
+        raise LaunchError(f"unknown device {requested[:80]!r}; use auto, cpu, cuda or cuda:N")
     if visible == 0:
         raise LaunchError(
-            f"device {requested!r} was asked for, but this process sees no CUDA device "
+            f"device {requested[:80]!r} was asked for, but this process sees no CUDA device "
             "(check nvidia-smi, CUDA_VISIBLE_DEVICES and that torch is a CUDA build), "
             "or use --device cpu"
         )
     if index:
         if re.fullmatch("[0-9]{1,9}", index) is None or int(index) >= visible:
-            raise LaunchError(f"device {requested!r}: only {visible} CUDA device(s) are visible")
+            raise LaunchError(
+                f"device {requested[:80]!r}: only {visible} CUDA device(s) are visible"
+            )
         return f"cuda:{index}"
     return f"cuda:{local_rank % visible}"
 

@@ -79,8 +79,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch, then: Callable[[], None], **ended: 
     ("words", "message"),
     [
         (["--clip-norm", "-1"], "--clip-norm -1.0: must be a finite number, at least 0"),
-        (["--clip-norm", "nan"], "--clip-norm nan: must be"),
-        (["--clip-norm", "inf"], "--clip-norm inf: must be"),
+        (["--clip-norm", "nan"], "--clip-norm must be a finite number"),
+        (["--clip-norm", "inf"], "--clip-norm must be a finite number"),
         (["--csv", "nowhere/x.csv"], "--csv nowhere/x.csv: there is no folder nowhere"),
         (["--csv", "."], "--csv .: is a folder"),
         (["--target", "verify_command_target:factory"], "loss_sum must be a function, got int"),

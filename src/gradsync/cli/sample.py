@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import tyro
 from tyro.conf import Positional
 
+from gradsync.cli.arguments import parse
 from gradsync.errors import ConfigError, DataError
 
 
@@ -43,7 +44,7 @@ class SampleConfig:
 
 def run(argv: list[str]) -> int:
     """See `gradsync sample --help`."""
-    arguments = tyro.cli(SampleConfig, prog="gradsync sample", args=argv)
+    arguments = parse(SampleConfig, argv, "sample")
     checkpoint, text = sample(Path(arguments.path), arguments)
     if arguments.json:
         print(json.dumps({"checkpoint": str(checkpoint), "text": text}))

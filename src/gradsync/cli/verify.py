@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from gradsync.cli.arguments import parse
 from gradsync.cli.ranks import WORKER, Signals, Stopped, start_ranks, until_stopped
 from gradsync.errors import ConfigError, PeerError, RunError
 from gradsync.runtime import environ
+from gradsync.runtime.bounds import MOST_RANKS, whole_number
 from gradsync.runtime.resolve import resolve
 from gradsync.sync.registry import STRATEGIES, find_strategy
 from gradsync.verify.plan import MODELS, Plan, Settings, make_plan, split_list
@@ -97,7 +99,7 @@ def run(argv: list[str]) -> int:
         from gradsync.verify.worker import run_worker
 
         return run_worker(Path(argv[1]))
-    options = tyro.cli(VerifyOptions, args=argv, prog="gradsync verify")
+    options = parse(VerifyOptions, argv, "verify")
     world = resolve(environ.snapshot()).world
     plan = plan_of(options, world)
     if options.dry_run:
@@ -268,7 +270,9 @@ def _show(plan: Plan, *, as_json: bool) -> int:
 
 
 def _number(word: str) -> int:
-    try:
-        return int(word)
-    except ValueError:
-        raise ConfigError(f"--world-sizes: {word!r} is not a number") from None
+    number = whole_number(word.removeprefix("-"), MOST_RANKS)
+    if number is None:
+        raise ConfigError(
+            f"--world-sizes: {word[:80]!r} is not a number of ranks, at most {MOST_RANKS}"
+        )
+    return -number if word[0] == "-" else number

@@ -72,5 +72,5 @@ def test_another_operation_is_found_however_far_ahead_its_rank_is() -> None:
     fast.submit("another thing", 2)
     for _ in range(MANY):
         fast.submit("the same", 1)
-    with pytest.raises(RunError, match="different operations.* one thing"):
+    with pytest.raises(RunError, match=r"different operations.* one thing"):
         slow.submit("one thing", 1)

@@ -89,10 +89,10 @@ class Turns:
             raise self._broken
         self._number += 1
         turn = Turn(self, self._number, what, signature, prepare, share, take, alone)
-        if prepare is None and (not self._queue or self._queue[-1].arrived):
-            # Not too far ahead: [Note: Ring of signatures] in flags.py.
-            if self._flags.all_finished(turn.number - NUM_SIGNATURES):
-                self._arrive(turn)
+        early = prepare is None and (not self._queue or self._queue[-1].arrived)
+        # Not too far ahead: [Note: Ring of signatures] in flags.py.
+        if early and self._flags.all_finished(turn.number - NUM_SIGNATURES):
+            self._arrive(turn)
         self._queue.append(turn)
         while self._queue and self._go_on(self._queue[0], waiting=False):
             self._queue.popleft()

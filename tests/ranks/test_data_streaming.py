@@ -270,7 +270,7 @@ def test_a_stream_that_fails_has_not_ended() -> None:
 @pytest.mark.parametrize(
     ("data", "options", "message"),
     [
-        ([1], {"leaves_per_rank": 3}, "global_batch_size=.* instead of leaves_per_rank.* 6 here"),
+        ([1], {"leaves_per_rank": 3}, r"takes global_batch_size= .*; leaves_per_rank= made it"),
         ([1], {"global_batch_size": None}, "takes global_batch_size="),
         ([1], {"global_batch_size": 7}, "global_batch_size=7 is not a multiple"),
         ([1], {"num_epochs": 0}, "num_epochs must be at least 1; got 0"),

@@ -64,6 +64,7 @@ def sample(path: Path, config: SampleConfig) -> tuple[Path, str]:
     """
     from gradsync.checkpoint.store import CheckpointStore, resolve
     from gradsync.checkpoint.weights import load_weights
+    from gradsync.data.documents import is_stream
     from gradsync.models.config import GPTConfig
     from gradsync.models.generate import generate
     from gradsync.models.gpt import GPT
@@ -71,9 +72,9 @@ def sample(path: Path, config: SampleConfig) -> tuple[Path, str]:
 
     checkpoint, _ = resolve(path)
     snapshot = CheckpointStore(checkpoint.parent).load(checkpoint)
-    tokenizer = _tokenizer(
-        config.data or snapshot.state["config"]["data"], snapshot.state["tokenizer"]
-    )
+    saved = snapshot.state["config"]
+    trained_on = saved["tokenizer"] if is_stream(saved["data"]) else saved["data"]
+    tokenizer = _tokenizer(config.data or trained_on, snapshot.state["tokenizer"])
     model = GPT(GPTConfig(**snapshot.state["model"]))
     load_weights(model, snapshot.tensors["model"])
     model.to(choose_device(config.device, 0))

@@ -248,13 +248,11 @@ def stream_loader(
 ) -> StreamLoader:
     """Global batches of an iterable data set, such as a Hugging Face `IterableDataset`.
 
-    Steps and leaves are those of `loader`: keyed by position in the stream, so that any number of
-    ranks takes the same samples in the same leaves; a global batch may cross the end of a pass;
-    the last step and leaf may be shorter. The order is the data set's own.
+    Steps and leaves are those of `loader`, keyed by position in the stream: any number of ranks
+    takes the same samples in the same leaves. The order of samples is the data set's own.
 
-    Every rank reads the whole stream and keeps its own leaves. That costs reading, decoding and a
-    digest of every sample on every rank, and one small message a step, in which the ranks find out
-    whether they read the same; it needs no data set that can be split, and none may be split.
+    Every rank reads the whole stream and keeps its own leaves: that costs reading, decoding and a
+    digest of every sample on every rank, and a small message a step that compares the digests.
 
     Args:
         dataset: any iterable; `set_epoch(n)` is called before pass n where it has that.
@@ -263,31 +261,23 @@ def stream_loader(
         global_batch_size: samples in a step, over all ranks; a multiple of `micro_batch_size`.
         comm: carries the comparison; None takes the world's own.
         num_epochs: passes over the data; None never ends.
-        collate_fn: list of samples to batch; None is torch's `default_collate`.
-        seed: names the random streams of leaves; the order of samples is the data set's own.
-        seed_leaves: as `loader` does it, torch's generators are seeded by (seed, step, leaf) right
-            before a leaf is collated and handed out, and the CPU's before it is read, too; False
-            leaves them alone.
+        collate_fn: as in `loader`.
+        seed: names the random streams of leaves.
+        seed_leaves: as in `loader`; the CPU's generator is seeded before a leaf is read, too.
         compare: refuse ranks that read different samples, and a resume that finds others than
-            before; False looks at their number alone.
-        device: where batches go; None is the world's device.
-        leaves_per_rank: refused: the global batch grew with the number of ranks.
+            before; False, for samples that are random on purpose, looks at their number alone.
+        device: as in `loader`.
+        leaves_per_rank: refused.
 
     Raises:
-        ConfigError: when the batch arithmetic is not exact, ranks outnumber leaves, or the data set
-            was split for ranks already or can be read only once.
-        DataError: when the data set is not iterable; while iterating, when ranks read different
-            streams.
+        ConfigError: the batch arithmetic is not exact, ranks outnumber leaves, or the data set was
+            split for ranks or can be read only once.
+        DataError: it is not iterable; while iterating: ranks read different streams.
     """
     if leaves_per_rank is not None or global_batch_size is None:
         raise ConfigError(
-            "stream_loader takes global_batch_size=, samples of a step over all ranks"
-            + (
-                ", instead of leaves_per_rank=: leaves_per_rank x micro_batch_size x ranks were "
-                f"{leaves_per_rank * micro_batch_size * world.world_size} here"
-                if leaves_per_rank is not None
-                else ""
-            )
+            "stream_loader takes global_batch_size= (samples of a step over all ranks); "
+            "leaves_per_rank= made it grow with the number of ranks"
         )
     require_at_least(1, num_epochs=num_epochs)
     plan = solve_batch_plan(

@@ -194,7 +194,13 @@ class TrainConfig:
     out: str = ""
     """Run directory; empty makes runs/PRESET-DATE-TIME."""
     data: str = ""
-    """Directory with train.bin and val.bin; empty takes the Python standard library's source."""
+    """Directory with train.bin and val.bin; or a stream, whose first documents are for validation:
+    FILE.jsonl, a folder or pattern of such files, hf:NAME[:CONFIG], hf:json:FILES (or csv, parquet,
+    text); empty takes the Python standard library's source."""
+    text_key: str = "text"
+    """Streams: field of the text."""
+    tokenizer: str = ""
+    """Streams: a prepared data directory whose tokenizer to take; empty takes bytes."""
     tokens_per_update: int = 524_288
     """Tokens of one optimizer step over all ranks, whatever the world size."""
     micro_batch_size: int = 4

@@ -15,7 +15,6 @@ from gradsync.checkpoint.weights import weights_sha256
 from gradsync.comm.base import Communicator
 from gradsync.comm.choose import communicator
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
-from gradsync.data.tokenizer import load_tokenizer
 from gradsync.errors import ConfigError, GradsyncError, RunError
 from gradsync.models.config import GPTConfig
 from gradsync.models.generate import generate
@@ -104,7 +103,7 @@ def _train(
     if world.is_main and config.resume == "none":
         run_dir.refuse_overwrite()
     data = open_data(config, world, comm)
-    shape = model_config(config, None if data.meta is None else data.meta.vocab_size)
+    shape = model_config(config, data.vocab_size)
     with _rank_log(run_dir, world):
         learner, kind = _learner(config, world, shape, comm)
         fingerprint = numeric_fingerprint(config, world, data.plan, threads=threads)
@@ -276,11 +275,11 @@ def _farewell(
             f"for comparison: {data.meta.unigram_entropy_nats:.4f} is the entropy of single "
             f"{data.meta.tokenizer} tokens (a model that only counts them)"
         )
-        if config.sample_tokens:
-            tokenizer = load_tokenizer(data.meta, data.directory)
-            prompt = tokenizer.encode("def ").tolist()
-            ids = generate(model, prompt, config.sample_tokens, seed=config.seed)
-            progress.say(f"--- a sample ---\n{tokenizer.decode(ids)}\n----------------")
+    if data.load_tokenizer is not None and config.sample_tokens:
+        tokenizer = data.load_tokenizer()
+        prompt = tokenizer.encode("def ").tolist()
+        ids = generate(model, prompt, config.sample_tokens, seed=config.seed)
+        progress.say(f"--- a sample ---\n{tokenizer.decode(ids)}\n----------------")
     progress.say(f"everything lies in {run_dir.path}")
 
 

@@ -242,4 +242,6 @@ def _show_plan(config: TrainConfig, plan: BatchPlan, *, as_json: bool) -> int:
 
     print(yaml.safe_dump(asdict(config), sort_keys=False), end="")
     print(plan.describe("replica" if config.parallel else "rank"))
+    if scaling := config.optim.describe_scaling(config.tokens_per_update):
+        print(scaling)
     return 0

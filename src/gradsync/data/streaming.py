@@ -24,6 +24,11 @@ from gradsync.errors import ConfigError, DataError
 from gradsync.runtime.seeds import seed_leaf, stream_seed
 from gradsync.world import World
 
+_NO_GLOBAL_BATCH = (
+    "stream_loader takes global_batch_size= (samples of a step over all ranks); leaves_per_rank= "
+    "made it grow with the number of ranks"
+)
+
 
 class StreamState(TypedDict):
     """Where a stream loader stands: the same on all ranks, valid for any world size.
@@ -261,34 +266,27 @@ def stream_loader(
         global_batch_size: samples in a step, over all ranks; a multiple of `micro_batch_size`.
         comm: carries the comparison; None takes the world's own.
         num_epochs: passes over the data; None never ends.
-        collate_fn: as in `loader`.
-        seed: names the random streams of leaves.
-        seed_leaves: as in `loader`; the CPU's generator is seeded before a leaf is read, too.
+        collate_fn, device: as in `loader`.
+        seed, seed_leaves: as in `loader`; the CPU's generator is seeded before a leaf is read, too.
         compare: refuse ranks that read different samples, and a resume that finds others than
             before; False, for samples that are random on purpose, looks at their number alone.
-        device: as in `loader`.
         leaves_per_rank: refused.
 
     Raises:
-        ConfigError: the batch arithmetic is not exact, ranks outnumber leaves, or the data set was
-            split for ranks or can be read only once.
+        ConfigError: inexact batch arithmetic; a data set split for ranks, or readable only once.
         DataError: it is not iterable; while iterating: ranks read different streams.
     """
-    if leaves_per_rank is not None or global_batch_size is None:
-        raise ConfigError(
-            "stream_loader takes global_batch_size= (samples of a step over all ranks); "
-            "leaves_per_rank= made it grow with the number of ranks"
-        )
     require_at_least(1, num_epochs=num_epochs)
-    plan = solve_batch_plan(
-        global_batch_size=global_batch_size,
-        micro_batch_size=micro_batch_size,
-        world_size=world.world_size,
-    )
+    if leaves_per_rank is not None or global_batch_size is None:
+        raise ConfigError(_NO_GLOBAL_BATCH)
     _check_whole(dataset, num_epochs)
     return StreamLoader(
         dataset,
-        plan,
+        solve_batch_plan(
+            global_batch_size=global_batch_size,
+            micro_batch_size=micro_batch_size,
+            world_size=world.world_size,
+        ),
         rank=world.rank,
         comm=comm or communicator(world),
         num_epochs=num_epochs,

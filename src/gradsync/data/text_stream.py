@@ -67,13 +67,15 @@ def _hugging_face(data: str, text_key: str) -> Texts:
         raise ConfigError(f"{data} needs the package datasets: pip install 'gradsync[data]'")
     import datasets
 
+    # What goes wrong comes as an exception too, and is said once.
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     name, _, rest = data.removeprefix(HUGGING_FACE).partition(":")
     options = {"data_files": rest} if name in _FILE_FORMATS else {"name": rest or None}
     try:
         rows = datasets.load_dataset(name, split="train", streaming=True, **options)
         columns = rows.column_names or list(next(iter(rows), {}))
     except Exception as error:  # of each format's own kind
-        reason = str(error).strip().partition("\n")[0] or "no such files"
+        reason = str(error).strip().partition("\n")[0] or "no such files, or nothing in them"
         raise DataError(f"{data} cannot be opened: {reason}") from error
     if columns and text_key not in columns:
         raise DataError(

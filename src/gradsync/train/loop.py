@@ -80,13 +80,14 @@ class Trainer:
             RunError: the loss is not a finite number.
         """
         config, totals = self.config, Totals(done_steps)
+        optim = config.optim.scaled(config.tokens_per_update)
         if done_steps < config.steps:
             self._prime()
         self._interval.reset()
         for step in self._interval.waiting(self.data.train):
             if totals.step >= config.steps:
                 break
-            lr = learning_rate(config.optim, totals.step, config.steps)
+            lr = learning_rate(optim, totals.step, config.steps)
             result = self._train_step(step, lr, stop)
             totals.step += 1
             stopped = result.stop and totals.step < config.steps

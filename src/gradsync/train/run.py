@@ -235,6 +235,8 @@ def _introduce(
         progress.say(f"split {layout}{by}: each replica of the model is {layout.model_ranks} ranks")
     progress.say(f"data {data.directory}")
     progress.say(data.plan.describe("replica" if config.parallel else "rank"))
+    if scaling := config.optim.describe_scaling(config.tokens_per_update):
+        progress.say(scaling)
 
 
 def _summarise(totals: Totals, config: TrainConfig, world: World, data: Data) -> dict[str, Any]:
@@ -248,6 +250,7 @@ def _summarise(totals: Totals, config: TrainConfig, world: World, data: Data) ->
         "world_size": world.world_size,
         "launcher": world.launcher,
         "sync": config.sync,
+        "peak_lr": config.optim.scaled(config.tokens_per_update).lr,
         "tokens_per_s": tokens_timed / totals.wall_s if totals.wall_s else None,
         "exposed_comm_fraction": totals.exposed_s / totals.wall_s if totals.wall_s else None,
         "wall_s": totals.wall_s,

@@ -20,7 +20,7 @@ from gradsync.data.documents import HUGGING_FACE, Documents, json_lines
 from gradsync.data.meta import read_meta
 from gradsync.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from gradsync.data.tokens import sample_content
-from gradsync.errors import ConfigError, DataError
+from gradsync.errors import ConfigError, DataError, RunError
 
 _FILE_FORMATS = ("arrow", "csv", "json", "parquet", "text")
 """Formats of files that `datasets` reads without a data set of that name."""
@@ -56,8 +56,11 @@ def open_texts(data: str, text_key: str) -> Texts:
     content = hashlib.sha256("".join(map(sample_content, paths)).encode()).hexdigest()[:16]
 
     def read(start: int) -> Iterator[bytes]:
-        for document in islice(documents, start, None):
-            yield b"".join(document.chunks())
+        try:
+            for document in islice(documents, start, None):
+                yield b"".join(document.chunks())
+        except OSError as error:
+            raise RunError(f"{error.filename}: {error.strerror}") from error
 
     return Texts(read, f"{len(paths)} files {content}")
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from gradsync.checkpoint.store import CheckpointStore
 from gradsync.comm.base import Communicator
 from gradsync.data.step import Step
-from gradsync.errors import RunError
+from gradsync.errors import DataError, RunError
 from gradsync.models.gpt import loss_sum
 from gradsync.runtime.signals import StopRequest
 from gradsync.sync.step import StepResult
@@ -78,6 +78,7 @@ class Trainer:
 
         Raises:
             RunError: the loss is not a finite number.
+            DataError: a stream has no text any more.
         """
         config, totals = self.config, Totals(done_steps)
         optim = config.optim.scaled(config.tokens_per_update)
@@ -104,6 +105,8 @@ class Trainer:
                 totals.stopped_by = stop.signal_name or "a signal to another rank"
             if last:
                 break
+        else:
+            raise DataError(f"the data ended after step {totals.step} of {config.steps}")
         return totals
 
     def _train_step(self, step: Step, lr: float, stop: StopRequest) -> StepResult:

@@ -233,7 +233,7 @@ def _introduce(
     if layout.model_ranks > 1:
         by = f", {config.pipeline_schedule}" if layout.pp > 1 else ""
         progress.say(f"split {layout}{by}: each replica of the model is {layout.model_ranks} ranks")
-    progress.say(f"data {data.directory}")
+    progress.say(f"data {data.source}")
     progress.say(data.plan.describe("replica" if config.parallel else "rank"))
     if scaling := config.optim.describe_scaling(config.tokens_per_update):
         progress.say(scaling)

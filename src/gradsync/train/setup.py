@@ -44,8 +44,8 @@ Autocast = AbstractContextManager[Any]
 class Data:
     """What a run reads."""
 
-    directory: Path
-    """Or the stream's name."""
+    source: str
+    """The data directory, or the name of the stream."""
     meta: Meta | None
     """None for streams, and for data sets made by somebody else."""
     plan: BatchPlan
@@ -148,7 +148,7 @@ def open_data(config: TrainConfig, world: World, comm: Communicator) -> Data:
         dataset.vocab_size = dataset.vocab_size or config.model.vocab_size
     meta = read_meta(directory)
     return Data(
-        directory=directory,
+        source=str(directory),
         meta=meta,
         plan=plan,
         train=loader(
@@ -178,7 +178,7 @@ def _open_stream(config: TrainConfig, world: World, comm: Communicator, plan: Ba
         val_sequences=val_sequences,
     )
     return Data(
-        directory=Path(config.data),
+        source=config.data,
         meta=None,
         plan=plan,
         train=stream_loader(

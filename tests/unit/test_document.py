@@ -82,7 +82,7 @@ def test_what_is_no_file_is_refused_at_once(
     tmp_path: Path, read: Callable[[str], object], make: Callable[[Path], None]
 ) -> None:
     make(tmp_path / "a.yaml")
-    with pytest.raises(ConfigError, match=r"cannot read .*a\.yaml: (is a pipe|Is a dir)"):
+    with pytest.raises(ConfigError, match=r"cannot read .*a\.yaml: (is a pipe|is a dir)"):
         read(str(tmp_path / "a.yaml"))
 
 

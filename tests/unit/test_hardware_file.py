@@ -291,7 +291,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read .*none.yaml: No such file"):
         load_hardware(str(tmp_path / "none.yaml"))
     (tmp_path / "folder.yaml").mkdir()
-    with pytest.raises(ConfigError, match="Is a directory"):
+    with pytest.raises(ConfigError, match="is a directory"):
         load_hardware(str(tmp_path / "folder.yaml"))
     (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\xff")
     with pytest.raises(ConfigError, match="is not UTF-8 text"):

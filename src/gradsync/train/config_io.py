@@ -16,6 +16,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from gradsync.errors import ConfigError
 from gradsync.runtime.document import Document, brief, read_document
+from gradsync.runtime.text_file import PRIVATE, replace_text
 from gradsync.train.config import SyncConfig, TrainConfig
 from gradsync.train.recipes import recipe
 
@@ -215,4 +216,4 @@ def write_config(config: TrainConfig, path: Path) -> None:
     import yaml
 
     values = asdict(replace(config, nproc_per_node=None))
-    path.write_text(yaml.safe_dump(values, sort_keys=False))
+    replace_text(path, yaml.safe_dump(values, sort_keys=False), mode=PRIVATE)

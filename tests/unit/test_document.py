@@ -25,7 +25,7 @@ HOSTILE = [
     ("a.yaml", f"steps: {DIGITS}", ":1 does not parse: '999"),
     ("a.yaml", f"steps: 0x{DIGITS}", "a whole number of 2"),
     ("a.toml", f"steps = {DIGITS}", "Exceeds the limit"),
-    ("a.json", f'{{"steps": {DIGITS}}}', "Exceeds the limit"),
+    ("a.json", f'{{"steps": {DIGITS}}}', "a number of 5000 digits"),
     ("a.toml", "out = 2026-13-45", "does not parse: "),
     ("a.yaml", 'out: !!timestamp "x"', ":1 does not parse: !!timestamp: only text"),
     ("a.yaml", 'a: 1\nlr: !!float "abc"', ":2 does not parse: 'abc' is no float"),
@@ -33,7 +33,7 @@ HOSTILE = [
     ("a.yaml", "out: !!python/object/apply:os.system [id]", "os.system: only text"),
     ("a.yaml", "a: " + "[" * 5_000, ":1 does not parse: nested deeper than 20 levels"),
     ("a.toml", "a = " + "[" * 100_000, "nested too deep"),
-    ("a.json", "[" * 100_000, "nested too deep"),
+    ("a.json", "[" * 100_000, "levels of nesting"),
     ("a.toml", "a" + ".a" * 50_000 + " = 1", "more than 1000 dots (at line 1)"),
     ("a.yaml", "a: &a [*a]", "a value contains itself"),
     ("a.yaml", "a: &a {b: *a}", "a value contains itself"),
@@ -42,12 +42,13 @@ HOSTILE = [
     ("a.yaml", "a: 1\nb: 2\na: 3", ":3 does not parse: 'a' is there already, in line 1"),
     ("a.yaml", "{a: 1, a: 2}", "'a' is there already"),
     ("a.toml", "a = 1\na = 2", "does not parse"),
-    ("a.json", '{"a": 1, "a": 2}', "key 'a' is given twice"),
+    ("a.json", '{"a": 1, "a": 2}', "key 'a' twice in one object"),
     ("a.yaml", "a: 1\n---\na: 2", ":2 does not parse: expected a single document"),
     ("a.yaml", "a: 1\nb: \0", ":2 does not parse: '\\x00' is not allowed"),
+    ("a.yaml", 'a: "\\ud800"', "surrogates not allowed"),
     ("a.yaml", b"\x00\xff" * 500, "is not UTF-8 text"),
     ("a.yaml", "a: 1".encode("utf-16"), "is not UTF-8 text"),
-    ("a.yaml", "#" * (LARGEST_BYTES + 1), f"has more than {LARGEST_BYTES} bytes"),
+    ("a.yaml", "#" * (LARGEST_BYTES + 1), f"expected at most {LARGEST_BYTES}"),
 ]
 
 
@@ -82,7 +83,7 @@ def test_what_is_no_file_is_refused_at_once(
     tmp_path: Path, read: Callable[[str], object], make: Callable[[Path], None]
 ) -> None:
     make(tmp_path / "a.yaml")
-    with pytest.raises(ConfigError, match=r"cannot read .*a\.yaml: (is a pipe|is a dir)"):
+    with pytest.raises(ConfigError, match=r"cannot read .*a\.yaml: is a (pipe|directory)"):
         read(str(tmp_path / "a.yaml"))
 
 

@@ -149,7 +149,21 @@ def test_times(text: str, seconds: int) -> None:
     assert seconds_of(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["", "x", "1:2:3:4", "1-", "-1", "UNLIMITED", "1:75", "\uff11"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "x",
+        "1:2:3:4",
+        "1-",
+        "-1",
+        "UNLIMITED",
+        "1:75",
+        "\uff11",
+        "9" * 5_000,
+        "1-" + "9" * 5_000,
+    ],
+)
 def test_no_times(text: str) -> None:
     with pytest.raises(ConfigError):
         seconds_of(text)

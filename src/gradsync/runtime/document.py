@@ -7,7 +7,6 @@ that no field could take, a value that contains itself or unfolds into too many 
 
 from __future__ import annotations
 
-import json
 import reprlib
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -18,7 +17,7 @@ from typing import Any, NoReturn
 import yaml
 
 from gradsync.errors import ConfigError
-from gradsync.runtime.text_file import read_bytes
+from gradsync.runtime.text_file import one_line, parse_json, read_bytes
 
 LARGEST_BYTES = 2**17
 """Longest file that is read; the parsers take seconds for more."""
@@ -73,7 +72,7 @@ def read_document(path: Path, kind: str) -> Document:
             values = _read_toml(text)
             _check(values)
         elif path.suffix == ".json":
-            values = json.loads(text, object_pairs_hook=_unique)
+            values = parse_json(text.encode())
             _check(values)
         else:
             values, lines = _read_yaml(text)
@@ -81,15 +80,15 @@ def read_document(path: Path, kind: str) -> Document:
         raise ConfigError(f"{where} does not parse: nested too deep") from error
     except yaml.MarkedYAMLError as error:
         line = 1 if error.problem_mark is None else error.problem_mark.line + 1
-        said = f"{error.context or ''} {error.problem}"
-        raise ConfigError(f"{where}:{line} does not parse: {_one_line(said)}") from error
+        said = " ".join(filter(None, (error.context, error.problem)))
+        raise ConfigError(f"{where}:{line} does not parse: {one_line(said)}") from error
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise ConfigError(
             f"{where}:{line} does not parse: {chr(error.character)!r} is not allowed"
         ) from error
     except ValueError as error:  # TOML's and JSON's errors, and those of `_check`
-        raise ConfigError(f"{where} does not parse: {_one_line(error)}") from error
+        raise ConfigError(f"{where} does not parse: {one_line(error)}") from error
     return Document(where=where, values=values, lines=lines)
 
 
@@ -155,12 +154,6 @@ _Loader.yaml_constructors = {
 }
 
 
-def _one_line(said: object) -> str:
-    """One line: a parser may repeat what it was given, however long that is."""
-    text = " ".join(str(said).split())
-    return text if len(text) <= 200 else f"{text[:200]} …"
-
-
 def _refuse(problem: str, place: Any) -> NoReturn:
     raise yaml.constructor.ConstructorError(None, None, problem, place.start_mark)
 
@@ -191,16 +184,6 @@ def _read_toml(text: str) -> dict[str, Any]:
     return tomllib.loads(text)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON, which may not have a key twice."""
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise ValueError(f"key {key[:80]!r} is given twice")
-        found[key] = value
-    return found
-
-
 def _check(values: Any) -> None:
     """Refuse what is small in the file and large, or endless, to whoever walks over it."""
     left = [(values, 0)]
@@ -218,3 +201,5 @@ def _check(values: Any) -> None:
             left += ((each, depth + 1) for each in value)
         elif isinstance(value, int) and value.bit_length() > _MOST_BITS:
             raise ValueError(f"a whole number of {value.bit_length()} bits")
+        elif isinstance(value, str):
+            value.encode()  # half of a surrogate pair, "\\ud800", could not be printed

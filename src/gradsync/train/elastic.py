@@ -130,6 +130,8 @@ def began_with(config: TrainConfig) -> dict[str, Any] | None:
     found = {name: values[name] for name in KEPT if name in values}
     options = found.get("sync_options")
     if options is not None:
+        if not isinstance(options, dict):
+            raise ConfigError(f"configuration {place}: sync_options: expected keys and values")
         known = asdict(SyncConfig())
         found["sync_options"] = {k: v for k, v in options.items() if k in known and v is not None}
     return found

@@ -13,6 +13,7 @@ from gradsync.hardware.described.units import SIZES, read_quantity
 from gradsync.runtime.document import brief
 
 _LARGEST = Decimal(10) ** 30
+_LONGEST_TEXT = 500
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,10 +106,12 @@ class Section:
         return value
 
     def text(self, key: str, default: str | None = None) -> str:
-        """Words in one line."""
+        """Words, so few that an error may repeat them."""
         value = self.values[key] if self.has(key) else default
         if not isinstance(value, str):
             raise self.refuse(key, "text")
+        if len(value) > _LONGEST_TEXT:
+            raise self.refuse(key, f"at most {_LONGEST_TEXT} characters")
         return value
 
     def texts(self, key: str) -> tuple[str, ...]:

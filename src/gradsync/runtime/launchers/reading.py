@@ -51,14 +51,18 @@ class Reading:
                 f"local rank {world.local_rank} of {world.local_world_size}"
             )
         if self.missing:
-            found = " ".join(f"{name}={value}" for name, value in self.seen)
-            return f"{found} without {' '.join(self.missing)}"
+            return f"{listed(dict(self.seen))} without {' '.join(self.missing)}"
         return "; ".join(self.notes) or "not set"
 
 
 def found(env: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
     """Those of `names` that are set; an empty value counts as unset."""
     return {name: env[name].strip() for name in names if env.get(name, "").strip()}
+
+
+def listed(seen: Mapping[str, str]) -> str:
+    """Variables and their values for a line of text, whatever is in them."""
+    return " ".join(f"{name}={ascii(value[:80])[1:-1]}" for name, value in seen.items())
 
 
 def integer(env: Mapping[str, str], name: str) -> int:
@@ -124,8 +128,7 @@ def complete(
             launcher=name,
         )
     except LaunchError as error:
-        values = " ".join(f"{variable}={value}" for variable, value in seen.items())
-        raise LaunchError(f"{name}: {error}, read from {values}") from error
+        raise LaunchError(f"{name}: {error}, read from {listed(seen)}") from error
     return Reading(
         name=name,
         world=world,

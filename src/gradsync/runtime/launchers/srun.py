@@ -21,7 +21,15 @@ from collections.abc import Mapping
 from gradsync.errors import LaunchError
 from gradsync.runtime.bounds import whole_number
 from gradsync.runtime.hostlist import expand_counts
-from gradsync.runtime.launchers.reading import Reading, absent, complete, found, integer, partly
+from gradsync.runtime.launchers.reading import (
+    Reading,
+    absent,
+    complete,
+    found,
+    integer,
+    listed,
+    partly,
+)
 
 _FIRST_RESERVED_STEP = 0xFFFFFFF0
 _NEEDED = (
@@ -66,8 +74,7 @@ def _read_step(env: Mapping[str, str], seen: dict[str, str]) -> Reading:
     if gtids and 0 <= node < len(tasks) and len(gtids["SLURM_GTIDS"].split(",")) != tasks[node]:
         return absent("srun", "the step's variables were inherited from another job")
     if not 0 <= node < len(tasks) or len(tasks) != num_nodes or sum(tasks) != world_size:
-        values = " ".join(f"{name}={value}" for name, value in seen.items())
-        raise LaunchError(f"srun: the tasks per node do not fit the step, read from {values}")
+        raise LaunchError(f"srun: the tasks per node do not fit the step, read from {listed(seen)}")
     return complete(
         "srun",
         seen,

@@ -11,7 +11,7 @@ from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
 from gradsync.errors import ConfigError, RunError
 from gradsync.runtime.gloo_group import wait_until_workers_sleep
 from gradsync.sync.batch_norm import BatchNormHandling, choose_batch_norm
-from gradsync.sync.hyperparameters import refuse_closure
+from gradsync.sync.foreign_backward import backward_from
 from gradsync.sync.loss_sum import LossSum, leaf_weight
 from gradsync.sync.optimizer_watch import optimizer_watch
 from gradsync.sync.own_loop import OwnLoop
@@ -134,7 +134,8 @@ class GradientSync(StateFace):
         self._refuse_if_failed()
         self._statistics.leaf_begins(last=last)
         root = loss_sum if scale is None else scale.scale(loss_sum)
-        with self._own_loop.enclosed(root), self.reducer.leaf(last=last, index=index):
+        leaf_of_step = self.reducer.leaf(last=last, index=index)
+        with self._own_loop.enclosed(), backward_from(root), leaf_of_step:
             self._own_loop.leaves += 1
             self._failed = True  # until it is known
             root.backward()
@@ -153,9 +154,8 @@ class GradientSync(StateFace):
         """Synchronise, divide once, clip, update, and clear the gradients.
 
         Args:
-            optimizer: over the model's parameters, or a list of several, each over its own:
-                `[muon, adamw]`. Parameters that none holds stay as they are; their gradients are
-                dropped.
+            optimizer: over the model's parameters, or a list of several, each over its own. What
+                none of them holds stays as it is, and its gradient is dropped.
             clip_norm: largest L2 norm of the mean gradient of all that is updated, together; None
                 does not clip.
             stop: this rank wants to stop; the answer in the result is the same on all ranks.
@@ -173,7 +173,6 @@ class GradientSync(StateFace):
         reducer, optimizers = self.reducer, each_optimizer(optimizer)
         self._refuse_if_failed()
         for each in optimizers:
-            refuse_closure(each)
             self._own_loop.strangers.check(each)
         if not self._own_loop.leaves and self._own_loop.pending:
             raise ConfigError(
@@ -186,10 +185,7 @@ class GradientSync(StateFace):
                 "finite would stay in what it remembers; use bf16, or another strategy"
             )
         update = Update(reducer, optimizers)
-        result = self._end_step(update, clip_norm=clip_norm, stop=stop, scale=scale)
-        for each in optimizers:
-            each.zero_grad(set_to_none=True)
-        return result
+        return self._end_step(update, clip_norm=clip_norm, stop=stop, scale=scale)
 
     def discard(self) -> None:
         """In place of `step` (or `finish`): throw away what this step's backwards have brought.

@@ -19,7 +19,7 @@ import torch
 from gradsync.comm.base import Communicator
 from gradsync.errors import ConfigError
 from gradsync.sync.agreement import Agreement, agree
-from gradsync.sync.hyperparameters import Settings, digest, settings_of
+from gradsync.sync.hyperparameters import Settings, digest, refuse_closure, settings_of
 from gradsync.sync.loss_sum import LossSum
 from gradsync.sync.reducer import Reducer
 from gradsync.sync.replica_watch import ReplicaWatch
@@ -92,10 +92,12 @@ class Update:
         optimizers: hold different parameters; the gradients of parameters in none are dropped.
 
     Raises:
-        ConfigError: two optimizers hold the same parameter.
+        ConfigError: two optimizers hold the same parameter, or one calls a closure.
     """
 
     def __init__(self, reducer: Reducer, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        for optimizer in optimizers:
+            refuse_closure(optimizer)
         self.optimizers = optimizers
         self.param_groups = [group for o in optimizers for group in o.param_groups]
         self._reducer = reducer
@@ -160,16 +162,11 @@ def take_step(
     """
     reducer, comm = parts.reducer, parts.comm
     optimizers, unheld = ((), set()) if update is None else (update.optimizers, update.unheld)
-    if update is None:
-        reducer.forget()
-    else:
-        reducer.expect(update.optimizers, scaled=scale is not None)
+    reducer.forget() if update is None else reducer.expect(optimizers, scaled=scale is not None)
     counts = parts.statistics.step_begins()
     used = [here and index not in unheld for index, here in enumerate(reducer.launch())]
     agreed, settings = _agree(parts, loss, optimizers, used, counts, stop=stop)
     reduction = reducer.reduce(agreed.used)
-    for index in unheld:  # they count in no norm
-        reducer.parameters[index].grad = None
     norm = None
     # From here on gradients, loss and weight are used up, also when a user's hook raises.
     try:
@@ -190,6 +187,8 @@ def take_step(
     finally:
         loss.clear()
         reducer.clear_gradients()
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=True)
     parts.statistics.step_ends(agreed.counts)
     reducer.after_step()
     if parts.watch is not None and not agreed.discard:
@@ -239,6 +238,8 @@ def _update(
     scale: Any,
 ) -> Tensor | None:
     """From the sum of gradients to new weights; the norm before clipping."""
+    for index in update.unheld:  # they count in no norm
+        reducer.parameters[index].grad = None
     if scale is not None:
         scale.unscale_(update)
     # The one place that divides, whatever the strategy.

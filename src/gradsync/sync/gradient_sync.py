@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from gradsync.comm.base import Communicator
@@ -13,16 +13,24 @@ from gradsync.runtime.gloo_group import wait_until_workers_sleep
 from gradsync.sync.batch_norm import BatchNormHandling, choose_batch_norm
 from gradsync.sync.hyperparameters import refuse_closure
 from gradsync.sync.loss_sum import LossSum, leaf_weight
+from gradsync.sync.mean_loss import MeanCheck, counts_for_nothing, to_sum
 from gradsync.sync.optimizer_watch import optimizer_watch
 from gradsync.sync.own_loop import OwnLoop
 from gradsync.sync.reducer import Reducer
 from gradsync.sync.replica_watch import ReplicaWatch
 from gradsync.sync.state_face import StateFace
 from gradsync.sync.statistics import Statistics
-from gradsync.sync.step import StepParts, StepResult, Update, take_step
+from gradsync.sync.step import (
+    Optimizers,
+    StepParts,
+    StepResult,
+    Update,
+    each_optimizer,
+    take_step,
+)
+from gradsync.sync.wrappers import refuse_ddp_around
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor, nn
 
 HANDLE = "_gradsync"
@@ -50,6 +58,7 @@ class GradientSync(StateFace):
         if not reducer.parameters:
             raise RunError("the model has no trainable parameter: nothing to synchronise")
         self._loss = LossSum(reducer.parameters[0].device)
+        self._check_mean = MeanCheck(said=comm.rank == 0)
         self._last = False
         self._index: int | None = None
         self._result: StepResult | None = None
@@ -63,6 +72,7 @@ class GradientSync(StateFace):
         watch = ReplicaWatch(model, comm, equal=equal)
         self._own_loop = OwnLoop(model, comm, reducer, self._statistics, watch, number=number)
         self._parts = StepParts(reducer, comm, self._statistics, number, watch)
+        self._ddp_watch = refuse_ddp_around(model, reducer)
         self._failed = self._closed = False
 
     @property
@@ -104,40 +114,57 @@ class GradientSync(StateFace):
             self._own_loop.in_micro_step = False
 
     def backward(
-        self, loss_sum: Tensor, *, weight: float | None = None, leaf: Any = None, scale: Any = None
+        self,
+        loss: Tensor,
+        *,
+        weight: float | Tensor | None = None,
+        leaf: Any = None,
+        reduction: str | None = None,
+        scale: Any = None,
     ) -> None:
-        """Backward of one leaf.
+        """Backward of one leaf. What it brings to models of other handles is thrown away.
 
         Args:
-            loss_sum: loss *summed* over the leaf's targets, [].
+            loss: *summed* over the leaf's targets, []; or their mean, see `reduction`.
             weight: how many targets that are (0 for a leaf that is all padding); None takes
                 `leaf.num_targets`.
             leaf: what `gs.loader` gave. Its `is_last` lets communication begin in this backward,
                 its `index` lets `invariant` add up leaves at once instead of keeping each.
+            reduction: "sum", or "mean" when `loss` is the mean over the `weight` targets; of none,
+                it counts for nothing. None is "sum", and warns once if the loss looks like a mean.
+                See [Note: Mean or sum].
             scale: a `torch.amp.GradScaler`, for fp16.
 
         Raises:
             TypeError: neither weight nor leaf.
-            ConfigError: a weight that is no finite number >= 0; the last backward raised, and
-                nobody called `discard`; the handle is closed.
+            ConfigError: a weight that is no finite number >= 0; an unknown reduction; the last
+                backward raised, and nobody called `discard`; the handle is closed.
         """
         last, index = self._last, self._index
         if leaf is not None:
             last, index = leaf.is_last, leaf.index
         weight = leaf_weight(weight, leaf)
         self._refuse_if_failed()
+        loss_sum = to_sum(loss, weight, reduction)
+        self._check_mean(loss, weight, leaf, reduction=reduction)
+        nothing = reduction == "mean" and not weight
         self._statistics.leaf_begins(last=last)
-        with self._own_loop.enclosed(), self.reducer.leaf(last=last, index=index):
+        root = loss_sum if scale is None else scale.scale(loss_sum)
+        with (
+            self._own_loop.enclosed(root),
+            self.reducer.leaf(last=last, index=index),
+            counts_for_nothing(loss) if nothing else nullcontext(),
+        ):
             self._own_loop.leaves += 1
             self._failed = True  # until it is known
-            (loss_sum if scale is None else scale.scale(loss_sum)).backward()
+            root.backward()
         self._failed = False
         self._statistics.leaf_ends(counts=weight > 0)
         self._loss.add(loss_sum, weight)
 
     def step(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizers,
         *,
         clip_norm: float | None = None,
         stop: bool = False,
@@ -146,23 +173,28 @@ class GradientSync(StateFace):
         """Synchronise, divide once, clip, update, and clear the gradients.
 
         Args:
-            optimizer: over the model's parameters.
-            clip_norm: largest L2 norm of the mean gradient; None does not clip.
+            optimizer: over the model's parameters, or a list of several, each over its own:
+                `[muon, adamw]`. Parameters that none holds stay as they are; their gradients are
+                dropped.
+            clip_norm: largest L2 norm of the mean gradient of all that is updated, together; None
+                does not clip.
             stop: this rank wants to stop; the answer in the result is the same on all ranks.
             scale: the `torch.amp.GradScaler` given to `backward`.
 
         Raises:
             ConfigError: on all ranks, before any update: their optimizers or hyper-parameters
-                differ. `scale` under a strategy that cannot skip a step; no rank had a backward
+                differ. A parameter in two optimizers; an optimizer that the strategy cannot share
+                out; `scale` under a strategy that cannot skip a step; no rank had a backward
                 since the last step; `loss.backward()` in place of this handle's; a parameter that
                 came or became trainable after `gs.replicate`; and see `backward`.
             RunError: on all ranks, before any update: weights were changed since the last step on
                 some of them, and differ.
         """
-        reducer = self.reducer
+        reducer, optimizers = self.reducer, each_optimizer(optimizer)
         self._refuse_if_failed()
-        refuse_closure(optimizer)
-        self._own_loop.strangers.check(optimizer)
+        for each in optimizers:
+            refuse_closure(each)
+            self._own_loop.strangers.check(each)
         if not self._own_loop.leaves and self._own_loop.pending:
             raise ConfigError(
                 "loss.backward() is followed by optimizer.step(), and sync.step(optimizer) follows "
@@ -173,9 +205,10 @@ class GradientSync(StateFace):
                 f"sync={reducer.strategy!r} cannot work with a GradScaler: a gradient that is not "
                 "finite would stay in what it remembers; use bf16, or another strategy"
             )
-        update = Update(reducer, optimizer)
+        update = Update(reducer, optimizers)
         result = self._end_step(update, clip_norm=clip_norm, stop=stop, scale=scale)
-        optimizer.zero_grad(set_to_none=True)
+        for each in optimizers:
+            each.zero_grad(set_to_none=True)
         return result
 
     def discard(self) -> None:
@@ -258,6 +291,7 @@ class GradientSync(StateFace):
         needs Python's lock when the interpreter ends would abort the process.
         """
         self._own_loop.close()
+        self._ddp_watch.remove()
         self.reducer.close()
         self._statistics.close()
         self._closed = True

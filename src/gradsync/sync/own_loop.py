@@ -9,6 +9,8 @@ anything else between backward and the optimizer sees the mean. [Note: Who synch
     backward under no_sync()    adds up; the next backward outside of it synchronises all of it,
                                 and so does an optimizer step that comes first
     backward that raised        `discard()` takes part, and no rank uses the gradients
+    sync.backward() of another  brings nothing here: what this model's parameters get is thrown
+    handle, through this model  away at once (a generator's loss, through the discriminator)
 
 That there was no backward shows by gradients that an optimizer has used, or that were cleared.
 `no_sync` must be entered before the forward: torch's DDP and FSDP decide there, and a program that
@@ -43,6 +45,10 @@ if TYPE_CHECKING:
     from torch import nn
 
 log = logging.getLogger("gradsync")
+_TOGETHER = (
+    "; step before it, or replicate models that one backward trains together: "
+    "gs.replicate(torch.nn.ModuleList([a, b]))"
+)
 
 _THE_CALL = {"the call": "loss.backward() or optimizer.step()"}
 _DRIFTED = (
@@ -80,23 +86,38 @@ class OwnLoop:
         self._task = -1  # the backward seen last; later ones have higher numbers
         self._dirty = False  # there are gradients that have not been synchronised
         self._finished = False  # there are gradients that have
+        self._others = -1  # since this model's own: the backward of another handle, seen last
         self._discarded = False  # and they were thrown away
         self._published: list[weakref.ref[torch.Tensor] | None] = []
         self._stepped: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that used those
         self._settings = dict(_THE_CALL)  # theirs when they did
         self.parameter_ids = {id(parameter) for parameter in reducer.parameters}
         self.strangers = Strangers(model, self.parameter_ids)
-        optimizer_watch().add(self)
-        self._handles: list[Any] = _hooks(self, model, reducer) if reducer.own_loop else []
+        self._optimizers = optimizer_watch()
+        self._optimizers.add(self)
+        self._handles: list[Any] = _hooks(self, model, reducer)
 
     @contextmanager
-    def enclosed(self) -> Iterator[None]:
-        """A backward of `GradientSync`'s own: nothing to do here."""
+    def enclosed(self, root: torch.Tensor | None = None) -> Iterator[None]:
+        """A backward from `root`, or a step, of `GradientSync`'s own: nothing to do here."""
+        tasks: list[int] = []
+
+        def backward_begins(_: torch.Tensor) -> None:
+            tasks.append(current_graph_task())
+            self._optimizers.backwards.add(tasks[-1])
+
+        hook = None
+        if root is not None and root.requires_grad:
+            hook = root.register_hook(backward_begins)
+            self._others = -1
         self._enclosed = True
         try:
             yield
         finally:
             self._enclosed = False
+            self._optimizers.backwards.difference_update(tasks)
+            if hook is not None:
+                hook.remove()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -119,17 +140,21 @@ class OwnLoop:
         self._refuse_if_foreign()
         self._no_sync = not wanted
 
-    def backward_begins(self) -> bool:
-        """The first gradient of a backward has come; tells whether this backward synchronises.
+    def gradient_came(self, parameter: torch.Tensor) -> bool:
+        """A gradient has come in a backward that is not `GradientSync`'s own; tells whether this
+        backward synchronises.
 
         Raises:
             ConfigError: `no_sync` was entered or left between forward and backward; or it is
-                between `GradientSync`'s own backward and step.
+                between a backward of this model's own and the step.
         """
         task = current_graph_task()
         if self._in_backward and task == self._task:
             return not self._no_sync
-        if self.in_micro_step:
+        if task in self._optimizers.backwards:
+            self._drop(parameter, task)
+            return False
+        if self.in_micro_step and self._reducer.own_loop:
             raise ConfigError(
                 "loss.backward() in sync.micro_step(), where every leaf would be averaged as a "
                 "step: write sync.backward(loss_sum, leaf=leaf) there and sync.step(optimizer) "
@@ -141,6 +166,25 @@ class OwnLoop:
                 "a backward that is not sync.backward() reached this model between sync.backward() "
                 "and sync.step(): its gradients would be added to the step's"
             )
+        if not self._reducer.own_loop:
+            return False
+        self._backward_begins(task)
+        return not self._no_sync
+
+    def _drop(self, parameter: torch.Tensor, task: int) -> None:
+        """Leave no trace of another handle's backward."""
+        known = (p for p in self._reducer.parameters if p is not parameter)
+        if self.leaves or (self._others < 0 and self._waiting(known)):
+            raise ConfigError(
+                "another handle's sync.backward() reached this model between its own backward and "
+                f"its step: its gradients would be added to that step's{_TOGETHER}"
+            )
+        parameter.grad = None
+        if task != self._others:
+            self._others = task
+            self._statistics.leaf_ends(counts=False)
+
+    def _backward_begins(self, task: int) -> None:
         before, self._no_sync_in_forward = self._no_sync_in_forward, None
         if before not in (None, self._no_sync):
             where = "after the forward" if self._no_sync else "around the forward only"
@@ -157,8 +201,8 @@ class OwnLoop:
         self._task = task
         self._statistics.leaf_begins(last=not self._no_sync)
         self._dirty = self._in_backward = True
+        self._others = -1
         at_the_end_of_backward(self._backward_ended)
-        return not self._no_sync
 
     def _backward_ended(self) -> None:
         self._in_backward = False
@@ -179,6 +223,11 @@ class OwnLoop:
                 "nobody has divided these gradients yet"
             )
         self.refuse_if_failed()
+        if self._others >= 0 and not _any_gradient(self._ours(optimizer)):
+            raise ConfigError(
+                "this optimizer's gradients came by another handle's sync.backward(), which keeps "
+                f"only its own model's{_TOGETHER}"
+            )
         cleared = not self._discarded and not _any_gradient(self._ours(optimizer))
         used = optimizer in self._stepped or cleared
         if self._dirty or not self._finished or used:
@@ -224,9 +273,12 @@ class OwnLoop:
     @property
     def pending(self) -> bool:
         """There are gradients of a loop of one's own that no optimizer has used."""
+        return self._waiting(self._reducer.parameters)
+
+    def _waiting(self, parameters: Iterable[torch.Tensor]) -> bool:
         waiting = self._dirty or (self._finished and not self._stepped)
         waiting = waiting or not self._reducer.own_loop  # no hook looks for them there
-        return self._in_backward or (waiting and _any_gradient(self._reducer.parameters))
+        return self._in_backward or (waiting and _any_gradient(parameters))
 
     def _synchronise(self, *, discard: bool = False) -> None:
         reducer = self._reducer
@@ -241,6 +293,7 @@ class OwnLoop:
             reducer.forget()
         elif isinstance(reducer, Engine):
             reducer.end_own_leaf(new=self._dirty)
+        reducer.look(wanted=not discard)
         used = reducer.launch()
         settings, self._settings = self._settings, dict(_THE_CALL)
         agreed = agree(
@@ -313,16 +366,16 @@ def _hooks(own_loop: OwnLoop, model: nn.Module, reducer: Reducer) -> list[Any]:
         alive.refuse_if_failed()
         alive._no_sync_in_forward = alive._no_sync
 
-    def gradient_is_ready(_: torch.Tensor) -> None:
+    def gradient_is_ready(parameter: torch.Tensor) -> None:
         alive = _alive(loop)
         if not alive._enclosed and not alive._in_backward:
-            alive.backward_begins()
+            alive.gradient_came(parameter)
 
-    handles: list[Any] = [
-        model.register_forward_pre_hook(ModuleHook(before_forward)),
-    ]
+    handles: list[Any] = []
+    if reducer.own_loop:
+        handles.append(model.register_forward_pre_hook(ModuleHook(before_forward)))
     if isinstance(reducer, Engine):
-        reducer.own_backward = lambda: _alive(loop).backward_begins()
+        reducer.own_backward = lambda parameter: _alive(loop).gradient_came(parameter)
         return handles
     return handles + [
         p.register_post_accumulate_grad_hook(gradient_is_ready) for p in reducer.parameters

@@ -45,7 +45,7 @@ def check_replicas(
     the device once.
 
     Args:
-        tensors: such as `model.named_parameters()`, or `replica_tensors(model, optimizer)`.
+        tensors: such as `model.named_parameters()`, or `replica_tensors(model, [optimizer])`.
         comm: the ranks that hold replicas.
         step: for the message.
         ranks: how the message calls the ranks of `comm`, where that is not the whole run.
@@ -81,21 +81,20 @@ def hash_bits(tensor: Tensor) -> Tensor:
 
 
 def replica_tensors(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = ()
 ) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, buffers and, if given, the optimizer's state, with names.
+    """Parameters, buffers and the state of `optimizers`, with names.
 
     Under a sharded optimizer ranks hold different parts of the state: leave it out there.
     """
     yield from model.named_parameters()
     yield from model.named_buffers()
-    if optimizer is None:
-        return
-    for name, parameter in model.named_parameters():
-        state = optimizer.state.get(parameter, {})
-        for key in sorted(state):
-            if isinstance(state[key], torch.Tensor):
-                yield f"{key} of {name}", state[key]
+    for optimizer in optimizers:
+        for name, parameter in model.named_parameters():
+            state = optimizer.state.get(parameter, {})
+            for key in sorted(state):
+                if isinstance(state[key], torch.Tensor):
+                    yield f"{key} of {name}", state[key]
 
 
 def describe_difference(

@@ -36,8 +36,9 @@ _NOT_UPDATED = (
     "sync.mean_loss)"
 )
 _NO_BACKWARD = (
-    "step() came without a backward on any rank since the last step (several optimizers for one "
-    "model: make it one with groups, or use loss.backward() and their own step())"
+    "step() came without a backward on any rank since the last step, which used up all gradients: "
+    "several optimizers after one backward are one call, sync.step([a, b]); several models in one "
+    "backward are one handle, gs.replicate(torch.nn.ModuleList([a, b]))"
 )
 
 
@@ -60,17 +61,66 @@ class StepResult:
     """True when a rank called `discard`: no rank has updated anything."""
 
 
-class Update:
-    """What a GradScaler takes for an optimizer: the strategy's own way of stepping."""
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+"""One, or several that hold different parameters."""
 
-    def __init__(self, reducer: Reducer, optimizer: torch.optim.Optimizer) -> None:
-        self.param_groups = optimizer.param_groups
-        self.optimizer = optimizer
+
+def each_optimizer(optimizers: Optimizers) -> list[torch.optim.Optimizer]:
+    """A list of `optimizers`.
+
+    Raises:
+        ConfigError: there is none, or something that is no optimizer.
+    """
+    found = list(optimizers) if isinstance(optimizers, Sequence) else [optimizers]
+    for optimizer in found:
+        if not hasattr(optimizer, "param_groups"):
+            raise ConfigError(
+                "expected an optimizer of torch.optim or a list of them, got "
+                f"{type(optimizer).__name__}"
+            )
+    if not found:
+        raise ConfigError("expected at least one optimizer, got an empty list")
+    return found
+
+
+class Update:
+    """All optimizers of a step as one: what a GradScaler takes for an optimizer, so that a gradient
+    that is not finite lets none of them step.
+
+    Args:
+        reducer: of the model.
+        optimizers: hold different parameters; the gradients of parameters in none are dropped.
+
+    Raises:
+        ConfigError: two optimizers hold the same parameter.
+    """
+
+    def __init__(self, reducer: Reducer, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.optimizers = optimizers
+        self.param_groups = [group for o in optimizers for group in o.param_groups]
         self._reducer = reducer
+        held = [{id(p) for group in o.param_groups for p in group["params"]} for o in optimizers]
+        either = set().union(*held)
+        if len(either) < sum(map(len, held)):
+            raise _held_twice(reducer, held)
+        known = reducer.parameters
+        self.unheld = {index for index, p in enumerate(known) if id(p) not in either}
+        """Places in `reducer.parameters` of those that no optimizer holds."""
+        if len(self.unheld) == len(known):
+            self.unheld = set()  # it holds others in their place, such as copies in fp32
 
     def step(self) -> None:
         """One step with the mean gradient."""
-        self._reducer.update(self.optimizer)
+        self._reducer.update(self.optimizers)
+
+
+def _held_twice(reducer: Reducer, held: Sequence[set[int]]) -> ConfigError:
+    named = reducer.model.named_parameters()
+    names = [name for name, p in named if sum(id(p) in ids for ids in held) > 1]
+    return ConfigError(
+        f"parameter {names[0] if names else '(not of this model)'!r} is in two of the optimizers "
+        "given to sync.step(), which would update it twice: each parameter belongs into one"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,14 +159,18 @@ def take_step(
         RunError: on all ranks: weights were changed on some, and differ now.
     """
     reducer, comm = parts.reducer, parts.comm
-    optimizers = [] if update is None else [update.optimizer]
+    optimizers, unheld = ((), set()) if update is None else (update.optimizers, update.unheld)
     if update is None:
         reducer.forget()
     else:
-        reducer.expect(update.optimizer, scaled=scale is not None)
+        reducer.expect(update.optimizers, scaled=scale is not None)
     counts = parts.statistics.step_begins()
-    agreed, settings = _agree(parts, loss, optimizers, reducer.launch(), counts, stop=stop)
+    reducer.look(wanted=update is not None and scale is None and not loss.is_finite)
+    used = [here and index not in unheld for index, here in enumerate(reducer.launch())]
+    agreed, settings = _agree(parts, loss, optimizers, used, counts, stop=stop)
     reduction = reducer.reduce(agreed.used)
+    for index in unheld:  # they count in no norm
+        reducer.parameters[index].grad = None
     norm = None
     # From here on gradients, loss and weight are used up, also when a user's hook raises.
     try:

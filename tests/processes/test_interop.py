@@ -1,4 +1,5 @@
-"""Communication hooks through Hugging Face Accelerate and Lightning Fabric, where installed.
+"""Beside Hugging Face Accelerate and Lightning Fabric, where installed: communication hooks reach
+the DDP inside, and `gs.replicate` refuses models that another mechanism synchronises.
 
 `GRADSYNC_TEST_REQUIRE=interop` makes a missing package fail; `all` does not ask for them.
 """
@@ -13,9 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+from gradsync.comm.single import SingleCommunicator
+from gradsync.errors import ConfigError
 from gradsync.sync.comm_hook import comm_hook
+from gradsync.sync.replicate import replicate
 from support.rank_session import open_session
 
 PACKAGES = {"accelerate": "accelerate", "fabric": "lightning_fabric"}
@@ -132,3 +137,70 @@ def _fabric_alone(model: nn.Module, world_size: int) -> tuple[nn.Module, Any]:
 def test_on_one_rank(pool: Any, package: str) -> None:
     _require(package)
     assert pool.run(_alone, 1, package) == [[1.0] * 3]
+
+
+# -- gs.replicate on a model that another mechanism synchronises -----------------------------------
+
+
+def _ddp(model: nn.Module, world_size: int) -> tuple[nn.Module, Any]:
+    return DistributedDataParallel(model), Tensor.backward
+
+
+def _composable(model: nn.Module, world_size: int) -> tuple[nn.Module, Any]:
+    from torch.distributed._composable import replicate as synchronised
+
+    return synchronised(model), Tensor.backward
+
+
+def _fsdp2(model: nn.Module, world_size: int) -> tuple[nn.Module, Any]:
+    replicate(model, sync="fsdp").close()  # it stays sharded
+    return model, Tensor.backward
+
+
+WRAPPERS = {
+    "accelerate": _accelerate,
+    "fabric": _fabric,
+    "ddp": _ddp,
+    "composable": _composable,
+    "fsdp": _fsdp2,
+}
+
+
+def _refusals(rank: int, world_size: int, store_path: str, name: str) -> list[str]:
+    """What is said when the wrapper is replicated, and when the model in it is, before or after."""
+    said = []
+    with open_session(rank, world_size, store_path), _environment(rank, world_size):
+        for given in ["wrapper"] if name in ("composable", "fsdp") else ["wrapper", "in", "before"]:
+            model: nn.Module = nn.Linear(3, 1, bias=False)
+            sync = replicate(model) if given == "before" else None
+            wrapped, _ = WRAPPERS[name](model, world_size)
+            try:
+                sync = sync or replicate(wrapped if given == "wrapper" else model)
+                with torch.no_grad():
+                    wrapped(torch.ones(1, 3))  # evaluation through the wrapper harms nobody
+                wrapped(torch.ones(1, 3))
+            except ConfigError as error:
+                said.append(str(error))
+            if sync is not None:
+                sync.close()
+                wrapped(torch.ones(1, 3)).sum().backward()
+        if name == "accelerate":
+            _forget_accelerate()
+    return said
+
+
+@pytest.mark.parametrize("name", list(WRAPPERS))
+def test_a_model_that_is_synchronised_already_is_refused(pool: Any, name: str) -> None:
+    if name in PACKAGES:
+        _require(name)
+    owner = "FSDP has sharded" if name == "fsdp" else "DistributedDataParallel synchronises"
+    for said in pool.run(_refusals, 2, name):
+        assert len(said) == (1 if name in ("composable", "fsdp") else 3)
+        assert all(text.startswith(f"torch's {owner} this model already") for text in said)
+
+
+def test_data_parallel_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    sync = replicate(nn.DataParallel(nn.Linear(3, 1)), comm=SingleCommunicator())
+    sync.close()
+    (record,) = caplog.records
+    assert record.getMessage().startswith("torch's DataParallel splits each leaf over all GPUs")

@@ -39,7 +39,7 @@ def _batch(step: int, size: int, kind: str) -> Any:
     generator = torch.Generator().manual_seed(step)
     x = torch.randn(size, 6, generator=generator)
     labels = torch.randint(6, (size,), generator=generator)
-    if kind == "padding":
+    if kind in ("padding", "mean"):
         labels[1::2] = -100
     if kind == "dict":
         return {"x": x, "scale": torch.rand(size, 1, generator=generator)}, labels
@@ -165,3 +165,5 @@ def test_language_model_shapes_and_wrong_ones() -> None:
         trainer.train_step(x_BTC, targets_BT.float())  # would be broadcast, and wrong
     with pytest.raises(DataError, match=r"different lengths: \[2, 3\]"):
         trainer.train_step(x_BTC, torch.zeros(3, 3))
+    with pytest.raises(DataError, match="targets are a dict: give train_step a loss_fn"):
+        trainer.train_step(x_BTC, {"labels": targets_BT})

@@ -102,6 +102,23 @@ def test_bad_request_gets_one_clear_message(
     assert "Traceback" not in printed
 
 
+@pytest.mark.parametrize(
+    ("words", "resume"),
+    [
+        (("--resume",), "auto"),
+        (("--resume", "--steps", "3"), "auto"),
+        (("--resume", "none"), "none"),
+        (("--resume=none",), "none"),
+        (("--resume", "auto", "--steps", "3"), "auto"),
+    ],
+)
+def test_resume_alone_is_auto(
+    words: tuple[str, ...], resume: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*TRAIN, "--dry-run", *words) == 0
+    assert f"\nresume: {resume}\n" in capsys.readouterr().out
+
+
 def test_cuda_where_there_is_none(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,7 +182,7 @@ def test_toml_and_its_typo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     file = tmp_path / "run.toml"
     file.write_text("stepz = 7\n")
     assert run("train", str(file)) == 2
-    assert "--steps" in capsys.readouterr().err
+    assert "perhaps you meant steps" in capsys.readouterr().err
 
 
 def test_saved_config_reads_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

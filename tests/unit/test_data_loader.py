@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradsync.data.leaf import Leaf, count_targets, move_to
+from gradsync.data.leaf import Leaf
 from gradsync.data.loader import Loader, loader
 from gradsync.errors import ConfigError, DataError
 from gradsync.world import World
@@ -307,11 +307,26 @@ def test_bad_arguments_are_refused(
         make(size, **({"global_batch_size": 2, "micro_batch_size": 1} | options))
 
 
-def test_more_ranks_than_leaves_and_iterable_data_are_refused() -> None:
+def test_more_ranks_than_leaves_are_refused() -> None:
     with pytest.raises(ConfigError, match="3 ranks cannot share 2 leaves"):
         make(8, 0, 3, global_batch_size=2, micro_batch_size=1)
-    with pytest.raises(DataError, match="list_iterator has no __len__"):
-        loader(iter([1]), World(), global_batch_size=1, micro_batch_size=1)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        (iter([1]), "list_iterator has no __len__"),
+        (
+            torch.utils.data.DataLoader(Numbers(4)),
+            r"a DataLoader makes batches of its own: pass its data set \(dataloader.dataset\)",
+        ),
+        ({"train": Numbers(4), "test": Numbers(2)}, r"\('train', 'test'\): pass one of them"),
+        (Numbers, r"Numbers is a class: pass an object, Numbers\(...\)"),
+    ],
+)
+def test_what_is_no_data_set_is_named(dataset: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        loader(dataset, World(), global_batch_size=1, micro_batch_size=1)
 
 
 class Pairs(Numbers):
@@ -331,33 +346,9 @@ def test_targets_are_counted_without_the_ignored_ones() -> None:
     assert (leaf.num_samples, leaf.num_targets) == (2, 4)
 
 
-def test_batches_that_are_no_pairs_of_integers_count_samples() -> None:
-    assert count_targets((torch.zeros(3, 2), torch.zeros(3, 2)), 3) == 3
-    assert count_targets({"x": torch.zeros(3)}, 3) == 3
-    assert count_targets([torch.zeros(3), torch.tensor([1, 2, -100])], 3) == 2
-
-
 def test_a_collate_function_makes_the_batch() -> None:
     one = make(4, global_batch_size=2, micro_batch_size=2, collate_fn=sorted, shuffle=False)
     assert read(one, 1)[0][0].batch == [0, 1]
-
-
-class Point(tuple):
-    """Looks like a named tuple, as collate functions may return."""
-
-    _fields = ("x", "y")
-
-    def __new__(cls, x: object, y: object) -> "Point":
-        return super().__new__(cls, (x, y))
-
-
-def test_every_tensor_of_a_batch_moves_and_the_shape_of_the_batch_stays() -> None:
-    x = torch.zeros(2)
-    moved = move_to({"a": [x, (x, "text")], "p": Point(x, 3)}, torch.device("meta"))
-    assert moved["a"][0].device.type == moved["a"][1][0].device.type == "meta"
-    assert moved["a"][1][1] == "text"
-    assert type(moved["p"]) is Point
-    assert moved["p"][0].device.type == "meta"
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

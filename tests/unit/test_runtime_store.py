@@ -91,7 +91,7 @@ def test_a_taken_port_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         message = f"port {port} on 127.0.0.1 is already in use; set MASTER_PORT to a free port"
-        with pytest.raises(RendezvousError, match=message):
+        with pytest.raises(RendezvousError, match=f"{message}, the same for all ranks$"):
             host_store("127.0.0.1", port, one_host=True)
 
 
@@ -214,43 +214,51 @@ def test_wait_until_looks_at_least_once() -> None:
 
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder below which ports are published."""
+    """The folder in which ports are published; all users may write there."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    return tmp_path / f"gradsync-{os.getuid()}"
+    return tmp_path
+
+
+def note_of(port: int) -> str:
+    """A note of this process, as `publish_port` writes it."""
+    started = publish._start_time(os.getpid())
+    return json.dumps({"port": port, "pid": os.getpid(), "started": started})
 
 
 def test_a_published_port_is_read(temporary: Path) -> None:
     note = publish_port("job-1", 4711)
-    assert note.parent == temporary
     assert read_port("job-1", rank=1, deadline_s=soon()) == 4711
-    assert [path.name for path in temporary.iterdir()] == [note.name]  # nothing half-written
+    assert list(temporary.iterdir()) == [note]
+    assert note.stat().st_mode & 0o777 == 0o600
+    publish_port("job-1", 4712)
+    assert read_port("job-1", rank=1, deadline_s=soon()) == 4712
+    assert len(list(temporary.iterdir())) == 1
 
 
-def test_only_this_user_may_look(temporary: Path) -> None:
-    note = publish_port("job-1", 4711)
-    assert temporary.stat().st_mode & 0o777 == 0o700
-    assert note.stat().st_mode & 0o077 == 0
+def test_another_user_can_neither_block_nor_forge_it(temporary: Path) -> None:
+    """With whatever stands in the temporary directory before."""
+    (temporary / f"gradsync-{os.getuid()}").mkdir(mode=0o777)
+    planted = [temporary / f"job-1-{word}.json" for word in ("open", "link", "pipe", "folder")]
+    (temporary / "elsewhere").write_text(note_of(1))
+    planted[0].write_text(note_of(1))
+    planted[0].chmod(0o666)
+    planted[1].symlink_to(temporary / "elsewhere")
+    os.mkfifo(planted[2])
+    planted[3].mkdir()
+    with pytest.raises(RendezvousError, match=r"rank 1 waited .*job-1-\*\.json; rank 0 did not"):
+        read_port("job-1", rank=1, deadline_s=soon(0.05))
+    assert publish_port("job-1", 4711) not in planted
+    assert read_port("job-1", rank=1, deadline_s=soon()) == 4711
 
 
-@pytest.mark.parametrize("mode", [0o755, 0o777, 0o710, 0o701])
-@pytest.mark.parametrize("use", [lambda: publish_port("k", 1), lambda: read_port("k", **rank_1())])
-def test_an_open_directory_is_refused(
-    mode: int, use: Callable[[], object], temporary: Path
-) -> None:
-    temporary.mkdir()
-    temporary.chmod(mode)
-    with pytest.raises(RendezvousError, match="must belong to this user with mode 0700"):
-        use()
-
-
-def test_a_directory_of_somebody_else_is_refused(
+def test_a_note_of_another_user_is_not_read(
     temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    publish_port("job-1", 4711)
     me = os.getuid()
-    owner = iter((me, me + 1))  # the name is made for one user, the directory is another's
-    monkeypatch.setattr(publish.os, "getuid", lambda: next(owner))
-    with pytest.raises(RendezvousError, match="must belong to this user"):
-        publish_port("job-1", 4711)
+    monkeypatch.setattr(publish.os, "getuid", lambda: me + 1)
+    with pytest.raises(RendezvousError, match="as another user"):
+        read_port("job-1", rank=1, deadline_s=soon(0.05))
 
 
 def gone() -> int:
@@ -272,9 +280,9 @@ def gone() -> int:
 )
 def test_what_a_dead_process_left_is_ignored(note: Callable[[], object], temporary: Path) -> None:
     publish_port("job-1", 4711).write_text(json.dumps(note()))
-    with pytest.raises(RendezvousError, match=r"rank 2 waited .* for rank 0 .*job-1.json"):
+    with pytest.raises(RendezvousError, match=r"rank 2 waited .* for rank 0 .*job-1-\*\.json"):
         read_port("job-1", rank=2, deadline_s=soon(0.05))
-    publish_port("job-1", 4712)  # and written over
+    publish_port("job-1", 4712)  # and takes its place
     assert read_port("job-1", rank=2, deadline_s=soon()) == 4712
 
 
@@ -282,7 +290,7 @@ def test_jobs_do_not_meet(temporary: Path) -> None:
     publish_port("job-1", 1)
     publish_port("job-2", 2)
     assert read_port("job-1", rank=1, deadline_s=soon()) == 1
-    with pytest.raises(RendezvousError, match=r"job-3.json; rank 0 did not start"):
+    with pytest.raises(RendezvousError, match=r"job-3-\*\.json; rank 0 did not start"):
         read_port("job-3", rank=1, deadline_s=soon(0.05))
 
 

@@ -186,6 +186,18 @@ class Broken(nn.Module):
         raise ValueError("no such\nthing")
 
 
+class Late(nn.Module):
+    """Its forward makes, or replaces, a parameter."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.net, self.name, self.scale = net(), name, nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        setattr(self, self.name, nn.Parameter(torch.ones(4)))
+        return self.net(x) * getattr(self, self.name) * self.scale
+
+
 KEPT = net()
 
 
@@ -215,6 +227,14 @@ def lazy() -> Any:
 
 def complex_weights() -> Any:
     return Complex(), pairs(), summed
+
+
+def late() -> Any:
+    return Late("shift"), pairs(), summed
+
+
+def replaced() -> Any:
+    return Late("scale"), pairs(), summed
 
 
 def same_model() -> Any:
@@ -291,6 +311,8 @@ def leaves() -> Any:
         ("frozen", "no parameter of the model is trained"),
         ("lazy", "'0.weight' has no shape yet: run a batch through the model in the factory"),
         ("complex_weights", "'w' is complex64; verify knows"),
+        ("late", "the forward makes parameter 'shift', which no optimizer knows: make it in"),
+        ("replaced", "the forward replaces parameter 'scale', which no optimizer knows"),
         ("same_model", "must build a new model each time it is called"),
         ("stream", "map-style, with a length and samples by index; got Stream"),
         ("nothing", "the data set has no samples"),
@@ -342,6 +364,13 @@ def test_a_module_that_cannot_be_imported(
     assert message in text
     assert "wrong_target.py:" in text
     assert "\n" not in text
+
+
+def test_a_parameter_that_a_later_forward_makes() -> None:
+    """One that only the ranks' forwards make, or some leaves', is not seen in the trial."""
+    task = Task(strategy="bucketed", model="target", dtype="fp32", settings=called("late"))
+    with pytest.raises(ConfigError, match="a forward made parameter 'shift', which no optimizer"):
+        train_traced(task, SingleCommunicator())
 
 
 def test_more_samples_than_there_are() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from gradsync.cli.elastic import before_ranks, take_flag, with_ranks
 from gradsync.cli.train_places import settle, take_places
+from gradsync.data.documents import HUGGING_FACE, is_stream, json_lines
 from gradsync.data.plan import BatchPlan
 from gradsync.errors import ConfigError, DataError
 from gradsync.runtime import environ
@@ -28,7 +29,7 @@ _KEEPS_MEMORY = "freed memory stays in the process (--no-keep-memory gives it ba
 def run(argv: list[str]) -> int:
     """See `gradsync train --help`. `--json` prints the summary, `--dry-run` only the plan."""
     world = resolve(environ.snapshot()).world
-    places, argv = take_places(argv)
+    places, argv = take_places(complete_resume(argv))
     if places is not None:
         argv = settle(places, argv, world, environ.snapshot())
     as_json, dry_run = "--json" in argv, "--dry-run" in argv
@@ -56,6 +57,15 @@ def run(argv: list[str]) -> int:
         return _join_run(config, as_json, flags if elastic else None)
 
 
+def complete_resume(argv: list[str]) -> list[str]:
+    """The arguments; a `--resume` that no value follows becomes `--resume auto`."""
+    following = [*argv[1:], "--"]
+    return [
+        word if word != "--resume" or not after.startswith("-") else "--resume=auto"
+        for word, after in zip(argv, following, strict=True)
+    ]
+
+
 def _parse_once(flags: list[str], world: World) -> TrainConfig:
     """Parse; what is wrong with the flags is wrong on every rank, and rank 0 says it."""
     if world.is_main:
@@ -80,10 +90,7 @@ def check_request(config: TrainConfig, world_size: int) -> BatchPlan:
         check_options(find_strategy(config.sync), config.sync_options.given())
     if config.dtype == "fp16" and config.device == "cpu":
         raise ConfigError("dtype fp16 needs CUDA; use bf16 or fp32 on a CPU")
-    if config.data and not Path(config.data).is_dir():
-        raise DataError(
-            f"{config.data} is no directory; `gradsync prepare PATHS --out {config.data}` makes one"
-        )
+    _check_data(config)
     if config.out and Path(config.out).exists() and not Path(config.out).is_dir():
         raise ConfigError(f"--out {config.out} is a file; name a directory")
     layout, plan = config.layout(world_size), config.batch_plan(world_size)
@@ -99,6 +106,29 @@ def check_request(config: TrainConfig, world_size: int) -> BatchPlan:
             "number of ranks"
         )
     return plan
+
+
+def _check_data(config: TrainConfig) -> None:
+    if is_stream(config.data):
+        if not config.data.startswith(HUGGING_FACE):
+            json_lines(config.data)
+        if config.num_workers:
+            raise ConfigError(
+                f"num_workers reads ahead in a prepared data directory, {config.data} is a stream; "
+                "leave it at 0"
+            )
+        if config.eval.max_tokens is None:
+            raise ConfigError(
+                f"{config.data} is a stream, and its first tokens are for validation: say how many "
+                "with --eval.max-tokens"
+            )
+        return
+    if config.tokenizer:
+        raise ConfigError("tokenizer is for streams; a prepared data directory has its own")
+    if config.data and not Path(config.data).is_dir():
+        raise DataError(
+            f"{config.data} is no directory; `gradsync prepare PATHS --out {config.data}` makes one"
+        )
 
 
 def _start_ranks(config: TrainConfig, flags: list[str], as_json: bool) -> int:
@@ -124,9 +154,12 @@ def _join_run(config: TrainConfig, as_json: bool, elastic: list[str] | None) -> 
     from gradsync.train.run import note_end, note_failure, train
     from gradsync.train.run_dir import default_out
 
+    if "shm" in config.backend:
+        import gradsync.backends  # noqa: F401  registers it
     session = Session(
         SessionOptions(
             device=config.device,
+            backend=config.backend,
             timeout_s=config.timeout_s,
             rendezvous_timeout_s=config.rendezvous_timeout_s,
             silence_s=config.silence_s,
@@ -221,4 +254,6 @@ def _show_plan(config: TrainConfig, plan: BatchPlan, *, as_json: bool) -> int:
 
     print(yaml.safe_dump(asdict(config), sort_keys=False), end="")
     print(plan.describe("replica" if config.parallel else "rank"))
+    if scaling := config.optim.describe_scaling(config.tokens_per_update):
+        print(scaling)
     return 0

@@ -55,12 +55,14 @@ def all_gather_json(comm: Communicator, value: Any) -> list[Any]:
 
 
 def same_on_all_ranks(comm: Communicator, data: bytes) -> bool:
-    """Whether all ranks hold equal `data`, of any length: one all-gather of a digest, int64 [1].
+    """Whether all ranks hold equal `data`, of any length: one all-reduce of a digest, int64 [2].
 
-    The answer is the same on all ranks. (Different data with one digest: chance 2**-64.)
+    The answer is the same on all ranks. (Different data with one digest: chance 2**-63.)
     """
-    digest = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), signed=True)
-    return len(set(all_gather_numbers(comm, digest))) == 1
+    digest = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest()) >> 1
+    both = torch.tensor([digest, -digest])  # equal numbers have equal smallest and greatest ones
+    comm.all_reduce(both, "max").wait()
+    return both.tolist() == [digest, -digest]
 
 
 def all_sum(comm: Communicator, *numbers: float) -> tuple[float, ...]:
@@ -94,15 +96,3 @@ def broadcast_tensors(
         comm.broadcast(tensor.reshape(-1).view(torch.uint8)).wait()
         received[name] = tensor
     return received
-
-
-def sum_and_min(comm: Communicator, number: int) -> tuple[int, int]:
-    """Sum and smallest of one number over all ranks: two all-reduces, int64 [1], at once.
-
-    Used before a step of streamed data: how many leaves are there, and has every rank one?
-    """
-    total, least = torch.tensor([number]), torch.tensor([number])
-    works = [comm.all_reduce(total, "sum"), comm.all_reduce(least, "min")]
-    for work in works:
-        work.wait()
-    return int(total), int(least)

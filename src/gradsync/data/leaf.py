@@ -1,4 +1,17 @@
-"""One micro-batch on its way to the model."""
+"""One micro-batch on its way to the model.
+
+[Note: What counts as a target] `leaf.num_targets` is the leaf's share in the mean loss:
+
+    batch                                    counted
+    (inputs, integer targets)                each target that is not -100, whatever their shape: a
+                                             class for each sample, token or pixel, a bit of a
+                                             multi-label target; bool counts as integer
+    (inputs, float targets)                  samples: values, probabilities, multi-label as floats
+    a dict with integer "labels"             each label that is not -100
+    everything else                          samples: a tensor, three or more parts, other dicts
+
+Where the loss is over another number of things, say it: `sync.backward(..., weight=...)`.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +21,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from gradsync.errors import DataError
 
 IGNORED_TARGET = -100
 """Targets with this value count for nothing; torch's `cross_entropy` has the same default."""
@@ -26,20 +41,61 @@ class Leaf:
     num_samples: int
     """Samples in this leaf."""
     num_targets: int
-    """Weight of this leaf in the mean loss: targets other than -100, else samples."""
+    """Weight of this leaf in the mean loss: targets other than -100, or samples; see
+    [Note: What counts as a target]."""
     is_last: bool
     """True on a rank's last leaf, but only when every rank has one in this step, so that all ranks
     synchronise or none does."""
 
     @property
     def inputs(self) -> Any:
-        """First half of an (inputs, targets) batch."""
-        return self.batch[0]
+        """First part of a tuple or list, else the whole batch: a tensor, a list of texts.
+
+        Raises:
+            DataError: the batch is a dict.
+        """
+        if isinstance(self.batch, Mapping):
+            raise DataError(f"leaf.inputs: {_described(self.batch)}")
+        return self.batch[0] if _has_parts(self.batch) else self.batch
 
     @property
     def targets(self) -> Any:
-        """Second half of an (inputs, targets) batch."""
-        return self.batch[1]
+        """Second part of a tuple or list.
+
+        Raises:
+            DataError: the batch has none.
+        """
+        if _has_parts(self.batch) and len(self.batch) > 1:
+            return self.batch[1]
+        raise DataError(f"leaf.targets: {_described(self.batch)}")
+
+
+def _has_parts(batch: Any) -> bool:
+    """Whether it is (inputs, targets, ...): a list of texts or numbers is a batch of them."""
+    if not isinstance(batch, (tuple, list)):
+        return False
+    return any(not isinstance(part, (str, bytes, int, float)) for part in batch)
+
+
+def _described(batch: Any) -> str:
+    """Says what there is in place of (inputs, targets), and what to write."""
+    if isinstance(batch, Mapping):
+        keys = [repr(key) for key in batch] or ["no keys"]
+        return (
+            f"this batch is a dict with {', '.join(keys)}: use leaf.batch, as in "
+            f"model(**leaf.batch) or leaf.batch[{keys[0]}]"
+        )
+    if isinstance(batch, Tensor):
+        what = f"one tensor of shape {list(batch.shape)}"
+    elif isinstance(batch, (tuple, list)):
+        parts = "" if _has_parts(batch) else " texts or numbers"
+        what = f"a {type(batch).__name__} of {len(batch)}{parts}"
+    else:
+        what = f"a {type(batch).__name__}"
+    return (
+        f"this batch is {what}: use leaf.batch or leaf.inputs; only a tuple or list of two or more "
+        "has targets"
+    )
 
 
 def make_leaf(
@@ -58,15 +114,22 @@ def make_leaf(
 
 
 def count_targets(batch: Any, num_samples: int) -> int:
-    """Targets that are not -100 when `batch` is a pair with integer targets, else `num_samples`.
+    """Targets, or else samples, see [Note: What counts as a target].
 
     Call it before the batch moves to a GPU: there the count would wait for the device.
     """
-    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+    targets = None
+    if isinstance(batch, Mapping):
+        targets = batch.get("labels")
+    elif isinstance(batch, (tuple, list)) and len(batch) == 2:
         targets = batch[1]
-        if isinstance(targets, Tensor) and targets.ndim and not targets.is_floating_point():
-            return int((targets != IGNORED_TARGET).sum())
-    return num_samples
+    if not isinstance(targets, Tensor) or not targets.ndim:
+        return num_samples
+    if targets.is_floating_point() or targets.is_complex():
+        return num_samples
+    if not targets.dtype.is_signed:  # compared with uint8, -100 would be 156
+        return targets.numel()
+    return int((targets != IGNORED_TARGET).sum())
 
 
 def move_to(batch: Any, device: torch.device) -> Any:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from gradsync.errors import DataError
 
@@ -44,6 +44,16 @@ def size_of(dataset: Any) -> int:
     Raises:
         DataError: when the data set is not map-style.
     """
+    if isinstance(dataset, DataLoader):
+        raise DataError(
+            "a DataLoader makes batches of its own: pass its data set (dataloader.dataset); "
+            "num_workers and collate_fn are arguments here, too"
+        )
+    if isinstance(dataset, Mapping) and 0 not in dataset:
+        names = ", ".join(map(repr, dataset))
+        raise DataError(f"a dict of data sets ({names}): pass one of them, as in data['train']")
+    if isinstance(dataset, type):
+        raise DataError(f"{dataset.__name__} is a class: pass an object, {dataset.__name__}(...)")
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise DataError(
             f"{type(dataset).__name__} has no __len__ and __getitem__; "
@@ -54,11 +64,13 @@ def size_of(dataset: Any) -> int:
 
 def fingerprint_of(dataset: Any) -> str:
     """A name for the data set's content, as well as it can be known: class, length, and its own
-    `fingerprint` (else `_fingerprint`, as Hugging Face data sets have) where there is one.
+    `fingerprint` (else `_fingerprint`, as Hugging Face data sets have), as far as it has them.
 
     Where neither says enough, or it changes for no reason, assign `dataset.fingerprint`.
     """
-    parts = [type(dataset).__name__, str(len(dataset))]
+    parts = [type(dataset).__name__]
+    if hasattr(dataset, "__len__"):
+        parts.append(str(len(dataset)))
     for name in ("fingerprint", "_fingerprint"):
         value = getattr(dataset, name, None)
         if isinstance(value, str):

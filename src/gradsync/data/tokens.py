@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.utils.data import Dataset
 
 from gradsync.data.meta import DTYPES, FileMeta, Meta, read_meta
 from gradsync.errors import DataError
+from gradsync.runtime.text_file import open_regular
 
 _LARGEST_HASHED_BYTES = 1 << 30
 _SAMPLED_BLOCKS = 64
@@ -54,7 +56,7 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
         self.vocab_size = vocab_size or (meta.vocab_size if meta else None)
         self.num_tokens = _count_tokens(self.path, self.dtype, seq_len)
         self._windows = self._open()
-        content = content or _sample_content(self.path)
+        content = content or sample_content(self.path)
         text = f"{content} {self.dtype} {seq_len}"
         self.fingerprint: str = hashlib.sha256(text.encode()).hexdigest()[:16]
         """Names content, token type and sample length: equal for equal files opened alike."""
@@ -160,10 +162,14 @@ def _check_file(path: Path, file: FileMeta, meta: Meta) -> None:
 
 
 def _size_of(path: Path) -> int:
+    """Size in bytes; opened, so that what is no file or may not be read is found here."""
     try:
-        return path.stat().st_size
+        with open_regular(path) as file:
+            return os.fstat(file.fileno()).st_size
     except FileNotFoundError:
         raise DataError(f"{path} does not exist") from None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _count_tokens(path: Path, dtype: str, seq_len: int) -> int:
@@ -187,7 +193,7 @@ def _count_tokens(path: Path, dtype: str, seq_len: int) -> int:
     return num_tokens
 
 
-def _sample_content(path: Path) -> str:
+def sample_content(path: Path) -> str:
     """A quick name for a file nobody hashed: its size and evenly spread blocks."""
     num_bytes = _size_of(path)
     digest = hashlib.sha256(str(num_bytes).encode())

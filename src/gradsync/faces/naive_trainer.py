@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gradsync.comm.choose import communicator
+from gradsync.data.leaf import count_targets
 from gradsync.data.plan import share
 from gradsync.errors import ConfigError, DataError
 from gradsync.sync.replicate import replicate
@@ -95,19 +96,21 @@ class NaiveDDPTrainer:
             inputs: tensor [B, …], or a tuple or dict of them as the model's arguments.
             targets: what the loss compares with; class indices or values, [B, …].
             loss_fn: `loss_fn(model(inputs), targets)`: the losses, [B, …], or their mean over the
-                shard, [], which counts B times. None: cross-entropy over the last dimension for
-                integer targets (-100 is left out), squared error for others.
+                shard, [], which counts once for each integer target that is not -100 (others: for
+                each sample). None: cross-entropy over the last dimension for integer targets (-100
+                is left out), squared error for others.
 
         Raises:
-            DataError: tensors of different lengths; values and outputs of different shapes.
+            DataError: tensors of different lengths; values and outputs of different shapes; without
+                a loss_fn, targets that are no tensor.
         """
         inputs, targets = _move((inputs, targets), self.device)
         begin = self._now()
         if num_samples := _num_samples((inputs, targets)):
-            loss_sum, weight = _sum_of_losses(
+            loss, weight, reduction = _loss(
                 _call(self.model, inputs), targets, loss_fn, num_samples
             )
-            self._sync.backward(loss_sum, weight=weight)
+            self._sync.backward(loss, weight=weight, reduction=reduction)
         computed = self._now()
         self._num_gradients = 0
         result = self._sync.step(self.optimizer)
@@ -161,26 +164,28 @@ def shard_batch(global_batch: Any, rank: int, world_size: int) -> Any:
     return _map(global_batch, lambda tensor: tensor[mine.start : mine.stop])
 
 
-def _sum_of_losses(
+def _loss(
     outputs: Any, targets: Any, loss_fn: LossFn | None, num_samples: int
-) -> tuple[Tensor, int]:
-    """The sum of this shard's losses, [], and how many they are."""
+) -> tuple[Tensor, int, str]:
+    """This shard's loss, [], how many it is the sum or mean of, and which of the two."""
     if loss_fn is not None:
         losses = loss_fn(outputs, targets)
         if losses.dim() == 0:
-            return losses * num_samples, num_samples
-        return losses.sum(), losses.numel()
+            return losses, count_targets((outputs, targets), num_samples), "mean"
+        return losses.sum(), losses.numel(), "sum"
+    if not isinstance(targets, Tensor):
+        raise DataError(f"targets are a {type(targets).__name__}: give train_step a loss_fn")
     if targets.is_floating_point():
         if outputs.shape != targets.shape:
             raise DataError(
                 f"outputs have shape {tuple(outputs.shape)}, targets {tuple(targets.shape)}; give "
                 "train_step a loss_fn for them"
             )
-        return F.mse_loss(outputs, targets, reduction="sum"), targets.numel()
+        return F.mse_loss(outputs, targets, reduction="sum"), targets.numel(), "sum"
     if outputs.shape[:-1] == targets.shape:
         outputs, targets = outputs.flatten(0, -2), targets.flatten()
-    loss_sum = F.cross_entropy(outputs, targets, reduction="sum")
-    return loss_sum, int((targets != -100).sum())
+    loss = F.cross_entropy(outputs, targets, reduction="sum")
+    return loss, count_targets((outputs, targets), num_samples), "sum"
 
 
 def _call(model: nn.Module, inputs: Any) -> Any:

@@ -56,7 +56,7 @@ def agree(
         discard: this rank wants the gradients thrown away.
         number: of the handle; all ranks must be at the same one.
         digest: two numbers below 2^20, equal on ranks that step alike; see `hyperparameters.py`.
-        changed: this rank's weights have changed since the last step; see `weight_watch.py`.
+        changed: this rank's weights have changed since the last step; see `replica_watch.py`.
 
     Raises:
         RunError: ranks are at the steps of different models.

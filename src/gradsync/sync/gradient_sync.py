@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from gradsync.comm.base import Communicator
@@ -13,6 +13,7 @@ from gradsync.runtime.gloo_group import wait_until_workers_sleep
 from gradsync.sync.batch_norm import BatchNormHandling, choose_batch_norm
 from gradsync.sync.foreign_backward import backward_from
 from gradsync.sync.loss_sum import LossSum, leaf_weight
+from gradsync.sync.mean_loss import MeanCheck, counts_for_nothing, to_sum
 from gradsync.sync.optimizer_watch import optimizer_watch
 from gradsync.sync.own_loop import OwnLoop
 from gradsync.sync.reducer import Reducer
@@ -27,6 +28,7 @@ from gradsync.sync.step import (
     each_optimizer,
     take_step,
 )
+from gradsync.sync.wrappers import refuse_ddp_around
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -56,6 +58,7 @@ class GradientSync(StateFace):
         if not reducer.parameters:
             raise RunError("the model has no trainable parameter: nothing to synchronise")
         self._loss = LossSum(reducer.parameters[0].device)
+        self._check_mean = MeanCheck(said=comm.rank == 0)
         self._last = False
         self._index: int | None = None
         self._result: StepResult | None = None
@@ -69,6 +72,7 @@ class GradientSync(StateFace):
         watch = ReplicaWatch(model, comm, equal=equal)
         self._own_loop = OwnLoop(model, comm, reducer, self._statistics, watch, number=number)
         self._parts = StepParts(reducer, comm, self._statistics, number, watch)
+        self._ddp_watch = refuse_ddp_around(model, reducer)
         self._failed = self._closed = False
 
     @property
@@ -110,32 +114,48 @@ class GradientSync(StateFace):
             self._own_loop.in_micro_step = False
 
     def backward(
-        self, loss_sum: Tensor, *, weight: float | None = None, leaf: Any = None, scale: Any = None
+        self,
+        loss: Tensor,
+        *,
+        weight: float | Tensor | None = None,
+        leaf: Any = None,
+        reduction: str | None = None,
+        scale: Any = None,
     ) -> None:
         """Backward of one leaf. What it brings to models of other handles is thrown away.
 
         Args:
-            loss_sum: loss *summed* over the leaf's targets, [].
+            loss: *summed* over the leaf's targets, []; or their mean, see `reduction`.
             weight: how many targets that are (0 for a leaf that is all padding); None takes
                 `leaf.num_targets`.
             leaf: what `gs.loader` gave. Its `is_last` lets communication begin in this backward,
                 its `index` lets `invariant` add up leaves at once instead of keeping each.
+            reduction: "sum", or "mean" when `loss` is the mean over the `weight` targets; of none,
+                it counts for nothing. None is "sum", and warns once if the loss looks like a mean.
+                See [Note: Mean or sum].
             scale: a `torch.amp.GradScaler`, for fp16.
 
         Raises:
             TypeError: neither weight nor leaf.
-            ConfigError: a weight that is no finite number >= 0; the last backward raised, and
-                nobody called `discard`; the handle is closed.
+            ConfigError: a weight that is no finite number >= 0; an unknown reduction; the last
+                backward raised, and nobody called `discard`; the handle is closed.
         """
         last, index = self._last, self._index
         if leaf is not None:
             last, index = leaf.is_last, leaf.index
         weight = leaf_weight(weight, leaf)
         self._refuse_if_failed()
+        loss_sum = to_sum(loss, weight, reduction)
+        self._check_mean(loss, weight, leaf, reduction=reduction)
+        nothing = reduction == "mean" and not weight
         self._statistics.leaf_begins(last=last)
         root = loss_sum if scale is None else scale.scale(loss_sum)
-        leaf_of_step = self.reducer.leaf(last=last, index=index)
-        with self._own_loop.enclosed(), backward_from(root), leaf_of_step:
+        with (
+            self._own_loop.enclosed(),
+            backward_from(root),
+            self.reducer.leaf(last=last, index=index),
+            counts_for_nothing(loss) if nothing else nullcontext(),
+        ):
             self._own_loop.leaves += 1
             self._failed = True  # until it is known
             root.backward()
@@ -267,6 +287,7 @@ class GradientSync(StateFace):
         needs Python's lock when the interpreter ends would abort the process.
         """
         self._own_loop.close()
+        self._ddp_watch.remove()
         self.reducer.close()
         self._statistics.close()
         self._closed = True

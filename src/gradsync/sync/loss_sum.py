@@ -43,6 +43,11 @@ class LossSum:
         """Targets (or samples) of this rank's leaves."""
         return math.fsum(self._weights)
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether this rank's losses are; not looked at on CUDA, where that would be a wait."""
+        return self._device.type == "cuda" or all(map(torch.isfinite, self._losses))
+
     def add(self, loss_sum: Tensor, weight: float) -> None:
         """One leaf's summed loss, [], and weight."""
         self._losses.append(loss_sum.detach().to(self._device, torch.float64, copy=True))
@@ -80,7 +85,7 @@ class LossSum:
         return split(torch.stack(self._losses))
 
 
-def leaf_weight(weight: float | None, leaf: Any) -> float:
+def leaf_weight(weight: float | Tensor | None, leaf: Any) -> float:
     """What a leaf counts: `weight`, or else the leaf's number of targets.
 
     Raises:
@@ -90,7 +95,8 @@ def leaf_weight(weight: float | None, leaf: Any) -> float:
     if weight is None:
         if leaf is None:
             raise TypeError("backward() needs weight= (the number of targets) or leaf=")
-        weight = float(leaf.num_targets)
+        weight = leaf.num_targets
+    weight = float(weight)
     if not 0 <= weight < math.inf:
         raise ConfigError(f"backward(weight=...) must be a finite number >= 0, got {weight}")
     return weight

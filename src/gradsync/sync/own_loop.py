@@ -245,6 +245,7 @@ class OwnLoop:
             reducer.forget()
         elif isinstance(reducer, Engine):
             reducer.end_own_leaf(new=self._dirty)
+        reducer.look(wanted=not discard)
         used = reducer.launch()
         settings, self._settings = self._settings, dict(_THE_CALL)
         agreed = agree(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradsync.comm.base import Communicator
 from gradsync.errors import RunError
+from gradsync.sync.nonfinite import NonFinite
 from gradsync.sync.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class Reducer(ABC):
         self.comm = comm
         self.parameters: list[nn.Parameter] = [p for _, p in trainable(model)]
         """Trainable ones, tied ones once, in `named_parameters` order."""
+        self.non_finite = NonFinite()
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """What the training step calls in place of the model (most strategies: the model)."""
@@ -95,6 +97,16 @@ class Reducer(ABC):
         self, optimizers: Sequence[torch.optim.Optimizer], *, scaled: bool
     ) -> None:
         """Before `launch`: who will use the gradients (`scaled`: a GradScaler reads them too)."""
+
+    def look(self, *, wanted: bool) -> None:
+        """Before `launch`, in every step; if `wanted`, say which gradients are nan or inf."""
+        if wanted:
+            self.non_finite.look(self.named_gradients(), on_cuda=self.parameters[0].is_cuda)
+        self.non_finite.step_ends(self.comm.rank)
+
+    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """What this rank will bring to the sums, as far as it has not been sent."""
+        return ((name, p.grad) for name, p in trainable(self.model) if p.grad is not None)
 
     def launch(self) -> list[bool]:
         """Start what has not been started; tells which parameters have gradients on this rank."""

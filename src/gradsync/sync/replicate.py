@@ -24,6 +24,7 @@ from gradsync.sync.registry import (
     wants_groups,
 )
 from gradsync.sync.structure import broadcast_model, check_same_model
+from gradsync.sync.wrappers import refuse_synchronised
 from gradsync.world import World
 
 if TYPE_CHECKING:
@@ -64,8 +65,9 @@ def replicate(
         options: of the strategy, such as `bucket_mb=25.0`.
 
     Raises:
-        ConfigError: unknown strategy or option; the model or a part of it is replicated already;
-            ranks have different models or arguments; BatchNorm without a choice.
+        ConfigError: unknown strategy or option; the model or a part of it is replicated already, or
+            synchronised by torch's DDP or FSDP or by DeepSpeed; ranks have different models or
+            arguments; BatchNorm without a choice.
         RunError: several ranks but no process group; no trainable parameter.
     """
     strategy = find_strategy(sync)
@@ -75,6 +77,7 @@ def replicate(
                 f"parameter {name!r} of this model is replicated already; call close() on its "
                 "handle first"
             )
+    refuse_synchronised(model)
     if comm is None:
         world = World.from_process_group() if world is None else world
         comm = communicator(world)
@@ -104,6 +107,7 @@ def _bind(
     batch_norm: str | None,
     one_host: bool,
 ) -> GradientSync:
+    comm = getattr(comm, "unchecked", comm)  # models are compared once, here
     if not trainable(model):
         raise RunError("the model has no trainable parameter: nothing to synchronise")
     check_options(strategy, options)

@@ -164,6 +164,7 @@ def take_step(
     optimizers, unheld = ((), set()) if update is None else (update.optimizers, update.unheld)
     reducer.forget() if update is None else reducer.expect(optimizers, scaled=scale is not None)
     counts = parts.statistics.step_begins()
+    reducer.look(wanted=update is not None and scale is None and not loss.is_finite)
     used = [here and index not in unheld for index, here in enumerate(reducer.launch())]
     agreed, settings = _agree(parts, loss, optimizers, used, counts, stop=stop)
     reduction = reducer.reduce(agreed.used)

@@ -25,6 +25,11 @@ def regroup_ddp_buckets(ddp: DistributedDataParallel) -> None:
         ddp._has_rebuilt_buckets = True
 
 
+def active_ddp() -> DistributedDataParallel | None:
+    """The DDP whose forward runs now; private in torch."""
+    return DistributedDataParallel._active_ddp_module
+
+
 def optimizer_pre_hooks() -> list[Callable[..., Any]]:
     """What is to be called before any optimizer's step; private in torch."""
     return list(_global_optimizer_pre_hooks.values())

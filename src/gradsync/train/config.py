@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+import math
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 from tyro.conf import Suppress
@@ -11,9 +12,12 @@ from gradsync.data.plan import BatchPlan, solve_batch_plan
 from gradsync.errors import ConfigError
 from gradsync.models.config import GPTConfig
 from gradsync.parallel.layout import Layout, parse_layout
+from gradsync.runtime.backend import NEEDS, check_names
+from gradsync.runtime.bounds import check_numbers
 
 Dtype = Literal["bf16", "fp32", "fp16"]
 Schedule = Literal["cosine", "wsd", "constant"]
+LrScaling = Literal["none", "linear", "sqrt"]
 CompileOrder = Literal["none", "model", "ddp"]
 ScheduleName = Literal["1f1b", "gpipe"]
 
@@ -36,7 +40,13 @@ class OptimConfig:
     """AdamW (arXiv 1711.05101) and its learning-rate schedule."""
 
     lr: float = 6e-4
-    """Peak learning rate."""
+    """Peak learning rate; with lr_scaling, the one for a batch of lr_base_batch tokens."""
+    lr_scaling: LrScaling = "none"
+    """Multiply lr by tokens_per_update / lr_base_batch: linear (SGD, arXiv 1706.02677), or by its
+    square root: sqrt (arXiv 1404.5997; for Adam arXiv 2205.10343). The final learning rate goes
+    along, the number of warm-up steps does not change."""
+    lr_base_batch: int | None = None
+    """Tokens of an update for which lr was found; needed by lr_scaling."""
     min_lr_ratio: float = 0.1
     """Final learning rate as a fraction of the peak."""
     schedule: Schedule = "cosine"
@@ -61,6 +71,16 @@ class OptimConfig:
     def __post_init__(self) -> None:
         _require_one_of("optim.schedule", self.schedule, Schedule)
         _require(0 < self.lr < float("inf"), f"optim.lr must be a positive number; got {self.lr}")
+        _require_one_of("optim.lr_scaling", self.lr_scaling, LrScaling)
+        _require(
+            (self.lr_scaling == "none") == (self.lr_base_batch is None),
+            f"optim.lr_scaling={self.lr_scaling} and optim.lr_base_batch={self.lr_base_batch}: "
+            "give both (lr_base_batch: tokens of an update for which lr was found), or neither",
+        )
+        _require(
+            self.lr_base_batch is None or self.lr_base_batch >= 1,
+            f"optim.lr_base_batch must be at least 1; got {self.lr_base_batch}",
+        )
         _require(
             0 <= self.min_lr_ratio <= 1,
             f"optim.min_lr_ratio must be in 0..1; got {self.min_lr_ratio}",
@@ -86,6 +106,23 @@ class OptimConfig:
             self.clip_norm is None or self.clip_norm > 0,
             f"optim.clip_norm must be positive, or None for no clipping; got {self.clip_norm}",
         )
+
+    def scaled(self, tokens_per_update: int) -> OptimConfig:
+        """The same with the learning rate for updates of so many tokens, and nothing to scale."""
+        if self.lr_base_batch is None:
+            return self
+        ratio = tokens_per_update / self.lr_base_batch
+        lr = self.lr * (ratio if self.lr_scaling == "linear" else math.sqrt(ratio))
+        return replace(self, lr=lr, lr_scaling="none", lr_base_batch=None)
+
+    def describe_scaling(self, tokens_per_update: int) -> str:
+        """The arithmetic of `scaled` in a line; "" where nothing is scaled."""
+        if self.lr_base_batch is None:
+            return ""
+        ratio = f"{tokens_per_update}/{self.lr_base_batch}"
+        factor = ratio if self.lr_scaling == "linear" else f"sqrt({ratio})"
+        peak = self.scaled(tokens_per_update).lr
+        return f"lr {self.lr:g} x {factor} = {peak:g} ({self.lr_scaling})"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -194,7 +231,13 @@ class TrainConfig:
     out: str = ""
     """Run directory; empty makes runs/PRESET-DATE-TIME."""
     data: str = ""
-    """Directory with train.bin and val.bin; empty takes the Python standard library's source."""
+    """Directory with train.bin and val.bin; or a stream, whose first documents are for validation:
+    FILE.jsonl, a folder or pattern of such files, hf:NAME[:CONFIG], hf:json:FILES (or csv, parquet,
+    text); empty takes the Python standard library's source."""
+    text_key: str = "text"
+    """Streams: field of the text."""
+    tokenizer: str = ""
+    """Streams: a prepared data directory whose tokenizer to take; empty takes bytes."""
     tokens_per_update: int = 524_288
     """Tokens of one optimizer step over all ranks, whatever the world size."""
     micro_batch_size: int = 4
@@ -205,6 +248,9 @@ class TrainConfig:
     """bf16 and fp16 are autocast over fp32 weights; fp16 needs CUDA."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
+    backend: str = "auto"
+    """What carries messages between ranks: gloo, nccl, mpi, shm, or one for each device such as
+    cpu:gloo,cuda:nccl; auto takes gloo, and nccl beside it on CUDA."""
     tf32: bool = True
     """CUDA: allow TF32 in fp32 matrix products."""
     threads: int | None = None
@@ -216,7 +262,8 @@ class TrainConfig:
     nproc_per_node: int | None = None
     """Start this many ranks on this host; None joins the launcher that started us."""
     resume: str = "auto"
-    """auto (continue what --out holds), none (refuse to), or the path of a run or checkpoint."""
+    """auto (continue what --out holds; --resume alone means it), none (refuse to), or the path of a
+    run or checkpoint."""
     allow_numeric_change: bool = False
     """Resume although bits may differ: another torch, CPU, dtype, thread count …"""
     compile: CompileOrder = "none"
@@ -260,8 +307,14 @@ class TrainConfig:
     """Options of the strategy."""
 
     def __post_init__(self) -> None:
+        check_numbers(self)
         _require_one_of("dtype", self.dtype, Dtype)
         _require_one_of("compile", self.compile, CompileOrder)
+        _require(
+            set(check_names(self.backend).values()) <= {AUTO, *NEEDS},
+            f"backend must be {AUTO}, {', '.join(NEEDS)}, or one for each device such as "
+            f"cpu:gloo,cuda:nccl; got {self.backend[:80]!r}",
+        )
         _require_one_of("pipeline_schedule", self.pipeline_schedule, ScheduleName)
         for name in ("steps", "tokens_per_update", "micro_batch_size", "log_every"):
             value = getattr(self, name)
@@ -270,9 +323,6 @@ class TrainConfig:
         for name in ("num_workers", "sample_tokens", "check_replicas_every"):
             value = getattr(self, name)
             _require(value >= 0, f"{name} must not be negative; got {value}")
-        for name in ("timeout_s", "rendezvous_timeout_s"):
-            value = getattr(self, name)
-            _require(value > 0, f"{name} must be positive; got {value}")
         _require(self.silence_s >= 1, f"silence_s must be at least 1; got {self.silence_s}")
         for name in ("threads", "nproc_per_node", "seq_len", "loss_rows"):
             value = getattr(self, name)

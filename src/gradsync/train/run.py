@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any, TextIO
@@ -15,11 +15,12 @@ from gradsync.checkpoint.weights import weights_sha256
 from gradsync.comm.base import Communicator
 from gradsync.comm.choose import communicator
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
-from gradsync.data.tokenizer import load_tokenizer
-from gradsync.errors import ConfigError, GradsyncError, RunError
+from gradsync.data.tokenizer import Tokenizer
+from gradsync.errors import ConfigError, GradsyncError, RunError, UsageError
 from gradsync.models.config import GPTConfig
 from gradsync.models.generate import generate
 from gradsync.models.gpt import GPT
+from gradsync.runtime.memory_limit import total_bytes
 from gradsync.runtime.signals import StopRequest
 from gradsync.train.config import TrainConfig
 from gradsync.train.fingerprint import numeric_fingerprint
@@ -104,7 +105,7 @@ def _train(
     if world.is_main and config.resume == "none":
         run_dir.refuse_overwrite()
     data = open_data(config, world, comm)
-    shape = model_config(config, None if data.meta is None else data.meta.vocab_size)
+    shape = model_config(config, data.vocab_size)
     with _rank_log(run_dir, world):
         learner, kind = _learner(config, world, shape, comm)
         fingerprint = numeric_fingerprint(config, world, data.plan, threads=threads)
@@ -155,7 +156,18 @@ def _train(
 def _learner(
     config: TrainConfig, world: World, shape: GPTConfig, comm: Communicator
 ) -> tuple[Learner, type[Trainer]]:
-    """What is trained, and the loop for it: of a whole model, or of this rank's part of one."""
+    """What is trained, and the loop for it: of a whole model, or of this rank's part of one.
+
+    Raises:
+        ConfigError: no memory holds such a model, whose values every rank draws first.
+    """
+    needed, there = 4 * shape.num_params(), total_bytes()
+    if needed > there:
+        raise ConfigError(
+            f"the model's {shape.num_params():,} parameters take {needed / 2**30:,.0f} GiB, this "
+            f"host has {there / 2**30:,.0f} GiB: lower --model.n-layer, --model.n-embd or the "
+            f"vocabulary ({shape.vocab_size:,})"
+        )
     layout = config.layout(world.world_size)
     if layout.model_ranks == 1:
         return build_learner(config, world, shape, comm), Trainer
@@ -174,7 +186,7 @@ def _already_done(
         f"{run_dir.path} has {resumed.step} steps already and {config.steps} were asked for: "
         "nothing to do (give more --steps to go on)"
     )
-    summary = run_dir.read_json("summary.json") | {"stopped_by": ""} if world.is_main else {}
+    summary = run_dir.read_summary() | {"stopped_by": ""} if world.is_main else {}
     return Outcome(exit_code=0, summary=summary)
 
 
@@ -234,8 +246,10 @@ def _introduce(
     if layout.model_ranks > 1:
         by = f", {config.pipeline_schedule}" if layout.pp > 1 else ""
         progress.say(f"split {layout}{by}: each replica of the model is {layout.model_ranks} ranks")
-    progress.say(f"data {data.directory}")
+    progress.say(f"data {data.source}")
     progress.say(data.plan.describe("replica" if config.parallel else "rank"))
+    if scaling := config.optim.describe_scaling(config.tokens_per_update):
+        progress.say(scaling)
 
 
 def _summarise(totals: Totals, config: TrainConfig, world: World, data: Data) -> dict[str, Any]:
@@ -249,6 +263,7 @@ def _summarise(totals: Totals, config: TrainConfig, world: World, data: Data) ->
         "world_size": world.world_size,
         "launcher": world.launcher,
         "sync": config.sync,
+        "peak_lr": config.optim.scaled(config.tokens_per_update).lr,
         "tokens_per_s": tokens_timed / totals.wall_s if totals.wall_s else None,
         "exposed_comm_fraction": totals.exposed_s / totals.wall_s if totals.wall_s else None,
         "wall_s": totals.wall_s,
@@ -276,12 +291,20 @@ def _farewell(
             f"for comparison: {data.meta.unigram_entropy_nats:.4f} is the entropy of single "
             f"{data.meta.tokenizer} tokens (a model that only counts them)"
         )
-        if config.sample_tokens:
-            tokenizer = load_tokenizer(data.meta, data.directory)
-            prompt = tokenizer.encode("def ").tolist()
-            ids = generate(model, prompt, config.sample_tokens, seed=config.seed)
-            progress.say(f"--- a sample ---\n{tokenizer.decode(ids)}\n----------------")
+    if data.load_tokenizer is not None and config.sample_tokens:
+        progress.say(_sample(config, data.load_tokenizer, model))
     progress.say(f"everything lies in {run_dir.path}")
+
+
+def _sample(config: TrainConfig, load_tokenizer: Callable[[], Tokenizer], model: GPT) -> str:
+    """Some text, or why there is none: a run that is done does not fail for it."""
+    try:
+        tokenizer = load_tokenizer()
+    except UsageError as error:
+        return f"no sample: {error}"
+    prompt = tokenizer.encode("def ").tolist()
+    ids = generate(model, prompt, config.sample_tokens, seed=config.seed)
+    return f"--- a sample ---\n{tokenizer.decode(ids)}\n----------------"
 
 
 def _number(value: float) -> float | None:
@@ -291,10 +314,8 @@ def _number(value: float) -> float | None:
 @contextmanager
 def _rank_log(run_dir: RunDir, world: World) -> Iterator[None]:
     """Every rank's own file: when it began, what was logged, how it ended (with the traceback)."""
-    folder = run_dir.path / "logs"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        handler = logging.FileHandler(folder / f"rank_{world.rank:05d}.log")
+        handler = logging.StreamHandler(run_dir.open_log(world.rank))
     except OSError as error:
         raise ConfigError(f"cannot write to --out {run_dir.path}: {error.strerror}") from error
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
@@ -310,7 +331,7 @@ def _rank_log(run_dir: RunDir, world: World) -> Iterator[None]:
         raise
     finally:
         log.removeHandler(handler)
-        handler.close()
+        handler.stream.close()
 
 
 def note_end(config: TrainConfig, outcome: Outcome) -> None:

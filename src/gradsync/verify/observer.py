@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from gradsync.checkpoint.names import clean_names
 from gradsync.checkpoint.optimizer_state import pack_optimizer
 from gradsync.data.leaf import Leaf
+from gradsync.errors import ConfigError
 from gradsync.sync.reducer import Reducer, trainable
 from gradsync.verify.trace import (
     LeafTrace,
@@ -105,12 +106,22 @@ class Observer:
         delattr(self._watched, self._method)
 
     def _update(self, *arguments: Any) -> None:
+        self._refuse_late_parameters()
         gradients = whole_gradients(self._model, self._strategy)
         names = clean_names(gradients)
         self._step.gradient = {names[name]: _copied(g) for name, g in gradients.items()}
         self._step.at_step, _ = self._weights()
         self._original(*arguments)
         self._step.updated, _ = self._weights()
+
+    def _refuse_late_parameters(self) -> None:
+        """The trial of one leaf names those, too; not where a forward needs a process group."""
+        for name in clean_names(name for name, _ in trainable(self._model)).values():
+            if name not in self._layout.trainable:
+                raise ConfigError(
+                    f"a forward made parameter {name!r}, which no optimizer knows: make it in "
+                    "__init__, or run a batch through the model in the factory"
+                )
 
     def _weights(self) -> tuple[Tensors, Tensors]:
         """Copies of parameters (tied ones once) and buffers."""

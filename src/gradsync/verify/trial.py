@@ -60,6 +60,7 @@ def _check(task: Task) -> None:
     count = min(total, max(settings.leaf_size, _READ_TWICE))
     samples = _read(problem, count, settings.seed, named)[: settings.leaf_size]
     seed_everything(settings.seed)
+    before = dict(problem.model.named_parameters())
     try:
         loss = _loss(problem, task, samples)
         wrong = _wrong_loss(loss)
@@ -67,7 +68,7 @@ def _check(task: Task) -> None:
             loss.backward()
     except RAISED as error:
         raise ConfigError(f"{named}a step on one leaf raised {in_a_line(error)}") from error
-    wrong = wrong or _is_mean(problem, task, samples)
+    wrong = wrong or _late_parameter(before, problem.model) or _is_mean(problem, task, samples)
     if wrong:
         raise ConfigError(named + wrong)
 
@@ -144,6 +145,16 @@ def _wrong_loss(loss: Any) -> str:
         return f"loss_sum must return a single number (shape []), got shape {list(loss.shape)}"
     if not loss.requires_grad:
         return "what loss_sum returns has no gradient: it was detached, or made of plain numbers"
+    return ""
+
+
+def _late_parameter(before: dict[str, nn.Parameter], model: nn.Module) -> str:
+    """The optimizer and `gs.replicate` come before the first forward: they would not know it."""
+    for name, parameter in model.named_parameters():
+        if before.get(name) is not parameter:
+            done = "replaces" if name in before else "makes"
+            where = "make it in __init__, or run a batch through the model in the factory"
+            return f"the forward {done} parameter {name!r}, which no optimizer knows: {where}"
     return ""
 
 

@@ -140,6 +140,10 @@ class FsdpReducer(Reducer):
             )
         yield
 
+    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's rows of the sums, which backward has made already."""
+        return ((name, local(grad)) for name, grad in super().named_gradients())
+
     def launch(self) -> list[bool]:
         """Nothing is left to start; answers the other ranks' roll call.
 

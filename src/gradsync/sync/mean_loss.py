@@ -1,0 +1,151 @@
+"""Means among losses: recognised in the autograd graph, and harmless where they are over nothing.
+
+[Note: Mean or sum] A step divides once, by the targets of the whole global batch, so it needs each
+leaf's *sum*. A mean, which is what torch's loss functions give by default, is made a sum by the
+number of targets it was taken over: with `reduction="mean"`, loss = mean x weight. For
+cross-entropy and `.mean()` that gives the sum's gradient bit for bit (weight / weight is 1), for
+`mse_loss` and its like to rounding, as those divide by the number of elements first.
+
+Torch shows a graph's nodes and what they saved under names that it does not document; the tests go
+through all losses of `torch.nn.functional`. What is not recognised is not warned about.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradsync.errors import ConfigError
+
+log = logging.getLogger("gradsync")
+
+_MEAN = 1
+"""`_saved_reduction` of a loss's node: 0 none, 1 mean, 2 sum."""
+_LOOKED_AT = 100
+_PASSED = ("Add", "Sub", "Neg", "Mul", "Div", "ToCopy", "Clone", "Alias", "View", "Squeeze")
+"""Operations between losses and what `backward` is given: weighted sums, casts, other shapes."""
+
+
+def to_sum(loss: Tensor, weight: float, reduction: str | None) -> Tensor:
+    """A leaf's loss, [], as the sum over its `weight` targets, see [Note: Mean or sum].
+
+    Raises:
+        ConfigError: an unknown reduction.
+    """
+    if reduction not in (None, "sum", "mean"):
+        raise ConfigError(f"backward(reduction=...) must be 'sum' or 'mean', got {reduction!r}")
+    if reduction != "mean":
+        return loss
+    return loss * weight if weight else loss.nan_to_num(0.0, 0.0, 0.0) * 0.0
+
+
+class MeanCheck:
+    """Warns, once, of a mean that is taken for a sum, or that was taken over another number of
+    targets than it counts for. Looks at the first leaves only: a program's loss keeps its form.
+
+    Args:
+        said: by this rank; the others have the same loss.
+    """
+
+    def __init__(self, *, said: bool) -> None:
+        self._leaves_left = 8 if said else 0
+
+    def __call__(self, loss: Tensor, weight: float, leaf: Any, *, reduction: str | None) -> None:
+        """Before the backward of a leaf's `loss`, [], that counts `weight` targets."""
+        if not self._leaves_left or weight <= 1 or reduction == "sum":
+            return  # the mean of one is the sum
+        self._leaves_left -= 1
+        wrong = _wrong_count(loss, weight) if reduction else _taken_for_a_sum(loss, weight, leaf)
+        if wrong:
+            self._leaves_left = 0
+            log.warning(wrong + " (said once)")
+
+
+def _taken_for_a_sum(loss: Tensor, weight: float, leaf: Any) -> str:
+    counts = (weight, getattr(leaf, "num_samples", weight))
+    found = list(_reductions(loss, counts))
+    # torch's own losses say it for the rest: a penalty beside them may be a mean.
+    means = [mean for node, mean in found if hasattr(node, "_saved_reduction")]
+    means = means or [mean for _, mean in found]
+    # The sum of as many means as there are targets, one of each sample, is a sum.
+    if not all(means) or not 0 < len(means) < weight:
+        return ""
+    who = f"weight={weight:g}" if leaf is None else "leaf=leaf"
+    return (
+        "this loss is a mean, and sync.backward takes a sum, which sync.step divides by all "
+        f"targets of the global batch: write sync.backward(loss, {who}, reduction='mean') if it is "
+        "the mean over the leaf's targets, reduction='sum' in the loss function, or "
+        "sync.backward(..., reduction='sum') if it is right as it is"
+    )
+
+
+def _wrong_count(loss: Tensor, weight: float) -> str:
+    found = [node for node, mean in _reductions(loss) if mean and "NllLoss" in node.name()]
+    if len(found) != 1:
+        return ""
+    counted = found[0]._saved_total_weight  # in the dtype of the logits, and rounded to it
+    rounding = max(1e-5, 2 * torch.finfo(counted.dtype).eps)
+    if math.isclose(float(counted), weight, rel_tol=rounding):
+        return ""
+    return (
+        f"the mean of this loss was taken over {float(counted):g} (targets that are not ignored, "
+        f"or their class weights), but it counts for {weight:g}: give sync.backward the number as "
+        "weight=, as in weight=(labels[:, 1:] != -100).sum() where a language model shifts its "
+        "labels"
+    )
+
+
+def _reductions(loss: Tensor, counts: Sequence[float] = ()) -> Iterator[tuple[Any, bool]]:
+    """The reductions of which `loss`, [], is a weighted sum: nodes, and whether each is a mean.
+
+    A division by one of `counts` makes a mean; not one by 2, as in `x.square().sum() / 2`.
+    """
+    nodes = [loss.grad_fn]
+    for _ in range(_LOOKED_AT):
+        node = nodes.pop() if nodes else None
+        if node is None:
+            continue
+        name = node.name().rstrip("0123456789").removesuffix("Backward")
+        if getattr(node, "_saved_reduction", 0):
+            yield node, node._saved_reduction == _MEAN
+        elif name == "Sum" or (name == "Mean" and getattr(node, "_saved_self_sym_numel", 0) > 1):
+            yield node, name == "Mean"
+        elif name == "Div" and (divisor := _divisor(node)) in counts and divisor > 2:
+            yield node, True
+        elif name in _PASSED:
+            nodes += [inner for inner, _ in node.next_functions]
+
+
+def _divisor(node: Any) -> float:
+    other = getattr(node, "_saved_other", None)
+    one = not isinstance(other, Tensor) or other.numel() == 1
+    return 0.0 if other is None or not one else float(other)
+
+
+@contextmanager
+def counts_for_nothing(loss: Tensor) -> Iterator[None]:
+    """Enclose the backward of a mean over nothing: every gradient in its graph is zero, where
+    0 / 0 would make it nan. The backward must happen all the same: torch's DDP and FSDP
+    communicate in it."""
+    nodes, seen = [loss.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [inner for inner, _ in node.next_functions]
+    hooks = [node.register_prehook(_zeros) for node in seen]
+    try:
+        yield
+    finally:
+        for hook in hooks:  # a parameter's node outlives the graph
+            hook.remove()
+
+
+def _zeros(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    return tuple(None if g is None else torch.zeros_like(g) for g in gradients)

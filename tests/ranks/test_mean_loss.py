@@ -1,0 +1,314 @@
+"""Mean losses: exact where they are said to be means, and noticed where they are taken for sums."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from gradsync.comm.base import Communicator
+from gradsync.comm.process_group import ProcessGroupCommunicator
+from gradsync.comm.single import SingleCommunicator
+from gradsync.data.plan import share
+from gradsync.errors import ConfigError
+from gradsync.sync.gradient_sync import GradientSync
+from gradsync.sync.mean_loss import MeanCheck
+from gradsync.sync.replicate import replicate
+from support.thread_ranks import run_thread_ranks
+
+B, C = 4, 5
+CLASSES = torch.arange(B)
+PIXELS = CLASSES.view(1, 2, 2)
+SIGNS = torch.tensor([1.0, -1.0, 1.0, -1.0])
+VALUES = torch.linspace(-1, 1, B * C).view(B, C)
+ONES = torch.ones(B, C)
+LENGTHS = torch.full((B,), 6), torch.full((B,), 2)
+
+
+def alarm(loss: Tensor, caplog: pytest.LogCaptureFixture, weight: float = B, **named: Any) -> str:
+    """What is said of `loss`."""
+    caplog.clear()
+    caplog.set_level(logging.WARNING, logger="gradsync")
+    MeanCheck(said=True)(loss, weight, None, **{"reduction": None} | named)
+    return caplog.text
+
+
+def images(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda x, **named: loss(x.view(1, C, 2, 2).log_softmax(1), PIXELS, **named)
+
+
+# Loss of x [4, 5] with `reduction=`.
+LOSSES: dict[str, Callable[..., Tensor]] = {
+    "cross_entropy": lambda x, **r: F.cross_entropy(x, CLASSES, **r),
+    "cross_entropy, weighted": lambda x, **r: F.cross_entropy(
+        x, CLASSES, weight=torch.arange(1.0, C + 1), **r
+    ),
+    "cross_entropy, smoothed": lambda x, **r: F.cross_entropy(x, CLASSES, label_smoothing=0.1, **r),
+    "cross_entropy, soft": lambda x, **r: F.cross_entropy(x, VALUES.softmax(1), **r),
+    "cross_entropy, images": images(F.cross_entropy),
+    "linear_cross_entropy": lambda x, **r: F.linear_cross_entropy(x, VALUES, CLASSES, **r),
+    "nll_loss": lambda x, **r: F.nll_loss(x.log_softmax(1), CLASSES, **r),
+    "nll_loss, images": images(F.nll_loss),
+    "mse_loss": lambda x, **r: F.mse_loss(x, VALUES, **r),
+    "l1_loss": lambda x, **r: F.l1_loss(x, VALUES, **r),
+    "smooth_l1_loss": lambda x, **r: F.smooth_l1_loss(x, VALUES, **r),
+    "huber_loss": lambda x, **r: F.huber_loss(x, VALUES, **r),
+    "kl_div": lambda x, **r: F.kl_div(x.log_softmax(1), VALUES.softmax(1), **r),
+    "binary_cross_entropy": lambda x, **r: F.binary_cross_entropy(x.sigmoid(), ONES, **r),
+    "binary_cross_entropy_with_logits": lambda x, **r: F.binary_cross_entropy_with_logits(
+        x, ONES, **r
+    ),
+    "poisson_nll_loss": lambda x, **r: F.poisson_nll_loss(x, ONES, **r),
+    "gaussian_nll_loss": lambda x, **r: F.gaussian_nll_loss(x, VALUES, ONES, **r),
+    "cosine_embedding_loss": lambda x, **r: F.cosine_embedding_loss(x, VALUES, SIGNS, **r),
+    "ctc_loss": lambda x, **r: F.ctc_loss(
+        x.expand(6, B, C).log_softmax(2), torch.tensor([[1, 2]] * B), *LENGTHS, **r
+    ),
+    "hinge_embedding_loss": lambda x, **r: F.hinge_embedding_loss(x[:, 0], SIGNS, **r),
+    "margin_ranking_loss": lambda x, **r: F.margin_ranking_loss(x[:, 0], SIGNS, SIGNS, **r),
+    "multi_margin_loss": lambda x, **r: F.multi_margin_loss(x, CLASSES, **r),
+    "multilabel_margin_loss": lambda x, **r: F.multilabel_margin_loss(
+        x, torch.tensor([[1, 0, -1, 0, 0]] * B), **r
+    ),
+    "multilabel_soft_margin_loss": lambda x, **r: F.multilabel_soft_margin_loss(x, ONES, **r),
+    "soft_margin_loss": lambda x, **r: F.soft_margin_loss(x[:, 0], SIGNS, **r),
+    "triplet_margin_loss": lambda x, **r: F.triplet_margin_loss(x, VALUES, -VALUES, **r),
+    "triplet_margin_with_distance_loss": lambda x, **r: F.triplet_margin_with_distance_loss(
+        x, VALUES, -VALUES, **r
+    ),
+}
+
+
+def test_every_loss_of_torch_is_tried() -> None:
+    known = {name.partition(",")[0] for name in LOSSES}
+    there = {n for n in dir(F) if n.endswith(("_loss", "cross_entropy", "with_logits", "kl_div"))}
+    assert there <= known
+
+
+@pytest.mark.filterwarnings("ignore:reduction. .mean. divides the total loss:UserWarning")
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_mean_is_told_from_a_sum(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    x = torch.linspace(-2, 1, B * C).view(B, C).requires_grad_()
+    assert "reduction='mean'" in alarm(LOSSES[name](x, reduction="mean"), caplog)
+    assert not alarm(LOSSES[name](x, reduction="sum"), caplog)
+
+
+def terms(x: Tensor) -> Tensor:
+    return F.cross_entropy(x, CLASSES, reduction="none")
+
+
+MEANS: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean of losses": lambda x: terms(x).mean(),
+    "divided": lambda x: terms(x).sum() / len(x),
+    "divided by a count": lambda x: terms(x).sum() / (CLASSES != -100).sum(),
+    "summed features": lambda x: (x - VALUES).square().sum(1).mean(0),
+    "batchmean": lambda x: F.kl_div(x.log_softmax(1), VALUES, reduction="batchmean"),
+    "weighted": lambda x: 0.5 * F.mse_loss(x, VALUES),
+    "cast": lambda x: F.cross_entropy(x.bfloat16(), CLASSES).float(),
+    "over accumulated steps": lambda x: F.cross_entropy(x, CLASSES) / 3,
+    "with a penalty": lambda x: F.cross_entropy(x, CLASSES) + 0.1 * x.square().sum(),
+    "two tasks": lambda x: F.cross_entropy(x, CLASSES) + F.mse_loss(x, VALUES),
+}
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_other_means_are_noticed(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert alarm(MEANS[name](VALUES.clone().requires_grad_()), caplog)
+
+
+NO_MEANS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a mean of each sample, stacked": lambda x: torch.stack(
+        [F.mse_loss(a, b) for a, b in zip(x, VALUES, strict=True)]
+    ).sum(),
+    "a mean of each sample, added": lambda x: sum(map(F.mse_loss, x, VALUES)),
+    "mean over features": lambda x: (x - VALUES).square().mean(1).sum(),
+    "half": lambda x: (x - VALUES).square().sum() / 2,
+    "temperature": lambda x: 0.3 * F.cross_entropy(x, CLASSES, reduction="sum") / 9.0,
+    "penalty that is a mean": lambda x: terms(x).sum() + 0.1 * x.square().mean(),
+    "loss and penalty": lambda x: F.mse_loss(x, VALUES, reduction="sum") + x.square().mean(),
+    "mean pooling": lambda x: F.multi_margin_loss(
+        x.view(B, C, 1).mean(2), CLASSES, reduction="sum"
+    ),
+    "output": lambda x: x[0, 0] * 2,
+}
+
+
+@pytest.mark.parametrize("name", NO_MEANS)
+def test_no_false_alarm(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert not alarm(NO_MEANS[name](VALUES.clone().requires_grad_()), caplog)
+
+
+def test_a_mean_of_one_is_the_sum(caplog: pytest.LogCaptureFixture) -> None:
+    loss = F.cross_entropy(VALUES.clone().requires_grad_()[:1], CLASSES[:1])
+    assert not alarm(loss, caplog, weight=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mean_over_others_than_it_counts_is_noticed(
+    dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As of a language model that shifts its labels, which leaves out one of each sequence."""
+    logits = torch.zeros(3000, 2, dtype=dtype, requires_grad=True)
+    labels = torch.zeros(3000, dtype=torch.long)
+    labels[2001:] = -100
+    loss = F.cross_entropy(logits, labels)
+    assert not alarm(loss, caplog, weight=2001, reduction="mean")
+    text = alarm(loss, caplog, weight=2500, reduction="mean")
+    assert "was taken over 200" in text
+    assert "counts for 2500: give sync.backward the number as weight=" in text
+
+
+# -- through a handle ------------------------------------------------------------------------------
+
+
+def net() -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, C))
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, generator=generator)
+    return model
+
+
+X = torch.linspace(-1, 1, 6 * B * 3).sin().view(6, B, 3)
+Y = (torch.arange(6 * B) % C).view(6, B)
+Y[0, :3], Y[2], Y[5, 1] = -100, -100, -100  # leaf 2 is all padding
+
+
+def one() -> GradientSync:
+    return replicate(net(), comm=SingleCommunicator())
+
+
+@pytest.mark.parametrize(("reduction", "warned"), [(None, 1), ("mean", 0), ("sum", 0)])
+def test_a_handle_says_it_once(
+    reduction: str | None, warned: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    sync = one()
+    for x, y in zip(X[3:], Y[3:], strict=True):
+        loss = F.cross_entropy(sync.forward(x), y)
+        sync.backward(loss, weight=(y != -100).sum(), reduction=reduction)
+    said = [r.getMessage() for r in caplog.records]
+    assert len(said) == warned
+    assert all("write sync.backward(loss, weight=4, reduction='mean') if" in text for text in said)
+    with pytest.raises(ConfigError, match=r"must be 'sum' or 'mean', got 'none'"):
+        sync.backward(sync.forward(X[0]).sum(), weight=1, reduction="none")
+    sync.discard()
+    sync.close()
+
+
+def masked_mean(logits: Tensor, y: Tensor) -> Tensor:
+    """As people write it; over nothing it is 0 / 0, and so is its gradient."""
+    mask = y != -100
+    losses = -logits.log_softmax(1)[torch.arange(len(y)), y.clamp_min(0)]
+    return (losses * mask).sum() / mask.sum()
+
+
+def loss_sum(logits: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(logits, y, reduction="sum")
+
+
+def trained(
+    comm: Communicator, loss: Callable[..., Tensor], reduction: str
+) -> tuple[list[Tensor], list[float]]:
+    """Weights and mean losses of two steps of three leaves, of 1, 4, 0 and 4, 4, 3 targets."""
+    sync = replicate(net(), comm=comm)
+    optimizer = torch.optim.SGD(sync.model.parameters(), lr=0.5, momentum=0.9)
+    losses = []
+    for step in range(2):
+        for leaf in share(3, comm.rank, comm.world_size):
+            x, y = X[3 * step + leaf], Y[3 * step + leaf]
+            weight = (y != -100).sum()
+            sync.backward(loss(sync.forward(x), y), weight=weight, reduction=reduction)
+        sync.step(optimizer, clip_norm=1.0)
+        losses.append(sync.mean_loss)
+    sync.close()
+    return [p.detach().clone() for p in sync.model.parameters()], losses
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("loss", [F.cross_entropy, masked_mean])
+def test_means_give_the_bits_of_sums(world_size: int, loss: Callable[..., Tensor]) -> None:
+    expected, losses = trained(SingleCommunicator(), loss_sum, "sum")
+
+    def work(_: int, group: dist.ProcessGroup) -> tuple[list[Tensor], list[float]]:
+        return trained(ProcessGroupCommunicator(group), loss, "mean")
+
+    for weights, found in run_thread_ranks(work, world_size):
+        assert all(map(torch.equal, weights, expected))
+        assert found == pytest.approx(losses, rel=1e-6)
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    for step in range(2):  # one big batch
+        cut = slice(3 * step, 3 * step + 3)
+        F.cross_entropy(model(X[cut]).flatten(0, 1), Y[cut].flatten()).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    for weight, parameter in zip(expected, model.parameters(), strict=True):
+        torch.testing.assert_close(weight, parameter.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_mean_squared_errors_give_those_of_sums() -> None:
+    found = []
+    for reduction in ("mean", "sum"):
+        sync = one()
+        optimizer = torch.optim.SGD(sync.model.parameters(), lr=0.5)
+        for x in X[:3]:
+            loss = F.mse_loss(sync.forward(x), VALUES, reduction=reduction)
+            sync.backward(loss, weight=VALUES.numel(), reduction=reduction)
+        sync.step(optimizer)
+        found.append(([p.detach() for p in sync.model.parameters()], sync.mean_loss))
+        sync.close()
+    (weights, loss), (expected, wanted) = found
+    torch.testing.assert_close(weights, expected)
+    assert loss == pytest.approx(wanted, rel=1e-6)
+
+
+class Checkpointed(nn.Module):
+    """A net whose middle is computed again in backward."""
+
+    def __init__(self, *, use_reentrant: bool) -> None:
+        super().__init__()
+        self.net, self.use_reentrant = net(), use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.net[0](x)
+        return checkpoint(self.net[1:], hidden, use_reentrant=self.use_reentrant)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "plain": net,
+    "checkpointed": lambda: Checkpointed(use_reentrant=False),
+    "checkpointed, reentrant": lambda: Checkpointed(use_reentrant=True),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_leaf_of_nothing_counts_for_nothing(name: str, scaled: bool) -> None:
+    """Whatever is inside the model, in bf16 autocast; beside one that counts."""
+    model = MODELS[name]()
+    sync = replicate(model, comm=SingleCommunicator())
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0) if scaled else None
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = [p.detach().clone() for p in model.parameters()]
+    seen = []
+    optimizer.register_step_pre_hook(lambda *_: seen.extend(p.grad for p in model.parameters()))
+    for counts in (False, True, False):
+        y = Y[3] if counts else Y[2]
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = masked_mean(sync.forward(X[3]), y)
+        assert counts == bool(loss.isfinite())
+        sync.backward(loss, weight=(y != -100).sum(), reduction="mean", scale=scaler)
+    result = sync.step(optimizer, scale=scaler)
+    assert result.weight == B
+    assert result.mean_loss.isfinite()
+    assert all(gradient.isfinite().all() and gradient.any() for gradient in seen)
+    assert not any(map(torch.equal, before, model.parameters()))
+    sync.close()

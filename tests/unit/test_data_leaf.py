@@ -1,0 +1,138 @@
+"""A leaf's batch: its two parts where it has them, what counts in it, and its way to the device."""
+
+from __future__ import annotations
+
+from collections import UserDict, namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from gradsync.data.leaf import Leaf, count_targets, make_leaf, move_to
+from gradsync.data.loader import loader
+from gradsync.errors import DataError
+from gradsync.world import World
+
+CPU = torch.device("cpu")
+Point = namedtuple("Point", "x y")
+Single = namedtuple("Single", "x")
+X, Y = torch.arange(6.0).view(3, 2), torch.tensor([4, 5, 6])
+
+
+@dataclass
+class Batch:
+    """What a collate function may return."""
+
+    x: Any
+
+
+def leaf_of(batch: Any) -> Leaf:
+    return make_leaf(batch, index=0, step=0, num_samples=3, is_last=True, device=CPU)
+
+
+def test_a_data_set_of_tensors_has_inputs_only() -> None:
+    """A row of a tensor is a sample: rows 0 and 1 of the batch are not inputs and targets."""
+    samples = torch.arange(12.0).view(6, 2)
+    options = {"global_batch_size": 3, "micro_batch_size": 3, "num_epochs": 1, "shuffle": False}
+    leaf, _ = [leaf for step in loader(samples, World(), **options) for leaf in step]
+    assert leaf.inputs.tolist() == leaf.batch.tolist() == [[0, 1], [2, 3], [4, 5]]
+    with pytest.raises(
+        DataError, match=r"leaf.targets: this batch is one tensor of shape \[3, 2\]"
+    ):
+        _ = leaf.targets
+
+
+@pytest.mark.parametrize("batch", [(X, Y), [X, Y], (X, Y, "more"), Point(X, Y)])
+def test_the_first_two_parts_are_inputs_and_targets(batch: Any) -> None:
+    leaf = leaf_of(batch)
+    assert leaf.inputs is X
+    assert leaf.targets is Y
+
+
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [
+        (X, "one tensor of shape [3, 2]"),
+        (["a", "b", "c"], "a list of 3 texts or numbers"),
+        ((1, 2, 3), "a tuple of 3 texts or numbers"),
+        ([], "a list of 0 texts or numbers"),
+        ("text", "a str"),
+        (Batch(X), "a Batch"),
+        (None, "a NoneType"),
+    ],
+)
+def test_what_has_no_parts_is_the_inputs(batch: Any, said: str) -> None:
+    leaf = leaf_of(batch)
+    assert leaf.inputs is leaf.batch
+    with pytest.raises(DataError) as raised:
+        _ = leaf.targets
+    assert f"this batch is {said}: use leaf.batch or leaf.inputs" in str(raised.value)
+
+
+@pytest.mark.parametrize("batch", [[X], (X,), Single(X)])
+def test_one_part_is_the_inputs(batch: Any) -> None:
+    """As `TensorDataset(x)` gives it."""
+    leaf = leaf_of(batch)
+    assert leaf.inputs is X
+    with pytest.raises(DataError, match=f"this batch is a {type(batch).__name__} of 1: use"):
+        _ = leaf.targets
+
+
+@pytest.mark.parametrize("kind", [dict, UserDict])
+@pytest.mark.parametrize("name", ["inputs", "targets"])
+def test_a_dict_is_named_with_its_keys(kind: type, name: str) -> None:
+    """A Hugging Face BatchEncoding is a UserDict."""
+    leaf = leaf_of(kind({"input_ids": X, "labels": Y}))
+    with pytest.raises(DataError) as raised:
+        getattr(leaf, name, None)  # a DataError is no AttributeError: nothing swallows it
+    assert str(raised.value) == (
+        f"leaf.{name}: this batch is a dict with 'input_ids', 'labels': use leaf.batch, as in "
+        "model(**leaf.batch) or leaf.batch['input_ids']"
+    )
+
+
+# -- what counts -----------------------------------------------------------------------------------
+
+MASKED = torch.tensor([[1, 2, -100], [3, 4, -100]])
+COUNTS = {
+    "a class for each sample": ((X, Y), 3),
+    "masked": ([X, MASKED], 4),
+    "masked, int32": ([X, MASKED.int()], 4),
+    "multi-label": ((X, torch.ones(3, 5, dtype=torch.int64)), 15),
+    "multi-label, bool": ((X, torch.zeros(3, 5, dtype=torch.bool)), 15),
+    "multi-label, float": ((X, torch.ones(3, 5)), 3),
+    "class 156 of a uint8 mask": ((X, torch.full((3, 2, 2), 156, dtype=torch.uint8)), 12),
+    "probabilities": ((X, torch.ones(3, 10) / 10), 3),
+    "values": ((X, X), 3),
+    "complex values": ((X, X.to(torch.complex64)), 3),
+    "one number": ((X, torch.tensor(7)), 3),
+    "dict with labels": ({"input_ids": X, "labels": MASKED}, 4),
+    "dict with a label for each sample": ({"x": X, "labels": Y}, 3),
+    "dict with all labels masked": ({"labels": torch.full((3, 4), -100)}, 0),
+    "user dict": (UserDict({"labels": torch.full((3, 4), 1)}), 12),
+    "dict with float labels": ({"labels": torch.ones(3, 5)}, 3),
+    "dict without labels": ({"x": torch.zeros(3)}, 3),
+    "named tuple": (Point(X, MASKED), 4),
+    "three parts": ((X, torch.ones(3, 7, dtype=torch.int64), Y), 3),
+    "tensor": (torch.ones(3, 7, dtype=torch.int64), 3),
+    "texts": (["a", "b"], 3),
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_what_counts_as_a_target(name: str) -> None:
+    batch, expected = COUNTS[name]
+    assert count_targets(batch, 3) == expected
+
+
+# -- to the device ---------------------------------------------------------------------------------
+
+
+def test_every_tensor_of_a_batch_moves_and_the_shape_of_the_batch_stays() -> None:
+    x = torch.zeros(2)
+    moved = move_to({"a": [x, (x, "text")], "p": Point(x, 3)}, torch.device("meta"))
+    assert moved["a"][0].device.type == moved["a"][1][0].device.type == "meta"
+    assert moved["a"][1][1] == "text"
+    assert type(moved["p"]) is Point
+    assert moved["p"][0].device.type == "meta"

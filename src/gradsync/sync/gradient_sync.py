@@ -33,6 +33,14 @@ from gradsync.sync.wrappers import refuse_ddp_around
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+_NOT_WHOLE = (
+    "the last sync.backward() raised, so this step's gradients are not whole: call sync.discard() "
+    "in place of step() (then no rank updates anything)"
+)
+_NO_WEIGHT = (
+    "loss.backward() is followed by optimizer.step(), and sync.step(optimizer) follows "
+    "sync.backward(loss_sum, weight=...): nobody told the weight of this loss"
+)
 HANDLE = "_gradsync"
 """Attribute by which a model holds on to its handle; hooks do not keep it alive."""
 
@@ -147,14 +155,13 @@ class GradientSync(StateFace):
         self._refuse_if_failed()
         loss_sum = to_sum(loss, weight, reduction)
         self._check_mean(loss, weight, leaf, reduction=reduction)
-        nothing = reduction == "mean" and not weight
         self._statistics.leaf_begins(last=last)
         root = loss_sum if scale is None else scale.scale(loss_sum)
         with (
             self._own_loop.enclosed(),
             backward_from(root),
             self.reducer.leaf(last=last, index=index),
-            counts_for_nothing(loss) if nothing else nullcontext(),
+            counts_for_nothing(loss) if reduction == "mean" and not weight else nullcontext(),
         ):
             self._own_loop.leaves += 1
             self._failed = True  # until it is known
@@ -184,27 +191,19 @@ class GradientSync(StateFace):
         Raises:
             ConfigError: on all ranks, before any update: their optimizers or hyper-parameters
                 differ. A parameter in two optimizers; an optimizer that the strategy cannot share
-                out; `scale` under a strategy that cannot skip a step; no rank had a backward
-                since the last step; `loss.backward()` in place of this handle's; a parameter that
-                came or became trainable after `gs.replicate`; and see `backward`.
+                out; `scale` under one that cannot skip a step; no rank had a backward since the
+                last step; `loss.backward()` in place of this handle's; a parameter that came or
+                became trainable after `gs.replicate`; and see `backward`.
             RunError: on all ranks, before any update: weights were changed since the last step on
                 some of them, and differ.
         """
-        reducer, optimizers = self.reducer, each_optimizer(optimizer)
+        optimizers = each_optimizer(optimizer)
         self._refuse_if_failed()
         for each in optimizers:
             self._own_loop.strangers.check(each)
         if not self._own_loop.leaves and self._own_loop.pending:
-            raise ConfigError(
-                "loss.backward() is followed by optimizer.step(), and sync.step(optimizer) follows "
-                "sync.backward(loss_sum, weight=...): nobody told the weight of this loss"
-            )
-        if scale is not None and not reducer.takes_scale:
-            raise ConfigError(
-                f"sync={reducer.strategy!r} cannot work with a GradScaler: a gradient that is not "
-                "finite would stay in what it remembers; use bf16, or another strategy"
-            )
-        update = Update(reducer, optimizers)
+            raise ConfigError(_NO_WEIGHT)
+        update = Update(self.reducer, optimizers, scaled=scale is not None)
         return self._end_step(update, clip_norm=clip_norm, stop=stop, scale=scale)
 
     def discard(self) -> None:
@@ -237,10 +236,7 @@ class GradientSync(StateFace):
     def _refuse_if_failed(self) -> None:
         self._refuse_if_closed()
         if self._failed:
-            raise ConfigError(
-                "the last sync.backward() raised, so this step's gradients are not whole: call "
-                "sync.discard() in place of step() (then no rank updates anything)"
-            )
+            raise ConfigError(_NOT_WHOLE)
 
     def _refuse_if_closed(self) -> None:
         if self._closed:
@@ -291,14 +287,7 @@ class GradientSync(StateFace):
         self.reducer.close()
         self._statistics.close()
         self._closed = True
-        for part in self.model.modules():
-            if part.__dict__.get(HANDLE) is self:
-                del part.__dict__[HANDLE]
-        others = [listener.comm for listener in optimizer_watch().present()]
-        if isinstance(self.comm, SharedMemoryCommunicator) and self.comm not in others:
-            self.comm.close()
-        if self.comm.world_size > 1:
-            wait_until_workers_sleep()
+        _let_go(self)
 
     def __deepcopy__(self, memo: object) -> None:
         """A copy of the model is not synchronised: it gets no handle."""
@@ -306,3 +295,16 @@ class GradientSync(StateFace):
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """As for copies: a saved model comes back without."""
         return (type(None), ())
+
+
+def _let_go(handle: GradientSync) -> None:
+    """The model forgets its closed handle, and communication comes to rest."""
+    for part in handle.model.modules():
+        if part.__dict__.get(HANDLE) is handle:
+            del part.__dict__[HANDLE]
+    comm = handle.comm
+    others = [listener.comm for listener in optimizer_watch().present()]
+    if isinstance(comm, SharedMemoryCommunicator) and comm not in others:
+        comm.close()
+    if comm.world_size > 1:
+        wait_until_workers_sleep()

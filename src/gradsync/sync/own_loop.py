@@ -104,8 +104,7 @@ class OwnLoop:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """See `GradientSync.no_sync`."""
-        before = self.synchronises
-        self.synchronises = False
+        before, self.synchronises = self.synchronises, False
         try:
             yield
         finally:

@@ -90,12 +90,25 @@ class Update:
     Args:
         reducer: of the model.
         optimizers: hold different parameters; the gradients of parameters in none are dropped.
+        scaled: a GradScaler may skip the step.
 
     Raises:
-        ConfigError: two optimizers hold the same parameter, or one calls a closure.
+        ConfigError: two optimizers hold the same parameter, or one calls a closure; the strategy
+            cannot skip a step.
     """
 
-    def __init__(self, reducer: Reducer, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def __init__(
+        self,
+        reducer: Reducer,
+        optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        scaled: bool = False,
+    ) -> None:
+        if scaled and not reducer.takes_scale:
+            raise ConfigError(
+                f"sync={reducer.strategy!r} cannot work with a GradScaler: a gradient that is not "
+                "finite would stay in what it remembers; use bf16, or another strategy"
+            )
         for optimizer in optimizers:
             refuse_closure(optimizer)
         self.optimizers = optimizers

@@ -82,9 +82,11 @@ class SplitSync(StateFace):
         """See `GradientSync.step`; `scale` must be None."""
         assert scale is None, "fp16 is refused: parts would have to agree on the scale"
         update = Update(self.reducer, [optimizer])
-        return take_step(
+        result = take_step(
             self._parts, self._loss, update, enclosed=nullcontext, clip_norm=clip_norm, stop=stop
         )
+        optimizer.zero_grad(set_to_none=True)
+        return result
 
     def check_replicas(
         self, optimizer: Optimizers | None = None, *, step: int | None = None

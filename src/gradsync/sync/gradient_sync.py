@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from gradsync.comm.base import Communicator
@@ -11,11 +11,11 @@ from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
 from gradsync.errors import ConfigError, RunError
 from gradsync.runtime.gloo_group import wait_until_workers_sleep
 from gradsync.sync.batch_norm import BatchNormHandling, choose_batch_norm
-from gradsync.sync.foreign_backward import backward_from
+from gradsync.sync.hyperparameters import refuse_closure
 from gradsync.sync.loss_sum import LossSum, leaf_weight
 from gradsync.sync.mean_loss import MeanCheck, counts_for_nothing, to_sum
 from gradsync.sync.optimizer_watch import optimizer_watch
-from gradsync.sync.own_loop import OwnLoop
+from gradsync.sync.own_loop import OwnLoop, OwnLoopFace
 from gradsync.sync.reducer import Reducer
 from gradsync.sync.replica_watch import ReplicaWatch
 from gradsync.sync.state_face import StateFace
@@ -33,19 +33,11 @@ from gradsync.sync.wrappers import refuse_ddp_around
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-_NOT_WHOLE = (
-    "the last sync.backward() raised, so this step's gradients are not whole: call sync.discard() "
-    "in place of step() (then no rank updates anything)"
-)
-_NO_WEIGHT = (
-    "loss.backward() is followed by optimizer.step(), and sync.step(optimizer) follows "
-    "sync.backward(loss_sum, weight=...): nobody told the weight of this loss"
-)
 HANDLE = "_gradsync"
 """Attribute by which a model holds on to its handle; hooks do not keep it alive."""
 
 
-class GradientSync(StateFace):
+class GradientSync(OwnLoopFace, StateFace):
     """Made by `gs.replicate`. Per step: `backward` for each leaf, then `step` once.
 
     Or, in a loop of one's own: `loss.backward()`, `finish()`, `optimizer.step()`.
@@ -81,7 +73,7 @@ class GradientSync(StateFace):
         self._own_loop = OwnLoop(model, comm, reducer, self._statistics, watch, number=number)
         self._parts = StepParts(reducer, comm, self._statistics, number, watch)
         self._ddp_watch = refuse_ddp_around(model, reducer)
-        self._failed = self._closed = False
+        self._failed = False
 
     @property
     def mean_loss(self) -> float:
@@ -155,13 +147,13 @@ class GradientSync(StateFace):
         self._refuse_if_failed()
         loss_sum = to_sum(loss, weight, reduction)
         self._check_mean(loss, weight, leaf, reduction=reduction)
+        nothing = reduction == "mean" and not weight
         self._statistics.leaf_begins(last=last)
         root = loss_sum if scale is None else scale.scale(loss_sum)
         with (
-            self._own_loop.enclosed(),
-            backward_from(root),
+            self._own_loop.enclosed(root),
             self.reducer.leaf(last=last, index=index),
-            counts_for_nothing(loss) if reduction == "mean" and not weight else nullcontext(),
+            counts_for_nothing(loss) if nothing else nullcontext(),
         ):
             self._own_loop.leaves += 1
             self._failed = True  # until it is known
@@ -181,8 +173,9 @@ class GradientSync(StateFace):
         """Synchronise, divide once, clip, update, and clear the gradients.
 
         Args:
-            optimizer: over the model's parameters, or a list of several, each over its own. What
-                none of them holds stays as it is, and its gradient is dropped.
+            optimizer: over the model's parameters, or a list of several, each over its own:
+                `[muon, adamw]`. Parameters that none holds stay as they are; their gradients are
+                dropped.
             clip_norm: largest L2 norm of the mean gradient of all that is updated, together; None
                 does not clip.
             stop: this rank wants to stop; the answer in the result is the same on all ranks.
@@ -191,20 +184,32 @@ class GradientSync(StateFace):
         Raises:
             ConfigError: on all ranks, before any update: their optimizers or hyper-parameters
                 differ. A parameter in two optimizers; an optimizer that the strategy cannot share
-                out; `scale` under one that cannot skip a step; no rank had a backward since the
-                last step; `loss.backward()` in place of this handle's; a parameter that came or
-                became trainable after `gs.replicate`; and see `backward`.
+                out; `scale` under a strategy that cannot skip a step; no rank had a backward
+                since the last step; `loss.backward()` in place of this handle's; a parameter that
+                came or became trainable after `gs.replicate`; and see `backward`.
             RunError: on all ranks, before any update: weights were changed since the last step on
                 some of them, and differ.
         """
-        optimizers = each_optimizer(optimizer)
+        reducer, optimizers = self.reducer, each_optimizer(optimizer)
         self._refuse_if_failed()
         for each in optimizers:
+            refuse_closure(each)
             self._own_loop.strangers.check(each)
         if not self._own_loop.leaves and self._own_loop.pending:
-            raise ConfigError(_NO_WEIGHT)
-        update = Update(self.reducer, optimizers, scaled=scale is not None)
-        return self._end_step(update, clip_norm=clip_norm, stop=stop, scale=scale)
+            raise ConfigError(
+                "loss.backward() is followed by optimizer.step(), and sync.step(optimizer) follows "
+                "sync.backward(loss_sum, weight=...): nobody told the weight of this loss"
+            )
+        if scale is not None and not reducer.takes_scale:
+            raise ConfigError(
+                f"sync={reducer.strategy!r} cannot work with a GradScaler: a gradient that is not "
+                "finite would stay in what it remembers; use bf16, or another strategy"
+            )
+        update = Update(reducer, optimizers)
+        result = self._end_step(update, clip_norm=clip_norm, stop=stop, scale=scale)
+        for each in optimizers:
+            each.zero_grad(set_to_none=True)
+        return result
 
     def discard(self) -> None:
         """In place of `step` (or `finish`): throw away what this step's backwards have brought.
@@ -236,45 +241,10 @@ class GradientSync(StateFace):
     def _refuse_if_failed(self) -> None:
         self._refuse_if_closed()
         if self._failed:
-            raise ConfigError(_NOT_WHOLE)
-
-    def _refuse_if_closed(self) -> None:
-        if self._closed:
-            raise ConfigError("this handle is closed: call gs.replicate again")
-
-    def finish(self) -> None:
-        """In a loop of one's own: make every `.grad` the mean over ranks, as torch's DDP does.
-
-        Backward does it by itself at its end; this call is for a rank that had no backward in this
-        step, and for strategies without hooks. Calling it twice does nothing more.
-        """
-        self._refuse_if_closed()
-        self._own_loop.finish()
-
-    @property
-    def require_backward_grad_sync(self) -> bool:
-        """In a loop of one's own, as torch's DDP has it: whether a backward averages over ranks.
-
-        False is `no_sync` without the `with`: set it before the forward, and True again before the
-        forward of the last micro-batch. `backward` only adds up, whatever it says; `step`
-        synchronises.
-
-        Raises:
-            ConfigError: on setting, under strategies without a loop of one's own.
-        """
-        return self._own_loop.synchronises
-
-    @require_backward_grad_sync.setter
-    def require_backward_grad_sync(self, wanted: bool) -> None:
-        """Set between two micro-batches."""
-        self._refuse_if_closed()
-        self._own_loop.synchronises = wanted
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """In a loop of one's own: only add up; enclose forward and backward of all micro-batches
-        but the last."""
-        self._refuse_if_closed()
-        return self._own_loop.no_sync()
+            raise ConfigError(
+                "the last sync.backward() raised, so this step's gradients are not whole: call "
+                "sync.discard() in place of step() (then no rank updates anything)"
+            )
 
     def close(self) -> None:
         """Take the hooks out of the model; it stays usable as it is.
@@ -286,8 +256,14 @@ class GradientSync(StateFace):
         self._ddp_watch.remove()
         self.reducer.close()
         self._statistics.close()
-        self._closed = True
-        _let_go(self)
+        for part in self.model.modules():
+            if part.__dict__.get(HANDLE) is self:
+                del part.__dict__[HANDLE]
+        others = [listener.comm for listener in optimizer_watch().present()]
+        if isinstance(self.comm, SharedMemoryCommunicator) and self.comm not in others:
+            self.comm.close()
+        if self.comm.world_size > 1:
+            wait_until_workers_sleep()
 
     def __deepcopy__(self, memo: object) -> None:
         """A copy of the model is not synchronised: it gets no handle."""
@@ -295,16 +271,3 @@ class GradientSync(StateFace):
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """As for copies: a saved model comes back without."""
         return (type(None), ())
-
-
-def _let_go(handle: GradientSync) -> None:
-    """The model forgets its closed handle, and communication comes to rest."""
-    for part in handle.model.modules():
-        if part.__dict__.get(HANDLE) is handle:
-            del part.__dict__[HANDLE]
-    comm = handle.comm
-    others = [listener.comm for listener in optimizer_watch().present()]
-    if isinstance(comm, SharedMemoryCommunicator) and comm not in others:
-        comm.close()
-    if comm.world_size > 1:
-        wait_until_workers_sleep()

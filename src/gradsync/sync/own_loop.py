@@ -9,7 +9,8 @@ anything else between backward and the optimizer sees the mean. [Note: Who synch
     backward under no_sync()    adds up; the next backward outside of it synchronises all of it,
                                 and so does an optimizer step that comes first
     backward that raised        `discard()` takes part, and no rank uses the gradients
-    another handle's backward   brings nothing, see `foreign_backward.py`
+    sync.backward() of another  brings nothing here: what this model's parameters get is thrown
+    handle, through this model  away at once (a generator's loss, through the discriminator)
 
 That there was no backward shows by gradients that an optimizer has used, or that were cleared.
 `no_sync` must be entered before the forward: torch's DDP and FSDP decide there, and a program that
@@ -21,7 +22,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +31,6 @@ from gradsync.comm.base import Communicator
 from gradsync.errors import ConfigError, GradsyncError
 from gradsync.sync.agreement import Agreement, agree
 from gradsync.sync.engine.engine import Engine, gone
-from gradsync.sync.foreign_backward import ForeignBackward
 from gradsync.sync.hyperparameters import Settings, digest, settings_of
 from gradsync.sync.loss_sum import NO_LOSS
 from gradsync.sync.module_hook import ModuleHook
@@ -45,6 +45,53 @@ if TYPE_CHECKING:
     from torch import nn
 
 log = logging.getLogger("gradsync")
+
+# Why a loop is refused that mixes two ways of working.
+_TOGETHER = (
+    "; step before it, or replicate models that one backward trains together: "
+    "gs.replicate(torch.nn.ModuleList([a, b]))"
+)
+_PLAIN_IN_MICRO_STEP = (
+    "loss.backward() in sync.micro_step(), where every leaf would be averaged as a step: write "
+    "sync.backward(loss_sum, leaf=leaf) there and sync.step(optimizer) after the last one; or, in "
+    "a loop of your own, sync.no_sync() in place of micro_step around all but the last"
+)
+_PLAIN_BEFORE_STEP = (
+    "a backward that is not sync.backward() reached this model between sync.backward() and "
+    "sync.step(): its gradients would be added to the step's"
+)
+_OTHERS_BEFORE_STEP = (
+    "another handle's sync.backward() reached this model between its own backward and its step: "
+    f"its gradients would be added to that step's{_TOGETHER}"
+)
+_OTHERS_GRADIENTS = (
+    "this optimizer's gradients came by another handle's sync.backward(), which keeps only its own "
+    f"model's{_TOGETHER}"
+)
+_TOO_LATE = (
+    "enclose forward and backward of a micro-batch together (or set require_backward_grad_sync "
+    "before the forward), as torch's DDP needs it (there, replicas would drift apart silently)"
+)
+_REENTRANT = (
+    "activation checkpointing with use_reentrant=True runs a backward inside of the backward, and "
+    "its end cannot be told from the whole one's; use use_reentrant=False"
+)
+_OWN_STEP = (
+    "sync.backward() is followed by sync.step(optimizer), not by optimizer.step(): nobody has "
+    "divided these gradients yet"
+)
+_FINISH = (
+    "sync.backward() is followed by sync.step(optimizer), not by sync.finish(), which belongs to "
+    "loss.backward()"
+)
+_FAILED = (
+    "the last backward ended with an error, and other ranks may be waiting for its gradients: call "
+    "sync.discard() first (then no rank uses this step's)"
+)
+_FOREIGN = (
+    "works through sync.backward and sync.step only (an optimizer's own step would let ranks drift "
+    "apart); in a loop of your own use sync='invariant', 'bucketed', 'naive' or 'fsdp'"
+)
 
 _THE_CALL = {"the call": "loss.backward() or optimizer.step()"}
 _DRIFTED = (
@@ -75,44 +122,49 @@ class OwnLoop:
         """Backwards of `GradientSync`'s own since its last step."""
         self.in_micro_step = False
         """In `GradientSync.micro_step`, which encloses `GradientSync.backward`."""
-        self._no_sync = False
+        self.closed = self._no_sync = False
         self._no_sync_in_forward: bool | None = None
         self._enclosed = False  # in `GradientSync.backward`, which is not a loop of one's own
         self._in_backward = False
         self._task = -1  # the backward seen last; later ones have higher numbers
         self._dirty = False  # there are gradients that have not been synchronised
         self._finished = False  # there are gradients that have
+        self._others = -1  # since this model's own: the backward of another handle, seen last
         self._discarded = False  # and they were thrown away
         self._published: list[weakref.ref[torch.Tensor] | None] = []
         self._stepped: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that used those
         self._settings = dict(_THE_CALL)  # theirs when they did
         self.parameter_ids = {id(parameter) for parameter in reducer.parameters}
         self.strangers = Strangers(model, self.parameter_ids)
-        optimizer_watch().add(self)
-        self._foreign = ForeignBackward(statistics)
+        self._optimizers = optimizer_watch()
+        self._optimizers.add(self)
         self._handles: list[Any] = _hooks(self, model, reducer)
 
     @contextmanager
-    def enclosed(self) -> Iterator[None]:
-        """A backward of `GradientSync`'s own: nothing to do here."""
+    def enclosed(self, root: torch.Tensor | None = None) -> Iterator[None]:
+        """A backward from `root`, or a step, of `GradientSync`'s own: nothing to do here."""
+        tasks: list[int] = []
+
+        def backward_begins(_: torch.Tensor) -> None:
+            tasks.append(current_graph_task())
+            self._optimizers.backwards.add(tasks[-1])
+
+        hook = None
+        if root is not None and root.requires_grad:
+            hook = root.register_hook(backward_begins)
+            self._others = -1
         self._enclosed = True
         try:
             yield
         finally:
             self._enclosed = False
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """See `GradientSync.no_sync`."""
-        before, self.synchronises = self.synchronises, False
-        try:
-            yield
-        finally:
-            self.synchronises = before
+            self._optimizers.backwards.difference_update(tasks)
+            if hook is not None:
+                hook.remove()
 
     @property
     def synchronises(self) -> bool:
-        """See `GradientSync.require_backward_grad_sync`."""
+        """See `OwnLoopFace.require_backward_grad_sync`."""
         return not self._no_sync
 
     @synchronises.setter
@@ -121,46 +173,51 @@ class OwnLoop:
         self._refuse_if_foreign()
         self._no_sync = not wanted
 
-    def backward_begins(self) -> bool:
-        """The first gradient of a backward has come; tells whether this backward synchronises.
+    def gradient_came(self, parameter: torch.Tensor) -> bool:
+        """A gradient has come in a backward that is not `GradientSync`'s own; tells whether this
+        backward synchronises.
 
         Raises:
             ConfigError: `no_sync` was entered or left between forward and backward; or it is
-                between `GradientSync`'s own backward and step.
+                between a backward of this model's own and the step.
         """
         task = current_graph_task()
         if self._in_backward and task == self._task:
             return not self._no_sync
-        if self.in_micro_step:
-            raise ConfigError(
-                "loss.backward() in sync.micro_step(), where every leaf would be averaged as a "
-                "step: write sync.backward(loss_sum, leaf=leaf) there and sync.step(optimizer) "
-                "after the last one; or, in a loop of your own, sync.no_sync() in place of "
-                "micro_step around all but the last"
-            )
+        if task in self._optimizers.backwards:
+            self._drop(parameter, task)
+            return False
+        if self.in_micro_step and self._reducer.own_loop:
+            raise ConfigError(_PLAIN_IN_MICRO_STEP)
         if self.leaves:
-            raise ConfigError(
-                "a backward that is not sync.backward() reached this model between sync.backward() "
-                "and sync.step(): its gradients would be added to the step's"
-            )
+            raise ConfigError(_PLAIN_BEFORE_STEP)
+        if not self._reducer.own_loop:
+            return False
+        self._backward_begins(task)
+        return not self._no_sync
+
+    def _drop(self, parameter: torch.Tensor, task: int) -> None:
+        """Leave no trace of another handle's backward."""
+        known = (p for p in self._reducer.parameters if p is not parameter)
+        if self.leaves or (self._others < 0 and self._waiting(known)):
+            raise ConfigError(_OTHERS_BEFORE_STEP)
+        parameter.grad = None
+        if task != self._others:
+            self._others = task
+            self._statistics.leaf_ends(counts=False)
+
+    def _backward_begins(self, task: int) -> None:
         before, self._no_sync_in_forward = self._no_sync_in_forward, None
         if before not in (None, self._no_sync):
             where = "after the forward" if self._no_sync else "around the forward only"
-            raise ConfigError(
-                f"no_sync() was entered {where}: enclose forward and backward of a micro-batch "
-                "together (or set require_backward_grad_sync before the forward), as torch's DDP "
-                "needs it (there, replicas would drift apart silently)"
-            )
+            raise ConfigError(f"no_sync() was entered {where}: {_TOO_LATE}")
         if task < self._task:
-            raise ConfigError(
-                "activation checkpointing with use_reentrant=True runs a backward inside of the "
-                "backward, and its end cannot be told from the whole one's; use use_reentrant=False"
-            )
+            raise ConfigError(_REENTRANT)
         self._task = task
         self._statistics.leaf_begins(last=not self._no_sync)
         self._dirty = self._in_backward = True
+        self._others = -1
         at_the_end_of_backward(self._backward_ended)
-        return not self._no_sync
 
     def _backward_ended(self) -> None:
         self._in_backward = False
@@ -176,13 +233,11 @@ class OwnLoop:
             return
         self._refuse_if_foreign()
         if self.leaves:
-            raise ConfigError(
-                "sync.backward() is followed by sync.step(optimizer), not by optimizer.step(): "
-                "nobody has divided these gradients yet"
-            )
+            raise ConfigError(_OWN_STEP)
         self.refuse_if_failed()
-        cleared = not self._discarded and not _any_gradient(self._ours(optimizer))
-        self._foreign.refuse_lost(cleared=cleared)
+        if self._others >= 0 and not _any_gradient(_held(optimizer, self.parameter_ids)):
+            raise ConfigError(_OTHERS_GRADIENTS)
+        cleared = not self._discarded and not _any_gradient(_held(optimizer, self.parameter_ids))
         used = optimizer in self._stepped or cleared
         if self._dirty or not self._finished or used:
             self._synchronise()
@@ -195,25 +250,18 @@ class OwnLoop:
         self._stepped.add(optimizer)
         self._watch.remember(optimizer)
         if self.comm.world_size > 1 and not self._discarded:
-            number = len(self._stepped) - 1
+            number = sum(name.startswith("the class") for name in self._settings)
             self._settings |= settings_of(optimizer, self._reducer.parameters, number=number)
 
-    def _ours(self, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-        ids = self.parameter_ids
-        return (p for group in optimizer.param_groups for p in group["params"] if id(p) in ids)
-
     def _is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
-        return next(self._ours(optimizer), None) is not None
+        return next(_held(optimizer, self.parameter_ids), None) is not None
 
     def finish(self) -> None:
-        """See `GradientSync.finish` and [Note: Who synchronises when]."""
+        """See `OwnLoopFace.finish` and [Note: Who synchronises when]."""
         self._refuse_if_foreign()
         self.refuse_if_failed()
         if self.leaves:
-            raise ConfigError(
-                "sync.backward() is followed by sync.step(optimizer), not by sync.finish(), which "
-                "belongs to loss.backward()"
-            )
+            raise ConfigError(_FINISH)
         fresh = self._finished and not self._stepped and _any_gradient(self._reducer.parameters)
         if self._dirty or not fresh:
             self._synchronise()
@@ -227,9 +275,12 @@ class OwnLoop:
     @property
     def pending(self) -> bool:
         """There are gradients of a loop of one's own that no optimizer has used."""
+        return self._waiting(self._reducer.parameters)
+
+    def _waiting(self, parameters: Iterable[torch.Tensor]) -> bool:
         waiting = self._dirty or (self._finished and not self._stepped)
         waiting = waiting or not self._reducer.own_loop  # no hook looks for them there
-        return self._in_backward or (waiting and _any_gradient(self._reducer.parameters))
+        return self._in_backward or (waiting and _any_gradient(parameters))
 
     def _synchronise(self, *, discard: bool = False) -> None:
         reducer = self._reducer
@@ -285,24 +336,28 @@ class OwnLoop:
     def refuse_if_failed(self) -> None:
         """Raise when the last backward never came to its end."""
         if self._in_backward:
-            raise ConfigError(
-                "the last backward ended with an error, and other ranks may be waiting for its "
-                "gradients: call sync.discard() first (then no rank uses this step's)"
-            )
+            raise ConfigError(_FAILED)
 
     def _refuse_if_foreign(self) -> None:
         if not self._reducer.own_loop:
-            raise ConfigError(
-                f"sync={self._reducer.strategy!r} works through sync.backward and sync.step only "
-                "(an optimizer's own step would let ranks drift apart); in a loop of your own use "
-                "sync='invariant', 'bucketed', 'naive' or 'fsdp'"
-            )
+            raise ConfigError(f"sync={self._reducer.strategy!r} {_FOREIGN}")
 
     def close(self) -> None:
         """Remove the hooks."""
-        optimizer_watch().discard(self)
+        self.closed = True
+        self._optimizers.discard(self)
         for handle in self._handles:
             handle.remove()
+
+
+@contextmanager
+def _no_sync(own_loop: OwnLoop) -> Iterator[None]:
+    before = own_loop.synchronises
+    own_loop.synchronises = False
+    try:
+        yield
+    finally:
+        own_loop.synchronises = before
 
 
 def _hooks(own_loop: OwnLoop, model: nn.Module, reducer: Reducer) -> list[Any]:
@@ -317,23 +372,16 @@ def _hooks(own_loop: OwnLoop, model: nn.Module, reducer: Reducer) -> list[Any]:
         alive.refuse_if_failed()
         alive._no_sync_in_forward = alive._no_sync
 
-    def gradient_came(parameter: torch.Tensor) -> bool:
-        alive = _alive(loop)
-        if alive._foreign.drop(parameter, lambda: alive.leaves > 0 or alive.pending):
-            return False
-        watched = alive._reducer.own_loop or alive.leaves > 0
-        return watched and alive.backward_begins()
-
     def gradient_is_ready(parameter: torch.Tensor) -> None:
         alive = _alive(loop)
         if not alive._enclosed and not alive._in_backward:
-            gradient_came(parameter)
+            alive.gradient_came(parameter)
 
     handles: list[Any] = []
     if reducer.own_loop:
         handles.append(model.register_forward_pre_hook(ModuleHook(before_forward)))
     if isinstance(reducer, Engine):
-        reducer.own_backward = gradient_came
+        reducer.own_backward = lambda parameter: _alive(loop).gradient_came(parameter)
         return handles
     return handles + [
         p.register_post_accumulate_grad_hook(gradient_is_ready) for p in reducer.parameters
@@ -352,11 +400,59 @@ def _left_over(
     return [(p, p.grad.clone()) for p in found if p.grad is not None]
 
 
+class OwnLoopFace:
+    """The part of `GradientSync` that a loop of one's own calls."""
+
+    _own_loop: OwnLoop
+
+    def finish(self) -> None:
+        """In a loop of one's own: make every `.grad` the mean over ranks, as torch's DDP does.
+
+        Backward does it by itself at its end; this call is for a rank that had no backward in this
+        step, and for strategies without hooks. Calling it twice does nothing more.
+        """
+        self._refuse_if_closed()
+        self._own_loop.finish()
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """In a loop of one's own, as torch's DDP has it: whether a backward averages over ranks.
+
+        False is `no_sync` without the `with`: set it before the forward, and True again before the
+        forward of the last micro-batch. `GradientSync.backward` only adds up, whatever it says;
+        `step` synchronises.
+
+        Raises:
+            ConfigError: on setting, under strategies without a loop of one's own.
+        """
+        return self._own_loop.synchronises
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, wanted: bool) -> None:
+        """Set between two micro-batches."""
+        self._refuse_if_closed()
+        self._own_loop.synchronises = wanted
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """In a loop of one's own: only add up; enclose forward and backward of all micro-batches
+        but the last."""
+        self._refuse_if_closed()
+        return _no_sync(self._own_loop)
+
+    def _refuse_if_closed(self) -> None:
+        if self._own_loop.closed:
+            raise ConfigError("this handle is closed: call gs.replicate again")
+
+
 def _alive(loop: weakref.ref[OwnLoop]) -> OwnLoop:
     found = loop()
     if found is None:
         raise gone()
     return found
+
+
+def _held(optimizer: torch.optim.Optimizer, ids: set[int]) -> Iterator[torch.Tensor]:
+    return (p for group in optimizer.param_groups for p in group["params"] if id(p) in ids)
 
 
 def _any_gradient(parameters: Iterable[torch.Tensor]) -> bool:

@@ -19,7 +19,7 @@ import torch
 from gradsync.comm.base import Communicator
 from gradsync.errors import ConfigError
 from gradsync.sync.agreement import Agreement, agree
-from gradsync.sync.hyperparameters import Settings, digest, refuse_closure, settings_of
+from gradsync.sync.hyperparameters import Settings, digest, settings_of
 from gradsync.sync.loss_sum import LossSum
 from gradsync.sync.reducer import Reducer
 from gradsync.sync.replica_watch import ReplicaWatch
@@ -90,27 +90,12 @@ class Update:
     Args:
         reducer: of the model.
         optimizers: hold different parameters; the gradients of parameters in none are dropped.
-        scaled: a GradScaler may skip the step.
 
     Raises:
-        ConfigError: two optimizers hold the same parameter, or one calls a closure; the strategy
-            cannot skip a step.
+        ConfigError: two optimizers hold the same parameter.
     """
 
-    def __init__(
-        self,
-        reducer: Reducer,
-        optimizers: Sequence[torch.optim.Optimizer],
-        *,
-        scaled: bool = False,
-    ) -> None:
-        if scaled and not reducer.takes_scale:
-            raise ConfigError(
-                f"sync={reducer.strategy!r} cannot work with a GradScaler: a gradient that is not "
-                "finite would stay in what it remembers; use bf16, or another strategy"
-            )
-        for optimizer in optimizers:
-            refuse_closure(optimizer)
+    def __init__(self, reducer: Reducer, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.optimizers = optimizers
         self.param_groups = [group for o in optimizers for group in o.param_groups]
         self._reducer = reducer
@@ -175,12 +160,17 @@ def take_step(
     """
     reducer, comm = parts.reducer, parts.comm
     optimizers, unheld = ((), set()) if update is None else (update.optimizers, update.unheld)
-    reducer.forget() if update is None else reducer.expect(optimizers, scaled=scale is not None)
+    if update is None:
+        reducer.forget()
+    else:
+        reducer.expect(update.optimizers, scaled=scale is not None)
     counts = parts.statistics.step_begins()
     reducer.look(wanted=update is not None and scale is None and not loss.is_finite)
     used = [here and index not in unheld for index, here in enumerate(reducer.launch())]
     agreed, settings = _agree(parts, loss, optimizers, used, counts, stop=stop)
     reduction = reducer.reduce(agreed.used)
+    for index in unheld:  # they count in no norm
+        reducer.parameters[index].grad = None
     norm = None
     # From here on gradients, loss and weight are used up, also when a user's hook raises.
     try:
@@ -201,8 +191,6 @@ def take_step(
     finally:
         loss.clear()
         reducer.clear_gradients()
-        for optimizer in optimizers:
-            optimizer.zero_grad(set_to_none=True)
     parts.statistics.step_ends(agreed.counts)
     reducer.after_step()
     if parts.watch is not None and not agreed.discard:
@@ -252,8 +240,6 @@ def _update(
     scale: Any,
 ) -> Tensor | None:
     """From the sum of gradients to new weights; the norm before clipping."""
-    for index in update.unheld:  # they count in no norm
-        reducer.parameters[index].grad = None
     if scale is not None:
         scale.unscale_(update)
     # The one place that divides, whatever the strategy.

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from gradsync.comm.groups import group, groups
 from gradsync.comm.reductions import ALGORITHMS, all_reduce
-from gradsync.errors import ConfigError
+from gradsync.errors import ConfigError, RunError
 from gradsync.world import World
 from support.comm_cases import check_all, rank_input
 from support.rank_session import open_session
@@ -92,6 +92,9 @@ def _arbitrary(rank: int, world_size: int, store_path: str) -> Any:
             total = torch.tensor([10**rank])
             comm.all_reduce(total).wait()
             found.append((comm.rank, comm.world_size, int(total)))
+            if ranks == [2, 0]:
+                with pytest.raises(RunError, match=r"rank 0: .* int32 .* rank 1: .* float32 \[3\]"):
+                    comm.all_reduce(torch.ones(3, dtype=torch.float32 if rank else torch.int32))
         for wrong in ([], [0, 0], [3], [-1, 0]):
             with pytest.raises(ConfigError, match=r"a group needs ranks of 0\.\.2, each once"):
                 group(wrong)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradsync import DDPManager, get_device, init_distributed, is_main_process, setup_distributed
-from gradsync.errors import ConfigError, PeerError
+from gradsync.errors import ConfigError, PeerError, RunError
+from gradsync.faces.functions import backend_here
 from gradsync.world import World
 from support.launchers import run_python, run_torchrun
 from support.rank_session import open_session
@@ -52,16 +54,21 @@ def use_every_method(rank: int, world_size: int, store_path: str) -> dict[str, A
     with started_by_mpirun(rank, world_size, store_path):
         manager = DDPManager()
         seen["before"] = (manager.world == World(), manager.device.type, manager.is_main_process)
-        seen["world"] = manager.initialize(timeout_mins=1.5)
+        seen["world"] = manager.initialize(backend="nccl", timeout_mins=1.5)
         assert manager.world is seen["world"]
         assert manager._session is not None
         seen["timeout_s"] = manager._session.options.timeout_s
         seen["main"] = manager.is_main_process
+        seen["numbers"] = (manager.rank, manager.world_size, manager.local_rank)
         seen["device"] = str(manager.device)
         for op in ("sum", "mean", "min", "max"):
             tensor = torch.tensor([1.0 + rank, 10.0 * rank])
             assert manager.all_reduce(tensor, op) is tensor  # in place
             seen[op] = tensor.tolist()
+        for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MIN, dist.ReduceOp.MAX):
+            seen[op.name] = manager.all_reduce(torch.tensor(1.0 + rank), op).item()
+        with pytest.raises(RunError, match=r"rank 0: .* named 'norm'; rank 1: .* named 'loss'"):
+            manager.all_reduce(torch.tensor(1.0), name="loss" if rank else "norm")
         tensor = torch.tensor(float(rank))
         seen["default"] = manager.all_reduce(tensor).item()
         flag = Path(f"{store_path}-flag")
@@ -86,6 +93,8 @@ def test_every_method_on_two_ranks(pool: Any) -> None:
         assert seen["mean"] == [1.5, 5.0]
         assert seen["min"] == [1.0, 0.0]
         assert seen["max"] == [2.0, 10.0]
+        assert [seen[op] for op in ("SUM", "AVG", "MIN", "MAX")] == [3.0, 1.5, 1.0, 2.0]
+        assert seen["numbers"] == (rank, 2, rank)
         assert seen["default"] == 0.5
         assert seen["passed the barrier"]
         assert not seen["group after"]
@@ -95,7 +104,8 @@ def wrap_in_ddp(rank: int, world_size: int, store_path: str) -> dict[str, Any]:
     with started_by_mpirun(rank, world_size, store_path), DDPManager() as manager:
         torch.manual_seed(rank)  # ranks start differently: rank 0's weights must win
         model = nn.Linear(2, 1, bias=False)
-        wrapped = manager.wrap_model(model, sync="ddp", broadcast_buffers=False)
+        options = {"broadcast_buffers": False, "device_ids": [rank]}
+        wrapped = manager.wrap_model(model, sync="ddp", **options)
         assert isinstance(wrapped, nn.parallel.DistributedDataParallel)
         assert wrapped.module is model
         assert wrapped.gradient_as_bucket_view
@@ -120,13 +130,27 @@ def test_wrap_model_in_ddp(pool: Any) -> None:
     assert first["view"] is False
 
 
+DDP_OPTIONS: dict[str, Any] = {
+    "device_ids": [0],
+    "output_device": 0,
+    "find_unused_parameters": True,
+    "gradient_as_bucket_view": True,
+    "bucket_cap_mb": 1.0,
+    "static_graph": True,
+    "broadcast_buffers": False,
+    "process_group": None,
+}
+
+
 def wrap_in_place(rank: int, world_size: int, store_path: str) -> dict[str, Any]:
     with started_by_mpirun(rank, world_size, store_path), DDPManager() as manager:
         torch.manual_seed(rank)
         backbone = nn.Linear(2, 2).requires_grad_(False)
         adapter, head = nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False)
         assert manager.wrap_model(backbone) is backbone  # only moved
-        wrapped = manager.wrap_model(adapter, head, bucket_mb=1.0)
+        wrapped = manager.wrap_model(adapter, head, **DDP_OPTIONS)
+        (handle,) = manager._handles
+        assert handle.reducer.recipe.bucket_mb == 1.0
         assert wrapped == (adapter, head)
         optimizer = torch.optim.SGD([*adapter.parameters(), *head.parameters()], lr=0.1)
         gradients = []
@@ -199,6 +223,34 @@ def test_options_reach_the_loader(pool: Any) -> None:
     assert pool.run(take_passes, 1, 4, 1, options)[0]["taken"] == [[[0, 2], [4, 6]]]
 
 
+def test_options_of_torch_are_taken_or_named(caplog: pytest.LogCaptureFixture) -> None:
+    """Those that mean nothing here are said in a debug line; others name what there is."""
+    with caplog.at_level(logging.DEBUG, "gradsync"), DDPManager() as manager:
+        batches = manager.get_dataloader(
+            Numbers(4), 2, shuffle=False, pin_memory=True, drop_last=True, sampler=None
+        )
+        assert [batch.tolist() for batch in batches] == [[0, 1], [2, 3]]
+        with pytest.raises(ConfigError, match=r"sampler= of torch is shuffle= and seed=.*here"):
+            manager.get_dataloader(Numbers(4), 2, sampler=range(4))
+        for name, instead in (("process_group", "comm="), ("mixed_precision", "torch.autocast")):
+            with pytest.raises(ConfigError, match=f"{name}= of torch is .*{instead}"):
+                manager.wrap_model(nn.Linear(1, 1), **{name: 1})
+        with pytest.raises(ConfigError, match="sync='diloco' has no option 'bucket_mb'"):
+            manager.wrap_model(nn.Linear(1, 1), sync="diloco", bucket_cap_mb=25)
+    assert "pin_memory=True is ignored: batches come on this rank's device" in caplog.text
+
+
+def test_nccl_without_a_gpu_is_gloo(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for available, said in ((False, 1), (True, 0)):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda there=available: there)
+        caplog.clear()
+        assert backend_here("nccl") is None
+        assert caplog.text.count("'nccl' needs a GPU, and there is none: gloo is used") == said
+    assert backend_here("gloo") == "gloo"
+
+
 def go_on(rank: int, world_size: int, store_path: str) -> tuple[list[Any], list[Any]]:
     with started_by_mpirun(rank, world_size, store_path), DDPManager() as manager:
         first = manager.get_dataloader(Numbers(11), batch_size=2, seed=3)
@@ -242,7 +294,7 @@ def test_one_rank_needs_nothing_else() -> None:
         assert not dist.is_initialized()
         model = nn.Linear(2, 2)
         assert manager.wrap_model(model) is model
-        for op in ("sum", "mean", "min", "max"):
+        for op in ("sum", "mean", "min", "max", dist.ReduceOp.SUM):
             assert manager.all_reduce(torch.tensor([3.0]), op).tolist() == [3.0]
         manager.barrier()
         batches = manager.get_dataloader(Numbers(5), batch_size=2, shuffle=False)
@@ -381,5 +433,5 @@ def test_means_after_cleanup_and_of_integers() -> None:
     manager = DDPManager()
     manager.world = World(world_size=2, local_world_size=2)  # as it was before `cleanup`
     assert manager.all_reduce(torch.tensor(4.0)).item() == 4.0
-    with pytest.raises(ConfigError, match=r"the mean of torch.int64 is no torch.int64"):
+    with pytest.raises(ConfigError, match=r"the mean of torch.int64 would be cut off"):
         manager.all_reduce(torch.tensor(4))

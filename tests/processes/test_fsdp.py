@@ -376,6 +376,10 @@ def _misuse(rank: int, world_size: int, store_path: str) -> list[str]:
         expect(lambda: do_step(sync, early, 0))
         model = make("blocks")
         sync = bind(model, world)
+        matrices = (p for p in model.parameters() if p.dim() == 2)
+        expect(lambda: do_step(sync, torch.optim.Muon(matrices), 0))
+        model = make("blocks")
+        sync = bind(model, world)
         with sync.micro_step(last=False):
             loss, weight = leaf_loss(sync, 0, rank)
             sync.backward(loss, weight=weight)
@@ -385,10 +389,11 @@ def _misuse(rank: int, world_size: int, store_path: str) -> list[str]:
 
 def test_misuse_is_named(pool: Any) -> None:
     for messages in pool.run(_misuse, 2):
-        mixed, outside, early, never_last = messages
+        mixed, outside, early, muon, never_last = messages
         assert "'first.weight' is torch.float32, 'last.weight' is torch.float16" in mixed
         assert "`with sync.micro_step(last=leaf.is_last):`" in outside
         assert "make it after gs.replicate" in early
+        assert "torch.optim.Muon orthogonalises whole matrices" in muon
         assert "no micro-step of this step was `last=True`" in never_last
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradsync.errors import LaunchError, PeerError, RendezvousError, RunError
+from gradsync.errors import ConfigError, LaunchError, PeerError, RendezvousError, RunError
 from gradsync.runtime.gloo_group import wait_until_workers_sleep
 from gradsync.runtime.session import Session, SessionOptions
 from gradsync.runtime.store import host_store, own_address, wait_until
@@ -118,6 +118,25 @@ def one_after_the_other(rank: int, world_size: int, store_path: str) -> list[flo
 
 def test_two_sessions_one_after_the_other(pool: Any) -> None:
     assert pool.run(one_after_the_other, 3) == [[3.0, 6.0]] * 3
+
+
+def backends(rank: int, world_size: int, store_path: str) -> list[str]:
+    """What several backends, one session each, end in: a sum, or why not."""
+    said = []
+    for name in ("foo", "mpi", "cpu:gloo"):
+        try:
+            with open_session(rank, world_size, store_path, backend=name):
+                said.append(f"{name} {sum_of_ranks(rank) if world_size > 1 else 1.0}")
+        except ConfigError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_backend_is_refused_on_one_rank_as_on_two(pool: Any) -> None:
+    (alone,) = pool.run(backends, 1)
+    assert pool.run(backends, 2) == [alone] * 2
+    assert "backend 'foo' is unknown; here: gloo" in alone[0]
+    assert "backend 'mpi' needs a torch built from source with MPI" in alone[1]
 
 
 def draw(rank: int, world_size: int, store_path: str, seed: int | None) -> float:

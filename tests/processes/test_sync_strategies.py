@@ -14,7 +14,7 @@ from torch import nn
 from gradsync.comm.choose import communicator
 from gradsync.comm.groups import groups
 from gradsync.comm.single import SingleCommunicator
-from gradsync.errors import ConfigError
+from gradsync.errors import ConfigError, GradsyncError
 from gradsync.sync.reducer import sum_gradients
 from gradsync.sync.registry import STRATEGIES
 from gradsync.sync.replicate import replicate
@@ -113,6 +113,42 @@ def _forward_past_ddp(rank: int, world_size: int, store_path: str) -> str:
 def test_a_forward_past_ddp_is_named(pool: Any) -> None:
     for message in pool.run(_forward_past_ddp, 2):
         assert "the forward did not go through `sync.forward(...)`" in message
+
+
+def _unlike(rank: int, world_size: int, store_path: str, name: str) -> list[str]:
+    """What is said of another learning rate, of a plain backward, of weights changed on rank 0."""
+    said = []
+    with open_session(rank, world_size, store_path) as world:
+        model = nn.Linear(2, 2)
+        sync = replicate(model, world, sync=name)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        whole = sync.reducer.whole_parameters
+        for mistake in ("rate", "plain", "weights")[: 3 if whole else 1]:
+            optimizer.param_groups[0]["lr"] = 0.1 * (rank + 1) if mistake == "rate" else 0.1
+            if (rank, mistake) == (0, "weights"):
+                model.load_state_dict(nn.Linear(2, 2).state_dict())
+            with sync.micro_step(last=True):
+                loss = sync.forward(torch.ones(1, 2)).sum()
+                loss.backward() if mistake == "plain" else sync.backward(loss, weight=1)
+            try:
+                sync.step(optimizer)
+            except GradsyncError as error:
+                said.append(str(error))
+            model.zero_grad()
+        sync.close()
+    return said
+
+
+@pytest.mark.parametrize("name", ON_PROCESSES_ONLY)
+def test_ranks_that_differ_are_refused(pool: Any, name: str) -> None:
+    expected = (
+        "lr of group 0 differs: rank 0 0.1, rank 1 0.2; no rank has updated its weights",
+        "loss.backward() is followed by optimizer.step()",
+        "replicas differ, first in 'weight' (2 of 2 tensors): since the last step (or gs.repl",
+    )
+    for said in pool.run(_unlike, 2, name):
+        assert len(said) == (1 if name == "fsdp" else 3)
+        assert all(text.startswith(begin) for text, begin in zip(said, expected, strict=False))
 
 
 def _without_micro_step(rank: int, world_size: int, store_path: str) -> tuple[str, bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -168,7 +169,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(
     victim.write_bytes(content)
     (again,) = pool.run(train_rank, 1, replace(config, steps=6))
     assert again.exit_code == 0
-    assert "step-00000004 is damaged" in again.printed
+    assert "step-00000004 is of no use" in again.printed
     assert "using step-00000002" in again.printed
 
 
@@ -249,35 +250,50 @@ def test_a_signal_in_the_last_step_comes_too_late(pool: Any, data: Path, tmp_pat
     assert results[0].summary["val_loss"] is not None
 
 
-def flip_one_bit(rank: int, world_size: int, store_path: str, config: TrainConfig) -> RankResult:
-    """As `train_rank`, with one bit of one weight flipped on rank 1 right before step 3."""
+def flip_one_bit(
+    rank: int, world_size: int, store_path: str, config: TrainConfig, seen: bool
+) -> RankResult:
+    """As `train_rank`, with one bit of one weight flipped on rank 1 right after step 3; `seen` by
+    autograd's counters, or past them."""
     original = Trainer._train_step
 
-    def step_with_flip(self: Trainer, step: Step, *rest: Any) -> Any:
+    def step_and_flip(self: Trainer, step: Step, *rest: Any) -> Any:
+        result = original(self, step, *rest)
         if (rank, step.number) == (1, 3):
-            weight = self.learner.model.get_parameter("blocks.1.mlp.up.weight").detach()
+            weight = self.learner.model.get_parameter("blocks.1.mlp.up.weight")
+            weight = weight.detach() if seen else weight.data
             weight.view(-1)[5:6].view(torch.int32).bitwise_xor_(1 << 20)
-        return original(self, step, *rest)
+        return result
 
-    with mock.patch.object(Trainer, "_train_step", step_with_flip):
+    with mock.patch.object(Trainer, "_train_step", step_and_flip):
         return train_rank(rank, world_size, store_path, config)
 
 
-def test_a_flipped_bit_is_found_and_its_rank_named(pool: Any, data: Path, tmp_path: Path) -> None:
-    messages = SyncConfig(collective="backend")  # else the owner's bits heal it at once
-    config = small_config(tmp_path, data, check_replicas_every=1, sync_options=messages)
-    for result in pool.run(flip_one_bit, 3, config):
+@pytest.mark.parametrize(
+    ("seen", "every", "verdict"),
+    [
+        (False, 1, "replicas differ after step 4.* rank 1 holds other bits than ranks 0,2"),
+        (True, 0, "replicas differ,.* weights were changed on rank 1, not"),
+    ],
+    ids=["check_replicas", "the step itself"],
+)
+def test_a_flipped_bit_is_found_and_its_rank_named(
+    pool: Any, data: Path, tmp_path: Path, seen: bool, every: int, verdict: str
+) -> None:
+    """Before the next step, in which its owner's bits would heal it, or it the others'."""
+    given = SyncConfig(weights="replicas")
+    config = small_config(tmp_path, data, check_replicas_every=every, sync_options=given)
+    for result in pool.run(flip_one_bit, 3, config, seen):
         assert result.exit_code == 1
         assert "blocks.1.mlp.up.weight" in result.error
-        assert "after step 4" in result.error
-        assert "rank 1 holds other bits than ranks 0,2" in result.error
+        assert re.search(verdict, result.error), result.error
 
 
 def test_a_bit_flipped_in_the_one_copy_of_the_weights_is_refused(
     pool: Any, data: Path, tmp_path: Path
 ) -> None:
     """All ranks of the host train the same memory; the others meet a rank that has ended."""
-    results = pool.run(flip_one_bit, 2, small_config(tmp_path, data))
+    results = pool.run(flip_one_bit, 2, small_config(tmp_path, data), True)
     assert [result.exit_code for result in results] == [1, 1]
     assert "all ranks of the host share one copy of them" in results[1].error
     assert "rank 1" in results[0].error

@@ -59,9 +59,8 @@ def test_unused_parameters_are_named_once(name: str, caplog: pytest.LogCaptureFi
     run_thread_ranks(work, 3)
     said = sorted(record.getMessage() for record in caplog.records)
     assert said == [
-        f"parameter '{parameter}' got no gradient on rank {rank} in this step, but did on another "
-        "one; here it counts as zeros (said once)"
-        for parameter in ("branch.bias", "branch.weight")
+        f"parameter 'branch.weight' and 1 more got no gradient on rank {rank} in this step, but "
+        "did on another one; here they count as zeros (said once)"
         for rank in (0, 2)
     ]
 

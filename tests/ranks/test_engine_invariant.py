@@ -53,7 +53,11 @@ def hashes(problem: Problem, ways: tuple[Way, ...], world_size: int) -> list[dic
 
 @pytest.mark.parametrize(
     ("name", "world_size"),
-    [*(("branches", n) for n in (2, 3, 5, 8)), *product(["5 leaves", "11 leaves"], [4, 7])],
+    [
+        *(("branches", n) for n in (2, 3, 5, 8)),
+        *product(["5 leaves", "11 leaves"], [4, 7]),
+        ("sgd and adamw", 2),
+    ],
 )
 def test_any_number_of_ranks(name: str, world_size: int) -> None:
     """Powers of two and not, and more ranks than leaves."""

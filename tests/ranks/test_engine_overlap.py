@@ -285,9 +285,9 @@ def test_bytes_are_what_the_registry_says(sync: str, halves: int) -> None:
     share = (world_size - 1) / world_size
     for sent in run_thread_ranks(work, world_size):
         formula = halves * share * 4 * numel
-        # Two flags, the model's number and its square, loss, weight, the used parameter; then
-        # perhaps who has how many leaves.
-        small = 2 * share * 8 * (5 + 2 * NUM_LIMBS)
+        # Three flags, the model's number and a digest's two with their squares, loss, weight, the
+        # used parameter; then perhaps who has how many leaves.
+        small = 2 * share * 8 * (10 + 2 * NUM_LIMBS)
         assert formula + small <= sent <= formula + small + 2 * share * 8 * world_size
 
 

@@ -163,15 +163,15 @@ def _moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]
     return [state["exp_avg_sq"].clone() for state in states if state]
 
 
-@pytest.mark.parametrize("average", [False, True])
-def test_optimizer_memory_is_averaged_when_asked(average: bool) -> None:
+@pytest.mark.parametrize(("average", "optimizers"), [(False, 1), (True, 1), (True, 2)])
+def test_optimizer_memory_is_averaged_when_asked(average: bool, optimizers: int) -> None:
     def work(rank: int, group: Any) -> list[Tensor]:
         comm = ProcessGroupCommunicator(group)
         model = small_model()
-        optimizer = adamw(model)
+        parts = [adamw(part) for part in ([model] if optimizers == 1 else [model[0], model[2]])]
         reducer = LocalSgdReducer(model, comm, inner_steps=1, average_optimizer=average)
-        train(GradientSync(model, comm, reducer), optimizer, [0], UNEVEN)
-        return _moments(model, optimizer)
+        train(GradientSync(model, comm, reducer), parts, [0], UNEVEN)
+        return [moment for part in parts for moment in _moments(model, part)]
 
     def alone(rank: int) -> list[Tensor]:
         model = small_model()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -21,6 +22,15 @@ from support.thread_ranks import run_thread_ranks
 
 every_engine = pytest.mark.parametrize("name", ["invariant", "bucketed"])
 every_strategy = pytest.mark.parametrize("name", ["invariant", "bucketed", "naive"])
+
+
+@dataclass
+class Leaf:
+    """What a loader tells of a leaf."""
+
+    index: int
+    is_last: bool
+    num_targets: int = 4
 
 
 class FailsOnce(torch.autograd.Function):
@@ -181,13 +191,69 @@ def test_the_two_ways_are_not_mixed(name: str) -> None:
     sync.close()
 
 
+@every_strategy
+def test_plain_backwards_in_micro_step_are_refused(name: str) -> None:
+    """Uneven shares: each backward would be a step of its own, and ranks would pair different
+    ones."""
+
+    def work(rank: int, group: dist.ProcessGroup) -> str:
+        model = two_layers()
+        sync = replicate(model, sync=name, comm=ProcessGroupCommunicator(group))
+        with sync.micro_step(last=rank == 2), pytest.raises(ConfigError) as caught:
+            model(X).sum().backward()
+        sync.close()
+        return str(caught.value)
+
+    for said in run_thread_ranks(work, 3):
+        assert "write sync.backward(loss_sum, leaf=leaf) there and sync.step(optimizer)" in said
+
+
+@every_strategy
+def test_a_sum_is_not_finished_as_a_mean(name: str) -> None:
+    model = two_layers()
+    sync = alone(model, sync=name)
+    sync.backward(model(X).sum(), weight=4)
+    with pytest.raises(ConfigError, match=r"by sync.step\(optimizer\), not by sync.finish"):
+        sync.finish()
+    sync.close()
+
+
+@every_engine
+@pytest.mark.parametrize("collective", ["auto", "backend"])
+def test_a_skipped_step_is_named(name: str, collective: str) -> None:
+    def work(rank: int, group: dist.ProcessGroup) -> None:
+        model = two_layers()
+        comm = ProcessGroupCommunicator(group)
+        sync = replicate(model, sync=name, comm=comm, collective=collective)
+        for leaf in (Leaf(2 * rank, False), Leaf(2 * rank + 1, True)):
+            sync.backward(model(X).sum(), leaf=leaf)
+        loss = model(X).sum()
+        with pytest.raises(ConfigError, match=r"sync.step\(\) was not called in between"):
+            sync.backward(loss, leaf=Leaf(2 * rank, False))
+        sync.close()
+
+    run_thread_ranks(work, 2)
+
+
+@every_strategy
+def test_an_optimizer_that_evaluates_the_loss_is_refused(name: str) -> None:
+    model = two_layers()
+    sync = alone(model, sync=name)
+    sync.backward(model(X).sum(), weight=4)
+    with pytest.raises(ConfigError, match=r"sync.step\(\) cannot run LBFGS, whose step evaluates"):
+        sync.step(torch.optim.LBFGS(model.parameters()))
+    sync.close()
+
+
 def test_a_second_step_for_a_second_optimizer_is_refused() -> None:
     model = two_layers()
     sync = alone(model)
     first, second = (torch.optim.SGD(part.parameters(), lr=0.1) for part in model)
     sync.backward(model(X).sum(), weight=4)
     sync.step(first)
-    with pytest.raises(ConfigError, match=r"without a backward on any rank .* .several optimizers"):
+    with pytest.raises(
+        ConfigError, match=r"without a backward on any rank .* sync.step\(\[a, b\]\)"
+    ):
         sync.step(second)
     sync.close()
 

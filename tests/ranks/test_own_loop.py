@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -262,6 +263,31 @@ def test_no_sync_after_the_forward_is_named(name: str) -> None:
 
 
 @every_strategy
+def test_require_backward_grad_sync(name: str) -> None:
+    """As torch's DDP has it: before the forward it says what no_sync says."""
+
+    def loop(rank: int, sync: GradientSync, _: Any) -> dict[str, Tensor | None]:
+        assert sync.require_backward_grad_sync
+        sync.require_backward_grad_sync = False
+        for turn in (0, 1):
+            loss_of(sync.model, rank, turn).backward()
+        with sync.no_sync():
+            assert not sync.require_backward_grad_sync
+        assert not sync.require_backward_grad_sync
+        sync.require_backward_grad_sync = True
+        loss_of(sync.model, rank, 2).backward()
+        found = gradients(sync.model)
+        loss = loss_of(sync.model, rank, 3)
+        sync.require_backward_grad_sync = False
+        with pytest.raises(ConfigError, match="set require_backward_grad_sync before the forward"):
+            loss.backward()
+        return found
+
+    for found in on_ranks(name, loop):
+        assert_gradients(found, mean_gradients(0, 1, 2))
+
+
+@every_strategy
 def test_evaluation_between_does_not_count_as_a_forward(name: str) -> None:
     def loop(rank: int, sync: GradientSync, _: Any) -> dict[str, Tensor | None]:
         loss = loss_of(sync.model, rank)
@@ -284,3 +310,35 @@ def test_no_sync_ends_with_an_exception(name: str) -> None:
 
     for found in on_ranks(name, loop):
         assert_gradients(found, mean_gradients(0))
+
+
+# -- gradients that are not finite ----------------------------------------------------------------
+
+
+@every_strategy
+@pytest.mark.parametrize("handle", [False, True])
+def test_a_gradient_that_is_not_finite_is_said_by_its_rank(
+    name: str, handle: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def loop(rank: int, sync: GradientSync, optimizer: torch.optim.Optimizer) -> None:
+        for turn in range(3):
+            loss = loss_of(sync.model, rank, turn)
+            if (rank, turn) == (1, 1):  # from the next step on all ranks have nan
+                loss = loss * float("nan")
+            if handle:
+                sync.backward(loss, weight=1)
+                sync.step(optimizer)
+            else:
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    caplog.set_level(logging.WARNING, logger="gradsync")
+    on_ranks(name, loop)
+    said = sorted(r.getMessage() for r in caplog.records if "nan or inf" in r.getMessage())
+    assert [text.partition(":")[0] for text in said] == [
+        *("rank 0, step 3", "rank 1, step 2", "rank 2, step 3")
+    ]
+    names = [name for name, p in start().named_parameters() if p.requires_grad]
+    assert any(name in said[1] for name in names)
+    assert "(" in said[1]

@@ -225,9 +225,13 @@ def test_a_strategy_that_cannot_is_refused_before_ranks_drift(name: str) -> None
         model(torch.ones(1, 2)).sum().backward()
         with pytest.raises(ConfigError) as caught:
             optimizer.step()
+        with pytest.raises(ConfigError, match=f"sync='{name}' works through sync.backward"):
+            sync.require_backward_grad_sync = False
+        with pytest.raises(ConfigError, match=r"sync.step\(optimizer\) follows sync.backward"):
+            sync.step(optimizer)  # which would update nothing, for want of a weight
         sync.close()
         optimizer.step()  # nobody's any more
         return str(caught.value)
 
     for message in run_thread_ranks(work, 2):
-        assert "works through sync.backward and sync.step only" in message
+        assert f"sync='{name}' works through sync.backward and sync.step only" in message

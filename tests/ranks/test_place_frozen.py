@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
+from gradsync.comm.base import Communicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
+from gradsync.comm.single import SingleCommunicator
+from gradsync.data.loader import loader
 from gradsync.errors import ConfigError
+from gradsync.faces.elastic_gpu import ElasticGPUConfig
 from gradsync.faces.frozen import frozen_parts, place_frozen
+from gradsync.hardware.description import Device, Hardware, Host, Link
 from gradsync.hardware.placement import Part, Place, Placement, place_parts
 from gradsync.sync.replicate import replicate
+from gradsync.world import World
+from support.cpu_devices import CpuDevices
 from support.thread_ranks import run_thread_ranks
 
 
@@ -161,3 +171,116 @@ def test_what_cannot_be_placed_is_named() -> None:
         place("head")
     with pytest.raises(ConfigError, match="small is placed on device 1, 1 were given"):
         place("small", 1)
+
+
+class Pair(nn.Module):
+    """Two frozen language models between small parts that train, as in the published table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.encoder = nn.Linear(4, 4)
+        self.llama = Frozen().requires_grad_(False)
+        self.qwen = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).requires_grad_(False)
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.encoder(x)
+        return self.head(self.llama(x)["out"] * self.qwen(x))
+
+
+@pytest.fixture
+def new_parameters() -> Iterator[None]:
+    """Modules get new parameters where they move, as to devices of another type."""
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_overwrite_module_params_on_conversion(False)
+
+
+def trained(model: Pair, comm: Communicator) -> dict[str, Tensor]:
+    """Its weights after two steps of four samples."""
+    sync = replicate(nn.ModuleList([model.encoder, model.head]), comm=comm)  # what trains
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    data = TensorDataset(torch.arange(32.0).sin().view(8, 4), torch.arange(8.0).cos().view(8, 1))
+    world = World(
+        rank=comm.rank,
+        world_size=comm.world_size,
+        local_rank=comm.rank,
+        local_world_size=comm.world_size,
+    )
+    batches = loader(data, world, global_batch_size=4, micro_batch_size=1, seed_leaves=False)
+    for step in islice(batches, 2):
+        for leaf in step:
+            loss = (model(leaf.inputs) - leaf.targets).square().sum()
+            sync.backward(loss, leaf=leaf)
+        sync.step(optimizer)
+    sync.close()
+    batches.close()
+    return {name: tensor.to("cpu").detach() for name, tensor in model.state_dict().items()}
+
+
+def planned(count: int, room: int) -> ElasticGPUConfig:
+    """For `count` devices with `room` bytes each, of which what trains takes 200."""
+    parts = frozen_parts(Pair())
+    size_gb = (200 + sum(part.num_bytes for part in parts)) / 1e9
+    device = Device(kind="cpu", name="CPU", memory_bytes=room, peak_flops=1e9)
+    link = Link(name="shared memory", alpha_s=1e-6, bytes_per_s=1e9)
+    host = Host(devices=(device,) * count, link=link, cores=1, memory_bytes=10**6)
+    return ElasticGPUConfig(4, size_gb, 1.0, frozen=parts, hardware=Hardware(hosts=(host,)))
+
+
+@pytest.mark.usefixtures("new_parameters")
+@pytest.mark.parametrize(
+    ("count", "room", "strategy", "homes"),
+    [
+        (2, 700, "model_split", {"llama.layers.0": 0, "llama.layers.1": 0, "qwen.0": 1}),
+        (3, 500, "hybrid", {"llama.layers.0": 0, "llama.layers.1": 1, "qwen.0": 2}),
+        (4, 700, "hybrid_ddp", {"llama.layers.0": 0, "llama.layers.1": 0, "qwen.0": 1}),
+    ],
+)
+def test_a_split_trains_as_one_device_does(
+    count: int, room: int, strategy: str, homes: dict[str, int]
+) -> None:
+    """Bit for bit, one replica or two; each rank's own device is cpu:0."""
+    expected = trained(Pair(), SingleCommunicator())
+    config = planned(count, room)
+    assert config.strategy == strategy
+    models = [Pair() for _ in config.groups]
+
+    def work(rank: int, group: dist.ProcessGroup) -> dict[str, Tensor]:
+        model = models[rank]
+        with CpuDevices():
+            config.place(model, [f"cpu:{index}" for index in range(len(config.groups[rank]))])
+            parts = {name: model.get_parameter(f"{name}.weight") for name in homes}
+            assert {name: part.device.index or 0 for name, part in parts.items()} == homes
+            assert model.head.weight.device == torch.device("cpu")
+            return trained(model, ProcessGroupCommunicator(group))
+
+    for found in run_thread_ranks(work, len(models)):
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.usefixtures("new_parameters")
+def test_two_replicas_beside_a_second_model_on_the_third_device() -> None:
+    """2 + 1: each rank keeps one frozen model beside what trains, the other one is elsewhere."""
+    expected = trained(Pair(), SingleCommunicator())
+    places = {"llama": Place(devices=(0,)), "qwen": Place(devices=(1,))}
+    models = [Pair() for _ in range(2)]
+
+    def work(rank: int, group: dist.ProcessGroup) -> dict[str, Tensor]:
+        with CpuDevices():
+            placement = Placement(places=places, left=())
+            place_frozen(models[rank], placement, ["cpu:0", "cpu:2"], rest="cpu:0")
+            return trained(models[rank], ProcessGroupCommunicator(group))
+
+    for found in run_thread_ranks(work, 2):
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_devices_that_do_not_meet_are_noticed() -> None:
+    """What the tests above rely on."""
+    with CpuDevices():
+        there = torch.ones(2, 2, requires_grad=True).to("cpu:1")
+        assert str(there.device) == "cpu:1"
+        with pytest.raises(RuntimeError, match="tensors on cpu, cpu:1"):
+            there @ torch.ones(2, 2)

@@ -172,18 +172,18 @@ def test_optimizer_state_and_buffers_are_replicas_too() -> None:
         optimizer = torch.optim.AdamW(model.parameters())
         model(torch.arange(6.0).reshape(2, 3)).sum().backward()
         optimizer.step()
-        names = [name for name, _ in replica_tensors(model, optimizer)]
+        names = [name for name, _ in replica_tensors(model, [optimizer])]
         assert names == [
             *("weight", "bias", "running_mean", "running_var", "num_batches_tracked"),
             *("exp_avg of weight", "exp_avg_sq of weight", "step of weight"),
             *("exp_avg of bias", "exp_avg_sq of bias", "step of bias"),
         ]
         comm = ProcessGroupCommunicator(group)
-        check_replicas(replica_tensors(model, optimizer), comm)
+        check_replicas(replica_tensors(model, [optimizer]), comm)
         if rank == 1:
             optimizer.state[model.bias]["exp_avg_sq"][0] += 1
         with pytest.raises(RunError) as caught:
-            check_replicas(replica_tensors(model, optimizer), comm)
+            check_replicas(replica_tensors(model, [optimizer]), comm)
         return str(caught.value)
 
     assert "first in 'exp_avg_sq of bias' (1 of 11 tensors)" in run_thread_ranks(work, 2)[0]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
@@ -108,13 +108,21 @@ class Problem:
     model: Callable[[], nn.Module]
     loss: LossOfLeaf
     num_leaves: int = 8
-    optimizer: Literal["adamw", "sgd"] = "adamw"
+    optimizer: Literal["adamw", "sgd", "muon"] = "adamw"
+    and_adamw: bool = False
+    """`optimizer` holds the matrices only, AdamW the rest."""
     clip_norm: float | None = 0.5
 
-    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        if self.optimizer == "sgd":
-            return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
-        return torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
+    def make_optimizers(self, model: nn.Module) -> list[torch.optim.Optimizer]:
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        rest = [p for p in parameters if p.dim() != 2 and self.and_adamw]
+        first = [p for p in parameters if p.dim() == 2 or not self.and_adamw]
+        makers: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+            "adamw": lambda p: torch.optim.AdamW(p, lr=0.05, weight_decay=0.1),
+            "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.1),
+            "muon": lambda p: torch.optim.Muon(p, lr=0.05),
+        }
+        return [makers[self.optimizer](first), *([makers["adamw"](rest)] if rest else [])]
 
 
 def _net() -> nn.Module:
@@ -149,6 +157,8 @@ PROBLEMS = {
     ),
     "autocast and dropout": Problem(model=_dropout, loss=_plain(6, autocast=True)),
     "convolution": Problem(model=_conv, loss=_plain(1, 6, 6), num_leaves=6, optimizer="sgd"),
+    "sgd and adamw": Problem(model=_net, loss=_squares(_some), optimizer="sgd", and_adamw=True),
+    "muon and adamw": Problem(model=_net, loss=_squares(_some), optimizer="muon", and_adamw=True),
     "minus zero": Problem(model=Signs, loss=_signs, num_leaves=3, optimizer="sgd", clip_norm=None),
 }
 
@@ -182,18 +192,18 @@ def train(problem: Problem, way: Way, comm: Communicator) -> str:
         torch.manual_seed(1000 + comm.rank)
         model = problem.model()
     sync = replicate(model, sync=way.sync, comm=comm, **options)
-    optimizer = problem.make_optimizer(model)
+    optimizers = problem.make_optimizers(model)
     readings = []
     for step in range(NUM_STEPS):
         mine = share(problem.num_leaves, comm.rank, comm.world_size)
         for index in mine:
             _backward(problem, way, sync, step, index, last=index == mine[-1])
-        result = sync.step(optimizer, clip_norm=problem.clip_norm)
+        result = sync.step(optimizers, clip_norm=problem.clip_norm)
         readings.append(float(result.mean_loss))
         if result.grad_norm is not None:
             readings.append(float(result.grad_norm))
     sync.close()
-    return digest(model, optimizer, readings)
+    return digest(model, optimizers, readings)
 
 
 def _backward(
@@ -231,13 +241,17 @@ def groups_of(comm: Communicator, placement: Placement) -> Groups:
     )
 
 
-def digest(model: nn.Module, optimizer: torch.optim.Optimizer, readings: list[float]) -> str:
-    """SHA-256 over parameters, buffers, optimizer state and `readings`."""
+def digest(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], readings: list[float]
+) -> str:
+    """SHA-256 over parameters, buffers, the optimizers' state and `readings`."""
     sha = hashlib.sha256()
     for tensor in model.state_dict().values():
         sha.update(raw(tensor))
     for parameter in model.parameters():
-        for name, value in sorted(optimizer.state.get(parameter, {}).items()):
+        for name, value in sorted(
+            item for each in optimizers for item in each.state.get(parameter, {}).items()
+        ):
             sha.update(name.encode())
             sha.update(raw(torch.as_tensor(value)))
     sha.update(struct.pack(f"{len(readings)}d", *readings))

@@ -17,7 +17,7 @@ from gradsync.comm.base import Communicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.periodic.rounds import RoundReducer
-from gradsync.sync.step import StepResult
+from gradsync.sync.step import Optimizers, StepResult
 from support.thread_ranks import run_thread_ranks
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
@@ -70,7 +70,7 @@ def leaf_loss(model: nn.Module, step: int, index: int, shares: Shares) -> Tensor
 
 
 def train(
-    sync: GradientSync, optimizer: torch.optim.Optimizer, steps: Sequence[int], shares: Shares
+    sync: GradientSync, optimizer: Optimizers, steps: Sequence[int], shares: Shares
 ) -> list[StepResult]:
     """What a user's loop does, on one rank."""
     results = []

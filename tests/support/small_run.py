@@ -65,7 +65,7 @@ class Inject:
     rank: int
     step: int
     what: str
-    """A signal's name, or "raise"."""
+    """A signal's name; "raise"; or "overflow": the step's learning rate is 1e39, on every rank."""
 
 
 @dataclass
@@ -90,12 +90,14 @@ def train_rank(
     session = open_session(rank, world_size, store_path)
     original = Trainer._train_step
 
-    def step_with_injection(self: Trainer, step: Step, *rest: Any) -> Any:
+    def step_with_injection(self: Trainer, step: Step, lr: float, *rest: Any) -> Any:
+        if inject is not None and inject.what == "overflow":
+            return original(self, step, 1e39 if step.number == inject.step else lr, *rest)
         if inject is not None and (rank, step.number) == (inject.rank, inject.step):
             if inject.what == "raise":
                 raise ValueError(f"injected on rank {rank} before step {step.number}")
             os.kill(os.getpid(), signal.Signals[inject.what])
-        return original(self, step, *rest)
+        return original(self, step, lr, *rest)
 
     with mock.patch.object(Trainer, "_train_step", step_with_injection):
         try:

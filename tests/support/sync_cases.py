@@ -67,6 +67,8 @@ class Case:
     """The branch is in fp64."""
     momentum: bool = False
     """SGD instead of AdamW, which would not notice a gradient of the wrong scale."""
+    two_optimizers: bool = False
+    """SGD with momentum on some parameters, AdamW on the others."""
     told: bool = True
     """Leaves are enclosed in `micro_step`; False: nobody says which one is the last."""
 
@@ -90,6 +92,7 @@ MORE_CASES = (
     # DDP regroups its buckets in the first forward of the second step, if left to itself.
     Case("fewer leaves than ranks in the second step", short_step=1),
     Case("two dtypes", branch_leaves=tuple(range(5)), two_dtypes=True, clip_norm=0.5),
+    Case("two optimizers", num_leaves=12, clip_norm=0.5, two_optimizers=True),
 )
 """For whoever trains through `train_case`, which knows their optimizer."""
 PERIODIC = ("local_sgd", "diloco")
@@ -135,7 +138,7 @@ def train_case(case: Case, sync_name: str, comm: Communicator, **options: Any) -
     needed = options_for(sync_name, unused=case.branch_leaves is not None)
     sync = replicate(model, sync=sync_name, comm=comm, **{**needed, **options})
     frozen = sync.reducer.full_weights()["frozen.weight"].clone()
-    optimizer = _optimizer(case, model)
+    optimizers = _optimizers(case, model)
     losses, norms = [], []
     for step in range(NUM_STEPS):
         short = step == case.short_step
@@ -144,7 +147,7 @@ def train_case(case: Case, sync_name: str, comm: Communicator, **options: Any) -
         for index in mine:
             last = index == mine[-1] and num_leaves >= comm.world_size
             _leaf(case, sync, step, index, last=last)
-        result = sync.step(optimizer, clip_norm=case.clip_norm)
+        result = sync.step(optimizers, clip_norm=case.clip_norm)
         losses.append(float(result.mean_loss))
         norms.append(None if result.grad_norm is None else float(result.grad_norm))
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -156,10 +159,18 @@ def train_case(case: Case, sync_name: str, comm: Communicator, **options: Any) -
     return {"weights": weights, "losses": losses, "norms": norms}
 
 
-def _optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
-    if case.momentum:
-        return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=0.1)
-    return torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
+def _optimizers(case: Case, model: SmallNet) -> list[torch.optim.Optimizer]:
+    by_sgd = list(model.parameters() if case.momentum else ())
+    if case.two_optimizers:
+        by_sgd = list(model.inner.parameters())
+    ids = {id(parameter) for parameter in by_sgd}
+    by_adamw = [parameter for parameter in model.parameters() if id(parameter) not in ids]
+    found: list[torch.optim.Optimizer] = []
+    if by_sgd:
+        found.append(torch.optim.SGD(by_sgd, lr=0.01, momentum=0.9, weight_decay=0.1))
+    if by_adamw:
+        found.append(torch.optim.AdamW(by_adamw, lr=0.05, weight_decay=0.1))
+    return found
 
 
 def _leaf(case: Case, sync: GradientSync, step: int, index: int, *, last: bool) -> None:
@@ -177,7 +188,7 @@ def train_plainly(case: Case) -> dict[str, Any]:
     with _GLOBAL_RANDOM_STATE:
         torch.manual_seed(1000)
         model = SmallNet(branch=case.branch_leaves is not None, wide_branch=case.two_dtypes)
-    optimizer = _optimizer(case, model)
+    optimizers = _optimizers(case, model)
     losses = []
     for step in range(NUM_STEPS):
         short = step == case.short_step
@@ -195,8 +206,9 @@ def train_plainly(case: Case) -> dict[str, Any]:
         loss.backward()
         if case.clip_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), case.clip_norm)
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         losses.append(float(loss.detach()))
     return {"weights": model.state_dict(), "losses": losses}
 

@@ -279,7 +279,7 @@ def test_times_have_three_digits() -> None:
         (["--rounds", "0"], "--rounds 0: must be at least 1"),
         (["--burst", "0"], "--burst 0: must be at least 1"),
         (["--threads", "0"], "--threads 0: must be at least 1"),
-        (["--seconds-per-point", "nan"], "--seconds-per-point nan: must be a finite number"),
+        (["--seconds-per-point", "nan"], "--seconds-per-point must be a finite number"),
         (["--csv", "nowhere/x.csv"], "--csv nowhere/x.csv: there is no folder nowhere"),
         (["--csv", "."], "--csv .: is a folder"),
         (["--out", "file/x"], "--out file/x: file is no folder"),

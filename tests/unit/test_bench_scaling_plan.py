@@ -115,7 +115,7 @@ def test_usual_sizes() -> None:
         (["--strategy", "flat:keep_memory=false"], "here all keep freed memory"),
         (["--rounds", "5"], "--rounds must be at least 6"),
         (["--threshold", "0"], "--threshold must be positive"),
-        (["--threshold", "inf"], "--threshold must be positive and finite"),
+        (["--threshold", "inf"], "--threshold must be a finite number"),
         (["--device", "cudax"], "--device must be one of auto, cpu, cuda"),
         (["--world-sizes", "2,3", "--mode", "strong"], "does not divide among 2 ranks"),
     ],

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import pickle
 import random
 import time
+from unittest import mock
 
 import pytest
 import torch
 
 from gradsync.checkpoint.atomic import Filesystem, StagedDirectory
-from gradsync.checkpoint.manifest import Manifest
+from gradsync.checkpoint.manifest import Manifest, seal
 from gradsync.checkpoint.store import CheckpointStore, Snapshot, resolve
 from gradsync.errors import CheckpointError, ConfigError
 
@@ -148,7 +150,7 @@ def test_every_flipped_bit_is_refused_and_the_one_before_is_used(tmp_path):
             info, problems = store.latest()
             assert info.step == 100
             assert len(problems) == 1
-            assert problems[0].startswith(f"step-00000200 is damaged ({path}/{name}: ")
+            assert problems[0].startswith(f"step-00000200 is of no use ({path}/{name}: ")
         (path / name).write_bytes(good)
     assert store.latest()[0].step == 200
 
@@ -179,22 +181,19 @@ def test_every_truncation_is_refused(tmp_path):
 
 def rewrite_manifest(path, change):
     """A manifest that is consistent in itself, but not of our making."""
-    from gradsync.checkpoint import manifest
-
     body = json.loads((path / "manifest.json").read_bytes())["manifest"]
     change(body)
-    outer = {"manifest": body, "sha256": manifest._digest(body)}
-    (path / "manifest.json").write_bytes(manifest._canonical(outer))
+    (path / "manifest.json").write_bytes(seal(body))
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         (lambda body: body.update(format_version=2), "format version 2, this gradsync reads 1"),
-        (lambda body: body.update(step="100"), "must be integers"),
+        (lambda body: body.update(step="100"), "step must be a number"),
         (lambda body: body.update(surprise=1), "surprise"),
         (lambda body: body.pop("files"), "files"),
-        (lambda body: body["files"].update({"../x": {"size": 0, "sha256": ""}}), "'../x'"),
+        (lambda body: body["files"].update({"../x": body["files"]["state.json"]}), "'../x'"),
         (lambda body: body["files"].pop("state.json"), "expected ['model.safetensors', 'opt"),
         (lambda body: body["aliases"].update({"../../x": {}}), "expected ['../../x"),
         (lambda body: body["aliases"]["model"].update(a="b"), "no tensor 'b'"),
@@ -214,7 +213,7 @@ def test_a_renamed_checkpoint_is_not_another_step(tmp_path):
     store.save(snapshot(100)).rename(tmp_path / "step-00000900")
     info, problems = store.latest()
     assert info is None
-    assert "step-00000900 is damaged" in problems[0]
+    assert "step-00000900 is of no use" in problems[0]
     assert "is of step 100" in problems[0]
 
 
@@ -234,6 +233,56 @@ def test_a_file_that_lies_about_its_format_is_named(tmp_path):
     rewrite_manifest(path, follow)
     with pytest.raises(CheckpointError, match=r"model\.safetensors: not readable as safetensors"):
         store.load(path)
+
+
+# --- nan and inf ----------------------------------------------------------------------------------
+
+
+def of_old(directory, *arguments, **named):
+    """Saved as versions did that did not look at values."""
+    with mock.patch("gradsync.checkpoint.tensor_file.non_finite", return_value=""):
+        return CheckpointStore(directory, keep_last=9).save(snapshot(*arguments, **named))
+
+
+def poisoned(kind, value, name="w"):
+    stem, _, inner = kind.partition(":")
+    tensors = {"model": {"w": torch.ones(3)}, "optimizer": {}, "sync": {}, "buffers": {}}
+    bad = torch.tensor([1.0, value, 2.0])
+    return {**tensors, stem: {**tensors.get(stem, {}), f"{inner}{name}": bad}}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("kind", ["model", "optimizer:exp_avg/", "sync:outer_momentum/"])
+def test_values_that_are_not_finite_are_not_saved(tmp_path, kind, value):
+    store = CheckpointStore(tmp_path, keep_last=1)
+    store.save(snapshot(1))
+    with pytest.raises(CheckpointError, match="w holds nan or inf, from which no run can go on"):
+        store.save(snapshot(2, tensors=poisoned(kind, value)))
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_what_is_not_learnt_may_hold_inf(tmp_path):
+    store = CheckpointStore(tmp_path)
+    path = store.save(snapshot(1, tensors=poisoned("buffers", -math.inf, "mask")))
+    assert store.latest()[0].path == path
+    assert store.load(path).tensors["buffers"]["mask"][1] == -math.inf
+
+
+def test_a_saved_nan_is_passed_over_and_pushes_nothing_out(tmp_path):
+    store = CheckpointStore(tmp_path, keep_last=2)
+    store.save(snapshot(1))
+    bad = [of_old(tmp_path, step, tensors=poisoned("model", math.nan)) for step in (2, 3)]
+    info, problems = store.latest()
+    assert info.step == 1
+    assert [line.partition(" is ")[0] for line in problems] == [path.name for path in bad[::-1]]
+    assert problems[0].endswith("model.safetensors: nan or inf in w)")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: nan or inf in w"):
+        store.load(bad[0])
+    store.save(snapshot(2, state={"second": True}))  # the run that went on from step 1
+    assert store.latest()[0].step == 2
+    assert (tmp_path / "step-00000001").is_dir()
+    store.save(snapshot(4))
+    assert steps(store) == [4, 2]
 
 
 # --- retention ------------------------------------------------------------------------------------
@@ -377,6 +426,6 @@ def test_resolve_says_what_it_did_not_find(tmp_path):
         resolve(tmp_path / "step-00000004")
     (tmp_path / "step-00000003").mkdir()
     with pytest.raises(
-        CheckpointError, match=r"step-00000003 is damaged .*manifest\.json: missing"
+        CheckpointError, match=r"step-00000003 is of no use .*manifest\.json: missing"
     ):
         resolve(tmp_path)

@@ -182,7 +182,7 @@ def test_toml_and_its_typo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     file = tmp_path / "run.toml"
     file.write_text("stepz = 7\n")
     assert run("train", str(file)) == 2
-    assert "--steps" in capsys.readouterr().err
+    assert "perhaps you meant steps" in capsys.readouterr().err
 
 
 def test_saved_config_reads_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from gradsync.comm.choose import communicator
 from gradsync.comm.groups import group, groups
@@ -40,6 +41,35 @@ def test_one_rank_without_a_process_group(algorithm: str, op: Any) -> None:
 def test_unknown_names(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         all_reduce(torch.ones(1), **options)
+
+
+@pytest.mark.parametrize("number", [2.0, 3, [1.0]])
+def test_a_number_is_no_tensor(number: Any) -> None:
+    with pytest.raises(ConfigError, match=f"in place.* got {type(number).__name__}: use"):
+        all_reduce(number, "mean")
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [
+        (dist.ReduceOp.SUM, "sum"),
+        (dist.ReduceOp(dist.ReduceOp.MIN), "min"),
+        (dist.ReduceOp.MAX, "max"),
+        (dist.ReduceOp.AVG, "sum"),
+        ("AVG", "sum"),
+    ],
+    ids=str,
+)
+def test_the_ops_of_torch(op: Any, expected: str) -> None:
+    class Noting(SingleCommunicator):
+        def all_reduce(self, tensor: torch.Tensor, op: Any = "sum") -> Any:
+            assert op == expected
+            return super().all_reduce(tensor, op)
+
+    assert all_reduce(torch.ones(2), op, comm=Noting()).tolist() == [1, 1]
+    for refused in (dist.ReduceOp.PRODUCT, dist.ReduceOp.BXOR):
+        with pytest.raises(ConfigError, match=f"unknown op '{refused.name}'.* sum, mean, min, max"):
+            all_reduce(torch.ones(1), refused)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool])

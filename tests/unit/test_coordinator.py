@@ -157,6 +157,20 @@ def test_over_several_hosts_mpi_broadcasts():
     assert plan(TWO_HOST_MPI | {"MASTER_PORT": "4711"}).port == 4711
 
 
+def test_without_the_local_size_several_hosts_need_an_address():
+    three = {
+        "MV2_COMM_WORLD_RANK": "2",
+        "MV2_COMM_WORLD_SIZE": "4",
+        "MV2_COMM_WORLD_LOCAL_RANK": "0",
+    }
+    with pytest.raises(LaunchError, match="none says where rank 0 is; set MASTER_ADDR"):
+        plan(three)
+    here = plan(three | {"MV2_COMM_WORLD_LOCAL_RANK": "2"}, ancestor=lambda: "mpirun")
+    assert here.kind == "file"
+    given = plan(three | {"MASTER_ADDR": "head"})
+    assert (given.kind, given.address, given.port) == ("given", "head", 29_500)
+
+
 def test_srun_takes_the_first_host_and_a_port_from_the_job():
     found = plan(SRUN, resolve_host=str)
     assert (found.kind, found.address) == ("port", "n03")

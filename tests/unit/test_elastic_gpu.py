@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import gradsync as gs
 from gradsync.errors import ConfigError
@@ -54,10 +55,30 @@ def test_the_batch_stays_the_same_on_any_number_of_devices() -> None:
         assert max(batch["samples_per_replica"]) == batch["batch_size"] * batch["grad_accum_steps"]
 
 
-def test_three_devices_take_unequal_shares() -> None:
-    batch = ElasticGPUConfig(64, 10.0, sample_gb=12.0, hardware=gpus(3, 80)).config
-    assert batch["batch_size"] == 4
-    assert sorted(batch["samples_per_replica"]) == [20, 20, 24]
+@pytest.mark.parametrize(
+    ("samples", "shares", "sample_gb", "batch_size", "steps"),
+    [
+        (256, [85, 85, 86], None, 86, 1),
+        (64, [21, 21, 22], None, 22, 1),
+        (64, [21, 21, 22], 12.0, 4, 6),
+        (96, [32, 32, 32], 7.0, 4, 8),  # equal shares: forwards of one size
+    ],
+)
+def test_three_devices_take_a_third_each(
+    samples: int, shares: list[int], sample_gb: float | None, batch_size: int, steps: int
+) -> None:
+    config = ElasticGPUConfig(samples, 10.0, sample_gb=sample_gb, hardware=gpus(3, 80))
+    assert config.config["samples_per_replica"] == shares
+    assert (config.config["batch_size"], config.config["grad_accum_steps"]) == (batch_size, steps)
+    batch = torch.arange(samples)
+    assert [len(gs.shard_batch(batch, rank, 3)) for rank in range(3)] == shares
+
+
+def test_hardware_by_name() -> None:
+    config = ElasticGPUConfig(256, 55.0, hardware="a100-40x3")
+    assert (config.strategy, config.gpu_count) == ("hybrid", 3)
+    with pytest.raises(ConfigError, match="strategy 'hybrid' places frozen parts, and none were"):
+        config.place(torch.nn.Linear(1, 1))
 
 
 def test_activations_limit_the_leaf() -> None:
@@ -108,7 +129,7 @@ def test_the_summary() -> None:
     assert text.splitlines()[:3] == [
         "2 x NVIDIA A100: 60.0 GB each may be planned with, a replica takes 10 GB",
         "strategy ddp: replicas on devices 0, 1",
-        "batch 64 = 32 a leaf, up to 1 leaves a replica",
+        "batch 64 = 32 + 32, up to 32 in one forward",
     ]
 
 

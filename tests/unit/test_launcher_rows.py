@@ -7,8 +7,10 @@ from gradsync.runtime.launchers import PARSERS
 from gradsync.runtime.launchers.flux import read_flux
 from gradsync.runtime.launchers.mpi import read_hydra, read_mvapich2, read_openmpi
 from gradsync.runtime.launchers.pals import read_pals
+from gradsync.runtime.launchers.reading import is_loopback
 from gradsync.runtime.launchers.srun import read_srun
-from gradsync.runtime.launchers.torchrun import is_loopback, read_torchrun
+from gradsync.runtime.launchers.torchrun import read_torchrun
+from gradsync.world import World
 
 
 def env(text):
@@ -112,12 +114,25 @@ def test_by_hand_with_several_hosts_the_local_rank_must_be_derived(text):
     assert not reading.trust_local
 
 
+def test_mvapich2_may_leave_out_the_local_size():
+    three = "MV2_COMM_WORLD_RANK=2 MV2_COMM_WORLD_SIZE=4 MV2_COMM_WORLD_LOCAL_RANK="
+    alone = read_mvapich2(env(three + "2"))
+    assert alone.world == World(
+        rank=2, world_size=4, local_rank=2, local_world_size=4, launcher="mvapich2"
+    )
+    assert not alone.needs_hosts
+    for text in (three + "0", three + "2 MASTER_ADDR=head.example.org"):
+        reading = read_mvapich2(env(text))
+        assert (reading.world.rank, reading.world.world_size) == (2, 4)
+        assert (reading.needs_hosts, reading.trust_local) == (True, False)
+    assert read_mvapich2(env("MV2_COMM_WORLD_RANK=2 MV2_COMM_WORLD_SIZE=4")).partly_set
+
+
 @pytest.mark.parametrize(
     ("parser", "text"),
     [
         (read_torchrun, TORCHRUN),
         (read_openmpi, OPENMPI.replace("OMPI_COMM_WORLD_NODE_RANK=3", "")),
-        (read_mvapich2, MVAPICH2.replace("MV2_COMM_WORLD_NODE_RANK=3", "")),
         (read_hydra, HYDRA),
         (read_pals, PALS),
         (read_flux, FLUX.replace("FLUX_JOB_NNODES=2", "")),
@@ -224,6 +239,13 @@ def test_pmi_variables_of_a_manager_are_not_hydras(owner, text):
     assert not reading.complete
     assert not reading.partly_set
     assert owner in reading.says()
+
+
+@pytest.mark.parametrize("digits", ["9" * 5_000, "٣" * 20])
+def test_a_step_of_too_many_digits_is_refused(digits):
+    with pytest.raises(LaunchError, match=r"SLURM_STEP_ID=.* is not a step's number") as caught:
+        read_srun({"SLURM_STEP_ID": digits, "SLURM_PROCID": "0"})
+    assert len(str(caught.value)) < 200
 
 
 def test_pmi_variables_that_nobody_explains_are_partly_set():

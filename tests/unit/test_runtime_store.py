@@ -91,7 +91,7 @@ def test_a_taken_port_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         message = f"port {port} on 127.0.0.1 is already in use; set MASTER_PORT to a free port"
-        with pytest.raises(RendezvousError, match=message):
+        with pytest.raises(RendezvousError, match=f"{message}, the same for all ranks$"):
             host_store("127.0.0.1", port, one_host=True)
 
 

@@ -252,6 +252,50 @@ def test_a_file_that_is_none(name: str, text: str, message: str, tmp_path: Path)
         parse_config([str(tmp_path / name)])
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("help: 1", ":1: unknown key 'help'"),
+        ("steps: 1\nstepz: 2", ":2: unknown key 'stepz'; perhaps you meant steps"),
+        ("optim:\n  lrr: 1", ":2: unknown key 'optim.lrr'; perhaps you meant optim.lr"),
+        ("optim:\n  lr: abc", ":2: optim.lr: got 'abc', expected a number"),
+        ("optim:\n  lr: .nan", ":2: optim.lr must be a positive number; got nan"),
+        ("optim: 5", ":1: optim: got 5, expected keys and values (lr, "),
+        ("optim.lr: 1\noptim: {lr: 2}", ":2: optim.lr is given twice"),
+        ("log-every: 1\nlog_every: 2", ":2: log_every is given twice, as log-every before"),
+        ("seed: 1\nsteps: 0", ":2: steps must be at least 1; got 0"),
+        ("steps: 1\nloss_rows: 2\ndtype: fp16", ": loss_rows works with dtype bf16"),
+        ("steps: true", ":1: steps: got True, expected a whole number"),
+        ("steps: 1.0", ":1: steps: got 1.0, expected a whole number"),
+        ("steps: [1]", ":1: steps: got [1], expected a whole number"),
+        ("steps: {a: 1}", ":1: steps: got {'a': 1}, expected a whole number"),
+        ("tf32: 'yes'", ":1: tf32: got 'yes', expected true | false"),
+        ("dtype: fp8", ":1: dtype: got 'fp8', expected bf16 | fp32 | fp16"),
+        ("resume: no", ":1: resume: got False, expected text in quotes"),
+        ("out: null", ":1: out: got None, expected text in quotes"),
+        ("out: 007", ":1: out: got 7, expected text in quotes"),
+        ('out: "a\\0"', ":1: out: a zero byte"),
+        ("preset: midium", ":1: unknown model preset 'midium': did you mean medium"),
+        ("sync_options: {wire: 1}", ":1: sync_options.wire: got 1, expected same | bf16 | fp16"),
+    ],
+)
+def test_a_bad_value_is_refused_with_file_line_and_key(
+    text: str, words: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        parse_config([str(path)])
+    assert f"{path}{words}" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_value_is_not_taken_for_a_flag(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("out: --help\noptim:\nmodel: {dropout: 0}\nlog-every: '7'\n")
+    config = parse_config([str(tmp_path / "a.yaml")])
+    assert (config.out, config.log_every, config.model.dropout) == ("--help", 7, 0.0)
+
+
 def test_values_become_flags() -> None:
     values = {"steps": 5, "tf32": False, "optim": {"min_lr_ratio": 0.5, "fused": False}, "out": ""}
     assert to_flags(values) == [

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import stat
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from gradsync.checkpoint.store import CheckpointStore, Snapshot
 from gradsync.errors import ConfigError, RunError
 from gradsync.train.config_io import parse_config
 from gradsync.train.recipes import recipe
@@ -171,3 +175,59 @@ def test_metrics_stay_json_when_a_loss_is_not_a_number(tmp_path: Path) -> None:
     run_dir.log_metrics({"step": 1, "train/loss": float("nan")})
     run_dir.close()
     assert json.loads((tmp_path / "metrics.jsonl").read_text())["train/loss"] is None
+
+
+# -- whose it is ----------------------------------------------------------------------------------
+
+
+def test_it_is_its_users_alone(path: Path) -> None:
+    run_dir = begin(path)
+    run_dir.log_metrics({"step": 1})
+    run_dir.open_log(3).close()
+    run_dir.write_json("summary.json", {})
+    run_dir.close()
+    write_checkpoint(path)
+    modes = {entry: stat.S_IMODE(entry.stat().st_mode) for entry in (path, *path.rglob("*"))}
+    assert len(modes) == 12
+    for entry, mode in modes.items():
+        assert mode == (0o700 if entry.is_dir() else 0o600), entry
+
+
+def write_checkpoint(path: Path) -> None:
+    tensors = {"model": {"w": torch.ones(1)}}
+    CheckpointStore(path / "checkpoints").save(Snapshot(step=1, tensors=tensors, state={}))
+
+
+def test_a_directory_that_was_there_keeps_its_mode(path: Path) -> None:
+    path.mkdir(parents=True, mode=0o755)
+    begin(path).close()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o755
+    assert stat.S_IMODE((path / "env.json").stat().st_mode) == 0o600
+
+
+def test_nothing_is_written_through_a_link(path: Path, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    names = ("env.json", "config.yaml", "metrics.jsonl", "exit.json", "summary.json")
+    (path / "logs").mkdir(parents=True)
+    for name in names:
+        (path / name).symlink_to(victim)
+        (path / f".{name}.tmp").symlink_to(victim)
+        (path / f".tmp-{name}-{os.getpid()}").symlink_to(victim)
+    (path / "logs" / "rank_00000.log").symlink_to(victim)
+    run_dir = begin(path, done_steps=3)
+    run_dir.log_metrics({"step": 4})
+    for name in ("exit.json", "summary.json"):
+        run_dir.write_json(name, {})
+    run_dir.close()
+    with pytest.raises(OSError, match="symbolic links"):
+        run_dir.open_log(0)
+    assert victim.read_text() == "precious"
+    assert not any((path / name).is_symlink() for name in names)
+
+
+def test_a_pipe_in_the_place_of_a_log_is_refused(path: Path) -> None:
+    (path / "logs").mkdir(parents=True)
+    os.mkfifo(path / "logs" / "rank_00000.log")
+    with pytest.raises(OSError, match=r"No such device|is a pipe"):
+        RunDir(path).open_log(0)

@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 
 from gradsync.cli import verify
 from gradsync.cli.main import main
+from gradsync.cli.ranks import work_folder
 from gradsync.launch import local
 from gradsync.verify.plan import job_from_json
 from gradsync.verify.result import Result
@@ -79,8 +81,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch, then: Callable[[], None], **ended: 
     ("words", "message"),
     [
         (["--clip-norm", "-1"], "--clip-norm -1.0: must be a finite number, at least 0"),
-        (["--clip-norm", "nan"], "--clip-norm nan: must be"),
-        (["--clip-norm", "inf"], "--clip-norm inf: must be"),
+        (["--clip-norm", "nan"], "--clip-norm must be a finite number"),
+        (["--clip-norm", "inf"], "--clip-norm must be a finite number"),
         (["--csv", "nowhere/x.csv"], "--csv nowhere/x.csv: there is no folder nowhere"),
         (["--csv", "."], "--csv .: is a folder"),
         (["--target", "verify_command_target:factory"], "loss_sum must be a function, got int"),
@@ -166,3 +168,33 @@ def test_a_signal_outside_of_a_launch_leaves_nothing_behind(name: str, tmp_path:
     assert done.stderr == f"gradsync: error: {WORDS[name]}\n"
     assert done.stdout == ""
     assert [path.name for path in tmp_path.glob("gradsync-*")] == []
+
+
+KILLED = """
+import os, signal
+from gradsync.cli.ranks import work_folder
+with work_folder("gradsync-verify-") as folder:
+    (folder / "checkpoints").mkdir()
+    print(folder, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_command_left_goes_with_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    run, env = [sys.executable, "-c", KILLED], {"TMPDIR": str(tmp_path)}
+    killed = subprocess.run(run, env=env, stdout=subprocess.PIPE, text=True, check=False)
+    left = Path(killed.stdout.strip())
+    assert left.parent == tmp_path
+    others = tmp_path / "gradsync-verify-results"  # of the user's own
+    others.mkdir()
+    (tmp_path / "gradsync-link").symlink_to(left)
+    with work_folder("gradsync-verify-") as running:
+        assert not left.exists()
+        with work_folder("gradsync-bench-") as second:
+            assert running.is_dir()
+        assert not second.exists()
+        assert others.is_dir()
+    assert not running.exists()

@@ -134,7 +134,7 @@ def parse_size(option: str, text: str) -> int:
     found = re.fullmatch(pattern, text.strip(), re.IGNORECASE)
     if found is None:
         raise ConfigError(
-            f"{option}: {text!r} is no size; write bytes, or a number with K, M or G, such as 64K"
+            f"{option}: {text[:80]!r} is no size; write bytes, or a number with K, M or G: 64K"
         )
     number, unit, suffix = found[1], found[2].upper(), found[3].lower()
     factor = _UNITS[unit]

@@ -8,13 +8,13 @@ The baseline is one rank with no wrapper at all. All world sizes are alive at on
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gradsync.bench.contestant import ALONE, Contestant, parse_contestants
 from gradsync.bench.sync_plan import Entry, Plan, SyncSettings, WorkerSet
 from gradsync.errors import ConfigError
+from gradsync.runtime.bounds import MOST_RANKS, whole_number
 
 MODES = ("weak", "strong")
 FEWEST_ROUNDS = 6
@@ -111,11 +111,14 @@ def parse_world_sizes(text: str) -> tuple[int, ...]:
     """
     sizes = {1}
     for word in filter(None, (word.strip() for word in text.split(","))):
-        if not re.fullmatch(r"-?[0-9]{1,9}", word):
-            raise ConfigError(f"--world-sizes: {word!r} is not a number")
-        if int(word) < 1:
+        number = whole_number(word.removeprefix("-"), MOST_RANKS)
+        if number is None:
+            raise ConfigError(
+                f"--world-sizes: {word[:80]!r} is not a number of ranks, at most {MOST_RANKS}"
+            )
+        if not number or word[0] == "-":
             raise ConfigError(f"--world-sizes: must be at least 1; got {word}")
-        sizes.add(int(word))
+        sizes.add(number)
     if len(sizes) == 1:
         raise ConfigError("--world-sizes: name a number above 1 to compare one rank with")
     return tuple(sorted(sizes))

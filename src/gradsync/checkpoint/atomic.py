@@ -30,6 +30,8 @@ from io import FileIO
 from pathlib import Path
 from types import TracebackType
 
+from gradsync.runtime.text_file import PRIVATE
+
 TEMPORARY_PREFIX = ".tmp-"
 _FOREIGN_AGE_S = 3600.0
 
@@ -38,12 +40,12 @@ class Filesystem:
     """The operations of a save, one by one; tests hand in one that records, fails or dies."""
 
     def make_dir(self, path: Path) -> None:
-        """Make one directory whose parent exists."""
-        path.mkdir()
+        """Make one directory whose parent exists, for its user alone."""
+        path.mkdir(mode=0o700)
 
     def create(self, path: Path) -> FileIO:
-        """Open a new file for writing, without a buffer of ours."""
-        return FileIO(path, "x")
+        """Open a new file for writing, for its user alone, without a buffer of ours."""
+        return FileIO(path, "x", opener=lambda name, flags: os.open(name, flags, PRIVATE))
 
     def write(self, file: FileIO, data: memoryview) -> int:
         """Write some of `data`; returns how many bytes were taken."""

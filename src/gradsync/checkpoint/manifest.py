@@ -11,18 +11,23 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 from gradsync.checkpoint.atomic import FileRecord
 from gradsync.errors import CheckpointError, ConfigError
+from gradsync.runtime.text_file import one_line, open_regular, parse_json, read_bytes
 
 MANIFEST_NAME = "manifest.json"
+TENSORS_SUFFIX = ".safetensors"
 FORMAT_VERSION = 1
 _CHUNK_BYTES = 1 << 22
+_SMALL_BYTES, _LARGE_BYTES = 1 << 20, 1 << 28
 # Names stay inside the directory: no separator, no leading dot.
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 
@@ -54,7 +59,7 @@ class Manifest:
         body = {"format_version": FORMAT_VERSION, **asdict(self)}
         if not self.places:
             del body["places"]
-        return _canonical({"manifest": body, "sha256": _digest(body)})
+        return seal(body)
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
@@ -65,32 +70,35 @@ class Manifest:
         """
         path = directory / MANIFEST_NAME
         try:
-            return cls._parse(path.read_bytes())
+            return cls._parse(read_bytes(path, _largest(directory)))
         except FileNotFoundError:
             raise CheckpointError(f"{path}: missing") from None
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise CheckpointError(f"{path}: damaged ({error})") from error
+        except ValueError as error:
+            raise CheckpointError(f"{path}: damaged ({one_line(error)})") from error
 
     @classmethod
     def _parse(cls, text: bytes) -> Manifest:
-        outer = json.loads(text)
+        outer = parse_json(text)
         if not isinstance(outer, dict) or not isinstance(outer.get("manifest"), dict):
             raise ValueError("not a manifest")
         body = outer["manifest"]
-        if outer.get("sha256") != _digest(body) or _canonical(outer) != text:
-            raise ValueError(f"its own SHA-256 is {_digest(body)}, expected {outer.get('sha256')}")
+        if seal(body) != text:
+            raise ValueError("its own SHA-256 does not fit its content")
         version = body.pop("format_version", None)
         if version != FORMAT_VERSION:
             raise ValueError(f"format version {version}, this gradsync reads {FORMAT_VERSION}")
-        files = {name: FileRecord(**record) for name, record in body.pop("files").items()}
-        for name in files:
+        for name, (is_right, expected) in _FIELDS.items():
+            value = body.get(name)
+            if not is_right(value) and (name in body or name != "places"):
+                raise ValueError(f"{name} must be {expected}")
+        if unknown := sorted(set(body) - set(_FIELDS)):
+            raise ValueError(f"unknown entry {unknown[0]!r}")
+        for name in body["files"]:
             check_file_name(name)
-        manifest = cls(files=files, **body)
-        if type(manifest.step) is not int or type(manifest.sequence) is not int:
-            raise TypeError("step and sequence must be integers")
-        return manifest
+        files = {name: FileRecord(**record) for name, record in body.pop("files").items()}
+        return cls(files=files, **body)
 
     def verify(self, directory: Path, *, contents: bool = True) -> None:
         """Check every file's size and, with `contents`, its hash.
@@ -101,16 +109,74 @@ class Manifest:
         for name, record in self.files.items():
             path = directory / name
             try:
-                size = path.stat().st_size
-                if size != record.size:
-                    raise CheckpointError(f"{path}: {size} bytes, expected {record.size}")
-                digest = _file_digest(path) if contents else record.sha256
+                with open_regular(path) as file:
+                    size = os.fstat(file.fileno()).st_size
+                    if size != record.size:
+                        raise CheckpointError(f"{path}: {size} bytes, expected {record.size}")
+                    digest = _digest(file) if contents else record.sha256
             except FileNotFoundError:
                 raise CheckpointError(f"{path}: missing, expected {record.size} bytes") from None
             except OSError as error:
                 raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
             if digest != record.sha256:
                 raise CheckpointError(f"{path}: SHA-256 is {digest}, expected {record.sha256}")
+
+
+def _largest(directory: Path) -> int:
+    """Bytes of a manifest that can be right: what it says of a tensor takes less than twice what
+    the tensor's own file says of it."""
+    beside = (e.stat().st_size for e in directory.glob(f"*{TENSORS_SUFFIX}") if e.is_file())
+    return min(2 * sum(beside) + _SMALL_BYTES, _LARGE_BYTES)
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _is_mapping(value: object, is_right: Callable[[Any], bool]) -> bool:
+    return isinstance(value, dict) and all(map(is_right, value.values()))
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_record(value: object) -> bool:
+    return (
+        isinstance(value, dict)
+        and set(value) == {"size", "sha256"}
+        and _is_count(value["size"])
+        and isinstance(value["sha256"], str)
+        and re.fullmatch("[0-9a-f]{64}", value["sha256"]) is not None
+    )
+
+
+def _is_place(value: object) -> bool:
+    return (
+        isinstance(value, dict)
+        and set(value) in ({"whole", "start"}, {"whole", "flat"})
+        and all(isinstance(sizes, list) and all(map(_is_count, sizes)) for sizes in value.values())
+    )
+
+
+_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "step": (_is_count, "a number >= 0"),
+    "sequence": (_is_count, "a number >= 0"),
+    "created": (_is_text, "a text"),
+    "files": (lambda v: _is_mapping(v, _is_record), "the size and SHA-256 of each file"),
+    "aliases": (
+        lambda v: _is_mapping(v, lambda names: _is_mapping(names, _is_text)),
+        "a name for each name, by file",
+    ),
+    "fingerprint": (
+        lambda v: _is_mapping(v, lambda x: x is None or isinstance(x, str | int | float)),
+        "a text, number or nothing by name",
+    ),
+    "places": (
+        lambda v: _is_mapping(v, lambda names: _is_mapping(names, _is_place)),
+        "the place of each tensor, by file",
+    ),
+}
 
 
 def check_file_name(name: str) -> str:
@@ -151,17 +217,16 @@ def _check_json(value: object, path: str) -> None:
         )
 
 
-def _canonical(value: object) -> bytes:
-    return json.dumps(value, indent=1, sort_keys=True).encode() + b"\n"
+def seal(body: Mapping[str, Any]) -> bytes:
+    """The text of a manifest file: its canonical content and the SHA-256 of that."""
+    text = json.dumps(body, indent=1, sort_keys=True).encode() + b"\n"
+    inner = text[:-1].replace(b"\n", b"\n ")  # one level deeper
+    digest = hashlib.sha256(text).hexdigest().encode()
+    return b'{\n "manifest": ' + inner + b',\n "sha256": "' + digest + b'"\n}\n'
 
 
-def _digest(body: Mapping[str, Any]) -> str:
-    return hashlib.sha256(_canonical(body)).hexdigest()
-
-
-def _file_digest(path: Path) -> str:
+def _digest(file: BufferedReader) -> str:
     digest = hashlib.sha256()
-    with path.open("rb", buffering=0) as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
+    while chunk := file.read(_CHUNK_BYTES):
+        digest.update(chunk)
     return digest.hexdigest()

@@ -11,7 +11,8 @@ dtype.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,6 +124,36 @@ def unpack_settings(
     return found
 
 
+def check_packed(state: Any) -> None:
+    """Whether something read from a file has the form of packed state.
+
+    Raises:
+        CheckpointError: naming what has not.
+    """
+    is_object = isinstance(state, dict)
+    groups, params = (state.get("groups"), state.get("params")) if is_object else (None, None)
+    if not isinstance(groups, list) or not isinstance(params, dict) or "class" not in state:
+        raise CheckpointError("optimizer state: expected its class, groups and params")
+    for index, group in enumerate(groups):
+        if not isinstance(group, dict) or not _are_texts(group.get("params")):
+            raise CheckpointError(f"optimizer state: group {index} lists no parameters")
+    for name, entry in params.items():
+        if (
+            not isinstance(entry, dict)
+            or not isinstance(entry.get("shape"), list)
+            or not all(type(size) is int for size in entry["shape"])
+            or not _are_texts(entry.get("slots"))
+            or not isinstance(entry.get("values"), dict)
+        ):
+            raise CheckpointError(
+                f"optimizer state: parameter {name[:80]!r} needs its shape, slots and values"
+            )
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
 def state_device(slot: str, param: Tensor, group: Mapping[str, Any]) -> torch.device:
     """Where a parameter's state belongs: see `unpack_optimizer` about `step`."""
     on_device = slot != "step" or bool(group.get("fused") or group.get("capturable"))
@@ -161,9 +192,10 @@ class _Layout:
 def _check(
     optimizer: Optimizer, layout: _Layout, tensors: Collection[str], state: Mapping[str, Any]
 ) -> None:
+    check_packed(state)
     kind = type(optimizer).__name__
     if state["class"] != kind:
-        raise CheckpointError(f"optimizer state is of {state['class']}, expected {kind}")
+        raise CheckpointError(f"optimizer state is of {str(state['class'])[:40]}, expected {kind}")
     saved = state["params"]
     for name, param in layout.params.items():
         if name not in saved:
@@ -181,7 +213,13 @@ def _check(
     known = {f"{slot}/{name}" for name, entry in saved.items() for slot in entry["slots"]}
     if stray := sorted(set(tensors) - known):
         raise CheckpointError(f"optimizer state: tensor {stray[0]!r} belongs to no parameter")
-    groups = [set(group["params"]) for group in state["groups"]]
+    _check_groups(optimizer, layout, state["groups"])
+
+
+def _check_groups(
+    optimizer: Optimizer, layout: _Layout, packed: Sequence[Mapping[str, Any]]
+) -> None:
+    groups = [set(group["params"]) for group in packed]
     for index, names in enumerate(layout.groups):
         there = groups[index] if index < len(groups) else set()
         if moved := sorted(there ^ set(names)):
@@ -193,6 +231,13 @@ def _check(
         raise CheckpointError(
             f"optimizer state: {len(groups)} parameter groups, expected {len(layout.groups)}"
         )
+    for group, saved in zip(optimizer.param_groups, packed, strict=True):
+        for key in set(saved) & set(group) - _IMPLEMENTATION:
+            value, own = saved[key], _to_json(group[key])
+            if _kind(value) != _kind(own):
+                raise CheckpointError(
+                    f"optimizer state: {key} is {str(value)[:40]!r}, expected something like {own}"
+                )
 
 
 def _to_json(value: Any) -> Any:
@@ -201,6 +246,15 @@ def _to_json(value: Any) -> Any:
     ):  # a learning rate may be a 0-dim tensor; a double holds it exactly
         return value.item()
     return list(value) if isinstance(value, tuple) else value
+
+
+def _kind(value: Any) -> Any:
+    """What must be alike for one setting to stand for another: numbers, or lists of as many."""
+    if isinstance(value, list):
+        return [_kind(item) for item in value]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return type(value)
+    return "number" if math.isfinite(value) else value
 
 
 def _restore_setting(group: dict[str, Any], key: str, value: Any) -> None:

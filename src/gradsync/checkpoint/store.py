@@ -25,13 +25,13 @@ good checkpoint of that step is there.
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ from gradsync.checkpoint.atomic import (
 )
 from gradsync.checkpoint.manifest import (
     MANIFEST_NAME,
+    TENSORS_SUFFIX,
     Fingerprint,
     Manifest,
     check_file_name,
@@ -59,15 +60,18 @@ from gradsync.checkpoint.tensor_file import (
     read_tensors,
     split_aliases,
 )
+from gradsync.comm.finite import non_finite
 from gradsync.errors import CheckpointError, ConfigError
+from gradsync.runtime.text_file import one_line, read_json
 
 _STATE_NAME = "state.json"
-_SUFFIX = ".safetensors"
 _OLD = ".old"
+_LEARNT = frozenset({"model", "optimizer", "sync"})
+"""Kinds of tensors from which the next step is computed."""
 _STEP_NAME = re.compile(r"step-(\d{8,})(\.old)?")
 
 Problems = list[str]
-"""One line for each damaged checkpoint, naming file and reason."""
+"""One line for each checkpoint that is of no use, naming file and reason."""
 
 _log = logging.getLogger(__name__)
 
@@ -142,7 +146,9 @@ class CheckpointStore:
 
         Raises:
             CheckpointError: it could not be written (disk full, I/O error); the message names the
-                last good one, which is untouched, and nothing half-written stays.
+                last good one, which is untouched, and nothing half-written stays. Or there is nan
+                or inf in the model, the optimizer's state or the strategy's: such a checkpoint
+                would push out one from which a run can go on.
         """
         if snapshot.step < 0:
             raise ConfigError(f"step: got {snapshot.step}, expected 0 or more")
@@ -172,15 +178,17 @@ class CheckpointStore:
     def latest(self) -> tuple[CheckpointInfo | None, Problems]:
         """The newest good checkpoint, every byte of it checked.
 
+        One with nan or inf in it is not good: versions before this one wrote such.
+
         Returns:
-            it, or None; and a line for each newer one that is damaged.
+            it, or None; and a line for each newer one that is of no use.
         """
         problems = []
         for path in self._newest_first():
             found = self._examine(path, contents=True)
             if isinstance(found, CheckpointInfo):
                 return found, problems
-            problems.append(f"{path.name} is damaged ({found})")
+            problems.append(f"{path.name} is of no use ({found})")
         return None, problems
 
     def load(self, path: Path) -> Snapshot:
@@ -196,26 +204,23 @@ class CheckpointStore:
             CheckpointError: naming the file, what was got and expected.
         """
         manifest = Manifest.read(path)
-        expected = {_STATE_NAME, *(f"{stem}{_SUFFIX}" for stem in manifest.aliases)}
+        expected = {_STATE_NAME, *(f"{stem}{TENSORS_SUFFIX}" for stem in manifest.aliases)}
         if expected != set(manifest.files):
             raise CheckpointError(
-                f"{path / MANIFEST_NAME}: lists {sorted(manifest.files)}, "
-                f"expected {sorted(expected)}"
+                f"{path / MANIFEST_NAME}: lists {one_line(sorted(manifest.files))}, "
+                f"expected {one_line(sorted(expected))}"
             )
         manifest.verify(path)
-        tensors = {
-            stem: read_tensors(path / f"{stem}{_SUFFIX}", aliases)
-            for stem, aliases in manifest.aliases.items()
-        }
+        tensors = _read_files(path, manifest)
         try:
             parts = [stem for stem in tensors if is_part(stem) and manifest.places]
             tensors |= join_files({stem: tensors.pop(stem) for stem in parts}, manifest.places)
         except CheckpointError as error:
-            raise CheckpointError(f"{path}: {error}") from None
+            raise CheckpointError(f"{path}: {one_line(error)}") from None
         return Snapshot(
             step=manifest.step,
             tensors=tensors,
-            state=json.loads((path / _STATE_NAME).read_bytes()),
+            state=_read_state(path / _STATE_NAME),
             fingerprint=manifest.fingerprint,
         )
 
@@ -227,8 +232,9 @@ class CheckpointStore:
         aliases: dict[str, dict[str, str]] = {}
         for stem, tensors in snapshot.tensors.items():
             once, aliases[stem] = _each_once(tensors)
-            name = check_file_name(f"{stem}{_SUFFIX}")
-            files[name] = staged.write(name, encode_tensors(once))
+            name = check_file_name(f"{stem}{TENSORS_SUFFIX}")
+            finite = partial(_is_learnt, stem)
+            files[name] = staged.write(name, encode_tensors(once, finite=finite))
         manifest = Manifest(
             step=snapshot.step,
             sequence=1 + max((number for number, _ in self._ordered()), default=0),
@@ -304,6 +310,8 @@ class CheckpointStore:
             if f"step-{manifest.step:08d}" != _plain(path):
                 raise CheckpointError(f"{path / MANIFEST_NAME}: is of step {manifest.step}")
             manifest.verify(path, contents=contents)
+            if contents:
+                _read_files(path, manifest)
         except CheckpointError as error:
             return error
         return CheckpointInfo(path=path, manifest=manifest)
@@ -314,6 +322,40 @@ def _each_once(tensors: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], dic
     if isinstance(tensors, ArrivingTensors):
         return tensors, {}
     return split_aliases({clean: tensors[name] for name, clean in clean_names(tensors).items()})
+
+
+def _read_files(path: Path, manifest: Manifest) -> dict[str, dict[str, Tensor]]:
+    """The tensors of each file, backed by it.
+
+    Raises:
+        CheckpointError: a file that is not readable as safetensors; a learnt tensor that is not
+            finite.
+    """
+    found = {}
+    for stem, aliases in manifest.aliases.items():
+        file = path / check_file_name(f"{stem}{TENSORS_SUFFIX}")
+        found[stem] = read_tensors(file, aliases)
+        learnt = ((name, t) for name, t in found[stem].items() if _is_learnt(stem, name))
+        if bad := non_finite(learnt):
+            raise CheckpointError(f"{file}: nan or inf in {one_line(bad)}")
+    return found
+
+
+def _is_learnt(stem: str, name: str) -> bool:
+    """Whether no run can go on with nan or inf in this tensor of a file."""
+    return (name.partition("/")[0] if is_part(stem) else stem) in _LEARNT
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    try:
+        state = read_json(path, finite=False)  # a clip norm may be infinite
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path}: does not parse ({one_line(error)})") from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path}: holds no object")
+    return state
 
 
 def _plain(path: Path) -> str:

@@ -12,6 +12,8 @@ Format: github.com/huggingface/safetensors, section "Format".
 from __future__ import annotations
 
 import json
+import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -20,9 +22,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from gradsync.comm.finite import non_finite
 from gradsync.errors import CheckpointError
+from gradsync.runtime.text_file import one_line, open_regular, parse_json
 
 _CHUNK_BYTES = 1 << 23
+_LARGEST_HEADER = 1 << 26
+_MOST_DIMENSIONS = 64  # of a tensor, in torch
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -38,6 +44,7 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+_ITEMSIZE = {name: dtype.itemsize for dtype, name in _DTYPES.items()}
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
@@ -101,13 +108,20 @@ def alias_key(tensor: Tensor) -> tuple[object, ...]:
     return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
 
 
-def encode_tensors(tensors: Mapping[str, Tensor]) -> Iterator[memoryview | bytes]:
+def encode_tensors(
+    tensors: Mapping[str, Tensor], *, finite: Callable[[str], bool] = lambda _: False
+) -> Iterator[memoryview | bytes]:
     """The bytes of a safetensors file, in pieces of at most 8 MiB.
 
     Of `ArrivingTensors`, at most two are in memory at once.
 
+    Args:
+        tensors: what the file will hold.
+        finite: tells by its name whether a tensor must not hold nan or inf.
+
     Raises:
-        CheckpointError: a tensor without data (meta), sparse, or of a dtype the format lacks.
+        CheckpointError: a tensor without data (meta), sparse, of a dtype the format lacks, or not
+            finite.
     """
     arriving = isinstance(tensors, ArrivingTensors)
     layout = tensors.layout if isinstance(tensors, ArrivingTensors) else tensors
@@ -135,7 +149,10 @@ def encode_tensors(tensors: Mapping[str, Tensor]) -> Iterator[memoryview | bytes
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
     for name in order:
-        data = tensor_bytes(tensors[name])
+        tensor = tensors[name]
+        if finite(name) and non_finite([(name, tensor)]):
+            raise CheckpointError(f"{name} holds nan or inf, from which no run can go on")
+        data = tensor_bytes(tensor)
         for begin in range(0, len(data), _CHUNK_BYTES):
             yield data[begin : begin + _CHUNK_BYTES]
 
@@ -147,9 +164,57 @@ def read_tensors(path: Path, aliases: Mapping[str, str]) -> dict[str, Tensor]:
         CheckpointError: not a safetensors file, or an alias of a tensor that is not in it.
     """
     try:
+        _check_header(path)
         tensors = load_file(path)
         return tensors | {alias: tensors[owner] for alias, owner in aliases.items()}
-    except (safetensors.SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path}: not readable as safetensors ({error})") from error
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from error
+    except (safetensors.SafetensorError, ValueError) as error:
+        raise CheckpointError(f"{path}: not readable as safetensors ({one_line(error)})") from error
     except KeyError as error:
-        raise CheckpointError(f"{path}: has no tensor {error}, which another name needs") from error
+        raise CheckpointError(
+            f"{path}: has no tensor {one_line(error)}, which another name needs"
+        ) from error
+
+
+def _check_header(path: Path) -> None:
+    """Raise ValueError unless the file has exactly the tensors that its header describes.
+
+    The library looks for most of it, but takes seconds for a long header, and leaves what torch
+    cannot hold to torch.
+    """
+    with open_regular(path) as file:
+        size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
+        if not 2 <= length <= min(size - 8, _LARGEST_HEADER):
+            raise ValueError(f"a header of {length} bytes in a file of {size}")
+        header = parse_json(file.read(length))
+    if not isinstance(header, dict):
+        raise ValueError("its header is no object")
+    header.pop("__metadata__", None)
+    spans = []
+    for name, entry in header.items():
+        try:
+            spans.append(_span(**entry))
+        except (KeyError, TypeError, ValueError):
+            raise ValueError(f"its header describes no tensor for {name!r}") from None
+    end = 0
+    for begin, after in sorted(spans):
+        if begin != end:
+            raise ValueError(f"bytes {min(begin, end)} to {max(begin, end)} are not one tensor's")
+        end = after
+    if end != size - 8 - length:
+        raise ValueError(f"{size - 8 - length} bytes of data, its header describes {end}")
+
+
+def _span(*, dtype: str, shape: list[int], data_offsets: list[int]) -> tuple[int, int]:
+    """Where a tensor's bytes lie; an error of some kind where that cannot be."""
+    begin, end = data_offsets
+    if len(shape) > _MOST_DIMENSIONS or any(type(n) is not int for n in (begin, end, *shape)):
+        raise ValueError
+    # Torch counts strides of tensors without elements, too.
+    strides = math.prod(max(n, 1) for n in shape)
+    if min([begin, *shape]) < 0 or strides >= 2**48:
+        raise ValueError
+    if end - begin != math.prod(shape) * _ITEMSIZE[dtype]:
+        raise ValueError
+    return begin, end

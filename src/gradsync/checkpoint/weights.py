@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from gradsync.checkpoint.names import clean_name, clean_names
 from gradsync.checkpoint.tensor_file import alias_key, tensor_bytes
 from gradsync.errors import CheckpointError
+from gradsync.runtime.text_file import one_line
 
 _SHOWN = 3
 
@@ -73,7 +74,8 @@ def match_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, 
         if names
     ]
     if faults:
-        raise CheckpointError(f"the weights are those of another model: {'; '.join(faults)}")
+        said = one_line("; ".join(faults))
+        raise CheckpointError(f"the weights are those of another model: {said}")
     return {name: saved[clean] for name, clean in clean_names(own).items() if clean in saved}
 
 

@@ -23,6 +23,7 @@ from gradsync.bench.collectives_plan import (
     settings_from_json,
 )
 from gradsync.bench.record import check_folder, write_record
+from gradsync.cli.arguments import parse
 from gradsync.cli.bench_sync import uses_cuda
 from gradsync.cli.ranks import WORKER, be_rank, measure_on_ranks, until_stopped
 from gradsync.errors import ConfigError, RunError
@@ -94,7 +95,7 @@ def run(argv: list[str]) -> int:
     """
     if argv[:1] == [WORKER]:
         return be_rank(Path(argv[1]), _measure)
-    options = tyro.cli(CollectivesOptions, args=argv, prog="gradsync bench collectives")
+    options = parse(CollectivesOptions, argv, "bench collectives")
     world = resolve(environ.snapshot()).world
     settings = settings_of(options)
     if world.is_main:

@@ -14,6 +14,7 @@ import tyro
 
 from gradsync.bench.memory_plan import MemoryCase, MemoryRun, memory_cases
 from gradsync.bench.record import check_folder, write_record
+from gradsync.cli.arguments import parse
 from gradsync.cli.bench_sync import uses_cuda
 from gradsync.cli.ranks import WORKER, be_rank, measure_on_ranks, until_stopped
 from gradsync.errors import ConfigError
@@ -71,7 +72,7 @@ def run(argv: list[str]) -> int:
     """
     if argv[:1] == [WORKER]:
         return be_rank(Path(argv[1]), _measure)
-    options = tyro.cli(MemoryOptions, args=argv, prog="gradsync bench memory")
+    options = parse(MemoryOptions, argv, "bench memory")
     cases = cases_of(options)
     world = resolve(environ.snapshot()).world
     if world.is_distributed:

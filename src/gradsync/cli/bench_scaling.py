@@ -16,6 +16,7 @@ from gradsync.bench.memory_choice import fits
 from gradsync.bench.record import write_record
 from gradsync.bench.scaling_plan import ScalingPlan, scaling_plan, usual_sizes
 from gradsync.bench.sync_plan import SyncSettings, built_per_turn, plan_to_json
+from gradsync.cli.arguments import parse
 from gradsync.cli.bench_sync import check_places, command_of, memory_for, size_of
 from gradsync.cli.ranks import WORKER, be_rank, measure_on_ranks, until_stopped
 from gradsync.errors import ConfigError
@@ -90,7 +91,7 @@ def run(argv: list[str]) -> int:
     """
     if argv[:1] == [WORKER]:
         return be_rank(Path(argv[1]), _measure)
-    options = tyro.cli(ScalingOptions, args=argv, prog="gradsync bench scaling")
+    options = parse(ScalingOptions, argv, "bench scaling")
     world = resolve(environ.snapshot()).world
     if world.is_distributed:
         raise ConfigError(

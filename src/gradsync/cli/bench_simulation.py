@@ -21,6 +21,7 @@ from gradsync.bench.simulation_plan import (
     sizes_above_one,
 )
 from gradsync.bench.sync_plan import SyncSettings, built_per_turn, plan_to_json
+from gradsync.cli.arguments import parse
 from gradsync.cli.bench_sync import check_places, command_of, memory_for, size_of
 from gradsync.cli.ranks import WORKER, be_rank, measure_on_ranks, until_stopped
 from gradsync.errors import ConfigError
@@ -91,7 +92,7 @@ def run(argv: list[str]) -> int:
     """
     if argv[:1] == [WORKER]:
         return be_rank(Path(argv[1]), _measure)
-    options = tyro.cli(SimulationOptions, args=argv, prog="gradsync bench simulation")
+    options = parse(SimulationOptions, argv, "bench simulation")
     world = resolve(environ.snapshot()).world
     if world.is_distributed:
         raise ConfigError(

@@ -25,6 +25,7 @@ from gradsync.bench.sync_plan import (
     plan_to_json,
     sync_plan,
 )
+from gradsync.cli.arguments import parse
 from gradsync.cli.ranks import WORKER, be_rank, measure_on_ranks, until_stopped
 from gradsync.errors import ConfigError, RunError
 from gradsync.models.presets import PRESETS, preset
@@ -111,7 +112,7 @@ def run(argv: list[str]) -> int:
     """
     if argv[:1] == [WORKER]:
         return be_rank(Path(argv[1]), _measure)
-    options = tyro.cli(SyncOptions, args=argv, prog="gradsync bench sync")
+    options = parse(SyncOptions, argv, "bench sync")
     world = resolve(environ.snapshot()).world
     plan = plan_of(options, world)
     if world.is_main:

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import psutil
 import tyro
 
+from gradsync.cli.arguments import parse
 from gradsync.errors import ConfigError, LaunchError
 from gradsync.hardware.described.file import dump_hardware, hardware_document
 from gradsync.hardware.described.text import hardware_rows
@@ -45,9 +46,7 @@ def run(argv: list[str]) -> int:
             what each launcher family says.
         ConfigError: one part only was asked for, but two were named.
     """
-    options = tyro.cli(
-        DoctorOptions, args=argv, prog="gradsync doctor", config=(tyro.conf.FlagCreatePairsOff,)
-    )
+    options = parse(DoctorOptions, argv, "doctor", pairs=False)
     if options.launcher and options.hardware:
         raise ConfigError("--launcher and --hardware each show one part only; leave one out")
     env = environ.snapshot()

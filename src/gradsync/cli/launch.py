@@ -12,6 +12,7 @@ from typing import Annotated
 
 import tyro
 
+from gradsync.cli.arguments import parse
 from gradsync.errors import ConfigError, LaunchError
 from gradsync.launch.plan import DEFAULT_PORT, LaunchPlan
 from gradsync.launch.program import Program, parse_program, unknown_program
@@ -59,9 +60,7 @@ def run(argv: list[str]) -> int:
         RendezvousError: another node did not come.
     """
     own, words = split(argv)
-    options = tyro.cli(
-        LaunchOptions, args=own, prog="gradsync launch", config=(tyro.conf.FlagCreatePairsOff,)
-    )
+    options = parse(LaunchOptions, own, "launch", pairs=False)
     plan = plan_of(options, parse_program(words))
     if options.as_json or options.dry_run or (plan.nodes > 1 and plan.node_rank is None):
         print(_as_json(plan) if options.as_json else _as_text(plan))

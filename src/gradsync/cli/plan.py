@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 import tyro
 
 from gradsync.bench.plot import check_plot
+from gradsync.cli.arguments import parse
 from gradsync.errors import ConfigError, RunError
 from gradsync.hardware.choice.candidate import Search
 from gradsync.hardware.choice.choose import Choice, choose
@@ -39,6 +40,7 @@ from gradsync.hardware.simulate.simulation import DEFAULT_STRATEGIES, Simulation
 from gradsync.hardware.switches import speed_switches
 from gradsync.hardware.workload import Split, Workload
 from gradsync.runtime import environ
+from gradsync.runtime.bounds import MOST_NODES, whole_number
 from gradsync.sync.registry import STRATEGIES, find_strategy
 from gradsync.train.auto_sync import vocabulary
 from gradsync.train.config import TrainConfig
@@ -123,7 +125,7 @@ def run(argv: list[str]) -> int:
         DataError: the data's description cannot be read.
         RunError: the model fits nowhere.
     """
-    options = tyro.cli(PlanOptions, args=argv, prog="gradsync plan")
+    options = parse(PlanOptions, argv, "plan")
     request = request_of(options)
     if options.submodel:
         return _tell_submodels(options, request)
@@ -221,17 +223,17 @@ def sizes_of(options: PlanOptions) -> list[int]:
         ConfigError: text that is none; a picture of nothing.
     """
     words = [word.strip() for word in options.simulate.split(",") if word.strip()]
-    if any(not word.isdecimal() or int(word) < 1 for word in words) or (
-        options.simulate and not words
-    ):
+    sizes = [number for word in words if (number := whole_number(word, MOST_NODES))]
+    if len(sizes) < len(words) or (options.simulate and not words):
         raise ConfigError(
-            f"--simulate takes numbers of ranks such as 8,64,512; got {options.simulate!r}"
+            f"--simulate takes numbers of ranks such as 8,64,512, at most {MOST_NODES}; got "
+            f"{options.simulate[:80]!r}"
         )
     if options.plot:
         if not words:
             raise ConfigError("--plot draws what --simulate finds; give it numbers of ranks")
         check_plot(Path(options.plot))
-    return [int(word) for word in words]
+    return sizes
 
 
 def _repeated(hardware: Hardware, nodes: int | None, name: str) -> Hardware:

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from gradsync.cli.arguments import parse
 from gradsync.data.meta import Meta
 from gradsync.data.prepare import prepare
 
@@ -41,9 +42,7 @@ def run(argv: list[str]) -> int:
     Raises:
         GradsyncError: for bad options, bad input, or a failure while writing.
     """
-    options = tyro.cli(
-        PrepareOptions, args=argv, prog="gradsync prepare", config=(tyro.conf.FlagCreatePairsOff,)
-    )
+    options = parse(PrepareOptions, argv, "prepare", pairs=False)
     meta = prepare(
         options.paths,
         options.out,

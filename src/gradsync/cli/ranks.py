@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import shutil
 import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -26,6 +30,8 @@ WORKER = "--worker"
 
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _WORK, _RESULT = "work.json", "result.json"
+_IN_USE = ".gradsync-in-use"
+"""In each `work_folder`; locked as long as its command lives, however that ends."""
 
 
 class Stopped(KeyboardInterrupt):
@@ -110,6 +116,39 @@ def start_ranks(argv: list[str], world_size: int, signals: Signals) -> Ended:
     return ended
 
 
+@contextmanager
+def work_folder(prefix: str) -> Iterator[Path]:
+    """A temporary folder for one command; those that killed commands left are removed first.
+
+    Args:
+        prefix: of its name, such as `gradsync-verify-`.
+    """
+    for mark in Path(tempfile.gettempdir()).glob(f"gradsync-*/{_IN_USE}"):
+        with suppress(OSError):
+            _remove_if_left(mark)
+    with tempfile.TemporaryDirectory(prefix=prefix) as name:
+        mark = Path(name, _IN_USE)
+        with mark.with_suffix(".new").open("w") as file:
+            with suppress(OSError):  # a file system without locks: left there when killed
+                fcntl.flock(file, fcntl.LOCK_EX)
+                Path(file.name).rename(mark)  # only now others see it: nobody finds it unlocked
+            yield Path(name)
+
+
+def _remove_if_left(mark: Path) -> None:
+    """Remove the folder of `mark` if it is this user's and its command has ended.
+
+    Raises:
+        OSError: it is in use.
+    """
+    folder = mark.parent
+    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+        return
+    with mark.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
     """How a measurement on several ranks ended."""
@@ -153,11 +192,10 @@ def measure_on_ranks(
         # Torch's own warnings about its sockets repeat, with stacks, what our errors say in a line.
         quiet = {"TORCH_CPP_LOG_LEVEL": environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
         prefix = "-".join(("gradsync", *command, ""))
-        with environ.exported(quiet), tempfile.TemporaryDirectory(prefix=prefix) as name:
+        with environ.exported(quiet), work_folder(prefix) as folder:
             try:
-                folder = Path(name)
                 (folder / _WORK).write_text(json.dumps(dict(settings)))
-                ended = start_ranks([*command, WORKER, name], world_size, signals)
+                ended = start_ranks([*command, WORKER, str(folder)], world_size, signals)
                 if ended.code:
                     return Outcome(code=ended.code)
                 return Outcome(code=0, result=_read(folder / _RESULT))

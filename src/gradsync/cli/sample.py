@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 from tyro.conf import Positional
 
+from gradsync.cli.arguments import parse
 from gradsync.errors import ConfigError, DataError
 
 
@@ -43,7 +44,7 @@ class SampleConfig:
 
 def run(argv: list[str]) -> int:
     """See `gradsync sample --help`."""
-    arguments = tyro.cli(SampleConfig, prog="gradsync sample", args=argv)
+    arguments = parse(SampleConfig, argv, "sample")
     checkpoint, text = sample(Path(arguments.path), arguments)
     if arguments.json:
         print(json.dumps({"checkpoint": str(checkpoint), "text": text}))
@@ -64,22 +65,27 @@ def sample(path: Path, config: SampleConfig) -> tuple[Path, str]:
     """
     from gradsync.checkpoint.store import CheckpointStore, resolve
     from gradsync.checkpoint.weights import load_weights
-    from gradsync.models.config import GPTConfig
     from gradsync.models.generate import generate
     from gradsync.models.gpt import GPT
     from gradsync.runtime.device import choose_device
+    from gradsync.train.state import check_state, saved_model
 
     checkpoint, _ = resolve(path)
     snapshot = CheckpointStore(checkpoint.parent).load(checkpoint)
+    check_state(snapshot, checkpoint)
     tokenizer = _tokenizer(
-        config.data or snapshot.state["config"]["data"], snapshot.state["tokenizer"]
+        config.data or str(snapshot.state["config"].get("data", "")), snapshot.state["tokenizer"]
     )
-    model = GPT(GPTConfig(**snapshot.state["model"]))
+    prompt = tokenizer.encode(config.prompt).tolist()
+    shape = saved_model(snapshot, checkpoint)
+    # Positions that no token will have need no rotary table.
+    needed = max(1, min(shape.block_size, len(prompt) + config.tokens))
+    model = GPT(replace(shape, block_size=needed))
     load_weights(model, snapshot.tensors["model"])
     model.to(choose_device(config.device, 0))
     ids = generate(
         model,
-        tokenizer.encode(config.prompt).tolist(),
+        prompt,
         config.tokens,
         temperature=config.temperature,
         top_k=config.top_k or None,

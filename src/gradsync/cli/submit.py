@@ -15,6 +15,7 @@ from typing import Annotated
 
 import tyro
 
+from gradsync.cli.arguments import parse
 from gradsync.cli.launch import check_program, split
 from gradsync.errors import ConfigError, RunError
 from gradsync.launch import slurm
@@ -100,9 +101,7 @@ def run(argv: list[str]) -> int:
         RunError: Slurm refused the job (its own words), or the script cannot be written.
     """
     own, words = split(argv)
-    options = tyro.cli(
-        SubmitOptions, args=own, prog="gradsync submit", config=(tyro.conf.FlagCreatePairsOff,)
-    )
+    options = parse(SubmitOptions, own, "submit", pairs=False)
     if options.status is not None:
         return _show_status(options.status, as_json=options.as_json)
     plan = plan_of(options, words)

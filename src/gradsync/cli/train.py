@@ -133,9 +133,12 @@ def _join_run(config: TrainConfig, as_json: bool, elastic: list[str] | None) -> 
     from gradsync.train.run import note_end, note_failure, train
     from gradsync.train.run_dir import default_out
 
+    if "shm" in config.backend:
+        import gradsync.backends  # noqa: F401  registers it
     session = Session(
         SessionOptions(
             device=config.device,
+            backend=config.backend,
             timeout_s=config.timeout_s,
             rendezvous_timeout_s=config.rendezvous_timeout_s,
             silence_s=config.silence_s,

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gradsync.errors import ConfigError
+from gradsync.runtime.bounds import MOST_NODES, whole_number
 from gradsync.world import World
 
 _WORDS = ("--gpus-per-node", "--nodes")
@@ -114,6 +115,7 @@ def _become_srun(places: Places, flags: Sequence[str], allocated: str) -> None:
 
 
 def _number(name: str, text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"{name} needs a number of at least 1; got {text!r}")
-    return int(text)
+    number = whole_number(text, MOST_NODES)
+    if not number:
+        raise ConfigError(f"{name} needs a number, 1 to {MOST_NODES}; got {text[:80]!r}")
+    return number

@@ -15,6 +15,7 @@ from gradsync.bench.memory_choice import fits
 from gradsync.bench.record import check_folder, write_record
 from gradsync.bench.sync_plan import SyncSettings
 from gradsync.bench.tune_plan import STAGES, TuneRequest
+from gradsync.cli.arguments import parse
 from gradsync.cli.bench_sync import command_of, memory_for, size_of, uses_cuda
 from gradsync.cli.ranks import WORKER, be_rank, measure_on_ranks, until_stopped
 from gradsync.errors import ConfigError, RunError
@@ -106,7 +107,7 @@ def run(argv: list[str]) -> int:
     """
     if argv[:1] == [WORKER]:
         return be_rank(Path(argv[1]), _measure)
-    options = tyro.cli(TuneOptions, args=argv, prog="gradsync tune")
+    options = parse(TuneOptions, argv, "tune")
     world = resolve(environ.snapshot()).world
     request = request_of(options, world)
     if options.out and world.is_main:

@@ -7,7 +7,6 @@ import math
 import os
 import signal
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +14,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from gradsync.cli.ranks import WORKER, Signals, Stopped, start_ranks, until_stopped
+from gradsync.cli.arguments import parse
+from gradsync.cli.ranks import WORKER, Signals, Stopped, start_ranks, until_stopped, work_folder
 from gradsync.errors import ConfigError, PeerError, RunError
 from gradsync.runtime import environ
+from gradsync.runtime.bounds import MOST_RANKS, whole_number
 from gradsync.runtime.resolve import resolve
 from gradsync.sync.registry import STRATEGIES, find_strategy
 from gradsync.verify.plan import MODELS, Plan, Settings, make_plan, split_list
@@ -25,8 +26,6 @@ from gradsync.verify.plan import MODELS, Plan, Settings, make_plan, split_list
 if TYPE_CHECKING:
     from gradsync.verify.result import Result
     from gradsync.world import World
-
-_PREFIX = "gradsync-verify-"
 
 # Launchers end all ranks when the first one fails: leave rank 0 the time to report.
 _SILENCE_S = 2.0
@@ -97,7 +96,7 @@ def run(argv: list[str]) -> int:
         from gradsync.verify.worker import run_worker
 
         return run_worker(Path(argv[1]))
-    options = tyro.cli(VerifyOptions, args=argv, prog="gradsync verify")
+    options = parse(VerifyOptions, argv, "verify")
     world = resolve(environ.snapshot()).world
     plan = plan_of(options, world)
     if options.dry_run:
@@ -110,10 +109,10 @@ def _work(options: VerifyOptions, plan: Plan, world: World) -> int:
     # Torch's own warnings about its sockets repeat, with stacks, what results say in a line.
     quiet = {"TORCH_CPP_LOG_LEVEL": environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
     with Signals() as signals:
-        with environ.exported(quiet), tempfile.TemporaryDirectory(prefix=_PREFIX) as folder:
+        with environ.exported(quiet), work_folder("gradsync-verify-") as folder:
             try:
                 work = _join if world.is_distributed else _start
-                results = work(plan, Path(folder), signals)
+                results = work(plan, folder, signals)
             finally:
                 signals.hold()
         if world.is_main:
@@ -268,7 +267,9 @@ def _show(plan: Plan, *, as_json: bool) -> int:
 
 
 def _number(word: str) -> int:
-    try:
-        return int(word)
-    except ValueError:
-        raise ConfigError(f"--world-sizes: {word!r} is not a number") from None
+    number = whole_number(word.removeprefix("-"), MOST_RANKS)
+    if number is None:
+        raise ConfigError(
+            f"--world-sizes: {word[:80]!r} is not a number of ranks, at most {MOST_RANKS}"
+        )
+    return -number if word[0] == "-" else number

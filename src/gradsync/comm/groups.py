@@ -55,7 +55,7 @@ def groups(world: World) -> Groups:
     made: dict[str, Communicator] = {}
     for name, lists in parts.items():
         for ranks in lists:  # every rank takes part in making each of them
-            found = group(ranks) if world.is_distributed else SingleCommunicator()
+            found = new_group(ranks) if world.is_distributed else SingleCommunicator()
             if found is not None:
                 made[name] = found
     return Groups(made["intra"], made["inter"], placement)
@@ -64,7 +64,9 @@ def groups(world: World) -> Groups:
 def group(ranks: Sequence[int]) -> Communicator | None:
     """A communicator over some ranks of the default process group, as `dist.new_group` makes it.
 
-    Every rank of the run calls it, members or not, with the same ranks, at the same point.
+    Every rank of the run calls it, members or not, with the same ranks, at the same point. Before a
+    collective its ranks compare what they call (one all-reduce of 16 bytes), and refuse on all
+    ranks another operation, op, `src`, shape or dtype.
 
     Args:
         ranks: members, in any order; in the communicator they stand ascending.
@@ -75,6 +77,14 @@ def group(ranks: Sequence[int]) -> Communicator | None:
     Raises:
         ConfigError: no ranks, one twice, or one that does not exist.
     """
+    made = new_group(ranks)
+    if isinstance(made, ProcessGroupCommunicator):
+        made.checked = True
+    return made
+
+
+def new_group(ranks: Sequence[int]) -> Communicator | None:
+    """`group` for gradient synchronisation: its ranks do not compare."""
     on = dist.is_initialized()
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if on else (0, 1)
     if not ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(world_size)):

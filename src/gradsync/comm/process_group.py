@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from gradsync.comm.base import AllOf, Done, ReduceOp, Work
+from gradsync.comm.same_call import check_same_call
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,10 +32,22 @@ class ProcessGroupCommunicator:
 
     Args:
         group: a `torch.distributed.ProcessGroup` or a backend such as `ProcessGroupGloo`.
+        checked: before each collective ranks compare what they call (`check_same_call`), for calls
+            in the user's hands. Gradient synchronisation compares models once, when it begins.
     """
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, *, checked: bool = False) -> None:
         self.group = group
+        self.checked = checked
+
+    @property
+    def unchecked(self) -> ProcessGroupCommunicator:
+        """The same ranks, without comparing."""
+        return ProcessGroupCommunicator(self.group) if self.checked else self
+
+    def _check(self, what: str, tensor: Tensor) -> None:
+        if self.checked:
+            check_same_call(self.unchecked, what, tensor)
 
     def _needs_stage(self, tensor: Tensor) -> bool:
         """Whether the group cannot take this tensor: a CPU one in a group that has NCCL only."""
@@ -78,23 +91,27 @@ class ProcessGroupCommunicator:
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         """See `Communicator.all_reduce`."""
+        self._check(f"all_reduce ({op})", tensor)
         options = dist.AllreduceOptions()
         options.reduceOp = _OPS[op]
         return self._staged(tensor, lambda there: self.group.allreduce([there], options))
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Work:
         """See `Communicator.broadcast`."""
+        self._check(f"broadcast (from rank {src})", tensor)
         options = dist.BroadcastOptions()
         options.rootRank = src
         return self._staged(tensor, lambda there: self.group.broadcast([there], options))
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
         """See `Communicator.all_gather`."""
+        self._check("all_gather", tensor)
         there = self._plain(tensor)
         return self._staged(output, lambda whole: self.group._allgather_base(whole, there))
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         """See `Communicator.reduce_scatter`."""
+        self._check(f"reduce_scatter ({op})", tensor)
         options = dist.ReduceScatterOptions()
         options.reduceOp = _OPS[op]
         return self.group._reduce_scatter_base(output, self._plain(tensor), options)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
+import torch
 import torch.distributed as dist
 
 from gradsync.comm.base import Communicator, Messenger, ReduceOp
@@ -17,6 +18,7 @@ from gradsync.comm.hierarchical import hierarchical_all_reduce
 from gradsync.comm.placement import share_placement
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.ring import ring_all_reduce
+from gradsync.comm.same_call import call_site, check_same_call
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
 from gradsync.comm.shared_memory.hierarchy import all_reduce_over_hosts
 from gradsync.comm.single import SingleCommunicator
@@ -26,7 +28,6 @@ from gradsync.errors import ConfigError
 from gradsync.world import World
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 
@@ -130,9 +131,10 @@ ALGORITHMS: dict[str, Algorithm] = {
 
 def all_reduce(
     tensor: Tensor,
-    op: Op = "sum",
+    op: Op | dist.ReduceOp | dist.ReduceOp.RedOpType = "sum",
     algorithm: str = "backend",
     *,
+    name: str | None = None,
     comm: Communicator | None = None,
     world: World | None = None,
     groups: Groups | None = None,
@@ -140,7 +142,9 @@ def all_reduce(
     """Combine `tensor` over all ranks, in place, and return it. Blocking, without autograd.
 
     All ranks call it with the same arguments, and all get the same bits. Which bits a sum has
-    depends on algorithm and number of ranks. What cannot be combined is refused before a message.
+    depends on algorithm and number of ranks. First the ranks compare shape, dtype, device type, op,
+    algorithm and, so that two tensors are not swapped, `name` or the line of the call (one
+    all-reduce of 16 bytes). What cannot be combined is refused before the tensor travels.
 
         dtype                                            ops                  algorithms
         float64, float32, float16, bfloat16              sum, mean, min, max  all
@@ -154,10 +158,13 @@ def all_reduce(
     on the rank.
 
     Args:
-        tensor: dense, same shape and dtype on all ranks; one that is not contiguous, or lazily
-            conjugated, is copied on the way.
-        op: sum, mean (the sum, then divided by the number of ranks), min or max.
+        tensor: dense, same shape and dtype on all ranks; copied on the way if not contiguous.
+        op: sum, mean (the sum, then divided by the number of ranks), min or max; or torch's
+            `ReduceOp` SUM, AVG, MIN or MAX.
         algorithm: backend, ring, recursive_doubling or hierarchical (see `ALGORITHMS`).
+        name: the same on all ranks for one reduction. None takes file, line and function of the
+            call, so give one where ranks call it from different lines, or several tensors of one
+            shape from one line (a loop whose order may differ).
         comm: whose ranks take part; by default those of `world`, or of the default process group,
             or this rank alone when there is none.
         world: this rank's place; tells `hierarchical` where the nodes are.
@@ -165,28 +172,43 @@ def all_reduce(
             gives as `intra`, nodes add up in shared memory.
 
     Raises:
-        ConfigError: unknown `op` or `algorithm`, an op that the dtype does not have, nodes unknown.
+        ConfigError: no tensor, unknown `op` or `algorithm`, not for this dtype, nodes unknown.
+        RunError: on all ranks: they call different reductions.
     """
-    chosen = ALGORITHMS.get(algorithm)
-    if chosen is None:
+    if not isinstance(tensor, torch.Tensor):
+        kind = type(tensor).__name__
+        raise ConfigError(f"all_reduce works in place on a tensor; got {kind}: use torch.tensor")
+    op = _named_op(op)
+    if algorithm not in ALGORITHMS:
         raise ConfigError(_unknown("algorithm", algorithm, ALGORITHMS))
-    if op not in get_args(Op):
-        raise ConfigError(_unknown("op", op, get_args(Op)))
-    if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
-        raise ConfigError(
-            f"the mean of {tensor.dtype} would be cut off; use op='sum' and divide, or convert it"
-        )
-    site = Site(comm=_default_comm(world) if comm is None else comm, world=world, groups=groups)
+    comm = _default_comm(world) if comm is None else getattr(comm, "unchecked", comm)
+    where = call_site() if name is None else f"named {name!r}"
+    # Before what one rank alone may refuse: the others would wait for it.
+    check_same_call(comm, f"all_reduce ({op}, {algorithm})", tensor, where)
+    _reduce(Site(comm=comm, world=world, groups=groups), tensor, op, algorithm)
+    return tensor
+
+
+def _reduce(site: Site, tensor: Tensor, op: Op, algorithm: str) -> None:
     check_supported(site.comm, tensor, op, algorithm)
     # Itself where it can be. A conjugate or minus that waits to be carried out is no part of the
     # memory that travels, and yet such a tensor calls itself contiguous.
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    chosen.run(site, flat, "sum" if op == "mean" else op)
+    ALGORITHMS[algorithm].run(site, flat, "sum" if op == "mean" else op)
     if op == "mean":
         flat.div_(site.comm.world_size)
     if flat.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(flat)
-    return tensor
+
+
+def _named_op(op: Any) -> Op:
+    """`op` as this module names it."""
+    given = getattr(op, "op", op)  # a ReduceOp holds its RedOpType, which has a name
+    given = getattr(given, "name", given)
+    word = "mean" if str(given).lower() == "avg" else str(given).lower()
+    if word not in get_args(Op):
+        raise ConfigError(_unknown("op", given, get_args(Op)))
+    return cast("Op", word)
 
 
 def _default_comm(world: World | None) -> Communicator:

@@ -26,7 +26,7 @@ _OF_GLOO = {
 
 
 def check_supported(comm: Communicator, tensor: Tensor, op: Op, algorithm: str) -> None:
-    """Refuse what cannot be combined; sends nothing, so all ranks refuse alike.
+    """Refuse what cannot be combined; sends nothing: ranks with equal tensors refuse alike.
 
     Args:
         comm: who would combine.
@@ -37,6 +37,10 @@ def check_supported(comm: Communicator, tensor: Tensor, op: Op, algorithm: str) 
     Raises:
         ConfigError: with algorithm, op and dtype.
     """
+    if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise ConfigError(
+            f"the mean of {tensor.dtype} would be cut off; use op='sum' and divide, or convert it"
+        )
     reason = _refusal(comm, tensor, op, algorithm)
     if reason is not None:
         kind = "" if tensor.layout == torch.strided else f" in {tensor.layout}"

@@ -100,9 +100,11 @@ class Documents:
                 if not line.strip():
                     continue
                 try:
-                    row = json.loads(line)
+                    row = json.loads(line, parse_int=float)  # only text counts, however long
                 except ValueError as error:
                     raise DataError(f"{path}:{number}: no JSON: {error}") from error
+                except RecursionError:
+                    raise DataError(f"{path}:{number}: nests too deeply") from None
                 text = row.get(self.text_key) if isinstance(row, dict) else None
                 if not isinstance(text, str):
                     raise DataError(
@@ -120,7 +122,7 @@ def _unreadable(error: OSError) -> None:
 
 def _found(row: object) -> str:
     if isinstance(row, dict):
-        return f"its keys are {', '.join(map(repr, row)) or 'none'}"
+        return f"its keys are {', '.join(map(repr, row))[:200] or 'none'}"
     return f"it is a {type(row).__name__}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from gradsync.errors import DataError
+from gradsync.runtime.text_file import one_line, read_json
 
 FILE_NAME = "meta.json"
 FORMAT_VERSION = 1
@@ -65,6 +67,8 @@ class Meta:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise DataError(f"dtype must be one of {', '.join(DTYPES)}; got {self.dtype!r}")
+        if not self.tokenizer.isprintable() or len(self.tokenizer) > 80:
+            raise DataError(f"tokenizer must be a short name; got {self.tokenizer!r}")
         if self.vocab_size < 1:
             raise DataError(f"vocab_size must be at least 1; got {self.vocab_size}")
         if self.vocab_size - 1 > np.iinfo(DTYPES[self.dtype]).max:
@@ -98,23 +102,25 @@ def read_meta(directory: Path) -> Meta | None:
     """
     path = directory / FILE_NAME
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = read_json(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
         raise DataError(f"{path}: cannot be read as JSON: {error}") from error
     if not isinstance(raw, dict):
         raise DataError(f"{path}: must hold a JSON object, holds a {type(raw).__name__}")
     version = raw.get("format_version")
     if version != FORMAT_VERSION:
         raise DataError(
-            f"{path}: format_version is {version!r}, this gradsync reads {FORMAT_VERSION}; "
-            "prepare the data again"
+            f"{path}: format_version is {repr(version)[:40]}, this gradsync reads "
+            f"{FORMAT_VERSION}; prepare the data again"
         )
     try:
         return _from_json(raw)
     except DataError as error:
-        raise DataError(f"{path}: {error}") from error
+        raise DataError(f"{path}: {one_line(error)}") from error
 
 
 _FIELDS: dict[str, type | tuple[type, ...]] = {
@@ -141,6 +147,8 @@ def _from_json(raw: Mapping[str, Any]) -> Meta:
     for name, entry in raw["files"].items():
         _check(raw["files"], {name: dict})
         _check(entry, {"num_bytes": int, "sha256": str})
+        if not re.fullmatch("[0-9a-f]{64}", entry["sha256"]):
+            raise DataError(f"files: {name!r} has no SHA-256 in 64 hexadecimal digits")
         files[name] = FileMeta(num_bytes=entry["num_bytes"], sha256=entry["sha256"])
     return Meta(**({name: raw[name] for name in _FIELDS} | {"files": files}))
 
@@ -151,3 +159,5 @@ def _check(raw: Mapping[str, Any], fields: Mapping[str, type | tuple[type, ...]]
             raise DataError(f"key {name!r} is missing")
         if not isinstance(raw[name], kind) or isinstance(raw[name], bool):
             raise DataError(f"key {name!r} has a value of the wrong type: {raw[name]!r}")
+        if isinstance(raw[name], int | float) and raw[name] < 0:
+            raise DataError(f"key {name!r} must not be negative; got {raw[name]}")

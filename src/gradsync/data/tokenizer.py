@@ -11,6 +11,7 @@ import numpy as np
 
 from gradsync.data.meta import Meta
 from gradsync.errors import ConfigError, DataError
+from gradsync.runtime.text_file import read_bytes
 
 if TYPE_CHECKING:
     import tokenizers
@@ -136,11 +137,11 @@ class BpeTokenizer:
         from tokenizers import Tokenizer
 
         try:
-            text = path.read_text(encoding="utf-8")
+            text = read_bytes(path)
         except OSError as error:
             raise DataError(f"{path}: {error.strerror}") from error
         try:
-            inner = Tokenizer.from_str(text)
+            inner = Tokenizer.from_str(text.decode())
         except Exception as error:  # the package raises bare `Exception` for every defect
             raise DataError(f"{path}: is no tokenizer: {error}") from error
         return cls(inner)
@@ -178,7 +179,7 @@ def load_tokenizer(meta: Meta, directory: Path | str) -> Tokenizer:
     elif meta.tokenizer == "bpe":
         tokenizer = BpeTokenizer.load(Path(directory) / FILE_NAME)
     else:
-        raise DataError(f"{directory}: unknown tokenizer {meta.tokenizer!r} in meta.json")
+        raise DataError(f"{directory}: unknown tokenizer {meta.tokenizer[:80]!r} in meta.json")
     if tokenizer.vocab_size != meta.vocab_size:
         raise DataError(
             f"{directory}: the tokenizer has {tokenizer.vocab_size} tokens, "

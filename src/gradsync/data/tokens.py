@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.utils.data import Dataset
 
 from gradsync.data.meta import DTYPES, FileMeta, Meta, read_meta
 from gradsync.errors import DataError
+from gradsync.runtime.text_file import open_regular
 
 _LARGEST_HASHED_BYTES = 1 << 30
 _SAMPLED_BLOCKS = 64
@@ -160,10 +162,14 @@ def _check_file(path: Path, file: FileMeta, meta: Meta) -> None:
 
 
 def _size_of(path: Path) -> int:
+    """Size in bytes; opened, so that what is no file or may not be read is found here."""
     try:
-        return path.stat().st_size
+        with open_regular(path) as file:
+            return os.fstat(file.fileno()).st_size
     except FileNotFoundError:
         raise DataError(f"{path} does not exist") from None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _count_tokens(path: Path, dtype: str, seq_len: int) -> int:

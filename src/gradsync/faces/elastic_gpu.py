@@ -1,8 +1,9 @@
 """`ElasticGPUConfig`: what GPUs there are, and how to train on 1 to N of them.
 
-    config = ElasticGPUConfig(base_batch_size=64, model_size_gb=30)
+    config = ElasticGPUConfig(base_batch_size=64, model_size_gb=30, frozen=frozen_parts(model))
     print(config)
     batch = config.config["batch_size"]
+    config.place(model)
     config.log_gpu_memory()
 
 Memory is what the driver says of these devices now. No name of a GPU stands for a size: an A100 has
@@ -14,23 +15,32 @@ Memory is what the driver says of these devices now. No name of a GPU stands for
     3          ddp                        hybrid: 2 + 1
     4          ddp                        hybrid_ddp: two replicas, each on two
 
-"hybrid" puts frozen parts on devices of their own (`place_parts`); what trains is replicated.
+On several devices a replica has its frozen parts on devices of their own (`place`); what trains is
+on its first one, and is replicated. What trains and fits on no single device needs a strategy that
+shares it out: `gs.replicate(model, sync="fsdp")`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from gradsync.data.plan import share
 from gradsync.errors import ConfigError
+from gradsync.faces.frozen import PlacedParts, place_frozen
 from gradsync.faces.gpu_memory import log_gpu_memory
+from gradsync.hardware.described.file import load_hardware
 from gradsync.hardware.description import Device, Hardware
 from gradsync.hardware.detect.machine import detect_hardware
 from gradsync.hardware.placement import Part, Placement, place_parts
 from gradsync.hardware.switches import Switches, speed_switches
 from gradsync.runtime import environ
 from gradsync.runtime.resolve import resolve
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 StrategyName = Literal["single", "ddp", "model_split", "hybrid", "hybrid_ddp"]
 _GB = 1e9
@@ -47,7 +57,8 @@ class ElasticGPUConfig:
         target_util: share of a device's free memory that may be planned with.
         sample_gb: activations of one sample, GB; None: not known, a step is not cut further.
         frozen: submodules that do not train (`frozen_parts(model)`), for placing them.
-        hardware: instead of this machine's; from `load_hardware`, say.
+        hardware: instead of this machine's: a name or a file as `gradsync plan --hardware` takes
+            it, such as "a100-40x3".
 
     Raises:
         ConfigError: numbers that cannot be; a replica that does not fit on all devices together,
@@ -62,7 +73,7 @@ class ElasticGPUConfig:
         *,
         sample_gb: float | None = None,
         frozen: Sequence[Part] = (),
-        hardware: Hardware | None = None,
+        hardware: Hardware | str | None = None,
     ) -> None:
         sized = model_size_gb is None or model_size_gb > 0
         if base_batch_size < 1 or not sized or not 0 < target_util <= 1:
@@ -77,6 +88,8 @@ class ElasticGPUConfig:
         self.target_util = target_util
         self.sample_gb = sample_gb
         env = environ.snapshot()
+        if isinstance(hardware, str):
+            hardware = load_hardware(hardware)
         self.hardware = detect_hardware(env) if hardware is None else hardware
         self.switches: Switches = speed_switches(self.hardware, env)
         self.groups = self._groups()
@@ -127,26 +140,50 @@ class ElasticGPUConfig:
         """Batch sizes and strategy.
 
         Returns:
-            strategy; batch_size: samples of one forward and backward of a replica;
+            strategy; batch_size: samples of one forward and backward of a replica, at most;
             grad_accum_steps: of the replica with the most; effective_batch_size: always
-            `base_batch_size`; samples_per_replica: shares that differ by at most one leaf;
-            device: the first of this process's replica, "cpu" without GPUs.
+            `base_batch_size`; samples_per_replica: shares that differ by at most one sample, as
+            `gs.shard_batch` cuts a batch (where they are equal, `batch_size` divides them); device:
+            the first of this process's replica, "cpu" without GPUs.
         """
         replicas = len(self.groups)
-        local_rank = resolve(environ.snapshot()).world.local_rank
         if replicas > self.base_batch_size:
             raise ConfigError(f"{replicas} replicas cannot share {self.base_batch_size} samples")
-        batch_size = self._batch_size(replicas)
-        leaves = self.base_batch_size // batch_size
-        shares = [len(share(leaves, replica, replicas)) for replica in range(replicas)]
+        shares = [len(share(self.base_batch_size, r, replicas)) for r in range(replicas)]
+        batch_size = self._batch_size(shares)
         return {
             "strategy": self.strategy,
             "batch_size": batch_size,
-            "grad_accum_steps": max(shares),
+            "grad_accum_steps": math.ceil(max(shares) / batch_size),
             "effective_batch_size": self.base_batch_size,
-            "samples_per_replica": [count * batch_size for count in shares],
-            "device": f"cuda:{self.groups[local_rank % replicas][0]}" if self.gpu_count else "cpu",
+            "samples_per_replica": shares,
+            "device": self._replica_devices()[0],
         }
+
+    def place(
+        self, model: nn.Module, devices: Sequence[torch.device | str] | None = None
+    ) -> PlacedParts:
+        """Move `model` to the devices of this process's replica, and let activations follow.
+
+        Frozen parts go where `placement` has them, everything else to the first device, where
+        inputs belong. The optimizer and `gs.replicate`, over what trains, come after it.
+
+        Args:
+            model: the one whose `frozen_parts` were given.
+            devices: of the replica; None takes those of `groups`.
+
+        Raises:
+            ConfigError: no frozen parts were given to a plan with several devices a replica, or
+                `model` has others.
+        """
+        if self.placement is None and len(self.groups[0]) > 1:
+            raise ConfigError(
+                f"strategy {self.strategy!r} places frozen parts, and none were given (frozen="
+                "gs.frozen_parts(model)); to share out what trains: gs.replicate(sync='fsdp')"
+            )
+        homes = self._replica_devices() if devices is None else devices
+        placement = self.placement or Placement(places={}, left=())
+        return place_frozen(model, placement, homes, rest=homes[0])
 
     def log_gpu_memory(self, label: str = "") -> None:
         """Print how much memory is in use; see `gs.log_gpu_memory`."""
@@ -161,13 +198,20 @@ class ElasticGPUConfig:
             + takes,
             f"strategy {config['strategy']}: replicas on devices "
             + ", ".join("+".join(map(str, group)) for group in self.groups),
-            f"batch {config['effective_batch_size']} = {config['batch_size']} a leaf, up to "
-            f"{config['grad_accum_steps']} leaves a replica",
+            f"batch {config['effective_batch_size']} = "
+            + " + ".join(map(str, config["samples_per_replica"]))
+            + f", up to {config['batch_size']} in one forward",
             *self.switches.reasons,
         ]
         if self.placement is not None:
             lines.append(self.placement.describe())
         return "\n".join([*lines, *self.switches.suggestion_lines()])
+
+    def _replica_devices(self) -> list[str]:
+        """Of this process, for torch."""
+        local_rank = resolve(environ.snapshot()).world.local_rank
+        group = self.groups[local_rank % len(self.groups)]
+        return [f"cuda:{index}" if self.gpu_count else "cpu" for index in group]
 
     def _room(self, index: int) -> int:
         return int(self.target_util * self.devices[index].usable_bytes)
@@ -200,17 +244,18 @@ class ElasticGPUConfig:
             raise ConfigError("frozen parts are larger than model_size_gb says of all")
         return place_parts(self.frozen, room, replicated_bytes=trains)
 
-    def _batch_size(self, replicas: int) -> int:
-        """The largest divisor of the batch that leaves each replica a leaf and has room."""
-        most = self.base_batch_size // replicas
+    def _batch_size(self, shares: Sequence[int]) -> int:
+        """What has room: a divisor of equal shares, an even cut of unequal ones."""
+        largest = most = max(shares)
         if self.sample_gb is not None:
             rooms = [sum(self._room(index) for index in group) for group in self.groups]
             free = min(rooms) / _GB - self.model_size_gb
             most = min(most, int(free / self.sample_gb))
-        sizes = [size for size in range(1, most + 1) if self.base_batch_size % size == 0]
-        if not sizes:
+        if most < 1:
             raise ConfigError(
                 f"no room for one sample of {self.sample_gb} GB beside a replica of "
                 f"{self.model_size_gb:g} GB"
             )
-        return sizes[-1]
+        if min(shares) < largest:
+            return math.ceil(largest / math.ceil(largest / most))
+        return max(size for size in range(1, most + 1) if largest % size == 0)

@@ -10,7 +10,7 @@ its inputs were. Gradients take the same way back.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Container, Mapping, MutableMapping, Sequence
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
@@ -59,15 +59,19 @@ def frozen_parts(model: nn.Module, *, least_bytes: int = 0) -> tuple[Part, ...]:
 
 
 def place_frozen(
-    model: nn.Module, placement: Placement, devices: Sequence[torch.device | str]
+    model: nn.Module,
+    placement: Placement,
+    devices: Sequence[torch.device | str],
+    *,
+    rest: torch.device | str | None = None,
 ) -> PlacedParts:
     """Move frozen submodules to their devices, and let activations follow.
 
     Args:
-        model: its other parts stay where they are. A part that runs in two must call its blocks as
-            modules, one after the other.
+        model: a part that runs in two must call its blocks as modules, one after the other.
         placement: from `place_parts`, with names of submodules of `model`.
         devices: of this rank, as the placement counts them.
+        rest: where the other parts of `model` go; None leaves them where they are.
 
     Raises:
         ConfigError: a name that is no submodule, a submodule that trains, too few devices.
@@ -82,6 +86,8 @@ def place_frozen(
             raise ConfigError(
                 f"{name} is placed on device {max(place.devices)}, {len(devices)} were given"
             )
+    if rest is not None:
+        _move_rest(model, {id(modules[name]) for name in placement.places}, rest)
     placed = PlacedParts()
     for name, place in placement.places.items():
         _place(modules[name], place, [devices[index] for index in place.devices], placed)
@@ -105,6 +111,14 @@ def _place(
     for _, block in blocks:
         block.to(homes[id(block)])
         _follow(block, homes[id(block)], placed)
+
+
+def _move_rest(module: nn.Module, parts: Container[int], device: torch.device | str) -> None:
+    """All of `module` but what is in one of `parts`: that may be too large for `device`."""
+    module._apply(lambda tensor: tensor.to(device), recurse=False)
+    for child in module.children():
+        if id(child) not in parts:
+            _move_rest(child, parts, device)
 
 
 def _place_rest(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,19 @@ from gradsync.runtime.session import Session, SessionOptions
 
 if TYPE_CHECKING:
     import torch
+
+log = logging.getLogger("gradsync")
+
+
+def backend_here(backend: str | None) -> str | None:
+    """`backend`, or None for "nccl": chosen by the device then, and said where that is a CPU."""
+    if backend != "nccl":
+        return backend
+    import torch
+
+    if not torch.cuda.is_available() and is_main_process():
+        log.warning("backend 'nccl' needs a GPU, and there is none: gloo is used instead")
+    return None
 
 
 def init_distributed(
@@ -25,7 +39,8 @@ def init_distributed(
     ranks when this one fails.
 
     Args:
-        backend: torch backend; None takes gloo on CPU and gloo + nccl on CUDA.
+        backend: torch backend; None or "nccl" is chosen by the device: gloo on CPU, gloo + nccl on
+            CUDA.
         timeout: longest a collective may take.
 
     Returns:
@@ -34,7 +49,9 @@ def init_distributed(
     Raises:
         LaunchError, RendezvousError: as `gs.init`.
     """
-    session = Session(SessionOptions(backend=backend, timeout_s=timeout.total_seconds()))
+    session = Session(
+        SessionOptions(backend=backend_here(backend), timeout_s=timeout.total_seconds())
+    )
     world = session.open()
     atexit.register(session.close)
     return world.rank, world.world_size, world.local_rank
@@ -61,7 +78,7 @@ def setup_distributed(rank: int, world_size: int, backend: str | None = None) ->
         names = ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         kept = (*names, "GLOO_SOCKET_IFNAME")
         env = mine | {name: env[name] for name in kept if name in env}
-    options = SessionOptions(backend=None if backend == "nccl" else backend)
+    options = SessionOptions(backend=backend_here(backend))
     session = Session(options, env=env)
     session.open()
     atexit.register(session.close)

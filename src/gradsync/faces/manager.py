@@ -2,24 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from gradsync.comm.base import Communicator
 from gradsync.comm.choose import communicator
 from gradsync.comm.single import SingleCommunicator
 from gradsync.data.loader import Loader, loader
 from gradsync.errors import ConfigError
+from gradsync.faces.functions import backend_here
 from gradsync.runtime.session import Session, SessionOptions
 from gradsync.world import World
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
     from torch import Tensor, nn
 
+    from gradsync.comm.supported import Op
     from gradsync.sync.gradient_sync import GradientSync
+
+log = logging.getLogger("gradsync")
+
+_DDP_HAS_NO_MEANING = {
+    "find_unused_parameters": "parameters without a gradient are found in every step",
+    "gradient_as_bucket_view": "gradients lie in their buckets already",
+    "static_graph": "no step is planned from the first one",
+    "device_ids": "the model is on this rank's device",
+    "output_device": "outputs stay on this rank's device",
+    "broadcast_buffers": "buffers are averaged over the step, BatchNorm's as batch_norm= says",
+    "forward_sync_buffers": "buffers are averaged over the step, BatchNorm's as batch_norm= says",
+}
+_DDP_IS_CALLED = {
+    "process_group": "gs.replicate(model, comm=gs.group(ranks))",
+    "mixed_precision": "torch.autocast around the forward",
+    "bucket_cap_mb_list": "bucket_mb=, one size for all",
+}
+_DATA_LOADER_HAS_NO_MEANING = {
+    "pin_memory": "batches come on this rank's device",
+    "pin_memory_device": "batches come on this rank's device",
+    "drop_last": "a pass has whole batches only, and the next one begins with the rest",
+    "persistent_workers": "workers live from pass to pass of one iteration",
+    "prefetch_factor": "workers read ahead by themselves",
+    "in_order": "batches always come in order",
+}
+_DATA_LOADER_IS_CALLED = {
+    "sampler": "shuffle= and seed=: samples are dealt to ranks here",
+    "batch_sampler": "shuffle= and seed=: samples are dealt to ranks here",
+    "generator": "seed=",
+    "worker_init_fn": "the data set's own __getitem__",
+}
 
 
 class DDPManager:
@@ -41,13 +76,14 @@ class DDPManager:
         """Join the run this process was started in.
 
         Args:
-            backend: torch backend; None takes gloo on CPU and gloo + nccl on CUDA.
+            backend: torch backend; None takes gloo on CPU and gloo + nccl on CUDA, and so does
+                "nccl", which a CPU does not have.
             timeout_mins: longest a collective may take, minutes.
 
         Raises:
             LaunchError, RendezvousError: as `gs.init`.
         """
-        options = SessionOptions(backend=backend, timeout_s=timeout_mins * 60)
+        options = SessionOptions(backend=backend_here(backend), timeout_s=timeout_mins * 60)
         self._session = Session(options)
         self.world = self._session.open()
         self._comm = communicator(self.world)
@@ -59,6 +95,21 @@ class DDPManager:
         import torch
 
         return torch.device(self.world.device)
+
+    @property
+    def rank(self) -> int:
+        """Index of this process among all."""
+        return self.world.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self.world.world_size
+
+    @property
+    def local_rank(self) -> int:
+        """Index of this process on its host."""
+        return self.world.local_rank
 
     @property
     def is_main_process(self) -> bool:
@@ -77,16 +128,19 @@ class DDPManager:
         Args:
             models: one or more modules.
             sync: a strategy; `invariant`, `bucketed` … or `ddp`.
-            options: of `gs.replicate`, or of DistributedDataParallel under `ddp`.
+            options: of `gs.replicate`, or of DistributedDataParallel. The latter's are taken under
+                `ddp`; elsewhere `bucket_cap_mb` is `bucket_mb`, and what has no meaning is ignored.
 
         Returns:
             The model, or a tuple when several were given.
 
         Raises:
-            ConfigError: no model; several under `ddp`; unknown strategy or option.
+            ConfigError: no model; several under `ddp`; unknown strategy or option, with what to use
+                in its place.
         """
         from torch import nn
 
+        from gradsync.sync.registry import find_strategy
         from gradsync.sync.replicate import replicate
 
         if not models:
@@ -104,8 +158,14 @@ class DDPManager:
             if group is None or not trains:
                 return models[0]
             options.setdefault("gradient_as_bucket_view", True)
+            if self.device.type == "cpu":  # where DDP refuses any
+                options |= {"device_ids": None, "output_device": None}
             return nn.parallel.DistributedDataParallel(models[0], process_group=group, **options)
         if trains:
+            if (size := options.pop("bucket_cap_mb", None)) is not None:
+                options.setdefault("bucket_mb", size)
+            known = find_strategy(sync).options
+            options = _without(options, known, _DDP_HAS_NO_MEANING, _DDP_IS_CALLED)
             whole = models[0] if len(models) == 1 else nn.ModuleList(models)
             self._handles.append(replicate(whole, self.world, sync=sync, **options))
         return models[0] if len(models) == 1 else models
@@ -128,8 +188,13 @@ class DDPManager:
             batch_size: samples per rank and step (the global batch is `batch_size * world_size`).
             seed: names the order.
             shuffle: a new order each epoch, by itself.
-            options: of `gs.loader`, such as `num_workers` or `collate_fn`.
+            options: of `gs.loader`, such as `num_workers` or `collate_fn`. Those of torch's
+                `DataLoader` that have no meaning here (`pin_memory`, `drop_last`) are ignored.
+
+        Raises:
+            ConfigError: an option of `DataLoader` that has another name here, and which.
         """
+        options = _without(options, (), _DATA_LOADER_HAS_NO_MEANING, _DATA_LOADER_IS_CALLED)
         steps = loader(
             dataset,
             self.world,
@@ -143,17 +208,26 @@ class DDPManager:
         return BatchLoader(steps, passes)
 
     def all_reduce(
-        self, tensor: Tensor, op: Literal["sum", "mean", "min", "max"] = "mean"
+        self,
+        tensor: Tensor,
+        op: Op | dist.ReduceOp | dist.ReduceOp.RedOpType = "mean",
+        *,
+        name: str | None = None,
     ) -> Tensor:
-        """Combine `tensor` (any shape) over all ranks, in place; returns it.
+        """Combine `tensor` (any shape) over all ranks, in place, and return it.
+
+        Args:
+            tensor: same shape and dtype on all ranks.
+            op: mean, sum, min or max, or torch's `ReduceOp` of these.
+            name: tells this reduction from others, as in `gs.all_reduce`.
 
         Raises:
-            ConfigError: the mean of integers, which would not be one.
+            ConfigError: unknown `op`; the mean of integers, which would not be one.
+            RunError: on all ranks: they call different reductions.
         """
-        if op == "mean" and not tensor.is_floating_point():
-            raise ConfigError(f"the mean of {tensor.dtype} is no {tensor.dtype}; use op='sum'")
-        self._comm.all_reduce(tensor, "sum" if op == "mean" else op).wait()
-        return tensor.div_(self._comm.world_size) if op == "mean" else tensor
+        from gradsync.comm.reductions import all_reduce
+
+        return all_reduce(tensor, op, comm=self._comm, name=name)
 
     def barrier(self) -> None:
         """Return once every rank has called it."""
@@ -181,6 +255,28 @@ class DDPManager:
         trace: TracebackType | None,
     ) -> None:
         self.cleanup(error)
+
+
+def _without(
+    options: Mapping[str, Any],
+    known: Collection[str],
+    has_no_meaning: Mapping[str, str],
+    is_called: Mapping[str, str],
+) -> dict[str, Any]:
+    """`options` without those of torch's that have no meaning here, and why not.
+
+    Raises:
+        ConfigError: one that has another name here.
+    """
+    kept = dict(options)
+    for name, value in options.items():
+        if name in known:
+            continue
+        if name in has_no_meaning:
+            log.debug("%s=%r is ignored: %s", name, kept.pop(name), has_no_meaning[name])
+        elif name in is_called and kept.pop(name) is not None:
+            raise ConfigError(f"{name}= of torch is {is_called[name]} here; got {value!r}")
+    return kept
 
 
 class BatchLoader:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from gradsync.runtime import environ
+from gradsync.runtime.text_file import parse_json
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +55,7 @@ def remembered() -> list[Submitted]:
         return []
     for line in lines:
         try:
-            values = json.loads(line)
+            values = parse_json(line.encode())
         except ValueError:  # torn by a full disk
             continue
         if isinstance(values, dict) and values.keys() == names:

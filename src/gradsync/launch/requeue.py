@@ -15,7 +15,6 @@ Runs without torch; returns the exit code of the job.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -27,7 +26,7 @@ from gradsync.errors import GradsyncError
 from gradsync.launch.exit_codes import STOPPED
 from gradsync.launch.slurm import ask, check_job_id, own_words, states_of
 from gradsync.runtime import environ
-from gradsync.runtime.text_file import json_text, write_text
+from gradsync.runtime.text_file import json_text, read_json, write_text
 
 LONG_TURN_S = 300.0
 """Where nobody counts steps, a turn that lasted so long counts as fruitful, seconds."""
@@ -172,7 +171,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 def _read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; {} when there is none that can be read."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = read_json(path)
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}

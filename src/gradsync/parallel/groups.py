@@ -11,7 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from gradsync.comm.base import Communicator
-from gradsync.comm.groups import group
+from gradsync.comm.groups import new_group
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.parallel.layout import Coordinates, Layout
 
@@ -46,7 +46,7 @@ def split_groups(layout: Layout, place: Coordinates, everyone: Communicator) -> 
             members.setdefault(key(layout.coordinates(rank)), []).append(rank)
         for ranks in members.values():
             if tuple(ranks) not in known:
-                known[tuple(ranks)] = group(ranks)
+                known[tuple(ranks)] = new_group(ranks)
         found = known[tuple(members[key(place)])]
         assert found is not None, "this rank is a member"
         return found

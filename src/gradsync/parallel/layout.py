@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from gradsync.errors import ConfigError
+from gradsync.runtime.bounds import whole_number
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,11 +89,14 @@ def parse_layout(text: str, world_size: int) -> Layout:
     sizes: dict[str, int] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, value = (piece.strip() for piece in part.partition("="))
-        if name not in ("dp", "pp", "tp") or not value.isdecimal():
-            raise ConfigError(f"parallel: got {part!r}, expected sizes such as pp=2,dp=2 or tp=2")
+        number = whole_number(value)
+        if name not in ("dp", "pp", "tp") or number is None:
+            raise ConfigError(
+                f"parallel: got {part[:80]!r}, expected sizes such as pp=2,dp=2 or tp=2"
+            )
         if name in sizes:
             raise ConfigError(f"parallel: {name} is given twice in {text!r}")
-        sizes[name] = int(value)
+        sizes[name] = number
     if "dp" not in sizes:
         model_ranks = Layout(**sizes).model_ranks
         sizes["dp"] = max(world_size // model_ranks, 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -104,9 +104,9 @@ class SplitReducer(Reducer):
             torch._foreach_mul_(gradients, clip_factor(norm, max_norm))
         return norm
 
-    def update(self, optimizer: torch.optim.Optimizer) -> None:
+    def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """See `Reducer.update`."""
-        self.inner.update(optimizer)
+        self.inner.update(optimizers)
 
     def clear_gradients(self) -> None:
         """See `Reducer.clear_gradients`."""

@@ -20,7 +20,7 @@ from gradsync.sync.registry import build_reducer, find_strategy
 from gradsync.sync.replicas import check_replicas, hash_bits
 from gradsync.sync.state_face import StateFace
 from gradsync.sync.statistics import Statistics
-from gradsync.sync.step import StepParts, StepResult, Update, take_step
+from gradsync.sync.step import Optimizers, StepParts, StepResult, Update, take_step
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -81,7 +81,7 @@ class SplitSync(StateFace):
     ) -> StepResult:
         """See `GradientSync.step`; `scale` must be None."""
         assert scale is None, "fp16 is refused: parts would have to agree on the scale"
-        update = Update(self.reducer, optimizer)
+        update = Update(self.reducer, [optimizer])
         result = take_step(
             self._parts, self._loss, update, enclosed=nullcontext, clip_norm=clip_norm, stop=stop
         )
@@ -89,7 +89,7 @@ class SplitSync(StateFace):
         return result
 
     def check_replicas(
-        self, optimizer: torch.optim.Optimizer | None = None, *, step: int | None = None
+        self, optimizer: Optimizers | None = None, *, step: int | None = None
     ) -> None:
         """The replicas of each part must hold the same bits, and both ends a tied embedding.
 

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Literal
 
 from gradsync.errors import LaunchError
+from gradsync.runtime.bounds import whole_number
 from gradsync.runtime.hostlist import check_host, expand_hosts
 from gradsync.runtime.launchers.reading import integer
 from gradsync.runtime.proc import launcher_ancestor
@@ -122,7 +123,8 @@ def plan_coordinator(
         return CoordinatorPlan(kind="none", why="one rank needs no coordinator")
     if world.one_host:
         return _plan_one_host(env, resolution, given_port, ancestor)
-    if world.launcher in ("openmpi", "mvapich2", "hydra"):
+    # Without the local size, ranks may differ in whether they see several hosts: no broadcast.
+    if world.launcher in ("openmpi", "mvapich2", "hydra") and resolution.trust_local:
         return CoordinatorPlan(kind="mpi", port=given_port, why="rank 0 tells all through mpi4py")
     host, source = _first_host(env, world.launcher, run, read_text)
     return CoordinatorPlan(
@@ -178,9 +180,10 @@ def _fallback_port(env: Mapping[str, str], launcher: str) -> int:
     job = env.get(names.get(launcher, ""), "").strip()
     if not job:
         return HAND_PORT
-    number = int(job) if re.fullmatch(r"[0-9]{1,18}", job) else zlib.crc32(job.encode())
+    number = whole_number(job)
     step = env.get("SLURM_STEP_ID", "").strip() if launcher == "srun" else ""
-    return 15_000 + (number + 97 * int(step or 0)) % 10_000
+    job_number = zlib.crc32(job.encode()) if number is None else number
+    return 15_000 + (job_number + 97 * (whole_number(step) or 0)) % 10_000
 
 
 def _first_host(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from gradsync.errors import LaunchError
 
 
@@ -21,33 +23,42 @@ def device_name(requested: str, local_rank: int, visible: int) -> str:
     """
     kind, _, index = requested.partition(":")
     if kind == "cpu" and index:
-        raise LaunchError(f"device {requested!r}: a CPU has no index; use cpu")
+        raise LaunchError(f"device {requested[:80]!r}: a CPU has no index; use cpu")
     if kind == "cpu" or (kind == "auto" and visible == 0):
         return "cpu"
     if kind not in ("auto", "cuda"):
-        raise LaunchError(f"unknown device {requested!r}; use auto, cpu, cuda or cuda:N")
+        raise LaunchError(f"unknown device {requested[:80]!r}; use auto, cpu, cuda or cuda:N")
     if visible == 0:
         raise LaunchError(
-            f"device {requested!r} was asked for, but this process sees no CUDA device "
+            f"device {requested[:80]!r} was asked for, but this process sees no CUDA device "
             "(check nvidia-smi, CUDA_VISIBLE_DEVICES and that torch is a CUDA build), "
             "or use --device cpu"
         )
     if index:
-        if not (index.isascii() and index.isdecimal()) or int(index) >= visible:
-            raise LaunchError(f"device {requested!r}: only {visible} CUDA device(s) are visible")
+        if re.fullmatch("[0-9]{1,9}", index) is None or int(index) >= visible:
+            raise LaunchError(
+                f"device {requested[:80]!r}: only {visible} CUDA device(s) are visible"
+            )
         return f"cuda:{index}"
     return f"cuda:{local_rank % visible}"
 
 
-def choose_device(requested: str, local_rank: int) -> str:
-    """`device_name` for this machine; makes the chosen CUDA device current."""
+def device_here(requested: str, local_rank: int) -> str:
+    """`device_name` for this machine."""
     if requested == "cpu":
         return "cpu"
     import torch
 
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    name = device_name(requested, local_rank, visible)
+    return device_name(requested, local_rank, visible)
+
+
+def choose_device(requested: str, local_rank: int) -> str:
+    """As `device_here`; makes the chosen CUDA device current."""
+    name = device_here(requested, local_rank)
     if name.startswith("cuda"):
+        import torch
+
         torch.cuda.set_device(name)
     return name
 

@@ -41,10 +41,10 @@ def read_port(key: str, *, rank: int, deadline_s: float) -> int:
 
     def published() -> bool:
         for path in _notes(key):
-            with suppress(OSError, ValueError, KeyError, TypeError):
+            with suppress(OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
                 note = json.loads(_own_text(path))
-                if _start_time(note["pid"]) == note["started"] != "":
-                    found.append(note["port"])
+                if _start_time(note["pid"]) == note["started"] != "" and 0 < note["port"] < 65_536:
+                    found.append(int(note["port"]))
         return bool(found)
 
     started = time.monotonic()

@@ -21,9 +21,11 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import TracebackType
 
-from gradsync.errors import LaunchError, RunError
+from gradsync.errors import ConfigError, LaunchError, RunError
 from gradsync.runtime import environ
-from gradsync.runtime.device import check_not_shared, choose_device, device_identity
+from gradsync.runtime.backend import choose_backend
+from gradsync.runtime.bounds import check_numbers
+from gradsync.runtime.device import check_not_shared, choose_device, device_here, device_identity
 from gradsync.runtime.failure import FailureWatch
 from gradsync.runtime.gloo_group import wait_until_workers_sleep
 from gradsync.runtime.interface import interface_towards
@@ -51,7 +53,7 @@ class SessionOptions:
     device: str = "auto"
     """auto, cpu, cuda, or cuda:N."""
     backend: str | None = None
-    """Torch backend; None takes gloo on CPU and gloo + nccl on CUDA."""
+    """Torch backend; None or "auto" takes gloo on CPU and gloo + nccl on CUDA."""
     timeout_s: float = 1800.0
     """Longest a collective may take, seconds."""
     rendezvous_timeout_s: float = 60.0
@@ -66,6 +68,11 @@ class SessionOptions:
     keep_memory: bool = False
     """Keep freed memory in the process; see [Note: Keeping freed memory]."""
 
+    def __post_init__(self) -> None:
+        check_numbers(self)
+        if self.silence_s < 1:
+            raise ConfigError(f"silence_s must be at least 1; got {self.silence_s}")
+
 
 class Session:
     """See `gradsync.init`. `world`, `threads` and `keeps_memory` hold from `open` on."""
@@ -77,6 +84,7 @@ class Session:
         self.world = World()
         self.threads = 0
         self.keeps_memory = False
+        self._backend = ""
         self._env = environ.snapshot() if env is None else dict(env)
         self._stack = ExitStack()
         self._meeting: Meeting | None = None
@@ -98,6 +106,7 @@ class Session:
 
         Raises:
             LaunchError: launcher variables or the requested device make no sense.
+            ConfigError: the requested backend is unknown, or cannot be used here.
             RendezvousError: the other ranks did not come in time.
         """
         resolution = resolve(self._env)
@@ -107,6 +116,9 @@ class Session:
         if self.world.is_main:
             for warning in resolution.warnings:
                 log.warning("%s", warning)
+        # Before ranks meet: who then left at once would take the store from the others.
+        device = device_here(self.options.device, self.world.local_rank)
+        self._backend = choose_backend(self.options.backend, device)
         try:
             if self.world.is_distributed:
                 self._join(resolution)
@@ -167,7 +179,7 @@ class Session:
             self._set_up_compute(place(world, hosts, trust_local=resolution.trust_local))
         check_not_shared(hosts, [presence.device_identity for presence in presences])
         interface = self._interface(meeting)
-        if "gloo" in (options.backend or "gloo"):
+        if "gloo" in self._backend or "shm" in self._backend:
             check_reach(
                 meeting.store, self.world, hosts, interface=interface, deadline_s=deadline_s
             )
@@ -210,7 +222,7 @@ class Session:
             variables["GLOO_SOCKET_IFNAME"] = interface
         self._stack.enter_context(environ.exported(variables))
         dist.init_process_group(
-            options.backend or ("cpu:gloo,cuda:nccl" if on_cuda else "gloo"),
+            self._backend,
             store=dist.PrefixStore("group", meeting.store),
             rank=world.rank,
             world_size=world.world_size,
@@ -259,7 +271,8 @@ def init(
 
     Args:
         device: auto, cpu, cuda (index = local rank modulo visible devices), or cuda:N.
-        backend: torch backend; None takes gloo on CPU and gloo + nccl on CUDA.
+        backend: gloo, nccl, mpi, shm (after `import gradsync.backends`) or one for each device,
+            `cpu:gloo,cuda:nccl`; None or "auto" takes gloo on CPU and gloo + nccl on CUDA.
         timeout_s: longest a collective may take, seconds.
         rendezvous_timeout_s: longest to wait for the other ranks at the start, seconds.
         silence_s: longest that another rank's host may be silent, seconds, at least 1: then its
@@ -274,8 +287,12 @@ def init(
     Returns:
         A context manager that gives this rank's `World`.
 
+    Raises:
+        ConfigError: a number that no run could use, such as a time beyond 32 years.
+
     Raises (when entered):
         LaunchError: launcher variables or the requested device make no sense.
+        ConfigError: the requested backend is unknown, or cannot be used here.
         RendezvousError: the other ranks did not come in time.
     """
     return Session(

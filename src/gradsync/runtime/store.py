@@ -188,8 +188,8 @@ def _bind_address(address: str) -> str:
 def _bind_problem(error: OSError, address: str, port: int) -> str:
     if error.errno == errno.EADDRINUSE:
         return (
-            f"port {port} on {address} is already in use; set MASTER_PORT to a free port, or leave "
-            "it unset on one host to get one"
+            f"port {port} on {address} is already in use; set MASTER_PORT to a free port, the same "
+            "for all ranks"
         )
     if error.errno == errno.EADDRNOTAVAIL:
         return (

@@ -25,19 +25,25 @@ class Agreement:
     """For each trainable parameter, whether any rank has a gradient for it."""
     counts: list[float]
     """Sums of what each rank counted (leaves that changed a buffer)."""
+    alike: bool
+    """Whether all ranks told the same digest."""
+    changed: bool
+    """Whether any rank saw weights change between steps."""
 
 
 def agree(
     comm: Communicator,
     used: Sequence[bool],
     counts: Sequence[int] = (),
-    *,
     loss: Sequence[float] = (),
+    *,
     stop: bool = False,
     discard: bool = False,
     number: int = 0,
+    digest: Sequence[int] = (0, 0),
+    changed: bool = False,
 ) -> Agreement:
-    """One all-reduce, whole group, float64 [4 + loss + parameters + counts], always on the CPU.
+    """One all-reduce, whole group, float64 [9 + loss + parameters + counts], always on the CPU.
 
     It never waits for the device, and overlaps the buckets that are still under way.
 
@@ -49,21 +55,28 @@ def agree(
         stop: this rank wants to stop.
         discard: this rank wants the gradients thrown away.
         number: of the handle; all ranks must be at the same one.
+        digest: two numbers below 2^20, equal on ranks that step alike; see `hyperparameters.py`.
+        changed: this rank's weights have changed since the last step; see `replica_watch.py`.
 
     Raises:
         RunError: ranks are at the steps of different models.
     """
     # Equal numbers, and only those, have W n and W n^2 as their sums.
-    parts = ([stop, discard, number, number**2], loss, used, counts)
+    marks = [power for n in (number, *digest) for power in (n, n**2)]
+    parts = ([stop, discard, changed], marks, loss, used, counts)
     message = torch.tensor([x for part in parts for x in part], dtype=torch.float64)
     comm.all_reduce(message).wait()
-    (stops, discards, *numbers), losses, any_use, sums = (
+    (stops, discards, changes), agreed_marks, losses, any_use, sums = (
         part.tolist() for part in message.split([len(part) for part in parts])
     )
-    if numbers != [comm.world_size * number, comm.world_size * number**2]:
+    equal = [comm.world_size * mark for mark in marks] == agreed_marks
+    if agreed_marks[:2] != [comm.world_size * number, comm.world_size * number**2]:
         raise RunError(
             f"rank {comm.rank}: ranks synchronise different models at the same time: models that "
             "share a process group must take turns in one order on all ranks; or replicate them "
             "together, as one torch.nn.ModuleList"
         )
-    return Agreement(losses, stops > 0, discards > 0, [use > 0 for use in any_use], sums)
+    any_used = [use > 0 for use in any_use]
+    return Agreement(
+        losses, stops > 0, discards > 0, any_used, sums, alike=equal, changed=changes > 0
+    )

@@ -11,18 +11,26 @@ from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
 from gradsync.errors import ConfigError, RunError
 from gradsync.runtime.gloo_group import wait_until_workers_sleep
 from gradsync.sync.batch_norm import BatchNormHandling, choose_batch_norm
+from gradsync.sync.hyperparameters import refuse_closure
 from gradsync.sync.loss_sum import LossSum, leaf_weight
 from gradsync.sync.mean_loss import MeanCheck, counts_for_nothing, to_sum
 from gradsync.sync.optimizer_watch import optimizer_watch
 from gradsync.sync.own_loop import OwnLoop
 from gradsync.sync.reducer import Reducer
+from gradsync.sync.replica_watch import ReplicaWatch
 from gradsync.sync.state_face import StateFace
 from gradsync.sync.statistics import Statistics
-from gradsync.sync.step import StepParts, StepResult, Update, take_step
+from gradsync.sync.step import (
+    Optimizers,
+    StepParts,
+    StepResult,
+    Update,
+    each_optimizer,
+    take_step,
+)
 from gradsync.sync.wrappers import refuse_ddp_around
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor, nn
 
 HANDLE = "_gradsync"
@@ -60,8 +68,10 @@ class GradientSync(StateFace):
             batch_norm or choose_batch_norm(model, comm, None),
             equal_replicas=reducer.equal_replicas,
         )
-        self._own_loop = OwnLoop(model, comm, reducer, self._statistics, number=number)
-        self._parts = StepParts(reducer, comm, self._statistics, number)
+        equal = reducer.whole_parameters and reducer.equal_replicas
+        watch = ReplicaWatch(model, comm, equal=equal)
+        self._own_loop = OwnLoop(model, comm, reducer, self._statistics, watch, number=number)
+        self._parts = StepParts(reducer, comm, self._statistics, number, watch)
         self._ddp_watch = refuse_ddp_around(model, reducer)
         self._failed = self._closed = False
 
@@ -95,11 +105,13 @@ class GradientSync(StateFace):
             index: `leaf.index` of the loader, see `backward`.
         """
         self._last, self._index = last, index
+        self._own_loop.in_micro_step = True
         try:
             with self.reducer.micro_step(last=last):
                 yield
         finally:
             self._last, self._index = False, None
+            self._own_loop.in_micro_step = False
 
     def backward(
         self,
@@ -110,7 +122,7 @@ class GradientSync(StateFace):
         reduction: str | None = None,
         scale: Any = None,
     ) -> None:
-        """Backward of one leaf.
+        """Backward of one leaf. What it brings to models of other handles is thrown away.
 
         Args:
             loss: *summed* over the leaf's targets, []; or their mean, see `reduction`.
@@ -137,21 +149,22 @@ class GradientSync(StateFace):
         self._check_mean(loss, weight, leaf, reduction=reduction)
         nothing = reduction == "mean" and not weight
         self._statistics.leaf_begins(last=last)
+        root = loss_sum if scale is None else scale.scale(loss_sum)
         with (
-            self._own_loop.enclosed(),
+            self._own_loop.enclosed(root),
             self.reducer.leaf(last=last, index=index),
             counts_for_nothing(loss) if nothing else nullcontext(),
         ):
             self._own_loop.leaves += 1
             self._failed = True  # until it is known
-            (loss_sum if scale is None else scale.scale(loss_sum)).backward()
+            root.backward()
         self._failed = False
         self._statistics.leaf_ends(counts=weight > 0)
         self._loss.add(loss_sum, weight)
 
     def step(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizers,
         *,
         clip_norm: float | None = None,
         stop: bool = False,
@@ -160,19 +173,28 @@ class GradientSync(StateFace):
         """Synchronise, divide once, clip, update, and clear the gradients.
 
         Args:
-            optimizer: over the model's parameters.
-            clip_norm: largest L2 norm of the mean gradient; None does not clip.
+            optimizer: over the model's parameters, or a list of several, each over its own:
+                `[muon, adamw]`. Parameters that none holds stay as they are; their gradients are
+                dropped.
+            clip_norm: largest L2 norm of the mean gradient of all that is updated, together; None
+                does not clip.
             stop: this rank wants to stop; the answer in the result is the same on all ranks.
             scale: the `torch.amp.GradScaler` given to `backward`.
 
         Raises:
-            ConfigError: `scale` under a strategy that cannot skip a step; no rank had a backward
+            ConfigError: on all ranks, before any update: their optimizers or hyper-parameters
+                differ. A parameter in two optimizers; an optimizer that the strategy cannot share
+                out; `scale` under a strategy that cannot skip a step; no rank had a backward
                 since the last step; `loss.backward()` in place of this handle's; a parameter that
                 came or became trainable after `gs.replicate`; and see `backward`.
+            RunError: on all ranks, before any update: weights were changed since the last step on
+                some of them, and differ.
         """
-        reducer = self.reducer
+        reducer, optimizers = self.reducer, each_optimizer(optimizer)
         self._refuse_if_failed()
-        self._own_loop.strangers.check(optimizer)
+        for each in optimizers:
+            refuse_closure(each)
+            self._own_loop.strangers.check(each)
         if not self._own_loop.leaves and self._own_loop.pending:
             raise ConfigError(
                 "loss.backward() is followed by optimizer.step(), and sync.step(optimizer) follows "
@@ -180,12 +202,13 @@ class GradientSync(StateFace):
             )
         if scale is not None and not reducer.takes_scale:
             raise ConfigError(
-                f"{type(reducer).__name__} cannot work with a GradScaler: a gradient that is not "
+                f"sync={reducer.strategy!r} cannot work with a GradScaler: a gradient that is not "
                 "finite would stay in what it remembers; use bf16, or another strategy"
             )
-        update = Update(reducer, optimizer)
+        update = Update(reducer, optimizers)
         result = self._end_step(update, clip_norm=clip_norm, stop=stop, scale=scale)
-        optimizer.zero_grad(set_to_none=True)
+        for each in optimizers:
+            each.zero_grad(set_to_none=True)
         return result
 
     def discard(self) -> None:
@@ -235,6 +258,25 @@ class GradientSync(StateFace):
         """
         self._refuse_if_closed()
         self._own_loop.finish()
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """In a loop of one's own, as torch's DDP has it: whether a backward averages over ranks.
+
+        False is `no_sync` without the `with`: set it before the forward, and True again before the
+        forward of the last micro-batch. `backward` only adds up, whatever it says; `step`
+        synchronises.
+
+        Raises:
+            ConfigError: on setting, under strategies without a loop of one's own.
+        """
+        return self._own_loop.synchronises
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, wanted: bool) -> None:
+        """Set between two micro-batches."""
+        self._refuse_if_closed()
+        self._own_loop.synchronises = wanted
 
     def no_sync(self) -> AbstractContextManager[None]:
         """In a loop of one's own: only add up; enclose forward and backward of all micro-batches

@@ -43,6 +43,11 @@ class LossSum:
         """Targets (or samples) of this rank's leaves."""
         return math.fsum(self._weights)
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether this rank's losses are; not looked at on CUDA, where that would be a wait."""
+        return self._device.type == "cuda" or all(map(torch.isfinite, self._losses))
+
     def add(self, loss_sum: Tensor, weight: float) -> None:
         """One leaf's summed loss, [], and weight."""
         self._losses.append(loss_sum.detach().to(self._device, torch.float64, copy=True))

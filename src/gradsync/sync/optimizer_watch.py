@@ -46,6 +46,8 @@ class OptimizerWatch:
         self._lock = threading.Lock()
         self.added = 0
         """How many listeners there have been."""
+        self.backwards: set[int] = set()
+        """Graph tasks of each `GradientSync.backward` that runs now."""
 
     def add(self, listener: Listener) -> None:
         """Tell `listener` as long as it lives."""

@@ -9,6 +9,8 @@ anything else between backward and the optimizer sees the mean. [Note: Who synch
     backward under no_sync()    adds up; the next backward outside of it synchronises all of it,
                                 and so does an optimizer step that comes first
     backward that raised        `discard()` takes part, and no rank uses the gradients
+    sync.backward() of another  brings nothing here: what this model's parameters get is thrown
+    handle, through this model  away at once (a generator's loss, through the discriminator)
 
 That there was no backward shows by gradients that an optimizer has used, or that were cleared.
 `no_sync` must be entered before the forward: torch's DDP and FSDP decide there, and a program that
@@ -26,13 +28,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gradsync.comm.base import Communicator
-from gradsync.errors import ConfigError
-from gradsync.sync.agreement import agree
+from gradsync.errors import ConfigError, GradsyncError
+from gradsync.sync.agreement import Agreement, agree
 from gradsync.sync.engine.engine import Engine, gone
+from gradsync.sync.hyperparameters import Settings, digest, settings_of
 from gradsync.sync.loss_sum import NO_LOSS
 from gradsync.sync.module_hook import ModuleHook
 from gradsync.sync.optimizer_watch import optimizer_watch
 from gradsync.sync.reducer import Reducer
+from gradsync.sync.replica_watch import ReplicaWatch
 from gradsync.sync.statistics import Statistics
 from gradsync.sync.strangers import Strangers
 from gradsync.sync.torch_names import at_the_end_of_backward, current_graph_task
@@ -41,6 +45,16 @@ if TYPE_CHECKING:
     from torch import nn
 
 log = logging.getLogger("gradsync")
+_TOGETHER = (
+    "; step before it, or replicate models that one backward trains together: "
+    "gs.replicate(torch.nn.ModuleList([a, b]))"
+)
+
+_THE_CALL = {"the call": "loss.backward() or optimizer.step()"}
+_DRIFTED = (
+    "so their last steps differed, and their weights do: go back to a checkpoint from before, and "
+    "step with the same on all ranks (a scheduler that looks at a loss: with its mean over ranks)"
+)
 
 
 class OwnLoop:
@@ -52,15 +66,19 @@ class OwnLoop:
         comm: Communicator,
         reducer: Reducer,
         statistics: Statistics,
+        watch: ReplicaWatch,
         *,
         number: int = 0,
     ) -> None:
         self._statistics = statistics
+        self._watch = watch
         self.comm = comm
         self._reducer = reducer
         self._number = number
         self.leaves = 0
         """Backwards of `GradientSync`'s own since its last step."""
+        self.in_micro_step = False
+        """In `GradientSync.micro_step`, which encloses `GradientSync.backward`."""
         self._no_sync = False
         self._no_sync_in_forward: bool | None = None
         self._enclosed = False  # in `GradientSync.backward`, which is not a loop of one's own
@@ -68,82 +86,112 @@ class OwnLoop:
         self._task = -1  # the backward seen last; later ones have higher numbers
         self._dirty = False  # there are gradients that have not been synchronised
         self._finished = False  # there are gradients that have
+        self._others = -1  # since this model's own: the backward of another handle, seen last
         self._discarded = False  # and they were thrown away
         self._published: list[weakref.ref[torch.Tensor] | None] = []
         self._stepped: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that used those
+        self._settings = dict(_THE_CALL)  # theirs when they did
         self.parameter_ids = {id(parameter) for parameter in reducer.parameters}
         self.strangers = Strangers(model, self.parameter_ids)
-        optimizer_watch().add(self)
-        self._handles: list[Any] = self._watch(model) if reducer.own_loop else []
-
-    def _watch(self, model: nn.Module) -> list[Any]:
-        """Hooks that do not hold this object, which holds the model's parameters."""
-        loop: weakref.ref[OwnLoop] = weakref.ref(self)
-
-        def before_forward(*_: Any) -> None:
-            alive = loop()
-            # A checkpointed part's second forward is inside of a backward.
-            if alive is None or not torch.is_grad_enabled() or current_graph_task() >= 0:
-                return
-            alive.refuse_if_failed()
-            alive._no_sync_in_forward = alive._no_sync
-
-        def gradient_is_ready(_: torch.Tensor) -> None:
-            alive = _alive(loop)
-            if not alive._enclosed and not alive._in_backward:
-                alive.backward_begins()
-
-        handles: list[Any] = [
-            model.register_forward_pre_hook(ModuleHook(before_forward)),
-        ]
-        if isinstance(self._reducer, Engine):
-            self._reducer.own_backward = lambda: _alive(loop).backward_begins()
-            return handles
-        return handles + [
-            p.register_post_accumulate_grad_hook(gradient_is_ready)
-            for p in self._reducer.parameters
-        ]
+        self._optimizers = optimizer_watch()
+        self._optimizers.add(self)
+        self._handles: list[Any] = _hooks(self, model, reducer)
 
     @contextmanager
-    def enclosed(self) -> Iterator[None]:
-        """A backward of `GradientSync`'s own: nothing to do here."""
+    def enclosed(self, root: torch.Tensor | None = None) -> Iterator[None]:
+        """A backward from `root`, or a step, of `GradientSync`'s own: nothing to do here."""
+        tasks: list[int] = []
+
+        def backward_begins(_: torch.Tensor) -> None:
+            tasks.append(current_graph_task())
+            self._optimizers.backwards.add(tasks[-1])
+
+        hook = None
+        if root is not None and root.requires_grad:
+            hook = root.register_hook(backward_begins)
+            self._others = -1
         self._enclosed = True
         try:
             yield
         finally:
             self._enclosed = False
+            self._optimizers.backwards.difference_update(tasks)
+            if hook is not None:
+                hook.remove()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """See `GradientSync.no_sync`."""
-        self._refuse_if_foreign()
-        before, self._no_sync = self._no_sync, True
+        before = self.synchronises
+        self.synchronises = False
         try:
             yield
         finally:
-            self._no_sync = before
+            self.synchronises = before
 
-    def backward_begins(self) -> bool:
-        """The first gradient of a backward has come; tells whether this backward synchronises.
+    @property
+    def synchronises(self) -> bool:
+        """See `GradientSync.require_backward_grad_sync`."""
+        return not self._no_sync
+
+    @synchronises.setter
+    def synchronises(self, wanted: bool) -> None:
+        """Set between two micro-batches."""
+        self._refuse_if_foreign()
+        self._no_sync = not wanted
+
+    def gradient_came(self, parameter: torch.Tensor) -> bool:
+        """A gradient has come in a backward that is not `GradientSync`'s own; tells whether this
+        backward synchronises.
 
         Raises:
             ConfigError: `no_sync` was entered or left between forward and backward; or it is
-                between `GradientSync`'s own backward and step.
+                between a backward of this model's own and the step.
         """
         task = current_graph_task()
         if self._in_backward and task == self._task:
             return not self._no_sync
+        if task in self._optimizers.backwards:
+            self._drop(parameter, task)
+            return False
+        if self.in_micro_step and self._reducer.own_loop:
+            raise ConfigError(
+                "loss.backward() in sync.micro_step(), where every leaf would be averaged as a "
+                "step: write sync.backward(loss_sum, leaf=leaf) there and sync.step(optimizer) "
+                "after the last one; or, in a loop of your own, sync.no_sync() in place of "
+                "micro_step around all but the last"
+            )
         if self.leaves:
             raise ConfigError(
                 "a backward that is not sync.backward() reached this model between sync.backward() "
                 "and sync.step(): its gradients would be added to the step's"
             )
+        if not self._reducer.own_loop:
+            return False
+        self._backward_begins(task)
+        return not self._no_sync
+
+    def _drop(self, parameter: torch.Tensor, task: int) -> None:
+        """Leave no trace of another handle's backward."""
+        known = (p for p in self._reducer.parameters if p is not parameter)
+        if self.leaves or (self._others < 0 and self._waiting(known)):
+            raise ConfigError(
+                "another handle's sync.backward() reached this model between its own backward and "
+                f"its step: its gradients would be added to that step's{_TOGETHER}"
+            )
+        parameter.grad = None
+        if task != self._others:
+            self._others = task
+            self._statistics.leaf_ends(counts=False)
+
+    def _backward_begins(self, task: int) -> None:
         before, self._no_sync_in_forward = self._no_sync_in_forward, None
         if before not in (None, self._no_sync):
             where = "after the forward" if self._no_sync else "around the forward only"
             raise ConfigError(
                 f"no_sync() was entered {where}: enclose forward and backward of a micro-batch "
-                "together, as torch's DDP needs it (there, replicas would drift apart silently)"
+                "together (or set require_backward_grad_sync before the forward), as torch's DDP "
+                "needs it (there, replicas would drift apart silently)"
             )
         if task < self._task:
             raise ConfigError(
@@ -153,8 +201,8 @@ class OwnLoop:
         self._task = task
         self._statistics.leaf_begins(last=not self._no_sync)
         self._dirty = self._in_backward = True
+        self._others = -1
         at_the_end_of_backward(self._backward_ended)
-        return not self._no_sync
 
     def _backward_ended(self) -> None:
         self._in_backward = False
@@ -175,15 +223,26 @@ class OwnLoop:
                 "nobody has divided these gradients yet"
             )
         self.refuse_if_failed()
+        if self._others >= 0 and not _any_gradient(self._ours(optimizer)):
+            raise ConfigError(
+                "this optimizer's gradients came by another handle's sync.backward(), which keeps "
+                f"only its own model's{_TOGETHER}"
+            )
         cleared = not self._discarded and not _any_gradient(self._ours(optimizer))
         used = optimizer in self._stepped or cleared
         if self._dirty or not self._finished or used:
             self._synchronise()
+        self._watch.changed(optimizer)  # noted now: its step changes weights, too
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has used the gradients."""
-        if not self._enclosed and self._is_ours(optimizer):
-            self._stepped.add(optimizer)
+        if self._enclosed or not self._is_ours(optimizer):
+            return
+        self._stepped.add(optimizer)
+        self._watch.remember(optimizer)
+        if self.comm.world_size > 1 and not self._discarded:
+            number = len(self._stepped) - 1
+            self._settings |= settings_of(optimizer, self._reducer.parameters, number=number)
 
     def _ours(self, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
         ids = self.parameter_ids
@@ -196,6 +255,11 @@ class OwnLoop:
         """See `GradientSync.finish` and [Note: Who synchronises when]."""
         self._refuse_if_foreign()
         self.refuse_if_failed()
+        if self.leaves:
+            raise ConfigError(
+                "sync.backward() is followed by sync.step(optimizer), not by sync.finish(), which "
+                "belongs to loss.backward()"
+            )
         fresh = self._finished and not self._stepped and _any_gradient(self._reducer.parameters)
         if self._dirty or not fresh:
             self._synchronise()
@@ -209,8 +273,12 @@ class OwnLoop:
     @property
     def pending(self) -> bool:
         """There are gradients of a loop of one's own that no optimizer has used."""
+        return self._waiting(self._reducer.parameters)
+
+    def _waiting(self, parameters: Iterable[torch.Tensor]) -> bool:
         waiting = self._dirty or (self._finished and not self._stepped)
-        return self._in_backward or (waiting and _any_gradient(self._reducer.parameters))
+        waiting = waiting or not self._reducer.own_loop  # no hook looks for them there
+        return self._in_backward or (waiting and _any_gradient(parameters))
 
     def _synchronise(self, *, discard: bool = False) -> None:
         reducer = self._reducer
@@ -218,18 +286,25 @@ class OwnLoop:
         self._statistics.leaf_ends(counts=self._dirty and not discard)
         counts = self._statistics.step_begins()
         # Without a backward: copies of what the last step left, out of the way.
-        left = [] if self._dirty else self._left_over()
+        left = [] if self._dirty else _left_over(reducer, self._published)
         for parameter, _ in left:
             parameter.grad = None
         if discard:
             reducer.forget()
         elif isinstance(reducer, Engine):
             reducer.end_own_leaf(new=self._dirty)
+        reducer.look(wanted=not discard)
         used = reducer.launch()
+        settings, self._settings = self._settings, dict(_THE_CALL)
         agreed = agree(
-            *(self.comm, used, counts), loss=NO_LOSS, discard=discard, number=self._number
+            *(self.comm, used, counts, NO_LOSS),
+            discard=discard,
+            number=self._number,
+            digest=digest(settings),
+            changed=self._watch.changed(),
         )
         reduction = reducer.reduce(agreed.used)
+        self._refuse_unlike(agreed, settings)
         self._discarded = agreed.discard
         if agreed.discard:
             log.warning("a rank threw this step's gradients away: no rank uses them")
@@ -247,14 +322,14 @@ class OwnLoop:
         self._dirty, self._finished = False, True
         self._stepped.clear()
 
-    def _left_over(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        """Parameters whose gradient is the one that the last synchronisation put there; copies."""
-        if isinstance(self._reducer, Engine):
-            found = [p for bucket in self._reducer.buckets for p in bucket.published()]
-        else:
-            pairs = zip(self._reducer.parameters, self._published, strict=False)
-            found = [p for p, ref in pairs if ref is not None and ref() is p.grad]
-        return [(p, p.grad.clone()) for p in found if p.grad is not None]
+    def _refuse_unlike(self, agreed: Agreement, settings: Settings) -> None:
+        """See `ReplicaWatch.refuse_unlike`; then no gradients are left to go on with."""
+        try:
+            self._watch.refuse_unlike(agreed, settings, _DRIFTED)
+        except GradsyncError:
+            self._reducer.clear_gradients()
+            self._dirty, self._finished, self._discarded = False, True, True
+            raise
 
     def refuse_if_failed(self) -> None:
         """Raise when the last backward never came to its end."""
@@ -267,7 +342,7 @@ class OwnLoop:
     def _refuse_if_foreign(self) -> None:
         if not self._reducer.own_loop:
             raise ConfigError(
-                f"{type(self._reducer).__name__} works through sync.backward and sync.step only "
+                f"sync={self._reducer.strategy!r} works through sync.backward and sync.step only "
                 "(an optimizer's own step would let ranks drift apart); in a loop of your own use "
                 "sync='invariant', 'bucketed', 'naive' or 'fsdp'"
             )
@@ -277,6 +352,46 @@ class OwnLoop:
         optimizer_watch().discard(self)
         for handle in self._handles:
             handle.remove()
+
+
+def _hooks(own_loop: OwnLoop, model: nn.Module, reducer: Reducer) -> list[Any]:
+    """Hooks that do not hold `own_loop`, which holds the model's parameters."""
+    loop: weakref.ref[OwnLoop] = weakref.ref(own_loop)
+
+    def before_forward(*_: Any) -> None:
+        alive = loop()
+        # A checkpointed part's second forward is inside of a backward.
+        if alive is None or not torch.is_grad_enabled() or current_graph_task() >= 0:
+            return
+        alive.refuse_if_failed()
+        alive._no_sync_in_forward = alive._no_sync
+
+    def gradient_is_ready(parameter: torch.Tensor) -> None:
+        alive = _alive(loop)
+        if not alive._enclosed and not alive._in_backward:
+            alive.gradient_came(parameter)
+
+    handles: list[Any] = []
+    if reducer.own_loop:
+        handles.append(model.register_forward_pre_hook(ModuleHook(before_forward)))
+    if isinstance(reducer, Engine):
+        reducer.own_backward = lambda parameter: _alive(loop).gradient_came(parameter)
+        return handles
+    return handles + [
+        p.register_post_accumulate_grad_hook(gradient_is_ready) for p in reducer.parameters
+    ]
+
+
+def _left_over(
+    reducer: Reducer, published: Iterable[weakref.ref[torch.Tensor] | None]
+) -> list[tuple[nn.Parameter, torch.Tensor]]:
+    """Parameters whose gradient is the one that the last synchronisation put there; copies."""
+    if isinstance(reducer, Engine):
+        found = [p for bucket in reducer.buckets for p in bucket.published()]
+    else:
+        pairs = zip(reducer.parameters, published, strict=False)
+        found = [p for p, ref in pairs if ref is not None and ref() is p.grad]
+    return [(p, p.grad.clone()) for p in found if p.grad is not None]
 
 
 def _alive(loop: weakref.ref[OwnLoop]) -> OwnLoop:

@@ -136,6 +136,7 @@ class PowerSgdReducer(TorchDdpReducer):
         ConfigError: a number out of its range; tensors on the CPU where CUDA is present.
     """
 
+    strategy = "powersgd"
     takes_scale = False  # inf would stay in the error memory for ever
 
     def __init__(

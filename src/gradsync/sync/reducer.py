@@ -9,13 +9,14 @@ strategy with whole replicas wants; sharded ones override the second half.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gradsync.comm.base import Communicator
 from gradsync.errors import RunError
+from gradsync.sync.nonfinite import NonFinite
 from gradsync.sync.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ class Reducer(ABC):
     whole_parameters = True
     """False when a rank holds a share of each parameter, so that a forward is everybody's: all
     ranks then make equally many."""
+    strategy = ""
+    """What users call it: the name in `gs.replicate(sync=...)`."""
     own_loop = False
     """True when a loop of the user's own (`loss.backward()`, `optimizer.step()`) works with it."""
 
@@ -56,6 +59,7 @@ class Reducer(ABC):
         self.comm = comm
         self.parameters: list[nn.Parameter] = [p for _, p in trainable(model)]
         """Trainable ones, tied ones once, in `named_parameters` order."""
+        self.non_finite = NonFinite()
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """What the training step calls in place of the model (most strategies: the model)."""
@@ -89,8 +93,20 @@ class Reducer(ABC):
     def forget(self) -> None:  # noqa: B027  optional
         """Before `launch`: this rank's leaves do not count, and no rank will use the sums."""
 
-    def expect(self, optimizer: torch.optim.Optimizer, *, scaled: bool) -> None:  # noqa: B027
+    def expect(  # noqa: B027  optional
+        self, optimizers: Sequence[torch.optim.Optimizer], *, scaled: bool
+    ) -> None:
         """Before `launch`: who will use the gradients (`scaled`: a GradScaler reads them too)."""
+
+    def look(self, *, wanted: bool) -> None:
+        """Before `launch`, in every step; if `wanted`, say which gradients are nan or inf."""
+        if wanted:
+            self.non_finite.look(self.named_gradients(), on_cuda=self.parameters[0].is_cuda)
+        self.non_finite.step_ends(self.comm.rank)
+
+    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """What this rank will bring to the sums, as far as it has not been sent."""
+        return ((name, p.grad) for name, p in trainable(self.model) if p.grad is not None)
 
     def launch(self) -> list[bool]:
         """Start what has not been started; tells which parameters have gradients on this rank."""
@@ -121,9 +137,10 @@ class Reducer(ABC):
 
         return clip_gradients([p.grad for p in self.parameters if p.grad is not None], max_norm)
 
-    def update(self, optimizer: torch.optim.Optimizer) -> None:
-        """One optimizer step with the mean gradient."""
-        optimizer.step()
+    def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """One step of each optimizer with the mean gradient; they hold different parameters."""
+        for optimizer in optimizers:
+            optimizer.step()
 
     def clear_gradients(self) -> None:
         """Let go of every `.grad`."""
@@ -152,7 +169,7 @@ class Reducer(ABC):
         self, optimizer: torch.optim.Optimizer, states: Mapping[Any, dict[str, Any]]
     ) -> None:
         """Take a part as `held_state` gives it, on the parameters' device."""
-        raise RunError(f"{type(self).__name__} has whole state on every rank")
+        raise RunError(f"sync={self.strategy!r} has whole state on every rank")
 
     def held_weights(self) -> dict[str, tuple[Share, Tensor]] | None:
         """This rank's part of parameters and buffers by the names of `model.state_dict()`, flat,
@@ -161,7 +178,7 @@ class Reducer(ABC):
 
     def keep_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Overwrite this rank's part with one as `held_weights` gives it."""
-        raise RunError(f"{type(self).__name__} has whole weights on every rank")
+        raise RunError(f"sync={self.strategy!r} has whole weights on every rank")
 
     def state_tensors(self) -> dict[str, Tensor]:
         """What a strategy itself remembers from step to step, equal on all ranks after `gather`."""

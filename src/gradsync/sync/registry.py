@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from gradsync.comm.base import Communicator
@@ -290,9 +291,11 @@ def build_reducer(
         ConfigError: see `check_options`.
     """
     check_options(strategy, options)
-    if strategy.needs_group and comm.world_size == 1:
-        return _naive(model, comm, groups)
-    return strategy.build(model, comm, groups, **options)
+    alone = strategy.needs_group and comm.world_size == 1
+    build = _naive if alone else partial(strategy.build, **options)
+    reducer = build(model, comm, groups)
+    reducer.strategy = strategy.name
+    return reducer
 
 
 def check_options(strategy: Strategy, options: Mapping[str, Any]) -> None:

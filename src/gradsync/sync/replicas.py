@@ -36,6 +36,7 @@ def check_replicas(
     *,
     step: int | None = None,
     ranks: Sequence[int] | None = None,
+    edited: Sequence[int] = (),
 ) -> None:
     """All ranks must hold the same bits in the same named tensors.
 
@@ -44,10 +45,11 @@ def check_replicas(
     the device once.
 
     Args:
-        tensors: such as `model.named_parameters()`, or `replica_tensors(model, optimizer)`.
+        tensors: such as `model.named_parameters()`, or `replica_tensors(model, [optimizer])`.
         comm: the ranks that hold replicas.
         step: for the message.
         ranks: how the message calls the ranks of `comm`, where that is not the whole run.
+        edited: those known to have changed their tensors, where that is known.
 
     Raises:
         RunError: on every rank, naming the first tensor that differs and the ranks in the
@@ -61,7 +63,7 @@ def check_replicas(
     if same_on_all_ranks(comm, table.numpy().tobytes() + "\n".join(names).encode()):
         return
     mine = dict(zip(names, table.tolist(), strict=True))
-    raise RunError(describe_difference(all_gather_json(comm, mine), step, ranks))
+    raise RunError(describe_difference(all_gather_json(comm, mine), step, ranks, edited))
 
 
 def hash_bits(tensor: Tensor) -> Tensor:
@@ -79,25 +81,27 @@ def hash_bits(tensor: Tensor) -> Tensor:
 
 
 def replica_tensors(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = ()
 ) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, buffers and, if given, the optimizer's state, with names.
+    """Parameters, buffers and the state of `optimizers`, with names.
 
     Under a sharded optimizer ranks hold different parts of the state: leave it out there.
     """
     yield from model.named_parameters()
     yield from model.named_buffers()
-    if optimizer is None:
-        return
-    for name, parameter in model.named_parameters():
-        state = optimizer.state.get(parameter, {})
-        for key in sorted(state):
-            if isinstance(state[key], torch.Tensor):
-                yield f"{key} of {name}", state[key]
+    for optimizer in optimizers:
+        for name, parameter in model.named_parameters():
+            state = optimizer.state.get(parameter, {})
+            for key in sorted(state):
+                if isinstance(state[key], torch.Tensor):
+                    yield f"{key} of {name}", state[key]
 
 
 def describe_difference(
-    by_rank: list[dict[str, list[int]]], step: int | None, ranks: Sequence[int] | None = None
+    by_rank: list[dict[str, list[int]]],
+    step: int | None,
+    ranks: Sequence[int] | None = None,
+    edited: Sequence[int] = (),
 ) -> str:
     """The message for ranks' hashes by tensor name, at least two of which differ."""
     names = list(dict.fromkeys(name for hashes in by_rank for name in hashes))
@@ -105,6 +109,14 @@ def describe_difference(
     when = "" if step is None else f" after step {step}"
     if not differing:
         return f"replicas differ{when}: ranks list their tensors in another order"
+    share = f"{len(differing)} of {len(names)} tensors"
+    where = f"replicas differ{when}, first in {differing[0]!r} ({share})"
+    if edited:
+        return (
+            f"{where}: since the last step (or gs.replicate) weights were changed on "
+            f"{name_ranks(edited)}, not by the optimizer; load checkpoints, and edit weights, on "
+            "all ranks alike"
+        )
     known = range(len(by_rank)) if ranks is None else ranks
     found = _sides(by_rank, differing[0]).values()
     sides = sorted(([known[index] for index in side] for side in found), key=len)
@@ -118,10 +130,7 @@ def describe_difference(
         verdict = (
             f"{parts} hold different bits, and without a majority nobody can say which is right"
         )
-    return (
-        f"replicas differ{when}, first in {differing[0]!r} ({len(differing)} of {len(names)} "
-        f"tensors): {verdict}; go back to a checkpoint from before"
-    )
+    return f"{where}: {verdict}; go back to a checkpoint from before"
 
 
 def _sides(by_rank: list[dict[str, list[int]]], name: str) -> dict[tuple[int, ...], list[int]]:

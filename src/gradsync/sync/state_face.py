@@ -10,9 +10,9 @@ from gradsync.errors import ConfigError
 from gradsync.sync.reducer import Reducer
 from gradsync.sync.replicas import check_replicas, replica_tensors
 from gradsync.sync.statistics import Statistics
+from gradsync.sync.step import Optimizers, each_optimizer
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor, nn
 
     from gradsync.sync.sharded.shares import HeldState, Share
@@ -31,23 +31,36 @@ class StateFace:
         `diloco`) bring them together. Nothing to do under the others."""
         self.reducer.settle()
 
-    def gather(self, optimizer: torch.optim.Optimizer) -> None:
-        """Before a checkpoint, on all ranks: `optimizer.state` is whole until `scatter`."""
-        self.reducer.gather(optimizer)
+    def gather(self, optimizer: Optimizers) -> None:
+        """Before a checkpoint, on all ranks: each `optimizer.state` is whole until `scatter`.
 
-    def scatter(self, optimizer: torch.optim.Optimizer) -> None:
+        Args:
+            optimizer: one, or a list of those that `step` takes together; so below.
+        """
+        for each in each_optimizer(optimizer):
+            self.reducer.gather(each)
+
+    def scatter(self, optimizer: Optimizers) -> None:
         """After a checkpoint, or after loading a whole `optimizer.state`, on all ranks."""
-        self.reducer.scatter(optimizer)
+        for each in each_optimizer(optimizer):
+            self.reducer.scatter(each)
 
-    def held_state(self, optimizer: torch.optim.Optimizer) -> HeldState | None:
+    def held_state(self, optimizer: Optimizers) -> HeldState | None:
         """This rank's part of the state, see `Reducer.held_state`; None where it is whole."""
-        return self.reducer.held_state(optimizer)
+        found: HeldState = {}
+        for each in each_optimizer(optimizer):
+            held = self.reducer.held_state(each)
+            if held is None:
+                return None
+            # One that shares buckets out lists the others' parameters too, without state.
+            found |= {p: part for p, part in held.items() if part[1] or p not in found}
+        return found
 
-    def keep_state(
-        self, optimizer: torch.optim.Optimizer, states: Mapping[Any, dict[str, Any]]
-    ) -> None:
+    def keep_state(self, optimizer: Optimizers, states: Mapping[Any, dict[str, Any]]) -> None:
         """Take a part as `held_state` gives it."""
-        self.reducer.keep_state(optimizer, states)
+        for each in each_optimizer(optimizer):
+            own = [p for group in each.param_groups for p in group["params"]]
+            self.reducer.keep_state(each, {p: states[p] for p in own if p in states})
 
     def held_weights(self) -> dict[str, tuple[Share, Tensor]] | None:
         """This rank's part of parameters and buffers; None where they are whole."""
@@ -76,9 +89,15 @@ class StateFace:
         self._statistics.refresh()
 
     def check_replicas(
-        self, optimizer: torch.optim.Optimizer | None = None, *, step: int | None = None
+        self, optimizer: Optimizers | None = None, *, step: int | None = None
     ) -> None:
         """All ranks must hold the same bits: compares a hash per parameter and buffer.
+
+        All ranks call it between two steps, after `step` and before the next step's first
+        `backward`: an update that ranks divide among themselves (on one host, `zero1`, `zero2`)
+        makes one mixture of what differed before it, and then all are equal. Every step compares
+        by itself when a rank notices that weights have changed (version counters, addresses, a
+        sample of elements); this call finds what these miss.
 
         Args:
             optimizer: compare its state too; not under strategies that share it out.
@@ -90,7 +109,8 @@ class StateFace:
         """
         if not (self.reducer.whole_parameters and self.reducer.equal_replicas):
             raise ConfigError(
-                f"{type(self.reducer).__name__} lets ranks hold different values on purpose: there "
-                "is nothing to check"
+                f"sync={self.reducer.strategy!r} lets ranks hold different values on purpose: "
+                "there is nothing to check"
             )
-        check_replicas(replica_tensors(self.model, optimizer), self.comm, step=step)
+        optimizers = [] if optimizer is None else each_optimizer(optimizer)
+        check_replicas(replica_tensors(self.model, optimizers), self.comm, step=step)

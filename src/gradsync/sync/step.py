@@ -9,7 +9,7 @@ counts, padding (weight 0), unequal shares and ranks without data: no mean of me
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,9 +18,11 @@ import torch
 
 from gradsync.comm.base import Communicator
 from gradsync.errors import ConfigError
-from gradsync.sync.agreement import agree
+from gradsync.sync.agreement import Agreement, agree
+from gradsync.sync.hyperparameters import Settings, digest, settings_of
 from gradsync.sync.loss_sum import LossSum
 from gradsync.sync.reducer import Reducer
+from gradsync.sync.replica_watch import ReplicaWatch
 from gradsync.sync.statistics import Statistics
 from gradsync.sync.stopwatch import Stopwatch
 
@@ -28,6 +30,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 log = logging.getLogger("gradsync")
+
+_NOT_UPDATED = (
+    "no rank has updated its weights; give all ranks the same (a scheduler that looks at a loss: "
+    "sync.mean_loss)"
+)
+_NO_BACKWARD = (
+    "step() came without a backward on any rank since the last step, which used up all gradients: "
+    "several optimizers after one backward are one call, sync.step([a, b]); several models in one "
+    "backward are one handle, gs.replicate(torch.nn.ModuleList([a, b]))"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +61,66 @@ class StepResult:
     """True when a rank called `discard`: no rank has updated anything."""
 
 
-class Update:
-    """What a GradScaler takes for an optimizer: the strategy's own way of stepping."""
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+"""One, or several that hold different parameters."""
 
-    def __init__(self, reducer: Reducer, optimizer: torch.optim.Optimizer) -> None:
-        self.param_groups = optimizer.param_groups
-        self.optimizer = optimizer
+
+def each_optimizer(optimizers: Optimizers) -> list[torch.optim.Optimizer]:
+    """A list of `optimizers`.
+
+    Raises:
+        ConfigError: there is none, or something that is no optimizer.
+    """
+    found = list(optimizers) if isinstance(optimizers, Sequence) else [optimizers]
+    for optimizer in found:
+        if not hasattr(optimizer, "param_groups"):
+            raise ConfigError(
+                "expected an optimizer of torch.optim or a list of them, got "
+                f"{type(optimizer).__name__}"
+            )
+    if not found:
+        raise ConfigError("expected at least one optimizer, got an empty list")
+    return found
+
+
+class Update:
+    """All optimizers of a step as one: what a GradScaler takes for an optimizer, so that a gradient
+    that is not finite lets none of them step.
+
+    Args:
+        reducer: of the model.
+        optimizers: hold different parameters; the gradients of parameters in none are dropped.
+
+    Raises:
+        ConfigError: two optimizers hold the same parameter.
+    """
+
+    def __init__(self, reducer: Reducer, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.optimizers = optimizers
+        self.param_groups = [group for o in optimizers for group in o.param_groups]
         self._reducer = reducer
+        held = [{id(p) for group in o.param_groups for p in group["params"]} for o in optimizers]
+        either = set().union(*held)
+        if len(either) < sum(map(len, held)):
+            raise _held_twice(reducer, held)
+        known = reducer.parameters
+        self.unheld = {index for index, p in enumerate(known) if id(p) not in either}
+        """Places in `reducer.parameters` of those that no optimizer holds."""
+        if len(self.unheld) == len(known):
+            self.unheld = set()  # it holds others in their place, such as copies in fp32
 
     def step(self) -> None:
         """One step with the mean gradient."""
-        self._reducer.update(self.optimizer)
+        self._reducer.update(self.optimizers)
+
+
+def _held_twice(reducer: Reducer, held: Sequence[set[int]]) -> ConfigError:
+    named = reducer.model.named_parameters()
+    names = [name for name, p in named if sum(id(p) in ids for ids in held) > 1]
+    return ConfigError(
+        f"parameter {names[0] if names else '(not of this model)'!r} is in two of the optimizers "
+        "given to sync.step(), which would update it twice: each parameter belongs into one"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +132,8 @@ class StepParts:
     statistics: Statistics
     number: int
     """Of the model, the same on all ranks; see `agree`."""
+    watch: ReplicaWatch | None = None
+    """None where ranks hold parts of a model: neither weights nor optimizers are compared then."""
 
 
 def take_step(
@@ -92,45 +155,79 @@ def take_step(
         clip_norm, stop, scale: as for `GradientSync.step`.
 
     Raises:
-        ConfigError: on all ranks: none of them had a backward.
+        ConfigError: on all ranks: none of them had a backward; they step with other optimizers.
+        RunError: on all ranks: weights were changed on some, and differ now.
     """
     reducer, comm = parts.reducer, parts.comm
+    optimizers, unheld = ((), set()) if update is None else (update.optimizers, update.unheld)
     if update is None:
         reducer.forget()
     else:
-        reducer.expect(update.optimizer, scaled=scale is not None)
+        reducer.expect(update.optimizers, scaled=scale is not None)
     counts = parts.statistics.step_begins()
-    used = reducer.launch()
-    told = {"loss": loss.message(), "number": parts.number}
-    agreed = agree(comm, used, counts, stop=stop, discard=update is None, **told)
+    reducer.look(wanted=update is not None and scale is None and not loss.is_finite)
+    used = [here and index not in unheld for index, here in enumerate(reducer.launch())]
+    agreed, settings = _agree(parts, loss, optimizers, used, counts, stop=stop)
     reduction = reducer.reduce(agreed.used)
-    nothing = torch.tensor(0.0, dtype=torch.float64), 0.0  # a loop of one's own tells no loss
-    total_loss, total_weight = nothing if agreed.discard else loss.over_ranks(comm, agreed.loss)
-    # What `.grad` holds the sum over: the global batch, or only this rank's part of it.
-    weight = loss.weight if reduction.local else total_weight
-    # From here on gradients, loss and weight are used up, also when a user's hook raises.
-    loss.clear()
+    for index in unheld:  # they count in no norm
+        reducer.parameters[index].grad = None
     norm = None
+    # From here on gradients, loss and weight are used up, also when a user's hook raises.
     try:
+        if parts.watch is not None:
+            parts.watch.refuse_unlike(agreed, settings, _NOT_UPDATED)
+        total_loss, total_weight = torch.tensor(0.0, dtype=torch.float64), 0.0
+        if not agreed.discard:  # a loop of one's own, which discards, tells no loss
+            total_loss, total_weight = loss.over_ranks(comm, agreed.loss)
+        # What `.grad` holds the sum over: the global batch, or only this rank's part of it.
+        weight = loss.weight if reduction.local else total_weight
         if agreed.discard or update is None:
             log.warning("a rank threw this step's gradients away: no rank updates its weights")
         elif weight:
             factor = reduction.divided_by / weight
             norm = _update(reducer, update, factor, enclosed, clip_norm=clip_norm, scale=scale)
         elif not total_weight and not any(agreed.used):
-            raise ConfigError(
-                "step() came without a backward on any rank since the last step (several "
-                "optimizers for one model: make it one with groups, or use loss.backward() and "
-                "their own step())"
-            )
+            raise ConfigError(_NO_BACKWARD)
     finally:
+        loss.clear()
         reducer.clear_gradients()
     parts.statistics.step_ends(agreed.counts)
     reducer.after_step()
+    if parts.watch is not None and not agreed.discard:
+        parts.watch.remember(*optimizers)
     return StepResult(
         *(total_loss / total_weight, total_weight, norm, agreed.stop, reduction.exposed),
         discarded=agreed.discard,
     )
+
+
+def _agree(
+    parts: StepParts,
+    loss: LossSum,
+    optimizers: Sequence[torch.optim.Optimizer],
+    used: Sequence[bool],
+    counts: Sequence[int],
+    *,
+    stop: bool,
+) -> tuple[Agreement, Settings]:
+    """The step's small message, and this rank's settings, of which it holds the digest."""
+    comm, watch, changed = parts.comm, parts.watch, False
+    settings: Settings = {}
+    if watch is not None and comm.world_size > 1:
+        settings["the call"] = "sync.step()"
+        for number, optimizer in enumerate(optimizers):
+            settings |= settings_of(optimizer, parts.reducer.parameters, number=number)
+            settings[f"the state of optimizer {number}"] = watch.state_of(optimizer)
+        changed = watch.changed()
+    agreed = agree(
+        *(comm, used, counts, loss.message()),
+        stop=stop,
+        discard=not optimizers,
+        number=parts.number,
+        digest=digest(settings),
+        changed=changed,
+    )
+    return agreed, settings
 
 
 def _update(

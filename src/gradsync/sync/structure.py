@@ -48,7 +48,7 @@ def check_same_model(
 ) -> None:
     """All ranks must have equal names, shapes, dtypes, trainability, ties and kinds of device.
 
-    One all-gather, int64 [1]; two more (`all_gather_json`) when something differs, however
+    One all-reduce, int64 [2]; two all-gathers (`all_gather_json`) when something differs, however
     different the ranks' models are: it never hangs on that.
 
     Args:

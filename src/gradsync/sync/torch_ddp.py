@@ -39,6 +39,8 @@ class TorchDdpReducer(Reducer):
             order is to compile the model before it comes here.
     """
 
+    strategy = "ddp"
+
     def __init__(
         self,
         model: nn.Module,
@@ -50,7 +52,9 @@ class TorchDdpReducer(Reducer):
     ) -> None:
         group = getattr(comm, "group", None)
         if group is None:
-            raise ConfigError("sync='ddp' needs a torch process group; use sync='naive' here")
+            raise ConfigError(
+                f"sync={self.strategy!r} needs a torch process group; use sync='naive' here"
+            )
         super().__init__(model, comm)
         self.ddp = torch.nn.parallel.DistributedDataParallel(
             model,
@@ -82,7 +86,7 @@ class TorchDdpReducer(Reducer):
         """
         if torch.is_grad_enabled() and not self._in_micro_step:
             raise ConfigError(
-                "sync='ddp': enclose forward and backward of each leaf in "
+                f"sync={self.strategy!r}: enclose forward and backward of each leaf in "
                 "`with sync.micro_step(last=leaf.is_last):`"
             )
         self._forwards += 1
@@ -124,8 +128,8 @@ class TorchDdpReducer(Reducer):
             self._in_micro_step = False
         if self._forwards == before:
             raise ConfigError(
-                "sync='ddp': the forward did not go through `sync.forward(...)`, so torch DDP "
-                "could not synchronise; call it in place of the model"
+                f"sync={self.strategy!r}: the forward did not go through `sync.forward(...)`, so "
+                "torch DDP could not synchronise; call it in place of the model"
             )
 
     def reduce(self, used: list[bool]) -> Reduction:

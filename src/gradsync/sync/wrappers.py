@@ -47,8 +47,9 @@ def refuse_synchronised(model: nn.Module) -> None:
         ConfigError: another mechanism synchronises it, or a part of it.
     """
     for part in model.modules():
-        classes = type(part).__mro__
-        names = {c.__name__ for c in classes if c.__module__.startswith(("torch.", "deepspeed."))}
+        known = ("torch.", "deepspeed.")
+        classes = [c for c in type(part).__mro__ if c.__module__.startswith(known)]
+        names = {each.__name__ for each in classes}
         if found := names & _KINDS.keys():
             raise ConfigError(_ADVICE[_KINDS[found.pop()]])
         if "DataParallel" in names:

@@ -11,6 +11,8 @@ from gradsync.data.plan import BatchPlan, solve_batch_plan
 from gradsync.errors import ConfigError
 from gradsync.models.config import GPTConfig
 from gradsync.parallel.layout import Layout, parse_layout
+from gradsync.runtime.backend import NEEDS, check_names
+from gradsync.runtime.bounds import check_numbers
 
 Dtype = Literal["bf16", "fp32", "fp16"]
 Schedule = Literal["cosine", "wsd", "constant"]
@@ -205,6 +207,9 @@ class TrainConfig:
     """bf16 and fp16 are autocast over fp32 weights; fp16 needs CUDA."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
+    backend: str = "auto"
+    """What carries messages between ranks: gloo, nccl, mpi, shm, or one for each device such as
+    cpu:gloo,cuda:nccl; auto takes gloo, and nccl beside it on CUDA."""
     tf32: bool = True
     """CUDA: allow TF32 in fp32 matrix products."""
     threads: int | None = None
@@ -232,7 +237,8 @@ class TrainConfig:
     log_every: int = 10
     """Optimizer steps between logged ones: a printed line, an object in metrics.jsonl."""
     check_replicas_every: int = 0
-    """Optimizer steps between comparisons of all ranks' weights, bit for bit; 0 for none."""
+    """Optimizer steps between comparisons of all ranks' weights, bit for bit, each before a step's
+    update could hide a difference; 0 for none."""
     timeout_s: float = 1800.0
     """Longest a collective may take, seconds."""
     rendezvous_timeout_s: float = 60.0
@@ -260,8 +266,14 @@ class TrainConfig:
     """Options of the strategy."""
 
     def __post_init__(self) -> None:
+        check_numbers(self)
         _require_one_of("dtype", self.dtype, Dtype)
         _require_one_of("compile", self.compile, CompileOrder)
+        _require(
+            set(check_names(self.backend).values()) <= {AUTO, *NEEDS},
+            f"backend must be {AUTO}, {', '.join(NEEDS)}, or one for each device such as "
+            f"cpu:gloo,cuda:nccl; got {self.backend[:80]!r}",
+        )
         _require_one_of("pipeline_schedule", self.pipeline_schedule, ScheduleName)
         for name in ("steps", "tokens_per_update", "micro_batch_size", "log_every"):
             value = getattr(self, name)
@@ -270,9 +282,6 @@ class TrainConfig:
         for name in ("num_workers", "sample_tokens", "check_replicas_every"):
             value = getattr(self, name)
             _require(value >= 0, f"{name} must not be negative; got {value}")
-        for name in ("timeout_s", "rendezvous_timeout_s"):
-            value = getattr(self, name)
-            _require(value > 0, f"{name} must be positive; got {value}")
         _require(self.silence_s >= 1, f"silence_s must be at least 1; got {self.silence_s}")
         for name in ("threads", "nproc_per_node", "seq_len", "loss_rows"):
             value = getattr(self, name)

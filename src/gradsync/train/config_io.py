@@ -1,22 +1,26 @@
 """Configuration from files and the command line: defaults < preset or file < flags.
 
-A file becomes flags in front of the user's own, so there is one validation path: a typo in a file
-gets the same "did you mean" as one on the command line, and YAML's `3e-4`-is-a-string trap is gone.
+A file's values are checked one by one, against the fields of `TrainConfig`: an error names the
+file, the line and the key. Text is read as a number where one is due: to YAML, `3e-4` is text.
 """
 
 from __future__ import annotations
 
-import sys
-import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, fields, is_dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from gradsync.errors import ConfigError
+from gradsync.runtime.document import Document, brief, read_document
+from gradsync.runtime.text_file import PRIVATE, replace_text
 from gradsync.train.config import SyncConfig, TrainConfig
 from gradsync.train.recipes import recipe
 
+_KIND = "configuration"
 _SUFFIXES = (".yaml", ".yml", ".toml")
 # Where None is a third value, a switch takes True or False as a word.
 _OPTIONAL = frozenset(f.name for f in fields(SyncConfig) if f.default is None)
@@ -37,14 +41,7 @@ def parse_config(argv: Sequence[str]) -> TrainConfig:
         if Path(first).is_file():
             raise ConfigError(f"{first}: a configuration file ends in {', '.join(_SUFFIXES)}")
         return _parse(recipe(first), arguments)
-    values = read_file(Path(first))
-    start = recipe(str(values.pop("preset", "tiny")))
-    try:
-        start = _parse(start, to_flags(values))
-    except SystemExit:
-        fail_on_stderr(f"that was in the configuration file {first}")
-        raise
-    return _parse(start, arguments)
+    return _parse(_config_of(read_document(Path(first), _KIND)), arguments)
 
 
 def _parse(start: TrainConfig, arguments: list[str]) -> TrainConfig:
@@ -71,22 +68,128 @@ def read_file(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: missing, unreadable, or no mapping.
     """
-    import yaml
+    return _mapping(read_document(path, _KIND))
 
-    try:
-        text = path.read_text()
-        values = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
-    except OSError as error:
-        raise ConfigError(f"cannot read configuration {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"configuration {path} is not UTF-8 text") from error
-    except (yaml.YAMLError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"configuration {path} does not parse: {error}") from error
-    if not isinstance(values, dict):
+
+def _mapping(document: Document) -> dict[str, Any]:
+    if not isinstance(document.values, dict):
         raise ConfigError(
-            f"configuration {path} must hold keys and values; got {type(values).__name__}"
+            f"{document.where} must hold keys and values; got {type(document.values).__name__}"
         )
-    return values
+    return document.values
+
+
+def _config_of(document: Document) -> TrainConfig:
+    """The configuration that a file asks for; keys with dashes, and dotted ones, count too."""
+    given: dict[str, tuple[str, Any]] = {}
+    for way, name, value in _leaves(_mapping(document), document, _HINTS):
+        if name in given:
+            raise ConfigError(
+                f"{document.at(way)}: {way} is given twice, as {given[name][0]} before"
+            )
+        given[name] = (way, _value(value, _HINTS[name], f"{document.at(way)}: {way}"))
+    way, preset = given.pop("preset", ("preset", "tiny"))
+    try:
+        start = recipe(preset)
+    except ConfigError as error:
+        raise ConfigError(f"{document.at(way)}: {error}") from None
+    values = {name: value for name, (_, value) in given.items()}
+    try:
+        return _with_values(start, values)
+    except ConfigError as error:
+        alone = [way for name, (way, value) in given.items() if _refused(start, name, value, error)]
+        place = document.at(alone[0]) if alone else document.where
+        raise ConfigError(f"{place}: {error}") from None
+
+
+def _refused(start: TrainConfig, name: str, value: Any, why: ConfigError) -> bool:
+    """Whether this value is refused by itself, and so."""
+    try:
+        _with_values(start, {name: value})
+    except ConfigError as error:
+        return str(error) == str(why)
+    return False
+
+
+def _with_values(start: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
+    """`start` with `values`, by dotted name, in the places of its fields."""
+    parts: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        part, _, field = name.rpartition(".")
+        parts.setdefault(part, {})[field] = value
+    changes = parts.pop("", {})
+    for part, inner in parts.items():
+        changes[part] = replace(getattr(start, part), **inner)
+    return replace(start, **changes)
+
+
+def _leaves(
+    values: Mapping[Any, Any], document: Document, known: Mapping[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, str, Any]]:
+    """Each value of the file that is no section: its way there, the field's name, and itself.
+
+    An empty section counts as left out.
+    """
+    for key, value in values.items():
+        way = f"{prefix}{key}"
+        name = way.replace("-", "_")
+        below = [each for each in known if each.startswith(f"{name}.")]
+        if name not in known and not below:
+            near = get_close_matches(name, known, n=1)
+            hint = f"; perhaps you meant {near[0]}" if near else ""
+            raise ConfigError(f"{document.at(way)}: unknown key {way[:80]!r}{hint}")
+        if not below:
+            yield way, name, value
+        elif isinstance(value, Mapping):
+            yield from _leaves(value, document, known, f"{way}.")
+        elif value is not None:
+            keys = ", ".join(each.removeprefix(f"{name}.") for each in below)
+            raise ConfigError(
+                f"{document.at(way)}: {way}: got {brief(value)}, expected keys and values ({keys})"
+            )
+
+
+def _value(value: Any, hint: Any, where: str) -> Any:
+    """`value` as the type `hint` has it: int, float, bool, str, words, or one of several.
+
+    Raises:
+        ConfigError: it is none; text that is no text, which YAML may have read otherwise (no, 007).
+    """
+    if isinstance(value, str) and "\0" in value:
+        raise ConfigError(f"{where}: a zero byte in {brief(value)}")
+    several = get_origin(hint) in (Union, UnionType)
+    for one in get_args(hint) if several else (hint,):
+        if one in (NoneType, bool, str) and type(value) is one:
+            return value
+        if get_origin(one) is Literal and value in get_args(one):
+            return value
+        if one in (int, float) and type(value) in (int, str, one):
+            with suppress(ValueError):  # 5,000 digits in a text are one, too
+                return one(value)
+    words = " | ".join(_words(one) for one in (get_args(hint) if several else (hint,)))
+    quotes = " in quotes" if hint is str and not isinstance(value, dict | list) else ""
+    raise ConfigError(f"{where}: got {brief(value)}, expected {words}{quotes}")
+
+
+def _words(hint: Any) -> str:
+    """A type, as an error says it."""
+    if get_origin(hint) is Literal:
+        return " | ".join(map(str, get_args(hint)))
+    names = {NoneType: "null", bool: "true | false", int: "a whole number", float: "a number"}
+    return names.get(hint, "text")
+
+
+def _hints(part: type, prefix: str = "") -> dict[str, Any]:
+    """The type of every field that is no section, by dotted name."""
+    found: dict[str, Any] = {}
+    for name, hint in get_type_hints(part).items():
+        found |= (
+            _hints(hint, f"{prefix}{name}.") if is_dataclass(hint) else {f"{prefix}{name}": hint}
+        )
+    return found
+
+
+_HINTS = _hints(TrainConfig)
 
 
 def to_flags(values: Mapping[str, Any], prefix: str = "") -> list[str]:
@@ -113,9 +216,4 @@ def write_config(config: TrainConfig, path: Path) -> None:
     import yaml
 
     values = asdict(replace(config, nproc_per_node=None))
-    path.write_text(yaml.safe_dump(values, sort_keys=False))
-
-
-def fail_on_stderr(message: str) -> None:
-    """Print one error line."""
-    print(f"gradsync: error: {message}", file=sys.stderr)
+    replace_text(path, yaml.safe_dump(values, sort_keys=False), mode=PRIVATE)

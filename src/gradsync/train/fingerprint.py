@@ -15,6 +15,7 @@ import torch
 from gradsync.data.plan import BatchPlan
 from gradsync.errors import CheckpointError
 from gradsync.runtime import environ
+from gradsync.runtime.text_file import one_line
 from gradsync.sync.engine.leaf_tree import TREE_VERSION
 from gradsync.sync.registry import find_strategy
 from gradsync.train.config import TrainConfig
@@ -79,7 +80,7 @@ def compare(saved: Mapping[str, Any], now: Fingerprint, *, allow_change: bool) -
     if refused and not allow_change:
         raise CheckpointError(
             "the checkpoint was computed with other numerics, bits would change: "
-            + "; ".join(refused)
+            + one_line("; ".join(refused))
             + " (restore the setting, or go on with --allow-numeric-change)"
         )
     return list(differs.values())

@@ -17,6 +17,7 @@ from gradsync.models.gpt import loss_sum
 from gradsync.runtime.signals import StopRequest
 from gradsync.sync.step import StepResult
 from gradsync.train.config import TrainConfig
+from gradsync.train.divergence import ADVICE, check_finite, learnt, learnt_shares, why_diverged
 from gradsync.train.evaluate import evaluate
 from gradsync.train.fingerprint import Fingerprint
 from gradsync.train.optimizer import set_learning_rate
@@ -77,7 +78,8 @@ class Trainer:
         """Train from `done_steps` to `config.steps`, or to the step at which ranks agree to stop.
 
         Raises:
-            RunError: the loss is not a finite number.
+            RunError: on all ranks: the loss, the gradient's norm or, before a checkpoint, a weight
+                or the optimizer's state is not finite.
         """
         config, totals = self.config, Totals(done_steps)
         if done_steps < config.steps:
@@ -86,18 +88,26 @@ class Trainer:
         for step in self._interval.waiting(self.data.train):
             if totals.step >= config.steps:
                 break
+            # Before the step: where ranks divide the update, it hides what differed.
+            if _due(totals.step + 1, config.check_replicas_every):
+                self.learner.sync.check_replicas(step=totals.step)
             lr = learning_rate(config.optim, totals.step, config.steps)
             result = self._train_step(step, lr, stop)
             totals.step += 1
             stopped = result.stop and totals.step < config.steps
             last = stopped or totals.step == config.steps
-            if last or _due(totals.step, config.log_every) or totals.step == done_steps + 1:
+            saves = last or _due(totals.step, config.checkpoint.every)
+            logs = last or _due(totals.step, config.log_every) or totals.step == done_steps + 1
+            # Reading the loss costs nothing on a CPU, on CUDA a wait.
+            looks = saves or logs or not self.world.device.startswith("cuda")
+            diverged = why_diverged(result, self.learner) if looks else ""
+            if logs or diverged:
                 self._log(totals, result, lr)
-            if _due(totals.step, config.check_replicas_every):
-                self.learner.sync.check_replicas(step=totals.step)
+            if diverged:
+                raise RunError(f"{diverged} at step {totals.step}; {ADVICE}")
             if not stopped and (last or _due(totals.step, config.eval.every)):
                 self._evaluate(totals)
-            if last or _due(totals.step, config.checkpoint.every):
+            if saves:
                 self._save(totals.step)
             if stopped:
                 totals.stopped_by = stop.signal_name or "a signal to another rank"
@@ -170,12 +180,6 @@ class Trainer:
         self._progress.tick(tick)
         self._run_dir.log_metrics(metrics_of(tick, result, self.learner, self.world))
         self._interval.reset()
-        # The loss is the global one: all ranks see the same number and stop together.
-        if not math.isfinite(totals.train_loss):
-            raise RunError(
-                f"the loss became {totals.train_loss} at step {totals.step}; lower --optim.lr, or "
-                "look at the data of that step"
-            )
 
     def _evaluate(self, totals: Totals) -> None:
         """Evaluate the one model that a checkpoint at this step holds.
@@ -206,6 +210,7 @@ class Trainer:
         with self._interval.paused():
             held = learner.sync.held_state(learner.optimizer)
             if held is not None:
+                check_finite(self.comm, step, learnt_shares(learner, held))
                 found = sharded_snapshot(
                     step,
                     self.config,
@@ -220,6 +225,7 @@ class Trainer:
                 return
             learner.sync.gather(learner.optimizer)
             weights = learner.sync.full_weights()
+            check_finite(self.comm, step, learnt(learner, weights))
             if self.world.is_main:
                 self._store.save(
                     snapshot(

@@ -15,7 +15,7 @@ from typing import Any
 
 from gradsync.errors import RunError
 from gradsync.runtime import environ
-from gradsync.runtime.text_file import json_text, write_text
+from gradsync.runtime.text_file import json_text, read_json, write_text
 
 FORMAT_VERSION = 1
 _SAME_ROOM = (0.8, 1.25)
@@ -112,7 +112,7 @@ def read_probed(conditions: ProbeConditions) -> Probed | None:
     """What was kept for `conditions`; None when nothing was, or nothing that can be believed: it is
     measured again then, and replaced."""
     try:
-        document = json.loads(probed_path(conditions).read_text(encoding="utf-8"))
+        document = read_json(probed_path(conditions))
         if document["format_version"] != FORMAT_VERSION:
             return None
         if json.dumps(document["conditions"], sort_keys=True) != _key(conditions):

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, TextIO
 
 from gradsync.checkpoint.store import CheckpointStore
@@ -15,11 +16,13 @@ from gradsync.checkpoint.weights import weights_sha256
 from gradsync.comm.base import Communicator
 from gradsync.comm.choose import communicator
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
+from gradsync.data.meta import Meta
 from gradsync.data.tokenizer import load_tokenizer
-from gradsync.errors import ConfigError, GradsyncError, RunError
+from gradsync.errors import ConfigError, GradsyncError, RunError, UsageError
 from gradsync.models.config import GPTConfig
 from gradsync.models.generate import generate
 from gradsync.models.gpt import GPT
+from gradsync.runtime.memory_limit import total_bytes
 from gradsync.runtime.signals import StopRequest
 from gradsync.train.config import TrainConfig
 from gradsync.train.fingerprint import numeric_fingerprint
@@ -155,7 +158,18 @@ def _train(
 def _learner(
     config: TrainConfig, world: World, shape: GPTConfig, comm: Communicator
 ) -> tuple[Learner, type[Trainer]]:
-    """What is trained, and the loop for it: of a whole model, or of this rank's part of one."""
+    """What is trained, and the loop for it: of a whole model, or of this rank's part of one.
+
+    Raises:
+        ConfigError: no memory holds such a model, whose values every rank draws first.
+    """
+    needed, there = 4 * shape.num_params(), total_bytes()
+    if needed > there:
+        raise ConfigError(
+            f"the model's {shape.num_params():,} parameters take {needed / 2**30:,.0f} GiB, this "
+            f"host has {there / 2**30:,.0f} GiB: lower --model.n-layer, --model.n-embd or the "
+            f"vocabulary ({shape.vocab_size:,})"
+        )
     layout = config.layout(world.world_size)
     if layout.model_ranks == 1:
         return build_learner(config, world, shape, comm), Trainer
@@ -174,7 +188,7 @@ def _already_done(
         f"{run_dir.path} has {resumed.step} steps already and {config.steps} were asked for: "
         "nothing to do (give more --steps to go on)"
     )
-    summary = run_dir.read_json("summary.json") | {"stopped_by": ""} if world.is_main else {}
+    summary = run_dir.read_summary() | {"stopped_by": ""} if world.is_main else {}
     return Outcome(exit_code=0, summary=summary)
 
 
@@ -277,11 +291,19 @@ def _farewell(
             f"{data.meta.tokenizer} tokens (a model that only counts them)"
         )
         if config.sample_tokens:
-            tokenizer = load_tokenizer(data.meta, data.directory)
-            prompt = tokenizer.encode("def ").tolist()
-            ids = generate(model, prompt, config.sample_tokens, seed=config.seed)
-            progress.say(f"--- a sample ---\n{tokenizer.decode(ids)}\n----------------")
+            progress.say(_sample(config, data.meta, data.directory, model))
     progress.say(f"everything lies in {run_dir.path}")
+
+
+def _sample(config: TrainConfig, meta: Meta, directory: Path, model: GPT) -> str:
+    """Some text, or why there is none: a run that is done does not fail for it."""
+    try:
+        tokenizer = load_tokenizer(meta, directory)
+    except UsageError as error:
+        return f"no sample: {error}"
+    prompt = tokenizer.encode("def ").tolist()
+    ids = generate(model, prompt, config.sample_tokens, seed=config.seed)
+    return f"--- a sample ---\n{tokenizer.decode(ids)}\n----------------"
 
 
 def _number(value: float) -> float | None:
@@ -291,10 +313,8 @@ def _number(value: float) -> float | None:
 @contextmanager
 def _rank_log(run_dir: RunDir, world: World) -> Iterator[None]:
     """Every rank's own file: when it began, what was logged, how it ended (with the traceback)."""
-    folder = run_dir.path / "logs"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        handler = logging.FileHandler(folder / f"rank_{world.rank:05d}.log")
+        handler = logging.StreamHandler(run_dir.open_log(world.rank))
     except OSError as error:
         raise ConfigError(f"cannot write to --out {run_dir.path}: {error.strerror}") from error
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
@@ -310,7 +330,7 @@ def _rank_log(run_dir: RunDir, world: World) -> Iterator[None]:
         raise
     finally:
         log.removeHandler(handler)
-        handler.close()
+        handler.stream.close()
 
 
 def note_end(config: TrainConfig, outcome: Outcome) -> None:

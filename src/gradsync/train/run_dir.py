@@ -1,5 +1,9 @@
 """The run directory: one place for everything a run leaves behind. Only rank 0 writes here, except
-for `logs/`."""
+for `logs/`.
+
+It is the user's alone: directories are made with mode 0700, files with 0600, and no link is
+followed in writing. One that was there before keeps its mode, so a group may be let in with chmod.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,14 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from gradsync.errors import ConfigError, RunError
+from gradsync.runtime.text_file import (
+    PRIVATE,
+    append_private,
+    open_regular,
+    parse_json,
+    read_json,
+    replace_text,
+)
 from gradsync.train.config import TrainConfig
 from gradsync.train.config_io import write_config
 from gradsync.world import World
@@ -48,10 +60,11 @@ class RunDir:
             write_config(config, self.path / "config.yaml")
             kept = []
             if done_steps and metrics.exists():
-                lines = metrics.read_text().splitlines(keepends=True)
+                with open_regular(metrics) as file:
+                    lines = file.read().decode(errors="replace").splitlines(keepends=True)
                 kept = [line for line in lines if _step_of(line) <= done_steps]
-            _replace(metrics, "".join(kept))
-            self._metrics = metrics.open("a")
+            replace_text(metrics, "".join(kept), mode=PRIVATE)
+            self._metrics = append_private(metrics)
 
     def log_metrics(self, values: dict[str, float | int | None]) -> None:
         """Append one object to `metrics.jsonl`."""
@@ -65,13 +78,31 @@ class RunDir:
     def write_json(self, name: str, value: Any) -> None:
         """Write a small JSON file, whole or not at all."""
         with self._writing():
-            self.path.mkdir(parents=True, exist_ok=True)
-            _replace(self.path / name, json.dumps(value, indent=2) + "\n")
+            self._make(self.path)
+            replace_text(self.path / name, json.dumps(value, indent=2) + "\n", mode=PRIVATE)
 
-    def read_json(self, name: str) -> Any:
-        """A file that `write_json` has written, {} when there is none."""
-        path = self.path / name
-        return json.loads(path.read_text()) if path.is_file() else {}
+    def open_log(self, rank: int) -> TextIO:
+        """The file of one rank, to append to.
+
+        Raises:
+            OSError: as the file system says.
+        """
+        folder = self.path / "logs"
+        self._make(self.path)
+        self._make(folder)
+        return append_private(folder / f"rank_{rank:05d}.log")
+
+    def _make(self, folder: Path) -> None:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+
+    def read_summary(self) -> dict[str, Any]:
+        """What is in `summary.json`; {} when nothing is that can be read."""
+        try:
+            found = read_json(self.path / "summary.json")
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
 
     def close(self) -> None:
         """Close the metrics file."""
@@ -118,14 +149,8 @@ def _finite(value: float | int | None) -> float | int | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text)
-    temporary.replace(path)
-
-
 def _step_of(line: str) -> int:
     try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
+        return int(parse_json(line.encode())["step"])
+    except (ValueError, KeyError, TypeError, OverflowError):
         return sys.maxsize  # a torn last line of a killed run

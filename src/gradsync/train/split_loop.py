@@ -6,6 +6,7 @@ from typing import Any
 
 from gradsync.comm.values import all_gather_json
 from gradsync.data.step import Step
+from gradsync.train.divergence import check_finite, learnt
 from gradsync.train.loop import Trainer, memory_gib
 from gradsync.train.split_setup import SplitLearner
 from gradsync.train.split_state import split_snapshot
@@ -34,6 +35,8 @@ class SplitTrainer(Trainer):
     def _save(self, step: int) -> None:
         """Rank 0 writes what the ranks of the first replica send it."""
         with self._interval.paused():
+            named = self._split.model.named_parameters()
+            check_finite(self.comm, step, learnt(self._split, dict(named)))
             found = split_snapshot(
                 step, self.config, self._split, self.data, fingerprint=self._fingerprint
             )

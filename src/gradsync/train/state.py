@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gradsync.checkpoint.optimizer_state import pack_optimizer
+from gradsync.checkpoint.optimizer_state import check_packed, pack_optimizer
 from gradsync.checkpoint.store import CheckpointStore, Snapshot, resolve
 from gradsync.checkpoint.weights import pack_weights
 from gradsync.comm.base import Communicator
@@ -22,11 +22,20 @@ from gradsync.comm.values import broadcast_json
 from gradsync.data.loader import Loader
 from gradsync.errors import CheckpointError
 from gradsync.models.config import GPTConfig
+from gradsync.runtime.text_file import one_line
 from gradsync.train.config import TrainConfig
 from gradsync.train.fingerprint import Fingerprint, compare
 from gradsync.train.setup import Data, Learner
 
 RANDOM_STREAMS = "keyed by (seed, step, leaf), version 1"
+_STATE: dict[str, Any] = {
+    "optimizer": dict,
+    "data": dict,
+    "model": dict,
+    "config": dict,
+    "tokenizer": str | None,
+    "scaler": dict | None,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +136,7 @@ def restore(
         path, notes = find_checkpoint(config.resume, store)
         if path is not None:
             found = store.load(path)
+            check_state(found, path)
             _check_model(learner.model.config, found.state["model"], path)
             notes += compare(
                 found.fingerprint, fingerprint, allow_change=config.allow_numeric_change
@@ -144,8 +154,62 @@ def restore(
     loader.load_state_dict(state["data"])
     learner.load(comm, saved, state["optimizer"])
     if learner.scaler is not None and state["scaler"]:
-        learner.scaler.load_state_dict(state["scaler"])
+        try:
+            learner.scaler.load_state_dict(state["scaler"])
+        except (KeyError, TypeError, RuntimeError) as error:
+            raise CheckpointError(f"{header['path']}: no state of a loss scaler") from error
     return Resumed(header["step"], header["path"], notes)
+
+
+def check_state(found: Snapshot, path: Path) -> None:
+    """Whether a checkpoint holds what `snapshot` puts into one.
+
+    Raises:
+        CheckpointError: naming what it does not.
+    """
+    for name, kinds in _STATE.items():
+        if not isinstance(found.state.get(name), kinds):
+            raise CheckpointError(f"{path}: state.json has no {name} of a training run")
+    try:
+        check_packed(found.state["optimizer"])
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {one_line(error)}") from None
+    params, slots = found.state["optimizer"]["params"], ("step", "exp_avg", "exp_avg_sq")
+    for key, tensor in found.tensors.get("optimizer", {}).items():
+        slot, _, name = key.partition("/")
+        shape = () if slot == "step" else tuple(params.get(name, {}).get("shape", ()))
+        if slot not in slots or tuple(tensor.shape) != shape or not tensor.is_floating_point():
+            raise CheckpointError(
+                f"{path}: {one_line(key)} of shape {tuple(tensor.shape)} is not what AdamW keeps"
+            )
+    for name, entry in params.items():
+        if entry["values"] or sorted(entry["slots"]) not in ([], sorted(slots)):
+            raise CheckpointError(f"{path}: {one_line(name)} has not the state that AdamW keeps")
+
+
+def saved_model(found: Snapshot, path: Path) -> GPTConfig:
+    """The shape of a checkpoint's model, compared with its tensors before anything is built.
+
+    Raises:
+        CheckpointError: no shape of a model, or that of a larger or smaller one.
+    """
+    try:
+        shape = GPTConfig(**found.state["model"])
+        expected = shape.num_params()
+    except ValueError as error:
+        raise CheckpointError(
+            f"{path}: state.json has no model to build: {one_line(error)}"
+        ) from None
+    except TypeError:
+        raise CheckpointError(f"{path}: state.json has other fields than a model's") from None
+    distinct = {id(tensor): tensor for tensor in found.tensors.get("model", {}).values()}
+    held = sum(tensor.numel() for tensor in distinct.values())
+    if held != expected:
+        raise CheckpointError(
+            f"{path}: state.json is of a model of {expected:,} parameters, the file of "
+            f"tensors holds {held:,}"
+        )
+    return shape
 
 
 def take_strategy_state(found: Snapshot, sync: str) -> tuple[Mapping[str, Tensor], list[str]]:
@@ -173,4 +237,4 @@ def _check_model(now: GPTConfig, saved: dict[str, Any], path: Path) -> None:
         if saved.get(name) != value
     ]
     if differs:
-        raise CheckpointError(f"{path} is of another model: {'; '.join(differs)}")
+        raise CheckpointError(f"{path} is of another model: {one_line('; '.join(differs))}")

@@ -16,6 +16,7 @@ from typing import Any, get_args
 from gradsync.errors import ConfigError, DataError
 from gradsync.models.config import GPTConfig
 from gradsync.runtime import environ
+from gradsync.runtime.text_file import read_json
 from gradsync.sync.registry import check_options, find_strategy
 from gradsync.train.config import CompileOrder, SyncConfig
 
@@ -154,14 +155,12 @@ def read_tuned(conditions: Conditions) -> Tuned | None:
     """
     path = tuned_path(conditions)
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = read_json(path, finite=False)
         return _checked(document, conditions)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror})") from error
-    except RecursionError as error:
-        raise DataError(f"{path} cannot be used (it nests too deeply)") from error
     except (ValueError, KeyError, TypeError) as error:  # ConfigError is a ValueError
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise DataError(f"{path} cannot be used ({reason})") from error

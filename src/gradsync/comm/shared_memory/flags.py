@@ -4,6 +4,11 @@
 and no fence stands between, because x86-64 shows one core's writes to others in their order, and
 reads are not reordered among themselves. Other processors may do both: there `share_memory` refuses
 (`unavailable.py`). A flag is an aligned 8-byte word, written by one rank only.
+
+[Note: Ring of signatures] What a rank does in turn n stands in slot n % NUM_SIGNATURES of its page,
+until it arrives at turn n + NUM_SIGNATURES. Peers read the slot before they finish turn n; so who
+arrives only once all have finished the turn that is NUM_SIGNATURES earlier overwrites nothing that
+is still to be read, and every turn is compared, however far ahead a rank submits.
 """
 
 from __future__ import annotations
@@ -17,7 +22,9 @@ PAGE_BYTES = 4096
 # In words of 8 bytes; what different ranks poll lies on cache lines of its own (8 words).
 _ARRIVED, _DONE, _CLOSED = 0, 8, 16
 _NOTES, _NUM_NOTES = 24, 8  # twice
-_SIGNATURES, _NUM_SIGNATURES = 40, 256
+_SIGNATURES = 40
+NUM_SIGNATURES = 256
+"""Turns that a rank may have arrived at while a peer has not finished the first of them."""
 
 _MASK = (1 << 63) - 1
 
@@ -37,8 +44,11 @@ class Flags:
         self._others = [(peer, words) for peer, words in enumerate(self._words) if peer != rank]
 
     def arrive(self, turn: int, signature: int) -> None:
-        """This rank's data for `turn` are ready; `signature` says what it is about to do."""
-        self._mine[_SIGNATURES + turn % _NUM_SIGNATURES] = signature & _MASK
+        """This rank's data for `turn` are ready; `signature` says what it is about to do.
+
+        All have finished turn `turn - NUM_SIGNATURES`: see [Note: Ring of signatures].
+        """
+        self._mine[_SIGNATURES + turn % NUM_SIGNATURES] = signature & _MASK
         self._mine[_ARRIVED] = turn
 
     def finish(self, turn: int) -> None:
@@ -71,12 +81,8 @@ class Flags:
 
     def strangers(self, turn: int, signature: int) -> list[int]:
         """Peers that are about to do something else in `turn`; ask when all have arrived."""
-        slot = _SIGNATURES + turn % _NUM_SIGNATURES
-        return [
-            peer
-            for peer, words in self._others
-            if words[slot] != signature & _MASK and words[_ARRIVED] - turn < _NUM_SIGNATURES
-        ]
+        slot = _SIGNATURES + turn % NUM_SIGNATURES
+        return [peer for peer, words in self._others if words[slot] != signature & _MASK]
 
     def note(self, values: Sequence[int]) -> None:
         """Leave up to 8 numbers for the peers; they may read them after the next `arrive`.

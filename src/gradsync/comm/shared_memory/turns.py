@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gradsync.comm.shared_memory.flags import Flags
+from gradsync.comm.shared_memory.flags import NUM_SIGNATURES, Flags
 from gradsync.comm.shared_memory.waiting import Patience
 from gradsync.errors import RunError
 
@@ -89,7 +89,9 @@ class Turns:
             raise self._broken
         self._number += 1
         turn = Turn(self, self._number, what, signature, prepare, share, take, alone)
-        if prepare is None and (not self._queue or self._queue[-1].arrived):
+        early = prepare is None and (not self._queue or self._queue[-1].arrived)
+        # Not too far ahead: [Note: Ring of signatures] in flags.py.
+        if early and self._flags.all_finished(turn.number - NUM_SIGNATURES):
             self._arrive(turn)
         self._queue.append(turn)
         while self._queue and self._go_on(self._queue[0], waiting=False):

@@ -18,9 +18,11 @@ from gradsync.hardware.choice.words import gb
 from gradsync.hardware.described.units import SIZES, read_quantity
 from gradsync.hardware.description import Hardware
 from gradsync.hardware.placement import Part, Placement, place_parts
+from gradsync.runtime.bounds import whole_number
 
 _PARAMETERS = "params"
 _BYTES_OF_A_WEIGHT = 2
+_MOST_BLOCKS = 10_000
 """Frozen weights are held in 16 bits."""
 _EXPECTED = (
     "expected NAME:SIZE, such as llama:16GB, llama:8e9params, or llama:16GB/32 for 32 blocks"
@@ -86,9 +88,9 @@ def parse_submodel(text: str) -> Part:
     else:
         number = read_quantity(size, SIZES)
     num_bytes = int(number or 0)
-    blocks = int(count) if count.isdecimal() else 0
+    blocks = whole_number(count, _MOST_BLOCKS) or 0
     if not name or num_bytes < 1 or (cut and blocks < 1):
-        raise ConfigError(f"--submodel: got {text!r}, {_EXPECTED}")
+        raise ConfigError(f"--submodel: got {text[:80]!r}, {_EXPECTED}")
     return Part(
         name=name, num_bytes=num_bytes, blocks=(num_bytes // blocks,) * blocks if cut else ()
     )

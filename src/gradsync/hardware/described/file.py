@@ -20,7 +20,6 @@ of a host are those of one that is only named. Units: `80GB`, `80GiB`, `3.35TB/s
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
@@ -33,12 +32,11 @@ from gradsync.hardware.described.name import hardware_of
 from gradsync.hardware.described.networks import NETWORKS
 from gradsync.hardware.described.units import write_bytes, write_flops, write_rate, write_time
 from gradsync.hardware.description import Device, Hardware, Host, Link
+from gradsync.runtime.document import read_document
 
 T = TypeVar("T")
 
 _SUFFIXES = (".yaml", ".yml", ".json")
-_LARGEST = 2**20
-"""Bytes of a file."""
 
 
 def load_hardware(name_or_path: str) -> Hardware:
@@ -54,7 +52,8 @@ def load_hardware(name_or_path: str) -> Hardware:
     """
     path = Path(name_or_path)
     if path.suffix in _SUFFIXES:
-        return read_hardware(_document(path), f"hardware file {path}")
+        document = read_document(path, "hardware file")
+        return read_hardware(document.values, document.where)
     if path.is_file():
         raise ConfigError(f"hardware file {path}: its name must end in {', '.join(_SUFFIXES)}")
     try:
@@ -63,36 +62,6 @@ def load_hardware(name_or_path: str) -> Hardware:
         raise ConfigError(
             f"{error}; a file that describes a machine ends in {', '.join(_SUFFIXES)}"
         ) from None
-
-
-def _document(path: Path) -> Any:
-    """What is in the file, as plain values."""
-    import yaml
-
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"cannot read hardware file {path}: {error.strerror}") from error
-    if len(raw) > _LARGEST:
-        raise ConfigError(
-            f"hardware file {path}: {len(raw)} bytes; expected at most {_LARGEST}: use `count`"
-        )
-    try:
-        text = raw.decode()
-        return json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"hardware file {path} is not UTF-8 text") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"hardware file {path} does not parse: {error}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"hardware file {path} does not parse: {_one_line(error)}") from error
-
-
-def _one_line(error: Exception) -> str:
-    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
-    if mark is None or problem is None:
-        return str(error).splitlines()[0]
-    return f"{problem} in line {mark.line + 1}, column {mark.column + 1}"
 
 
 def dump_hardware(hardware: Hardware) -> str:

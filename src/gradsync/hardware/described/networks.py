@@ -11,18 +11,18 @@ The same keys as under `network` in a hardware file; units are those of `describ
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from decimal import Decimal
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
 
 from gradsync.errors import ConfigError
 from gradsync.hardware.described.links import LINKS
-from gradsync.hardware.described.units import RATES, TIMES, read_quantity
+from gradsync.hardware.described.section import Section
+from gradsync.hardware.described.units import RATES, TIMES
 from gradsync.hardware.description import Link
+from gradsync.runtime.document import read_document
 
 _SUFFIXES = (".yaml", ".yml")
+_KEYS = ("name", "latency", "bandwidth", "per_host", "source")
 _NCCL = "NCCL's own model of a ring's step (src/graph/tuning.cc)"
 _NETWORK_S = 9.6e-6
 """`_NCCL`, a step between hosts under protocol Simple, seconds."""
@@ -99,63 +99,12 @@ def load_network(name_or_path: str) -> Link:
 
 
 def _read(path: Path) -> Link:
-    import yaml
-
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"network file {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"network file {path}: is not UTF-8 text") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"network file {path}: is no YAML: {' '.join(str(error).split())}") from (
-            error
-        )
-    if not isinstance(values, dict):
-        raise ConfigError(
-            f"network file {path}: got {type(values).__name__}, expected keys latency and bandwidth"
-        )
-    return _link(path, values)
-
-
-def _link(path: Path, values: Mapping[Any, Any]) -> Link:
-    known = ("name", "latency", "bandwidth", "per_host", "source")
-    for key in values:
-        if key not in known:
-            near = get_close_matches(str(key), known, n=1)
-            hint = f"; perhaps you meant {near[0]}" if near else ""
-            raise ConfigError(
-                f"network file {path}: unknown key {key!r}{hint} (there are: {', '.join(known)})"
-            )
-    per_host = values.get("per_host", False)
-    if not isinstance(per_host, bool):
-        raise ConfigError(
-            f"network file {path}: per_host: got {per_host!r}, expected true or false"
-        )
+    document = read_document(path, "network file")
+    part = Section.of(document.values, document.where, _KEYS)
     return Link(
-        name=_text(path, values, "name", path.stem),
-        alpha_s=_quantity(path, values, "latency", TIMES, "a time such as 50ms or 5us"),
-        bytes_per_s=_quantity(
-            path, values, "bandwidth", RATES, "a rate above 0 such as 10Gbit/s or 1.25GB/s"
-        ),
-        per_host=per_host,
-        source=_text(path, values, "source", f"file {path.name}"),
+        name=part.text("name", path.stem),
+        alpha_s=part.quantity("latency", TIMES, "a time such as 50ms or 5us", zero=True),
+        bytes_per_s=part.quantity("bandwidth", RATES, "a rate such as 10Gbit/s or 1.25GB/s"),
+        per_host=part.flag("per_host", False),
+        source=part.text("source", f"file {path.name}"),
     )
-
-
-def _quantity(
-    path: Path, values: Mapping[Any, Any], key: str, units: Mapping[str, Decimal], wanted: str
-) -> float:
-    if key not in values:
-        raise ConfigError(f"network file {path}: {key} is missing, expected {wanted}")
-    number = read_quantity(values[key], units)
-    if number is None or number < 0 or (number == 0 and units is RATES):
-        raise ConfigError(f"network file {path}: {key}: got {values[key]!r}, expected {wanted}")
-    return float(number)
-
-
-def _text(path: Path, values: Mapping[Any, Any], key: str, default: str) -> str:
-    value = values.get(key, default)
-    if not isinstance(value, str) or not value.strip():
-        raise ConfigError(f"network file {path}: {key}: got {value!r}, expected text")
-    return value

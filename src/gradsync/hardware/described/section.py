@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
@@ -11,6 +10,7 @@ from typing import Any
 
 from gradsync.errors import ConfigError
 from gradsync.hardware.described.units import SIZES, read_quantity
+from gradsync.runtime.document import brief
 
 _LARGEST = Decimal(10) ** 30
 
@@ -32,14 +32,14 @@ class Section:
         """`value` as a section that has none but `known` keys."""
         if not isinstance(value, dict):
             raise ConfigError(
-                f"{where}: got {_short(value)}, expected keys and values ({', '.join(known)})"
+                f"{where}: got {brief(value)}, expected keys and values ({', '.join(known)})"
             )
         for key in value:
             if key not in known:
                 near = get_close_matches(str(key), known, n=1)
                 hint = f"; perhaps {near[0]!r}" if near else ""
                 raise ConfigError(
-                    f"{where}: unknown key {_short(key)}{hint} (there are: {', '.join(known)})"
+                    f"{where}: unknown key {brief(key)}{hint} (there are: {', '.join(known)})"
                 )
         return cls(where=where, values=value)
 
@@ -51,7 +51,7 @@ class Section:
         """The error about the value of `key`."""
         if not self.has(key):
             return ConfigError(f"{self.at(key)} is missing; expected {expected}")
-        return ConfigError(f"{self.at(key)}: got {_short(self.values[key])}, expected {expected}")
+        return ConfigError(f"{self.at(key)}: got {brief(self.values[key])}, expected {expected}")
 
     def section(self, key: str, known: Collection[str]) -> Section:
         """The section under `key`."""
@@ -121,11 +121,3 @@ class Section:
     def at(self, key: str) -> str:
         """The way that leads to the value of `key`."""
         return f"{self.where}.{key}" if ": " in self.where else f"{self.where}: {key}"
-
-
-def _short(value: Any) -> str:
-    """`value` for an error line, which a whole document would burst."""
-    short = reprlib.Repr()
-    short.maxstring = short.maxother = 60
-    short.maxlevel = 2
-    return short.repr(value)

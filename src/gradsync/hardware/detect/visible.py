@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from gradsync.hardware.description import Device
 from gradsync.hardware.detect.nvml import Gpu, Slice
+from gradsync.runtime.bounds import whole_number
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,9 +62,10 @@ def _in_order(order: str, gpus: Sequence[Gpu]) -> list[Gpu]:
 def _find(word: str, gpus: Sequence[Gpu]) -> tuple[str, list[Visible]] | None:
     """What an identifier stands for, and a name that is equal for equal things."""
     if word.isascii() and word.isdecimal():
-        if int(word) >= len(gpus):
+        number = whole_number(word)
+        if number is None or number >= len(gpus):
             return None
-        gpu = gpus[int(word)]
+        gpu = gpus[number]
         return gpu.uuid, _parts(gpu)
     if word.startswith("GPU-"):
         named = [gpu for gpu in gpus if gpu.uuid.startswith(word)]

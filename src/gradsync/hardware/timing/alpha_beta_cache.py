@@ -11,7 +11,7 @@ from typing import Any
 from gradsync.errors import DataError, RunError
 from gradsync.hardware.timing.alpha_beta import Fit
 from gradsync.runtime import environ
-from gradsync.runtime.text_file import json_text, write_text
+from gradsync.runtime.text_file import json_text, read_json, write_text
 
 _KEY = (
     *("cpu", "cores", "accelerator", "backend", "world_size", "threads_per_rank", "torch"),
@@ -62,7 +62,7 @@ def load_fits(environment: Mapping[str, Any]) -> list[Fit]:
     """
     path = fits_path(environment)
     try:
-        return [Fit(**fit) for fit in json.loads(path.read_text())["fits"]]
+        return [Fit(**fit) for fit in read_json(path)["fits"]]
     except FileNotFoundError:
         return []
     except OSError as error:

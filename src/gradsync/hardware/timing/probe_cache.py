@@ -17,7 +17,7 @@ from gradsync.hardware.timing.step_profile import StepProfile
 from gradsync.hardware.workload import Workload
 from gradsync.runtime import environ
 from gradsync.runtime.machine import cpu_model, host_cores
-from gradsync.runtime.text_file import json_text, write_text
+from gradsync.runtime.text_file import json_text, read_json, write_text
 
 log = logging.getLogger("gradsync")
 
@@ -59,7 +59,7 @@ def load_profile(path: Path | None) -> StepProfile | None:
     if path is None:
         return None
     try:
-        return StepProfile.from_json(json.loads(path.read_text()))
+        return StepProfile.from_json(read_json(path))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from gradsync.runtime.launchers.reading import Reading, absent, complete, found, integer, partly
+from gradsync.runtime.launchers.reading import (
+    Reading,
+    absent,
+    complete,
+    found,
+    integer,
+    partly,
+    without_local,
+)
 
 _COMM_WORLD = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 _PMI = ("PMI_RANK", "PMI_SIZE")
@@ -28,8 +36,12 @@ def read_openmpi(env: Mapping[str, str]) -> Reading:
 
 
 def read_mvapich2(env: Mapping[str, str]) -> Reading:
-    """`MV2_COMM_WORLD_{RANK,SIZE,LOCAL_RANK,LOCAL_SIZE}`."""
-    return _read("mvapich2", env, [f"MV2_COMM_WORLD_{part}" for part in _COMM_WORLD])
+    """`MV2_COMM_WORLD_{RANK,SIZE,LOCAL_RANK,LOCAL_SIZE}`; the last may be missing, as by hand."""
+    names = [f"MV2_COMM_WORLD_{part}" for part in _COMM_WORLD]
+    seen = found(env, names)
+    if list(seen) == names[:3]:
+        return without_local("mvapich2", env, seen, names)
+    return _read("mvapich2", env, names)
 
 
 def read_hydra(env: Mapping[str, str]) -> Reading:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -131,4 +132,49 @@ def complete(
         seen=tuple(seen.items()),
         needs_hosts=guessed if needs_hosts is None else needs_hosts,
         trust_local=trust_local,
+    )
+
+
+def is_loopback(address: str) -> bool:
+    """True for an address that never leaves this host: empty, localhost, 127.x.y.z, ::1."""
+    if address in ("", "localhost", "localhost.localdomain", "ip6-localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def without_local(
+    name: str, env: Mapping[str, str], seen: Mapping[str, str], names: Sequence[str]
+) -> Reading:
+    """The reading of a row that lacks the local rank or size, or both.
+
+    Without a coordinator on another host (`MASTER_ADDR`), all ranks share this host; with one, the
+    reading needs the host names.
+
+    Args:
+        name: launcher.
+        seen: the variables that are set, rank and world size among them.
+        names: of rank, world size, local rank and local size.
+    """
+    rank, world_size = integer(seen, names[0]), integer(seen, names[1])
+    local_rank = integer(seen, names[2]) if names[2] in seen else rank
+    local_world_size = integer(seen, names[3]) if names[3] in seen else world_size
+    one_host = (
+        is_loopback(env.get("MASTER_ADDR", "").strip())
+        and local_rank == rank
+        and local_world_size == world_size
+    )
+    return complete(
+        name,
+        seen,
+        rank=rank,
+        world_size=world_size,
+        # Until the hosts are known, the only numbers that cannot be wrong together.
+        local_rank=rank if one_host else 0,
+        local_world_size=world_size if one_host else 1,
+        node=None if one_host else (rank, world_size),
+        trust_local=one_host,
+        needs_hosts=not one_host and world_size > 1,
     )

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from gradsync.errors import LaunchError
+from gradsync.runtime.bounds import whole_number
 from gradsync.runtime.hostlist import expand_counts
 from gradsync.runtime.launchers.reading import Reading, absent, complete, found, integer, partly
 
@@ -40,7 +41,10 @@ def read_srun(env: Mapping[str, str]) -> Reading:
     if not step:
         inside = bool(found(env, ("SLURM_JOB_ID",)))
         return absent("srun", *(("in a Slurm job, but not in a step",) if inside else ()))
-    if not step.isdecimal() or int(step) >= _FIRST_RESERVED_STEP:
+    number = whole_number(step)
+    if step.isdecimal() and number is None:
+        raise LaunchError(f"SLURM_STEP_ID={step[:80]!r} is not a step's number; unset it")
+    if number is None or number >= _FIRST_RESERVED_STEP:
         return absent("srun", f"SLURM_STEP_ID={step[:20]} is a shell's, not a step of srun")
     seen = {"SLURM_STEP_ID": step} | found(env, _NEEDED)
     if len(seen) <= len(_NEEDED):

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Mapping
 
-from gradsync.runtime.launchers.reading import Reading, absent, complete, found, integer, partly
+from gradsync.runtime.launchers.reading import (
+    Reading,
+    absent,
+    complete,
+    found,
+    integer,
+    partly,
+    without_local,
+)
 
 _OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _GROUP = ("GROUP_RANK", "GROUP_WORLD_SIZE")
-
-
-def is_loopback(address: str) -> bool:
-    """True for an address that never leaves this host: empty, localhost, 127.x.y.z, ::1."""
-    if address in ("", "localhost", "localhost.localdomain", "ip6-localhost"):
-        return True
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False
 
 
 def read_torchrun(env: Mapping[str, str]) -> Reading:
@@ -42,7 +39,7 @@ def read_torchrun(env: Mapping[str, str]) -> Reading:
         return partly(name, seen, _OWN[:2])
     if len(seen) == len(_OWN):
         return _with_local(name, env, seen)
-    return _without_local(name, env, seen)
+    return without_local(name, env, seen, _OWN)
 
 
 def _with_local(name: str, env: Mapping[str, str], seen: dict[str, str]) -> Reading:
@@ -60,30 +57,4 @@ def _with_local(name: str, env: Mapping[str, str], seen: dict[str, str]) -> Read
         local_rank=integer(seen, "LOCAL_RANK"),
         local_world_size=integer(seen, "LOCAL_WORLD_SIZE"),
         node=node,
-    )
-
-
-def _without_local(name: str, env: Mapping[str, str], seen: dict[str, str]) -> Reading:
-    """By hand, with `LOCAL_RANK` or `LOCAL_WORLD_SIZE` or both missing."""
-    rank, world_size = integer(seen, "RANK"), integer(seen, "WORLD_SIZE")
-    local_rank = integer(seen, "LOCAL_RANK") if "LOCAL_RANK" in seen else rank
-    local_world_size = (
-        integer(seen, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in seen else world_size
-    )
-    one_host = (
-        is_loopback(env.get("MASTER_ADDR", "").strip())
-        and local_rank == rank
-        and local_world_size == world_size
-    )
-    return complete(
-        name,
-        seen,
-        rank=rank,
-        world_size=world_size,
-        # Until the hosts are known, the only numbers that cannot be wrong together.
-        local_rank=rank if one_host else 0,
-        local_world_size=world_size if one_host else 1,
-        node=None if one_host else (rank, world_size),
-        trust_local=one_host,
-        needs_hosts=not one_host and world_size > 1,
     )

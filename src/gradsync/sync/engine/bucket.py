@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -86,6 +86,17 @@ class Bucket:
             return None
         start, end = self.plan.slots[first].offset, self.plan.slots[last]
         return self.flat(number)[start : end.offset + end.numel]
+
+    def named_sums(self, names: Sequence[str], buffers: int) -> Iterator[tuple[str, Tensor]]:
+        """What the first `buffers` buffers hold of the parameters that have a gradient.
+
+        Args:
+            names: of all parameters of the model.
+            buffers: how many hold something.
+        """
+        for place, slot in enumerate(self.plan.slots):
+            for number in range(buffers if self.touched[place] else 0):
+                yield names[slot.index], self.view(number, place)
 
     def published(self) -> list[nn.Parameter]:
         """Parameters whose `.grad` is the view into `flat(0)`."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,7 +32,7 @@ from gradsync.sync.reducer import Reducer, Reduction, trainable
 from gradsync.sync.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 MIB = 2**20
 _FOLD_ELEMENTS = 65_536
@@ -54,16 +55,17 @@ class Engine(Reducer):
     ) -> None:
         super().__init__(model, comm)
         self.recipe = recipe
-        self.own_backward: Callable[[], bool] | None = None
-        """Called when a backward begins that `leaf` does not enclose; tells whether it is the last
-        one before the gradients are wanted."""
+        self.own_backward: Callable[[nn.Parameter], bool] | None = None
+        """Called with a parameter that got a gradient in a backward that `leaf` does not enclose;
+        tells whether it is the last backward before the gradients are wanted."""
         self._names = [name for name, _ in trainable(model)]
         self._sums, self._transport = sums, transport
         # Shards of optimizer state belong to places in buckets: those must not move then.
         self._learning = recipe.grouping == "buckets" and recipe.shard == "none"
         self._ready_order: list[int] = []
         self._watch = Stopwatch(on_cuda=any(p.is_cuda for p in self.parameters))
-        self._in_leaf = self._last = self._begun = self._priming = False
+        self._in_leaf = self._last = self._complete = self._begun = self._priming = False
+        self._own_leaf = False
         self._works: list[Work] = []
         # Backward finishes the last layers first.
         self._lay_out(list(reversed(range(len(self.parameters)))))
@@ -102,12 +104,12 @@ class Engine(Reducer):
         Raises:
             ConfigError: the last leaf of this step has been already.
         """
-        if self._begun:
+        if self._complete or self._begun:
             raise ConfigError(
-                "a leaf came after the last one of its step: say last=True (or leaf=, micro_step) "
-                "only for a rank's last leaf, and call step() after it"
+                "a leaf came after the last one of its step: sync.step() was not called in between "
+                "(or a leaf before was said to be the last, by leaf= or micro_step, and was not)"
             )
-        self._in_leaf, self._last = True, last and self.recipe.overlap
+        self._in_leaf, self._last, self._complete = True, last and self.recipe.overlap, last
         for bucket in self.buckets:
             bucket.begin_leaf()
         self._sums.begin_leaf(index)
@@ -132,7 +134,7 @@ class Engine(Reducer):
             self._ready_order.append(index)
             parameter.grad = None
             return
-        if not self._in_leaf and not self._own_leaf_begins():
+        if not self._in_leaf and not self._own_leaf_begins(parameter):
             return
         bucket, slot = self._places[index]
         _check_gradient(self._names[index], parameter, bucket, slot)
@@ -153,11 +155,12 @@ class Engine(Reducer):
             self._sums.fold(bucket, bucket.waiting)
             bucket.waiting, bucket.waiting_elements = [], 0
 
-    def _own_leaf_begins(self) -> bool:
+    def _own_leaf_begins(self, parameter: nn.Parameter) -> bool:
         """In a loop of one's own: False under no_sync, where autograd adds up in `.grad` by itself
         and all of it becomes one leaf in the backward that synchronises."""
-        if self.own_backward is None or not self.own_backward():
+        if self.own_backward is None or not self.own_backward(parameter):
             return False
+        self._own_leaf = True
         self.begin_leaf(last=True)
         return True
 
@@ -194,7 +197,17 @@ class Engine(Reducer):
     def _launch_full(self) -> None:
         """Launch in bucket order, up to the first one that is not full."""
         while len(self._works) < len(self.buckets) and not self.buckets[len(self._works)].missing:
-            self._works.append(self._transport.launch(self.buckets[len(self._works)]))
+            bucket = self.buckets[len(self._works)]
+            if self._own_leaf:
+                self.non_finite.look(self._own_sums(bucket), on_cuda=bucket.flat(0).is_cuda)
+            self._works.append(self._transport.launch(bucket))
+
+    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Reducer.named_gradients`."""
+        return chain.from_iterable(map(self._own_sums, self.buckets[len(self._works) :]))
+
+    def _own_sums(self, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
+        return bucket.named_sums(self._names, self._sums.num_buffers)
 
     def launch(self) -> list[bool]:
         """See `Reducer.launch`."""
@@ -227,7 +240,7 @@ class Engine(Reducer):
             touched = [bucket.touched[slot] for bucket, slot in self._places]
             self._unused.say(used, touched, self.comm.rank)
         self._works.clear()
-        self._begun = False
+        self._begun = self._complete = self._own_leaf = False
         for bucket in self.buckets:
             bucket.begin_step()
         self._sums.begin_step()

@@ -90,7 +90,7 @@ def checked_shares(told: Sequence[tuple[int, int]]) -> list[range]:
     for rank, (leaves, (_, first)) in enumerate(zip(ranges, told, strict=True)):
         if first not in (UNKNOWN, leaves.start):
             raise RunError(
-                f"sync='invariant': rank {rank}'s first leaf is {first}, but the ranks below "
+                f"rank {rank}'s first leaf is {first}, but the ranks below "
                 f"it have leaves 0..{leaves.start - 1}: leaves must follow each other in rank "
                 "order without gaps (as gs.loader deals them)"
             )

@@ -124,7 +124,8 @@ class TreeSums:
         if index != expected:
             raise ConfigError(
                 f"leaf {index} came where leaf {expected} was due: a rank's leaves follow each "
-                "other, as gs.loader deals them"
+                "other, as gs.loader deals them, and sync.step() (or discard()) ends a step before "
+                "the next one's come"
             )
         self._top = self.num_buffers
         self._target = self._top if index is None else self._stack.push(index)

@@ -9,7 +9,7 @@ log = logging.getLogger("gradsync")
 
 
 class UnusedWarning:
-    """Said once per parameter.
+    """Said once per parameter, in one line for all of a step.
 
     Args:
         names: of the parameters.
@@ -23,12 +23,17 @@ class UnusedWarning:
         """Warn about parameters that a rank used (`used`) and this one did not (`touched`)."""
         if list(used) == list(touched):
             return
-        for index, (anywhere, here) in enumerate(zip(used, touched, strict=True)):
-            if anywhere and not here and index not in self._said:
-                self._said.add(index)
-                log.warning(
-                    "parameter %r got no gradient on rank %d in this step, but did on another "
-                    "one; here it counts as zeros (said once)",
-                    self._names[index],
-                    rank,
-                )
+        found = [
+            index
+            for index, (anywhere, here) in enumerate(zip(used, touched, strict=True))
+            if anywhere and not here and index not in self._said
+        ]
+        self._said.update(found)
+        if found:
+            first = self._names[found[0]]
+            more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+            log.warning(
+                "parameter %r%s got no gradient on rank %d in this step, but did on another one; "
+                "here they count as zeros (said once)",
+                *(first, more, rank),
+            )

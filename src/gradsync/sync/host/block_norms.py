@@ -28,10 +28,8 @@ class BlockNorms:
     def __init__(
         self, comm: SharedMemoryCommunicator, flats: Sequence[Flat], parameters: Sequence[Tensor]
     ) -> None:
-        firsts, count = [], 0
-        for parameter in parameters:
-            firsts.append(count)
-            count += -(-parameter.numel() // BLOCK)
+        self._counts = torch.tensor([-(-p.numel() // BLOCK) for p in parameters])
+        *firsts, count = [0, *self._counts.cumsum(0).tolist()]
         self._norms = comm.allocate_once(max(count, 1), torch.float64)
         self._places = [
             {
@@ -51,11 +49,14 @@ class BlockNorms:
         norms = norms_of_blocks(self._blocks[key][1])
         self._norms.index_copy_(0, self._places[flat][run.start], norms)
 
-    def total(self, *, double: bool) -> Tensor:
-        """The gradient's norm, []; all ranks have taken theirs. A parameter without a gradient
-        counts as zeros.
+    def total(self, used: Sequence[bool], *, double: bool) -> Tensor:
+        """The gradient's norm, []; all ranks have taken theirs.
 
         Args:
+            used: for each parameter, whether its gradient counts; the others are zeros.
             double: a gradient is in fp64, so the norm is too.
         """
-        return norm_from_blocks(self._norms, double=double)
+        norms = self._norms
+        if not all(used):
+            norms = norms.where(torch.tensor(used).repeat_interleave(self._counts), 0.0)
+        return norm_from_blocks(norms, double=double)

@@ -19,28 +19,30 @@ if TYPE_CHECKING:
 
 
 def why_whole(
-    optimizer: Optimizer, parameters: Sequence[torch.Tensor], dtypes: Collection[torch.dtype]
+    optimizers: Sequence[Optimizer],
+    parameters: Sequence[torch.Tensor],
+    dtypes: Collection[torch.dtype],
 ) -> str:
-    """Why every rank has to run the whole optimizer; "" when each may update its share.
+    """Why every rank has to run the whole optimizers; "" when each may update its share.
 
-    The same on all ranks, whose optimizers are equal.
+    The same on all ranks, whose optimizers are equal, and in all steps: see `why_not_now`.
 
     Args:
-        optimizer: the user's.
+        optimizers: the user's.
         parameters: that are synchronised.
         dtypes: of those.
     """
     try:
-        check_elementwise(type(optimizer), False)
+        for optimizer in optimizers:
+            check_elementwise(type(optimizer), False)
     except ConfigError as error:
         return str(error)
     ours = {id(parameter) for parameter in parameters}
-    given = [p for group in optimizer.param_groups for p in group["params"]]
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    given = [p for group in groups for p in group["params"]]
     half = {torch.bfloat16, torch.float16} & set(dtypes)
     reasons = {
-        "the optimizer is differentiable": any(
-            group.get("differentiable") for group in optimizer.param_groups
-        ),
+        "the optimizer is differentiable": any(group.get("differentiable") for group in groups),
         "a parameter has no elements": any(p.numel() == 0 for p in parameters),
         "the optimizer has parameters that are not synchronised": any(
             id(p) not in ours and p.requires_grad for p in given
@@ -50,15 +52,14 @@ def why_whole(
             half and torch.get_num_threads() > 1
         ),
         "the optimizer keeps something that is neither elementwise nor a number": any(
-            slots_of(optimizer, dtype) is None for dtype in dtypes
+            slots_of(optimizer, dtype) is None for optimizer in optimizers for dtype in dtypes
         ),
     }
-    found = (reason for reason, holds in reasons.items() if holds)
-    return why_not_now(optimizer) or next(found, "")
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 def why_not_now(optimizer: Optimizer) -> str:
-    """The part of `why_whole` that may change from step to step."""
+    """Why the next step has to be whole, though not every one has; see `why_whole`."""
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return "hooks on the optimizer may look at the whole gradient"
     everywhere = [*optimizer_pre_hooks(), *optimizer_post_hooks()]

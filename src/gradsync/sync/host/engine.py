@@ -18,7 +18,7 @@ gradient in every rank's `.grad`: then the same additions write into all ranks' 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -38,7 +38,7 @@ from gradsync.sync.host.block_norms import BlockNorms
 from gradsync.sync.host.eligible import why_not_now, why_whole
 from gradsync.sync.host.flat import Flat, flats_of
 from gradsync.sync.host.operands import Sum, sum_of_leaves, sum_of_ranks
-from gradsync.sync.host.update import HostUpdate, members_of
+from gradsync.sync.host.update import HostUpdate, members_of, step_together
 from gradsync.sync.host.weights import SharedWeights, can_move
 from gradsync.sync.reducer import Reduction
 from gradsync.sync.stopwatch import Stopwatch
@@ -96,11 +96,14 @@ class HostEngine(Engine):
 
     # -- a step -----------------------------------------------------------------------------------
 
-    def expect(self, optimizer: Optimizer, *, scaled: bool) -> None:
-        """See `Reducer.expect`."""
-        self._in_shares = not scaled and self._update_of(optimizer) is not None
-        if self.recipe.weights == "shared" and not self._in_shares:
-            raise ConfigError(f"weights='shared': {self._why_whole(optimizer)}; use 'replicas'")
+    def expect(self, optimizers: Sequence[Optimizer], *, scaled: bool) -> None:
+        """See `Reducer.expect`; one that needs whole gradients makes the step whole for all."""
+        why = "a GradScaler looks at the whole gradient" if scaled else self._why_whole(optimizers)
+        self._in_shares = not why
+        if not why:
+            self._prepare_updates(optimizers)
+        elif self.recipe.weights == "shared":
+            raise ConfigError(f"weights='shared': {why}; use 'replicas'")
 
     def launch(self) -> list[bool]:
         """See `Reducer.launch`. What the others must know of this rank's leaves lies ready when the
@@ -196,7 +199,8 @@ class HostEngine(Engine):
             self._clips = True
             self._host.run(self._take_norms, _NORMS).wait()
         pairs = zip(self.parameters, self._used, strict=True)
-        norm = self._norms.total(double=any(p.dtype == torch.float64 for p, used in pairs if used))
+        double = any(p.dtype == torch.float64 for p, used in pairs if used)
+        norm = self._norms.total(self._used, double=double)
         factor = clip_factor(norm, max_norm)
         if float(factor) != 1.0:
             for flat, mean in zip(self._flats, self._means(), strict=True):
@@ -209,12 +213,13 @@ class HostEngine(Engine):
             for run in flat.runs:
                 self._norms.take(number, run, mean)
 
-    def update(self, optimizer: Optimizer) -> None:
+    def update(self, optimizers: Sequence[Optimizer]) -> None:
         """See `Reducer.update`."""
         if not self._in_shares:
-            super().update(optimizer)
+            super().update(optimizers)
             return
-        self._updates[optimizer].step(self._means(), self._used)  # see expect
+        updates = [self._updates[optimizer] for optimizer in optimizers]  # see expect
+        step_together(updates, self._weights, self._means(), self._used)
 
     def clear_gradients(self) -> None:
         """See `Reducer.clear_gradients`."""
@@ -244,28 +249,30 @@ class HostEngine(Engine):
 
     # -- optimizers -------------------------------------------------------------------------------
 
-    def _update_of(self, optimizer: Optimizer) -> HostUpdate | None:
-        """The divided twin of the user's optimizer; None when its steps have to be whole."""
-        known = self._updates.get(optimizer)
-        why = self._why_whole(optimizer) if known is None else why_not_now(optimizer)
-        why = why or next((why for home in self._weights if (why := home.why_not_now())), "")
+    def _prepare_updates(self, optimizers: Sequence[Optimizer]) -> None:
+        """Make the divided twins of the user's optimizers."""
+        for optimizer in optimizers:
+            known = self._updates.get(optimizer)
+            if known is None or known.members != members_of(optimizer):
+                self._updates[optimizer] = HostUpdate(optimizer, self._flats, self._weights)
+
+    def _why_whole(self, optimizers: Sequence[Optimizer]) -> str:
+        """Why this step has to be whole, "" if it may be divided."""
+        dtypes = {flat.dtype for flat in self._flats}
+        if self.recipe.update == "whole":
+            why = "update='whole'"
+        elif not self._weights:
+            why = "parameters share their memory with other tensors, or are not contiguous"
+        else:
+            now = [*map(why_not_now, optimizers), *(home.why_not_now() for home in self._weights)]
+            new = [optimizer for optimizer in optimizers if optimizer not in self._updates]
+            why = next(filter(None, now), "") or why_whole(new, self.parameters, dtypes)
         if why:
             self._release()
             if not self._said and self._host.rank == 0:
                 log.info("every rank updates all weights: %s", why)
             self._said = True
-            return None
-        if known is None or known.members != members_of(optimizer):
-            known = HostUpdate(optimizer, self._flats, self._weights)
-            self._updates[optimizer] = known
-        return known
-
-    def _why_whole(self, optimizer: Optimizer) -> str:
-        if self.recipe.update == "whole":
-            return "update='whole'"
-        if not self._weights:
-            return "parameters share their memory with other tensors, or are not contiguous"
-        return why_whole(optimizer, self.parameters, {flat.dtype for flat in self._flats})
+        return why
 
     def _release(self) -> None:
         while self._updates:

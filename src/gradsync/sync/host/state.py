@@ -10,11 +10,12 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from gradsync.errors import ConfigError
+from gradsync.sync.engine.plan import ALIGNMENT
 from gradsync.sync.host.flat import Flat
 from gradsync.sync.host.pieces import Piece
 from gradsync.sync.sharded.bucket import options
@@ -25,6 +26,17 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 State = dict[str, Any]
+
+
+class _Place(NamedTuple):
+    """Where a parameter lies."""
+
+    flat: int
+    """Which one."""
+    offset: int
+    """Its first element there."""
+    home: int
+    """The first element of its state: that of other optimizers' parameters takes no memory."""
 
 
 class SharedState:
@@ -50,13 +62,16 @@ class SharedState:
         self._hook = optimizer.register_state_dict_post_hook(_copies)
         self._pieces, self._flats, self._parameters = pieces, flats, parameters
         self._comm = flats[0].comm
-        self._places = {
-            slot.index: (number, slot.offset)
-            for number, flat in enumerate(flats)
-            for slot in flat.slots
-        }
+        self._places: dict[int, _Place] = {}
+        self._sizes = [0] * len(flats)
+        for number, flat in enumerate(flats):
+            for slot in flat.slots:
+                if slot.index in parameters:
+                    home = self._sizes[number]
+                    self._places[slot.index] = _Place(number, slot.offset, home)
+                    self._sizes[number] += -(-slot.numel // ALIGNMENT) * ALIGNMENT
         self._memory: dict[tuple[int, str], Tensor] = {}
-        """(flat, name) -> [flat.numel]."""
+        """(flat, name) -> for the parameters there, [see `_Place`]."""
         self._numbers: dict[str, Tensor] = {}
         """name -> [parameters]."""
         self._kept: dict[tuple[int, int], dict[str, Tensor]] = {}
@@ -149,10 +164,10 @@ class SharedState:
                 self._kept[number, group] = kept
                 for name, like in kept.items():
                     if like.dim() and (number, name) not in self._memory:
-                        memory = self._comm.allocate_once(flat.numel, like.dtype)
+                        memory = self._comm.allocate_once(self._sizes[number], like.dtype)
                         self._memory[number, name] = memory
                     elif not like.dim() and name not in self._numbers:
-                        count = max(self._places) + 1
+                        count = max(self._places, default=0) + 1
                         self._numbers[name] = self._comm.allocate_once(count, like.dtype)
         return before != {place: kept.keys() for place, kept in self._kept.items()}
 
@@ -165,7 +180,7 @@ class SharedState:
             self._inner.state.pop(piece.tensor, None)
             piece.state_is_shared = False
             if whole:
-                offset = self._places[piece.index][1]
+                offset = self._places[piece.index].offset
                 here = slice(piece.start - offset, piece.stop - offset)
                 self._inner.state[piece.tensor] = {
                     name: value.detach().reshape(-1)[here]
@@ -187,7 +202,10 @@ class SharedState:
             if name not in self._kept[piece.flat, piece.group] or not torch.is_tensor(value):
                 continue  # somebody's own
             if self._is_per_element(piece, name):
-                home = self._memory[piece.flat, name][piece.start : piece.stop]
+                place = self._places[piece.index]
+                start = piece.start - place.offset + place.home
+                stop = start + piece.stop - piece.start
+                home = self._memory[piece.flat, name][start:stop]
             elif piece.is_first:
                 home = self._numbers[name][piece.index]
             else:
@@ -207,14 +225,15 @@ class SharedState:
         """The whole state of one parameter, for everybody to see."""
         self._shown.add(index)
         parameter = self._parameters[index]
-        number, offset = self._places[index]
-        kept = self._kept[number, self._groups[index]]
+        place = self._places[index]
+        kept = self._kept[place.flat, self._groups[index]]
         own = self._optimizer.state.get(parameter, {})
         entry: State = {name: value for name, value in own.items() if name not in kept}
         for name, like in kept.items():
             if like.dim():
-                memory = self._memory[number, name]
-                entry[name] = memory[offset : offset + parameter.numel()].view(parameter.shape)
+                memory = self._memory[place.flat, name]
+                part = memory[place.home : place.home + parameter.numel()]
+                entry[name] = part.view(parameter.shape)
             else:
                 entry[name] = self._numbers[name][index]
         if entry:

@@ -41,8 +41,7 @@ class HostUpdate:
         self, optimizer: Optimizer, flats: Sequence[Flat], weights: Sequence[SharedWeights]
     ) -> None:
         # Not the optimizer itself: who lets go of that gets its memory back.
-        self._user, self._weights = weakref.ref(optimizer), weights
-        self._comm = flats[0].comm
+        self._user = weakref.ref(optimizer)
         groups = optimizer.param_groups
         self.members = members_of(optimizer)
         group_of = {id(p): number for number, g in enumerate(groups) for p in g["params"]}
@@ -74,18 +73,8 @@ class HostUpdate:
             **arguments_of(kind, self._optimizer.defaults),
         )
 
-    @torch.no_grad()
     def step(self, gradients: Sequence[Tensor], used: Sequence[bool]) -> None:
-        """Update this rank's elements; all ranks have updated theirs when it returns.
-
-        Args:
-            gradients: mean gradients of each flat, [flat.numel]; only own elements are read.
-            used: for each parameter, whether any rank has a gradient for it.
-        """
-        for home in self._weights:
-            home.check()
-            home.bring_home()
-        self._comm.barrier()  # whoever reads weights until its own update finds the old ones
+        """Update this rank's elements; see `step_together`."""
         self._state.prepare()
         if self._inner is not None:
             parts = self._parts_of(gradients)
@@ -97,17 +86,12 @@ class HostUpdate:
             self._inner.step()
             for piece in self._pieces:
                 piece.tensor.grad = None
-        for home in self._weights:
-            home.hand_out()
         self._state.show(used)
-        self._comm.barrier()  # nobody reads weights before all have written theirs
-        for home in self._weights:
-            # Autograd must see that a graph from before is stale.
-            torch.autograd.graph.increment_version(home.parameters)
-            home.remember()
+
+    def tell_scheduler(self) -> None:
+        """A scheduler counts steps where it has wrapped the optimizer's own `step`."""
         if "step" in self._optimizer.__dict__:
-            # A scheduler counts its steps there; without gradients it changes nothing.
-            self._optimizer.step()
+            self._optimizer.step()  # without gradients it changes nothing
 
     def _parts_of(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Gradients of the pieces: most often the same memory in every step."""
@@ -120,6 +104,39 @@ class HostUpdate:
     def release(self) -> None:
         """From now on somebody else does this optimizer's steps."""
         self._state.release()
+
+
+@torch.no_grad()
+def step_together(
+    updates: Sequence[HostUpdate],
+    weights: Sequence[SharedWeights],
+    gradients: Sequence[Tensor],
+    used: Sequence[bool],
+) -> None:
+    """One step of each optimizer; all ranks have updated their elements when it returns.
+
+    Args:
+        updates: of optimizers that hold different parameters.
+        weights: where parameters lie, for each flat.
+        gradients: mean gradients of each flat, [flat.numel]; only own elements are read.
+        used: for each parameter, whether any rank has a gradient for it.
+    """
+    comm = weights[0].comm
+    for home in weights:
+        home.check()
+        home.bring_home()
+    comm.barrier()  # whoever reads weights until its own update finds the old ones
+    for update in updates:
+        update.step(gradients, used)
+    for home in weights:
+        home.hand_out()
+    comm.barrier()  # nobody reads weights before all have written theirs
+    for home in weights:
+        # Autograd must see that a graph from before is stale.
+        torch.autograd.graph.increment_version(home.parameters)
+        home.remember()
+    for update in updates:
+        update.tell_scheduler()
 
 
 def members_of(optimizer: Optimizer) -> list[list[int]]:

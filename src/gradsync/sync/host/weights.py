@@ -28,7 +28,7 @@ class SharedWeights:
     """
 
     def __init__(self, flat: Flat, parameters: Sequence[nn.Parameter], *, one_copy: bool) -> None:
-        comm = flat.comm
+        self.comm = comm = flat.comm
         self._flat, self._one_copy = flat, one_copy
         self.parameters = [parameters[slot.index] for slot in flat.slots]
         if one_copy:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,15 +17,16 @@ if TYPE_CHECKING:
 
 
 def average_state(
-    optimizer: Optimizer | None, parameters: list[nn.Parameter], comm: Communicator
+    optimizer_of: Mapping[nn.Parameter, Optimizer],
+    parameters: list[nn.Parameter],
+    comm: Communicator,
 ) -> None:
-    """Average what the optimizer remembers of each parameter (momenta, second moments) over ranks.
+    """Average what optimizers remember of each parameter (momenta, second moments) over ranks.
 
     Step counts stay each rank's own. A parameter that some rank has not stepped on yet is left
-    alone on all: there is nothing to average with. `optimizer` is None on a rank that never
-    stepped.
+    alone on all: there is nothing to average with.
     """
-    memories = [_memory(optimizer, parameter) for parameter in parameters]
+    memories = [_memory(optimizer_of.get(parameter), parameter) for parameter in parameters]
     counts = torch.tensor([len(memory) for memory in memories], dtype=torch.float64)
     extremes = torch.cat([counts, -counts])
     # Whole group, float64 [2 x number of parameters]: the smallest and (negated) largest counts.

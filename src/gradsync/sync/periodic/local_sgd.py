@@ -11,6 +11,7 @@ Ranks count alike in the mean, as in the papers, whatever the number of targets 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -45,12 +46,17 @@ class LocalSgdReducer(RoundReducer):
     ) -> None:
         super().__init__(model, comm, inner_steps=inner_steps)
         self._average_optimizer = average_optimizer
-        self._optimizer: torch.optim.Optimizer | None = None
+        self._optimizer_of: dict[nn.Parameter, torch.optim.Optimizer] = {}
 
-    def update(self, optimizer: torch.optim.Optimizer) -> None:
+    def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """One step of this rank's own."""
-        self._optimizer = optimizer
-        super().update(optimizer)
+        self._optimizer_of |= {
+            p: optimizer
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+            for p in group["params"]
+        }
+        super().update(optimizers)
 
     def meet(self) -> None:
         """Every parameter becomes its mean over ranks."""
@@ -59,4 +65,4 @@ class LocalSgdReducer(RoundReducer):
             for parameter, mean in zip(self.parameters, means, strict=True):
                 parameter.copy_(mean)
         if self._average_optimizer:
-            average_state(self._optimizer, self.parameters, self.comm)
+            average_state(self._optimizer_of, self.parameters, self.comm)

@@ -87,14 +87,15 @@ class ShardedBucket:
             groups: the user's, for the hyper-parameters as they are now.
             gradient_of: flat gradient of a piece, [piece.numel].
         """
-        if self.inner is None:
-            return
         for number, piece in enumerate(self.pieces):
             parameter = self.parameters[piece.index]
             if parameter.data_ptr() != self._addresses[number]:  # somebody set `.data`
                 self.tensors[number].data = _view(parameter, piece)
                 self._addresses[number] = parameter.data_ptr()
-            self.tensors[number].grad = gradient_of(piece)
+        if self.inner is None:
+            return
+        for piece, tensor in zip(self.pieces, self.tensors, strict=True):
+            tensor.grad = gradient_of(piece)
         own_groups = [groups[number] for number in self._group_numbers]
         for inner_group, group in zip(self.inner.param_groups, own_groups, strict=True):
             inner_group.update(options(group))

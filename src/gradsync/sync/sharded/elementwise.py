@@ -60,7 +60,8 @@ def check_elementwise(optimizer_class: Any, promised: bool) -> None:
     if optimizer_class not in _ELEMENTWISE and not promised:
         raise ConfigError(
             f"{name} is not known to be elementwise (to give for a piece of a parameter what it "
-            "gives for the whole); if it is, say elementwise=True"
+            "gives for the whole); if it is, take ShardedOptimizer(params, "
+            f"{name}, elementwise=True, ...)"
         )
 
 

@@ -15,7 +15,7 @@ whether this is its last leaf, and `launch` is the answer "I have none".
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -140,6 +140,22 @@ class FsdpReducer(Reducer):
             )
         yield
 
+    def expect(self, optimizers: Sequence[torch.optim.Optimizer], *, scaled: bool) -> None:
+        """See `Reducer.expect`.
+
+        Raises:
+            ConfigError: torch's Muon, which fails on some shapes of shards only.
+        """
+        if any(isinstance(optimizer, torch.optim.Muon) for optimizer in optimizers):
+            raise ConfigError(
+                "sync='fsdp': torch.optim.Muon orthogonalises whole matrices, and each rank holds "
+                "some rows of them; use sync='invariant', or AdamW for them"
+            )
+
+    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's rows of the sums, which backward has made already."""
+        return ((name, local(grad)) for name, grad in super().named_gradients())
+
     def launch(self) -> list[bool]:
         """Nothing is left to start; answers the other ranks' roll call.
 
@@ -185,19 +201,20 @@ class FsdpReducer(Reducer):
             torch._foreach_mul_(shards, (max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
-    def update(self, optimizer: torch.optim.Optimizer) -> None:
+    def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Each rank updates its shards.
 
         Raises:
             ConfigError: an optimizer over the parameters as they were before sharding.
         """
         ours = {id(parameter) for parameter in self.parameters}
-        if not any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
-            raise ConfigError(
-                "sync='fsdp': the optimizer holds none of the model's parameters, which sharding "
-                "has replaced; make it after gs.replicate"
-            )
-        optimizer.step()
+        for optimizer in optimizers:
+            if not any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
+                raise ConfigError(
+                    "sync='fsdp': the optimizer holds none of the model's parameters, which "
+                    "sharding has replaced; make it after gs.replicate"
+                )
+        super().update(optimizers)
 
     def gather(self, optimizer: torch.optim.Optimizer) -> None:
         """See `Reducer.gather`: one all-gather per sharded state tensor, its shape and dtype."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -137,31 +138,8 @@ class ShardedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        _check_gradients(self._groups(), self._covered)
-        self._thread_warning.say(self._buckets, self._comm)
-        self._step(lambda bucket, _: lambda piece: _piece_of(bucket, piece))
+        step_together([self])
         return loss
-
-    @torch.no_grad()
-    def step_shards(self, shards: Sequence[Tensor], used: Sequence[bool]) -> None:
-        """One step from gradients of which only this rank's shards exist (ZeRO stage 2).
-
-        Args:
-            shards: for each bucket of the plan, the gradient of this rank's shard, flat,
-                [bucket.numel / world_size].
-            used: for each parameter of the plan, whether it has a gradient.
-        """
-        assert len(shards) == len(self._buckets), "one shard per bucket"
-
-        def source(_: ShardedBucket, number: int) -> Callable[[Piece], Tensor | None]:
-            def gradient_of(piece: Piece) -> Tensor | None:
-                if not used[piece.index]:
-                    return None
-                return shards[number][piece.offset : piece.offset + piece.numel]
-
-            return gradient_of
-
-        self._step(source)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch; the new parameters get buckets of their own."""
@@ -271,20 +249,43 @@ class ShardedOptimizer(Optimizer):
     def _make(self, groups: list[dict[str, Any]]) -> Optimizer:
         return self._class(groups, **arguments_of(self._class, self.defaults))
 
-    def _step(
-        self, source: Callable[[ShardedBucket, int], Callable[[Piece], Tensor | None]]
-    ) -> None:
-        groups = self._groups()
-        under_way: deque[Callable[[], None]] = deque()
-        for number, bucket in enumerate(self._buckets):
-            bucket.update(groups, source(bucket, number))
-            under_way.append(bucket.launch_gather())
-            if len(under_way) > _IN_FLIGHT:
-                under_way.popleft()()
-        for finish in under_way:
-            finish()
-        if self._source is not None:
-            _step_without_gradients(self._source)
+
+@torch.no_grad()
+def step_together(
+    optimizers: Sequence[ShardedOptimizer],
+    shards: Sequence[Tensor] | None = None,
+    used: Sequence[bool] = (),
+) -> None:
+    """One step of optimizers that share the same buckets out and hold different parameters.
+
+    Args:
+        optimizers: a bucket is gathered once, when all of them have updated their part of it.
+        shards: for each bucket, the gradient of this rank's shard, flat, [bucket.numel /
+            world_size], where nothing else of it exists (ZeRO stage 2); None takes `grad`.
+        used: with `shards`: for each parameter of the buckets, whether it has a gradient.
+    """
+    for optimizer in optimizers if shards is None else ():
+        _check_gradients(optimizer._groups(), optimizer._covered)
+        optimizer._thread_warning.say(optimizer._buckets, optimizer._comm)
+
+    def gradient_of(bucket: ShardedBucket, number: int, piece: Piece) -> Tensor | None:
+        if shards is None:
+            return _piece_of(bucket, piece)
+        mine = slice(piece.offset, piece.offset + piece.numel)
+        return shards[number][mine] if used[piece.index] else None
+
+    under_way: deque[Callable[[], None]] = deque()
+    for number, same in enumerate(zip(*(o._buckets for o in optimizers), strict=True)):
+        for optimizer, bucket in zip(optimizers, same, strict=True):
+            bucket.update(optimizer._groups(), partial(gradient_of, bucket, number))
+        under_way.append(same[0].launch_gather())
+        if len(under_way) > _IN_FLIGHT:
+            under_way.popleft()()
+    for finish in under_way:
+        finish()
+    for optimizer in optimizers:
+        if optimizer._source is not None:
+            _step_without_gradients(optimizer._source)
 
 
 def _check_gradients(groups: Sequence[dict[str, Any]], covered: Container[int]) -> None:

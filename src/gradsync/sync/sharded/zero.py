@@ -10,15 +10,17 @@ the order of their first layout, since pieces belong to places in buckets.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gradsync.errors import ConfigError
 from gradsync.sync.clip import gradient_norm
 from gradsync.sync.engine.engine import Engine
+from gradsync.sync.sharded.elementwise import check_elementwise
 from gradsync.sync.sharded.layout import Layout
-from gradsync.sync.sharded.optimizer import ShardedOptimizer
+from gradsync.sync.sharded.optimizer import ShardedOptimizer, step_together
 from gradsync.sync.sharded.shares import HeldState
 
 if TYPE_CHECKING:
@@ -49,6 +51,9 @@ class ShardedEngine(Engine):
             return
         self._used, self._shards = used, []
         for bucket in self.buckets:
+            for place, slot in enumerate(bucket.plan.slots):
+                if not used[slot.index]:
+                    bucket.view(0, place).zero_()  # no optimizer holds it
             mine = bucket.plan.shard(self.comm.rank, self.comm.world_size)
             self._shards.append(bucket.flat(0)[mine.start : mine.stop].clone())
             bucket.free()
@@ -88,14 +93,26 @@ class ShardedEngine(Engine):
         torch._foreach_mul_(self._shards, (max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
-    def update(self, optimizer: torch.optim.Optimizer) -> None:
+    def expect(self, optimizers: Sequence[torch.optim.Optimizer], *, scaled: bool) -> None:
+        """See `Reducer.expect`.
+
+        Raises:
+            ConfigError: an optimizer whose state cannot be shared out.
+        """
+        for optimizer in optimizers:
+            try:
+                check_elementwise(type(optimizer), False)
+            except ConfigError as error:
+                raise ConfigError(
+                    f"sync={self.strategy!r} shares optimizers' state out element by element: "
+                    f"{error}. Use sync='invariant' or another strategy that keeps it whole"
+                ) from None
+
+    def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Update the own shards and gather everybody's."""
-        sharded = self._of(optimizer)
-        if self._in_shards:
-            sharded.step_shards(self._shards, self._used)
-            self._shards = []
-        else:
-            sharded.step()
+        sharded = [self._of(optimizer) for optimizer in optimizers]
+        step_together(sharded, self._shards if self._in_shards else None, self._used)
+        self._shards = []
 
     def gather(self, optimizer: torch.optim.Optimizer) -> None:
         """See `Reducer.gather`."""

@@ -1,0 +1,63 @@
+"""Numbers that no run could use: refused by name before they reach a socket, a clock or a kernel.
+
+What a number means is for its owner to check. This is about what nothing below can take: seconds
+beyond a system's clocks, integers beyond 64 bits, floats beyond 32 and those that are no numbers,
+ranks and threads that would only exhaust the host.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from gradsync.errors import ConfigError
+
+LONGEST_S = 10**9
+"""Seconds, about 32 years: clocks count nanoseconds in 64 bits."""
+_INT64 = 2**63 - 1
+_FLOAT32 = float(2**128 - 2**104)
+MOST_RANKS = 4_096
+"""Of a host."""
+MOST_NODES = 65_536
+_MOST = {
+    "silence_s": 86_400,  # seconds in the options of a TCP socket end at 32,767, five times this
+    **dict.fromkeys(("world_size", "nproc_per_node", "num_workers", "threads"), MOST_RANKS),
+    **dict.fromkeys(("nodes", "nnodes"), MOST_NODES),
+}
+
+
+def whole_number(text: str, most: int = _INT64) -> int | None:
+    """The number that `text` writes in ASCII digits; None if it writes none, or more than `most`.
+
+    Python's own `int` takes digits of all alphabets, and raises ValueError for 5,000 of them.
+    """
+    number = int(text) if re.fullmatch("[0-9]{1,19}", text) else None
+    return None if number is None or number > most else number
+
+
+def check_numbers(options: Any, spell: Callable[[str], str] = str) -> None:
+    """Refuse what nothing could use among the numbers of a dataclass, and of those in it.
+
+    Args:
+        options: integers below 2**63 in size, `world_size` and the like smaller; floats finite in
+            32 bits; what ends in `_s` positive, at most `LONGEST_S`.
+        spell: the name that the user wrote, from the field's.
+
+    Raises:
+        ConfigError: naming the first that cannot be.
+    """
+    for field in fields(options):
+        name, value = spell(field.name), getattr(options, field.name)
+        if is_dataclass(value):
+            check_numbers(value, lambda inner, outer=field.name: spell(f"{outer}.{inner}"))
+        elif isinstance(value, int | float):
+            seconds = field.name.endswith("_s")
+            most = _MOST.get(field.name, LONGEST_S if seconds else _INT64)
+            if seconds and not value > 0:
+                raise ConfigError(f"{name} must be positive; got {value}")
+            if (seconds or isinstance(value, int)) and abs(value) > most:
+                raise ConfigError(f"{name} must be at most {most}; got {str(value)[:40]}")
+            if isinstance(value, float) and not abs(value) <= _FLOAT32:
+                raise ConfigError(f"{name} must be a finite number in 32 bits; got {value}")

@@ -1,0 +1,66 @@
+"""Runs whose numbers become nan or inf: they end at that step, and what can be used is kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradsync.train.config import CheckpointConfig, EvalConfig, OptimConfig
+from support.small_run import Inject, make_data, small_config, train_rank
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_data(tmp_path_factory.mktemp("data"))
+
+
+def saved(out: Path) -> list[str]:
+    return sorted(path.name for path in (out / "checkpoints").iterdir())
+
+
+# The update of step 4 overflows, so loss and norm of that step are finite, and weights are not.
+@pytest.mark.parametrize(
+    ("sync", "split"),
+    [
+        ("invariant", ""),
+        ("zero1", ""),
+        ("fsdp", ""),
+        ("diloco", ""),
+        ("invariant", "pp=2"),
+        ("invariant", "tp=2"),
+    ],
+)
+def test_weights_that_are_not_finite_are_not_saved(
+    pool: Any, data: Path, tmp_path: Path, sync: str, split: str
+) -> None:
+    config = small_config(
+        tmp_path,
+        data,
+        sync=sync,
+        parallel=split,
+        steps=4,
+        eval=EvalConfig(every=0, max_tokens=32),
+        checkpoint=CheckpointConfig(every=2, keep_last=1),
+    )
+    results = pool.run(train_rank, 2, config, Inject(rank=0, step=3, what="overflow"))
+    for result in results:
+        assert result.error.startswith("RunError: after step 4 there is nan or inf in "), result
+        assert "embed.weight" in result.error
+        assert "lower --optim.lr" in result.error
+    assert saved(tmp_path) == ["step-00000002"]
+
+
+def test_a_run_ends_at_the_step_not_at_the_next_log(pool: Any, data: Path, tmp_path: Path) -> None:
+    config = small_config(
+        tmp_path,
+        data,
+        steps=40,
+        log_every=30,
+        optim=OptimConfig(lr=1e30, warmup_steps=0),
+        checkpoint=CheckpointConfig(every=1, keep_last=2),
+    )
+    for result in pool.run(train_rank, 2, config):
+        assert "became nan at step 2; lower --optim.lr" in result.error
+    assert saved(tmp_path) == ["step-00000001"]

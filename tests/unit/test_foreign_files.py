@@ -1,0 +1,307 @@
+"""Checkpoints and data sets that somebody made up: one line, exit code 1 or 2, at once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradsync.cli.main import main
+from gradsync.data.prepare import prepare
+from gradsync.errors import DataError
+from support.foreign_files import (
+    make_run,
+    replace_header,
+    rewrite_header,
+    rewrite_json,
+    rewrite_manifest,
+    train,
+)
+
+DIGITS = "9" * 5_000
+DEEP = "[" * 100_000
+Damage = Callable[[Path], None]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("foreign"))
+
+
+def refused(capsys: pytest.CaptureFixture[str], call: Callable[[], int], words: str) -> None:
+    """It ends within seconds, with one line."""
+    capsys.readouterr()
+    began = time.process_time()
+    assert call() in (1, 2)
+    assert time.process_time() - began < 5
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.count("\n") == 1, said
+    assert "Traceback" not in said
+    assert len(said) < 800
+
+
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def endless(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+def folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def huge(path: Path) -> None:
+    os.truncate(path, 1 << 36)  # a hole: takes no room
+
+
+def text(content: str) -> Damage:
+    return lambda path: path.write_text(content) and None
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (pipe, "is a pipe or a device"),
+        (endless, "is a pipe or a device"),
+        (folder, "is a directory"),
+        (huge, "expected at most"),
+        (text(DEEP), "more than 64 levels of nesting"),
+        (text(f'{{"manifest": {{"step": {DIGITS}}}}}'), "a number of 5000 digits"),
+        (text('{"manifest": {"step": 1, "step": 2}}'), "key 'step' twice"),
+        (text('{"manifest": {"step": NaN}}'), "NaN where a finite number belongs"),
+    ],
+)
+def test_a_manifest_that_is_none(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Damage, words: str
+) -> None:
+    checkpoint = copy_of(run, tmp_path)
+    damage(checkpoint / "manifest.json")
+    refused(capsys, lambda: main(["sample", str(tmp_path / "run")]), words)
+
+
+def copy_of(run: Path, tmp_path: Path) -> Path:
+    shutil.copytree(run, tmp_path / "run")
+    return tmp_path / "run" / "checkpoints" / "step-00000001"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda body: body.update(files=[1]), "files must be"),
+        (lambda body: body["files"]["state.json"].update(size=-1), "files must be"),
+        (lambda body: body["files"].update({"../../x": body["files"]["state.json"]}), "'../../x'"),
+        (lambda body: body.update(aliases={"model": [1]}), "aliases must be"),
+        (lambda body: body["aliases"].update(model={"a": "b"}), "no tensor 'b'"),
+        (lambda body: body.update(step=10**30), "step must be"),
+        (lambda body: body.update(fingerprint={"torch": {}}), "fingerprint must be"),
+        (
+            lambda body: body.update(places={"part-0": {"x": {"whole": ["a"], "start": [0]}}}),
+            "places must be",
+        ),
+    ],
+)
+def test_a_manifest_with_a_hash_that_fits(
+    run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    change: Callable[[Any], None],
+    words: str,
+) -> None:
+    rewrite_manifest(copy_of(run, tmp_path), change)
+    refused(capsys, lambda: main(["sample", str(tmp_path / "run")]), words)
+
+
+def first(header: dict[str, Any]) -> dict[str, Any]:
+    return next(iter(header.values()))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda h: first(h).update(shape=[-1, -256]), "describes no tensor"),
+        (lambda h: first(h).update(shape=[0, 2**62, 2**62]), "describes no tensor"),
+        (lambda h: first(h).update(shape="ab"), "describes no tensor"),
+        (lambda h: first(h).update(dtype="F8_E4M3"), "describes no tensor"),
+        (lambda h: first(h).update(dtype=["F32"]), "describes no tensor"),
+        (lambda h: first(h).update(data_offsets=[8, 1032]), "are not one tensor's"),
+        (lambda h: h.update({"\ud800": h.pop(next(iter(h)))}), "surrogates not allowed"),
+        (lambda h: h.clear(), "its header describes 0"),
+        (b"[1, 2]", "its header is no object"),
+        (DEEP.encode(), "more than 64 levels of nesting"),
+    ],
+)
+def test_a_header_of_tensors_that_cannot_be(
+    run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    change: bytes | Callable[[Any], None],
+    words: str,
+) -> None:
+    checkpoint = copy_of(run, tmp_path)
+    file = checkpoint / "model.safetensors"
+    if isinstance(change, bytes):
+        replace_header(file, change)
+    else:
+        rewrite_header(file, change)
+    rewrite_manifest(checkpoint)
+    refused(capsys, lambda: main(["sample", str(tmp_path / "run")]), words)
+
+
+def each_parameter(**changes: Any) -> Callable[[Any], None]:
+    def change(state: dict[str, Any]) -> None:
+        for entry in state["optimizer"]["params"].values():
+            entry.update(changes)
+
+    return change
+
+
+def of_group(**changes: Any) -> Callable[[Any], None]:
+    return lambda state: state["optimizer"]["groups"][0].update(changes)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda state: state.clear(), "state.json has no optimizer"),
+        (lambda state: state.update(data=[1]), "state.json has no data"),
+        (lambda state: state.update(optimizer={"class": 1}), "expected its class, groups and"),
+        (lambda state: state["optimizer"].update(groups=[5]), "group 0 lists no parameters"),
+        (each_parameter(slots=[3]), "needs its shape, slots and values"),
+        (each_parameter(slots=["exp_avg"]), "has not the state that AdamW keeps"),
+        (each_parameter(values={"exp_avg": "x"}), "has not the state that AdamW keeps"),
+        (of_group(betas="abc"), "betas is 'abc', expected something like [0.9, 0.95]"),
+        (of_group(eps=float("nan")), "eps is 'nan', expected something like 1e-08"),
+        (lambda state: state["model"].update(n_layer=10**6), "model.n_layer is 1000000 there"),
+    ],
+)
+def test_a_state_that_no_run_has_saved(
+    run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    change: Callable[[Any], None],
+    words: str,
+) -> None:
+    checkpoint = copy_of(run, tmp_path)
+    rewrite_json(checkpoint / "state.json", change)
+    rewrite_manifest(checkpoint)
+    refused(capsys, lambda: train(tmp_path / "run", run.parent / "data"), words)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"n_layer": 10**6}, "parameters, the file of tensors holds 8,256"),
+        ({"vocab_size": 4 * 10**9}, "parameters, the file of tensors holds 8,256"),
+        ({"dropout": "a"}, "other fields than a model's"),
+        ({"n_head": 0}, "n_head: got 0"),
+        ({"block_size": 10**15}, ""),  # what no token stands at takes no memory
+    ],
+)
+def test_a_model_that_the_tensors_do_not_fill_is_not_built(
+    run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    changes: dict[str, Any],
+    words: str,
+) -> None:
+    checkpoint = copy_of(run, tmp_path)
+    rewrite_json(checkpoint / "state.json", lambda state: state["model"].update(changes))
+    rewrite_manifest(checkpoint)
+    command = ["sample", str(tmp_path / "run"), "--tokens", "2"]
+    if words:
+        refused(capsys, lambda: main(command), words)
+    else:
+        assert main(command) == 0
+
+
+# -- data -----------------------------------------------------------------------------------------
+
+
+def in_meta(**changes: Any) -> Damage:
+    return lambda data: rewrite_json(data / "meta.json", lambda meta: meta.update(changes))
+
+
+def wide(data: Path) -> None:
+    """A vocabulary of which the embedding alone would take terabytes."""
+    size = (data / "train.bin").stat().st_size // 4 * 4
+    for split in ("train", "val"):
+        (data / f"{split}.bin").write_bytes(b"\0" * size)
+
+    def change(meta: dict[str, Any]) -> None:
+        digest = hashlib.sha256(b"\0" * size).hexdigest()
+        meta.update(vocab_size=4 * 10**9, dtype="uint32")
+        meta["tokens"] = dict.fromkeys(("train", "val"), size // 4)
+        for name in ("train.bin", "val.bin"):
+            meta["files"][name] = {"num_bytes": size, "sha256": digest}
+
+    rewrite_json(data / "meta.json", change)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda data: pipe(data / "meta.json"), "is a pipe or a device"),
+        (lambda data: endless(data / "meta.json"), "is a pipe or a device"),
+        (lambda data: folder(data / "meta.json"), "is a directory"),
+        (lambda data: (data / "meta.json").write_text(DEEP), "more than 64 levels"),
+        (lambda data: pipe(data / "train.bin"), "is a pipe or a device"),
+        (lambda data: endless(data / "train.bin"), "is a pipe or a device"),
+        (lambda data: folder(data / "train.bin"), "is a directory"),
+        (in_meta(unigram_entropy_nats=float("nan")), "NaN where a finite number belongs"),
+        (in_meta(unigram_entropy_nats=-1), "must not be negative"),
+        (in_meta(documents=10**50), "a number of 51 digits"),
+        (wide, "parameters take"),
+    ],
+)
+def test_data_that_are_none(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Damage, words: str
+) -> None:
+    data = tmp_path / "data"
+    shutil.copytree(run.parent / "data", data)
+    damage(data)
+    refused(capsys, lambda: train(tmp_path / "new", data), words)
+
+
+def test_data_without_a_description_that_are_no_file(run: Path, tmp_path: Path) -> None:
+    from gradsync.data.tokens import TokenDataset
+
+    os.mkfifo(tmp_path / "train.bin")
+    with pytest.raises(DataError, match="is a pipe or a device"):
+        TokenDataset(tmp_path / "train.bin", 8)
+
+
+@pytest.mark.parametrize("line", [DEEP, '{"text": ' * 50_000])
+def test_nested_lines_are_refused_by_number(tmp_path: Path, line: str) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "good"}\n' + line)
+    with pytest.raises(DataError, match=r"a\.jsonl:2: nests too deeply"):
+        prepare([tmp_path / "a.jsonl"], tmp_path / "out")
+
+
+def test_long_numbers_beside_the_text_do_not_matter(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(f'{{"id": {DIGITS}, "text": "some words"}}\n')
+    assert prepare([tmp_path / "a.jsonl"], tmp_path / "out").documents == 1
+
+
+def test_a_run_is_done_though_its_tokenizer_is_not_known(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "data"
+    shutil.copytree(run.parent / "data", data)
+    rewrite_json(data / "meta.json", lambda meta: meta.update(tokenizer="other"))
+    flags = ("--sample-tokens", "4")
+    assert train(tmp_path / "new", data, *flags, steps=1) == 0
+    assert "no sample: " in capsys.readouterr().out
+    assert json.loads((tmp_path / "new" / "exit.json").read_text())["exit_code"] == 0

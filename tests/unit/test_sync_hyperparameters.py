@@ -1,0 +1,86 @@
+"""What ranks compare of their optimizers: equal for equal options, whatever objects these are."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gradsync.errors import ConfigError
+from gradsync.sync.hyperparameters import digest, refuse_closure, settings_of
+
+
+def settings(number: int = 0, **options: Any) -> dict[str, str]:
+    parameters = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))]
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    optimizer.param_groups[0] |= options
+    return settings_of(optimizer, parameters, number=number)
+
+
+def make_schedule() -> Callable[[int], float]:
+    return lambda step: 0.9**step
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.tensor(0.1),
+        lambda: torch.tensor([0.9, 0.99]),
+        lambda: (0.9, [0.99, None, True], {"a": torch.tensor(2)}),
+        lambda: float("nan"),
+        lambda: 10**400,
+        make_schedule,
+        lambda: functools.partial(max, 1),
+        object,
+        lambda: torch.device("cpu"),
+    ],
+)
+def test_equal_options_are_equal(make: Callable[[], Any]) -> None:
+    first, second = settings(option=make()), settings(option=make())
+    assert first == second
+    assert digest(first) == digest(second)
+    assert all(0 <= number < 2**20 for number in digest(first))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [(0.1, 0.2), (0.1, None), (True, False), ((0.9, 0.99), (0.9, 0.999)), ("a", "b"), (0.0, 1e-9)],
+)
+def test_others_are_not(one: object, other: object) -> None:
+    assert digest(settings(option=one)) != digest(settings(option=other))
+    assert digest(settings(option=torch.tensor(0.1))) != digest(settings(option=torch.tensor(0.2)))
+
+
+def test_one_is_one() -> None:
+    assert settings(option=1) == settings(option=1.0) == settings(option=torch.tensor(1.0))
+
+
+def test_names_say_where() -> None:
+    assert list(settings())[:2] == ["the class of the optimizer", "lr of group 0"]
+    assert settings(number=1)["lr of group 0 of optimizer 1"] == "0.1"
+    assert settings()["the class of the optimizer"] == "torch.optim.sgd.SGD"
+
+
+def test_groups_hold_the_same_parameters() -> None:
+    parameters = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    whole = settings_of(torch.optim.SGD(parameters), parameters)
+    turned = settings_of(torch.optim.SGD(parameters[::-1]), parameters)
+    assert {name for name in whole if whole[name] != turned[name]} == {
+        "the list of parameters of group 0"
+    }
+
+
+def test_a_step_that_needs_a_closure() -> None:
+    class Optional(torch.optim.SGD):
+        def step(self, closure: Any = None, *, extra: int = 0, **more: Any) -> None:
+            """Steps alone, too."""
+
+    parameters = [nn.Parameter(torch.zeros(2))]
+    for kind in (torch.optim.AdamW, torch.optim.SGD, Optional):
+        refuse_closure(kind(parameters, lr=0.1))
+    with pytest.raises(ConfigError, match="cannot run LBFGS"):
+        refuse_closure(torch.optim.LBFGS(parameters))

@@ -1,20 +1,30 @@
-"""Hugging Face iterable data sets on ranks as threads, offline."""
+"""Iterable data sets: any number of ranks takes the same leaves; exact resume; no hang. Offline."""
 
-import sys
-import threading
-from collections import Counter
+from __future__ import annotations
+
+import json
 from collections.abc import Iterator
+from itertools import islice
+from typing import Any
 
+import datasets
 import pytest
+import torch
 import torch.distributed as dist
 from datasets import IterableDataset
+from datasets.distributed import split_dataset_by_node
 
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.data.leaf import Leaf
-from gradsync.data.streaming import stream_loader
-from gradsync.errors import ConfigError
+from gradsync.data.loader import loader
+from gradsync.data.streaming import StreamLoader, stream_loader
+from gradsync.errors import ConfigError, DataError
+from gradsync.sync.replicate import replicate
 from gradsync.world import World
 from support.thread_ranks import run_thread_ranks
+
+Steps = list[list[Leaf]]
+OPTIONS: dict[str, Any] = {"global_batch_size": 6, "micro_batch_size": 2}
 
 
 def numbers_of(shards: list[range]) -> Iterator[dict[str, int]]:
@@ -29,107 +39,252 @@ def data_set(sizes: list[int]) -> IterableDataset:
     return IterableDataset.from_generator(numbers_of, gen_kwargs={"shards": shards})
 
 
-def read_all(sizes: list[int], world_size: int, **options: int) -> list[list[list[Leaf]]]:
-    """Leaves by rank and step."""
-    data = data_set(sizes)
-    lock = threading.Lock()
+def stream(data: Any, world: World | None = None, **options: Any) -> StreamLoader:
+    return stream_loader(data, world or World(), **{**OPTIONS, **options})
 
-    def one_rank(rank: int, group: dist.ProcessGroup) -> list[list[Leaf]]:
-        with lock:  # splitting copies the shared data set
-            steps = stream_loader(
-                data,
-                World(rank=rank, world_size=world_size),
-                comm=ProcessGroupCommunicator(group),
-                **options,
-            )
-        found = []
-        for number, step in enumerate(steps):
-            assert step.number == number
-            found.append(list(step))
-            assert len(step) == len(found[-1])
-        return found
+
+def read(steps: Any, count: int | None = None) -> Steps:
+    return [list(step) for step in islice(steps, count)]
+
+
+def numbers(steps: Steps) -> list[list[list[int]]]:
+    return [[leaf.batch["number"].tolist() for leaf in step] for step in steps]
+
+
+def read_all(make: Any, world_size: int, **options: Any) -> list[Steps]:
+    """Leaves by rank and step; `make(rank)` gives each rank its data set."""
+
+    def one_rank(rank: int, group: dist.ProcessGroup) -> Steps:
+        world = World(rank=rank, world_size=world_size)
+        comm = ProcessGroupCommunicator(group)
+        return read(stream(make(rank), world, comm=comm, **options))
 
     return run_thread_ranks(one_rank, world_size)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "world_size"),
-    [
-        ([3, 17], 2),  # a shard each, very unequal
-        ([0, 9], 2),  # one rank has nothing at all
-        ([10], 3),  # one shard for three ranks: each skips the others' samples
-        ([4, 4], 1),
-    ],
-)
-def test_uneven_shares_end_together_and_lose_nothing(sizes: list[int], world_size: int) -> None:
-    per_rank = read_all(sizes, world_size, micro_batch_size=2, leaves_per_rank=2)
-    assert len({len(steps) for steps in per_rank}) == 1
-    seen = [
-        n
-        for steps in per_rank
-        for leaves in steps
-        for leaf in leaves
-        for n in leaf.batch["number"].tolist()
-    ]
-    assert sorted(seen) == sorted(
-        1000 * place + n for place, size in enumerate(sizes) for n in range(size)
-    )
-    assert sum(leaf.num_samples for steps in per_rank for step in steps for leaf in step) == (
-        len(seen)
-    )
+def over_ranks(per_rank: list[Steps]) -> dict[tuple[int, int], list[int]]:
+    """Samples by (step, leaf), over all ranks; no leaf is on two of them."""
+    leaves = [leaf for steps in per_rank for step in steps for leaf in step]
+    found = {(leaf.step, leaf.index): leaf.batch["number"].tolist() for leaf in leaves}
+    assert len(found) == len(leaves)
+    return found
+
+
+@pytest.mark.parametrize("sizes", [[3, 17], [0, 9], [12], [1]])
+def test_any_number_of_ranks_takes_the_same_leaves(sizes: list[int]) -> None:
+    expected = over_ranks([read(stream(data_set(sizes), num_epochs=2))])
+    assert sum(map(len, expected.values())) == 2 * sum(sizes)
+    for world_size in (2, 3):
+        per_rank = read_all(lambda _: data_set(sizes), world_size, num_epochs=2)
+        assert over_ranks(per_rank) == expected
+        assert len({len(steps) for steps in per_rank}) == 1
+
+
+def test_the_leaves_are_those_of_a_map_style_data_set() -> None:
+    rows = [{"number": number} for number in range(20)]
+    known = loader(rows, World(), **OPTIONS, num_epochs=2, shuffle=False)
+    assert numbers(read(stream(rows, num_epochs=2))) == numbers(read(known))
 
 
 def test_ranks_agree_on_whether_to_synchronise() -> None:
-    per_rank = read_all([3, 17], 2, micro_batch_size=2, leaves_per_rank=2)
-    shapes = [[[leaf.is_last for leaf in leaves] for leaves in steps] for steps in per_rank]
-    assert shapes[0] == [[False, True], [], [], [], []]
-    assert shapes[1] == [[False, True], *[[False, False]] * 3, [False]]
-    indices = [[[leaf.index for leaf in leaves] for leaves in steps] for steps in per_rank]
-    assert indices[0][0] == [0, 1]
-    assert indices[1][1] == [2, 3]
+    per_rank = read_all(lambda _: data_set([9]), 3)
+    assert [[[leaf.is_last for leaf in step] for step in steps] for steps in per_rank] == [
+        [[True], [False]],
+        [[True], [False]],
+        [[True], []],
+    ]
+    assert numbers(per_rank[1]) == [[[2, 3]], [[8]]]
 
 
-def test_every_epoch_is_read_and_numbered_on() -> None:
-    per_rank = read_all([3, 5], 2, micro_batch_size=2, leaves_per_rank=1, num_epochs=2)
-    seen = Counter(
-        n
-        for steps in per_rank
-        for leaves in steps
-        for leaf in leaves
-        for n in leaf.batch["number"].tolist()
+def test_a_training_gives_the_same_bits_on_any_number_of_ranks() -> None:
+    def train(rank: int, world_size: int, comm: Any) -> list[float]:
+        world = World(rank=rank, world_size=world_size)
+        model = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.ones_(model.weight)
+        sync = replicate(model, world, sync="invariant", comm=comm)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-7)
+        weights = []
+        for step in stream(data_set([5, 12]), world, comm=comm, num_epochs=2):
+            for leaf in step:
+                number = leaf.batch["number"].float()[:, None]
+                loss = (model(number) - torch.sin(number)).square().sum()
+                sync.backward(loss, weight=leaf.num_targets, leaf=leaf)
+            sync.step(optimizer)
+            weights.append(model.weight.item())
+        return weights
+
+    expected = train(0, 1, None)
+    assert len(set(expected)) == 6
+    for world_size in (2, 3):
+        found = run_thread_ranks(
+            lambda rank, group: train(rank, world_size, ProcessGroupCommunicator(group)),  # noqa: B023
+            world_size,
+        )
+        assert found == [expected] * world_size
+
+
+KINDS: dict[str, Any] = {
+    "plain": lambda: data_set([3, 0, 17, 4]),
+    "shuffled": lambda: data_set([3, 0, 17, 4]).shuffle(seed=0, buffer_size=5),
+    "batched": lambda: data_set([3, 17, 4]).map(
+        lambda rows: {"number": [n + 1 for n in rows["number"]]}, batched=True, batch_size=4
+    ),
+    "list": lambda: [{"number": number} for number in range(24)],
+    "random": lambda: data_set([24]).map(lambda row: {"number": row["number"] + torch.rand(())}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_stream_goes_on_exactly(kind: str) -> None:
+    make = KINDS[kind]
+    whole = numbers(read(stream(make(), num_epochs=2)))
+    for stop in (0, 3, 5, len(whole)):
+        one = stream(make(), num_epochs=2)
+        begun = numbers(read(one, stop))
+        state = json.loads(json.dumps(one.state_dict()))
+        other = stream(make(), num_epochs=2)
+        other.load_state_dict(state)
+        assert begun + numbers(read(other)) == whole
+        assert begun + numbers(read(one)) == whole  # and so does the loader that was left
+
+
+def test_another_number_of_ranks_goes_on() -> None:
+    expected = over_ranks([read(stream(data_set([3, 17]), num_epochs=2))])
+    one = stream(data_set([3, 17]), num_epochs=2)
+    begun = over_ranks([read(one, 3)])
+
+    def go_on(rank: int, group: dist.ProcessGroup) -> Steps:
+        world, comm = World(rank=rank, world_size=3), ProcessGroupCommunicator(group)
+        other = stream(data_set([3, 17]), world, comm=comm, num_epochs=2)
+        other.load_state_dict(one.state_dict())
+        return read(other)
+
+    assert begun | over_ranks(run_thread_ranks(go_on, 3)) == expected
+
+
+class Stateful:
+    """Counts what is read."""
+
+    def __init__(self, drift: int = 0) -> None:
+        self.start, self.at, self.drift, self.reads = 0, 0, drift, [0]
+
+    def __iter__(self) -> Iterator[dict[str, int]]:
+        for number in range(self.start, 30):
+            self.at, self.reads[0] = number + 1, self.reads[0] + 1
+            yield {"number": number}
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.start = state["at"] + (self.drift if state["at"] else 0)
+
+
+@pytest.mark.parametrize(("drift", "reads"), [(0, 30 - 16), (1, 2 + 30)])
+def test_the_data_sets_own_state_is_taken_if_it_is_exact(drift: int, reads: int) -> None:
+    one = stream(Stateful())
+    read(one, 3)  # 18 samples; the last leaf begins at 16
+    data = Stateful(drift)
+    other = stream(data)
+    other.load_state_dict(one.state_dict())
+    assert numbers(read(other))[0][0] == [18, 19]
+    assert data.reads[0] == reads
+
+
+def test_another_stream_is_not_resumed() -> None:
+    one = stream(data_set([20]))
+    read(one, 2)
+    for other in (data_set([5, 20]), data_set([11])):
+        with pytest.raises(DataError, match="other samples before step 2"):
+            stream(other).load_state_dict(one.state_dict())
+    with pytest.raises(DataError, match="saved with data set 'IterableDataset'"):
+        stream([1]).load_state_dict(one.state_dict())
+
+
+def other_number(rank: int) -> IterableDataset:
+    return data_set([20]).map(lambda row: {"number": row["number"] + rank * (row["number"] == 9)})
+
+
+@pytest.mark.parametrize(
+    ("make", "found"),
+    [
+        (lambda rank: data_set([20]).shuffle(seed=rank), "leaf 0 has other samples on rank 1"),
+        (lambda rank: data_set([20 - rank]), r"step 3: 2 samples on rank 0, 1 on rank 1"),
+        (lambda rank: data_set([12 - 6 * rank]), r"step 1: 6 samples on rank 0, 0 on rank 1"),
+        (other_number, "step 1: leaf 1 has other samples on rank 1"),
+    ],
+)
+def test_ranks_that_read_different_streams_are_refused(make: Any, found: str) -> None:
+    with pytest.raises(DataError, match=found):
+        read_all(make, 2)
+
+
+def test_samples_may_differ_on_purpose() -> None:
+    per_rank = read_all(lambda rank: data_set([20]).shuffle(seed=rank), 2, compare=False)
+    assert [len(steps) for steps in per_rank] == [4, 4]
+    one = stream(KINDS["plain"](), compare=False)
+    read(one, 2)
+    stream(KINDS["shuffled"](), compare=False).load_state_dict(one.state_dict())
+
+
+def test_tensors_and_images_are_compared() -> None:
+    from gradsync.data.stream_source import digest_of
+
+    values = [torch.zeros(2), torch.zeros(2).bfloat16(), torch.ones(2), torch.zeros(2).numpy()]
+    values += [b"a", b"b", "a", 1, 1.5, None, {"a": [1]}, {"a": [2]}, torch.zeros(1, 2)]
+    assert len({digest_of([value]) for value in values}) == len(values)
+    assert digest_of([torch.arange(6).view(2, 3).T]) == digest_of(
+        [torch.arange(6).view(2, 3).T.contiguous()]
     )
-    assert set(seen.values()) == {2}
-    assert [leaf.step for step in per_rank[1] for leaf in step] == list(range(6))
 
 
 def test_a_shuffled_stream_has_another_order_each_epoch() -> None:
     data = data_set([40]).shuffle(seed=0, buffer_size=40)
-    steps = stream_loader(
-        data,
-        World(),
-        micro_batch_size=40,
-        leaves_per_rank=1,
-        num_epochs=2,
+    first, second = (
+        leaf.batch["number"].tolist()
+        for step in stream(data, global_batch_size=40, micro_batch_size=40, num_epochs=2)
+        for leaf in step
     )
-    first, second = (leaf.batch["number"].tolist() for step in steps for leaf in step)
     assert first != second
     assert sorted(first) == sorted(second) == list(range(40))
 
 
 def test_an_empty_stream_without_end_ends() -> None:
-    one = stream_loader(
-        data_set([0]),
-        World(),
-        micro_batch_size=1,
-        leaves_per_rank=1,
-        num_epochs=None,
-    )
-    assert list(one) == []
-    with pytest.raises(ConfigError, match="leaves_per_rank must be at least 1; got 0"):
-        stream_loader([], World(), micro_batch_size=1, leaves_per_rank=0)
+    assert list(stream(data_set([0]), num_epochs=None)) == []
 
 
-def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "datasets.distributed", None)
-    with pytest.raises(ConfigError, match=r"pip install 'gradsync\[data\]'"):
-        stream_loader([], World(), micro_batch_size=1, leaves_per_rank=1)
+class Broken:
+    def __iter__(self) -> Iterator[int]:
+        yield from range(8)
+        raise OSError("connection reset by storage server")
+
+
+def test_a_stream_that_fails_has_not_ended() -> None:
+    one = stream(Broken(), num_epochs=None)
+    for _ in range(2):
+        with pytest.raises(OSError, match="storage server"):
+            read(one)
+    assert one.state_dict()["samples"] == 6
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "message"),
+    [
+        ([1], {"leaves_per_rank": 3}, r"takes global_batch_size= .*; leaves_per_rank= made it"),
+        ([1], {"global_batch_size": None}, "takes global_batch_size="),
+        ([1], {"global_batch_size": 7}, "global_batch_size=7 is not a multiple"),
+        ([1], {"num_epochs": 0}, "num_epochs must be at least 1; got 0"),
+        (iter([1]), {"num_epochs": 2}, "list_iterator can be read once and num_epochs is 2"),
+        (3, {}, "int is no iterable data set"),
+    ],
+)
+def test_misuse_is_named(data: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises((ConfigError, DataError), match=message):
+        stream(data, **options)
+
+
+def test_a_split_data_set_is_refused() -> None:
+    for data in (data_set([4]), datasets.Dataset.from_dict({"a": [1, 2]}).to_iterable_dataset()):
+        split = split_dataset_by_node(data, rank=1, world_size=2)
+        with pytest.raises(ConfigError, match=r"split_dataset_by_node \(rank 1 of 2\)"):
+            stream(split.map(lambda row: row))

@@ -11,7 +11,7 @@ import torch
 
 from gradsync.comm.single import SingleCommunicator
 from gradsync.data.loader import loader
-from gradsync.data.streaming import StreamLoader
+from gradsync.data.streaming import StreamLoader, stream_loader
 from gradsync.runtime.seeds import seed_leaf
 from gradsync.world import World
 
@@ -115,15 +115,14 @@ def test_generators_are_left_alone_on_request() -> None:
 
 def stream(rank: int, **options: Any) -> StreamLoader:
     """Rank `rank` of two, which agrees with itself alone."""
-    return StreamLoader(
+    return stream_loader(
         range(12),
         World(rank=rank, world_size=2),
+        global_batch_size=8,
         micro_batch_size=2,
-        leaves_per_rank=2,
         comm=SingleCommunicator(),
-        num_epochs=1,
+        num_epochs=2,
         collate_fn=torch.tensor,
-        device=torch.device("cpu"),
         **options,
     )
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from gradsync.errors import ConfigError
 from gradsync.train.config import OptimConfig
 from gradsync.train.schedule import learning_rate
 
@@ -111,3 +113,41 @@ def test_a_decay_that_begins_before_the_warm_up_ends_still_has_the_peak() -> Non
     assert rates[6] == 1.0
     assert rates[9] == pytest.approx(0.1)
     assert rates[6:] == sorted(rates[6:], reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "tokens", "peak", "line"),
+    [
+        ("linear", 524_288, 8e-3, "lr 0.001 x 524288/65536 = 0.008 (linear)"),
+        ("sqrt", 262_144, 2e-3, "lr 0.001 x sqrt(262144/65536) = 0.002 (sqrt)"),
+        ("linear", 32_768, 5e-4, "lr 0.001 x 32768/65536 = 0.0005 (linear)"),
+    ],
+)
+def test_the_peak_and_the_floor_go_along_with_the_batch(
+    scaling: Any, tokens: int, peak: float, line: str
+) -> None:
+    config = OptimConfig(lr=1e-3, lr_scaling=scaling, lr_base_batch=65_536, warmup_steps=2)
+    rates = curve(config.scaled(tokens), 9)
+    assert max(rates) == pytest.approx(peak, rel=1e-12)
+    assert rates[0] == pytest.approx(peak / 2)
+    assert rates[-1] == pytest.approx(0.1 * peak)
+    assert config.describe_scaling(tokens) == line
+
+
+def test_nothing_is_scaled_unless_asked_for() -> None:
+    assert UNIT.scaled(7) == UNIT
+    assert UNIT.describe_scaling(7) == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr_scaling": "sqrt"}, "lr_scaling=sqrt and optim.lr_base_batch=None: give both"),
+        ({"lr_base_batch": 8}, "lr_scaling=none and optim.lr_base_batch=8: give both"),
+        ({"lr_scaling": "linear", "lr_base_batch": 0}, "lr_base_batch must be at least 1; got 0"),
+        ({"lr_scaling": "cubic", "lr_base_batch": 8}, "must be one of none, linear, sqrt"),
+    ],
+)
+def test_half_a_scaling_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        OptimConfig(**options)

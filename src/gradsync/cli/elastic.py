@@ -206,7 +206,7 @@ def _shape(config: TrainConfig) -> GPTConfig:
     from gradsync.train.auto_sync import vocabulary
     from gradsync.train.setup import model_config
 
-    return model_config(config, vocabulary(config.data))
+    return model_config(config, vocabulary(config.data, config.tokenizer))
 
 
 def _unit(hardware: Hardware) -> str:

@@ -65,6 +65,7 @@ def sample(path: Path, config: SampleConfig) -> tuple[Path, str]:
     """
     from gradsync.checkpoint.store import CheckpointStore, resolve
     from gradsync.checkpoint.weights import load_weights
+    from gradsync.data.documents import is_stream
     from gradsync.models.generate import generate
     from gradsync.models.gpt import GPT
     from gradsync.runtime.device import choose_device
@@ -73,9 +74,10 @@ def sample(path: Path, config: SampleConfig) -> tuple[Path, str]:
     checkpoint, _ = resolve(path)
     snapshot = CheckpointStore(checkpoint.parent).load(checkpoint)
     check_state(snapshot, checkpoint)
-    tokenizer = _tokenizer(
-        config.data or str(snapshot.state["config"].get("data", "")), snapshot.state["tokenizer"]
-    )
+    saved = snapshot.state["config"]
+    data = str(saved.get("data", ""))
+    trained_on = str(saved.get("tokenizer", "")) if is_stream(data) else data
+    tokenizer = _tokenizer(config.data or trained_on, snapshot.state["tokenizer"])
     prompt = tokenizer.encode(config.prompt).tolist()
     shape = saved_model(snapshot, checkpoint)
     # Positions that no token will have need no rotary table.

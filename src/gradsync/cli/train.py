@@ -11,6 +11,7 @@ from pathlib import Path
 
 from gradsync.cli.elastic import before_ranks, take_flag, with_ranks
 from gradsync.cli.train_places import settle, take_places
+from gradsync.data.documents import HUGGING_FACE, is_stream, json_lines
 from gradsync.data.plan import BatchPlan
 from gradsync.errors import ConfigError, DataError
 from gradsync.runtime import environ
@@ -89,10 +90,7 @@ def check_request(config: TrainConfig, world_size: int) -> BatchPlan:
         check_options(find_strategy(config.sync), config.sync_options.given())
     if config.dtype == "fp16" and config.device == "cpu":
         raise ConfigError("dtype fp16 needs CUDA; use bf16 or fp32 on a CPU")
-    if config.data and not Path(config.data).is_dir():
-        raise DataError(
-            f"{config.data} is no directory; `gradsync prepare PATHS --out {config.data}` makes one"
-        )
+    _check_data(config)
     if config.out and Path(config.out).exists() and not Path(config.out).is_dir():
         raise ConfigError(f"--out {config.out} is a file; name a directory")
     layout, plan = config.layout(world_size), config.batch_plan(world_size)
@@ -108,6 +106,29 @@ def check_request(config: TrainConfig, world_size: int) -> BatchPlan:
             "number of ranks"
         )
     return plan
+
+
+def _check_data(config: TrainConfig) -> None:
+    if is_stream(config.data):
+        if not config.data.startswith(HUGGING_FACE):
+            json_lines(config.data)
+        if config.num_workers:
+            raise ConfigError(
+                f"num_workers reads ahead in a prepared data directory, {config.data} is a stream; "
+                "leave it at 0"
+            )
+        if config.eval.max_tokens is None:
+            raise ConfigError(
+                f"{config.data} is a stream, and its first tokens are for validation: say how many "
+                "with --eval.max-tokens"
+            )
+        return
+    if config.tokenizer:
+        raise ConfigError("tokenizer is for streams; a prepared data directory has its own")
+    if config.data and not Path(config.data).is_dir():
+        raise DataError(
+            f"{config.data} is no directory; `gradsync prepare PATHS --out {config.data}` makes one"
+        )
 
 
 def _start_ranks(config: TrainConfig, flags: list[str], as_json: bool) -> int:
@@ -233,4 +254,6 @@ def _show_plan(config: TrainConfig, plan: BatchPlan, *, as_json: bool) -> int:
 
     print(yaml.safe_dump(asdict(config), sort_keys=False), end="")
     print(plan.describe("replica" if config.parallel else "rank"))
+    if scaling := config.optim.describe_scaling(config.tokens_per_update):
+        print(scaling)
     return 0

@@ -96,15 +96,3 @@ def broadcast_tensors(
         comm.broadcast(tensor.reshape(-1).view(torch.uint8)).wait()
         received[name] = tensor
     return received
-
-
-def sum_and_min(comm: Communicator, number: int) -> tuple[int, int]:
-    """Sum and smallest of one number over all ranks: two all-reduces, int64 [1], at once.
-
-    Used before a step of streamed data: how many leaves are there, and has every rank one?
-    """
-    total, least = torch.tensor([number]), torch.tensor([number])
-    works = [comm.all_reduce(total, "sum"), comm.all_reduce(least, "min")]
-    for work in works:
-        work.wait()
-    return int(total), int(least)

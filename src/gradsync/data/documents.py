@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -10,8 +11,43 @@ from pathlib import Path
 
 from gradsync.errors import DataError
 
+HUGGING_FACE = "hf:"
+"""Begins the name of a data set that the package `datasets` reads."""
+_JSON_LINES = ".jsonl"
 _BLOCK_BYTES = 1 << 22
 _PROBE_BYTES = 1 << 13
+
+
+def is_stream(data: str) -> bool:
+    """Whether `data` names text to be read as it comes: `hf:…`, a `.jsonl` file, a pattern (`*`,
+    `?`, `[`), or a folder that holds `.jsonl` files and no `train.bin`."""
+    if data.startswith(HUGGING_FACE) or data.endswith(_JSON_LINES):
+        return True
+    folder = Path(data)
+    if not data or (folder / "train.bin").exists():
+        return False
+    return any(folder.glob(f"*{_JSON_LINES}")) if folder.is_dir() else glob.has_magic(data)
+
+
+def json_lines(data: str) -> list[Path]:
+    """The `.jsonl` files that a file's name, a pattern or a folder stands for, sorted.
+
+    Raises:
+        DataError: there are none, or something else is among them.
+    """
+    path = Path(data)
+    if path.is_file():
+        paths = [path]
+    elif path.is_dir():
+        paths = sorted(path.glob(f"*{_JSON_LINES}"))
+    else:
+        paths = sorted(map(Path, glob.glob(data, recursive=True)))
+    if not paths:
+        raise DataError(f"no file is called {data}")
+    for path in paths:
+        if path.suffix != _JSON_LINES or not path.is_file():
+            raise DataError(f"{path} is no {_JSON_LINES} file; `gradsync prepare` takes any text")
+    return paths
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +125,7 @@ class Documents:
 
     def __iter__(self) -> Iterator[Document]:
         for path in self.files:
-            if path.suffix == ".jsonl":
+            if path.suffix == _JSON_LINES:
                 yield from self._json_lines(path)
             elif path.stat().st_size:
                 yield Document(path)

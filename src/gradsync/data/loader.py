@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypedDict
 
 import numpy as np
@@ -121,17 +121,7 @@ class Loader:
         Raises:
             DataError: when the state is malformed, or of another data set, seed or order.
         """
-        for name in ("samples", "steps"):
-            value = state.get(name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise DataError(f"the data state has no usable {name!r}: {value!r}")
-        mine = self.state_dict()
-        for name, what in (("dataset", "data set"), ("seed", "seed"), ("shuffle", "shuffle")):
-            if state.get(name) != mine[name]:
-                raise DataError(
-                    f"the data state was saved with {what} {state.get(name)!r}, "
-                    f"this loader has {mine[name]!r}; a run can only go on with the same"
-                )
+        check_state(state, self.state_dict(), ("samples", "steps"), ("dataset", "seed", "shuffle"))
         self.close()
         self._samples, self._steps = state["samples"], state["steps"]
 
@@ -279,6 +269,36 @@ def loader(
         num_epochs=num_epochs,
         seed_leaves=seed_leaves,
     )
+
+
+def check_state(
+    state: Mapping[str, Any],
+    mine: Mapping[str, Any],
+    counters: Sequence[str],
+    fixed: Sequence[str],
+) -> None:
+    """Check the state of a loader before it is taken.
+
+    Args:
+        state: what was saved.
+        mine: the state of the loader that shall take it.
+        counters: keys that must hold numbers of at least 0.
+        fixed: keys whose values must be equal.
+
+    Raises:
+        DataError: naming the key.
+    """
+    for name in fixed:
+        if state.get(name) != mine[name]:
+            what = "data set" if name == "dataset" else name
+            raise DataError(
+                f"the data state was saved with {what} {state.get(name)!r}, "
+                f"this loader has {mine[name]!r}; a run can only go on with the same"
+            )
+    for name in counters:
+        value = state.get(name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise DataError(f"the data state has no usable {name!r}: {value!r}")
 
 
 def _unchanged(batch: Any) -> Any:

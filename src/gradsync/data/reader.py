@@ -64,11 +64,13 @@ def size_of(dataset: Any) -> int:
 
 def fingerprint_of(dataset: Any) -> str:
     """A name for the data set's content, as well as it can be known: class, length, and its own
-    `fingerprint` (else `_fingerprint`, as Hugging Face data sets have) where there is one.
+    `fingerprint` (else `_fingerprint`, as Hugging Face data sets have), as far as it has them.
 
     Where neither says enough, or it changes for no reason, assign `dataset.fingerprint`.
     """
-    parts = [type(dataset).__name__, str(len(dataset))]
+    parts = [type(dataset).__name__]
+    if hasattr(dataset, "__len__"):
+        parts.append(str(len(dataset)))
     for name in ("fingerprint", "_fingerprint"):
         value = getattr(dataset, name, None)
         if isinstance(value, str):

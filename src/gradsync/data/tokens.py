@@ -56,7 +56,7 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
         self.vocab_size = vocab_size or (meta.vocab_size if meta else None)
         self.num_tokens = _count_tokens(self.path, self.dtype, seq_len)
         self._windows = self._open()
-        content = content or _sample_content(self.path)
+        content = content or sample_content(self.path)
         text = f"{content} {self.dtype} {seq_len}"
         self.fingerprint: str = hashlib.sha256(text.encode()).hexdigest()[:16]
         """Names content, token type and sample length: equal for equal files opened alike."""
@@ -193,7 +193,7 @@ def _count_tokens(path: Path, dtype: str, seq_len: int) -> int:
     return num_tokens
 
 
-def _sample_content(path: Path) -> str:
+def sample_content(path: Path) -> str:
     """A quick name for a file nobody hashed: its size and evenly spread blocks."""
     num_bytes = _size_of(path)
     digest = hashlib.sha256(str(num_bytes).encode())

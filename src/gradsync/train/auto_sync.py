@@ -8,7 +8,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from gradsync.data.documents import is_stream
 from gradsync.data.meta import read_meta
+from gradsync.data.text_stream import stream_tokenizer
 from gradsync.data.tokenizer import ByteTokenizer
 from gradsync.errors import ConfigError, DataError
 from gradsync.models.config import GPTConfig
@@ -136,13 +138,15 @@ def conditions_of(config: TrainConfig, world: World, *, threads: int) -> Conditi
     )
 
 
-def vocabulary(data: str) -> int | None:
-    """Number of token ids of the data directory `data`, of the built-in text for ""; None where
-    the data does not say.
+def vocabulary(data: str, tokenizer: str = "") -> int | None:
+    """Number of token ids of the data directory `data`, of a stream (by the data directory
+    `tokenizer`, if given), of the built-in text for ""; None where the data does not say.
 
     Raises:
         DataError: its description cannot be read.
     """
+    if is_stream(data):
+        return stream_tokenizer(tokenizer)[0].vocab_size
     if not data:
         return ByteTokenizer.vocab_size
     meta = read_meta(Path(data))
@@ -163,7 +167,8 @@ def tune_command(config: TrainConfig, conditions: Conditions) -> str:
         "--world-size": (conditions.world_size, _TUNED_FROM),
         "--dtype": (conditions.dtype, start.dtype),
         "--context-length": (conditions.seq_len, start.sequence_length),
-        "--data": (config.data, ""),
+        # Speed depends on the number of token ids alone.
+        "--data": (config.tokenizer if is_stream(config.data) else config.data, ""),
         "--threads": (config.threads, None),
         "--device": (config.device, "auto"),
     }
@@ -193,7 +198,7 @@ def _model(config: TrainConfig) -> GPTConfig:
     """As the run will have it."""
     from gradsync.train.setup import model_config
 
-    return model_config(config, vocabulary(config.data))
+    return model_config(config, vocabulary(config.data, config.tokenizer))
 
 
 def continued(config: TrainConfig) -> Path | None:

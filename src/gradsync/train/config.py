@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+import math
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 from tyro.conf import Suppress
@@ -16,6 +17,7 @@ from gradsync.runtime.bounds import check_numbers
 
 Dtype = Literal["bf16", "fp32", "fp16"]
 Schedule = Literal["cosine", "wsd", "constant"]
+LrScaling = Literal["none", "linear", "sqrt"]
 CompileOrder = Literal["none", "model", "ddp"]
 ScheduleName = Literal["1f1b", "gpipe"]
 
@@ -38,7 +40,13 @@ class OptimConfig:
     """AdamW (arXiv 1711.05101) and its learning-rate schedule."""
 
     lr: float = 6e-4
-    """Peak learning rate."""
+    """Peak learning rate; with lr_scaling, the one for a batch of lr_base_batch tokens."""
+    lr_scaling: LrScaling = "none"
+    """Multiply lr by tokens_per_update / lr_base_batch: linear (SGD, arXiv 1706.02677), or by its
+    square root: sqrt (arXiv 1404.5997; for Adam arXiv 2205.10343). The final learning rate goes
+    along, the number of warm-up steps does not change."""
+    lr_base_batch: int | None = None
+    """Tokens of an update for which lr was found; needed by lr_scaling."""
     min_lr_ratio: float = 0.1
     """Final learning rate as a fraction of the peak."""
     schedule: Schedule = "cosine"
@@ -63,6 +71,16 @@ class OptimConfig:
     def __post_init__(self) -> None:
         _require_one_of("optim.schedule", self.schedule, Schedule)
         _require(0 < self.lr < float("inf"), f"optim.lr must be a positive number; got {self.lr}")
+        _require_one_of("optim.lr_scaling", self.lr_scaling, LrScaling)
+        _require(
+            (self.lr_scaling == "none") == (self.lr_base_batch is None),
+            f"optim.lr_scaling={self.lr_scaling} and optim.lr_base_batch={self.lr_base_batch}: "
+            "give both (lr_base_batch: tokens of an update for which lr was found), or neither",
+        )
+        _require(
+            self.lr_base_batch is None or self.lr_base_batch >= 1,
+            f"optim.lr_base_batch must be at least 1; got {self.lr_base_batch}",
+        )
         _require(
             0 <= self.min_lr_ratio <= 1,
             f"optim.min_lr_ratio must be in 0..1; got {self.min_lr_ratio}",
@@ -88,6 +106,23 @@ class OptimConfig:
             self.clip_norm is None or self.clip_norm > 0,
             f"optim.clip_norm must be positive, or None for no clipping; got {self.clip_norm}",
         )
+
+    def scaled(self, tokens_per_update: int) -> OptimConfig:
+        """The same with the learning rate for updates of so many tokens, and nothing to scale."""
+        if self.lr_base_batch is None:
+            return self
+        ratio = tokens_per_update / self.lr_base_batch
+        lr = self.lr * (ratio if self.lr_scaling == "linear" else math.sqrt(ratio))
+        return replace(self, lr=lr, lr_scaling="none", lr_base_batch=None)
+
+    def describe_scaling(self, tokens_per_update: int) -> str:
+        """The arithmetic of `scaled` in a line; "" where nothing is scaled."""
+        if self.lr_base_batch is None:
+            return ""
+        ratio = f"{tokens_per_update}/{self.lr_base_batch}"
+        factor = ratio if self.lr_scaling == "linear" else f"sqrt({ratio})"
+        peak = self.scaled(tokens_per_update).lr
+        return f"lr {self.lr:g} x {factor} = {peak:g} ({self.lr_scaling})"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -196,7 +231,13 @@ class TrainConfig:
     out: str = ""
     """Run directory; empty makes runs/PRESET-DATE-TIME."""
     data: str = ""
-    """Directory with train.bin and val.bin; empty takes the Python standard library's source."""
+    """Directory with train.bin and val.bin; or a stream, whose first documents are for validation:
+    FILE.jsonl, a folder or pattern of such files, hf:NAME[:CONFIG], hf:json:FILES (or csv, parquet,
+    text); empty takes the Python standard library's source."""
+    text_key: str = "text"
+    """Streams: field of the text."""
+    tokenizer: str = ""
+    """Streams: a prepared data directory whose tokenizer to take; empty takes bytes."""
     tokens_per_update: int = 524_288
     """Tokens of one optimizer step over all ranks, whatever the world size."""
     micro_batch_size: int = 4

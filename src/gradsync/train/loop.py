@@ -12,7 +12,7 @@ from torch import Tensor
 from gradsync.checkpoint.store import CheckpointStore
 from gradsync.comm.base import Communicator
 from gradsync.data.step import Step
-from gradsync.errors import RunError
+from gradsync.errors import DataError, RunError
 from gradsync.models.gpt import loss_sum
 from gradsync.runtime.signals import StopRequest
 from gradsync.sync.step import StepResult
@@ -80,8 +80,10 @@ class Trainer:
         Raises:
             RunError: on all ranks: the loss, the gradient's norm or, before a checkpoint, a weight
                 or the optimizer's state is not finite.
+            DataError: a stream has no text any more.
         """
         config, totals = self.config, Totals(done_steps)
+        optim = config.optim.scaled(config.tokens_per_update)
         if done_steps < config.steps:
             self._prime()
         self._interval.reset()
@@ -91,7 +93,7 @@ class Trainer:
             # Before the step: where ranks divide the update, it hides what differed.
             if _due(totals.step + 1, config.check_replicas_every):
                 self.learner.sync.check_replicas(step=totals.step)
-            lr = learning_rate(config.optim, totals.step, config.steps)
+            lr = learning_rate(optim, totals.step, config.steps)
             result = self._train_step(step, lr, stop)
             totals.step += 1
             stopped = result.stop and totals.step < config.steps
@@ -113,6 +115,8 @@ class Trainer:
                 totals.stopped_by = stop.signal_name or "a signal to another rank"
             if last:
                 break
+        else:
+            raise DataError(f"the data ended after step {totals.step} of {config.steps}")
         return totals
 
     def _train_step(self, step: Step, lr: float, stop: StopRequest) -> StepResult:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, TextIO
 
 from gradsync.checkpoint.store import CheckpointStore
@@ -16,8 +15,7 @@ from gradsync.checkpoint.weights import weights_sha256
 from gradsync.comm.base import Communicator
 from gradsync.comm.choose import communicator
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
-from gradsync.data.meta import Meta
-from gradsync.data.tokenizer import load_tokenizer
+from gradsync.data.tokenizer import Tokenizer
 from gradsync.errors import ConfigError, GradsyncError, RunError, UsageError
 from gradsync.models.config import GPTConfig
 from gradsync.models.generate import generate
@@ -107,7 +105,7 @@ def _train(
     if world.is_main and config.resume == "none":
         run_dir.refuse_overwrite()
     data = open_data(config, world, comm)
-    shape = model_config(config, None if data.meta is None else data.meta.vocab_size)
+    shape = model_config(config, data.vocab_size)
     with _rank_log(run_dir, world):
         learner, kind = _learner(config, world, shape, comm)
         fingerprint = numeric_fingerprint(config, world, data.plan, threads=threads)
@@ -248,8 +246,10 @@ def _introduce(
     if layout.model_ranks > 1:
         by = f", {config.pipeline_schedule}" if layout.pp > 1 else ""
         progress.say(f"split {layout}{by}: each replica of the model is {layout.model_ranks} ranks")
-    progress.say(f"data {data.directory}")
+    progress.say(f"data {data.source}")
     progress.say(data.plan.describe("replica" if config.parallel else "rank"))
+    if scaling := config.optim.describe_scaling(config.tokens_per_update):
+        progress.say(scaling)
 
 
 def _summarise(totals: Totals, config: TrainConfig, world: World, data: Data) -> dict[str, Any]:
@@ -263,6 +263,7 @@ def _summarise(totals: Totals, config: TrainConfig, world: World, data: Data) ->
         "world_size": world.world_size,
         "launcher": world.launcher,
         "sync": config.sync,
+        "peak_lr": config.optim.scaled(config.tokens_per_update).lr,
         "tokens_per_s": tokens_timed / totals.wall_s if totals.wall_s else None,
         "exposed_comm_fraction": totals.exposed_s / totals.wall_s if totals.wall_s else None,
         "wall_s": totals.wall_s,
@@ -290,15 +291,15 @@ def _farewell(
             f"for comparison: {data.meta.unigram_entropy_nats:.4f} is the entropy of single "
             f"{data.meta.tokenizer} tokens (a model that only counts them)"
         )
-        if config.sample_tokens:
-            progress.say(_sample(config, data.meta, data.directory, model))
+    if data.load_tokenizer is not None and config.sample_tokens:
+        progress.say(_sample(config, data.load_tokenizer, model))
     progress.say(f"everything lies in {run_dir.path}")
 
 
-def _sample(config: TrainConfig, meta: Meta, directory: Path, model: GPT) -> str:
+def _sample(config: TrainConfig, load_tokenizer: Callable[[], Tokenizer], model: GPT) -> str:
     """Some text, or why there is none: a run that is done does not fail for it."""
     try:
-        tokenizer = load_tokenizer(meta, directory)
+        tokenizer = load_tokenizer()
     except UsageError as error:
         return f"no sample: {error}"
     prompt = tokenizer.encode("def ").tolist()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,14 @@ from gradsync.checkpoint.weights import match_weights
 from gradsync.comm.base import Communicator
 from gradsync.comm.values import broadcast_tensors
 from gradsync.data.corpus import default_corpus
+from gradsync.data.documents import is_stream
 from gradsync.data.evaluation import EvalLeaves, eval_leaves
 from gradsync.data.loader import Loader, loader
 from gradsync.data.meta import Meta, read_meta
 from gradsync.data.plan import BatchPlan
+from gradsync.data.streaming import StreamLoader, stream_loader
+from gradsync.data.text_stream import open_streamed_text
+from gradsync.data.tokenizer import Tokenizer, load_tokenizer
 from gradsync.data.tokens import open_dataset
 from gradsync.errors import ConfigError
 from gradsync.models.config import GPTConfig
@@ -40,17 +45,19 @@ Autocast = AbstractContextManager[Any]
 class Data:
     """What a run reads."""
 
-    directory: Path
+    source: str
+    """The data directory, or the name of the stream."""
     meta: Meta | None
-    """None for data sets made by somebody else."""
+    """None for streams, and for data sets made by somebody else."""
     plan: BatchPlan
-    train: Loader
+    train: Loader | StreamLoader
     val: EvalLeaves
-
-    @property
-    def tokenizer(self) -> str | None:
-        """Names the tokenizer of the data; None when its maker did not say."""
-        return None if self.meta is None else self.meta.tokenizer_identity
+    tokenizer: str | None
+    """Names the tokenizer of the data; None when its maker did not say."""
+    vocab_size: int | None
+    """Its number of token ids; None likewise."""
+    load_tokenizer: Callable[[], Tokenizer] | None
+    """Gives the tokenizer; None likewise."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,9 +129,11 @@ def open_data(config: TrainConfig, world: World, comm: Communicator) -> Data:
 
     Raises:
         ConfigError: the batch arithmetic is not exact.
-        DataError: missing, truncated or altered files.
+        DataError: missing, truncated or altered files; text that cannot be read.
     """
     plan = config.batch_plan(world.world_size)
+    if is_stream(config.data):
+        return _open_stream(config, world, comm, plan)
     if config.data:
         directory = Path(config.data)
     else:
@@ -132,33 +141,72 @@ def open_data(config: TrainConfig, world: World, comm: Communicator) -> Data:
             default_corpus()
         comm.barrier()
         directory = default_corpus()
-    share = data_world(config, world)
     train = open_dataset(directory, "train", config.sequence_length)
     val = open_dataset(directory, "val", config.sequence_length)
     for dataset in (train, val):
         # Data of somebody else does not say its vocabulary: then each batch is checked against
         # the model's, since on a GPU a token too large is an assertion without a place.
         dataset.vocab_size = dataset.vocab_size or config.model.vocab_size
-    limit = config.eval.max_tokens
+    meta = read_meta(directory)
     return Data(
-        directory=directory,
-        meta=read_meta(directory),
+        source=str(directory),
+        meta=meta,
         plan=plan,
         train=loader(
             train,
-            share,
+            data_world(config, world),
             global_batch_size=plan.global_batch_size,
             micro_batch_size=plan.micro_batch_size,
             seed=config.seed,
             num_workers=config.num_workers,
         ),
-        val=eval_leaves(
-            val,
-            share,
-            plan.micro_batch_size,
-            None if limit is None else max(limit // config.sequence_length, 1),
-        ),
+        val=_eval_leaves(config, world, val),
+        tokenizer=None if meta is None else meta.tokenizer_identity,
+        vocab_size=None if meta is None else meta.vocab_size,
+        load_tokenizer=None if meta is None else partial(load_tokenizer, meta, directory),
     )
+
+
+def _open_stream(config: TrainConfig, world: World, comm: Communicator, plan: BatchPlan) -> Data:
+    """Text as it comes, endless: pass after pass in the same order."""
+    val_sequences = _val_sequences(config)
+    assert val_sequences is not None
+    text = open_streamed_text(
+        config.data,
+        text_key=config.text_key,
+        tokenizer=config.tokenizer,
+        seq_len=config.sequence_length,
+        val_sequences=val_sequences,
+    )
+    return Data(
+        source=config.data,
+        meta=None,
+        plan=plan,
+        train=stream_loader(
+            text.train,
+            data_world(config, world),
+            global_batch_size=plan.global_batch_size,
+            micro_batch_size=plan.micro_batch_size,
+            comm=comm,
+            num_epochs=None,
+            seed=config.seed,
+        ),
+        val=_eval_leaves(config, world, text.val),
+        tokenizer=text.identity,
+        vocab_size=text.tokenizer.vocab_size,
+        load_tokenizer=lambda: text.tokenizer,
+    )
+
+
+def _eval_leaves(config: TrainConfig, world: World, dataset: Any) -> EvalLeaves:
+    share, limit = data_world(config, world), _val_sequences(config)
+    return eval_leaves(dataset, share, config.micro_batch_size, limit)
+
+
+def _val_sequences(config: TrainConfig) -> int | None:
+    """Sequences to evaluate on; None for all there are."""
+    limit = config.eval.max_tokens
+    return None if limit is None else max(limit // config.sequence_length, 1)
 
 
 def data_world(config: TrainConfig, world: World) -> World:

@@ -20,6 +20,7 @@ from gradsync.checkpoint.weights import pack_weights
 from gradsync.comm.base import Communicator
 from gradsync.comm.values import broadcast_json
 from gradsync.data.loader import Loader
+from gradsync.data.streaming import StreamLoader
 from gradsync.errors import CheckpointError
 from gradsync.models.config import GPTConfig
 from gradsync.runtime.text_file import one_line
@@ -117,7 +118,7 @@ def find_checkpoint(resume: str, store: CheckpointStore) -> tuple[Path | None, l
 def restore(
     config: TrainConfig,
     learner: Learner,
-    loader: Loader,
+    loader: Loader | StreamLoader,
     *,
     fingerprint: Fingerprint,
     comm: Communicator,

@@ -1,0 +1,228 @@
+"""Text that is read, tokenised and packed while a run goes on: JSON lines, or a Hugging Face data
+set (extra `gradsync[data]`)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradsync.data.documents import HUGGING_FACE, Documents, json_lines
+from gradsync.data.meta import read_meta
+from gradsync.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from gradsync.data.tokens import sample_content
+from gradsync.errors import ConfigError, DataError, RunError
+
+_FILE_FORMATS = ("arrow", "csv", "json", "parquet", "text")
+"""Formats of files that `datasets` reads without a data set of that name."""
+
+Sample = tuple[Tensor, Tensor]
+
+
+class Texts(NamedTuple):
+    """Documents in a fixed order."""
+
+    read: Callable[[int], Iterator[bytes]]
+    """All documents from the n-th on, anew at each call; an empty one counts as one."""
+    fingerprint: str
+    """Names the content, as well as it can be known."""
+
+
+def open_texts(data: str, text_key: str) -> Texts:
+    """The documents that `data` names, see `is_stream`.
+
+    Args:
+        data: `hf:NAME[:CONFIG]`, `hf:json:FILES` (or csv, parquet, arrow, text), or JSON lines.
+        text_key: field of the text.
+
+    Raises:
+        ConfigError: the extra is missing.
+        DataError: nothing is there, or it has no such field; while reading, for a line or row that
+            is not as it should be.
+    """
+    if data.startswith(HUGGING_FACE):
+        return _hugging_face(data, text_key)
+    paths = json_lines(data)
+    documents = Documents(paths, text_key=text_key)
+    content = hashlib.sha256("".join(map(sample_content, paths)).encode()).hexdigest()[:16]
+
+    def read(start: int) -> Iterator[bytes]:
+        try:
+            for document in islice(documents, start, None):
+                yield b"".join(document.chunks())
+        except OSError as error:
+            raise RunError(f"{error.filename}: {error.strerror}") from error
+
+    return Texts(read, f"{len(paths)} files {content}")
+
+
+def _hugging_face(data: str, text_key: str) -> Texts:
+    if find_spec("datasets") is None:
+        raise ConfigError(f"{data} needs the package datasets: pip install 'gradsync[data]'")
+    import datasets
+
+    # What goes wrong comes as an exception too, and is said once.
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    name, _, rest = data.removeprefix(HUGGING_FACE).partition(":")
+    options = {"data_files": rest} if name in _FILE_FORMATS else {"name": rest or None}
+    try:
+        rows = datasets.load_dataset(name, split="train", streaming=True, **options)
+        columns = rows.column_names or list(next(iter(rows), {}))
+    except Exception as error:  # of each format's own kind
+        reason = str(error).strip().partition("\n")[0] or "no such files, or nothing in them"
+        raise DataError(f"{data} cannot be opened: {reason}") from error
+    if columns and text_key not in columns:
+        raise DataError(
+            f"{data} has no field {text_key!r}; its fields are {', '.join(map(repr, columns))}; "
+            "another one is named with --text-key"
+        )
+
+    def read(start: int) -> Iterator[bytes]:
+        number = start
+        try:
+            for number, row in enumerate(rows.skip(start), start=start):
+                text = row.get(text_key)
+                if not isinstance(text, str):
+                    kind = type(text).__name__
+                    raise DataError(f"{data}: row {number}: {text_key!r} is a {kind} and no text")
+                yield text.encode(errors="replace")
+        except DataError:
+            raise
+        except ValueError as error:  # such as a line that is no JSON
+            raise DataError(f"{data}: after row {number}: {error}") from error
+
+    return Texts(read, data)
+
+
+class TextStream:
+    """Packed sequences: sample i of a pass is `tokens[i*T : i*T + T + 1]` of its documents, each of
+    which is followed by the end-of-text token, as `gradsync prepare` writes them.
+
+    Iterating gives inputs and targets, int64, shape [T] each. What is left at the end of a pass
+    and too short for a sequence is left out.
+
+    Args:
+        texts: the documents.
+        tokenizer: makes tokens of them.
+        seq_len: T, tokens of a sequence.
+        first_document: where a pass begins.
+        fingerprint: names content, tokens and sequences.
+    """
+
+    def __init__(
+        self,
+        texts: Texts,
+        tokenizer: Tokenizer,
+        seq_len: int,
+        *,
+        first_document: int,
+        fingerprint: str,
+    ) -> None:
+        self.fingerprint = fingerprint
+        self._texts, self._tokenizer, self._seq_len = texts, tokenizer, seq_len
+        self._start = self._at = {"document": first_document, "token": 0}
+
+    def __iter__(self) -> Iterator[Sample]:
+        document, token = self._start["document"], self._start["token"]
+        lengths: deque[int] = deque()  # of documents, from the one that the next sample begins in
+        row = np.empty(0, dtype=np.uint32)  # their tokens, from where the next sample begins
+        skip = token
+        for text in self._texts.read(document):
+            tokens = self._encode(text)
+            lengths.append(len(tokens))
+            row, skip = np.concatenate([row, tokens[skip:]]), 0
+            while len(row) > self._seq_len:
+                sample = torch.from_numpy(row[: self._seq_len + 1].astype(np.int64))
+                row, token = row[self._seq_len :], token + self._seq_len
+                while token >= lengths[0]:
+                    token -= lengths.popleft()
+                    document += 1
+                self._at = {"document": document, "token": token}
+                yield sample[:-1], sample[1:]
+
+    def _encode(self, text: bytes) -> np.ndarray:
+        if not text:
+            return np.empty(0, dtype=np.uint32)
+        return np.append(self._tokenizer.encode(text), np.uint32(self._tokenizer.end_of_text_id))
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the next sample begins: the number of its document, and of its token there."""
+        return dict(self._at)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next iteration begin there."""
+        self._start = self._at = {name: int(state[name]) for name in ("document", "token")}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StreamedText:
+    """A stream as a run needs it."""
+
+    train: TextStream
+    """All but the first documents."""
+    val: list[Sample]
+    """The sequences of the first documents, which are never trained on."""
+    tokenizer: Tokenizer
+    identity: str
+    """Names the tokenizer, as `Meta.tokenizer_identity` does."""
+
+
+def open_streamed_text(
+    data: str, *, text_key: str, tokenizer: str, seq_len: int, val_sequences: int
+) -> StreamedText:
+    """Open a stream, and hold its first documents out for validation.
+
+    Args:
+        data: see `open_texts`.
+        text_key: field of the text.
+        tokenizer: a prepared data directory, whose tokenizer is taken; "" for bytes.
+        seq_len: T, tokens of a sequence.
+        val_sequences: sequences of validation; documents are held out as a whole.
+
+    Raises:
+        ConfigError: the extra is missing.
+        DataError: see `open_texts`; or the text is too short for validation and one sequence more.
+    """
+    encoder, identity = stream_tokenizer(tokenizer)
+    texts = open_texts(data, text_key)
+    name = f"{texts.fingerprint}, {text_key!r} by {identity} in {seq_len}"
+
+    def stream(first_document: int) -> TextStream:
+        fingerprint = f"{name} from document {first_document}"
+        return TextStream(
+            texts, encoder, seq_len, first_document=first_document, fingerprint=fingerprint
+        )
+
+    held_out = stream(0)
+    val = list(islice(held_out, val_sequences))
+    first = held_out.state_dict()["document"] + 1
+    if len(val) < val_sequences or next(iter(stream(first)), None) is None:
+        raise DataError(
+            f"{data} has too little text: validation takes the first {val_sequences} sequences of "
+            f"{seq_len} tokens (--eval.max-tokens), and training needs one more; "
+            + (f"there are {len(val)}" if val else "there is none")
+        )
+    return StreamedText(train=stream(first), val=val, tokenizer=encoder, identity=identity)
+
+
+def stream_tokenizer(directory: str) -> tuple[Tokenizer, str]:
+    """The tokenizer of a prepared data directory, or of bytes for "", and its identity.
+
+    Raises:
+        DataError: the directory does not say which it has.
+    """
+    if not directory:
+        return ByteTokenizer(), f"{ByteTokenizer.name} {ByteTokenizer.vocab_size}"
+    meta = read_meta(Path(directory))
+    if meta is None:
+        raise DataError(f"--tokenizer {directory} has no meta.json; make one with gradsync prepare")
+    return load_tokenizer(meta, directory), meta.tokenizer_identity

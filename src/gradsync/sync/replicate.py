@@ -104,6 +104,7 @@ def _bind(
     batch_norm: str | None,
     one_host: bool,
 ) -> GradientSync:
+    comm = getattr(comm, "unchecked", comm)  # models are compared once, here
     if not trainable(model):
         raise RunError("the model has no trainable parameter: nothing to synchronise")
     check_options(strategy, options)

@@ -263,7 +263,7 @@ def wide(data: Path) -> None:
         (in_meta(unigram_entropy_nats=float("nan")), "NaN where a finite number belongs"),
         (in_meta(unigram_entropy_nats=-1), "must not be negative"),
         (in_meta(documents=10**50), "a number of 51 digits"),
-        (wide, "parameters take"),
+        (wide, "parameters take 25"),
     ],
 )
 def test_data_that_are_none(

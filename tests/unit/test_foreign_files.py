@@ -183,6 +183,7 @@ def of_group(**changes: Any) -> Callable[[Any], None]:
         (each_parameter(slots=["exp_avg"]), "has not the state that AdamW keeps"),
         (each_parameter(values={"exp_avg": "x"}), "has not the state that AdamW keeps"),
         (of_group(betas="abc"), "betas is 'abc', expected something like [0.9, 0.95]"),
+        (of_group(amsgrad=True), "amsgrad is 'True', expected something like False"),
         (of_group(eps=float("nan")), "eps is 'nan', expected something like 1e-08"),
         (lambda state: state["model"].update(n_layer=10**6), "model.n_layer is 1000000 there"),
     ],

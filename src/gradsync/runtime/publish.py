@@ -37,10 +37,10 @@ def read_port(key: str, *, rank: int, deadline_s: float) -> int:
     found: list[int] = []
 
     def published() -> bool:
-        with suppress(OSError, ValueError, KeyError):
+        with suppress(OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
             note = json.loads(path.read_text())
-            if _start_time(note["pid"]) == note["started"] != "":
-                found.append(note["port"])
+            if _start_time(note["pid"]) == note["started"] != "" and 0 < note["port"] < 65_536:
+                found.append(int(note["port"]))
         return bool(found)
 
     started = time.monotonic()

@@ -304,6 +304,18 @@ def test_a_rank_that_has_left_is_not_called_dead(pool: Any) -> None:
     assert message.startswith("rank(s) 1 had left in good order while rank 0 still communicates")
 
 
+def test_ctrl_c_while_the_ranks_meet_says_so() -> None:
+    lines: list[str] = []
+    with (
+        mock.patch("gradsync.runtime.signals._say", lines.append),
+        mock.patch("gradsync.runtime.session.choose_threads", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        Session(SessionOptions(), env={}).open()
+    (line,) = lines
+    assert re.fullmatch(r"gradsync: interrupted \(Ctrl-C\) in /.*test_session.py:\d+\n", line)
+
+
 def press(rank: int, world_size: int, store_path: str) -> tuple[list[str], str]:
     """Ctrl-C on all ranks at once."""
     lines: list[str] = []

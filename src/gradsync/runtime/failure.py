@@ -163,38 +163,13 @@ class FailureWatch:
                 said = _obituary(silent, self._hosts, self._pids)
                 seen = f"this rank ({self._rank}) saw: {trouble}"
                 return _because(PeerError(f"{said}; {seen}"), error)
-            reason = self._reason(trouble)
+            left = [rank for rank in range(self._world_size) if self._has_left(rank)]
+            reason = _reason(trouble, self._rank, left)
             failure = self._publish(error, reason)
         if failure is not None:
             log.info("rank %d saw", self._rank, exc_info=error)
             return failure.as_error()
         return _because(LostPeerError(reason), error) if reason else None
-
-    def _reason(self, trouble: BaseException) -> str:
-        """Why a collective failed though every rank lives; "" where `trouble` says it itself.
-
-        Gloo's words name a symptom; torch's and ours need no help.
-        """
-        if not _is_gloos(trouble):
-            return ""
-        words = _GLOO.sub("", str(trouble)).partition("\n")[0] or str(trouble)
-        left = [rank for rank in range(self._world_size) if self._has_left(rank)]
-        if left:
-            said = (
-                f"rank(s) {_names(left)} had left in good order while rank {self._rank} still "
-                "communicates; all ranks must call the same collectives"
-            )
-        elif _LATE.search(str(trouble)):
-            said = (
-                f"rank {self._rank} waited for another rank as long as it may (timeout_s), and "
-                "every rank is alive; one is late, or the ranks call different collectives"
-            )
-        else:
-            said = (
-                f"rank {self._rank}: a connection to another rank ended, though every rank is "
-                "alive and none has failed or left"
-            )
-        return f"{said} ({words})"
 
     def peer_failure(self) -> PeerError | None:
         """What another rank has written down by now, if any."""
@@ -324,6 +299,32 @@ class FailureWatch:
             rank: self._store.get(key) if self._store.check([key]) else b""
             for rank, key in keys.items()
         }
+
+
+def _reason(trouble: BaseException, rank: int, left: Sequence[int]) -> str:
+    """Why rank `rank`'s collective failed though every rank lives; "" where `trouble` says it.
+
+    Gloo's words name a symptom; torch's and ours need no help.
+    """
+    if not _is_gloos(trouble):
+        return ""
+    words = _GLOO.sub("", str(trouble)).partition("\n")[0] or str(trouble)
+    if left:
+        said = (
+            f"rank(s) {_names(left)} had left in good order while rank {rank} still communicates; "
+            "all ranks must call the same collectives"
+        )
+    elif _LATE.search(str(trouble)):
+        said = (
+            f"rank {rank} waited for another rank as long as it may (timeout_s), and every rank is "
+            "alive; one is late, or the ranks call different collectives"
+        )
+    else:
+        said = (
+            f"rank {rank}: a connection to another rank ended, though every rank is alive and none "
+            "has failed or left"
+        )
+    return f"{said} ({words})"
 
 
 def _because(cause: RunError, error: BaseException) -> RunError:

@@ -113,7 +113,8 @@ class Session:
                 self._join(resolution)
             else:
                 self._set_up_compute(self.world)
-        except BaseException:
+        except BaseException as error:
+            say_interrupted(error)
             self._stack.close()
             raise
         return self.world

@@ -113,19 +113,28 @@ def say_interrupted(error: BaseException, who: str = "") -> None:
 
 
 def interrupted_line(error: KeyboardInterrupt) -> str:
-    """The innermost `file:line` of the user's program in a traceback that begins there, else ""."""
+    """The `file:line` of the user's program that was interrupted, "" in a command of gradsync."""
     trace = error.__traceback__
-    if trace is None or trace.tb_frame.f_globals.get("__name__", "").startswith("gradsync."):
+    frame = None if trace is None else trace.tb_frame
+    while frame is not None and _module(frame).startswith("gradsync."):
+        if _module(frame).startswith("gradsync.cli."):
+            return ""
+        frame = frame.f_back
+    if frame is None:
         return ""
     names = ("stdlib", "platstdlib", "purelib", "platlib")
     libraries = (*map(sysconfig.get_path, names), str(Path(__file__).parents[1]), "<frozen")
-    where = ""
+    where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
-        if not where or not file.startswith(libraries):
+        if trace.tb_frame is frame or not file.startswith(libraries):
             where = f"{file}:{trace.tb_lineno}"
         trace = trace.tb_next
     return where
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
 
 
 def _say(text: str) -> None:

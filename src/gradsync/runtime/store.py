@@ -148,15 +148,16 @@ def check_in(
     keys = [f"here/{other}" for other in range(world_size)]
     try:
         store.set(f"here/{rank}", json.dumps(asdict(presence)))
-        if wait_until(lambda: store.check(keys), deadline_s):
-            found = store.multi_get(keys)
-            return [_read_presence(other, value) for other, value in enumerate(found)]
+        all_here = wait_until(lambda: store.check(keys), deadline_s)
+        found = store.multi_get(keys) if all_here else []
         missing = [other for other in range(world_size) if not store.check([f"here/{other}"])]
     except RuntimeError as error:  # torch's DistNetworkError is one
         raise RendezvousError(
             f"rank {rank}: {server_name(hosted_by_agent)}, which serves the rendezvous store, went "
             "away while the ranks met"
         ) from error
+    if found:
+        return [_read_presence(other, value) for other, value in enumerate(found)]
     raise RendezvousError(
         f"rank {rank} waited in vain for rank(s) {_short(missing)} of {world_size}; they did not "
         "start, crashed on the way, or were given another coordinator"

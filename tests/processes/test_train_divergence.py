@@ -29,7 +29,6 @@ def saved(out: Path) -> list[str]:
         ("fsdp", ""),
         ("diloco", ""),
         ("invariant", "pp=2"),
-        ("invariant", "tp=2"),
     ],
 )
 def test_weights_that_are_not_finite_are_not_saved(

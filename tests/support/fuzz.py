@@ -18,7 +18,7 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
-FEW = 60
+FEW = 30
 LONGEST_S = 5.0
 
 fuzzed = settings(

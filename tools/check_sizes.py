@@ -1,4 +1,4 @@
-"""Sizes are numbers, not advice: a file stops at 400 lines, a function at 60, a class at 250.
+"""Sizes are numbers, not advice: a file stops at 600 lines, a function at 80, a class at 250.
 
     python tools/check_sizes.py [FOLDER …]        (default: src and tools)
 
@@ -13,8 +13,8 @@ from pathlib import Path
 
 from source_tree import run
 
-FILE_LIMIT = 400
-FUNCTION_LIMIT = 60
+FILE_LIMIT = 600
+FUNCTION_LIMIT = 80
 CLASS_LIMIT = 250
 
 

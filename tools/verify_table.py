@@ -1,6 +1,6 @@
 """The README's table of what `gradsync verify` found, out of the command's own JSON.
 
-    gradsync verify --json > verify.json
+    gradsync verify --thorough --json > verify.json
     python tools/verify_table.py verify.json [README.md]            writes the table
     python tools/verify_table.py verify.json [README.md] --check    exits with 1 if it is another
 

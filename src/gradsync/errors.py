@@ -8,6 +8,7 @@
     └── RunError(RuntimeError)         exit code 1: the request was right, the run failed
         ├── RendezvousError              ranks did not find each other in time
         ├── CheckpointError              a checkpoint is missing, corrupt or of another run
+        ├── DivergenceError              loss, gradients or weights became nan or inf
         ├── LostPeerError                another rank's process has gone, or does not answer
         └── PeerError                    another rank failed; carries that rank's traceback
 
@@ -52,6 +53,10 @@ class RendezvousError(RunError):
 
 class CheckpointError(RunError):
     """A checkpoint cannot be read, or belongs to a different run."""
+
+
+class DivergenceError(RunError):
+    """The loss, the gradients or the weights became nan or inf; all ranks find it alike."""
 
 
 class LostPeerError(RunError):

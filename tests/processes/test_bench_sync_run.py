@@ -51,14 +51,17 @@ def _run(rank: int, world_size: int, store_path: str) -> dict[str, Any]:
         world_size=world_size,
         batch_size=1,
     )
-    told = []
+    told, said = [], []
     begin = patch.object(sync_run, "environment", lambda **_: {"told": len(told)})
     with begin, open_session(rank, world_size, store_path) as world:
         baton = Baton(None, 0, owners(plan))
-        runner = Runner(plan, 0, world, baton, lambda place, count, what: told.append(what))
+        runner = Runner(
+            plan, 0, world, baton, lambda place, count, what: told.append(what), say=said.append
+        )
         found = runner.run()
     assert found["environment"] == {"told": 0}  # before the first piece of work
     assert told[0] == "checking none"
+    assert len(said) == 1
     assert told[-2:] == ["measuring none", ""]  # the second round ends with whom the first began
     return found["contestants"]
 
@@ -213,6 +216,7 @@ def test_a_whole_run(tmp_path: Path) -> None:
     assert rows["none"]["final_loss"] == pytest.approx(rows["torch_ddp"]["final_loss"], rel=1e-6)
     assert rows["naive"]["ratio"]["count"] == 2
     assert "none (default malloc)" in done.stderr
+    assert done.stderr.startswith("gradsync: all of it takes about ")
     with (tmp_path / "rows.csv").open() as file:
         assert [line["contestant"] for line in csv.DictReader(file)] == list(rows)
     record = json.loads((tmp_path / "record.json").read_text())

@@ -13,6 +13,7 @@ import pytest
 
 from gradsync.errors import ConfigError
 from gradsync.launch.local import _signals_to, launch_local
+from gradsync.runtime.store import wait_until
 from support import processes
 
 HEAD = """
@@ -271,9 +272,12 @@ def test_ranks_that_know_nothing_of_signals_end_by_them(tmp_path, rank_module):
 
 def test_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path, rank_module, monkeypatch):
     monkeypatch.setenv("LAUNCH_TEST_MARK", str(tmp_path))
-    rank_module("(out / f'ready{rank}').touch(); signal.pause()")
+    rank_module("(out / f'pid{rank}').write_text(str(os.getpid())); signal.pause()")
     launcher = start_launcher(tmp_path)
-    wait_for_files(tmp_path / "ready0", tmp_path / "ready1")
+    pids = [tmp_path / "pid0", tmp_path / "pid1"]
+    wait_for_files(*pids)
+    wait_until(lambda: pids[1].read_text() != "", time.monotonic() + 10)
+    os.kill(int(pids[1].read_text()), signal.SIGSTOP)  # not even that keeps one for ever
     launcher.kill()
     launcher.wait(60)
     mark = f"LAUNCH_TEST_MARK={tmp_path}"

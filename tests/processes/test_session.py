@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import tempfile
 import time
@@ -215,15 +216,15 @@ def test_the_group_is_gone_after_an_exception(pool: Any) -> None:
         assert seen == {"message": f"no luck on rank {rank}", "undone": True, "group": False}
 
 
-def stumble(rank: int, number: int) -> None:
+def stumble(rank: int, number: int, kind: type[Exception]) -> None:
     if rank == 1:
-        raise ZeroDivisionError(f"stumbled over {number}")
+        raise kind(f"recv from storage {number}: connection reset")
 
 
-def one_fails(rank: int, world_size: int, store_path: str) -> dict[str, Any]:
+def one_fails(rank: int, world_size: int, store_path: str, kind: type[Exception]) -> dict[str, Any]:
     try:
         with open_session(rank, world_size, store_path):
-            stumble(rank, 41 + 1)
+            stumble(rank, 41 + 1, kind)
             sum_of_ranks(rank)
     except PeerError as error:
         return {
@@ -232,17 +233,18 @@ def one_fails(rank: int, world_size: int, store_path: str) -> dict[str, Any]:
             "traceback": error.traceback_text,
             "context": error.__suppress_context__,
         }
-    except ZeroDivisionError as error:
+    except kind as error:
         return {"own": str(error)}
     return {}
 
 
-def test_the_others_raise_that_ranks_failure(pool: Any) -> None:
-    results = pool.run(one_fails, 3)
-    assert results[1] == {"own": "stumbled over 42"}
+@pytest.mark.parametrize("kind", [OSError, RuntimeError])
+def test_the_others_raise_that_ranks_failure(pool: Any, kind: type[Exception]) -> None:
+    results = pool.run(one_fails, 3, kind)
+    assert results[1] == {"own": "recv from storage 42: connection reset"}
     for seen in (results[0], results[2]):
         assert seen["message"].startswith("rank 1 on ")
-        assert "failed first: ZeroDivisionError: stumbled over 42" in seen["message"]
+        assert f"first: {kind.__name__}: recv from storage 42: connection" in seen["message"]
         assert "in stumble" in seen["traceback"]
         assert seen["traceback"].rstrip() in seen["message"]
         assert seen["rank"] == 1
@@ -284,27 +286,75 @@ def test_which_exits_are_orderly(pool: Any, code: Any, learnt: str) -> None:
     assert pool.run(leave_early, 2, code) == [learnt, repr(code)]
 
 
-def wait_in_vain(rank: int, world_size: int, store_path: str) -> tuple[str, float]:
-    """Rank 1 does not come to the collective."""
+def wait_in_vain(
+    rank: int, world_size: int, store_path: str, leaves: bool
+) -> tuple[str, str, float]:
+    """Rank 1 does not come to the collective: it is late, or leaves in good order."""
     session = open_session(rank, world_size, store_path, timeout_s=0.5)
-    with session:
-        assert session._meeting is not None
-        store = session._meeting.store
-        started = time.monotonic()
-        try:
+    started = time.monotonic()
+    try:
+        with session:
+            assert session._meeting is not None
+            store = session._meeting.store
             if rank == 0:
+                if leaves:
+                    wait_until(lambda: store.check(["farewell"]), time.monotonic() + 10)
                 sum_of_ranks(rank)
-        except RuntimeError as error:
-            store.set("given up", "")
-            return str(error), time.monotonic() - started
-        assert wait_until(lambda: store.check(["given up"]), time.monotonic() + 10)
-    return "", 0.0
+            elif not leaves:
+                assert wait_until(lambda: store.check(["failure"]), time.monotonic() + 10)
+    except RunError as error:
+        return type(error).__name__, str(error), time.monotonic() - started
+    return "", "", 0.0
 
 
 def test_a_collective_takes_no_longer_than_it_may(pool: Any) -> None:
-    message, seconds = pool.run(wait_in_vain, 2, timeout_s=20.0)[0]
+    (kind, message, seconds), (others, told, _) = pool.run(wait_in_vain, 2, False, timeout_s=20.0)
+    assert kind == "LostPeerError"
+    assert "waited for another rank as long as it may" in message
     assert "500ms" in message
     assert 0.4 < seconds < 10.0
+    assert others == "PeerError"
+    assert message in told
+
+
+def test_a_rank_that_has_left_is_not_called_dead(pool: Any) -> None:
+    (kind, message, _), (others, _, _) = pool.run(wait_in_vain, 2, True, timeout_s=20.0)
+    assert (kind, others) == ("LostPeerError", "")
+    assert message.startswith("rank(s) 1 had left in good order while rank 0 still communicates")
+
+
+def test_ctrl_c_while_the_ranks_meet_says_so() -> None:
+    lines: list[str] = []
+    with (
+        mock.patch("gradsync.runtime.signals._say", lines.append),
+        mock.patch("gradsync.runtime.session.choose_threads", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        Session(SessionOptions(), env={}).open()
+    (line,) = lines
+    assert re.fullmatch(r"gradsync: interrupted \(Ctrl-C\) in /.*test_session.py:\d+\n", line)
+
+
+def press(rank: int, world_size: int, store_path: str) -> tuple[list[str], str]:
+    """Ctrl-C on all ranks at once."""
+    lines: list[str] = []
+    with mock.patch("gradsync.runtime.signals._say", lines.append):
+        try:
+            with open_session(rank, world_size, store_path):
+                raise KeyboardInterrupt
+        except KeyboardInterrupt as error:
+            return lines, repr(error.__traceback__ and error.__cause__)
+
+
+def test_one_rank_says_where_ctrl_c_hit(pool: Any) -> None:
+    for world_size in (1, 2):
+        results = pool.run(press, world_size)
+        said = [line for lines, _ in results for line in lines]
+        assert [cause for _, cause in results] == ["None"] * world_size
+        assert len(said) == 1
+        assert re.fullmatch(
+            r"gradsync: (rank [01] )?interrupted \(Ctrl-C\) in /.*test_session.py:\d+\n", said[0]
+        )
 
 
 # -- a store that outlives its processes ----------------------------------------------------------

@@ -46,7 +46,9 @@ def test_weights_that_are_not_finite_are_not_saved(
     )
     results = pool.run(train_rank, 2, config, Inject(rank=0, step=3, what="overflow"))
     for result in results:
-        assert result.error.startswith("RunError: after step 4 there is nan or inf in "), result
+        assert result.error.startswith("DivergenceError: after step 4 there is nan or inf in "), (
+            result
+        )
         assert "embed.weight" in result.error
         assert "lower --optim.lr" in result.error
     assert saved(tmp_path) == ["step-00000002"]

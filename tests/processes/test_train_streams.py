@@ -35,8 +35,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_any_number_of_ranks_and_a_stop_give_the_same_weights(
     pool: Any, data: Path, tmp_path: Path
 ) -> None:
-    (whole,) = pool.run(train_rank, 1, stream_config(tmp_path / "1", data))
     three = pool.run(train_rank, 3, stream_config(tmp_path / "3", data))
+    (whole,) = pool.run(train_rank, 1, stream_config(tmp_path / "1", data))
     assert {result.error for result in (whole, *three)} == {""}
     assert three[0].summary["weights_sha256"] == whole.summary["weights_sha256"]
     assert three[0].summary["val_loss"] == whole.summary["val_loss"]

@@ -11,6 +11,7 @@ import pytest
 
 from gradsync.comm.base import Communicator
 from gradsync.comm.choose import communicator
+from gradsync.sync.replica_watch import ReplicaWatch
 from gradsync.verify.cell import Setting, run_cell
 from gradsync.verify.plan import Cell, Settings
 from gradsync.verify.promise import promise_of
@@ -39,7 +40,11 @@ def _verify(
             promise = promise_of(strategy)
             if fault == "promised_bitwise":
                 promise = replace(promise, kind="bitwise")
-            with mock.patch("gradsync.verify.cell.promise_of", lambda _, promise=promise: promise):
+            with (
+                mock.patch("gradsync.verify.cell.promise_of", lambda _, promise=promise: promise),
+                # What the step itself refuses, verify must find when the step does not.
+                mock.patch.object(ReplicaWatch, "refuse_unlike"),
+            ):
                 results.append(run_cell(cell, setting)[0].to_json())
     return results
 

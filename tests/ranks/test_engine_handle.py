@@ -60,7 +60,7 @@ def test_unused_parameters_are_named_once(name: str, caplog: pytest.LogCaptureFi
     said = sorted(record.getMessage() for record in caplog.records)
     assert said == [
         f"parameter 'branch.weight' and 1 more got no gradient on rank {rank} in this step, but "
-        "did on another one; here they count as zeros (said once)"
+        "did on another one; here that counts as zeros (said once)"
         for rank in (0, 2)
     ]
 

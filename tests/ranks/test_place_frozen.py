@@ -243,6 +243,7 @@ def test_a_split_trains_as_one_device_does(
 ) -> None:
     """Bit for bit, one replica or two; each rank's own device is cpu:0."""
     expected = trained(Pair(), SingleCommunicator())
+    assert not torch.equal(expected["head.weight"], Pair().head.weight)
     config = planned(count, room)
     assert config.strategy == strategy
     models = [Pair() for _ in config.groups]

@@ -218,6 +218,20 @@ def test_muon_cannot_be_shared_out(name: str) -> None:
         assert "sync='invariant'" in message
 
 
+def test_ranks_that_differ_in_one_of_them() -> None:
+    def work(rank: int, group: dist.ProcessGroup) -> None:
+        model = net()
+        sync = replicate(model, comm=ProcessGroupCommunicator(group))
+        optimizers = adam_and_sgd(model)
+        optimizers[1].param_groups[0]["lr"] = 0.1 * (rank + 1)
+        sync.backward(model(x_of(0, rank)).square().sum(), weight=3)
+        with pytest.raises(ConfigError, match=r"lr of group 0 of optimizer 1 differs: rank 0 0.1"):
+            sync.step(optimizers)
+        sync.close()
+
+    run_thread_ranks(work, 2)
+
+
 def test_one_copy_of_the_weights_needs_shares() -> None:
     def work(rank: int, group: dist.ProcessGroup) -> None:
         model = net()
@@ -338,7 +352,7 @@ def two_handles(**options: Any) -> tuple[Gan, GradientSync, GradientSync]:
 def test_a_backward_of_another_handle_in_mid_step(name: str) -> None:
     gan, generator, critic = two_handles(sync=name)
     critic.backward(gan.critic_loss(x_of(0, 0), detach=True), weight=3)
-    with pytest.raises(ConfigError, match=r"would be added to the step's; .*ModuleList\(\[a, b\]"):
+    with pytest.raises(ConfigError, match=r"would be added to that step's; .*ModuleList\(\[a, b\]"):
         generator.backward(gan.generator_loss(x_of(0, 0)), weight=3)
     for sync in (generator, critic):
         sync.close()

@@ -8,9 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import tyro
 
 from gradsync.bench.contestant import parse_contestants, with_ideals
 from gradsync.bench.memory_choice import Load, check_fits, fits, largest_that_fits, needed_bytes
+from gradsync.bench.sync_duration import duration, seconds_of
 from gradsync.bench.sync_plan import (
     SyncSettings,
     plan_from_json,
@@ -255,6 +257,41 @@ def test_dry_run_says_what_would_be_measured(
     assert len(plan.sets) == 2
     assert not plan.settings.side_by_side  # all at once would need more
     assert (plan.settings.tokens, plan.entries[0].batch_size) == (512, 2)
+
+
+@pytest.mark.parametrize(
+    ("flops", "longest", "words", "model"),
+    [
+        (1e9, "small", [], "tiny"),  # however slow
+        (1e11, "small", [], "tiny"),
+        (1e12, "small", [], "mini"),
+        (1e15, "small", [], "small"),  # what fits into memory
+        (1e15, "small", ["--strategies", "all", "--rounds", "1500"], "mini"),
+        (1e9, "small", ["--model-size", "small"], "small"),  # asked for
+        (1e9, "small", ["--context-length", "1024"], "small"),  # others are too short
+    ],
+)
+def test_a_model_that_nobody_chose_is_done_in_three_minutes(
+    flops: float, longest: str, words: list[str], model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trial(work: Workload, *, ranks_per_host: int) -> float:
+        assert ranks_per_host == 2
+        return work.model.flops_per_token(work.seq_len) * work.leaf_tokens / flops
+
+    monkeypatch.setattr(bench_sync, "trial_step", trial)
+    monkeypatch.setattr(bench_sync, "size_of", lambda name, *_: name.replace("auto", longest))
+    options = tyro.cli(bench_sync.SyncOptions, args=[*words, "--device", "cpu"])
+    plan = bench_sync.plan_of(options, World())
+    assert plan.settings.model_size == model
+
+
+def test_how_long_it_takes() -> None:
+    settings = SyncSettings(model_size="tiny", rounds=3, num_steps=4, num_warmup=1)
+    chosen = with_ideals(parse_contestants("naive,torch_ddp"), same_allocator=False)
+    plan = sync_plan(settings, chosen, world_size=2, batch_size=1)
+    steps = 4 * (9 + 3 * 5) + 2 * 4
+    assert seconds_of(plan, 2.0) - seconds_of(plan, 0.0) == pytest.approx(steps * 2.0)
+    assert [duration(s) for s in (0.2, 40, 170, 4_800)] == ["1 s", "40 s", "3 min", "1 h 20 min"]
 
 
 @pytest.mark.parametrize("command", ["bench_sync", "tune"])

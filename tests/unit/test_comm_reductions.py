@@ -58,7 +58,7 @@ def test_a_number_is_no_tensor(number: Any) -> None:
         (dist.ReduceOp.AVG, "sum"),
         ("AVG", "sum"),
     ],
-    ids=str,
+    ids=["SUM", "an object", "MAX", "AVG", "text"],
 )
 def test_the_ops_of_torch(op: Any, expected: str) -> None:
     class Noting(SingleCommunicator):

@@ -183,6 +183,7 @@ def of_group(**changes: Any) -> Callable[[Any], None]:
         (each_parameter(slots=["exp_avg"]), "has not the state that AdamW keeps"),
         (each_parameter(values={"exp_avg": "x"}), "has not the state that AdamW keeps"),
         (of_group(betas="abc"), "betas is 'abc', expected something like [0.9, 0.95]"),
+        (of_group(amsgrad=True), "amsgrad is 'True', expected something like False"),
         (of_group(eps=float("nan")), "eps is 'nan', expected something like 1e-08"),
         (lambda state: state["model"].update(n_layer=10**6), "model.n_layer is 1000000 there"),
     ],
@@ -263,7 +264,7 @@ def wide(data: Path) -> None:
         (in_meta(unigram_entropy_nats=float("nan")), "NaN where a finite number belongs"),
         (in_meta(unigram_entropy_nats=-1), "must not be negative"),
         (in_meta(documents=10**50), "a number of 51 digits"),
-        (wide, "parameters take"),
+        (wide, "parameters take 25"),
     ],
 )
 def test_data_that_are_none(

@@ -31,11 +31,11 @@ def lines(count: int) -> str:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("x = 1\n" * 401, ["sample.py:1 file 401 > 400"]),
-        ("x = 1\n" * 400, []),
-        ("\ndef long():\n" + lines(60), ["sample.py:2 long 61 > 60"]),
-        ("async def long():\n" + lines(60), ["sample.py:1 long 61 > 60"]),
-        ("def fits():\n" + lines(59), []),
+        ("x = 1\n" * 601, ["sample.py:1 file 601 > 600"]),
+        ("x = 1\n" * 600, []),
+        ("\ndef long():\n" + lines(80), ["sample.py:2 long 81 > 80"]),
+        ("async def long():\n" + lines(80), ["sample.py:1 long 81 > 80"]),
+        ("def fits():\n" + lines(79), []),
         ("class Long:\n" + lines(250), ["sample.py:1 Long 251 > 250"]),
         ("class Fits:\n" + lines(249), []),
     ],

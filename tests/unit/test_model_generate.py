@@ -30,6 +30,27 @@ def test_same_seed_same_text_and_longer_than_the_context(model):
     assert all(0 <= token < 40 for token in text)
 
 
+@pytest.mark.parametrize("choice", [{"temperature": 0}, {"temperature": 1.5, "seed": 3}])
+@pytest.mark.parametrize(("length", "n_kv_head"), [(1, None), (3, 2), (8, None), (9, 2)])
+def test_kept_keys_and_values_change_no_token(length, choice, n_kv_head):
+    config = GPTConfig(
+        n_layer=2, n_head=4, n_kv_head=n_kv_head, n_embd=32, vocab_size=40, block_size=8
+    )
+    model = GPT(config, seed=2)
+    with torch.no_grad():
+        model.embed.weight.mul_(40)
+    prompt = [(7 * place) % 40 for place in range(length)]
+    cached = generate(model, prompt, 14, **choice)  # past the length of the context
+    assert cached == generate(model, prompt, 14, use_cache=False, **choice)
+
+
+def test_with_kept_keys_and_values_each_token_is_one_position(model):
+    seen = []
+    model.blocks[0].register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].shape[1]))
+    generate(model, [1, 2, 3], 8)
+    assert seen == [3, 1, 1, 1, 1, 1, 8, 8]
+
+
 def test_only_the_last_block_of_the_context_counts(model):
     tail = list(range(10, 18))
     assert generate(model, [5, 6, *tail], 6)[2:] == generate(model, tail, 6)

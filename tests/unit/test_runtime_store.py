@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from gradsync.errors import RendezvousError
 from gradsync.runtime import publish, store
-from gradsync.runtime.publish import publish_port, read_port
+from gradsync.runtime.publish import _start_time, publish_port, read_port
 from gradsync.runtime.store import Presence, check_in, host_store, join_store, wait_until
 
 
@@ -204,6 +204,14 @@ def test_who_did_not_come_is_named(here: list[int], world_size: int, missing: st
         check_in(shared, presence(0), rank=0, world_size=world_size, deadline_s=soon(0.05))
 
 
+@pytest.mark.parametrize("said", ["{", "[]", '{"host": 1}', "[" * 9_999, "\xff"])
+def test_a_presence_that_cannot_be_read_is_named(said: str) -> None:
+    shared = dist.HashStore()
+    shared.set("here/1", said)
+    with pytest.raises(RendezvousError, match="what rank 1 announces cannot be read"):
+        check_in(shared, presence(0), rank=0, world_size=2, deadline_s=soon())
+
+
 def test_wait_until_looks_at_least_once() -> None:
     assert wait_until(lambda: True, time.monotonic() - 1)
     assert not wait_until(lambda: False, time.monotonic() - 1)
@@ -275,8 +283,11 @@ def gone() -> int:
         lambda: {"port": 1, "pid": gone(), "started": ""},
         lambda: {"port": 1, "pid": os.getpid(), "started": "1.0"},  # its number came again
         lambda: {"port": 1},
+        lambda: {"port": "1", "pid": os.getpid(), "started": _start_time(os.getpid())},
+        lambda: ["port", 1],
+        lambda: {"port": 1, "pid": 10**30, "started": "1.0"},
     ],
-    ids=["ended", "ended, never known", "reused", "of another version"],
+    ids=["ended", "ended, never known", "reused", "old version", "text", "list", "pid"],
 )
 def test_what_a_dead_process_left_is_ignored(note: Callable[[], object], temporary: Path) -> None:
     publish_port("job-1", 4711).write_text(json.dumps(note()))
@@ -301,3 +312,5 @@ def test_a_store_that_dies_during_the_meeting() -> None:
 
     with pytest.raises(RendezvousError, match=r"rank 0, which serves .* went away"):
         check_in(Dead(), presence(1), rank=1, world_size=2, deadline_s=soon())
+    with pytest.raises(RendezvousError, match=r"the launcher, which serves .* went away"):
+        check_in(Dead(), presence(1), rank=1, world_size=2, deadline_s=soon(), hosted_by_agent=True)

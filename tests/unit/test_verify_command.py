@@ -12,14 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tyro
 
 from gradsync.cli import verify
 from gradsync.cli.main import main
 from gradsync.cli.ranks import work_folder
 from gradsync.launch import local
+from gradsync.sync.registry import STRATEGIES
 from gradsync.verify.plan import job_from_json
+from gradsync.verify.report import print_report
 from gradsync.verify.result import Result
 from gradsync.verify.worker import WORK
+from gradsync.world import World
 
 SMALL = ["--strategies", "naive", "--models", "mlp", "--dtype", "fp32", "--no-cross-load"]
 WORDS = {
@@ -102,6 +106,47 @@ def test_what_cannot_be_is_refused_before_any_rank_starts(
     assert main(["verify", *SMALL, "--world-size", "1", *words]) == 2
     assert message in capsys.readouterr().err
     assert started == []
+
+
+@pytest.mark.parametrize(
+    ("words", "cells"),
+    [
+        ([], 3 * 3 * 1),
+        (["--thorough"], 4 * 3 * 2),
+        (["--strategies", "all", "--world-sizes", "1,2,3,4"], 4 * 3 * 2),
+        (["--dtype", "fp32"], 4 * 3 * 1),
+        (["--num-steps", "2"], 3 * 3 * 1),
+    ],
+)
+def test_nothing_chosen_is_a_quick_check(words: list[str], cells: int) -> None:
+    plan = verify.plan_of(tyro.cli(verify.VerifyOptions, args=words), World())
+    assert len(plan.cells) == cells * len(STRATEGIES)
+
+
+def test_a_quick_check_says_what_it_leaves_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started = pretend(monkeypatch, lambda: None)
+    assert main(["verify", "--no-cross-load"]) == 0
+    assert started == [1, 2, 3]
+    first = capsys.readouterr().out.splitlines()[0]
+    assert "left out are 4 ranks and bf16 (--thorough runs everything" in first
+
+
+def test_a_reason_is_printed_once_with_its_cells(capsys: pytest.CaptureFixture[str]) -> None:
+    def result(size: int, dtype: str, said: str, status: str = "error") -> Result:
+        named = {"strategy": "naive", "world_size": size, "model": "target", "dtype": dtype}
+        return Result(**named, promise="rounding", status=status, sentence=said)
+
+    sizes = [(size, dtype) for size in (1, 2, 3, 4) for dtype in ("fp32", "bf16")]
+    results = [result(*each, f"rank {each[0] - 1} raised ValueError: no") for each in sizes]
+    results.append(result(1, "fp32", "another", "failed"))
+    print_report(results, 1.0, sys.stdout)
+    printed = capsys.readouterr().out
+    assert printed.count("raised ValueError: no") == 1
+    assert "error 8 cells: rank 0 raised ValueError: no\n    naive W=1 target fp32, " in printed
+    assert all(each.name in printed for each in results)
+    assert "failed naive W=1 target fp32: another\n" in printed
 
 
 def test_rows_that_cannot_be_written_do_not_cost_the_document(

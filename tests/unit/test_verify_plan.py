@@ -19,6 +19,7 @@ from gradsync.verify.plan import (
     launches,
     make_plan,
     settings_for,
+    sized_settings,
     split_list,
 )
 
@@ -125,6 +126,32 @@ def test_there_is_data_for_every_step(num_samples: int) -> None:
     settings = Settings(num_steps=4, num_samples=num_samples)
     assert settings.num_epochs is not None
     assert settings.num_epochs * num_samples > 3 * settings.global_batch_size
+
+
+@pytest.mark.parametrize(
+    ("asked", "made"),
+    [
+        ({}, (4, 5, 3)),
+        ({"num_samples": 5_000, "num_steps": 50}, (50, 5, 20)),
+        ({"num_samples": 5_000, "num_steps": 50, "num_leaves": 10}, (50, 10, 10)),
+        ({"num_samples": 1_001, "num_steps": 50}, (50, 5, 5)),  # the last of a second pass
+        ({"num_samples": 61}, (5, 5, 3)),
+        ({"num_samples": 61, "leaf_size": 61}, (1, 5, 61)),
+        ({"num_samples": 60, "leaf_size": 3, "num_steps": 4}, (4, 5, 3)),
+        ({"num_samples": 60, "leaf_size": 3, "num_steps": 9}, (9, 5, 3)),  # several passes
+        ({"num_samples": 900, "num_steps": 10, "most_ranks": 8}, (10, 9, 10)),
+    ],
+)
+def test_so_many_samples_are_trained(asked: dict[str, Any], made: tuple[int, int, int]) -> None:
+    default: dict[str, Any] = {"num_steps": None, "num_samples": None, "leaf_size": None}
+    settings = sized_settings(**{"most_ranks": 4, **default, **asked})
+    assert (settings.num_steps, settings.num_leaves, settings.leaf_size) == made
+    assert settings.num_steps * settings.global_batch_size >= asked.get("num_samples", 0)
+
+
+def test_steps_that_cannot_take_so_many_samples_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"5000 samples are 334 steps of 15 .* num_steps is 50"):
+        sized_settings(num_steps=50, num_samples=5_000, leaf_size=3, most_ranks=4)
 
 
 def test_variants_and_strategies_change_leaves_but_not_the_data() -> None:

@@ -26,6 +26,7 @@ from gradsync.bench.contestant_base import (
 from gradsync.bench.contestant_build import enter
 from gradsync.bench.meter import StepClock
 from gradsync.bench.meter_wire import Wire
+from gradsync.bench.sync_plan import CHECK_STEPS
 from gradsync.comm.values import all_sum
 from gradsync.errors import RunError
 from gradsync.runtime.peak_memory import PeakMemory, give_back
@@ -33,10 +34,8 @@ from gradsync.sync.registry import STRATEGIES
 
 _SETTLING = 2
 """Steps in which contestants may still build things (DDP regroups its buckets after the first)."""
-_COUNTED = 2
+_COUNTED = CHECK_STEPS - _SETTLING
 """Steps in which operations and bytes are counted, or as many as repeat themselves."""
-STEPS = _SETTLING + _COUNTED
-"""Of each check."""
 TOLERANCE = 2e-3
 """Largest relative difference of a loss, for those that promise one rank's numbers."""
 _LOSSY_TOLERANCE = 2e-2
@@ -71,7 +70,7 @@ def reference_losses(site: Site, leaves: Leaves) -> list[float]:
     model = site.model()
     optimizer = site.optimizer(model)
     comm, losses = site.comm, []
-    for _ in range(STEPS):
+    for _ in range(CHECK_STEPS):
         total = torch.zeros((), device=site.device)
         for tokens_BT, targets_BT in leaves:
             with site.autocast():
@@ -149,8 +148,8 @@ def judge(contestant: Contestant, losses: list[float], expected: list[float], dr
         raise NotTrainingError(f"contestant {label} does not train: losses {_shown(losses)}")
     if drift > _WEIGHTS_TOLERANCE:
         raise NotTrainingError(
-            f"contestant {label} does not synchronise: after {STEPS} steps the ranks' weights "
-            f"differ by {drift:.1e}"
+            f"contestant {label} does not synchronise: after {CHECK_STEPS} steps the ranks' "
+            f"weights differ by {drift:.1e}"
         )
     if contestant.name in _FREE:
         return
@@ -175,7 +174,7 @@ def _communication(contestant: Contestant, site: Site, leaves: Leaves) -> float 
             return None
         entrant_step(entrant, leaves)
         blocking.seconds = 0.0
-        steps = whole_periods(STEPS, entrant.period)
+        steps = whole_periods(CHECK_STEPS, entrant.period)
         for _ in range(steps):
             entrant_step(entrant, leaves)
         return blocking.seconds / steps

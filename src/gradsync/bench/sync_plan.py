@@ -22,6 +22,8 @@ from gradsync.models.presets import PRESETS, preset
 
 DTYPES = ("fp32", "bf16")
 DEVICES = ("auto", "cpu", "cuda")
+CHECK_STEPS = 4
+"""Optimizer steps by which each contestant is checked."""
 _USUAL_CONTEXT = 512
 _LARGEST_SEED = 2**32
 """Each leaf's is a multiple of it, and generators take 64 bits."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -11,7 +12,8 @@ from gradsync.bench.contestant_build import enter
 from gradsync.bench.environment import environment
 from gradsync.bench.meter import StepClock
 from gradsync.bench.sync_check import check, entrant_step, reference_losses
-from gradsync.bench.sync_plan import Entry, Plan
+from gradsync.bench.sync_duration import duration, seconds_of
+from gradsync.bench.sync_plan import CHECK_STEPS, Entry, Plan
 from gradsync.bench.sync_sets import Baton
 from gradsync.comm.groups import groups
 from gradsync.comm.values import all_gather_json
@@ -21,6 +23,7 @@ from gradsync.world import World
 
 Tell = Callable[[int, int, str], None]
 """`tell(place, count, what)`: how far it is."""
+Say = Callable[[str], None]
 
 
 @dataclass(slots=True)
@@ -46,11 +49,21 @@ class Runner:
         world: of the set's session.
         baton: passed on between sets.
         tell: called before each piece of work of any set.
+        say: called once with how long it will take.
     """
 
-    def __init__(self, plan: Plan, mine: int, world: World, baton: Baton, tell: Tell) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        mine: int,
+        world: World,
+        baton: Baton,
+        tell: Tell,
+        *,
+        say: Say = lambda text: None,
+    ) -> None:
         self._plan, self._mine, self._world = plan, mine, world
-        self._baton, self._tell = baton, tell
+        self._baton, self._tell, self._say = baton, tell, say
         self._order = work_order(plan)
         self.place = 0
         """Of the work at hand, in the order of all sets."""
@@ -102,7 +115,11 @@ class Runner:
         bench = _Bench(leaves=make_leaves(site, entry.batch_size), clock=clock)
         self._benches[entry.label] = bench
         if entry.batch_size not in self._expected:
+            began = time.perf_counter()
             self._expected[entry.batch_size] = reference_losses(site, bench.leaves)
+            if self.place == 0:
+                step_s = (time.perf_counter() - began) / CHECK_STEPS
+                self._say(f"all of it takes about {duration(seconds_of(self._plan, step_s))}")
         expected = self._expected[entry.batch_size]
         bench.found = asdict(check(entry.contestant, site, bench.leaves, expected))
         give_back()

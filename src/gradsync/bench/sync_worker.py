@@ -49,7 +49,7 @@ def measure(plan_json: dict[str, Any]) -> dict[str, Any]:
     baton = Baton(store, mine, owners(plan))
     is_first = env.get("RANK", "0") == "0"
     with environ.exported(variables):
-        outcome, is_main = _work(plan, mine, baton, progress_bar() if is_first else silent)
+        outcome, is_main = _work(plan, mine, baton, is_first=is_first)
     if store is not None and is_main and mine:
         store.set(f"outcome/{mine}", json.dumps(outcome))
     if mine or not is_main:
@@ -61,9 +61,7 @@ def measure(plan_json: dict[str, Any]) -> dict[str, Any]:
     return {"results": _checked(outcomes)}
 
 
-def _work(
-    plan: Plan, mine: int, baton: Baton, tell: Callable[[int, int, str], None]
-) -> tuple[dict[str, Any], bool]:
+def _work(plan: Plan, mine: int, baton: Baton, *, is_first: bool) -> tuple[dict[str, Any], bool]:
     """What the set measured, or why it gave up; and whether this is its rank 0."""
     # What other libraries have to say about themselves is no part of the table.
     logging.getLogger("gradsync").setLevel(logging.ERROR)
@@ -73,7 +71,8 @@ def _work(
     session = Session(SessionOptions(device=settings.device, threads=settings.threads))
     with session as world, ExitStack() as stack:
         stack.callback(_forget_accelerate)
-        runner = Runner(plan, mine, world, baton, tell)
+        tell, say = (progress_bar(), _say) if is_first else (silent, silent)
+        runner = Runner(plan, mine, world, baton, tell, say=say)
         try:
             result = {"keeps_memory": keeps, **runner.run()}
         except (ConfigError, NotTrainingError) as error:  # the same on all ranks of the set
@@ -127,5 +126,11 @@ def progress_bar() -> Callable[[int, int, str], None]:
     return draw
 
 
-def silent(place: int, count: int, what: str) -> None:
+def _say(text: str) -> None:
+    """A line above the bar."""
+    clear = "\r\x1b[K" if sys.stderr.isatty() else ""
+    print(f"{clear}gradsync: {text}", file=sys.stderr, flush=True)
+
+
+def silent(*_: object) -> None:
     """Nobody looks."""

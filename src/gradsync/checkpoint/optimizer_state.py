@@ -249,12 +249,12 @@ def _to_json(value: Any) -> Any:
 
 
 def _kind(value: Any) -> Any:
-    """What must be alike for one setting to stand for another: numbers, or lists of as many."""
+    """What must be alike for one setting to stand for another: that both are finite numbers, or
+    lists of as many; a switch (`amsgrad`) decides what state there is, so its value."""
     if isinstance(value, list):
         return [_kind(item) for item in value]
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return type(value)
-    return "number" if math.isfinite(value) else value
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return "number" if is_number and math.isfinite(value) else repr(value)
 
 
 def _restore_setting(group: dict[str, Any], key: str, value: Any) -> None:

@@ -8,6 +8,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +18,7 @@ from gradsync.bench.contestant import left_out, parse_contestants, with_ideals
 from gradsync.bench.memory_choice import Load, check_fits, fits, largest_that_fits
 from gradsync.bench.plot import check_plot
 from gradsync.bench.record import check_folder, write_record
+from gradsync.bench.sync_duration import in_time, trial_step
 from gradsync.bench.sync_plan import (
     DEVICES,
     Plan,
@@ -55,7 +57,8 @@ class SyncOptions:
 
     model_size: str = "auto"
     """tiny, mini, small, medium, large, xl, 1.3b, 2.7b; auto takes the largest that fits into
-    memory."""
+    memory and takes less than three minutes here, as a few timed steps say (under a launcher, into
+    memory)."""
     world_size: int = 2
     """Ranks to start on this host."""
     strategies: str = "default"
@@ -165,9 +168,11 @@ def plan_of(options: SyncOptions, world: World) -> Plan:
         seed=options.seed,
     )
     plan = sync_plan(settings, contestants, world_size=world_size, batch_size=options.batch_size)
+    if options.model_size == "auto" and not world.is_distributed:
+        plan = in_time(plan, load.kind, partial(trial_step, ranks_per_host=local))
     most = max(sum(e.worker_set == n for e in plan.entries) for n in range(len(plan.sets)))
     together = replace(load, contestants=most + 1)  # the one under way is there twice
-    return plan if fits(settings.config, together, room) else built_per_turn(plan)
+    return plan if fits(plan.settings.config, together, room) else built_per_turn(plan)
 
 
 def as_measured(options: SyncOptions, world: World) -> SyncOptions:
@@ -288,8 +293,9 @@ def _announce(options: SyncOptions, plan: Plan, world: World) -> None:
         name = plan.settings.model_size
         millions = PRESETS[name].num_params() / 1e6
         print(
-            f"gradsync: model size {name} ({millions:.0f} M parameters), the largest that fits; "
-            "--model-size takes another",
+            f"gradsync: model size {name} ({millions:.0f} M parameters), the largest that fits"
+            f"{'' if world.is_distributed else ' and is done in three minutes'}; --model-size "
+            "takes another",
             file=sys.stderr,
         )
 

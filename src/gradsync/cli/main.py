@@ -18,7 +18,7 @@ from difflib import get_close_matches
 from importlib import import_module
 
 from gradsync import __version__
-from gradsync.errors import ConfigError, GradsyncError, PeerError
+from gradsync.errors import ConfigError, DivergenceError, GradsyncError, PeerError
 from gradsync.runtime import environ
 
 COMMANDS = {
@@ -94,7 +94,7 @@ def _run_command(name: str, arguments: list[str]) -> int:
 def _fail(error: GradsyncError) -> int:
     """Say it once: what all ranks found alike is rank 0's to tell, a traceback that rank's own."""
     rank = _rank()
-    if rank and isinstance(error, ConfigError):
+    if rank and isinstance(error, ConfigError | DivergenceError):
         # Launchers end all ranks when the first one fails: leave rank 0 the time to speak.
         time.sleep(_SILENCE_S)
         return error.exit_code

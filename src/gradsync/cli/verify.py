@@ -21,7 +21,7 @@ from gradsync.runtime import environ
 from gradsync.runtime.bounds import MOST_RANKS, whole_number
 from gradsync.runtime.resolve import resolve
 from gradsync.sync.registry import STRATEGIES, find_strategy
-from gradsync.verify.plan import MODELS, Plan, Settings, make_plan, split_list
+from gradsync.verify.plan import MODELS, Plan, make_plan, sized_settings, split_list
 
 if TYPE_CHECKING:
     from gradsync.verify.result import Result
@@ -38,32 +38,36 @@ class VerifyOptions:
 
     `invariant` must give the same bits; others must stay within what the order of sums explains;
     lossy ones are held to what they promise. A failure is named: what, where, and from what cause.
-    Started by torchrun, mpirun or srun, it verifies at that number of ranks.
+    Started by torchrun, mpirun or srun, it verifies at that number of ranks. Where nothing is
+    chosen, a quick check runs: all strategies and models on 1, 2 and 3 ranks in fp32.
     """
 
-    strategies: str = "all"
-    """Names with commas between them, or all."""
-    world_sizes: str = "1,2,3,4"
-    """Numbers of ranks, started on this host one after the other."""
+    thorough: bool = False
+    """Everything there is, instead of the quick check: also 4 ranks, and bf16."""
+    strategies: str = ""
+    """Names with commas between them, or all (the default)."""
+    world_sizes: str = ""
+    """Numbers of ranks, started on this host one after the other (default: 1,2,3,4)."""
     world_size: int | None = None
     """Only this one."""
-    models: str = ",".join(MODELS)
-    """mlp, conv, gpt."""
-    dtypes: str = "fp32,bf16"
-    """fp64, fp32, bf16 (autocast over fp32 weights)."""
+    models: str = ""
+    """mlp, conv, gpt (default: all)."""
+    dtypes: str = ""
+    """fp64, fp32, bf16 (autocast over fp32 weights; default: fp32,bf16)."""
     dtype: str = ""
     """Only this one."""
     target: str = ""
     """pkg.module:factory of your own; factory() returns (model, map-style data set of (input,
     target), loss_sum(output, target))."""
-    num_steps: int = 4
-    """Optimizer steps of each run."""
+    num_steps: int | None = None
+    """Optimizer steps of each run (default: 4, or as many as --num-samples takes)."""
     num_samples: int | None = None
-    """Samples of the data set to use; by default as many as make the last step a short one."""
+    """Samples to train on in each run; with --num-steps, batches are as large as that takes. By
+    default as many as make the last of the steps a short one."""
     num_leaves: int = 5
     """Micro-batches in a global batch, over all ranks."""
-    leaf_size: int = 3
-    """Samples in a micro-batch."""
+    leaf_size: int | None = None
+    """Samples in a micro-batch (default: 3, or as --num-samples and --num-steps say)."""
     optimizer: str = "adamw"
     """adamw or sgd (with momentum)."""
     clip_norm: float = 0.5
@@ -106,6 +110,13 @@ def run(argv: list[str]) -> int:
 
 def _work(options: VerifyOptions, plan: Plan, world: World) -> int:
     started = time.perf_counter()
+    if _is_quick(options, world):
+        print(
+            "quick check: every strategy and model on 1, 2 and 3 ranks in fp32; left out are 4 "
+            "ranks and bf16 (--thorough runs everything, three times as long)",
+            file=sys.stderr if options.as_json else sys.stdout,
+            flush=True,
+        )
     # Torch's own warnings about its sockets repeat, with stacks, what results say in a line.
     quiet = {"TORCH_CPP_LOG_LEVEL": environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
     with Signals() as signals:
@@ -132,30 +143,36 @@ def plan_of(options: VerifyOptions, world: World) -> Plan:
         )
     if options.csv and world.is_main:
         _check_writable(Path(options.csv))
-    settings = Settings(
+    quick = _is_quick(options, world)
+    sizes = [
+        _number(word) for word in split_list(options.world_sizes or ("1,2,3,4", "1,2,3")[quick])
+    ]
+    if options.world_size is not None:
+        sizes = [options.world_size]
+    if world.is_distributed:
+        sizes = [world.world_size]
+    settings = sized_settings(
         num_steps=options.num_steps,
         num_samples=options.num_samples,
         num_leaves=options.num_leaves,
         leaf_size=options.leaf_size,
+        most_ranks=max(sizes, default=0),
         optimizer=options.optimizer,
         clip_norm=options.clip_norm or None,
         batch_norm=options.batch_norm,
         seed=options.seed,
         target=options.target,
     )
-    strategies = list(STRATEGIES) if options.strategies == "all" else split_list(options.strategies)
+    every = options.strategies in ("", "all")
+    strategies = list(STRATEGIES) if every else split_list(options.strategies)
     for name in strategies:
         find_strategy(name)
-    sizes = [_number(word) for word in split_list(options.world_sizes)]
-    if options.world_size is not None:
-        sizes = [options.world_size]
-    if world.is_distributed:
-        sizes = [world.world_size]
+    dtypes = options.dtype or options.dtypes or ("fp32,bf16", "fp32")[quick]
     plan = make_plan(
         strategies=strategies,
         world_sizes=sizes,
-        models=["target"] if options.target else split_list(options.models),
-        dtypes=[options.dtype] if options.dtype else split_list(options.dtypes),
+        models=["target"] if options.target else split_list(options.models or ",".join(MODELS)),
+        dtypes=split_list(dtypes),
         settings=settings,
         cross_load=options.cross_load,
     )
@@ -164,6 +181,15 @@ def plan_of(options: VerifyOptions, world: World) -> Plan:
 
         check_target(plan.settings, plan.cells[0].dtype)  # before any rank is started
     return plan
+
+
+def _is_quick(options: VerifyOptions, world: World) -> bool:
+    """Whether nothing was chosen: then what runs should not take long."""
+    chosen = (options.strategies, options.world_sizes, options.models, options.dtypes)
+    chosen += (options.dtype, options.target)
+    return not (
+        options.thorough or any(chosen) or options.world_size is not None or world.is_distributed
+    )
 
 
 def _check_writable(path: Path) -> None:

@@ -9,29 +9,35 @@ takes this process over.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import runpy
 import signal
 import sys
+import threading
+
+from gradsync.runtime.signals import signal_when_parent_ends
 
 PROGRAM = "--"
 """In the module's place: what follows is a whole command line."""
 
-_PR_SET_PDEATHSIG = 1
-
 
 def die_with(parent: int) -> None:
-    """Have the system send SIGTERM to this process when process `parent`, its parent, ends.
+    """Have the system send SIGTERM to this process when process `parent`, its parent, ends, and
+    SIGCONT, so that a stopped one acts on it.
 
     A launcher that is killed outright (SIGKILL, out of memory) cannot pass anything on; without
-    this its ranks would go on alone. Does nothing where the system has no such call.
+    this its ranks would go on alone, or stay stopped for ever. Not SIGKILL: who can still save in
+    the seconds until the failure watch ends the rank, should. Only on Linux.
     """
-    if sys.platform != "linux":
-        return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # it ended before we asked
+    signal_when_parent_ends(signal.SIGTERM)
+    threading.Thread(target=_wake_when_parent_ends, name="gradsync-wake", daemon=True).start()
+    if sys.platform == "linux" and os.getppid() != parent:  # it ended before we asked
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _wake_when_parent_ends() -> None:
+    signal_when_parent_ends(signal.SIGCONT)
+    threading.Event().wait()
 
 
 def main(argv: list[str]) -> None:
@@ -39,7 +45,8 @@ def main(argv: list[str]) -> None:
     parent, module, *arguments = argv
     die_with(int(parent))
     if module == PROGRAM:
-        os.execvp(arguments[0], arguments)  # it still dies with the launcher: see prctl(2)
+        # SIGTERM outlasts this, see prctl(2); the thread does not: a session's watch replaces it.
+        os.execvp(arguments[0], arguments)
     # Until the command installs handlers, Ctrl-C just ends the rank: no traceback from an import.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.argv = [module, *arguments]

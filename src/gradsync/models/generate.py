@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradsync.errors import ConfigError
-from gradsync.models.gpt import GPT
+from gradsync.models.gpt import GPT, KeyValueCache
 
 
 @torch.no_grad()
@@ -21,11 +21,13 @@ def generate(
     top_k: int | None = 50,
     seed: int = 0,
     generator: torch.Generator | None = None,
+    use_cache: bool = True,
 ) -> list[int]:
     """Continue `prompt_ids`. The same call on the same kind of device gives the same tokens.
 
-    Each token costs one forward over the context (the last `block_size` tokens); nothing is cached
-    between tokens, so the cost of a token grows with the length of the context.
+    A token costs a forward over one position: keys and values of those before it are kept. Once
+    there are more than `block_size` of them, it costs one over the last `block_size`: the window
+    slides, and what deeper layers have kept stems from positions that it no longer shows.
 
     Args:
         model: any device; put into eval mode meanwhile, its mode is restored.
@@ -35,6 +37,7 @@ def generate(
         top_k: sample among the k most likely only; None among all.
         seed: of the draws, when no generator is given.
         generator: a CPU generator that goes on where it stands.
+        use_cache: False computes the whole context for each token: the same tokens, slowly.
 
     Returns:
         The prompt followed by the new tokens.
@@ -47,12 +50,18 @@ def generate(
         generator = torch.Generator().manual_seed(seed)
     device = model.embed.weight.device
     ids = [int(token) for token in prompt_ids]
+    caches = [KeyValueCache() for _ in model.blocks]
     was_training = model.training
     model.eval()
     try:
         for _ in range(max_new_tokens):
-            context = torch.tensor([ids[-model.config.block_size :]], device=device)
-            last_V = model.logits(model.features(context)[:, -1])[0]
+            if use_cache and len(ids) <= model.config.block_size:
+                new_BT = torch.tensor([ids[caches[0].length :]], device=device)
+                x_BTC = model.features(new_BT, caches)
+            else:
+                context_BT = torch.tensor([ids[-model.config.block_size :]], device=device)
+                x_BTC = model.features(context_BT)
+            last_V = model.logits(x_BTC[:, -1])[0]
             ids.append(_draw(last_V.float().cpu(), temperature, top_k, generator))
     finally:
         model.train(was_training)

@@ -14,6 +14,7 @@ survives `to_empty`, which separates parameters that are merely shared.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -69,6 +70,26 @@ def initial_weight(
     return drawn.normal_(0.0, std, generator=generator)
 
 
+class KeyValueCache:
+    """Keys and values that one attention has computed for the positions so far: for generation."""
+
+    def __init__(self) -> None:
+        self._kept: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def length(self) -> int:
+        """Positions so far."""
+        return 0 if self._kept is None else self._kept[0].shape[2]
+
+    def extend(self, k_BGTK: Tensor, v_BGTK: Tensor) -> tuple[Tensor, Tensor]:
+        """Those of all positions, with these at the end."""
+        if self._kept is not None:
+            old_k, old_v = self._kept
+            k_BGTK, v_BGTK = torch.cat((old_k, k_BGTK), dim=2), torch.cat((old_v, v_BGTK), dim=2)
+        self._kept = k_BGTK, v_BGTK
+        return self._kept
+
+
 class Attention(nn.Module):
     """Causal self-attention with rotary positions and grouped key/value heads."""
 
@@ -82,16 +103,24 @@ class Attention(nn.Module):
         self.v = nn.Linear(config.n_embd, kv_width, bias=False)
         self.out = nn.Linear(config.n_embd, config.n_embd, bias=False)
 
-    def forward(self, x_BTC: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
-        """(B, T, C) -> (B, T, C)."""
+    def forward(
+        self, x_BTC: Tensor, cos_TK: Tensor, sin_TK: Tensor, cache: KeyValueCache | None = None
+    ) -> Tensor:
+        """(B, T, C) -> (B, T, C); where `cache` holds positions already, T is 1."""
         q_BHTK = self.q(x_BTC).unflatten(-1, (self.n_head, -1)).transpose(1, 2)
         k_BGTK = self.k(x_BTC).unflatten(-1, (self.n_kv_head, -1)).transpose(1, 2)
         v_BGTK = self.v(x_BTC).unflatten(-1, (self.n_kv_head, -1)).transpose(1, 2)
+        q_BHTK = rotate(q_BHTK, cos_TK, sin_TK)
+        k_BGTK = rotate(k_BGTK, cos_TK, sin_TK)
+        is_causal = True
+        if cache is not None:
+            is_causal = cache.length == 0  # a single new position may look at all others
+            k_BGTK, v_BGTK = cache.extend(k_BGTK, v_BGTK)
         y_BHTK = F.scaled_dot_product_attention(
-            rotate(q_BHTK, cos_TK, sin_TK),
-            rotate(k_BGTK, cos_TK, sin_TK),
+            q_BHTK,
+            k_BGTK,
             v_BGTK,
-            is_causal=True,
+            is_causal=is_causal,
             enable_gqa=self.n_kv_head != self.n_head,
         )
         return self.out(y_BHTK.transpose(1, 2).flatten(2))
@@ -123,9 +152,12 @@ class Block(nn.Module):
         self.mlp = SwiGLU(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x_BTC: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
+    def forward(
+        self, x_BTC: Tensor, cos_TK: Tensor, sin_TK: Tensor, cache: KeyValueCache | None = None
+    ) -> Tensor:
         """(B, T, C) -> (B, T, C)."""
-        x_BTC = x_BTC + self.dropout(self.attention(self.attention_norm(x_BTC), cos_TK, sin_TK))
+        attended_BTC = self.attention(self.attention_norm(x_BTC), cos_TK, sin_TK, cache)
+        x_BTC = x_BTC + self.dropout(attended_BTC)
         return x_BTC + self.dropout(self.mlp(self.mlp_norm(x_BTC)))
 
 
@@ -214,20 +246,29 @@ class GPT(nn.Module):
             x_BTC.flatten(0, 1), self._head_weight, targets_BT.flatten(), self.loss_rows
         )
 
-    def features(self, tokens_BT: Tensor) -> Tensor:
-        """What the head sees: `tokens_BT -> x_BTC`, after the last norm. Raises as `forward`."""
-        T = tokens_BT.shape[1]
+    def features(self, tokens_BT: Tensor, caches: Sequence[KeyValueCache] | None = None) -> Tensor:
+        """What the head sees: `tokens_BT -> x_BTC`, after the last norm. Raises as `forward`.
+
+        Args:
+            tokens_BT: as for `forward`.
+            caches: one for each block; they hold the positions before these, and then these too.
+                Where they hold some, one token at a time.
+        """
+        first = 0 if caches is None else caches[0].length
+        T = first + tokens_BT.shape[1]
         if self.config.block_size < T:
             raise ConfigError(
                 f"sequence of {T} tokens: this model was built for block_size="
                 f"{self.config.block_size}; shorten it or build a longer model"
             )
-        cos_TK, sin_TK = self.rope_cos[:T], self.rope_sin[:T]
+        cos_TK, sin_TK = self.rope_cos[first:T], self.rope_sin[first:T]
         x_BTC = self.dropout(self.embed(tokens_BT))
         recompute = self.activation_checkpointing and self.training and torch.is_grad_enabled()
-        for block in self.blocks:
+        for number, block in enumerate(self.blocks):
             if recompute:
                 x_BTC = checkpoint(block, x_BTC, cos_TK, sin_TK, use_reentrant=False)
+            elif caches is not None:
+                x_BTC = block(x_BTC, cos_TK, sin_TK, caches[number])
             else:
                 x_BTC = block(x_BTC, cos_TK, sin_TK)
         return self.norm(x_BTC)

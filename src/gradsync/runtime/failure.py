@@ -5,74 +5,72 @@
     rank 0, in a collective  -> the connection closes, the collective raises; the note says why
     rank 1 is killed (-9)    -> no note; the heartbeat that stopped says who
     rank 1's host is cut off -> as killed, once its connections have timed out (`silence_s`)
+    rank 1 is late or left   -> rank 0's collective raises, says which of the two, is written down
 
 A thread per rank reads one key of the store and writes one heartbeat a few times a second.
 """
 
 from __future__ import annotations
 
+import dis
 import json
+import logging
 import os
 import re
-import socket
+import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
-from gradsync.errors import GradsyncError, LostPeerError, PeerError
+from gradsync.errors import LostPeerError, PeerError, RunError
+from gradsync.runtime.failure_record import Failure, describe, read_failure
 from gradsync.runtime.peer_connections import PeerConnections
-from gradsync.runtime.store import wait_until
+from gradsync.runtime.signals import say_interrupted, signal_when_parent_ends
+from gradsync.runtime.store import LEFT, server_name, wait_until
+
+log = logging.getLogger("gradsync")
 
 _POLL_S = 0.25
 _GRACE_S = 5.0
 _SILENT_S = 2.0
+_LAST_WORDS_S = 2.0
 _BEATS_A_LOOK = 8
-_TRACEBACK_LIMIT = 20_000
-# What the store's client raises once its server has gone (torch's DistError is a RuntimeError).
-# Nothing wider: a mistake of ours must not be reported as somebody else's death.
-_STORE_GONE = RuntimeError
-_LOST_PEER = re.compile(
-    r"gloo|nccl|connection (closed|reset|refused)|broken pipe|recv|process ?group|pair closure",
-    re.IGNORECASE,
-)
+_CHAIN_LIMIT = 16
+# Gloo begins with the line of its source, wherever torch was built.
+_GLOO = re.compile(r"\[[^]\s]*\bgloo/[^]\s]*:\d+\] *|^Application timeout caused pair closure")
+_LATE = re.compile(r"timed out waiting|application timeout", re.IGNORECASE)
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """The first failure of a run, as the failing rank wrote it down."""
+def communication_error(error: BaseException) -> BaseException | None:
+    """The link of `error`'s chain that a collective or a store raised, for whatever reason.
 
-    rank: int
-    host: str
-    summary: str
-    traceback_text: str
-    """Empty for errors that gradsync raises on purpose: their one line says it all."""
-    exit_code: int = 1
+    Torch's types and ours say so. Gloo raises a plain `RuntimeError`: its words count where
+    compiled code raised them. A `raise` in Python is its author's, whatever the words.
+    """
+    from torch.distributed import DistError
 
-    def as_error(self) -> PeerError:
-        """The exception that the other ranks raise."""
-        message = f"rank {self.rank} on {self.host} failed first: {self.summary}"
-        if self.traceback_text:
-            message += f"\n--- traceback of rank {self.rank} ---\n{self.traceback_text.rstrip()}"
-        return PeerError(
-            message,
-            rank=self.rank,
-            traceback_text=self.traceback_text,
-            exit_code=self.exit_code,
-        )
+    link: BaseException | None = error
+    for _ in range(_CHAIN_LIMIT):
+        if link is None or not isinstance(link, Exception):
+            return None  # Ctrl-C and the like are this rank's own, whatever they interrupt
+        if isinstance(link, LostPeerError | DistError) or _is_gloos(link):
+            return link
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+    return None
 
 
-def looks_like_lost_peer(error: BaseException) -> bool:
-    """True for what a collective or the store raises when another process has gone."""
-    kinds = ("DistError", "DistNetworkError", "DistBackendError", "DistStoreError")
-    if isinstance(error, LostPeerError):
-        return True
-    if any(base.__name__ in kinds for base in type(error).__mro__):
-        return True
-    return type(error) is RuntimeError and bool(_LOST_PEER.search(str(error)))
+def _is_gloos(error: BaseException) -> bool:
+    trace = error.__traceback__
+    if type(error) is not RuntimeError or trace is None or not _GLOO.search(str(error)):
+        return False
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    raised_by = trace.tb_frame.f_code.co_code[trace.tb_lasti]
+    return dis.opname[raised_by] != "RAISE_VARARGS"
 
 
 class FailureWatch:
@@ -81,7 +79,9 @@ class FailureWatch:
     Args:
         store: a connection to the rendezvous store that nothing else blocks on.
         rank, world_size: as in `World`.
+        hosted_by_agent: the launcher serves the store, not rank 0.
         hosts: host name of each rank, if they sit on several.
+        pids: process of each other rank on this host.
         connections: to the other ranks; looked after from here on.
         grace_s: how long the main thread may take to notice by itself before the process ends.
     """
@@ -92,21 +92,31 @@ class FailureWatch:
         *,
         rank: int,
         world_size: int,
+        hosted_by_agent: bool = False,
         hosts: Sequence[str] = (),
+        pids: Mapping[int, int] | None = None,
         connections: PeerConnections | None = None,
         grace_s: float = _GRACE_S,
     ) -> None:
+        from torch.distributed import DistError
+
+        # What the store's client raises once its server has gone. Nothing wider: a mistake of ours
+        # must not be reported as another process's death.
+        self._store_gone = DistError
         self._store = store
         self._rank = rank
         self._world_size = world_size
+        self._hosted_by_agent = hosted_by_agent
         self._hosts = hosts
+        self._pids = pids or {}
         self._connections = connections
         self._grace_s = grace_s
         # Many ranks share one store: the more there are, the rarer each one's heartbeat.
         self._interval_s = max(_POLL_S, world_size / 1000)
         self._stop = threading.Event()
         self._seen: Failure | None = None
-        self._store_lost: RuntimeError | None = None
+        self._store_lost: Exception | None = None
+        self._server_left = False
         self._last_look: dict[int, bytes] = {}
         self._thread = threading.Thread(target=self._run, name="gradsync-watch", daemon=True)
 
@@ -119,34 +129,53 @@ class FailureWatch:
         self._stop.set()
         self._thread.join()
 
-    def settle(self, error: BaseException) -> PeerError | None:
-        """Decide whose failure `error` is: None for our own (now published), else the peer's.
+    def settle(self, error: BaseException) -> RunError | None:
+        """Decide whose failure `error` is: None for our own (now published), else what to raise.
 
+        What to raise has `error` as its cause where no other rank's traceback explains it.
         Ends the watch, so that the main thread, which has noticed, may finish in peace.
         """
         self.stop()
-        if not looks_like_lost_peer(error):
-            self._publish(error)
-            return None
+        trouble = communication_error(error)
         try:
-            # No heartbeat comes from here any more; the others must not take us for the dead one.
-            self._store.set(f"noticed/{self._rank}", "")
-            wait_until(lambda: self._read() is not None, time.monotonic() + _SILENT_S)
-            failure = self._read()
-            if failure is not None:
-                return failure.as_error()
-            silent = self._silent_ranks()
-            self._wait_for_survivors(len(silent))
-        except _STORE_GONE as gone:
+            if trouble is None:
+                self._publish(error)
+                return None
+            return self._settle_trouble(error, trouble)
+        except self._store_gone as gone:
+            if trouble is None or self._server_left:
+                say_interrupted(error)
+                return None  # nobody is left to be told
             # The first error on the connection says why; this may be its echo.
-            return PeerError(self._coordinator_gone(self._store_lost or gone), rank=0)
-        return PeerError(f"{_obituary(silent, self._hosts)}; this rank ({self._rank}) saw: {error}")
+            return _because(PeerError(self._server_gone(self._store_lost or gone)), error)
+
+    def _settle_trouble(self, error: BaseException, trouble: BaseException) -> RunError | None:
+        """Who is behind a collective that failed: who wrote it down, else who is silent, has left
+        or is late. None when nobody is: `error` is all that is known then."""
+        # No heartbeat comes from here any more; the others must not take us for the dead one.
+        self._store.set(f"noticed/{self._rank}", "")
+        wait_until(lambda: self._read() is not None, time.monotonic() + _SILENT_S)
+        failure, reason = self._read(), ""
+        if failure is None:
+            silent = self._silent_ranks()
+            if silent:
+                self._wait_for_survivors(len(silent))
+                said = _obituary(silent, self._hosts, self._pids)
+                seen = f"this rank ({self._rank}) saw: {trouble}"
+                return _because(PeerError(f"{said}; {seen}"), error)
+            left = [rank for rank in range(self._world_size) if self._has_left(rank)]
+            reason = _reason(trouble, self._rank, left)
+            failure = self._publish(error, reason)
+        if failure is not None:
+            log.info("rank %d saw", self._rank, exc_info=error)
+            return failure.as_error()
+        return _because(LostPeerError(reason), error) if reason else None
 
     def peer_failure(self) -> PeerError | None:
         """What another rank has written down by now, if any."""
         try:
             failure = self._read()
-        except _STORE_GONE:
+        except self._store_gone:
             return None  # the store has gone, in good order
         return failure.as_error() if failure is not None else None
 
@@ -159,44 +188,63 @@ class FailureWatch:
                 lambda: self._store.add("settled", 0) >= survivors, time.monotonic() + _SILENT_S
             )
 
-    def _publish(self, error: BaseException) -> None:
-        failure = _describe(error, self._rank)
-        try:
-            if self._store.add("failures", 1) > 1:
-                return  # somebody was first; theirs is the cause worth showing
-            self._store.set("failure", json.dumps(asdict(failure)))
-            wait_until(
-                lambda: self._store.add("acknowledged", 0) >= self._world_size - 1,
-                time.monotonic() + _SILENT_S,
-            )
-        except _STORE_GONE:
-            return  # the store's host has gone: nobody is left to be told
+    def _publish(self, error: BaseException, reason: str = "") -> Failure | None:
+        """Write `error` down; returns another rank's failure instead if that one was first."""
+        until = time.monotonic() + _SILENT_S
+        if self._store.add("failures", 1) > 1:
+            wait_until(lambda: self._read() is not None, until)  # theirs is worth showing
+            return self._read()
+        say_interrupted(error, f"rank {self._rank} ")  # before another rank's traceback
+        self._store.set("failure", json.dumps(asdict(describe(error, self._rank, reason))))
+        wait_until(lambda: self._num_heard() >= self._world_size - 1, until)
+        return None
+
+    def _num_heard(self) -> int:
+        """Other ranks that have read our failure, or need not."""
+        return self._store.add("acknowledged", 0) + self._store.add("farewell", 0)
 
     def _read(self) -> Failure | None:
         if self._seen is None and self._store.check(["failure"]):
-            self._seen = Failure(**json.loads(self._store.get("failure")))
+            self._seen = read_failure(self._store.get("failure"))
             self._store.add("acknowledged", 1)
         return self._seen
 
+    def _has_left(self, rank: int) -> bool:
+        key = f"noticed/{rank}"
+        return self._store.check([key]) and self._store.get(key) == LEFT
+
     def _run(self) -> None:
-        beat = 0
+        signal_when_parent_ends(signal.SIGCONT)
+        beat = mishaps = 0
         while not self._stop.wait(self._interval_s):
             beat += 1
             try:
-                self._store.set(f"beat/{self._rank}", str(beat))
-                failure = self._read()
-                if failure is not None:
-                    message = str(failure.as_error())
-                elif beat % _BEATS_A_LOOK == 0 and (lost := self._look_around()):
-                    message = _obituary(lost, self._hosts)
-                else:
-                    continue
-            except _STORE_GONE as gone:
-                self._store_lost = gone
-                message = self._coordinator_gone(gone)
-            if not self._stop.wait(self._grace_s):
+                message = self._news(beat)
+            except Exception:  # a mistake of ours: the watch must not end by it
+                mishaps += 1
+                if mishaps == 1:
+                    log.exception("rank %d: the failure watch stumbled", self._rank)
+                continue
+            if message and not self._stop.wait(self._grace_s):
                 self._end_process(message)
-            return
+            if message or self._store_lost is not None:
+                return
+
+    def _news(self, beat: int) -> str:
+        """Give a sign of life and look around; what this process should end for, if anything."""
+        try:
+            self._store.set(f"beat/{self._rank}", str(beat))
+            failure = self._read()
+            if failure is not None:
+                return str(failure.as_error())
+            if not self._hosted_by_agent:
+                self._server_left = self._has_left(0)
+            if beat % _BEATS_A_LOOK == 0 and (lost := self._look_around()):
+                return _obituary(lost, self._hosts, self._pids)
+        except self._store_gone as gone:
+            self._store_lost = gone
+            return "" if self._server_left else self._server_gone(gone)
+        return ""
 
     def _look_around(self) -> list[int]:
         """Ranks that went without a word, should the main thread not notice.
@@ -213,18 +261,21 @@ class FailureWatch:
         before, self._last_look = self._last_look, self._heartbeats()
         return self._silent_since(before) if before else []
 
-    def _coordinator_gone(self, error: BaseException) -> str:
+    def _server_gone(self, error: BaseException) -> str:
         where = f" on {self._hosts[0]}" if self._hosts else ""
         return (
-            f"rank 0{where}, which serves the rendezvous store, vanished without a word "
-            f"({_cause(error)}); rank {self._rank} stops too"
+            f"{server_name(self._hosted_by_agent)}{where}, which serves the rendezvous store, "
+            f"vanished without a word ({_cause(error)}); rank {self._rank} stops too"
         )
 
     def _end_process(self, message: str) -> None:
         """The main thread hangs in a collective or computes on: end it from here."""
-        sys.stderr.write(f"gradsync: error: [rank {self._rank}] {message}\n")
-        sys.stderr.flush()
-        sys.stdout.flush()
+        # A reader of our output that is stuck must not keep this process.
+        threading.Timer(_LAST_WORDS_S, os._exit, (1,)).start()
+        with suppress(Exception):
+            sys.stderr.write(f"gradsync: error: [rank {self._rank}] {message}\n")
+            sys.stderr.flush()
+            sys.stdout.flush()
         os._exit(1)
 
     def _silent_ranks(self) -> list[int]:
@@ -250,25 +301,76 @@ class FailureWatch:
         }
 
 
-def _describe(error: BaseException, rank: int) -> Failure:
-    host = socket.gethostname()
-    if isinstance(error, GradsyncError):
-        return Failure(rank, host, str(error), "", error.exit_code)
-    text = "".join(traceback.format_exception(error))[-_TRACEBACK_LIMIT:]
-    return Failure(rank, host, traceback.format_exception_only(error)[-1].strip(), text)
+def _reason(trouble: BaseException, rank: int, left: Sequence[int]) -> str:
+    """Why rank `rank`'s collective failed though every rank lives; "" where `trouble` says it.
+
+    Gloo's words name a symptom; torch's and ours need no help.
+    """
+    if not _is_gloos(trouble):
+        return ""
+    words = _GLOO.sub("", str(trouble)).partition("\n")[0] or str(trouble)
+    if left:
+        said = (
+            f"rank(s) {_names(left)} had left in good order while rank {rank} still communicates; "
+            "all ranks must call the same collectives"
+        )
+    elif _LATE.search(str(trouble)):
+        said = (
+            f"rank {rank} waited for another rank as long as it may (timeout_s), and every rank is "
+            "alive; one is late, or the ranks call different collectives"
+        )
+    else:
+        said = (
+            f"rank {rank}: a connection to another rank ended, though every rank is alive and none "
+            "has failed or left"
+        )
+    return f"{said} ({words})"
 
 
-def _obituary(silent: list[int], hosts: Sequence[str]) -> str:
-    if not silent:
-        return "a connection to another rank broke, though all ranks are alive"
-    names = ", ".join(map(str, silent))
-    if not hosts:
-        return f"rank(s) {names} vanished without a word (killed, out of memory, or the host died)"
-    theirs = ", ".join(dict.fromkeys(hosts[rank] for rank in silent))
-    return (
-        f"rank(s) {names} on {theirs} vanished without a word (killed, out of memory, the host "
-        "died, or the network to it is broken)"
-    )
+def _because(cause: RunError, error: BaseException) -> RunError:
+    cause.__cause__ = error
+    return cause
+
+
+def _obituary(silent: list[int], hosts: Sequence[str], pids: Mapping[int, int]) -> str:
+    states = {rank: _state(pids[rank]) if rank in pids else "ended" for rank in silent}
+    ended = [rank for rank, state in states.items() if state == "ended"]
+    said = []
+    if ended and not hosts:
+        said.append(
+            f"rank(s) {_names(ended)} vanished without a word (killed, out of memory, or the host "
+            "died)"
+        )
+    elif ended:
+        theirs = ", ".join(dict.fromkeys(hosts[rank] for rank in ended))
+        said.append(
+            f"rank(s) {_names(ended)} on {theirs} vanished without a word (killed, out of memory, "
+            "the host died, or the network to it is broken)"
+        )
+    said += [
+        f"rank {rank} (process {pids[rank]}) gives no sign of life ({state})"
+        for rank, state in states.items()
+        if state != "ended"
+    ]
+    return "; ".join(said)
+
+
+def _state(pid: int) -> str:
+    """Why a silent process of this host may be silent; "ended" when there is none."""
+    import psutil
+
+    try:
+        status = psutil.Process(pid).status()
+    except psutil.Error:
+        return "ended"
+    if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+        return "it is stopped, by a signal or a debugger"
+    ended = status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    return "ended" if ended else "something holds Python's lock, or the machine swaps"
+
+
+def _names(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
 
 
 def _cause(error: BaseException) -> str:

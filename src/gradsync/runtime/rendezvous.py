@@ -17,7 +17,7 @@ from gradsync.errors import RendezvousError
 from gradsync.runtime.coordinator import plan_coordinator
 from gradsync.runtime.publish import publish_port, read_port
 from gradsync.runtime.resolve import Resolution
-from gradsync.runtime.store import host_store, join_store, own_address, wait_until
+from gradsync.runtime.store import LEFT, host_store, join_store, own_address, wait_until
 from gradsync.world import World
 
 
@@ -30,6 +30,7 @@ class Meeting:
         client: this rank's connection to the store.
         address, port: where the store is served.
         generation: prefix of every key.
+        hosted_by_agent: the launcher serves the store.
         note: file to remove once all ranks have joined.
     """
 
@@ -42,10 +43,12 @@ class Meeting:
         address: str,
         port: int,
         generation: str,
+        hosted_by_agent: bool,
         note: Path | None = None,
     ) -> None:
         self.address = address
         self.port = port
+        self.hosted_by_agent = hosted_by_agent
         self._server = server
         self._client = client
         self._note = note
@@ -73,7 +76,7 @@ class Meeting:
         When a rank has failed, nobody need be waited for.
         """
         try:
-            self.store.set(f"noticed/{world.rank}", "")  # its heartbeat stops in good order
+            self.store.set(f"noticed/{world.rank}", LEFT)  # its heartbeat stops in good order
             self.store.add("farewell", 1)
             if self._server is not None:
                 wait_until(
@@ -144,6 +147,7 @@ def meet(env: Mapping[str, str], resolution: Resolution, *, deadline_s: float) -
         address=address,
         port=port,
         generation=resolution.generation,
+        hosted_by_agent=plan.hosted_by_agent,
         note=note,
     )
 

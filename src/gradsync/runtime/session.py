@@ -15,7 +15,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -35,6 +35,7 @@ from gradsync.runtime.reach import check_reach
 from gradsync.runtime.rendezvous import Meeting, meet
 from gradsync.runtime.resolve import Resolution, resolve
 from gradsync.runtime.seeds import seed_everything
+from gradsync.runtime.signals import say_interrupted
 from gradsync.runtime.store import Presence, check_in
 from gradsync.runtime.threads import choose_threads, pin_threads
 from gradsync.world import World, place
@@ -124,7 +125,8 @@ class Session:
                 self._join(resolution)
             else:
                 self._set_up_compute(self.world)
-        except BaseException:
+        except BaseException as error:
+            say_interrupted(error)
             self._stack.close()
             raise
         return self.world
@@ -134,21 +136,26 @@ class Session:
 
         Raises:
             PeerError: `error` is only the echo of another rank's failure.
+            LostPeerError: a collective failed because another rank is late or has left.
         """
         orderly = error is None or (isinstance(error, SystemExit) and error.code in _ORDERLY_EXITS)
         watch, self._watch = self._watch, None
         cause = None
-        if watch is not None and self._meeting is not None:
-            if orderly or error is None:
+        try:
+            if watch is None or self._meeting is None:
+                if error is not None:
+                    say_interrupted(error)
+            elif orderly or error is None:
                 watch.stop()
                 self._meeting.say_farewell(self.world, _FAREWELL_S)
                 cause = watch.peer_failure()
             else:
                 cause = watch.settle(error)
                 self._abort_cuda_group()
-        self._stack.close()
+        finally:
+            self._stack.close()
         if cause is not None:
-            raise cause from None
+            raise cause from cause.__cause__
 
     def _join(self, resolution: Resolution) -> None:
         import torch.distributed as dist
@@ -172,6 +179,7 @@ class Session:
             rank=world.rank,
             world_size=world.world_size,
             deadline_s=deadline_s,
+            hosted_by_agent=meeting.hosted_by_agent,
         )
         meeting.everyone_is_here()
         hosts = [presence.host for presence in presences]
@@ -185,7 +193,7 @@ class Session:
             )
         self._make_group(meeting, interface)
         connections.learn_pairs(world.world_size, meeting.port)
-        self._start_watch(meeting, hosts, connections)
+        self._start_watch(meeting, presences, connections)
 
     def _set_up_compute(self, world: World) -> None:
         options = self.options
@@ -233,15 +241,18 @@ class Session:
         self._stack.callback(wait_until_workers_sleep)
 
     def _start_watch(
-        self, meeting: Meeting, hosts: list[str], connections: PeerConnections
+        self, meeting: Meeting, presences: Sequence[Presence], connections: PeerConnections
     ) -> None:
         store = meeting.second_connection(self.world.rank)
         connections.learn()
+        here = socket.gethostname()
         self._watch = FailureWatch(
             store,
             rank=self.world.rank,
             world_size=self.world.world_size,
-            hosts=[] if self.world.one_host else hosts,
+            hosted_by_agent=meeting.hosted_by_agent,
+            hosts=[] if self.world.one_host else [presence.host for presence in presences],
+            pids={rank: each.pid for rank, each in enumerate(presences) if each.host == here},
             connections=connections,
         )
         self._watch.start()

@@ -3,18 +3,29 @@
 SIGTERM (scheduler), SIGUSR1 (Slurm's early warning), SIGINT (Ctrl-C) and SIGHUP (the terminal went
 away) request a stop. A second SIGINT ends the process at once with exit code 130. Handlers are put
 back when the block ends.
+
+Where no `StopRequest` is, an interrupt ends the program, and `say_interrupted` says where it hit.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
+import sys
+import sysconfig
 import threading
 import time
+from pathlib import Path
 from types import FrameType, TracebackType
 
 HANDLED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+
+INTERRUPTED = 130
+"""Exit code of a program that Ctrl-C ended."""
+
+_PR_SET_PDEATHSIG = 1
 
 # A terminal's Ctrl-C may arrive twice: once from the terminal, once forwarded by the launcher.
 _SAME_PRESS_S = 1.0
@@ -78,7 +89,52 @@ class StopRequest:
         if self._announce:
             show_cursor = "\x1b[?25h" if os.isatty(2) else ""
             _say(f"{show_cursor}\ngradsync: ended by a second Ctrl-C; the last checkpoint counts\n")
-        os._exit(130)
+        os._exit(INTERRUPTED)
+
+
+def signal_when_parent_ends(number: signal.Signals) -> None:
+    """Have the system send `number` to this process when its parent ends, for as long as the
+    calling thread lives; nothing where the system has no such call.
+
+    Linux keeps the setting per thread: one thread asks for SIGTERM, another one for SIGCONT,
+    without which a stopped process does not act on the first.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+
+
+def say_interrupted(error: BaseException, who: str = "") -> None:
+    """Say on standard error which line of the user's program Ctrl-C hit, before the traceback.
+
+    Nothing for other errors, and for gradsync's own commands, which say it themselves.
+    """
+    if isinstance(error, KeyboardInterrupt) and (where := interrupted_line(error)):
+        _say(f"gradsync: {who}interrupted (Ctrl-C) in {where}\n")
+
+
+def interrupted_line(error: KeyboardInterrupt) -> str:
+    """The `file:line` of the user's program that was interrupted, "" in a command of gradsync."""
+    trace = error.__traceback__
+    frame = None if trace is None else trace.tb_frame
+    while frame is not None and _module(frame).startswith("gradsync."):
+        if _module(frame).startswith("gradsync.cli."):
+            return ""
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    libraries = (*map(sysconfig.get_path, names), str(Path(__file__).parents[1]), "<frozen")
+    where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if trace.tb_frame is frame or not file.startswith(libraries):
+            where = f"{file}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return where
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
 
 
 def _say(text: str) -> None:

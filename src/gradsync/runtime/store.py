@@ -25,6 +25,9 @@ from gradsync.runtime.interface import FAR, first_address, source_towards
 _OPERATION_TIMEOUT = timedelta(seconds=60)
 _POLL_S = 0.02
 
+LEFT = b"left"
+"""Value of the key `noticed/RANK` once that rank has left in good order."""
+
 
 @dataclass(frozen=True, slots=True)
 class Presence:
@@ -129,7 +132,13 @@ def _connect(address: str, port: int, *, rank: int, deadline_s: float) -> Any:
 
 
 def check_in(
-    store: Any, presence: Presence, *, rank: int, world_size: int, deadline_s: float
+    store: Any,
+    presence: Presence,
+    *,
+    rank: int,
+    world_size: int,
+    deadline_s: float,
+    hosted_by_agent: bool = False,
 ) -> list[Presence]:
     """Announce this rank and wait for all others; returns every rank's presence in rank order.
 
@@ -139,17 +148,38 @@ def check_in(
     keys = [f"here/{other}" for other in range(world_size)]
     try:
         store.set(f"here/{rank}", json.dumps(asdict(presence)))
-        if wait_until(lambda: store.check(keys), deadline_s):
-            return [Presence(**json.loads(value)) for value in store.multi_get(keys)]
+        all_here = wait_until(lambda: store.check(keys), deadline_s)
+        found = store.multi_get(keys) if all_here else []
         missing = [other for other in range(world_size) if not store.check([f"here/{other}"])]
     except RuntimeError as error:  # torch's DistNetworkError is one
         raise RendezvousError(
-            f"rank {rank}: rank 0, which serves the rendezvous store, went away while the ranks met"
+            f"rank {rank}: {server_name(hosted_by_agent)}, which serves the rendezvous store, went "
+            "away while the ranks met"
         ) from error
+    if found:
+        return [_read_presence(other, value) for other, value in enumerate(found)]
     raise RendezvousError(
         f"rank {rank} waited in vain for rank(s) {_short(missing)} of {world_size}; they did not "
         "start, crashed on the way, or were given another coordinator"
     )
+
+
+def _read_presence(rank: int, value: bytes) -> Presence:
+    try:
+        presence = Presence(**json.loads(value))
+        if (type(presence.host), type(presence.pid)) != (str, int):
+            raise TypeError
+    except (ValueError, TypeError, RecursionError):
+        raise RendezvousError(
+            f"what rank {rank} announces cannot be read ({value[:40]!r}); all ranks must run the "
+            "same version of gradsync, and other jobs must have another MASTER_PORT"
+        ) from None
+    return presence
+
+
+def server_name(hosted_by_agent: bool) -> str:
+    """Who serves the store, for messages."""
+    return "the launcher" if hosted_by_agent else "rank 0"
 
 
 def wait_until(holds: Callable[[], bool], deadline_s: float) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from gradsync.comm.base import Communicator
@@ -15,7 +15,7 @@ from gradsync.sync.hyperparameters import refuse_closure
 from gradsync.sync.loss_sum import LossSum, leaf_weight
 from gradsync.sync.mean_loss import MeanCheck, counts_for_nothing, to_sum
 from gradsync.sync.optimizer_watch import optimizer_watch
-from gradsync.sync.own_loop import OwnLoop
+from gradsync.sync.own_loop import OwnLoop, OwnLoopFace
 from gradsync.sync.reducer import Reducer
 from gradsync.sync.replica_watch import ReplicaWatch
 from gradsync.sync.state_face import StateFace
@@ -37,7 +37,7 @@ HANDLE = "_gradsync"
 """Attribute by which a model holds on to its handle; hooks do not keep it alive."""
 
 
-class GradientSync(StateFace):
+class GradientSync(OwnLoopFace, StateFace):
     """Made by `gs.replicate`. Per step: `backward` for each leaf, then `step` once.
 
     Or, in a loop of one's own: `loss.backward()`, `finish()`, `optimizer.step()`.
@@ -73,7 +73,7 @@ class GradientSync(StateFace):
         self._own_loop = OwnLoop(model, comm, reducer, self._statistics, watch, number=number)
         self._parts = StepParts(reducer, comm, self._statistics, number, watch)
         self._ddp_watch = refuse_ddp_around(model, reducer)
-        self._failed = self._closed = False
+        self._failed = False
 
     @property
     def mean_loss(self) -> float:
@@ -246,44 +246,6 @@ class GradientSync(StateFace):
                 "sync.discard() in place of step() (then no rank updates anything)"
             )
 
-    def _refuse_if_closed(self) -> None:
-        if self._closed:
-            raise ConfigError("this handle is closed: call gs.replicate again")
-
-    def finish(self) -> None:
-        """In a loop of one's own: make every `.grad` the mean over ranks, as torch's DDP does.
-
-        Backward does it by itself at its end; this call is for a rank that had no backward in this
-        step, and for strategies without hooks. Calling it twice does nothing more.
-        """
-        self._refuse_if_closed()
-        self._own_loop.finish()
-
-    @property
-    def require_backward_grad_sync(self) -> bool:
-        """In a loop of one's own, as torch's DDP has it: whether a backward averages over ranks.
-
-        False is `no_sync` without the `with`: set it before the forward, and True again before the
-        forward of the last micro-batch. `backward` only adds up, whatever it says; `step`
-        synchronises.
-
-        Raises:
-            ConfigError: on setting, under strategies without a loop of one's own.
-        """
-        return self._own_loop.synchronises
-
-    @require_backward_grad_sync.setter
-    def require_backward_grad_sync(self, wanted: bool) -> None:
-        """Set between two micro-batches."""
-        self._refuse_if_closed()
-        self._own_loop.synchronises = wanted
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """In a loop of one's own: only add up; enclose forward and backward of all micro-batches
-        but the last."""
-        self._refuse_if_closed()
-        return self._own_loop.no_sync()
-
     def close(self) -> None:
         """Take the hooks out of the model; it stays usable as it is.
 
@@ -294,7 +256,6 @@ class GradientSync(StateFace):
         self._ddp_watch.remove()
         self.reducer.close()
         self._statistics.close()
-        self._closed = True
         for part in self.model.modules():
             if part.__dict__.get(HANDLE) is self:
                 del part.__dict__[HANDLE]

@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,9 +45,52 @@ if TYPE_CHECKING:
     from torch import nn
 
 log = logging.getLogger("gradsync")
+
+# Why a loop is refused that mixes two ways of working.
 _TOGETHER = (
     "; step before it, or replicate models that one backward trains together: "
     "gs.replicate(torch.nn.ModuleList([a, b]))"
+)
+_PLAIN_IN_MICRO_STEP = (
+    "loss.backward() in sync.micro_step(), where every leaf would be averaged as a step: write "
+    "sync.backward(loss_sum, leaf=leaf) there and sync.step(optimizer) after the last one; or, in "
+    "a loop of your own, sync.no_sync() in place of micro_step around all but the last"
+)
+_PLAIN_BEFORE_STEP = (
+    "a backward that is not sync.backward() reached this model between sync.backward() and "
+    "sync.step(): its gradients would be added to the step's"
+)
+_OTHERS_BEFORE_STEP = (
+    "another handle's sync.backward() reached this model between its own backward and its step: "
+    f"its gradients would be added to that step's{_TOGETHER}"
+)
+_OTHERS_GRADIENTS = (
+    "this optimizer's gradients came by another handle's sync.backward(), which keeps only its own "
+    f"model's{_TOGETHER}"
+)
+_TOO_LATE = (
+    "enclose forward and backward of a micro-batch together (or set require_backward_grad_sync "
+    "before the forward), as torch's DDP needs it (there, replicas would drift apart silently)"
+)
+_REENTRANT = (
+    "activation checkpointing with use_reentrant=True runs a backward inside of the backward, and "
+    "its end cannot be told from the whole one's; use use_reentrant=False"
+)
+_OWN_STEP = (
+    "sync.backward() is followed by sync.step(optimizer), not by optimizer.step(): nobody has "
+    "divided these gradients yet"
+)
+_FINISH = (
+    "sync.backward() is followed by sync.step(optimizer), not by sync.finish(), which belongs to "
+    "loss.backward()"
+)
+_FAILED = (
+    "the last backward ended with an error, and other ranks may be waiting for its gradients: call "
+    "sync.discard() first (then no rank uses this step's)"
+)
+_FOREIGN = (
+    "works through sync.backward and sync.step only (an optimizer's own step would let ranks drift "
+    "apart); in a loop of your own use sync='invariant', 'bucketed', 'naive' or 'fsdp'"
 )
 
 _THE_CALL = {"the call": "loss.backward() or optimizer.step()"}
@@ -79,7 +122,7 @@ class OwnLoop:
         """Backwards of `GradientSync`'s own since its last step."""
         self.in_micro_step = False
         """In `GradientSync.micro_step`, which encloses `GradientSync.backward`."""
-        self._no_sync = False
+        self.closed = self._no_sync = False
         self._no_sync_in_forward: bool | None = None
         self._enclosed = False  # in `GradientSync.backward`, which is not a loop of one's own
         self._in_backward = False
@@ -119,19 +162,9 @@ class OwnLoop:
             if hook is not None:
                 hook.remove()
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """See `GradientSync.no_sync`."""
-        before = self.synchronises
-        self.synchronises = False
-        try:
-            yield
-        finally:
-            self.synchronises = before
-
     @property
     def synchronises(self) -> bool:
-        """See `GradientSync.require_backward_grad_sync`."""
+        """See `OwnLoopFace.require_backward_grad_sync`."""
         return not self._no_sync
 
     @synchronises.setter
@@ -155,17 +188,9 @@ class OwnLoop:
             self._drop(parameter, task)
             return False
         if self.in_micro_step and self._reducer.own_loop:
-            raise ConfigError(
-                "loss.backward() in sync.micro_step(), where every leaf would be averaged as a "
-                "step: write sync.backward(loss_sum, leaf=leaf) there and sync.step(optimizer) "
-                "after the last one; or, in a loop of your own, sync.no_sync() in place of "
-                "micro_step around all but the last"
-            )
+            raise ConfigError(_PLAIN_IN_MICRO_STEP)
         if self.leaves:
-            raise ConfigError(
-                "a backward that is not sync.backward() reached this model between sync.backward() "
-                "and sync.step(): its gradients would be added to the step's"
-            )
+            raise ConfigError(_PLAIN_BEFORE_STEP)
         if not self._reducer.own_loop:
             return False
         self._backward_begins(task)
@@ -175,10 +200,7 @@ class OwnLoop:
         """Leave no trace of another handle's backward."""
         known = (p for p in self._reducer.parameters if p is not parameter)
         if self.leaves or (self._others < 0 and self._waiting(known)):
-            raise ConfigError(
-                "another handle's sync.backward() reached this model between its own backward and "
-                f"its step: its gradients would be added to that step's{_TOGETHER}"
-            )
+            raise ConfigError(_OTHERS_BEFORE_STEP)
         parameter.grad = None
         if task != self._others:
             self._others = task
@@ -188,16 +210,9 @@ class OwnLoop:
         before, self._no_sync_in_forward = self._no_sync_in_forward, None
         if before not in (None, self._no_sync):
             where = "after the forward" if self._no_sync else "around the forward only"
-            raise ConfigError(
-                f"no_sync() was entered {where}: enclose forward and backward of a micro-batch "
-                "together (or set require_backward_grad_sync before the forward), as torch's DDP "
-                "needs it (there, replicas would drift apart silently)"
-            )
+            raise ConfigError(f"no_sync() was entered {where}: {_TOO_LATE}")
         if task < self._task:
-            raise ConfigError(
-                "activation checkpointing with use_reentrant=True runs a backward inside of the "
-                "backward, and its end cannot be told from the whole one's; use use_reentrant=False"
-            )
+            raise ConfigError(_REENTRANT)
         self._task = task
         self._statistics.leaf_begins(last=not self._no_sync)
         self._dirty = self._in_backward = True
@@ -218,17 +233,11 @@ class OwnLoop:
             return
         self._refuse_if_foreign()
         if self.leaves:
-            raise ConfigError(
-                "sync.backward() is followed by sync.step(optimizer), not by optimizer.step(): "
-                "nobody has divided these gradients yet"
-            )
+            raise ConfigError(_OWN_STEP)
         self.refuse_if_failed()
-        if self._others >= 0 and not _any_gradient(self._ours(optimizer)):
-            raise ConfigError(
-                "this optimizer's gradients came by another handle's sync.backward(), which keeps "
-                f"only its own model's{_TOGETHER}"
-            )
-        cleared = not self._discarded and not _any_gradient(self._ours(optimizer))
+        if self._others >= 0 and not _any_gradient(_held(optimizer, self.parameter_ids)):
+            raise ConfigError(_OTHERS_GRADIENTS)
+        cleared = not self._discarded and not _any_gradient(_held(optimizer, self.parameter_ids))
         used = optimizer in self._stepped or cleared
         if self._dirty or not self._finished or used:
             self._synchronise()
@@ -241,25 +250,18 @@ class OwnLoop:
         self._stepped.add(optimizer)
         self._watch.remember(optimizer)
         if self.comm.world_size > 1 and not self._discarded:
-            number = len(self._stepped) - 1
+            number = sum(name.startswith("the class") for name in self._settings)
             self._settings |= settings_of(optimizer, self._reducer.parameters, number=number)
 
-    def _ours(self, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-        ids = self.parameter_ids
-        return (p for group in optimizer.param_groups for p in group["params"] if id(p) in ids)
-
     def _is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
-        return next(self._ours(optimizer), None) is not None
+        return next(_held(optimizer, self.parameter_ids), None) is not None
 
     def finish(self) -> None:
-        """See `GradientSync.finish` and [Note: Who synchronises when]."""
+        """See `OwnLoopFace.finish` and [Note: Who synchronises when]."""
         self._refuse_if_foreign()
         self.refuse_if_failed()
         if self.leaves:
-            raise ConfigError(
-                "sync.backward() is followed by sync.step(optimizer), not by sync.finish(), which "
-                "belongs to loss.backward()"
-            )
+            raise ConfigError(_FINISH)
         fresh = self._finished and not self._stepped and _any_gradient(self._reducer.parameters)
         if self._dirty or not fresh:
             self._synchronise()
@@ -334,24 +336,28 @@ class OwnLoop:
     def refuse_if_failed(self) -> None:
         """Raise when the last backward never came to its end."""
         if self._in_backward:
-            raise ConfigError(
-                "the last backward ended with an error, and other ranks may be waiting for its "
-                "gradients: call sync.discard() first (then no rank uses this step's)"
-            )
+            raise ConfigError(_FAILED)
 
     def _refuse_if_foreign(self) -> None:
         if not self._reducer.own_loop:
-            raise ConfigError(
-                f"sync={self._reducer.strategy!r} works through sync.backward and sync.step only "
-                "(an optimizer's own step would let ranks drift apart); in a loop of your own use "
-                "sync='invariant', 'bucketed', 'naive' or 'fsdp'"
-            )
+            raise ConfigError(f"sync={self._reducer.strategy!r} {_FOREIGN}")
 
     def close(self) -> None:
         """Remove the hooks."""
-        optimizer_watch().discard(self)
+        self.closed = True
+        self._optimizers.discard(self)
         for handle in self._handles:
             handle.remove()
+
+
+@contextmanager
+def _no_sync(own_loop: OwnLoop) -> Iterator[None]:
+    before = own_loop.synchronises
+    own_loop.synchronises = False
+    try:
+        yield
+    finally:
+        own_loop.synchronises = before
 
 
 def _hooks(own_loop: OwnLoop, model: nn.Module, reducer: Reducer) -> list[Any]:
@@ -394,11 +400,59 @@ def _left_over(
     return [(p, p.grad.clone()) for p in found if p.grad is not None]
 
 
+class OwnLoopFace:
+    """The part of `GradientSync` that a loop of one's own calls."""
+
+    _own_loop: OwnLoop
+
+    def finish(self) -> None:
+        """In a loop of one's own: make every `.grad` the mean over ranks, as torch's DDP does.
+
+        Backward does it by itself at its end; this call is for a rank that had no backward in this
+        step, and for strategies without hooks. Calling it twice does nothing more.
+        """
+        self._refuse_if_closed()
+        self._own_loop.finish()
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """In a loop of one's own, as torch's DDP has it: whether a backward averages over ranks.
+
+        False is `no_sync` without the `with`: set it before the forward, and True again before the
+        forward of the last micro-batch. `GradientSync.backward` only adds up, whatever it says;
+        `step` synchronises.
+
+        Raises:
+            ConfigError: on setting, under strategies without a loop of one's own.
+        """
+        return self._own_loop.synchronises
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, wanted: bool) -> None:
+        """Set between two micro-batches."""
+        self._refuse_if_closed()
+        self._own_loop.synchronises = wanted
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """In a loop of one's own: only add up; enclose forward and backward of all micro-batches
+        but the last."""
+        self._refuse_if_closed()
+        return _no_sync(self._own_loop)
+
+    def _refuse_if_closed(self) -> None:
+        if self._own_loop.closed:
+            raise ConfigError("this handle is closed: call gs.replicate again")
+
+
 def _alive(loop: weakref.ref[OwnLoop]) -> OwnLoop:
     found = loop()
     if found is None:
         raise gone()
     return found
+
+
+def _held(optimizer: torch.optim.Optimizer, ids: set[int]) -> Iterator[torch.Tensor]:
+    return (p for group in optimizer.param_groups for p in group["params"] if id(p) in ids)
 
 
 def _any_gradient(parameters: Iterable[torch.Tensor]) -> bool:

@@ -65,18 +65,15 @@ def replicate(
         options: of the strategy, such as `bucket_mb=25.0`.
 
     Raises:
-        ConfigError: unknown strategy or option; the model or a part of it is replicated already, or
-            synchronised by torch's DDP or FSDP or by DeepSpeed; ranks have different models or
-            arguments; BatchNorm without a choice.
+        ConfigError: unknown strategy or option; the model or a part of it is replicated (also by
+            DDP, FSDP …); ranks have different models or arguments; BatchNorm without a choice.
         RunError: several ranks but no process group; no trainable parameter.
     """
     strategy = find_strategy(sync)
     for name, parameter in trainable(model):
         if optimizer_watch().owns(parameter):
-            raise ConfigError(
-                f"parameter {name!r} of this model is replicated already; call close() on its "
-                "handle first"
-            )
+            said = f"parameter {name!r} of this model is replicated already"
+            raise ConfigError(f"{said}; call close() on its handle first")
     refuse_synchronised(model)
     if comm is None:
         world = World.from_process_group() if world is None else world

@@ -10,7 +10,6 @@ from typing import Any
 
 from gradsync.data.documents import is_stream
 from gradsync.data.meta import read_meta
-from gradsync.data.text_stream import stream_tokenizer
 from gradsync.data.tokenizer import ByteTokenizer
 from gradsync.errors import ConfigError, DataError
 from gradsync.models.config import GPTConfig
@@ -146,6 +145,8 @@ def vocabulary(data: str, tokenizer: str = "") -> int | None:
         DataError: its description cannot be read.
     """
     if is_stream(data):
+        from gradsync.data.text_stream import stream_tokenizer
+
         return stream_tokenizer(tokenizer)[0].vocab_size
     if not data:
         return ByteTokenizer.vocab_size

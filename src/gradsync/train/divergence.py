@@ -13,7 +13,7 @@ from gradsync.checkpoint.optimizer_state import pack_optimizer
 from gradsync.comm.base import Communicator
 from gradsync.comm.finite import non_finite
 from gradsync.comm.values import all_gather_json
-from gradsync.errors import RunError
+from gradsync.errors import DivergenceError
 from gradsync.sync.sharded.shares import HeldState
 from gradsync.sync.step import StepResult
 from gradsync.train.setup import Learner
@@ -42,11 +42,11 @@ def check_finite(comm: Communicator, step: int, named: Iterable[tuple[str, Tenso
     Whole group, two small all-gathers: see `all_gather_json`.
 
     Raises:
-        RunError: on all ranks: some rank holds nan or inf, which no run could go on from.
+        DivergenceError: on all ranks: some rank holds nan or inf, which no run could go on from.
     """
     for rank, found in enumerate(all_gather_json(comm, non_finite(named))):
         if found:
-            raise RunError(
+            raise DivergenceError(
                 f"after step {step} there is nan or inf in {found} (rank {rank}), so it is not "
                 f"saved; {ADVICE}"
             )

@@ -12,7 +12,7 @@ from torch import Tensor
 from gradsync.checkpoint.store import CheckpointStore
 from gradsync.comm.base import Communicator
 from gradsync.data.step import Step
-from gradsync.errors import DataError, RunError
+from gradsync.errors import DataError, DivergenceError
 from gradsync.models.gpt import loss_sum
 from gradsync.runtime.signals import StopRequest
 from gradsync.sync.step import StepResult
@@ -78,8 +78,8 @@ class Trainer:
         """Train from `done_steps` to `config.steps`, or to the step at which ranks agree to stop.
 
         Raises:
-            RunError: on all ranks: the loss, the gradient's norm or, before a checkpoint, a weight
-                or the optimizer's state is not finite.
+            DivergenceError: on all ranks: the loss, the gradient's norm or, before a checkpoint,
+                a weight or the optimizer's state is not finite.
             DataError: a stream has no text any more.
         """
         config, totals = self.config, Totals(done_steps)
@@ -106,7 +106,7 @@ class Trainer:
             if logs or diverged:
                 self._log(totals, result, lr)
             if diverged:
-                raise RunError(f"{diverged} at step {totals.step}; {ADVICE}")
+                raise DivergenceError(f"{diverged} at step {totals.step}; {ADVICE}")
             if not stopped and (last or _due(totals.step, config.eval.every)):
                 self._evaluate(totals)
             if saves:

@@ -161,11 +161,11 @@ def _learner(
     Raises:
         ConfigError: no memory holds such a model, whose values every rank draws first.
     """
-    needed, there = 4 * shape.num_params(), total_bytes()
-    if needed > there:
+    weights_gb, host_gb = 4 * shape.num_params() / 1e9, total_bytes() / 1e9
+    if weights_gb > host_gb:
         raise ConfigError(
-            f"the model's {shape.num_params():,} parameters take {needed / 2**30:,.0f} GiB, this "
-            f"host has {there / 2**30:,.0f} GiB: lower --model.n-layer, --model.n-embd or the "
+            f"the weights of {shape.num_params():.3g} parameters take {weights_gb:.3g} GB, and "
+            f"this host has {host_gb:.3g} GB: lower --model.n-layer, --model.n-embd or the "
             f"vocabulary ({shape.vocab_size:,})"
         )
     layout = config.layout(world.world_size)

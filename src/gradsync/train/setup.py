@@ -29,7 +29,6 @@ from gradsync.errors import ConfigError
 from gradsync.models.config import GPTConfig
 from gradsync.models.gpt import GPT
 from gradsync.models.presets import preset
-from gradsync.runtime.memory_limit import total_bytes
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.registry import STRATEGIES
 from gradsync.sync.replicate import replicate
@@ -261,18 +260,12 @@ def build_learner(
     """Model, optimizer and synchronisation on this rank's device.
 
     Raises:
-        ConfigError: unknown strategy, a dtype the device has not, or a model larger than the host.
+        ConfigError: unknown strategy, or a dtype the device has not.
     """
     device = torch.device(world.device)
     if config.dtype == "fp16" and device.type != "cuda":
         raise ConfigError("dtype fp16 needs CUDA; use bf16 or fp32 on a CPU")
     set_precision(config, device)
-    weights_gb, host_gb = 4 * shape.num_params() / 1e9, total_bytes() / 1e9
-    if weights_gb > host_gb:  # each rank builds the whole model in the host's memory
-        raise ConfigError(
-            f"the weights of {shape.num_params():.3g} parameters take {weights_gb:.3g} GB, and "
-            f"this host has {host_gb:.3g} GB: lower model.n_layer, n_embd or vocab_size"
-        )
     model = GPT(
         shape,
         seed=config.seed,

@@ -32,7 +32,7 @@ class Settings:
     """Optimizer steps. By default the last one is short: two leaves, the second of one sample, or
     of two where the model is the user's own."""
     num_samples: int | None = None
-    """Samples of the data set that are used; None takes as many as make the last step short."""
+    """Samples of the data set; None takes as many as make the last step short."""
     num_leaves: int = LEAST_LEAVES
     """Leaves in a global batch."""
     leaf_size: int = LEAF_SIZE
@@ -81,6 +81,43 @@ class Settings:
         if self.whole_steps:
             return None
         return -(-((self.num_steps - 1) * self.global_batch_size + 1) // self.dataset_size)
+
+
+def sized_settings(
+    *,
+    num_steps: int | None,
+    num_samples: int | None,
+    leaf_size: int | None,
+    most_ranks: int,
+    **others: Any,
+) -> Settings:
+    """Settings whose steps train `num_samples` samples, where that is given.
+
+    What is None follows: the steps from the size of a leaf; that from the steps, rounded up (the
+    last step then goes on with a second pass over the data). Without `num_samples`, the defaults.
+
+    Args (besides those of `Settings`):
+        most_ranks: there are more leaves than that in a step.
+
+    Raises:
+        ConfigError: numbers that cannot be, or too few steps for the samples.
+    """
+    asked = {"num_steps": num_steps, "num_samples": num_samples, "leaf_size": leaf_size}
+    given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    settings = Settings(**given, **others)
+    settings = replace(settings, num_leaves=max(settings.num_leaves, most_ranks + 1))
+    if num_samples is None:
+        return settings
+    if num_steps is not None and leaf_size is None:
+        return replace(settings, leaf_size=-(-num_samples // (num_steps * settings.num_leaves)))
+    needed = -(-num_samples // settings.global_batch_size)
+    if num_steps is not None and num_steps < needed:
+        raise ConfigError(
+            f"verify: {num_samples} samples are {needed} steps of {settings.global_batch_size} "
+            f"({settings.num_leaves} leaves of {settings.leaf_size}), and num_steps is "
+            f"{num_steps}; leave num_steps or leaf_size out, and it follows"
+        )
+    return replace(settings, num_steps=num_steps or needed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

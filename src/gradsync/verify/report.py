@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import math
 import platform
+import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -71,7 +72,7 @@ def write_csv(path: Path, results: Sequence[Result]) -> None:
 
 
 def print_report(results: Sequence[Result], seconds: float, stream: TextIO) -> None:
-    """A row per strategy and dtype, then a sentence per failure."""
+    """A row per strategy and dtype, then each reason of failures once."""
     # A narrow terminal may wrap lines; words cut short could not be read.
     width = max(shutil.get_terminal_size().columns, _WIDTH)
     # Messages of others are shown as they are: no markup in brackets, no pictures between colons.
@@ -80,18 +81,33 @@ def print_report(results: Sequence[Result], seconds: float, stream: TextIO) -> N
     )
     cells = [result for result in results if not result.loaded_from]
     console.print(_table(cells))
-    for result in results:
-        if not result.passed:
-            console.print(result.status, style="bold red", end=" ")
-            console.print(f"{result.name}: {result.sentence}")
-            for line in result.tried:
-                console.print(f"    tried: {line}")
+    for alike in _by_reason(results):
+        first, names = alike[0], ", ".join(result.name for result in alike)
+        console.print(first.status, style="bold red", end=" ")
+        many = len(alike) > 1
+        console.print(f"{f'{len(alike)} cells' if many else names}: {first.sentence}")
+        if many:
+            console.print(f"    {names}")
+        for line in first.tried:
+            console.print(f"    tried: {line}")
     loads = [result for result in results if result.loaded_from]
     failed = sum(not result.passed for result in results)
     console.print(
         f"{len(cells)} cells and {len(loads)} checkpoints handed on, {failed} failed, "
         f"{seconds:.0f} s"
     )
+
+
+def _by_reason(results: Sequence[Result]) -> list[list[Result]]:
+    """Failed results, those with one reason together. Errors come from one mistake also where
+    numbers in them (rank, port, address) differ."""
+    groups: dict[tuple[str, ...], list[Result]] = {}
+    for result in results:
+        if not result.passed:
+            error = result.status == "error"
+            gist = re.sub(r"\d+", "", result.sentence) if error else result.sentence
+            groups.setdefault((result.status, gist, *result.tried), []).append(result)
+    return list(groups.values())
 
 
 def _table(cells: Sequence[Result]) -> Table:

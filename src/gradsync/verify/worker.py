@@ -23,7 +23,7 @@ from typing import Any
 
 from gradsync.comm.choose import communicator
 from gradsync.comm.groups import Groups, groups
-from gradsync.runtime.failure import looks_like_lost_peer
+from gradsync.runtime.failure import communication_error
 from gradsync.runtime.session import Session, SessionOptions
 from gradsync.verify.cell import OneRankRuns, Setting, run_cell
 from gradsync.verify.plan import Cell, Job, Settings, job_from_json, job_to_json
@@ -151,7 +151,7 @@ class Worker:
             "time": time.time(),
             "message": f"{type(error).__name__}: {error}",
             # Written at once, before the session asks the others: it may be ended while it asks.
-            "echo": looks_like_lost_peer(error),
+            "echo": communication_error(error) is not None,
             "traceback": traceback.format_exc(),
         }
         self._noted.write_text(json.dumps(document))
@@ -177,7 +177,9 @@ def pretend_two_hosts(world: World) -> Groups:
 def read_done(folder: Path, number: int) -> list[dict[str, Any]]:
     """Results of one start, as far as it came."""
     path = folder / f"done-{number}.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    text = path.read_text() if path.exists() else ""
+    # A rank that was killed while it wrote has left half a line.
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def read_errors(folder: Path, number: int) -> list[dict[str, Any]]:

@@ -34,6 +34,6 @@ class UnusedWarning:
             more = f" and {len(found) - 1} more" if len(found) > 1 else ""
             log.warning(
                 "parameter %r%s got no gradient on rank %d in this step, but did on another one; "
-                "here they count as zeros (said once)",
+                "here that counts as zeros (said once)",
                 *(first, more, rank),
             )

@@ -140,18 +140,6 @@ class FsdpReducer(Reducer):
             )
         yield
 
-    def expect(self, optimizers: Sequence[torch.optim.Optimizer], *, scaled: bool) -> None:
-        """See `Reducer.expect`.
-
-        Raises:
-            ConfigError: torch's Muon, which fails on some shapes of shards only.
-        """
-        if any(isinstance(optimizer, torch.optim.Muon) for optimizer in optimizers):
-            raise ConfigError(
-                "sync='fsdp': torch.optim.Muon orthogonalises whole matrices, and each rank holds "
-                "some rows of them; use sync='invariant', or AdamW for them"
-            )
-
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """This rank's rows of the sums, which backward has made already."""
         return ((name, local(grad)) for name, grad in super().named_gradients())
@@ -205,15 +193,11 @@ class FsdpReducer(Reducer):
         """Each rank updates its shards.
 
         Raises:
-            ConfigError: an optimizer over the parameters as they were before sharding.
+            ConfigError: see `_check_optimizer`.
         """
         ours = {id(parameter) for parameter in self.parameters}
         for optimizer in optimizers:
-            if not any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
-                raise ConfigError(
-                    "sync='fsdp': the optimizer holds none of the model's parameters, which "
-                    "sharding has replaced; make it after gs.replicate"
-                )
+            _check_optimizer(optimizer, ours)
         super().update(optimizers)
 
     def gather(self, optimizer: torch.optim.Optimizer) -> None:
@@ -333,6 +317,20 @@ def _check_dtypes(model: nn.Module) -> None:
                 f"sync='fsdp' needs one dtype for all trainable parameters: {first[0]!r} is "
                 f"{first[1].dtype}, {name!r} is {parameter.dtype}"
             )
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, ours: set[int]) -> None:
+    """Refuse parameters as they were before sharding, and what fails on some shapes of shards."""
+    if not any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
+        raise ConfigError(
+            "sync='fsdp': the optimizer holds none of the model's parameters, which sharding has "
+            "replaced; make it after gs.replicate"
+        )
+    if isinstance(optimizer, torch.optim.Muon):
+        raise ConfigError(
+            "sync='fsdp': torch.optim.Muon orthogonalises whole matrices, of which each rank holds "
+            "some rows; use sync='invariant', or AdamW for them"
+        )
 
 
 def _states(optimizer: torch.optim.Optimizer) -> dict[Any, dict[str, Any]]:

@@ -1,0 +1,270 @@
+"""Whose failure it was: from the kind of error and the state of the other ranks to what is said."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import threading
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradsync.errors import DataError, LostPeerError, PeerError, RunError
+from gradsync.runtime import failure
+from gradsync.runtime.failure import FailureWatch, communication_error
+from gradsync.runtime.failure_record import Failure, describe, read_failure
+from gradsync.runtime.store import LEFT
+
+CLOSED = (
+    "[/build/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [::1]:5: Connection reset"
+)
+LATE = "[/build/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 20ms for recv"
+AFTER_LATE = "Application timeout caused pair closure"
+STORAGE = "connection reset by storage server"
+
+
+def raise_compiled(words: str) -> None:
+    """A `RuntimeError` that no `raise` statement raises, as gloo's."""
+    ctypes.pythonapi.PyErr_SetString(ctypes.py_object(RuntimeError), words.encode())
+
+
+def raise_python(words: str) -> None:
+    raise RuntimeError(words)
+
+
+def wrapped(words: str) -> None:
+    try:
+        raise_compiled(words)
+    except RuntimeError as error:
+        raise ValueError("training failed") from error
+
+
+def interrupted(words: str) -> None:
+    try:
+        raise_compiled(words)
+    except RuntimeError as error:
+        raise KeyboardInterrupt from error
+
+
+def torchs(words: str) -> None:
+    raise dist.DistNetworkError(words)
+
+
+def ours(words: str) -> None:
+    raise LostPeerError(words)
+
+
+def caught(raises: Any, words: str) -> BaseException:
+    try:
+        raises(words)
+    except BaseException as error:
+        return error
+    raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("raises", "words", "link"),
+    [
+        (raise_compiled, CLOSED, RuntimeError),
+        (raise_compiled, AFTER_LATE, RuntimeError),
+        (torchs, "Broken pipe", dist.DistNetworkError),
+        (ours, "rank 1 has ended", LostPeerError),
+        (wrapped, CLOSED, RuntimeError),
+        # What a data set says is its own affair, compiled or not.
+        (raise_python, STORAGE, None),
+        (raise_compiled, STORAGE, None),
+        (raise_compiled, "recv: nccl or gloo? broken pipe in the process group", None),
+        (raise_python, f"my bucket: {CLOSED}", None),
+        (interrupted, CLOSED, None),
+    ],
+)
+def test_what_comes_from_a_collective(raises: Any, words: str, link: type | None) -> None:
+    found = communication_error(caught(raises, words))
+    assert found is None if link is None else type(found) is link
+
+
+class Store:
+    """A rendezvous store in which rank 1 is as told: alive, silent, left."""
+
+    def __init__(self, peer: str) -> None:
+        self.peer = peer
+        self.values: dict[str, bytes] = {}
+        self.numbers: dict[str, int] = {}
+        self.beats = 0
+
+    def check(self, keys: list[str]) -> bool:
+        if self.peer == "store gone":
+            raise dist.DistNetworkError("sendBytes failed: Broken pipe")
+        return all(key in self.values or key == "beat/1" for key in keys)
+
+    def get(self, key: str) -> bytes:
+        if key == "beat/1":
+            self.beats += self.peer == "alive"
+            return str(self.beats).encode()
+        return self.values[key]
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self.check([])
+        self.values[key] = value.encode() if isinstance(value, str) else value
+
+    def add(self, key: str, amount: int) -> int:
+        self.check([])
+        self.numbers[key] = self.numbers.get(key, 0) + amount
+        return self.numbers[key]
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failure, "_SILENT_S", 0.0)
+
+
+def watch_of(store: Any, **options: Any) -> FailureWatch:
+    watch = FailureWatch(store, rank=0, world_size=2, **options)
+    watch._interval_s = 0.001
+    return watch
+
+
+def settled(store: Store, error: BaseException, **options: Any) -> RunError | None:
+    watch = watch_of(store, **options)
+    watch.start()
+    return watch.settle(error)
+
+
+PEERS = json.dumps(asdict(Failure(1, "there", "KeyError: 'x'", "Traceback: line 7"))).encode()
+
+
+@pytest.mark.parametrize(
+    ("raises", "words", "peer", "kind", "said"),
+    [
+        (raise_python, STORAGE, "alive", None, ""),
+        (raise_compiled, CLOSED, "failed", PeerError, "rank 1 on there failed first: KeyError"),
+        (raise_compiled, CLOSED, "silent", PeerError, "rank(s) 1 vanished without a word"),
+        (raise_compiled, CLOSED, "left", LostPeerError, "rank(s) 1 had left in good order"),
+        (raise_compiled, CLOSED, "alive", LostPeerError, "though every rank is alive"),
+        (raise_compiled, LATE, "alive", LostPeerError, "as long as it may (timeout_s)"),
+        (raise_compiled, AFTER_LATE, "alive", LostPeerError, "as long as it may (timeout_s)"),
+        (wrapped, LATE, "alive", LostPeerError, "as long as it may (timeout_s)"),
+        (raise_compiled, LATE, "silent", PeerError, "rank(s) 1 vanished without a word"),
+        (torchs, "wait timeout after 9 ms", "alive", None, ""),  # perhaps of another store
+        (ours, "waited 9 s for rank(s) 1", "alive", None, ""),
+        (torchs, "Broken pipe", "silent", PeerError, "rank(s) 1 vanished without a word"),
+        (torchs, "Broken pipe", "store gone", PeerError, "rank 0, which serves the rendezvous"),
+        (raise_python, STORAGE, "store gone", None, ""),
+    ],
+)
+def test_what_is_said(raises: Any, words: str, peer: str, kind: Any, said: str) -> None:
+    store = Store(peer)
+    if peer == "failed":
+        store.add("failures", 1)
+        store.values["failure"] = PEERS
+    if peer == "left":
+        store.values["noticed/1"] = LEFT
+    error = caught(raises, words)
+    cause = settled(store, error)
+    assert type(cause) is (type(None) if kind is None else kind)
+    assert said in str(cause)
+    if peer == "failed":
+        assert "Traceback: line 7" in str(cause)
+    elif cause is not None:
+        assert cause.__cause__ is error  # its traceback is shown, too
+    if peer in ("alive", "left"):
+        record = read_failure(store.values["failure"])
+        assert record.summary == (str(cause) if cause is not None else record.summary)
+        assert words in record.traceback_text + record.summary
+    if raises is raise_python and peer == "alive":
+        assert "in raise_python" in record.traceback_text
+
+
+def test_the_launcher_is_named_where_it_serves_the_store() -> None:
+    gone = settled(Store("store gone"), caught(torchs, "Broken pipe"), hosted_by_agent=True)
+    assert str(gone).startswith("the launcher, which serves the rendezvous store, vanished")
+
+
+def test_a_server_that_has_left_in_good_order_takes_nobody_along(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended: list[str] = []
+    monkeypatch.setattr(FailureWatch, "_end_process", lambda _, message: ended.append(message))
+    store = Store("alive")
+    store.values["noticed/0"] = LEFT
+    watch = watch_of(store, grace_s=0.0)
+    monkeypatch.setattr(store, "get", lambda key: setattr(store, "peer", "store gone") or LEFT)
+    watch.start()
+    watch._thread.join(5.0)
+    assert not watch._thread.is_alive()
+    assert ended == []
+
+
+def test_a_stopped_process_is_not_called_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    import psutil
+
+    monkeypatch.setattr(psutil.Process, "status", lambda _: psutil.STATUS_STOPPED)
+    cause = settled(Store("silent"), caught(raise_compiled, LATE), pids={1: os.getpid()})
+    assert f"rank 1 (process {os.getpid()}) gives no sign of life (it is stopped" in str(cause)
+    assert "vanished" not in str(cause)
+
+
+# -- records --------------------------------------------------------------------------------------
+
+SOUND = Failure(1, "there", "KeyError", "Traceback", 2)
+fields = st.fixed_dictionaries(
+    {name: st.none() | st.integers() | st.text() for name in asdict(SOUND)}
+)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+records = st.binary() | (fields | values).map(lambda value: json.dumps(value).encode())
+
+
+@given(records)
+def test_any_record_gives_a_failure(record: bytes) -> None:
+    found = read_failure(record)
+    error = found.as_error()
+    assert 0 < error.exit_code < 256
+    assert found.rank >= 0 or "unreadable record" in str(error)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [b"", b"[" * 100_000, b"1" * 5_000, b"\xff\xfe{", b'{"rank": 1}', b'"' + b"x" * 10**6 + b'"'],
+)
+def test_a_broken_record_is_named(record: bytes) -> None:
+    assert f"left an unreadable record of it ({len(record)} bytes" in read_failure(record).summary
+
+
+@pytest.mark.parametrize(
+    "error", [DataError("gone"), KeyError("x"), ValueError("\ud800" * 10**5), SystemExit("no")]
+)
+def test_what_a_rank_writes_down_can_be_read(error: BaseException) -> None:
+    written = describe(error, 3)
+    assert read_failure(json.dumps(asdict(written)).encode()) == written
+
+
+@pytest.mark.parametrize("record", [b"{", PEERS])
+def test_the_watch_survives_what_it_reads(
+    record: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ended: list[str] = []
+    monkeypatch.setattr(FailureWatch, "_end_process", lambda _, message: ended.append(message))
+    store, told = Store("alive"), threading.Event()
+    check = store.check
+
+    def stumbling(keys: list[str]) -> bool:
+        if not told.is_set():
+            told.set()
+            raise TypeError("a mistake of ours")
+        return check(keys)
+
+    monkeypatch.setattr(store, "check", stumbling)
+    store.values["failure"] = record
+    watch = watch_of(store, grace_s=0.0)
+    watch.start()
+    watch._thread.join(5.0)
+    assert ended == [str(read_failure(record).as_error())]
+    assert "the failure watch stumbled" in caplog.text

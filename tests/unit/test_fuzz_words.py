@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -93,7 +93,7 @@ def test_configurations(folder: Path, random: Random) -> None:
         check_request(config, random.choice((1, 2, 3)))
     if config is not None:
         write_config(config, folder / "again.yaml")
-        assert parse_config([str(folder / "again.yaml")]) == config
+        assert parse_config([str(folder / "again.yaml")]) == replace(config, nproc_per_node=None)
 
 
 def _flags(random: Random) -> list[str]:

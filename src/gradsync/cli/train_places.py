@@ -117,5 +117,5 @@ def _become_srun(places: Places, flags: Sequence[str], allocated: str) -> None:
 def _number(name: str, text: str) -> int:
     number = whole_number(text, MOST_NODES)
     if not number:
-        raise ConfigError(f"{name} needs a number, 1 to {MOST_NODES}; got {text[:80]!r}")
+        raise ConfigError(f"{name} must be a number, 1 to {MOST_NODES}; got {text[:80]!r}")
     return number

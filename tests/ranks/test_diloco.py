@@ -117,7 +117,8 @@ def test_a_checkpoint_in_mid_round_resumes_to_the_same_bits(with_state: bool) ->
         model = small_model()
         optimizer = adamw(model)
         reducer = DilocoReducer(model, comm, inner_steps=3)
-        train(GradientSync(model, comm, reducer), optimizer, range(4), UNEVEN)
+        sync = GradientSync(model, comm, reducer)
+        train(sync, optimizer, range(4), UNEVEN)
         reducer.gather(optimizer)
         weights, inner = weights_of(model), copy.deepcopy(optimizer.state_dict())
         outer = {name: tensor.clone() for name, tensor in reducer.state_tensors().items()}
@@ -126,10 +127,11 @@ def test_a_checkpoint_in_mid_round_resumes_to_the_same_bits(with_state: bool) ->
                 model = small_model()
                 optimizer = adamw(model)
                 reducer = DilocoReducer(model, comm, inner_steps=3)
+                sync = GradientSync(model, comm, reducer)
                 model.load_state_dict(weights)  # past the reducer, as a checkpoint loader may
                 optimizer.load_state_dict(inner)
                 reducer.load_state_tensors(outer if with_state else {})
-            train(GradientSync(model, comm, reducer), optimizer, range(4, 9), UNEVEN)
+            train(sync, optimizer, range(4, 9), UNEVEN)
             ends.append(reducer.full_weights())
         return ends[0], ends[1]
 

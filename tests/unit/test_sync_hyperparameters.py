@@ -69,9 +69,10 @@ def test_groups_hold_the_same_parameters() -> None:
     parameters = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
     whole = settings_of(torch.optim.SGD(parameters), parameters)
     turned = settings_of(torch.optim.SGD(parameters[::-1]), parameters)
-    assert {name for name in whole if whole[name] != turned[name]} == {
-        "the list of parameters of group 0"
-    }
+    fewer = settings_of(torch.optim.SGD(parameters[:2]), parameters)
+    order, held = "the order of parameters of group 0", "the list of parameters of group 0"
+    assert [name for name in whole if whole[name] != turned[name]] == [order]
+    assert [name for name in whole if whole[name] != fewer[name]] == [held, order]
 
 
 def test_a_step_that_needs_a_closure() -> None:

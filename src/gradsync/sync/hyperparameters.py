@@ -51,8 +51,10 @@ def settings_of(optimizer: Optimizer, parameters: Sequence[Tensor], *, number: i
         where = f" of group {index}{which}"
         found |= {f"{name}{where}": _text(value) for name, value in options(group).items()}
         members = array("q", [places.get(id(parameter), -1) for parameter in group["params"]])
-        text = f"{len(members)} ({_hash(members.tobytes())[:8]})"
-        found[f"the list of parameters{where}"] = text
+        held = _hash(array("q", sorted(members)).tobytes())[:8]
+        found[f"the list of parameters{where}"] = f"{len(members)} ({held})"
+        # A set has another one in each process, and states would be loaded for other parameters.
+        found[f"the order of parameters{where}"] = _hash(members.tobytes())[:8]
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from enum import Enum
 from typing import Any
 
 import pytest
@@ -37,6 +38,8 @@ def make_schedule() -> Callable[[int], float]:
         lambda: functools.partial(max, 1),
         object,
         lambda: torch.device("cpu"),
+        lambda: Enum("Kind", {"DEFAULT": object()})["DEFAULT"],
+        lambda: {object(): 1, make_schedule(): 2, "a": 3},
     ],
 )
 def test_equal_options_are_equal(make: Callable[[], Any]) -> None:

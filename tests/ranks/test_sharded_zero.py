@@ -134,6 +134,28 @@ def test_checkpoints_gather_scatter_and_load(recipe: Recipe) -> None:
                 torch.testing.assert_close(got[name], tensor, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("recipe", [ZERO1, ZERO2], ids=["zero1", "zero2"])
+def test_a_group_that_is_added_on_the_way_is_trained(recipe: Recipe) -> None:
+    def train(comm: Communicator, recipe: Recipe) -> dict[str, Tensor]:
+        sync, _ = make(comm, recipe)
+        first, *rest = sync.model.parameters()
+        optimizer = torch.optim.AdamW([first], lr=0.05)
+        for step in range(4):
+            if step == 2:
+                optimizer.add_param_group({"params": rest, "lr": 0.1})
+            do_step(sync, optimizer, step)
+        sync.gather(optimizer)
+        assert [float(s["step"]) for s in optimizer.state.values()] == [4.0, 2.0, 2.0]
+        sync.close()
+        return sync.full_weights()
+
+    expected = train(SingleCommunicator(), Recipe(order="invariant"))
+    for got in run_thread_ranks(lambda _, g: train(ProcessGroupCommunicator(g), recipe), 2):
+        for name, tensor in expected.items():
+            assert recipe is ZERO2 or torch.equal(got[name], tensor), name
+            torch.testing.assert_close(got[name], tensor, rtol=1e-4, atol=1e-5)
+
+
 def test_whole_gradients_do_not_outlive_backward_in_zero2() -> None:
     """Between steps a rank keeps neither buckets nor whole gradients."""
 

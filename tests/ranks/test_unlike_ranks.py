@@ -204,6 +204,19 @@ def test_what_else_can_differ() -> None:
         assert all(said.startswith(f"ConfigError: {text}") for said, _ in ranks), ranks
 
 
+def test_who_only_looks_at_a_state_has_loaded_none() -> None:
+    def work(rank: int, group: dist.ProcessGroup) -> None:
+        model = net()
+        sync = replicate(model, comm=ProcessGroupCommunicator(group))
+        optimizer = adamw(model)
+        if rank == 0:
+            assert not any(optimizer.state[parameter] for parameter in model.parameters())
+        step(sync, optimizer, False)
+        sync.close()
+
+    run_thread_ranks(work, 2)
+
+
 def test_a_step_goes_on_once_ranks_are_alike() -> None:
     def work(rank: int, group: dist.ProcessGroup) -> Tensor:
         model = net()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from enum import Enum
 from typing import Any
 
 import pytest
@@ -37,6 +38,8 @@ def make_schedule() -> Callable[[int], float]:
         lambda: functools.partial(max, 1),
         object,
         lambda: torch.device("cpu"),
+        lambda: Enum("Kind", {"DEFAULT": object()})["DEFAULT"],
+        lambda: {object(): 1, make_schedule(): 2, "a": 3},
     ],
 )
 def test_equal_options_are_equal(make: Callable[[], Any]) -> None:
@@ -69,9 +72,10 @@ def test_groups_hold_the_same_parameters() -> None:
     parameters = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
     whole = settings_of(torch.optim.SGD(parameters), parameters)
     turned = settings_of(torch.optim.SGD(parameters[::-1]), parameters)
-    assert {name for name in whole if whole[name] != turned[name]} == {
-        "the list of parameters of group 0"
-    }
+    fewer = settings_of(torch.optim.SGD(parameters[:2]), parameters)
+    order, held = "the order of parameters of group 0", "the list of parameters of group 0"
+    assert [name for name in whole if whole[name] != turned[name]] == [order]
+    assert [name for name in whole if whole[name] != fewer[name]] == [held, order]
 
 
 def test_a_step_that_needs_a_closure() -> None:

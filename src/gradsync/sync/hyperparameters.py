@@ -51,8 +51,10 @@ def settings_of(optimizer: Optimizer, parameters: Sequence[Tensor], *, number: i
         where = f" of group {index}{which}"
         found |= {f"{name}{where}": _text(value) for name, value in options(group).items()}
         members = array("q", [places.get(id(parameter), -1) for parameter in group["params"]])
-        text = f"{len(members)} ({_hash(members.tobytes())[:8]})"
-        found[f"the list of parameters{where}"] = text
+        held = _hash(array("q", sorted(members)).tobytes())[:8]
+        found[f"the list of parameters{where}"] = f"{len(members)} ({held})"
+        # A set has another one in each process, and states would be loaded for other parameters.
+        found[f"the order of parameters{where}"] = _hash(members.tobytes())[:8]
     return found
 
 
@@ -95,12 +97,17 @@ def refuse_closure(optimizer: Optimizer) -> None:
 def _text(value: Any) -> str:
     """The same on all ranks for equal values, whatever objects they are."""
     if isinstance(value, int | None | str | complex | Enum):
-        return repr(value)
+        # An enum's repr shows the member's value, which may be any object.
+        return str(value) if isinstance(value, Enum) else repr(value)
     if isinstance(value, float):
         whole = abs(value) < 2**53 and value.is_integer()
         return repr(int(value)) if whole else repr(float(value))  # 1 and 1.0 are one learning rate
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key!r}: {_text(entry)}" for key, entry in value.items()) + "}"
+        pairs = (
+            (repr(key) if isinstance(key, str | int) else type(key).__qualname__, _text(entry))
+            for key, entry in value.items()
+        )
+        return "{" + ", ".join(f"{key}: {entry}" for key, entry in pairs) + "}"
     if isinstance(value, list | tuple):
         return f"({', '.join(_text(entry) for entry in value)})"
     if hasattr(value, "tolist"):  # tensors, arrays and their scalars

@@ -65,7 +65,9 @@ class ReplicaWatch:
     def state_of(self, optimizer: Optimizer) -> str:
         """Where its state comes from, the same on ranks that load alike."""
         if optimizer not in self._states:
-            return "loaded before the first step" if optimizer.state else "empty"
+            # Who only reads `state[parameter]` makes an empty entry.
+            loaded = any(optimizer.state.values())
+            return "loaded before the first step" if loaded else "empty"
         kept = self._states[optimizer] is optimizer.state
         return "kept from the last step" if kept else "loaded since the last step"
 

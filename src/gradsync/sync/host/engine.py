@@ -38,9 +38,10 @@ from gradsync.sync.host.block_norms import BlockNorms
 from gradsync.sync.host.eligible import why_not_now, why_whole
 from gradsync.sync.host.flat import Flat, flats_of
 from gradsync.sync.host.operands import Sum, sum_of_leaves, sum_of_ranks
-from gradsync.sync.host.update import HostUpdate, members_of, step_together
+from gradsync.sync.host.update import HostUpdate, step_together
 from gradsync.sync.host.weights import SharedWeights, can_move
 from gradsync.sync.reducer import Reduction
+from gradsync.sync.sharded.bucket import members_of
 from gradsync.sync.stopwatch import Stopwatch
 
 if TYPE_CHECKING:

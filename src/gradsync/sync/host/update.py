@@ -20,7 +20,7 @@ from gradsync.sync.host.flat import Flat
 from gradsync.sync.host.pieces import pieces_of
 from gradsync.sync.host.state import SharedState
 from gradsync.sync.host.weights import SharedWeights
-from gradsync.sync.sharded.bucket import options
+from gradsync.sync.sharded.bucket import members_of, options
 from gradsync.sync.sharded.elementwise import arguments_of
 
 if TYPE_CHECKING:
@@ -137,8 +137,3 @@ def step_together(
         home.remember()
     for update in updates:
         update.tell_scheduler()
-
-
-def members_of(optimizer: Optimizer) -> list[list[int]]:
-    """The ids of each group's parameters."""
-    return [[id(p) for p in group["params"]] for group in optimizer.param_groups]

@@ -133,6 +133,11 @@ def options(group: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in NOT_OPTIONS}
 
 
+def members_of(optimizer: Optimizer) -> list[list[int]]:
+    """The ids of each group's parameters."""
+    return [[id(p) for p in group["params"]] for group in optimizer.param_groups]
+
+
 def _flat(parameter: Tensor) -> Tensor:
     return parameter.detach().view(-1)
 

@@ -18,6 +18,7 @@ import torch
 from gradsync.errors import ConfigError
 from gradsync.sync.clip import gradient_norm
 from gradsync.sync.engine.engine import Engine
+from gradsync.sync.sharded.bucket import members_of
 from gradsync.sync.sharded.elementwise import check_elementwise
 from gradsync.sync.sharded.layout import Layout
 from gradsync.sync.sharded.optimizer import ShardedOptimizer, step_together
@@ -40,6 +41,7 @@ class ShardedEngine(Engine):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._sharded: dict[int, ShardedOptimizer] = {}  # by the id of the one that it holds
+        self._members: dict[int, list[list[int]]] = {}
         self._in_shards = self.recipe.shard == "gradients"
         self._shards: list[Tensor] = []
         self._used: list[bool] = []
@@ -136,9 +138,14 @@ class ShardedEngine(Engine):
         self._of(optimizer).keep(states)
 
     def _of(self, optimizer: torch.optim.Optimizer) -> ShardedOptimizer:
-        """The sharded twin of the user's optimizer, made when it is first seen."""
-        if id(optimizer) not in self._sharded:
+        """The sharded twin of the user's optimizer, made when it is first seen, and again when
+        its groups hold other parameters (`add_param_group`); all ranks come here together."""
+        members = members_of(optimizer)
+        known = self._sharded.get(id(optimizer))
+        if known is None or self._members[id(optimizer)] != members:
+            if known is not None:
+                known.gather_into(optimizer)
             plan = Layout(self.parameters, [bucket.plan for bucket in self.buckets])
-            sharded = ShardedOptimizer.like(optimizer, comm=self.comm, plan=plan)
-            self._sharded[id(optimizer)] = sharded
-        return self._sharded[id(optimizer)]
+            known = ShardedOptimizer.like(optimizer, comm=self.comm, plan=plan)
+            self._sharded[id(optimizer)], self._members[id(optimizer)] = known, members
+        return known

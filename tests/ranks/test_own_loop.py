@@ -336,6 +336,7 @@ def test_a_gradient_that_is_not_finite_is_said_by_its_rank(
     caplog.set_level(logging.WARNING, logger="gradsync")
     on_ranks(name, loop)
     said = sorted(r.getMessage() for r in caplog.records if "nan or inf" in r.getMessage())
+    assert all(text.endswith("every rank gets it with the next sum or average") for text in said)
     assert [text.partition(":")[0] for text in said] == [
         *("rank 0, step 3", "rank 1, step 2", "rank 2, step 3")
     ]

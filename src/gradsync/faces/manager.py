@@ -50,8 +50,8 @@ _DATA_LOADER_HAS_NO_MEANING = {
     "in_order": "batches always come in order",
 }
 _DATA_LOADER_IS_CALLED = {
-    "sampler": "shuffle= and seed=: samples are dealt to ranks here",
-    "batch_sampler": "shuffle= and seed=: samples are dealt to ranks here",
+    "sampler": "shuffle= and seed=: samples are dealt to ranks",
+    "batch_sampler": "shuffle= and seed=: samples are dealt to ranks",
     "generator": "seed=",
     "worker_init_fn": "the data set's own __getitem__",
 }

@@ -41,7 +41,7 @@ class NonFinite:
         if self._found and not self._said:
             log.warning(
                 "rank %d, step %d: nan or inf in this rank's gradient of %s; every rank gets it "
-                "with the sum",
+                "with the next sum or average",
                 *(rank, self._step, ", ".join(self._found)),
             )
         self._said, self._found = bool(self._found), []

@@ -12,7 +12,7 @@ from gradsync.hardware.workload import Workload
 from gradsync.models.presets import PRESETS
 
 BUDGET_S = 140.0
-"""Of a measurement whose model nobody chose: with the start of its ranks, under three minutes."""
+"""Limit for a measurement without a chosen model: with its ranks' start, under three minutes."""
 _COMPANY = 1.5
 """A step with other ranks beside it, and with their gradients, over that of a rank alone: from 1.0
 (`invariant`) to 2 (default malloc) in `benchmarks/sync/mini-512/record.json`."""

@@ -118,7 +118,7 @@ def start_ranks(argv: list[str], world_size: int, signals: Signals) -> Ended:
 
 @contextmanager
 def work_folder(prefix: str) -> Iterator[Path]:
-    """A temporary folder for one command; those that killed commands left are removed first.
+    """A temporary folder for one command; folders left by killed commands are removed first.
 
     Args:
         prefix: of its name, such as `gradsync-verify-`.
@@ -131,7 +131,7 @@ def work_folder(prefix: str) -> Iterator[Path]:
         with mark.with_suffix(".new").open("w") as file:
             with suppress(OSError):  # a file system without locks: left there when killed
                 fcntl.flock(file, fcntl.LOCK_EX)
-                Path(file.name).rename(mark)  # only now others see it: nobody finds it unlocked
+                Path(file.name).rename(mark)  # only now do others see it, locked already
             yield Path(name)
 
 

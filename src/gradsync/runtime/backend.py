@@ -90,6 +90,6 @@ def _near(name: str) -> str:
 
 
 def _listed(carries: dict[str, list[str]]) -> str:
-    """All names: those that can be used here, and what the others need."""
+    """All names: usable ones, and what each of the others needs."""
     rest = [f"{name} needs {needs}" for name, needs in NEEDS.items() if name not in carries]
     return f"here: {', '.join(carries)}" + "".join(f"; {each}" for each in rest)

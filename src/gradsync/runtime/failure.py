@@ -145,7 +145,7 @@ class FailureWatch:
         except self._store_gone as gone:
             if trouble is None or self._server_left:
                 say_interrupted(error)
-                return None  # nobody is left to be told
+                return None  # no reader is left
             # The first error on the connection says why; this may be its echo.
             return _because(PeerError(self._server_gone(self._store_lost or gone)), error)
 

@@ -130,7 +130,7 @@ def step_together(
         update.step(gradients, used)
     for home in weights:
         home.hand_out()
-    comm.barrier()  # nobody reads weights before all have written theirs
+    comm.barrier()  # no rank reads weights before all have written theirs
     for home in weights:
         # Autograd must see that a graph from before is stale.
         torch.autograd.graph.increment_version(home.parameters)

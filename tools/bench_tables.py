@@ -1,4 +1,4 @@
-"""The tables of `gradsync bench` in README.md and the guides, out of records under benchmarks/.
+"""The tables of `gradsync bench` in docs/, out of records under benchmarks/.
 
     python tools/bench_tables.py            renders every table anew
     python tools/bench_tables.py --check    exits with 1 when one is not what its record says
@@ -17,13 +17,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gradsync.bench.memory_report import shape_text
-from gradsync.bench.simulation_report import settings_text
-from gradsync.bench.sync_plan import plan_from_json
-from gradsync.bench.sync_report import title
+from gradsync.bench.memory_plan import shape_text
+from gradsync.bench.record import from_json
+from gradsync.bench.simulation import settings_text
+from gradsync.bench.sync_plan import Plan, SyncSettings
+from gradsync.bench.sync_result import title
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", "docs/guide/strategies.md", "docs/guide/planning.md")
+PAGES = ("docs/figures.md", "docs/guide/strategies.md", "docs/guide/planning.md")
 TABLE = re.compile(r"<!-- bench: (\S+\.json) -->\n.*?<!-- bench: end -->", re.DOTALL)
 KIB, MIB = 2**10, 2**20
 
@@ -62,7 +63,7 @@ def sync_table(record: Mapping[str, Any]) -> str:
         ]
         table.append([*cells, f"{row['tokens_per_s'] / ddp:.2f}"] if ddp else cells)
     lines = [_row(cells[: len(table[-1])]) for cells in table]
-    said = f"`{record['command']}`: {title(plan_from_json(record['plan']))}; medians (quartiles)."
+    said = f"`{record['command']}`: {title(from_json(Plan, record['plan']))}; medians (quartiles)."
     return "\n".join([*lines, "", f"{said} {_machine(record)}"])
 
 
@@ -100,7 +101,8 @@ def simulation_table(record: Mapping[str, Any]) -> str:
             f"{row['error_from_one']:+.1%}",
         ]
         lines.append(_row(cells))
-    said = f"`{record['command']}`: {settings_text(plan_from_json(record['plan']).settings)}"
+    settings = from_json(SyncSettings, record["plan"]["settings"])
+    said = f"`{record['command']}`: {settings_text(settings)}"
     return "\n".join([*lines, "", f"{said}; medians (quartiles). {_machine(record)}"])
 
 

@@ -1,4 +1,4 @@
-"""What `gradsync plan` prints, in README.md and the guides, made by running it.
+"""The output of `gradsync plan` in the guides, made by running it.
 
     python tools/plan_output.py            writes every such block anew
     python tools/plan_output.py --check    exits with 1 when one is not what the command prints
@@ -21,12 +21,12 @@ from pathlib import Path
 from gradsync.cli.plan import run
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", "docs/guide/planning.md")
+PAGES = ("docs/guide/planning.md",)
 BLOCK = re.compile(r"```\n\$ gradsync plan ([^\n]*--hardware [^\n]*)\n.*?```", re.DOTALL)
 
 
 def printed(arguments: Sequence[str]) -> str:
-    """What the command writes to standard output, without blanks at the ends of lines."""
+    """Standard output of the command, without blanks at the ends of lines."""
     stream = io.StringIO()
     with redirect_stdout(stream):
         run(list(arguments))

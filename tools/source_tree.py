@@ -13,7 +13,7 @@ Check = Callable[[Path, str], list[str]]
 
 
 def findings(check: Check, folders: list[Path]) -> list[str]:
-    """What `check` says about every Python file under `folders`, in order of their names."""
+    """Findings of `check` in every Python file under `folders`, in order of their names."""
     paths = sorted(path for folder in folders for path in folder.rglob("*.py"))
     return [line for path in paths for line in check(path, path.read_text(encoding="utf-8"))]
 

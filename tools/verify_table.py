@@ -1,10 +1,10 @@
-"""The README's table of what `gradsync verify` found, out of the command's own JSON.
+"""The table of what `gradsync verify` found, in docs/figures.md, out of the command's own JSON.
 
     gradsync verify --thorough --json > verify.json
-    python tools/verify_table.py verify.json [README.md]            writes the table
-    python tools/verify_table.py verify.json [README.md] --check    exits with 1 if it is another
+    python tools/verify_table.py verify.json [PAGE.md]            writes the table
+    python tools/verify_table.py verify.json [PAGE.md] --check    exits with 1 if it is another
 
-The table stands between two comments of the README; nothing else there is touched.
+The table stands between two comments of the page; nothing else there is touched.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gradsync.verify.report import largest, mark
-from gradsync.verify.result import Result, result_from_json
+from gradsync.verify.result import Result
 
 BEGIN = "<!-- verify: begin (made by tools/verify_table.py) -->"
 END = "<!-- verify: end -->"
@@ -60,17 +60,17 @@ def main(argv: list[str] | None = None) -> int:
     """Write or check the table; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("report", type=Path)
-    parser.add_argument("readme", type=Path, nargs="?", default=Path("README.md"))
+    parser.add_argument("page", type=Path, nargs="?", default=Path("docs/figures.md"))
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args(argv)
-    text = options.readme.read_text()
+    text = options.page.read_text()
     cells = json.loads(options.report.read_text())["cells"]
-    wanted = put(text, table([result_from_json(cell) for cell in cells]), options.readme.name)
+    wanted = put(text, table([Result(**cell) for cell in cells]), options.page.name)
     if not options.check:
-        options.readme.write_text(wanted)
+        options.page.write_text(wanted)
         return 0
     if text != wanted:
-        print(f"the table in {options.readme} is not what {options.report} says", file=sys.stderr)
+        print(f"the table in {options.page} is not what {options.report} says", file=sys.stderr)
         return 1
     return 0
 

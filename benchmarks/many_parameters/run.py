@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsync as gs
-from gradsync.bench.environment import environment
-from gradsync.bench.record import write_record
+from gradsync.bench.record import environment, write_record
 from gradsync.bench.statistics import ratios, spread
 
 WIDTH = 64

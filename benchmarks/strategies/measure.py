@@ -17,7 +17,7 @@ from contestants import Contestant, Settings, enter
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from gradsync.bench.meter_wire import bytes_sent, operations_issued
+from gradsync.bench.meter import bytes_sent, operations_issued
 from gradsync.comm.base import Communicator
 from gradsync.comm.choose import communicator
 from gradsync.comm.groups import groups

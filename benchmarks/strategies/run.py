@@ -73,7 +73,7 @@ def measure_here(arguments: argparse.Namespace) -> None:
     from measure import measure
 
     import gradsync as gs
-    from gradsync.bench.environment import environment
+    from gradsync.bench.record import environment
 
     settings = Settings(
         only=tuple(arguments.only), **{name: getattr(arguments, name) for name in NUMBERS}

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from torch import Tensor
 
 from gradsync.comm.base import Communicator, Work
-from gradsync.comm.recording import RecordingCommunicator
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
+
+from support.recording import RecordingCommunicator
 
 
 class CountedCommunicator(RecordingCommunicator):

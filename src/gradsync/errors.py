@@ -7,7 +7,7 @@
     │   └── DataError                    data missing, empty, truncated or not what it claims to be
     └── RunError(RuntimeError)         exit code 1: the request was right, the run failed
         ├── RendezvousError              ranks did not find each other in time
-        ├── CheckpointError              a checkpoint is missing, corrupt or of another run
+        ├── CheckpointError              a checkpoint is corrupt or of another run
         ├── DivergenceError              loss, gradients or weights became nan or inf
         ├── LostPeerError                another rank's process has gone, or does not answer
         └── PeerError                    another rank failed; carries that rank's traceback

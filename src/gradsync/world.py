@@ -1,4 +1,4 @@
-"""Who am I among the ranks: one frozen value, checked when it is made, without torch."""
+"""This process's place among the ranks, a frozen value checked when it is made. No torch here."""
 
 from __future__ import annotations
 

@@ -7,41 +7,53 @@ from pathlib import Path
 
 import pytest
 
-from support.launchers import run_python, run_torchrun
+from support.fork_server import run_forked, torch_ranks
+from support.launchers import run_torchrun
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def test_twelve_lines_give_the_same_weights_on_one_rank_and_on_three() -> None:
+def test_twelve_lines_give_the_same_weights_on_one_rank_and_under_torchrun() -> None:
     hashes = {
         re.findall(r"weights ([0-9a-f]{64})", done.ok().stdout)[0]
         for done in (
-            run_python([str(EXAMPLES / "minimal.py")]),
-            run_torchrun(3, [str(EXAMPLES / "minimal.py")]),
+            *run_forked([EXAMPLES / "minimal.py"]),
+            run_torchrun(2, [EXAMPLES / "minimal.py"]),
         )
     }
     assert len(hashes) == 1
+
+
+def printed_on_two_ranks(name: str) -> str:
+    """What rank 0 printed; the other one is silent."""
+    first, second = run_forked([EXAMPLES / name], torch_ranks(2))
+    assert second.ok().stdout == ""
+    return first.ok().stdout
 
 
 @pytest.mark.parametrize(
     ("name", "largest_loss"), [("own_loop.py", 0.05), ("adapters.py", 0.2), ("ddp_hook.py", 0.05)]
 )
 def test_it_learns_on_two_ranks(name: str, largest_loss: float) -> None:
-    done = run_torchrun(2, [str(EXAMPLES / name)]).ok()
-    losses = re.findall(r"loss ([0-9.]+)", done.stdout)
-    assert len(losses) == 1  # one rank prints
-    assert float(losses[0]) < largest_loss
+    (loss,) = re.findall(r"loss ([0-9.]+)", printed_on_two_ranks(name))
+    assert float(loss) < largest_loss
 
 
 def test_the_naive_trainer_prints_the_same_losses_on_one_rank_and_on_two() -> None:
-    printed = [
-        run_python([str(EXAMPLES / "naive_trainer.py")]).ok().stdout,
-        run_torchrun(2, [str(EXAMPLES / "naive_trainer.py")]).ok().stdout,
-    ]
+    (alone,) = run_forked([EXAMPLES / "naive_trainer.py"])
+    printed = [alone.ok().stdout, printed_on_two_ranks("naive_trainer.py")]
     losses = [re.findall(r"loss ([0-9.]+)", text) for text in printed]
     assert len(losses[0]) == 3
     assert losses[0] == losses[1]
     assert all("in 4 all-reduces" in text for text in printed)
+
+
+def test_digits_are_learned_and_ranks_do_not_show() -> None:
+    (alone,) = run_forked([EXAMPLES / "digits.py"])
+    accuracy = re.search(r"not seen in training: ([0-9.]+)%", alone.ok().stdout)
+    assert accuracy is not None
+    assert float(accuracy[1]) > 95.0
+    assert printed_on_two_ranks("digits.py") == alone.stdout
 
 
 def test_every_example_is_run_by_a_test() -> None:

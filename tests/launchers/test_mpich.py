@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,10 +14,9 @@ from support.launchers import (
     run_command,
     run_mpich,
     run_mpirun,
-    run_python,
 )
 from support.namespaces import Host, program, two_hosts
-from support.small_run import losses, make_data, small_config
+from support.small_run import OneRank, small_config
 
 MEET = """
 import os
@@ -34,27 +32,6 @@ except RendezvousError as error:
 WHICH = "from mpi4py import MPI; w = MPI.COMM_WORLD; print(w.rank, w.size, flush=True)"
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_data(tmp_path_factory.mktemp("data"))
-
-
-@pytest.fixture(scope="module")
-def one_rank(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run directory of one rank without a launcher."""
-    out = tmp_path_factory.mktemp("one")
-    run_python(["-m", "gradsync", *train_arguments(small_config(out, data, steps=3))]).ok()
-    return out
-
-
-def check_same(out: Path, one_rank: Path, launcher: str = "hydra") -> None:
-    got = json.loads((out / "summary.json").read_text())
-    expected = json.loads((one_rank / "summary.json").read_text())
-    assert (got["launcher"], got["world_size"]) == (launcher, 2)
-    assert got["weights_sha256"] == expected["weights_sha256"]
-    assert losses(out) == losses(one_rank)
-
-
 @pytest.fixture
 def mpich_library(tmp_path: Path) -> dict[str, str]:
     """Variables by which mpi4py finds Debian's MPICH, under the name that its own build has."""
@@ -65,40 +42,40 @@ def mpich_library(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.mark.launcher("mpich")
-def test_hydras_ranks_give_the_bits_of_one(data: Path, one_rank: Path, tmp_path: Path) -> None:
-    config = small_config(tmp_path, data, steps=3)
+def test_hydras_ranks_give_the_bits_of_one(data: Path, one_rank: OneRank, tmp_path: Path) -> None:
+    config = small_config(tmp_path, data)
     run_mpich(2, ["-m", "gradsync", *train_arguments(config)]).ok()
-    check_same(tmp_path, one_rank)
+    one_rank.check_equal(tmp_path, "hydra")
 
 
 @pytest.mark.launcher("namespaces")
 @pytest.mark.launcher("mpich")
 def test_hydras_ranks_on_two_hosts(
-    data: Path, one_rank: Path, tmp_path: Path, mpich_library: dict[str, str]
+    data: Path, one_rank: OneRank, tmp_path: Path, mpich_library: dict[str, str]
 ) -> None:
     """They meet through mpi4py, on hosts without a default route."""
     argv = [sys.executable, "-m", "gradsync"]
-    argv += train_arguments(small_config(tmp_path / "run", data, steps=3))
+    argv += train_arguments(small_config(tmp_path / "run", data))
     with two_hosts() as hosts:
         shell = remote_shell(tmp_path / "shell", {host.address: host for host in hosts})
         hydra = ["mpiexec.mpich", "-launcher", "ssh", "-launcher-exec", shell, "-n", "2"]
         hydra += ["-ppn", "1", "-hosts", ",".join(host.address for host in hosts)]
         on_host(hosts[0], "first", [*hydra, *argv], mpich_library)
-    check_same(tmp_path / "run", one_rank)
+    one_rank.check_equal(tmp_path / "run", "hydra")
 
 
 @pytest.mark.launcher("namespaces")
 @pytest.mark.launcher("mpirun")
-def test_open_mpis_ranks_on_two_hosts(data: Path, one_rank: Path, tmp_path: Path) -> None:
+def test_open_mpis_ranks_on_two_hosts(data: Path, one_rank: OneRank, tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "gradsync"]
-    argv += train_arguments(small_config(tmp_path / "run", data, steps=3))
+    argv += train_arguments(small_config(tmp_path / "run", data))
     with two_hosts() as hosts:
         names = dict(zip(("first", "second"), hosts, strict=True))
         shell = remote_shell(tmp_path / "shell", names)
         mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
         mpirun += ["--mca", "plm_rsh_agent", shell, "-H", "first:1,second:1", "-np", "2"]
         on_host(hosts[0], "first", [*mpirun, *argv], {})
-    check_same(tmp_path / "run", one_rank, "openmpi")
+    one_rank.check_equal(tmp_path / "run", "openmpi")
 
 
 def remote_shell(path: Path, hosts: Mapping[str, Host]) -> str:

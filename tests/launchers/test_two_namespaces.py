@@ -34,7 +34,7 @@ def test_two_hosts_of_two_ranks_give_the_losses_of_one(tmp_path: Path) -> None:
     assert losses(tmp_path / "hierarchical") == pytest.approx(one_rank, rel=1e-5)
 
     printed = (tmp_path / "node-0.log").read_text()
-    assert "4 rank(s) by torchrun on 2 host(s)" in printed
+    assert "2 rank(s) by torchrun on 2 host(s)" in printed
     assert losses(tmp_path / "torchrun") == one_rank
     assert weights_of(tmp_path / "torchrun") == weights_of(tmp_path / "alone")
 
@@ -45,7 +45,7 @@ def torchrun_by_hand(folder: Path, hosts: Sequence[Host], argv: Sequence[str]) -
     for number, host in enumerate(hosts):
         words = [program("ip") or "ip", "netns", "exec", host.namespace]
         words += [sys.executable, "-m", "torch.distributed.run", f"--log-dir={folder}/logs"]
-        words += ["--nnodes=2", "--nproc-per-node=2", f"--node-rank={number}"]
+        words += ["--nnodes=2", "--nproc-per-node=1", f"--node-rank={number}"]
         words += [f"--master-addr={hosts[0].address}", "--master-port=29400", "-m", "gradsync"]
         with (folder / f"node-{number}.log").open("w") as log:
             agents.append(

@@ -51,7 +51,7 @@ def _with_a_fault(rank: int, world_size: int, store_path: str) -> dict[str, Any]
     )
     from gradsync.comm.shared_memory.unavailable import SharedMemoryError
 
-    module = "gradsync.bench.collectives_contestants.tree_broadcast"
+    module = "gradsync.bench.collectives_measure.tree_broadcast"
     refuse = mock.Mock(side_effect=SharedMemoryError("not here"))
     told: list[tuple[int, int, str]] = []
     with (
@@ -59,11 +59,12 @@ def _with_a_fault(rank: int, world_size: int, store_path: str) -> dict[str, Any]
         mock.patch(module, return_value=None),
         mock.patch("gradsync.bench.collectives_measure.share_memory", refuse),
     ):
-        measured = Bench(settings, world, lambda *what: told.append(what)).run()
+        bench = Bench(settings, world, lambda *what: told.append(what))
+        samples = bench.run()
     return {
-        "timed": [(entry.operation, entry.algorithm) for entry in measured.samples],
-        "wrong": measured.wrong,
-        "skipped": measured.skipped,
+        "timed": [(entry.operation, entry.algorithm) for entry in samples],
+        "wrong": bench.wrong,
+        "skipped": bench.skipped,
         "told": told,
     }
 

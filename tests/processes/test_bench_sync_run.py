@@ -13,8 +13,7 @@ import torch
 
 from gradsync.bench import sync_check, sync_run
 from gradsync.bench.contestant import parse_contestants, with_ideals
-from gradsync.bench.contestant_base import Entrant, Site, make_leaves
-from gradsync.bench.contestant_plain import Alone, TorchDdp
+from gradsync.bench.entrants import Alone, Entrant, Site, TorchDdp, make_leaves
 from gradsync.bench.meter import StepClock
 from gradsync.bench.sync_check import (
     NotTrainingError,
@@ -24,8 +23,7 @@ from gradsync.bench.sync_check import (
     whole_periods,
 )
 from gradsync.bench.sync_plan import SyncSettings, sync_plan
-from gradsync.bench.sync_run import Runner, owners
-from gradsync.bench.sync_sets import Baton
+from gradsync.bench.sync_run import Runner
 from gradsync.models.config import GPTConfig
 from gradsync.models.presets import PRESETS
 from gradsync.runtime.peak_memory import PeakMemory
@@ -54,9 +52,8 @@ def _run(rank: int, world_size: int, store_path: str) -> dict[str, Any]:
     told, said = [], []
     begin = patch.object(sync_run, "environment", lambda **_: {"told": len(told)})
     with begin, open_session(rank, world_size, store_path) as world:
-        baton = Baton(None, 0, owners(plan))
         runner = Runner(
-            plan, 0, world, baton, lambda place, count, what: told.append(what), say=said.append
+            plan, 0, world, None, lambda place, count, what: told.append(what), say=said.append
         )
         found = runner.run()
     assert found["environment"] == {"told": 0}  # before the first piece of work
@@ -206,7 +203,7 @@ def test_a_whole_run(tmp_path: Path) -> None:
     """Two sets of one rank each take turns; the document is alone on standard output."""
     words = ["--model-size", "tiny", "--world-size", "1", "--strategies", "naive,torch_ddp"]
     size = ["--context-length", "16", "--rounds", "2", "--num-steps", "1", "--num-warmup", "0"]
-    size += ["--threads", "1"]
+    size += ["--threads", "1", "--dtype", "fp32"]
     places = ["--csv", tmp_path / "rows.csv", "--out", tmp_path, "--json"]
     done = run_python(["-m", "gradsync", "bench", "sync", *words, *size, *places]).ok()
     document = json.loads(done.stdout)

@@ -20,7 +20,7 @@ CHILD = """
 import os, resource, signal, sys
 from pathlib import Path
 import torch
-from gradsync.checkpoint.atomic import Filesystem
+from gradsync.core.files import Filesystem
 from gradsync.checkpoint.store import CheckpointStore, Snapshot
 from gradsync.errors import CheckpointError
 

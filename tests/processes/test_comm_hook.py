@@ -18,6 +18,7 @@ from gradsync.errors import ConfigError
 from gradsync.sync import comm_hook as module
 from gradsync.sync.bucket_worker import BucketWorker
 from gradsync.sync.comm_hook import STRATEGIES, comm_hook
+from gradsync.world import World
 from support.rank_session import open_session
 
 UNIT = {"bf16": 2**-8, "fp16": 2**-11}
@@ -26,58 +27,62 @@ FLOOR = {"fp16": 2**-25}
 """Largest error of rounding something very small; nothing for those with fp32's exponents."""
 
 
-def _gradients(
-    rank: int, world_size: int, store_path: str, strategy: str | None, options: dict[str, Any]
-) -> list[list[Tensor]]:
+def _gradients(world: World, strategy: str | None, options: dict[str, Any]) -> list[list[Tensor]]:
     """Gradients of each of three steps, under DDP with several buckets.
 
     Strategy None: without a hook; "local": this rank's own.
     """
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)], nn.Linear(64, 3))
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.02)
+    if strategy == "hierarchical":
+        options = {**options, "groups": groups(world)}
+    if strategy not in (None, "local"):
+        comm_hook(strategy, **options).register(ddp)
+    torch.manual_seed(world.rank)
+    found = []
+    for _ in range(3):
+        for synchronise in (False, strategy != "local"):  # no hook while it accumulates
+            with contextlib.nullcontext() if synchronise else ddp.no_sync():
+                ddp(torch.randn(4 + world.rank, 64)).square().mean().backward()
+        found.append([parameter.grad.clone() for parameter in model.parameters()])
+        ddp.zero_grad()
+    return found
+
+
+COMPRESSING = {"start_powerSGD_iter": 2}
+KINDS: list[tuple[str | None, dict[str, Any]]] = [
+    *((strategy, {}) for strategy in (None, "local", *STRATEGIES)),
+    ("powersgd", COMPRESSING),
+]
+
+
+def _all_gradients(rank: int, world_size: int, store_path: str) -> list[list[list[Tensor]]]:
     with open_session(rank, world_size, store_path) as world:
-        torch.manual_seed(0)
-        model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)], nn.Linear(64, 3))
-        ddp = DistributedDataParallel(model, bucket_cap_mb=0.02)
-        if strategy == "hierarchical":
-            options = {**options, "groups": groups(world)}
-        if strategy not in (None, "local"):
-            comm_hook(strategy, **options).register(ddp)
-        torch.manual_seed(rank)
-        found = []
-        for _ in range(3):
-            for synchronise in (False, strategy != "local"):  # no hook while it accumulates
-                with contextlib.nullcontext() if synchronise else ddp.no_sync():
-                    ddp(torch.randn(4 + rank, 64)).square().mean().backward()
-            found.append([parameter.grad.clone() for parameter in model.parameters()])
-            ddp.zero_grad()
-        return found
+        return [_gradients(world, *kind) for kind in KINDS]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_equals_ddp_without_hook(pool: Any, strategy: str, world_size: int) -> None:
+def test_equals_ddp_without_hook(pool: Any, world_size: int) -> None:
     """PowerSGD until it begins to compress. Bound: one rounding on each rank for the division, one
-    for the way to the wire, and one for each addition."""
-    plain = pool.run(_gradients, world_size, None, {})
-    local = pool.run(_gradients, world_size, "local", {})
-    hooked = pool.run(_gradients, world_size, strategy, {})
-    unit, floor = UNIT.get(strategy, 2**-24), FLOOR.get(strategy, 0.0)
-    for step in range(3):
-        for index, expected in enumerate(plain[0][step]):
-            size = torch.stack([mine[step][index].abs() for mine in local]).mean(dim=0)
-            for rank in range(world_size):
-                got = hooked[rank][step][index]
-                assert torch.equal(got, hooked[0][step][index])
-                bound = (world_size + 2) * (unit * size + floor)
-                assert bool(((got - expected).abs() <= bound).all())
-
-
-@pytest.mark.parametrize("strategy", ["bf16", "fp16", "powersgd"])
-def test_lossy_hooks_do_lose_something(pool: Any, strategy: str) -> None:
-    """Or the test above would not have tested them."""
-    options = {"start_powerSGD_iter": 2} if strategy == "powersgd" else {}
-    plain = pool.run(_gradients, 2, None, {})[0][2]
-    hooked = pool.run(_gradients, 2, strategy, options)[0][2]
-    assert any(not torch.equal(a, b) for a, b in zip(plain, hooked, strict=True))
+    for the way to the wire, and one for each addition. Lossy ones do lose something."""
+    by_rank = pool.run(_all_gradients, world_size)
+    plain, local, *by_hook = zip(*by_rank, strict=True)
+    for (strategy, options), hooked in zip(KINDS[2:], by_hook, strict=True):
+        if strategy in ("bf16", "fp16") or options is COMPRESSING:
+            pairs = zip(plain[0][2], hooked[0][2], strict=True)
+            assert any(not torch.equal(a, b) for a, b in pairs), strategy
+        if options is COMPRESSING:
+            continue
+        unit, floor = UNIT.get(strategy, 2**-24), FLOOR.get(strategy, 0.0)
+        for step in range(3):
+            for index, expected in enumerate(plain[0][step]):
+                size = torch.stack([mine[step][index].abs() for mine in local]).mean(dim=0)
+                for rank in range(world_size):
+                    got = hooked[rank][step][index]
+                    assert torch.equal(got, hooked[0][step][index]), strategy
+                    bound = (world_size + 2) * (unit * size + floor)
+                    assert bool(((got - expected).abs() <= bound).all()), strategy
 
 
 def _by_hand(rank: int, world_size: int, store_path: str) -> tuple[float, set[str]]:

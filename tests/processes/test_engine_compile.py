@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from gradsync.comm.base import Communicator
 from gradsync.comm.choose import communicator
-from gradsync.comm.recording import RecordingCommunicator
 from gradsync.comm.single import SingleCommunicator
 from gradsync.sync.replicate import replicate
 from support.rank_session import open_session
+from support.recording import RecordingCommunicator
 from support.sync_cases import SmallNet
 
 

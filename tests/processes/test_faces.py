@@ -235,9 +235,24 @@ def test_options_of_torch_are_taken_or_named(caplog: pytest.LogCaptureFixture) -
         for name, instead in (("process_group", "comm="), ("mixed_precision", "torch.autocast")):
             with pytest.raises(ConfigError, match=f"{name}= of torch is .*{instead}"):
                 manager.wrap_model(nn.Linear(1, 1), **{name: 1})
-        with pytest.raises(ConfigError, match="sync='diloco' has no option 'bucket_mb'"):
+        with pytest.raises(ConfigError, match="sync='diloco' has no option 'bucket_cap_mb'"):
             manager.wrap_model(nn.Linear(1, 1), sync="diloco", bucket_cap_mb=25)
+        with pytest.raises(ConfigError, match="bucket_cap_mb must be positive; got -1"):
+            manager.wrap_model(nn.Linear(1, 1), bucket_cap_mb=-1)
+        in_order = (False, None, None, 0, double, True)  # as torch's DataLoader takes them
+        batches = manager.get_dataloader(Numbers(4), 2, *in_order)
+        assert [batch.tolist() for batch in batches] == [[0, 2], [4, 6]]
+        with pytest.raises(ConfigError, match="samples are dealt to ranks here; got"):
+            manager.get_dataloader(Numbers(4), 2, False, range(4))
     assert "pin_memory=True is ignored: batches come on this rank's device" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("models", "got"), [((), "none"), (("x",), "'str'"), ((nn.Linear(1, 1), []), "'list'")]
+)
+def test_what_is_no_model_is_refused(models: tuple[Any, ...], got: str) -> None:
+    with DDPManager() as manager, pytest.raises(ConfigError, match=f"wrap_model takes .*{got}"):
+        manager.wrap_model(*models)
 
 
 def test_nccl_without_a_gpu_is_gloo(
@@ -387,14 +402,19 @@ def test_a_group_of_ones_own_says_who_is_main(pool: Any) -> None:
 
 
 SCRIPT = """
-import sys
+import os, sys
 import gradsync, torch
-before = (str(gradsync.get_device()), gradsync.is_main_process())
-joined = gradsync.init_distributed()
-value = torch.tensor(1.0)
-if torch.distributed.is_initialized():
+words = [gradsync.get_device(), gradsync.is_main_process()]
+if "RANK" in os.environ:
+    # The tutorial's call: torchrun's agent serves the store, rank 0 must not bind its port.
+    gradsync.setup_distributed(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "nccl")
+    words += [torch.distributed.get_rank(), torch.distributed.get_world_size()]
+    value = torch.tensor(1.0)
     torch.distributed.all_reduce(value)
-words = [*before, *joined, value.item(), gradsync.is_main_process()]
+    words += [value.item()]
+else:
+    words += gradsync.init_distributed()
+words += [gradsync.is_main_process()]
 sys.stdout.write(" ".join(map(str, words)) + "\\n")  # at once: lines of two ranks do not mix
 """
 
@@ -403,30 +423,12 @@ def test_a_script_that_never_says_goodbye(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     alone = run_python([script]).ok()
-    assert alone.stdout == "cpu True 0 1 0 1.0 True\n"
+    assert alone.stdout == "cpu True 0 1 0 True\n"
     assert alone.stderr == ""
     done = run_torchrun(2, [script]).ok()
-    assert sorted(done.stdout.splitlines()) == [
-        "cpu False 1 2 1 2.0 False",
-        "cpu True 0 2 0 2.0 True",
-    ]
+    assert sorted(done.stdout.splitlines()) == ["cpu False 1 2 2.0 False", "cpu True 0 2 2.0 True"]
     for complaint in ("destroy_process_group", "Traceback", "Error"):
         assert complaint not in done.stderr
-
-
-def test_setup_distributed_under_torchrun(tmp_path: Path) -> None:
-    """The tutorial's call: torchrun's agent serves the store, rank 0 must not bind its port."""
-    script = tmp_path / "tutorial.py"
-    script.write_text(
-        "import os\n"
-        "import torch.distributed as dist\n"
-        "from gradsync import setup_distributed\n"
-        "setup_distributed(int(os.environ['RANK']), int(os.environ['WORLD_SIZE']), 'nccl')\n"
-        "print('rank', dist.get_rank(), 'of', dist.get_world_size())\n"
-    )
-    printed = run_torchrun(2, [script]).ok().stdout
-    assert "rank 0 of 2" in printed
-    assert "rank 1 of 2" in printed
 
 
 def test_means_after_cleanup_and_of_integers() -> None:

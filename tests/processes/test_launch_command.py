@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
-import socket
+import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from gradsync.cli.main import main
+from gradsync.runtime.store import wait_until
 from support.config_flags import train_arguments
+from support.fork_server import Forked, free_port, run_forked, torch_ranks
 from support.launchers import clean_environment
 from support.small_run import make_data, small_config
 
@@ -32,12 +36,6 @@ def script(tmp_path: Path) -> Path:
     path = tmp_path / "my script.py"
     path.write_text(SCRIPT)
     return path
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def notes(folder: Path) -> list[dict[str, object]]:
@@ -65,12 +63,10 @@ def test_two_nodes(script: Path, tmp_path: Path) -> None:
     argv = ["launch", "--nproc-per-node", "2", "--nnodes", "2", "--master-addr", "127.0.0.1"]
     argv += ["--master-port", port]
     words = ["--", str(script), str(tmp_path), "75"]
-    with subprocess.Popen(
-        [sys.executable, "-m", "gradsync", *argv, "--node-rank", "1", *words],
-        env=clean_environment(),
-    ) as other:
+    node_1 = ["-m", "gradsync", *argv, "--node-rank", "1", *words]
+    with Forked(node_1, clean_environment()) as other:
         assert main([*argv, "--node-rank", "0", *words]) == 75
-    assert other.returncode == 75
+        assert other.wait(60) == 75
     ranks = notes(tmp_path)
     assert [(rank["RANK"], rank["LOCAL_RANK"], rank["GROUP_RANK"]) for rank in ranks] == [
         ("0", "0", "0"),
@@ -98,6 +94,39 @@ def test_a_missing_node_is_named(
     assert notes(tmp_path) == []
 
 
+INTERRUPTED = """
+import signal, sys, time
+from pathlib import Path
+import torch
+import gradsync as gs
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+with gs.init(device="cpu", threads=1) as world:
+    Path(sys.argv[1], f"ready{world.rank}").touch()
+    if world.rank == 1 and sys.argv[2] == "collective":
+        gs.all_reduce(torch.ones(1))
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("where", ["script", "collective"])
+def test_ctrl_c_is_one_line_of_one_rank(where: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(INTERRUPTED)
+    argv = ["launch", "--nproc-per-node", "2", "--", str(script), str(tmp_path), where]
+    with subprocess.Popen(
+        [sys.executable, "-m", "gradsync", *argv],
+        env=clean_environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as launcher:
+        ready = [tmp_path / f"ready{rank}" for rank in range(2)]
+        wait_until(lambda: all(path.exists() for path in ready), time.monotonic() + 60)
+        launcher.send_signal(signal.SIGINT)
+        said = launcher.communicate(timeout=60)[1]
+    assert re.fullmatch(r"gradsync: rank \d interrupted \(Ctrl-C\) in .*script.py:\d+\n", said)
+    assert launcher.returncode == 130
+
+
 def test_the_note_comes_before_anybody_leaves(tmp_path: Path) -> None:
     """Launchers end all ranks when one has left with 75; `exit.json` must be there by then."""
     late = tmp_path / "late.py"
@@ -120,6 +149,6 @@ def test_the_note_comes_before_anybody_leaves(tmp_path: Path) -> None:
     )
     run = tmp_path / "run"
     config = small_config(run, make_data(tmp_path / "data"), steps=1)
-    argv = ["launch", "--nproc-per-node", "2", "--", str(late), *train_arguments(config)]
-    assert main(argv) == 0
+    for rank in run_forked([late, *train_arguments(config)], torch_ranks(2)):
+        rank.ok()
     assert json.loads((run / "exit.json").read_text())["exit_code"] == 0

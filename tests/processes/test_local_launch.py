@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +13,7 @@ from gradsync.errors import ConfigError
 from gradsync.launch.local import _signals_to, launch_local
 from gradsync.runtime.store import wait_until
 from support import processes
+from support.fork_server import Forked
 
 HEAD = """
 import json, os, signal, sys, time
@@ -73,8 +72,9 @@ def launch(out, *argv, nproc=2, **options):
     return launch_local([str(out), *argv], nproc, module="rank_module", **options)
 
 
-def start_launcher(out, **streams):
-    return subprocess.Popen([sys.executable, "-c", LAUNCHER, str(out)], **streams)
+def start_launcher(out, stdout=""):
+    (out / "launcher.py").write_text(LAUNCHER)
+    return Forked([out / "launcher.py", out], os.environ, stdout=stdout)
 
 
 def wait_for_files(*paths):
@@ -182,7 +182,8 @@ def test_rank_0_keeps_the_terminal(tmp_path, rank_module):
     rank_module("(out / f'tty{rank}').write_text(str(sys.stdout.isatty()))")
     leader, follower = os.openpty()
     try:
-        assert start_launcher(tmp_path, stdout=follower).wait(60) == 0
+        with start_launcher(tmp_path, stdout=os.ttyname(follower)) as launcher:
+            assert launcher.wait(60) == 0
     finally:
         os.close(leader)
         os.close(follower)
@@ -207,11 +208,11 @@ sys.exit(int(sys.argv[2]) if attempt == "0" else 0)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_reaches_every_rank_once_and_all_may_finish(tmp_path, rank_module, number):
     rank_module(STOPPING)
-    launcher = start_launcher(tmp_path, stderr=subprocess.PIPE, text=True)
-    wait_for_files(tmp_path / "ready0", tmp_path / "ready1")
-    launcher.send_signal(number)
-    assert launcher.communicate(timeout=60) == (None, "")
-    assert launcher.returncode == 75
+    with start_launcher(tmp_path) as launcher:
+        wait_for_files(tmp_path / "ready0", tmp_path / "ready1")
+        launcher.send_signal(number)
+        assert launcher.wait(60) == 75
+        assert launcher.finished().stderr == ""
     for rank in range(2):
         assert json.loads((tmp_path / f"got{rank}").read_text()) == [number]
 
@@ -254,34 +255,34 @@ signal.signal(signal.SIGINT, first)
 while True:
     signal.pause()
 """)
-    launcher = start_launcher(tmp_path)
-    wait_for_files(tmp_path / "ready0", tmp_path / "ready1")
-    launcher.send_signal(signal.SIGINT)
-    wait_for_files(tmp_path / "first0", tmp_path / "first1")
-    launcher.send_signal(signal.SIGINT)
-    assert launcher.wait(60) == 130
+    with start_launcher(tmp_path) as launcher:
+        wait_for_files(tmp_path / "ready0", tmp_path / "ready1")
+        launcher.send_signal(signal.SIGINT)
+        wait_for_files(tmp_path / "first0", tmp_path / "first1")
+        launcher.send_signal(signal.SIGINT)
+        assert launcher.wait(60) == 130
 
 
 def test_ranks_that_know_nothing_of_signals_end_by_them(tmp_path, rank_module):
     rank_module("(out / f'ready{rank}').touch(); signal.pause()")
-    launcher = start_launcher(tmp_path)
-    wait_for_files(tmp_path / "ready0", tmp_path / "ready1")
-    launcher.terminate()
-    assert launcher.wait(60) == 143
+    with start_launcher(tmp_path) as launcher:
+        wait_for_files(tmp_path / "ready0", tmp_path / "ready1")
+        launcher.send_signal(signal.SIGTERM)
+        assert launcher.wait(60) == 143
 
 
 def test_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path, rank_module, monkeypatch):
     monkeypatch.setenv("LAUNCH_TEST_MARK", str(tmp_path))
     rank_module("(out / f'pid{rank}').write_text(str(os.getpid())); signal.pause()")
-    launcher = start_launcher(tmp_path)
-    pids = [tmp_path / "pid0", tmp_path / "pid1"]
-    wait_for_files(*pids)
-    wait_until(lambda: pids[1].read_text() != "", time.monotonic() + 10)
-    os.kill(int(pids[1].read_text()), signal.SIGSTOP)  # not even that keeps one for ever
-    launcher.kill()
-    launcher.wait(60)
-    mark = f"LAUNCH_TEST_MARK={tmp_path}"
-    assert processes.wait_until_gone(mark, timeout_s=10) == []
+    with start_launcher(tmp_path) as launcher:
+        pids = [tmp_path / "pid0", tmp_path / "pid1"]
+        wait_for_files(*pids)
+        wait_until(lambda: pids[1].read_text() != "", time.monotonic() + 10)
+        os.kill(int(pids[1].read_text()), signal.SIGSTOP)  # not even that keeps one for ever
+        launcher.send_signal(signal.SIGKILL)
+        launcher.wait(60)
+        mark = f"LAUNCH_TEST_MARK={tmp_path}"
+        assert processes.wait_until_gone(mark, timeout_s=10) == []
 
 
 @pytest.mark.parametrize("options", [{"nproc": 0}, {"max_restarts": -1}])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import pytest
@@ -46,43 +45,46 @@ def _batch(step: int, size: int, kind: str) -> Any:
     return ((x,) if kind == "tuple" else x), (x.sin() if kind == "values" else labels)
 
 
+KINDS = ("classes", "padding", "values", "dict", "tuple", "mean", "each")
 LOSSES: dict[str, Any] = {
     "mean": F.cross_entropy,
     "each": lambda outputs, targets: F.cross_entropy(outputs, targets, reduction="none"),
 }
 
 
-def _train(rank: int, world_size: int, store_path: str, size: int, kind: str) -> dict[str, Any]:
-    session = open_session(rank, world_size, store_path) if world_size > 1 else None
-    with session or contextlib.nullcontext():
-        torch.manual_seed(5 + rank)  # rank 0's weights must win
-        model = Classifier()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-        trainer = NaiveDDPTrainer(model, optimizer, rank, world_size)
-        infos = []
-        for step in range(STEPS):
-            inputs, targets = shard_batch(_batch(step, size, kind), rank, world_size)
-            infos.append(trainer.train_step(inputs, targets, LOSSES.get(kind)))
-        weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-        return {"infos": infos, "weights": weights}
+def _train(rank: int, world_size: int, size: int, kind: str) -> dict[str, Any]:
+    torch.manual_seed(5 + rank)  # rank 0's weights must win
+    model = Classifier()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    trainer = NaiveDDPTrainer(model, optimizer, rank, world_size)
+    infos = []
+    for step in range(STEPS):
+        inputs, targets = shard_batch(_batch(step, size, kind), rank, world_size)
+        infos.append(trainer.train_step(inputs, targets, LOSSES.get(kind)))
+    weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    return {"infos": infos, "weights": weights}
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("size", [7, 2])
-@pytest.mark.parametrize("kind", ["classes", "padding", "values", "dict", "tuple", "mean", "each"])
-def test_equals_one_process_with_the_whole_batch(
-    pool: Any, kind: str, size: int, world_size: int
-) -> None:
+def _train_all(rank: int, world_size: int, store_path: str, size: int) -> list[dict[str, Any]]:
+    with open_session(rank, world_size, store_path):
+        return [_train(rank, world_size, size, kind) for kind in KINDS]
+
+
+@pytest.mark.parametrize(("size", "world_size"), [(7, 2), (7, 3), (2, 3)])
+def test_equals_one_process_with_the_whole_batch(pool: Any, size: int, world_size: int) -> None:
     """Seven samples are not divisible; two leave one of three ranks without any."""
-    oracle = _train(0, 1, "", size, kind)
-    results = pool.run(_train, world_size, size, kind)
-    for result in results:
-        for name, tensor in oracle["weights"].items():
-            assert torch.equal(result["weights"][name], results[0]["weights"][name])
-            torch.testing.assert_close(result["weights"][name], tensor, rtol=1e-5, atol=1e-6)
-        for got, expected in zip(result["infos"], oracle["infos"], strict=True):
-            assert got["loss"] == pytest.approx(expected["loss"], rel=1e-6)
-            assert got["num_comm_ops"] == NUM_GRADIENTS
+    by_rank = pool.run(_train_all, world_size, size)
+    for kind, *results in zip(KINDS, *by_rank, strict=True):
+        oracle = _train(0, 1, size, kind)
+        for result in results:
+            for name, tensor in oracle["weights"].items():
+                assert torch.equal(result["weights"][name], results[0]["weights"][name]), kind
+                torch.testing.assert_close(
+                    result["weights"][name], tensor, rtol=1e-5, atol=1e-6, msg=f"{kind} {name}"
+                )
+            for got, expected in zip(result["infos"], oracle["infos"], strict=True):
+                assert got["loss"] == pytest.approx(expected["loss"], rel=1e-6), kind
+                assert got["num_comm_ops"] == NUM_GRADIENTS
 
 
 def test_one_process_is_plain_torch() -> None:
@@ -100,14 +102,14 @@ def test_one_process_is_plain_torch() -> None:
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-        result = _train(0, 1, "", 7, kind)
+        result = _train(0, 1, 7, kind)
         assert [info["loss"] for info in result["infos"]] == pytest.approx(losses, rel=1e-6)
         for name, tensor in model.state_dict().items():
             torch.testing.assert_close(result["weights"][name], tensor, rtol=1e-5, atol=1e-6)
 
 
 def test_times_add_up(pool: Any) -> None:
-    for result in pool.run(_train, 2, 6, "classes"):
+    for result, *_ in pool.run(_train_all, 2, 6):
         for info in result["infos"]:
             assert info["comm_time"] > 0
             assert info["compute_time"] > 0

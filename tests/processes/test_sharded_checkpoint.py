@@ -16,10 +16,10 @@ from unittest import mock
 
 import pytest
 
-from gradsync.checkpoint.atomic import Filesystem
 from gradsync.checkpoint.store import CheckpointStore
 from gradsync.checkpoint.weights import load_weights
 from gradsync.comm.process_group import ProcessGroupCommunicator
+from gradsync.core.files import Filesystem
 from gradsync.models.config import GPTConfig
 from gradsync.models.gpt import GPT
 from gradsync.sync.sharded.fsdp import FsdpReducer

@@ -68,26 +68,21 @@ def undisturbed(
     return run
 
 
-def ranks_for(sync: str) -> int:
-    """Three where eight leaves may be shared unevenly."""
-    return 2 if STRATEGIES[sync].equal_leaves else 3
-
-
-# Three ranks share eight leaves unevenly, and sums of three depend on their grouping.
 @pytest.mark.parametrize("sync", ROUNDING)
 def test_losses_equal_those_of_one_rank(
     undisturbed: Callable[[str, int], Oracle], one_rank: Oracle, sync: str
 ) -> None:
-    found = undisturbed(sync, ranks_for(sync))
-    assert found.losses == pytest.approx(one_rank.losses, rel=1e-6)
+    # Three ranks share eight leaves unevenly, and sums of three depend on their grouping.
+    ranks = 3 if sync == "naive" else 2
+    assert undisturbed(sync, ranks).losses == pytest.approx(one_rank.losses, rel=1e-6)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("sync", BITWISE)
 def test_bits_equal_those_of_one_rank(
-    undisturbed: Callable[[str, int], Oracle], one_rank_tree: Oracle, sync: str, world_size: int
+    undisturbed: Callable[[str, int], Oracle], one_rank_tree: Oracle, sync: str
 ) -> None:
-    assert undisturbed(sync, world_size) == one_rank_tree
+    """On two and four ranks too, as runs that change their number show."""
+    assert undisturbed(sync, 3) == one_rank_tree
 
 
 @pytest.mark.parametrize("sync", LOSSY)
@@ -99,48 +94,46 @@ def test_what_rounds_on_purpose_learns_all_the_same(
     assert losses(tmp_path) == pytest.approx(one_rank.losses, rel=0.05)
 
 
-# Resume at the same size; under the invariant order at another one too.
-@pytest.mark.parametrize(
-    ("sync", "first", "then"),
-    [(sync, ranks_for(sync), ranks_for(sync)) for sync in ROUNDING]
-    + [(sync, first, then) for sync in BITWISE for first, then in ((4, 3), (1, 2))]
-    + [("naive", 1, 1)],
-)
-def test_stop_and_resume_keeps_every_bit(
-    pool: Any,
-    data: Path,
-    tmp_path: Path,
-    undisturbed: Callable[[str, int], Oracle],
-    sync: str,
-    first: int,
-    then: int,
-) -> None:
-    expected = undisturbed(sync, then)
-    config = small_config(tmp_path, data, sync=sync)
-    stop = Inject(rank=first - 1, step=2, what="SIGTERM")
-
-    stopped = pool.run(train_rank, first, config, stop)
+def stop_and_resume(
+    pool: Any, config: TrainConfig, first: int, then: int, signal: str = "SIGTERM"
+) -> tuple[Oracle, str]:
+    """Stopped after three of six steps by a signal to the last of `first` ranks; `then` go on."""
+    stopped = pool.run(train_rank, first, config, Inject(rank=first - 1, step=2, what=signal))
     assert [result.exit_code for result in stopped] == [75] * first, stopped[0].error
     assert stopped[0].summary["steps"] == 3
-    assert "SIGTERM" in stopped[0].summary["stopped_by"] or first > 1
+    assert signal in stopped[0].summary["stopped_by"] or first > 1
 
     resumed = pool.run(train_rank, then, config)
+    assert resumed[0].exit_code == 0, resumed[0].error
     assert "continuing from" in resumed[0].printed
-    assert resumed[0].summary["weights_sha256"] == expected.weights_sha256
-    assert losses(tmp_path) == expected.losses
+    outcome = Oracle(dict(losses(Path(config.out))), resumed[0].summary["weights_sha256"])
+    return outcome, resumed[0].printed
 
 
-@pytest.mark.parametrize(("first", "then"), [(2, 1), (1, 3), (4, 2)])
+@pytest.mark.parametrize("sync", ROUNDING)
+def test_stop_and_resume_keeps_every_bit(
+    pool: Any, data: Path, tmp_path: Path, undisturbed: Callable[[str, int], Oracle], sync: str
+) -> None:
+    resumed, _ = stop_and_resume(pool, small_config(tmp_path, data, sync=sync), 2, 2)
+    assert resumed == undisturbed(sync, 2)
+
+
+@pytest.mark.parametrize(("first", "then"), [(4, 3), (1, 2)])
+@pytest.mark.parametrize("sync", BITWISE)
+def test_resume_at_another_world_size_keeps_every_bit(
+    pool: Any, data: Path, tmp_path: Path, one_rank_tree: Oracle, sync: str, first: int, then: int
+) -> None:
+    config = small_config(tmp_path, data, sync=sync)
+    assert stop_and_resume(pool, config, first, then)[0] == one_rank_tree
+
+
 def test_resume_at_another_world_size_goes_on_with_the_same_samples(
-    pool: Any, data: Path, tmp_path: Path, one_rank: Oracle, first: int, then: int
+    pool: Any, data: Path, tmp_path: Path, one_rank: Oracle
 ) -> None:
     config = small_config(tmp_path, data, sync="naive")
-    stopped = pool.run(train_rank, first, config, Inject(rank=0, step=2, what="SIGUSR1"))
-    assert stopped[0].exit_code == 75
-    resumed = pool.run(train_rank, then, config)
-    assert resumed[0].exit_code == 0
-    assert "world_size" in resumed[0].printed
-    assert losses(tmp_path) == pytest.approx(one_rank.losses, rel=1e-6)
+    resumed, printed = stop_and_resume(pool, config, 2, 1, signal="SIGUSR1")
+    assert "world_size" in printed
+    assert resumed.losses == pytest.approx(one_rank.losses, rel=1e-6)
 
 
 def test_one_ranks_exception_ends_all_with_that_traceback(
@@ -173,29 +166,31 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(
     assert "using step-00000002" in again.printed
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_resuming_something_else_is_refused_by_name(pool: Any, data: Path, tmp_path: Path) -> None:
+    config = small_config(tmp_path / "run", data, steps=2)
+    assert pool.run(train_rank, 1, config)[0].exit_code == 0
+    refusals: list[tuple[dict[str, Any], str]] = [
         ({"seed": 2}, "seed"),
         ({"tokens_per_update": 128}, "num_leaves: 8 then, 4 now"),
         ({"dtype": "bf16"}, "dtype: 'fp32' then, 'bf16' now"),
-        ({"model": "wider"}, "model.n_embd is 32 there, 48 here"),
-        ({"data": "other"}, "data set"),
+        ({"model": replace(config.model, n_embd=48)}, "model.n_embd is 32 there, 48 here"),
+        ({"data": str(make_data(tmp_path / "other", seed=1))}, "data set"),
         ({"resume": "none"}, "already holds a run"),
-    ],
-)
-def test_resuming_something_else_is_refused_by_name(
-    pool: Any, data: Path, tmp_path: Path, changes: dict[str, Any], message: str
+    ]
+    for changes, message in refusals:
+        (refused,) = pool.run(train_rank, 1, replace(config, steps=4, **changes))
+        assert message in refused.error
+        assert (tmp_path / "run" / "checkpoints" / "step-00000002").is_dir()
+
+
+def test_a_place_without_a_checkpoint_is_refused_on_all_ranks(
+    pool: Any, data: Path, tmp_path: Path
 ) -> None:
-    config = small_config(tmp_path / "run", data, steps=2)
-    assert pool.run(train_rank, 1, config)[0].exit_code == 0
-    if changes.get("model"):
-        changes = {"model": replace(config.model, n_embd=48)}
-    if changes.get("data"):
-        changes = {"data": str(make_data(tmp_path / "other", seed=1))}
-    (refused,) = pool.run(train_rank, 1, replace(config, steps=4, **changes))
-    assert message in refused.error
-    assert (tmp_path / "run" / "checkpoints" / "step-00000002").is_dir()
+    config = small_config(tmp_path / "new", data, resume=str(tmp_path))
+    first, second = pool.run(train_rank, 2, config)
+    assert first.error.startswith(f"ConfigError: {tmp_path}: no checkpoint there")
+    assert "no checkpoint there" in second.error
+    assert not (tmp_path / "new").exists()
 
 
 def test_numeric_change_can_be_allowed(pool: Any, data: Path, tmp_path: Path) -> None:
@@ -230,16 +225,18 @@ def test_the_run_directory_holds_what_it_promises(pool: Any, data: Path, tmp_pat
     assert result.summary["val_loss"] < 4.15  # better than guessing: ln 64 = 4.16
 
 
-@pytest.mark.parametrize("sync", ["naive", "invariant", "ddp"])
+@pytest.mark.parametrize(("sync", "ranks"), [("invariant", 3), ("ddp", 2)])
 def test_activation_checkpointing_changes_no_bit(
-    pool: Any, data: Path, tmp_path: Path, sync: str
+    pool: Any,
+    data: Path,
+    tmp_path: Path,
+    undisturbed: Callable[[str, int], Oracle],
+    sync: str,
+    ranks: int,
 ) -> None:
-    plain = small_config(tmp_path / "plain", data, steps=2, sync=sync)
-    other = replace(plain, out=str(tmp_path / "other"), activation_checkpointing=True)
-    hashes = {
-        pool.run(train_rank, 2, config)[0].summary["weights_sha256"] for config in (plain, other)
-    }
-    assert len(hashes) == 1
+    config = small_config(tmp_path, data, sync=sync, activation_checkpointing=True)
+    result = pool.run(train_rank, ranks, config)[0]
+    assert result.summary["weights_sha256"] == undisturbed(sync, ranks).weights_sha256
 
 
 def test_a_signal_in_the_last_step_comes_too_late(pool: Any, data: Path, tmp_path: Path) -> None:

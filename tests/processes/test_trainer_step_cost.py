@@ -9,15 +9,15 @@ from typing import Any
 import yaml
 
 from support.config_flags import train_arguments
-from support.launchers import run_python
+from support.fork_server import run_forked
 from support.small_run import make_data, small_config
 
 
 def trained(out: Path, data: Path, **changes: Any) -> tuple[str, dict[str, Any]]:
     """What a run printed, and its summary."""
     config = small_config(out, data, steps=3, **changes)
-    finished = run_python(["-m", "gradsync", *train_arguments(config)]).ok()
-    return finished.stdout, json.loads((out / "summary.json").read_text())
+    (finished,) = run_forked(["-m", "gradsync", *train_arguments(config)])
+    return finished.ok().stdout, json.loads((out / "summary.json").read_text())
 
 
 def test_keeping_memory_changes_no_bit_and_says_so(tmp_path: Path) -> None:

@@ -6,20 +6,18 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from gradsync.bench import sync_run, tune_plan, tune_worker
+from gradsync.bench import sync_run, tune, tune_worker
 from gradsync.bench.contestant import Contestant
 from gradsync.bench.sync_check import Checked
 from gradsync.bench.sync_plan import SyncSettings
-from gradsync.bench.tune_decide import Decision
-from gradsync.bench.tune_plan import TuneRequest
+from gradsync.bench.tune import Decision, TuneRequest
 from gradsync.bench.tune_worker import Tuner
 from gradsync.cli.train import _named_sync
-from gradsync.cli.tune import save
 from gradsync.models.config import GPTConfig
 from gradsync.models.presets import PRESETS
 from gradsync.runtime import environ
 from gradsync.train.auto_sync import conditions_of
-from gradsync.train.tuned import Choice, Tuned
+from gradsync.train.tuned import Choice, Tuned, save_tuned
 from support.rank_session import open_session
 from support.small_run import small_config
 
@@ -56,9 +54,9 @@ def _stages(rank: int, world_size: int, store_path: str) -> tuple[dict[str, Any]
     told: list[str] = []
     with (
         patch.dict(PRESETS, SMALL),
-        patch.object(tune_plan, "strategies", lambda *_, **__: [Choice(), BY_MESSAGES]),
-        patch.object(tune_plan, "_BUCKETS_MB", (0.1,)),
-        patch.object(tune_plan, "_FIRST_MB", (0.01,)),
+        patch.object(tune, "strategies", lambda *_, **__: [Choice(), BY_MESSAGES]),
+        patch.object(tune, "_BUCKETS_MB", (0.1,)),
+        patch.object(tune, "_FIRST_MB", (0.01,)),
         patch.object(tune_worker, "decide", decide),
         patch.object(sync_run, "check", check),
         patch.object(sync_run, "reference_losses", lambda *_: []),
@@ -100,7 +98,7 @@ def _auto(rank: int, world_size: int, store_path: str, folder: Path) -> tuple[st
             Choice(sync="zero1", options={"bucket_mb": 5.0}) if rank == 0 else Choice(sync="ddp")
         )
         tuned = Tuned(choice=choice, verdict="it is faster", date="2026-01-02")
-        save(conditions_of(config, world, threads=1), tuned)
+        save_tuned(conditions_of(config, world, threads=1), tuned)
         named, note = _named_sync(config, world, threads=1)
     return named.sync, named.sync_options.given(), note
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,9 +13,8 @@ from gradsync.comm.base import Communicator
 from gradsync.comm.choose import communicator
 from gradsync.sync.replica_watch import ReplicaWatch
 from gradsync.verify.cell import Setting, run_cell
-from gradsync.verify.plan import Cell, Settings
-from gradsync.verify.promise import promise_of
-from gradsync.verify.saved import Saved, read, save
+from gradsync.verify.plan import Cell, Settings, promise_of
+from gradsync.verify.run import Saved, read, save
 from support import verify_faults
 from support.rank_session import open_session
 
@@ -45,7 +44,7 @@ def _verify(
                 # What the step itself refuses, verify must find when the step does not.
                 mock.patch.object(ReplicaWatch, "refuse_unlike"),
             ):
-                results.append(run_cell(cell, setting)[0].to_json())
+                results.append(asdict(run_cell(cell, setting)[0]))
     return results
 
 

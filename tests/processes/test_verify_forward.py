@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -130,7 +130,7 @@ def _verify(
                 Cell(strategy=strategy, world_size=world_size, model="target", dtype="fp32")
                 for strategy in ("naive", "local_sgd")
             ]
-            found.append([run_cell(cell, setting)[0].to_json() for cell in cells])
+            found.append([asdict(run_cell(cell, setting)[0]) for cell in cells])
     return found
 
 

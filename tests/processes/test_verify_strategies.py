@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 
 from gradsync.sync.registry import STRATEGIES
-from gradsync.verify.matrix import compare_world_sizes
-from gradsync.verify.plan import Cell, Job, Settings
-from gradsync.verify.promise import promise_of
+from gradsync.verify.matrix import compare_world_sizes, run_jobs
+from gradsync.verify.plan import Cell, Job, Settings, promise_of
 from gradsync.verify.result import Result
-from gradsync.verify.worker import Worker
 from gradsync.world import World
 from support.rank_session import open_session
 
@@ -36,14 +34,7 @@ def _work(
     rank: int, world_size: int, store_path: str, folder: str, jobs: list[Job]
 ) -> list[Result]:
     with open_session(rank, world_size, store_path) as world:
-        return _run(world, Path(folder), jobs)
-
-
-def _run(world: World, folder: Path, jobs: list[Job]) -> list[Result]:
-    worker = Worker(
-        SETTINGS, world, folder=folder, done=folder / "done", noted=folder / f"noted{world.rank}"
-    )
-    return worker.run(jobs)
+        return run_jobs(jobs, SETTINGS, world, Path(folder))
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +75,7 @@ def test_a_checkpoint_goes_on_at_another_world_size(results: dict[Job, Result], 
 
 @pytest.mark.parametrize("name", BITWISE)
 def test_bitwise_means_one_hash(results: dict[Job, Result], name: str, tmp_path: Path) -> None:
-    (alone,) = _run(World(), tmp_path, [Job(cell=cell_of(name, 1))])
+    (alone,) = run_jobs([Job(cell=cell_of(name, 1))], SETTINGS, World(), tmp_path)
     compared = [alone, results[Job(cell=cell_of(name, 2))], results[handed_on(name)]]
     compare_world_sizes(compared)
     assert all(result.passed for result in compared)

@@ -23,18 +23,23 @@ UNEQUAL = Placement(((0, 0), (0, 1), (1, 0)))
 MESSAGES = [name for name in ALGORITHMS if name != "backend"]
 
 
-def on_three_ranks(algorithm: str, op: Any, make: Callable[[int], Tensor]) -> list[Tensor]:
-    """Each rank's `make(rank)` after the all-reduce, hosts of 2 and 1 ranks."""
+def on_three_ranks(algorithm: str, *cases: tuple[Any, Callable[[int], Tensor]]) -> Any:
+    """For each (op, make) of `cases`: all ranks' `make(rank)` after the all-reduce.
 
-    def work(rank: int, group: dist.ProcessGroup) -> Tensor:
+    Hosts of 2 and 1 ranks.
+    """
+
+    def work(rank: int, group: dist.ProcessGroup) -> list[Tensor]:
         comm = ProcessGroupCommunicator(group)
-        tensor = make(rank)
-        assert all_reduce(tensor, op, algorithm, comm=comm, groups=groups_of(comm, UNEQUAL)) is (
-            tensor
-        )
-        return tensor
+        found = []
+        for op, make in cases:
+            tensor = make(rank)
+            groups = groups_of(comm, UNEQUAL)
+            assert all_reduce(tensor, op, algorithm, comm=comm, groups=groups) is tensor
+            found.append(tensor)
+        return found
 
-    return run_thread_ranks(work, 3)
+    return zip(*run_thread_ranks(work, 3), strict=True)
 
 
 def conjugated(rank: int) -> Tensor:
@@ -47,19 +52,15 @@ def negated(rank: int) -> Tensor:
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_lazy_conjugates(algorithm: str) -> None:
-    for tensor in on_three_ranks(algorithm, "sum", conjugated):
-        assert tensor.is_conj()
-        assert tensor.tolist() == [6 - 6j] * 5
-    for tensor in on_three_ranks(algorithm, "mean", conjugated):
-        assert tensor.tolist() == [2 - 2j] * 5
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_lazy_minus(algorithm: str) -> None:
-    for tensor in on_three_ranks(algorithm, "max", negated):
-        assert tensor.is_neg()
-        assert tensor.tolist() == [4.0] * 5
+def test_lazy_conjugates_and_minuses(algorithm: str) -> None:
+    cases = (("sum", conjugated), ("mean", conjugated), ("max", negated))
+    sums, means, largest = on_three_ranks(algorithm, *cases)
+    for total, mean, most in zip(sums, means, largest, strict=True):
+        assert total.is_conj()
+        assert total.tolist() == [6 - 6j] * 5
+        assert mean.tolist() == [2 - 2j] * 5
+        assert most.is_neg()
+        assert most.tolist() == [4.0] * 5
 
 
 def test_a_communicator_takes_lazy_tensors_too() -> None:
@@ -86,31 +87,29 @@ def test_a_communicator_takes_lazy_tensors_too() -> None:
         assert scattered == [-2.0] * 5
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "op", "dtype"),
-    [
-        *((algorithm, op, torch.complex64) for algorithm in ALGORITHMS for op in ("min", "max")),
-        *((algorithm, "sum", torch.float8_e4m3fn) for algorithm in ALGORITHMS),
-        *((algorithm, "mean", torch.float8_e5m2) for algorithm in MESSAGES),
-        *((algorithm, "max", torch.uint16) for algorithm in ALGORITHMS),
-        ("backend", "sum", torch.int16),
-    ],
-    ids=str,
-)
-def test_refused_on_all_ranks_before_a_message(algorithm: str, op: Any, dtype: Any) -> None:
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_refused_on_all_ranks_before_a_message(algorithm: str) -> None:
     """The ranks go on and understand each other: nothing is left on the way."""
+    cases: list[tuple[Any, torch.dtype]] = [("min", torch.complex64), ("max", torch.complex64)]
+    cases += [("sum", torch.float8_e4m3fn), ("max", torch.uint16)]
+    cases += [("sum", torch.int16)] if algorithm == "backend" else [("mean", torch.float8_e5m2)]
 
-    def work(rank: int, group: dist.ProcessGroup) -> tuple[str, float]:
+    def work(rank: int, group: dist.ProcessGroup) -> list[tuple[str, float]]:
         comm = ProcessGroupCommunicator(group)
         options: dict[str, Any] = {"comm": comm, "groups": groups_of(comm, UNEQUAL)}
-        with pytest.raises(ConfigError) as caught:
-            all_reduce(torch.ones(4).to(dtype), op, algorithm, **options)
-        return str(caught.value), float(all_reduce(torch.ones(1), "sum", algorithm, **options))
+        found = []
+        for op, dtype in cases:
+            with pytest.raises(ConfigError) as caught:
+                all_reduce(torch.ones(4).to(dtype), op, algorithm, **options)
+            total = float(all_reduce(torch.ones(1), "sum", algorithm, **options))
+            found.append((str(caught.value), total))
+        return found
 
-    for message, total in run_thread_ranks(work, 3):
-        assert re.match(rf"all_reduce .*algorithm='{algorithm}'.*op='{op}'.*{dtype}", message)
-        assert "\n" not in message
-        assert total == 3.0
+    for of_rank in run_thread_ranks(work, 3):
+        for (op, dtype), (message, total) in zip(cases, of_rank, strict=True):
+            assert re.match(rf"all_reduce .*algorithm='{algorithm}'.*op='{op}'.*{dtype}", message)
+            assert "\n" not in message
+            assert total == 3.0
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -124,25 +123,27 @@ def test_sparse_tensors_are_refused(algorithm: str) -> None:
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_what_the_docstring_promises(algorithm: str) -> None:
     """Small integers wrap around, a sum of bool is `or`, complex numbers have sum and mean."""
+    cases: list[tuple[str, Callable[[int], Tensor]]] = []
+    expected: list[Tensor] = []
     integers = [torch.int8, torch.uint8, torch.int32, torch.int64]
     for dtype in integers if algorithm == "backend" else [*integers, torch.int16]:
-        for tensor in on_three_ranks(
-            algorithm, "sum", lambda rank, dtype=dtype: torch.full((4,), 100, dtype=dtype)
-        ):
-            assert torch.equal(tensor, torch.full((4,), 300).to(dtype))
-    for op, expected in (("sum", [False, True]), ("min", [False, False]), ("max", [False, True])):
-        for tensor in on_three_ranks(algorithm, op, lambda rank: torch.tensor([False, rank > 0])):
-            assert tensor.tolist() == expected
+        cases.append(("sum", lambda _, dtype=dtype: torch.full((4,), 100, dtype=dtype)))
+        expected.append(torch.full((4,), 300).to(dtype))
+    for op, both in (("sum", [False, True]), ("min", [False, False]), ("max", [False, True])):
+        cases.append((op, lambda rank: torch.tensor([False, rank > 0])))
+        expected.append(torch.tensor(both))
     for dtype in (torch.complex64, torch.complex128):
-        for tensor in on_three_ranks(
-            algorithm, "mean", lambda rank, dtype=dtype: torch.full((4,), 1 + rank * 1j).to(dtype)
-        ):
-            assert tensor.tolist() == [1 + 1j] * 4
+        cases.append(("mean", lambda r, dtype=dtype: torch.full((4,), 1 + r * 1j).to(dtype)))
+        expected.append(torch.full((4,), 1 + 1j).to(dtype))
+    for (op, _), right, found in zip(
+        cases, expected, on_three_ranks(algorithm, *cases), strict=True
+    ):
+        for tensor in found:
+            assert torch.equal(tensor, right), (op, right.dtype)
 
 
-@pytest.mark.parametrize("op", ["min", "max"])
 @pytest.mark.parametrize("algorithm", MESSAGES)
-def test_a_nan_of_any_rank_is_kept(algorithm: str, op: str) -> None:
+def test_a_nan_of_any_rank_is_kept(algorithm: str) -> None:
     """Unlike Gloo, which keeps it or not by the order in which it compares."""
 
     def one_each(rank: int) -> Tensor:
@@ -150,5 +151,6 @@ def test_a_nan_of_any_rank_is_kept(algorithm: str, op: str) -> None:
         values[rank] = float("nan")
         return values
 
-    for tensor in on_three_ranks(algorithm, op, one_each):
-        assert tensor.isnan().tolist() == [True, True, True, False]
+    for found in on_three_ranks(algorithm, ("min", one_each), ("max", one_each)):
+        for tensor in found:
+            assert tensor.isnan().tolist() == [True, True, True, False]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -40,7 +38,12 @@ WAYS = (
     Way(told="differently", options={"grouping": "flat", "collective": "backend"}),
     Way(told="leaf", options={"grouping": "flat"}),
 )
-LAYOUTS = {4: (1, 2, 4), 6: (2, 3), 8: (2, 4)}
+LAYOUTS = {
+    4: ((1, "nothing"), (2, "leaf"), (2, "nothing"), (2, "differently"), (4, "leaf")),
+    6: ((2, "differently"), (3, "leaf")),
+    8: ((2, "differently"), (4, "nothing")),
+}
+"""Ranks -> (ranks a host, what is told of leaves)."""
 
 
 def hashes(problem: Problem, ways: tuple[Way, ...], world_size: int) -> list[dict[Way, str]]:
@@ -54,9 +57,8 @@ def hashes(problem: Problem, ways: tuple[Way, ...], world_size: int) -> list[dic
 @pytest.mark.parametrize(
     ("name", "world_size"),
     [
-        *(("branches", n) for n in (2, 3, 5, 8)),
-        *product(["5 leaves", "11 leaves"], [4, 7]),
-        ("sgd and adamw", 2),
+        *(("branches", n) for n in (2, 5, 8)),
+        *(("11 leaves", 4), ("5 leaves", 7), ("sgd and adamw", 2)),
     ],
 )
 def test_any_number_of_ranks(name: str, world_size: int) -> None:
@@ -86,8 +88,7 @@ def test_any_way_on_one_rank(way: Way) -> None:
 def test_in_two_stages(world_size: int) -> None:
     ways = tuple(
         Way(told=told, ranks_a_host=size, options={"bucket_mb": KIB})
-        for size in LAYOUTS[world_size]
-        for told in ("leaf", "nothing", "differently")
+        for size, told in LAYOUTS[world_size]
     )
     for name in ("branches", "5 leaves"):
         for found in hashes(PROBLEMS[name], ways, world_size):

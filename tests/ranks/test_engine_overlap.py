@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from gradsync.comm.base import Communicator, Done, Work
 from gradsync.comm.process_group import ProcessGroupCommunicator
-from gradsync.comm.recording import RecordingCommunicator
 from gradsync.comm.single import SingleCommunicator
 from gradsync.errors import GradsyncError
 from gradsync.sync.engine.bucket import Bucket
@@ -19,6 +18,7 @@ from gradsync.sync.engine.engine import Engine
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.limbs import NUM_LIMBS
 from gradsync.sync.replicate import replicate
+from support.recording import RecordingCommunicator
 from support.thread_ranks import run_thread_ranks
 
 ENGINE_STRATEGIES = ("flat", "overlap", "bucketed", "invariant", "ring", "bf16", "fp16")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -121,6 +122,33 @@ def test_bits_and_state_of_the_whole_optimizer(name: str) -> None:
     assert divided == [True, True]
     for found in run(make, weights="shared"):
         assert_equal(found, expected)
+
+
+def test_no_rank_goes_on_before_all_have_written_their_shares() -> None:
+    """The next forward reads all of them. Rank 1 updates once rank 0 has gone on, which must not
+    happen: then it gives up waiting."""
+    late, step, gone_on = threading.local(), torch.optim.SGD.step, threading.Event()
+
+    def step_late(optimizer: torch.optim.SGD, closure: None = None) -> None:
+        if late.rank:
+            gone_on.wait(0.2)
+        step(optimizer, closure)
+
+    def work(rank: int, group: dist.ProcessGroup) -> tuple[dict[str, Any], dict[str, Any]]:
+        late.rank = rank
+        model = Net()
+        sync = replicate(model, comm=ProcessGroupCommunicator(group))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        one_step(sync, optimizer, 0, rank)
+        seen = copy.deepcopy(model.state_dict())
+        gone_on.set()
+        assert was_divided(sync)
+        sync.comm.barrier()
+        return seen, copy.deepcopy(model.state_dict())
+
+    with mock.patch.object(torch.optim.SGD, "step", step_late):
+        for seen, settled in run_thread_ranks(work, 2):
+            assert_equal(seen, settled)
 
 
 def test_a_loaded_state_is_taken_in() -> None:

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from gradsync.comm.process_group import ProcessGroupCommunicator
-from gradsync.comm.recording import RecordingCommunicator
 from gradsync.comm.single import SingleCommunicator
 from gradsync.errors import ConfigError
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.naive import NaiveReducer
 from gradsync.sync.periodic.local_sgd import LocalSgdReducer
+from support.recording import RecordingCommunicator
 from support.round_cases import (
     MakeOptimizer,
     Shares,

@@ -13,8 +13,7 @@ from torch import nn
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.single import SingleCommunicator
 from gradsync.hardware.memory.probe import Cost, MemoryProbe, is_out_of_memory
-from gradsync.hardware.micro_batch.rounds import try_sizes
-from gradsync.hardware.micro_batch.search import Trial, chosen_size
+from gradsync.hardware.micro_batch import Trial, chosen_size, try_sizes
 from gradsync.train.micro_batch_probe import MicroBatch, find_micro_batch
 from gradsync.train.rehearsal import Rehearsal
 from gradsync.world import World

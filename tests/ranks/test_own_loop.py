@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradsync.comm.process_group import ProcessGroupCommunicator
-from gradsync.comm.recording import RecordingCommunicator
 from gradsync.errors import ConfigError
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.replicate import replicate
@@ -27,6 +26,7 @@ from support.own_loops import (
     weights,
     x_of,
 )
+from support.recording import RecordingCommunicator
 from support.thread_ranks import run_thread_ranks
 
 every_strategy = pytest.mark.parametrize("name", OWN_LOOP)

@@ -10,10 +10,10 @@ from unittest import mock
 import pytest
 import torch
 
-from gradsync.backends import graphs
-from gradsync.backends.graphs import outside_graphs
 from gradsync.backends.group import SharedMemoryGroup
 from gradsync.backends.lane import Lane, Operation
+from gradsync.core import torch_private
+from gradsync.core.torch_private import outside_graphs
 from gradsync.errors import RunError
 from support.shm_ranks import Ranks, on_ranks
 
@@ -96,7 +96,7 @@ def test_methods_that_graphs_leave_out_are_marked_or_wrapped() -> None:
 
     marked = outside_graphs(made())
     assert marked.method._torchdynamo_disable
-    with mock.patch.object(graphs, "_skip", return_value=False):  # a torch that has no marks
+    with mock.patch.object(torch_private, "_skip", return_value=False):  # a torch that has no marks
         wrapped = outside_graphs(made())
     assert wrapped.method._torchdynamo_disable
     assert wrapped().method() == marked().method() == 1

@@ -20,7 +20,7 @@ FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 def lengths(world_size: int) -> list[int]:
     """Shorter than the ranks, just around, and long, prime and not."""
-    return sorted({0, 1, world_size - 1, world_size, world_size + 1, 1000, 70_001})
+    return sorted({0, 1, world_size - 1, world_size, world_size + 1, 1000, 9001})
 
 
 def rank_input(rank: int, length: int, dtype: torch.dtype) -> Tensor:
@@ -63,7 +63,7 @@ def check_algorithm(
     world_size: int, all_reduce: Callable[[Communicator, Tensor, str], None]
 ) -> None:
     """Check an in-place all-reduce for many lengths, dtypes and operations, on ranks as threads."""
-    cases = [(n, torch.float32, op) for n in lengths(world_size) for op in OPS]
+    cases = [(n, torch.float32, "sum") for n in lengths(world_size)]
     cases += [(1000, dtype, op) for dtype in (*FLOATS, *INTEGERS) for op in OPS]
 
     def work(rank: int, group: dist.ProcessGroup) -> list[Tensor]:

@@ -6,9 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from gradsync.hardware.description import Hardware
-from gradsync.hardware.detect.cpu import DEFAULT_LINK, Processor
-from gradsync.hardware.detect.machine import Sources, detect_hardware
-from gradsync.hardware.detect.network import Interfaces
+from gradsync.hardware.detect.machine import (
+    DEFAULT_LINK,
+    Interfaces,
+    Processor,
+    Sources,
+    detect_hardware,
+)
 
 GIB = 2**30
 
@@ -31,10 +35,11 @@ def found(
     **more: Any,
 ) -> Hardware:
     """What is detected where `nvml` is the driver's library (None: not installed)."""
+    torch = more.pop("torch", lambda: None)
+    torch_version = more.pop("torch_version", "2.13.0")
     values: dict[str, Any] = {
-        "nvml": lambda: nvml,
-        "torch": lambda: None,
-        "torch_version": lambda: "2.13.0",
+        "module": lambda name: nvml if name == "pynvml" else torch(),
+        "version": lambda _: torch_version,
         "processor": lambda: EPYC,
         "interfaces": lambda: WIRED,
         "cpu_link": lambda _: (DEFAULT_LINK, ""),

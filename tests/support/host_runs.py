@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from support.config_flags import train_arguments
-from support.launchers import run_python
+from support.fork_server import run_forked
 from support.namespaces import Host
 from support.small_run import small_config
 
@@ -71,7 +71,8 @@ def run_on_hosts(
     (folder / "plan.json").write_text(json.dumps(plan))
     quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # as the command itself sets it before torch comes
     with _beside(moves):
-        done = run_python([PROGRAM, folder], extra_env=quiet, timeout_s=TIMEOUT_S).ok()
+        (done,) = run_forked([PROGRAM, folder], [quiet], timeout_s=TIMEOUT_S)
+    done.ok()
     found = {}
     for name in together:
         ends = json.loads((folder / f"{name}.json").read_text())

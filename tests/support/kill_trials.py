@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from support.fork_server import run_forked
 
 
 def kill_trials(program: str, world_size: int, moves: Sequence[int]) -> list[dict[str, Any]]:
@@ -20,19 +20,9 @@ def kill_trials(program: str, world_size: int, moves: Sequence[int]) -> list[dic
         moves: at which a rank kills itself.
     """
     before = sorted(os.listdir("/dev/shm"))
-    done = subprocess.run(
-        [
-            sys.executable,
-            str(Path(__file__).with_name(f"{program}.py")),
-            str(world_size),
-            ",".join(map(str, moves)),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=True,
-    )
-    trials = [json.loads(line) for line in done.stdout.splitlines()]
+    path = Path(__file__).with_name(f"{program}.py")
+    (done,) = run_forked([path, world_size, ",".join(map(str, moves))], timeout_s=100)
+    trials = [json.loads(line) for line in done.ok().stdout.splitlines()]
     assert [trial["move"] for trial in trials] == list(moves)
     for trial in trials:
         assert trial["killed"], f"it never came to move {trial['move']}: {trial}"

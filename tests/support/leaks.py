@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 from support import namespaces, processes, sockets
@@ -29,9 +29,6 @@ IGNORED_VARIABLES = (
 KNOWN_THREADS = ("TMonitor", "fsspecIO")
 """Helper threads, by class or name, that a library (tqdm, fsspec) starts once and keeps."""
 SHARED_MEMORY = "/dev/shm"
-
-known_children: set[int] = set()
-"""Ids of processes that outlive a test on purpose (the process pool's workers)."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +86,8 @@ def _compare(before: Snapshot, now: Snapshot) -> Iterator[str]:
         if type(thread).__name__ in KNOWN_THREADS or thread.name in KNOWN_THREADS:
             continue
         yield f"thread {thread.name!r} (daemon={thread.daemon})"
-    tracker = getattr(resource_tracker._resource_tracker, "_pid", None)
-    for pid in now.children - before.children - known_children - {tracker}:
+    helpers = {resource_tracker._resource_tracker._pid, forkserver._forkserver._forkserver_pid}
+    for pid in now.children - before.children - helpers:
         yield f"child process {processes.describe(pid)}"
     for address in now.listening - before.listening:
         yield f"listening socket {address}"

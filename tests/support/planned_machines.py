@@ -6,7 +6,7 @@ from typing import Any
 
 from gradsync.hardware.description import Device, Hardware, Host, Kind, Link
 from gradsync.hardware.timing.alpha_beta import Fit
-from gradsync.hardware.timing.step_profile import BucketReady, StepProfile
+from gradsync.hardware.timing.profile import BucketReady, StepProfile
 from gradsync.hardware.workload import Split, Workload
 from gradsync.models.config import GPTConfig
 from gradsync.parallel.layout import Layout

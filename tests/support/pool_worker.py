@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import pickle
 import signal
@@ -51,6 +52,7 @@ def main(jobs: Connection, log_path: str) -> None:
 
     from support import leaks
 
+    gc.freeze()  # a look for leaks collects, and torch has half a million objects
     torch.set_num_threads(1)
     while True:
         try:

@@ -1,12 +1,11 @@
-"""Ranks as processes: a session-wide pool of spawned workers that keep torch imported.
+"""Ranks as processes: a session-wide pool of workers that keep what they have imported.
 
-Starting a worker costs seconds, a job on a warm one about 0.1 s. Never forked: a child forked
-after a multi-threaded matmul hangs.
+They are forked from a server that has computed nothing, never from the process of the tests: a
+child forked after a multi-threaded matmul hangs.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import pickle
 import shutil
 import sys
@@ -21,7 +20,8 @@ from typing import Any
 
 import pytest
 
-from support import leaks, pool_worker, processes
+from support import pool_worker, processes
+from support.fork_server import CONTEXT
 from support.pool_worker import Answer
 
 MAX_WORKERS = 4
@@ -133,15 +133,13 @@ class ProcessPool:
             answers[rank] = Answer(error=f"stopped: {why}", reusable=False)
 
     def _grow(self, count: int) -> None:
-        context = multiprocessing.get_context("spawn")
         while len(self._workers) < count:
-            ours, theirs = context.Pipe()
+            ours, theirs = CONTEXT.Pipe()
             log = self._folder / f"worker-{time.monotonic_ns()}.log"
             log.touch()
-            process = context.Process(target=pool_worker.main, args=(theirs, str(log)), daemon=True)
+            process = CONTEXT.Process(target=pool_worker.main, args=(theirs, str(log)), daemon=True)
             process.start()
             theirs.close()  # so that we see the end of the pipe when the worker dies
-            leaks.known_children.add(process.pid or 0)
             self._workers.append(_Worker(process, ours, log))
 
     def _discard(self) -> None:
@@ -150,7 +148,6 @@ class ProcessPool:
             worker.process.kill()
             worker.process.join()
             worker.jobs.close()
-            leaks.known_children.discard(worker.process.pid or 0)
         self._workers = []
 
 

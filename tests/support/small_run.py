@@ -108,6 +108,28 @@ def train_rank(
     return RankResult(outcome.exit_code, outcome.summary, printed.getvalue())
 
 
+@dataclass(frozen=True)
+class OneRank:
+    """The run that others are compared with."""
+
+    out: Path
+    printed: str
+
+    def check_equal(self, out: Path, launcher: str, world_size: int = 2) -> None:
+        """Bit for bit, on any number of ranks: the default is `invariant`."""
+        expected, got = summary_of(self.out), summary_of(out)
+        assert (got["launcher"], got["world_size"]) == (launcher, world_size)
+        assert got["final_train_loss"] == expected["final_train_loss"]
+        assert got["weights_sha256"] == expected["weights_sha256"]
+        assert losses(out) == losses(self.out)
+        assert json.loads((out / "exit.json").read_text())["exit_code"] == 0
+
+
+def summary_of(out: Path) -> dict[str, Any]:
+    """What a run says of itself at its end."""
+    return json.loads((out / "summary.json").read_text())
+
+
 def losses(out: Path) -> Mapping[int, float]:
     """Training loss of each step, as `metrics.jsonl` has it."""
     lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())

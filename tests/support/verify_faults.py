@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from gradsync.data.leaf import Leaf
 from gradsync.sync.reducer import Reduction, sum_gradients, trainable
-from gradsync.verify.runner import Parts
+from gradsync.verify.run import Parts
 
 
 def _gradients(parts: Parts) -> dict[str, Tensor]:

@@ -9,9 +9,15 @@ from typing import Any
 
 import pytest
 
-from gradsync.errors import DataError, RunError
-from gradsync.hardware.timing.alpha_beta import Fit, fit_line, quality
-from gradsync.hardware.timing.alpha_beta_cache import fits_path, load_fits, save_fits
+from gradsync.errors import RunError
+from gradsync.hardware.timing.alpha_beta import (
+    Fit,
+    fit_line,
+    fits_path,
+    load_fits,
+    quality,
+    save_fits,
+)
 
 SIZES = [4**k for k in range(1, 16)]
 MACHINE: dict[str, Any] = {
@@ -99,12 +105,14 @@ def test_new_fits_replace_only_their_own(cache: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"fits": [{"alpha": 1}]}'])
-def test_a_damaged_cache_is_named(text: str, cache: Path) -> None:
-    path = save_fits(MACHINE, [fit()])
+def test_a_damaged_cache_is_named_and_replaced(
+    text: str, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = save_fits(MACHINE, [fit("broadcast")])
     path.write_text(text)
-    with pytest.raises(DataError, match="delete it and measure again") as caught:
-        load_fits(MACHINE)
-    assert str(path) in str(caught.value)
+    save_fits(MACHINE, [fit()])
+    assert f"{path} cannot be used (" in caplog.text
+    assert load_fits(MACHINE) == [fit()]
 
 
 def test_a_cache_that_cannot_be_written(cache: Path) -> None:

@@ -17,8 +17,6 @@ import torch
 
 from gradsync.bench.collectives_check import Patterns
 from gradsync.bench.collectives_clock import Lap, in_time
-from gradsync.bench.collectives_figures import Samples, bus_factor, fits_of, rows_of
-from gradsync.bench.collectives_measure import samples_of
 from gradsync.bench.collectives_plan import (
     ALGORITHMS,
     OPERATIONS,
@@ -28,14 +26,24 @@ from gradsync.bench.collectives_plan import (
     parse_size,
     repetitions_of,
     rounds_of,
-    settings_from_json,
     size_text,
 )
-from gradsync.bench.collectives_report import Report, print_report, time_text, write_csv
-from gradsync.cli.bench_collectives import CollectivesOptions, command_of, settings_of
+from gradsync.bench.collectives_report import (
+    Report,
+    Samples,
+    bus_factor,
+    fits_of,
+    print_report,
+    report_csv,
+    rows_of,
+    time_text,
+)
+from gradsync.bench.record import from_json
+from gradsync.cli.bench_collectives import CollectivesOptions, command_text, plan_of
 from gradsync.cli.main import main
 from gradsync.errors import ConfigError
 from gradsync.launch import local
+from gradsync.world import World
 
 SETTINGS = Settings(
     operations=tuple(OPERATIONS),
@@ -116,7 +124,7 @@ def test_time_is_shared_out() -> None:
 
 
 def test_settings_survive_json() -> None:
-    assert settings_from_json(json.loads(json.dumps(asdict(SETTINGS)))) == SETTINGS
+    assert from_json(Settings, json.loads(json.dumps(asdict(SETTINGS)))) == SETTINGS
 
 
 def test_only_repetitions_that_began_together_count() -> None:
@@ -223,7 +231,7 @@ def result(*, wrong: list[str] | None = None) -> dict[str, Any]:
 
 def report() -> Report:
     made = json.loads(json.dumps(result(wrong=["all_reduce by tree: element 3"])))
-    return Report.of(SETTINGS, made, samples_of(made))
+    return Report.of(SETTINGS, made)
 
 
 def test_the_printed_report() -> None:
@@ -240,10 +248,8 @@ def test_the_printed_report() -> None:
     assert "WRONG all_reduce by tree: element 3" in text
 
 
-def test_rows_as_csv(tmp_path: Path) -> None:
-    write_csv(tmp_path / "rows.csv", report())
-    with (tmp_path / "rows.csv").open() as file:
-        rows = list(csv.DictReader(file))
+def test_rows_as_csv() -> None:
+    rows = list(csv.DictReader(io.StringIO(report_csv(report()))))
     assert [row["algorithm"] for row in rows] == ["ring", "copy"] * 2
     first = rows[0]
     assert first["operation"] == "all_reduce"
@@ -312,7 +318,7 @@ def pretend(
         assert argv[:3] == ["bench", "collectives", "--worker"]
         assert nproc_per_node == 2
         work = json.loads((Path(argv[3]) / "work.json").read_text())
-        assert settings_from_json(work).rounds == 7
+        assert from_json(Settings, work).rounds == 7
         if found is not None:
             (Path(argv[3]) / "result.json").write_text(json.dumps(found))
         return local.Ended(**{"received": None, "killed": {}, **ended})
@@ -373,8 +379,8 @@ def test_exit_codes(
 def test_the_command_names_what_was_asked_for() -> None:
     options = CollectivesOptions(sizes="4 K", rounds=2, out="x", as_json=True, save=True)
     words = "gradsync bench collectives --world-size 3 --sizes '4 K' --rounds 2"
-    assert command_of(options, 3) == words
-    assert settings_of(options).sizes == (4096,)
+    assert command_text(options, 3) == words
+    assert plan_of(options, World()).sizes == (4096,)
 
 
 def test_unknown_benchmark(capsys: pytest.CaptureFixture[str]) -> None:

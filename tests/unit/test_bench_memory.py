@@ -10,9 +10,17 @@ from types import SimpleNamespace
 import pytest
 from bench_tables import memory_table
 
-from gradsync.bench.memory_plan import SHAPES, MemoryCase, MemoryRun, memory_cases
-from gradsync.bench.memory_report import print_report, row_of
-from gradsync.cli import bench_memory
+from gradsync.bench.memory_plan import (
+    SHAPES,
+    MemoryCase,
+    MemoryRun,
+    memory_cases,
+    print_report,
+    row_of,
+)
+from gradsync.bench.record import from_json
+from gradsync.cli import bench_memory, experiment
+from gradsync.cli.experiment import command_of
 from gradsync.cli.main import main
 from gradsync.hardware.memory.model import memory_need
 from gradsync.sync.registry import STRATEGIES
@@ -53,7 +61,7 @@ def test_a_case_is_divided_as_the_trainer_does_it() -> None:
 
 def test_runs_travel_as_json() -> None:
     run = MemoryRun(case=CASE, device="cpu", steps=3)
-    assert MemoryRun.from_json(json.loads(json.dumps(run.to_json()))) == run
+    assert from_json(MemoryRun, json.loads(json.dumps(asdict(run)))) == run
 
 
 def test_the_table_shows_both() -> None:
@@ -65,7 +73,7 @@ def test_the_table_shows_both() -> None:
     assert (row.predicted_bytes, row.measured_bytes) == (need, need // 2)
     assert sum(row.parts.values()) == need
     stream = io.StringIO()
-    print_report([row], environment=ENVIRONMENT, stream=stream)
+    print_report([row], ENVIRONMENT, stream)
     assert f"{need / 2**20:,.0f}" in stream.getvalue()
     assert "2.00" in stream.getvalue()
     assert f"{SHAPES['long'].num_params() / 1e6:.1f} M parameters" in stream.getvalue()
@@ -111,7 +119,7 @@ def test_ranks_of_a_launcher_are_not_new_enough(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     world = World(world_size=2, local_world_size=2)
-    monkeypatch.setattr(bench_memory, "resolve", lambda _: SimpleNamespace(world=world))
+    monkeypatch.setattr(experiment, "resolve", lambda _: SimpleNamespace(world=world))
     assert main(["bench", "memory"]) == 2
     assert "without a launcher" in capsys.readouterr().err
 
@@ -119,4 +127,4 @@ def test_ranks_of_a_launcher_are_not_new_enough(
 def test_the_command_line_of_a_record() -> None:
     options = bench_memory.MemoryOptions(shapes="long", exact=True, out="somewhere", steps=3)
     expected = "gradsync bench memory --shapes long --steps 3 --exact"
-    assert bench_memory.command_of(options) == expected
+    assert command_of(options, ("bench", "memory")) == expected

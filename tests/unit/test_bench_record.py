@@ -11,11 +11,11 @@ from unittest import mock
 
 import pytest
 
-from gradsync.bench.collectives_measure import Measured, measure_collectives
-from gradsync.bench.environment import environment
-from gradsync.bench.record import check_folder, write_record
+from gradsync.bench.collectives_measure import measure
+from gradsync.bench.collectives_plan import Settings
+from gradsync.bench.record import check_folder, environment, write_record
+from gradsync.core.files import json_text, write_text
 from gradsync.errors import ConfigError, RunError
-from gradsync.runtime.text_file import json_text, write_text
 from gradsync.world import World
 
 
@@ -97,12 +97,12 @@ def test_the_machine_is_described_before_it_is_measured(monkeypatch: pytest.Monk
     def called(what: str, value: Any) -> Any:
         return lambda *_, **__: order.append(what) or value
 
-    bench = SimpleNamespace(run=called("measured", Measured()))
+    bench = SimpleNamespace(run=called("measured", []), skipped=[], wrong=[])
     monkeypatch.setattr(f"{module}.Session", lambda _: session)
     monkeypatch.setattr(f"{module}.environment", called("described", {}))
     monkeypatch.setattr(f"{module}.Bench", lambda *_: bench)
-    settings: Any = SimpleNamespace(device="cpu", threads=1)
-    measure_collectives(settings, lambda *_: None)
+    settings = dict.fromkeys(Settings.__dataclass_fields__, ()) | {"device": "cpu", "threads": 1}
+    measure(settings)
     assert order == ["described", "measured"]
 
 

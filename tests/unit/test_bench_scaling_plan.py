@@ -6,9 +6,15 @@ from typing import Any
 
 import pytest
 
-from gradsync.bench.scaling_plan import ScalingPlan, scaling_plan, usual_sizes
-from gradsync.bench.scaling_report import notes_of
-from gradsync.bench.scaling_result import interval, judge, points_of
+from gradsync.bench.scaling import (
+    ScalingPlan,
+    judge,
+    notes_of,
+    points_of,
+    scaling_plan,
+    usual_sizes,
+)
+from gradsync.bench.statistics import interval
 from gradsync.bench.sync_plan import SyncSettings
 from gradsync.cli.main import main
 
@@ -21,7 +27,7 @@ def planned(**changes: Any) -> ScalingPlan:
 
 def test_one_rank_without_a_wrapper_is_the_baseline() -> None:
     scaling = planned()
-    assert scaling.world_sizes == (1, 2, 4)
+    assert scaling.plan.world_sizes == (1, 2, 4)
     assert [each.world_size for each in scaling.plan.sets] == [1, 2, 4]
     found = [
         (entry.label, entry.contestant.name, entry.worker_set) for entry in scaling.plan.entries

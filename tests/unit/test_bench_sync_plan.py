@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,17 +11,20 @@ from types import SimpleNamespace
 import pytest
 import tyro
 
+from gradsync.bench import memory_choice
 from gradsync.bench.contestant import parse_contestants, with_ideals
 from gradsync.bench.memory_choice import Load, check_fits, fits, largest_that_fits, needed_bytes
-from gradsync.bench.sync_duration import duration, seconds_of
+from gradsync.bench.record import from_json
 from gradsync.bench.sync_plan import (
+    Plan,
     SyncSettings,
-    plan_from_json,
-    plan_to_json,
+    duration,
+    seconds_of,
     sync_plan,
 )
-from gradsync.bench.sync_sets import Baton, my_set
-from gradsync.cli import bench_sync
+from gradsync.bench.sync_run import Baton, my_set
+from gradsync.cli import bench_sync, experiment
+from gradsync.cli.experiment import command_of
 from gradsync.cli.main import main
 from gradsync.errors import ConfigError
 from gradsync.hardware.memory.model import memory_need
@@ -120,7 +124,7 @@ def test_rounds_begin_with_another_contestant_each() -> None:
     assert plan.num_ranks == 4
     ideals = [plan.ideal_of(entry).label for entry in plan.entries]
     assert ideals == [every[0], every[1], every[0], every[1]]
-    assert plan_from_json(json.loads(json.dumps(plan_to_json(plan)))) == plan
+    assert from_json(Plan, json.loads(json.dumps(asdict(plan)))) == plan
 
 
 def test_ranks_of_one_start_form_sets() -> None:
@@ -244,16 +248,16 @@ def test_requests_that_cannot_be(
 def test_dry_run_says_what_would_be_measured(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench_sync, "available_bytes", lambda: 6 * GB)
+    monkeypatch.setattr(memory_choice, "available_bytes", lambda: 6 * GB)
     words = ["--model-size", "tiny", "--strategies", "naive,torch_ddp", "--same-allocator"]
     assert main(["bench", "sync", *words, "--dry-run"]) == 0
-    plan = plan_from_json(json.loads(capsys.readouterr().out))
+    plan = from_json(Plan, json.loads(capsys.readouterr().out))
     assert [entry.label for entry in plan.entries] == ["none", "naive", "torch_ddp"]
     assert plan.settings.side_by_side
     assert plan.settings.tokens == 256
     words = ["--model-size", "mini", "--strategies", "naive,torch_ddp", "--batch-size", "2"]
     assert main(["bench", "sync", *words, "--dry-run"]) == 0
-    plan = plan_from_json(json.loads(capsys.readouterr().out))
+    plan = from_json(Plan, json.loads(capsys.readouterr().out))
     assert len(plan.sets) == 2
     assert not plan.settings.side_by_side  # all at once would need more
     assert (plan.settings.tokens, plan.entries[0].batch_size) == (512, 2)
@@ -302,7 +306,7 @@ def test_one_rank_of_a_launcher_says_what_would_be_measured(
     said = []
     for rank in range(2):
         world = World(rank=rank, world_size=2, local_rank=rank, local_world_size=2)
-        monkeypatch.setattr(module, "resolve", lambda _, w=world: SimpleNamespace(world=w))
+        monkeypatch.setattr(experiment, "resolve", lambda _, w=world: SimpleNamespace(world=w))
         assert module.run(["--dry-run"]) == 0
         said.append(capsys.readouterr().out)
     assert json.loads(said[0])
@@ -312,12 +316,12 @@ def test_one_rank_of_a_launcher_says_what_would_be_measured(
 def test_the_command_line_says_what_a_launcher_started() -> None:
     world = World(world_size=4, local_world_size=4, launcher="torchrun")
     asked = bench_sync.SyncOptions(model_size="tiny")
-    found = bench_sync.command_of(bench_sync.as_measured(asked, world), ("bench", "sync"))
+    found = command_of(bench_sync.as_measured(asked, world), ("bench", "sync"))
     assert found == "gradsync bench sync --model-size tiny --world-size 4 --same-allocator"
     assert bench_sync.as_measured(asked, World()) == asked
 
 
 def test_the_command_line_of_a_record(tmp_path: Path) -> None:
     options = bench_sync.SyncOptions(model_size="tiny", same_allocator=True, out=str(tmp_path))
-    found = bench_sync.command_of(options, ("bench", "sync"))
+    found = command_of(options, ("bench", "sync"))
     assert found == "gradsync bench sync --model-size tiny --same-allocator"

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from bench_tables import PAGES, ROOT, TABLE, main, render
 
 from gradsync.bench.contestant import parse_contestants, with_ideals
-from gradsync.bench.simulation_plan import simulation_plan
-from gradsync.bench.sync_plan import SyncSettings, plan_to_json, sync_plan
+from gradsync.bench.simulation import simulation_plan
+from gradsync.bench.sync_plan import SyncSettings, sync_plan
 
 MACHINE = {"cpu": "Some CPU", "cores": 2, "torch": "2.13.0", "date": "2026-01-02"}
 SPREAD = {"median": 1200.4, "low": 1100.0, "high": 1300.0, "count": 5}
@@ -30,7 +31,7 @@ def sync_record() -> str:
 
     settings = SyncSettings(model_size="mini", rounds=5, num_steps=2)
     chosen = with_ideals(parse_contestants("invariant,torch_ddp"), same_allocator=False)
-    plan = plan_to_json(sync_plan(settings, chosen, world_size=2, batch_size=3))
+    plan = asdict(sync_plan(settings, chosen, world_size=2, batch_size=3))
     rows = [row("invariant", 1500.0, keep=True), row("torch_ddp", 1000.0, keep=False)]
     return json.dumps(
         {
@@ -87,7 +88,7 @@ def simulation_record() -> str:
             "benchmark": "simulation",
             "command": "gradsync bench simulation",
             "environment": MACHINE,
-            "plan": plan_to_json(plan),
+            "plan": asdict(plan),
             "predictions": [row],
         }
     )
@@ -135,11 +136,11 @@ def test_check_finds_what_is_out_of_date(
     for name in PAGES:
         (tmp_path / name).write_text("<!-- bench: a.json -->\nold\n<!-- bench: end -->\n")
     assert main(["--check"], tmp_path) == 1
-    assert "README.md" in capsys.readouterr().out
+    assert "docs/figures.md" in capsys.readouterr().out
     assert main([], tmp_path) == 0
     assert main(["--check"], tmp_path) == 0
 
 
 def test_the_pages_are_what_the_records_say() -> None:
-    assert TABLE.search((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert TABLE.search((ROOT / "docs" / "figures.md").read_text(encoding="utf-8"))
     assert main(["--check"]) == 0

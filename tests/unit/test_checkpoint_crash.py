@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradsync.checkpoint.atomic import Filesystem
 from gradsync.checkpoint.store import CheckpointStore, Snapshot
+from gradsync.core.files import Filesystem
 from gradsync.errors import CheckpointError
 
 # A first one, one that pushes out another, and one that replaces its own step.

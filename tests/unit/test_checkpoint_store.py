@@ -14,9 +14,9 @@ from unittest import mock
 import pytest
 import torch
 
-from gradsync.checkpoint.atomic import Filesystem, StagedDirectory
 from gradsync.checkpoint.manifest import Manifest, seal
 from gradsync.checkpoint.store import CheckpointStore, Snapshot, resolve
+from gradsync.core.files import Filesystem, StagedDirectory
 from gradsync.errors import CheckpointError, ConfigError
 
 FILES = {"model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"}
@@ -420,9 +420,9 @@ def test_resolve_takes_a_checkpoint_a_store_or_a_run(tmp_path):
 
 
 def test_resolve_says_what_it_did_not_find(tmp_path):
-    with pytest.raises(CheckpointError, match="no checkpoint there; expected a step-"):
+    with pytest.raises(ConfigError, match="no checkpoint there; expected a step-"):
         resolve(tmp_path)
-    with pytest.raises(CheckpointError, match="no such checkpoint"):
+    with pytest.raises(ConfigError, match="no such checkpoint"):
         resolve(tmp_path / "step-00000004")
     (tmp_path / "step-00000003").mkdir()
     with pytest.raises(

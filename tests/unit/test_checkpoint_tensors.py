@@ -158,5 +158,6 @@ def test_the_hash_reads_row_major_and_wrapped_or_not_alike():
     assert weights_sha256([("w", matrix.t())]) == expected
     model = Tied()
     wrapped = weights_sha256(Wrapper(model).named_parameters())
+    assert wrapped == weights_sha256(Wrapper(model)) == weights_sha256(model)
     assert wrapped == weights_sha256(model.named_parameters())
     assert wrapped == weights_sha256(model.named_parameters(remove_duplicate=False))

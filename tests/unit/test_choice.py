@@ -8,16 +8,15 @@ from typing import Any
 
 import pytest
 
-from gradsync.hardware.choice.candidate import Candidate, Models, Search
+from gradsync.hardware.choice.candidate import Candidate, Models, Search, counts, obstacle, splits
 from gradsync.hardware.choice.choose import ERROR, MARGIN, Choice, choose, room_bytes
-from gradsync.hardware.choice.command import commands
 from gradsync.hardware.choice.remedy import find_remedy
-from gradsync.hardware.choice.splits import counts, obstacle, splits
+from gradsync.hardware.choice.report import commands
 from gradsync.hardware.choice.words import gb, percent
 from gradsync.hardware.description import Device, Hardware, Host, Link
-from gradsync.hardware.memory.need import MemoryNeed
-from gradsync.hardware.timing.step_profile import BucketReady, StepProfile
-from gradsync.hardware.timing.step_time import StepTime
+from gradsync.hardware.memory.model import MemoryNeed
+from gradsync.hardware.timing.profile import BucketReady, StepProfile
+from gradsync.hardware.timing.step import StepTime
 from gradsync.hardware.workload import Split, Workload
 from gradsync.models.presets import preset
 from gradsync.parallel.layout import Layout

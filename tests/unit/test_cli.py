@@ -28,6 +28,19 @@ from support.small_run import make_data
     ],
 )
 def test_answers_without_torch(arguments: list[str]) -> None:
+    done = without_torch(arguments)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+def test_a_model_that_no_memory_holds_is_refused_without_torch() -> None:
+    done = without_torch(["train", "tiny", "--model.vocab-size", "4000000000"])
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert "the vocabulary (4,000,000,000)" in done.stderr
+
+
+def without_torch(arguments: list[str]) -> subprocess.CompletedProcess[str]:
     code = (
         "import sys; from gradsync.cli.main import main\n"
         "try: code = main(sys.argv[1:])\n"
@@ -35,15 +48,13 @@ def test_answers_without_torch(arguments: list[str]) -> None:
         "assert 'torch' not in sys.modules, 'torch was imported'\n"
         "sys.exit(code)"
     )
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-c", code, *arguments],
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,6 +74,7 @@ def run(*arguments: str) -> int:
 
 
 TRAIN = ("train", "tiny", "--device", "cpu")
+SMALL = (*TRAIN, "--model.block-size", "16", "--micro-batch-size", "2", "--tokens-per-update", "64")
 
 
 @pytest.mark.parametrize(
@@ -86,6 +98,13 @@ TRAIN = ("train", "tiny", "--device", "cpu")
         ((*TRAIN, "--model.n-head", "5"), "n_embd must be a multiple of n_head"),
         ((*TRAIN, "--data", "nowhere"), "nowhere"),
         ((*TRAIN, "--model.vocab-size", "100"), "smaller than the data's vocabulary 257"),
+        ((*TRAIN, "--model.n-layer", "1000000"), "n_layer: got 1000000, expected at most 10000"),
+        ((*TRAIN, "--model.vocab-size", "4000000000"), "the vocabulary (4,000,000,000)"),
+        ((*TRAIN, "--model.n-embd", "307200"), "takes"),
+        (
+            (*TRAIN, "--model.block-size", "1000000000000", "--seq-len", "256"),
+            "--model.block-size (1,000,000,000,000)",
+        ),
     ],
 )
 def test_bad_request_gets_one_clear_message(
@@ -100,6 +119,47 @@ def test_bad_request_gets_one_clear_message(
     printed = capsys.readouterr().err
     assert message in " ".join(printed.split())
     assert "Traceback" not in printed
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("train", "tiny", "--out", "PATH", "--dry-run"),
+        ("train", "tiny", "--data", "PATH", "--dry-run"),
+        ("train", "PATH"),
+        ("prepare", "PATH", "--out", "data"),
+        ("prepare", "text.txt", "--out", "PATH"),
+        ("sample", "PATH"),
+        ("plan", "tiny", "--hardware", "PATH"),
+        ("submit", "--time", "1", "--", "PATH.py"),
+        ("launch", "--nproc-per-node", "1", "--", "PATH.py"),
+    ],
+)
+def test_path_that_no_file_can_have(
+    arguments: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("hello")
+    too_long = "a" * 5_000 + "/b"
+    assert run(*(word.replace("PATH", too_long) for word in arguments)) == 2
+    printed = capsys.readouterr().err
+    assert "aaaa" in printed
+    assert "File name too long" in printed
+    assert len(printed.splitlines()) == 1
+
+
+def test_a_model_whose_optimizer_has_no_room_is_refused_unbuilt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("gradsync.train.size.total_bytes", lambda: 12 * 10**6)
+    assert (
+        run(*TRAIN, "--steps", "1") == 2
+    )  # 1.8 M parameters: 7 MB of weights, and three times that
+    assert "takes 0.0293 GB at least, and this host has 0.012 GB" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -149,12 +209,37 @@ def test_damaged_data_is_named(
         train.unlink()
     else:
         train.write_bytes(b"\xff\x7f" * 5_000)
-    flags = ("--model.block-size", "16", "--micro-batch-size", "2", "--tokens-per-update", "64")
-    code = run(*TRAIN, *flags, "--data", str(data), "--out", str(tmp_path / "run"))
-    assert code == 2
+    assert run(*SMALL, "--data", str(data), "--out", str(tmp_path / "run")) == 2
     printed = capsys.readouterr().err
     assert message in printed
     assert "Traceback" not in printed
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--resume", "nowhere"), "nowhere: no checkpoint there"),
+        (("--model.n-embd", "1500000"), "and this host has"),
+    ],
+)
+def test_a_refused_start_leaves_no_directory(
+    flags: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, new = make_data(tmp_path / "data"), tmp_path / "new"
+    assert run(*SMALL, *flags, "--data", str(data), "--out", str(new / "run")) == 2
+    assert message in capsys.readouterr().err
+    assert not new.exists()
+
+
+def test_a_start_that_fails_leaves_its_log(tmp_path: Path) -> None:
+    data, out = make_data(tmp_path / "data"), tmp_path / "run"
+    damaged = tmp_path / "step-00000001"
+    damaged.mkdir()
+    words = ("--data", str(data), "--out", str(out), "--resume", str(damaged))
+    assert run(*SMALL, *words) == 1
+    assert json.loads((out / "exit.json").read_text())["exit_code"] == 1
+    log = (out / "logs" / "rank_00000.log").read_text()
+    assert log.index("started") < log.index("ended by CheckpointError") < log.index("Traceback")
 
 
 def test_ranks_already_started_by_a_launcher(

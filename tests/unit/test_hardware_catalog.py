@@ -7,13 +7,14 @@ import pytest
 from gradsync.errors import ConfigError
 from gradsync.hardware.described.catalog import (
     GB,
+    MAX_DEVICES,
     MODELS,
     by_driver_name,
     device_of,
     estimated_flops,
+    hardware_of,
 )
 from gradsync.hardware.described.links import LINKS, link_of, nvlink, pcie
-from gradsync.hardware.described.name import MAX_DEVICES, hardware_of
 
 BOOST_HZ = {"h100": 1.83e9, "a100-40": 1.41e9, "t4": 1.59e9, "v100-16": 1.53e9, "rtx4090": 2.52e9}
 """From the architectures' white papers."""

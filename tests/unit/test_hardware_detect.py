@@ -322,7 +322,7 @@ def test_torch_is_not_imported_where_there_is_no_driver() -> None:
 
 
 def test_a_torch_that_cannot_use_the_gpus_is_said() -> None:
-    hardware = found(FakeNvml(gpus=GPUS), torch_version=lambda: "2.13.0+cpu")
+    hardware = found(FakeNvml(gpus=GPUS), torch_version="2.13.0+cpu")
     assert "torch 2.13.0+cpu is built for the CPU and cannot use the GPUs" in hardware.notes
 
 

@@ -11,9 +11,15 @@ import psutil
 import pytest
 
 from gradsync.errors import RunError
-from gradsync.hardware.detect import network as detect_network
-from gradsync.hardware.detect.cpu import DEFAULT_LINK, cpu_devices, cpu_link, read_processor
-from gradsync.hardware.detect.network import network_link, read_interfaces
+from gradsync.hardware.detect import machine
+from gradsync.hardware.detect.machine import (
+    DEFAULT_LINK,
+    cpu_devices,
+    cpu_link,
+    network_link,
+    read_interfaces,
+    read_processor,
+)
 from gradsync.hardware.timing.alpha_beta import Fit
 from support.fake_machine import EPYC, GIB, WIRED, found
 
@@ -175,7 +181,7 @@ def test_interfaces_that_are_up_without_the_loopback(
         "eth0": interface(True, 65_535),  # its driver does not know
         "wlan0": interface(False, 99_000),
     }
-    monkeypatch.setattr(detect_network.psutil, "net_if_stats", lambda: stats)
+    monkeypatch.setattr(machine.psutil, "net_if_stats", lambda: stats)
     for name, state, rate in (
         ("mlx5_0", "4: ACTIVE", "400 Gb/sec (4X NDR)"),
         ("mlx5_1", "4: ACTIVE", "200 Gb/sec (4X HDR)"),

@@ -12,13 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradsync.errors import ConfigError
-from gradsync.hardware.described.catalog import GB, device_of
-from gradsync.hardware.described.fields import read_hardware
-from gradsync.hardware.described.file import dump_hardware, hardware_document, load_hardware
-from gradsync.hardware.described.links import LINKS
-from gradsync.hardware.described.name import hardware_of
-from gradsync.hardware.described.networks import NETWORKS
-from gradsync.hardware.described.units import (
+from gradsync.hardware.described.catalog import GB, device_of, hardware_of
+from gradsync.hardware.described.file import (
+    dump_hardware,
+    hardware_document,
+    load_hardware,
+    read_hardware,
+)
+from gradsync.hardware.described.links import LINKS, NETWORKS
+from gradsync.hardware.described.section import (
     FLOPS,
     RATES,
     SIZES,

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
+from gradsync.cli import bench_sync, train
 from gradsync.hardware.description import Device, Hardware, Host, Link
+from gradsync.hardware.detect import machine
 from gradsync.hardware.switches import Switches, speed_switches
+from gradsync.world import World
 
 LINK = Link(name="nvlink4", alpha_s=1e-6, bytes_per_s=1e11)
 
@@ -73,6 +77,21 @@ def test_a_cpu_without() -> None:
     found = speed_switches(cpu("avx2", "avx512f"), {})
     assert found.dtype == "fp32"
     assert "emulates bf16" in found.reasons[0]
+
+
+@pytest.mark.parametrize("instruction", ["avx512f", "avx512_bf16"])
+def test_commands_know_a_cpu_that_emulates_bf16(
+    instruction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`bench sync` then measures fp32, and `train` says what would be faster."""
+    emulates, processor = instruction == "avx512f", SimpleNamespace(instructions=(instruction,))
+    for module in (bench_sync, machine):
+        monkeypatch.setattr(module, "read_processor", lambda: processor)
+    options = bench_sync.SyncOptions(device="cpu")
+    assert bench_sync._dtype_of(options) == ("fp32" if emulates else "bf16")
+    assert bench_sync._dtype_of(replace(options, dtype="bf16")) == "bf16"
+    assert train._emulates_bf16(World(device="cpu")) == emulates
+    assert not train._emulates_bf16(World(device="cuda:0"))
 
 
 def suggested(found: Switches) -> set[str]:

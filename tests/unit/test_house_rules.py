@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from check_safety import check_safety
-from check_sizes import check_sizes
+from check_sizes import BUDGETS, check_budgets, check_sizes, package_sizes
 from source_tree import REPOSITORY, findings
 
 from support.launchers import Finished, clean_environment, run_command, run_python
@@ -14,6 +14,8 @@ from support.requirements import require
 
 SOURCE = REPOSITORY / "src"
 MODULE = Path("gradsync/sync/sample.py")
+TORCH = "private: torch."
+NET = "from torch import nn\nclass Net(nn.Module):\n    def f(self):\n        "
 
 
 def test_sizes_of_the_tree() -> None:
@@ -64,6 +66,16 @@ def test_each_size_limit(text: str, expected: list[str]) -> None:
         ("dist.all_gather_object(a, b)", "dist.all_gather_object"),
         ("from torch.distributed import gather_object", "torch.distributed.gather_object"),
         ("def f():\n    global count\n    count = 1", "global count"),
+        ("import torch\ntorch._foreach_add_(a, b)", "private: torch._foreach_add_"),
+        (
+            "from torch.nn.modules.batchnorm import _BatchNorm",
+            TORCH + "nn.modules.batchnorm._BatchNorm",
+        ),
+        ("from torch._dynamo import config", TORCH + "_dynamo.config"),
+        ("import torch._inductor", TORCH + "_inductor"),
+        ("self.group._get_backend(device)", "private: self.group._get_backend"),
+        ("getattr(mesh, '_pg_registry', {})", "private: getattr(mesh, '_pg_registry', {})"),
+        (f"{NET}self._apply(f)", "private: self._apply"),
     ],
 )
 def test_each_safety_rule(text: str, what: str) -> None:
@@ -85,6 +97,10 @@ def test_an_offence_has_its_line() -> None:
         "yaml.safe_load(f)",
         "import os\nos.path.join('a', 'b')",
         "load('f')",
+        "class A:\n    def _f(self): ...\ndef g(a):\n    a._f()",
+        "class A(Base):\n    def f(self):\n        self._of_base()",
+        f"{NET}self._own = 1\n        self._own += 1",
+        "os._exit(1)",
     ],
 )
 def test_safe_code_passes(text: str) -> None:
@@ -95,6 +111,12 @@ def test_one_module_may_read_the_environment() -> None:
     text = "import os\nx = os.environ['RANK']"
     assert check_safety(Path("src/gradsync/runtime/environ.py"), text) == []
     assert check_safety(Path("src/gradsync/runtime/other.py"), text) != []
+
+
+def test_one_module_may_touch_private_names_of_torch() -> None:
+    text = "import torch\nx = torch._foreach_add_"
+    assert check_safety(Path("src/gradsync/core/torch_private.py"), text) == []
+    assert check_safety(Path("src/gradsync/sync/torch_private.py"), text) != []
 
 
 def test_the_command_prints_and_fails(tmp_path: Path) -> None:
@@ -171,3 +193,13 @@ print(json.dumps({"changed": changed, "torch": "torch" in sys.modules}))
 def test_importing_changes_nothing_and_needs_no_torch(module: str) -> None:
     said = json.loads(run_python(["-c", LOOK.replace("MODULE", module)]).ok().stdout)
     assert said == {"changed": {}, "torch": False}
+
+
+def test_each_package_keeps_to_its_budget() -> None:
+    sizes = package_sizes()
+    assert sizes.keys() == BUDGETS.keys()
+    assert check_budgets(sizes) == []
+    assert check_budgets({"sync": BUDGETS["sync"] + 1, "new": 1}) == [
+        f"gradsync/sync {BUDGETS['sync'] + 1} lines > {BUDGETS['sync']}",
+        "gradsync/new 1 lines > 0",
+    ]

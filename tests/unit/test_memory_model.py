@@ -8,15 +8,12 @@ from typing import Any
 import pytest
 
 from gradsync.errors import ConfigError
-from gradsync.hardware.memory.activations import Activations
-from gradsync.hardware.memory.fit import largest_micro_batch, shortage_bytes
+from gradsync.hardware.memory.activations import Activations, rank_shape
 from gradsync.hardware.memory.model import (
     CPU_PROCESS,
-    checkpoint_bytes,
     leaves_in_flight,
     memory_need,
 )
-from gradsync.hardware.memory.rank_shape import rank_shape
 from gradsync.hardware.memory.strategies import FORMULAS, Case, most_open_nodes, strategy_memory
 from gradsync.hardware.workload import Split, Workload
 from gradsync.models.presets import PRESETS
@@ -185,37 +182,6 @@ def test_the_model_as_it_was_built_counts() -> None:
     many = memory_need(replace(small_table, kind="cuda"), split("fsdp", dp=64))
     whole = 4 * small_table.model.num_params()
     assert many.total - many.process == pytest.approx(whole, rel=0.01)
-
-
-def test_what_a_checkpoint_needs() -> None:
-    table = 4 * MODEL.vocab_size * MODEL.n_embd
-    assert 2 * table < S
-    assert checkpoint_bytes(ONE_LEAF, split("ddp")) == 3 * S + CPU_PROCESS
-    assert checkpoint_bytes(ONE_LEAF, split("zero1")) == 3 * S + 2 * table + CPU_PROCESS
-    assert checkpoint_bytes(ONE_LEAF, split("zero2")) == 2 * S + 2 * table + CPU_PROCESS
-    assert checkpoint_bytes(ONE_LEAF, split("fsdp")) == S // 2 + S + 2 * table + CPU_PROCESS
-    many = checkpoint_bytes(ONE_LEAF, split("zero2", dp=64))
-    assert many == S + 2 * (2 * S // 64) + CPU_PROCESS
-
-
-@pytest.mark.parametrize("strategy", ["zero1", "zero2", "fsdp"])
-def test_a_checkpoint_fits_where_a_step_does(strategy: str) -> None:
-    one = replace(ONE_LEAF, micro_batch_size=1)
-    assert checkpoint_bytes(one, split(strategy)) < memory_need(one, split(strategy)).total
-
-
-def test_largest_micro_batch_is_the_last_that_fits() -> None:
-    work = replace(WORK, micro_batch_size=1, num_leaves=24)
-    divided = split("ddp")
-    for size, wanted in ((1, 1), (3, 3), (5, 4), (12, 12)):  # 5 does not divide 24
-        asked = replace(work, micro_batch_size=size, num_leaves=24 // size)
-        room = memory_need(asked, divided).total
-        assert largest_micro_batch(work, divided, room) == wanted
-    assert largest_micro_batch(work, divided, 10**13) == 12  # each replica has a leaf
-    assert largest_micro_batch(work, divided, 10**9) == 0
-    need = memory_need(work, divided).total
-    assert shortage_bytes(work, divided, need - 7) == 7
-    assert shortage_bytes(work, divided, need) == 0
 
 
 def test_unknown_strategies_are_named() -> None:

@@ -16,16 +16,20 @@ import tyro
 from gradsync.cli.main import main
 from gradsync.cli.plan import PlanOptions, hardware_of, request_of
 from gradsync.errors import ConfigError
+from gradsync.hardware.choice.candidate import obstacle, splits
 from gradsync.hardware.choice.choose import MARGIN, Choice, choose
 from gradsync.hardware.choice.costs import Costs
-from gradsync.hardware.choice.probe import leaf_operations, probe_work, scaled_profile
-from gradsync.hardware.choice.splits import obstacle, splits
 from gradsync.hardware.choice.submodels import Submodels, parse_submodel, place_submodels
 from gradsync.hardware.described.file import load_hardware
 from gradsync.hardware.description import Hardware, Host, Link
 from gradsync.hardware.memory.model import memory_need
-from gradsync.hardware.timing.estimate import estimate_profile
-from gradsync.hardware.timing.step_profile import StepProfile
+from gradsync.hardware.timing.estimate import (
+    estimate_profile,
+    leaf_operations,
+    probe_work,
+    scaled_profile,
+)
+from gradsync.hardware.timing.profile import StepProfile
 from gradsync.hardware.workload import Split, Workload
 from gradsync.models.presets import preset
 from gradsync.parallel.layout import Layout

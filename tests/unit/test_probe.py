@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from gradsync.hardware.detect.machine import DEFAULT_LINK, cpu_link
 from gradsync.hardware.timing import probe
-from gradsync.hardware.timing.alpha_beta_cache import fits_path
-from gradsync.hardware.timing.machine_fits import fits_here
+from gradsync.hardware.timing.alpha_beta import fits_path
+from gradsync.hardware.timing.estimate import load_profile, profile_path
 from gradsync.hardware.timing.probe import probe_profile
-from gradsync.hardware.timing.probe_cache import load_profile, profile_path
+from gradsync.runtime.threads import choose_threads
 from support.planned_machines import MODEL, work
 
 LEAF = work(1, dtype="fp32", kind="cpu")
@@ -29,7 +30,7 @@ def test_a_measured_leaf(cache: Path) -> None:
     found = probe_profile(LEAF, repeats=4)
     assert found.measured
     assert min(found.forward_s, found.backward_s, found.update_s) > 0
-    assert found.gradient_bytes == 4 * MODEL.num_params()
+    assert sum(bucket.num_bytes for bucket in found.buckets) == 4 * MODEL.num_params()
     times = [bucket.ready_s for bucket in found.buckets]
     assert len(times) == 2 + 9 * MODEL.n_layer
     assert times == sorted(times)
@@ -77,13 +78,16 @@ def test_a_cache_that_cannot_be_written_does_no_harm(cache: Path) -> None:
 
 def test_saved_lines_of_this_machine(cache: Path) -> None:
     """The key is that of `bench collectives --save`."""
-    from gradsync.bench.environment import environment
-    from gradsync.hardware.timing.alpha_beta_cache import save_fits
+    from gradsync.bench.record import environment
+    from gradsync.hardware.timing.alpha_beta import save_fits
     from support.planned_machines import line
 
-    assert fits_here(2, threads=1) == []
-    here = environment(world_size=2, threads=1) | {"backend": "gloo", "accelerator": None}
-    save_fits({**here, "num_nodes": 1, "dtype": "fp32"}, [line("all_reduce", "ring", 1.0)])
-    assert [fit.algorithm for fit in fits_here(2, threads=1)] == ["ring"]
-    assert fits_here(3, threads=1) == []
-    assert fits_path({**here, "num_nodes": 1, "dtype": "fp32"}).is_relative_to(cache)
+    assert cpu_link(2) == (DEFAULT_LINK, "")
+    here = environment(world_size=2, threads=choose_threads(2))
+    here |= {"backend": "gloo", "accelerator": None, "num_nodes": 1, "dtype": "fp32"}
+    save_fits(here, [line("all_reduce", "ring", 1.0, 1e-9)])
+    link, trouble = cpu_link(2)
+    assert (link.alpha_s, trouble) == (0.5, "")
+    assert link.bytes_per_s == pytest.approx(1e9)
+    assert link.source.startswith("all_reduce (ring) of 2 ranks, measured")
+    assert fits_path(here).is_relative_to(cache)

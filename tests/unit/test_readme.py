@@ -1,4 +1,4 @@
-"""The README tells the truth: its script runs, its links and its tables hold."""
+"""The README and its pages tell the truth: the script runs, links and tables hold."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from gradsync.sync.registry import STRATEGIES
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+DECISIONS = ROOT / "docs" / "decisions"
 
 
 def test_the_script_is_the_examples() -> None:
@@ -41,16 +42,38 @@ def test_the_example_learns() -> None:
     assert losses[-1] < 0.01
 
 
+def anchor_of(heading: str) -> str:
+    """As the common Markdown renderers make it."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_relative_links_lead_somewhere(document: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", document.read_text()):
-        if not target.startswith("http"):
-            assert (document.parent / target).exists(), target
+    for name, _, anchor in re.findall(r"\]\(([^)#\s]*)(#([^)]+))?\)", document.read_text()):
+        target = document.parent / name if name else document
+        if not name.startswith("http"):
+            assert target.exists(), name
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+            assert anchor in [anchor_of(heading) for heading in headings], (name, anchor)
 
 
-def test_the_strategy_table_is_the_registry() -> None:
+def test_it_stays_short() -> None:
+    """Figures, printed output and details have pages of their own."""
+    assert len(README.splitlines()) <= 150
+
+
+def test_every_strategy_is_in_the_guides_table() -> None:
+    guide = (ROOT / "docs" / "guide" / "strategies.md").read_text()
     for name, strategy in STRATEGIES.items():
-        assert f"| `{name}` | {strategy.summary} | {strategy.cost} | {strategy.promise} |" in README
+        assert f"| `{name}` | {strategy.summary} | {strategy.cost} | {strategy.promise} |" in guide
+
+
+def test_five_strategies_with_their_promise() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| .* \| (\w+) \| .* \|$", README, re.MULTILINE)
+    assert len(rows) == 5
+    for name, promise in rows:
+        assert STRATEGIES[name].promise == promise, name
 
 
 def test_every_command_is_shown() -> None:
@@ -59,7 +82,18 @@ def test_every_command_is_shown() -> None:
 
 
 def test_the_tree_is_complete() -> None:
-    tree = README.partition("## The tree")[2]
+    tree = (ROOT / "ARCHITECTURE.md").read_text().partition("src/gradsync/\n")[2]
     for path in (ROOT / "src" / "gradsync").iterdir():
         if path.is_dir() and path.name != "__pycache__":
             assert f"  {path.name}/ " in tree, path.name
+
+
+def test_the_index_has_every_decision() -> None:
+    """With its title, which begins with the number that its file name has."""
+    index = (DECISIONS / "README.md").read_text()
+    pages = sorted(DECISIONS.glob("D*.md"))
+    assert pages
+    for page in pages:
+        number, _, title = page.read_text().splitlines()[0].removeprefix("# ").partition(". ")
+        assert page.name.startswith(f"{number}-")
+        assert f"- [{number}]({page.name}): {title}\n" in index

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from types import SimpleNamespace
 
 import pytest
 
+from gradsync.errors import PeerError
 from gradsync.runtime import signals
-from gradsync.runtime.signals import HANDLED, StopRequest
+from gradsync.runtime.signals import HANDLED, StopRequest, leave_out_interrupts
 from support.launchers import run_python
 
 
@@ -101,6 +103,26 @@ def test_only_a_second_press_ends_the_process(
             os.kill(os.getpid(), signal.SIGINT)
         assert stop.signal_name == "SIGINT"
     assert ended == exits
+
+
+@pytest.mark.parametrize(
+    ("error", "over", "shown"),
+    [
+        (KeyboardInterrupt(), False, 0),
+        (PeerError("rank 0 failed first: interrupted", exit_code=130), False, 0),
+        (PeerError("rank 0 failed first: ValueError"), False, 1),
+        (KeyboardInterrupt(), True, 1),
+        (ValueError(), False, 1),
+    ],
+)
+def test_only_interrupts_of_a_session_go_without_a_traceback(
+    error: BaseException, over: bool, shown: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[object] = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: seen.append(error))
+    leave_out_interrupts(unless=lambda: over)
+    sys.excepthook(type(error), error, None)
+    assert seen == [error] * shown
 
 
 def test_the_second_press_is_final_even_where_exceptions_are_caught() -> None:

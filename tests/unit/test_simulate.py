@@ -11,10 +11,8 @@ from statistics import fmean
 import pytest
 
 from gradsync.errors import ConfigError
-from gradsync.hardware.described.networks import load_network
+from gradsync.hardware.described.links import load_network
 from gradsync.hardware.description import Device, Host
-from gradsync.hardware.simulate.crossover import crossovers
-from gradsync.hardware.simulate.events import Channel, EventLoop
 from gradsync.hardware.simulate.failures import (
     Failures,
     daly_interval_s,
@@ -22,14 +20,10 @@ from gradsync.hardware.simulate.failures import (
     simulated_goodput,
     young_interval_s,
 )
-from gradsync.hardware.simulate.pipeline import order_of
-from gradsync.hardware.simulate.report import report_text
-from gradsync.hardware.simulate.simulation import Simulation, simulate
-from gradsync.hardware.simulate.step import step_s
-from gradsync.hardware.simulate.stragglers import Stragglers
+from gradsync.hardware.simulate.play import Stragglers, order_of, step_s
+from gradsync.hardware.simulate.simulation import Simulation, crossovers, report_text, simulate
 from gradsync.hardware.timing.estimate import estimate_profile
-from gradsync.hardware.timing.step_costs import Sending, step_costs
-from gradsync.hardware.timing.step_time import predict_step
+from gradsync.hardware.timing.step import Sending, predict_step, step_costs
 from gradsync.hardware.workload import Split
 from gradsync.models.presets import preset
 from gradsync.sync.registry import STRATEGIES
@@ -47,26 +41,6 @@ SPLITS = [
 
 def even() -> Stragglers:
     return Stragglers((1.0,), random.Random(0))
-
-
-def test_events_come_in_order() -> None:
-    loop, seen = EventLoop(), list[tuple[str, float]]()
-    for name, seconds in (("b", 2.0), ("a", 1.0), ("c", 2.0)):
-        loop.after(seconds, lambda name=name: seen.append((name, loop.now)))
-    loop.after(1.5, lambda: loop.after(0.25, lambda: seen.append(("d", loop.now))))
-    assert loop.run() == 2.0
-    assert seen == [("a", 1.0), ("d", 1.75), ("b", 2.0), ("c", 2.0)]
-
-
-def test_a_channel_takes_one_at_a_time() -> None:
-    loop, done = EventLoop(), list[float]()
-    channel = Channel(loop)
-    for start, seconds in ((0.0, 2.0), (1.0, 1.0), (9.0, 1.0)):
-        loop.after(
-            start, lambda seconds=seconds: channel.send(seconds, lambda: done.append(loop.now))
-        )
-    loop.run()
-    assert done == [2.0, 3.0, 10.0]
 
 
 @pytest.mark.parametrize("case", SPLITS, ids=str)
@@ -133,7 +107,7 @@ def test_only_those_behind_in_something_count() -> None:
 
 def test_shards_of_a_leaf_wait_for_each_other() -> None:
     pair = Stragglers((1.0, 2.0), random.Random(0), together=2)
-    assert fmean(pair.one() for _ in range(4000)) == pytest.approx(1.75, rel=0.02)
+    assert fmean(pair.slowest() for _ in range(4000)) == pytest.approx(1.75, rel=0.02)
     assert fmean(pair.total(100) for _ in range(400)) == pytest.approx(175, rel=0.01)
 
 
@@ -259,7 +233,7 @@ def test_for_readers() -> None:
 
 
 def test_a_picture(tmp_path: Path) -> None:
-    from gradsync.bench.plot_simulation import plot_simulation
+    from gradsync.bench.plot import plot_simulation
 
     path = tmp_path / "efficiency.svg"
     plot_simulation(path, simulated(steps=1))

@@ -9,10 +9,16 @@ from typing import Any
 
 import pytest
 
-from gradsync.bench.scaling_plan import parse_world_sizes
-from gradsync.bench.simulation_plan import SimulationPlan, collectives_settings, simulation_plan
-from gradsync.bench.simulation_report import print_report
-from gradsync.bench.simulation_result import Prediction, fits_from, predictions_of
+from gradsync.bench.scaling import parse_world_sizes
+from gradsync.bench.simulation import (
+    Prediction,
+    SimulationPlan,
+    collectives_settings,
+    fits_from,
+    predictions_of,
+    print_report,
+    simulation_plan,
+)
 from gradsync.bench.sync_plan import SyncSettings
 from gradsync.cli.bench_simulation import run
 from gradsync.errors import ConfigError
@@ -75,7 +81,7 @@ def test_everything_takes_turns() -> None:
         *(("none, 4 ranks", 2), ("invariant, 4 ranks", 2), ("torch_ddp, 4 ranks", 2)),
     ]
     assert all(entry.contestant.keep_memory for entry in simulation.plan.entries)
-    assert parse_world_sizes("4, 2") == simulation.world_sizes == (1, 2, 4)
+    assert parse_world_sizes("4, 2") == simulation.plan.world_sizes == (1, 2, 4)
     gradients = simulation.plan.settings.config.num_params() * 4
     collectives = collectives_settings(simulation, 0.2)
     assert collectives.algorithms == ("backend", "shared", "shared_copies")

@@ -9,12 +9,10 @@ import torch
 
 from gradsync.errors import ConfigError
 from gradsync.hardware.description import Device
-from gradsync.hardware.timing.bucket_timeline import bucket_timeline
 from gradsync.hardware.timing.collective_cost import Place, all_reduce_s, half_s
 from gradsync.hardware.timing.estimate import UPDATE_BYTES, UTILISATION, estimate_profile
-from gradsync.hardware.timing.parameter_sizes import parameters_of
-from gradsync.hardware.timing.step_costs import Sending, step_costs
-from gradsync.hardware.timing.step_time import channel_end, predict_step
+from gradsync.hardware.timing.profile import bucket_timeline, parameters_of
+from gradsync.hardware.timing.step import Sending, channel_end, predict_step, step_costs
 from gradsync.hardware.timing.traffic import Traffic, traffic_of
 from gradsync.models.config import GPTConfig
 from gradsync.models.gpt import GPT
@@ -63,7 +61,7 @@ def test_an_estimate_is_arithmetic() -> None:
     assert found.leaf_s == pytest.approx(leaf_s)
     assert found.backward_s == pytest.approx(2 * found.forward_s)
     assert found.update_s == pytest.approx(UPDATE_BYTES * MODEL.num_params() / 1e6)
-    assert found.gradient_bytes == TOTAL
+    assert sum(bucket.num_bytes for bucket in found.buckets) == TOTAL
     assert not found.measured
     twice = estimate_profile(work(1, activation_checkpointing=True), device)
     assert twice.backward_s == pytest.approx(found.backward_s + found.forward_s)

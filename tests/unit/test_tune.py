@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,17 +12,21 @@ import numpy as np
 import pytest
 import tyro
 
+from gradsync.bench.record import from_json
+from gradsync.bench.statistics import interval
 from gradsync.bench.sync_plan import SyncSettings
-from gradsync.bench.tune_decide import Decision, decide, fewest_rounds, interval
-from gradsync.bench.tune_plan import (
+from gradsync.bench.tune import (
+    Decision,
     TuneRequest,
     bucket_stage,
     compile_stage,
+    decide,
+    fewest_rounds,
     first_bucket_stage,
     strategies,
     strategy_stage,
+    verdicts,
 )
-from gradsync.bench.tune_report import verdicts
 from gradsync.bench.tune_worker import decision_of, has_messages
 from gradsync.cli.main import main
 from gradsync.cli.train import _threads
@@ -253,7 +257,7 @@ def test_sizes_are_those_of_the_training_run() -> None:
     assert requested(batch_size=3).settings.leaves_per_rank == 1
     assert requested(batch_size=4).settings.leaves_per_rank == 2
     assert requested(leaves_per_rank=3).batch_size == 6
-    assert TuneRequest.from_json(json.loads(json.dumps(three.to_json()))) == three
+    assert from_json(TuneRequest, json.loads(json.dumps(asdict(three)))) == three
 
 
 def test_threads_are_those_of_the_training_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,10 @@ from gradsync.cli.main import main
 from gradsync.cli.ranks import work_folder
 from gradsync.launch import local
 from gradsync.sync.registry import STRATEGIES
+from gradsync.verify.matrix import WORK
 from gradsync.verify.plan import job_from_json
 from gradsync.verify.report import print_report
 from gradsync.verify.result import Result
-from gradsync.verify.worker import WORK
 from gradsync.world import World
 
 SMALL = ["--strategies", "naive", "--models", "mlp", "--dtype", "fp32", "--no-cross-load"]
@@ -73,7 +74,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, then: Callable[[], None], **ended: 
                     dtype=job.cell.dtype,
                     promise="rounding",
                 )
-                done.write(json.dumps(result.to_json()) + "\n")
+                done.write(json.dumps(asdict(result)) + "\n")
         then()
         return local.Ended(**{"code": 0, "received": None, "killed": {}} | ended)
 
@@ -121,6 +122,8 @@ def test_what_cannot_be_is_refused_before_any_rank_starts(
 def test_nothing_chosen_is_a_quick_check(words: list[str], cells: int) -> None:
     plan = verify.plan_of(tyro.cli(verify.VerifyOptions, args=words), World())
     assert len(plan.cells) == cells * len(STRATEGIES)
+    asked = "--num-steps" in words
+    assert plan.settings.num_steps == (2 if asked else 3 if not words else 4)
 
 
 def test_a_quick_check_says_what_it_leaves_out(
@@ -130,7 +133,7 @@ def test_a_quick_check_says_what_it_leaves_out(
     assert main(["verify", "--no-cross-load"]) == 0
     assert started == [1, 2, 3]
     first = capsys.readouterr().out.splitlines()[0]
-    assert "left out are 4 ranks and bf16 (--thorough runs everything" in first
+    assert "left out are 4 ranks, bf16 and a fourth step (--thorough: everything" in first
 
 
 def test_a_reason_is_printed_once_with_its_cells(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,14 +14,16 @@ from typing import Any
 import pytest
 import verify_table
 from rich.console import Console
+from torch.distributed import DistBackendError
 
-from gradsync.errors import RunError
-from gradsync.verify.difference import Difference
-from gradsync.verify.matrix import Ended, broken_off, compare_world_sizes, run_matrix
-from gradsync.verify.plan import Job, Plan, Settings, job_from_json, make_plan
+from gradsync.errors import LostPeerError, RendezvousError, RunError
+from gradsync.verify import matrix
+from gradsync.verify.compare import Difference
+from gradsync.verify.matrix import WORK, Ended, broken_off, compare_world_sizes, run_matrix
+from gradsync.verify.plan import Cell, Job, Plan, Settings, job_from_json, make_plan
 from gradsync.verify.report import document, mark, print_report, write_csv
-from gradsync.verify.result import Result, result_from_json
-from gradsync.verify.worker import WORK
+from gradsync.verify.result import Result
+from gradsync.world import World
 
 
 def plan_of(*sizes: int, cross_load: bool = False) -> Plan:
@@ -68,7 +70,7 @@ class Ranks:
                         path = folder / f"error-{work['number']}-rank_{rank:05d}.json"
                         path.write_text(json.dumps(note))
                     return Ended(code=self.code)
-                done.write(json.dumps(result_of(job).to_json()) + "\n")
+                done.write(json.dumps(asdict(result_of(job))) + "\n")
         return Ended(code=0)
 
 
@@ -269,7 +271,7 @@ def test_a_run_continued_from_another_strategy_may_differ() -> None:
 
 def test_results_survive_json() -> None:
     (result,) = results_of("aaa")
-    assert result_from_json(json.loads(json.dumps(result.to_json()))) == result
+    assert Result(**json.loads(json.dumps(asdict(result)))) == result
 
 
 def test_marks() -> None:
@@ -368,3 +370,43 @@ def test_the_table_fits_a_terminal() -> None:
     print_report(results_of("aaa", "aaa", "aaa", "aaa"), 1.0, stream)
     width = max(len(line) for line in stream.getvalue().splitlines())
     assert width <= max(Console(file=stream).width, 100)
+
+
+CELL = Cell(strategy="naive", world_size=1, model="mlp", dtype="fp32")
+
+
+def test_an_error_before_the_first_job_is_not_swallowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def open_session(settings: Settings) -> None:
+        raise RendezvousError("rank 1 did not come")
+
+    monkeypatch.setattr(matrix, "open_session", open_session)
+    work = {"number": 0, "settings": asdict(Settings()), "jobs": []}
+    (tmp_path / matrix.WORK).write_text(json.dumps(work))
+    with pytest.raises(RendezvousError, match="did not come"):
+        matrix.run_worker(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("error", "echo"),
+    [
+        (ValueError("Connection closed by peer"), False),
+        (RuntimeError("shapes do not match"), False),
+        (RuntimeError("connection reset by storage server"), False),
+        (LostPeerError("rank 0: rank 1 has ended"), True),
+        (DistBackendError("NCCL error: remote process exited"), True),
+    ],
+)
+def test_a_note_says_whether_it_only_tells_of_a_lost_peer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, echo: bool
+) -> None:
+    def run_cell(*args: object) -> None:
+        raise error
+
+    monkeypatch.setattr(matrix, "run_cell", run_cell)
+    with pytest.raises(type(error)):
+        matrix.run_jobs([Job(cell=CELL)], Settings(), World(), tmp_path)
+    (note,) = matrix.read_errors(tmp_path, 0)
+    assert (note["rank"], note["echo"]) == (0, echo)
+    assert note["message"] == f"{type(error).__name__}: {error}"

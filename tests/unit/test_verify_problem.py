@@ -14,10 +14,9 @@ from gradsync.comm.single import SingleCommunicator
 from gradsync.errors import ConfigError
 from gradsync.verify.plan import MODELS, PLAIN, Settings, Variant
 from gradsync.verify.problem import build_problem, find_factory
+from gradsync.verify.record import digest, digests_of, sample_digests, trace_leaf
 from gradsync.verify.reference import Reference
-from gradsync.verify.runner import Parts, Task, _disturb, make_loader, train_traced
-from gradsync.verify.saved import read, save
-from gradsync.verify.trace import digest, digests_of, random_digest, sample_digests
+from gradsync.verify.run import Task, _disturb, make_loader, read, save, train_traced
 
 SETTINGS = Settings(num_steps=2)
 
@@ -115,6 +114,16 @@ def test_a_factory_in_the_working_folder(tmp_path: Path, monkeypatch: pytest.Mon
     assert find_factory("own_target:factory")() == 1
 
 
+def test_variants_and_strategies_change_leaves_but_not_the_data() -> None:
+    plain = task("mlp")
+    one = replace(plain, variant=Variant(one_leaf_per_rank=True)).settings_for(3)
+    equal = task("mlp", "fsdp").settings_for(3)
+    assert (one.num_leaves, equal.num_leaves) == (3, 6)
+    assert one.dataset_size == equal.dataset_size == SETTINGS.dataset_size
+    assert equal.num_epochs is None
+    assert plain.settings_for(3) is SETTINGS
+
+
 def test_samples_are_known_by_their_contents() -> None:
     inputs, targets = torch.randn(3, 2), torch.tensor([0, 1, -100])
     first = sample_digests((inputs, targets), 3)
@@ -127,12 +136,13 @@ def test_samples_are_known_by_their_contents() -> None:
 
 
 def test_random_state_has_a_digest() -> None:
+    leaf = Reference(task("mlp"), 1).leaves[0][0]
     torch.manual_seed(3)
-    first = random_digest()
+    first = trace_leaf(leaf)
     torch.rand(1)
-    assert random_digest() != first
+    assert trace_leaf(leaf).random != first.random
     torch.manual_seed(3)
-    assert random_digest() == first
+    assert trace_leaf(leaf) == first
 
 
 def task(model: str, strategy: str = "naive", dtype: str = "fp32") -> Task:
@@ -196,12 +206,8 @@ def test_a_checkpoint_goes_on_with_the_same_bits(tmp_path: Path, strategy: str) 
     save(tmp_path, strategy, whole, 2)
     saved = read(tmp_path, SingleCommunicator())
     assert saved.strategy == strategy
-
-    def start(parts: Parts) -> None:
-        saved.load(parts)
-
     rest = train_traced(
-        replace(task("mlp", strategy), settings=settings), SingleCommunicator(), start=start
+        replace(task("mlp", strategy), settings=settings), SingleCommunicator(), saved=saved
     )
     assert [step.number for step in rest.steps] == [2, 3]
     for a, b in zip(rest.steps, whole.steps[2:], strict=True):

@@ -18,12 +18,12 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from gradsync.comm.single import SingleCommunicator
 from gradsync.errors import ConfigError
+from gradsync.verify.check_target import check_target
 from gradsync.verify.plan import Settings
 from gradsync.verify.problem import build_problem, find_factory
+from gradsync.verify.record import digest
 from gradsync.verify.reference import Reference
-from gradsync.verify.runner import Task, train_traced
-from gradsync.verify.trace import digest
-from gradsync.verify.trial import check_target
+from gradsync.verify.run import Task, train_traced
 
 SETTINGS = Settings(num_steps=2)
 INPUTS = torch.arange(320.0).reshape(40, 8).sin()
@@ -40,10 +40,6 @@ def summed(output: Tensor, target: Tensor) -> Tensor:
 
 def pairs(count: int = 40) -> TensorDataset:
     return TensorDataset(INPUTS[:count], TARGETS[:count])
-
-
-def plain() -> Any:
-    return net(), pairs(), summed
 
 
 def called(name: str) -> Settings:
@@ -89,22 +85,6 @@ def test_a_module_that_seeds_when_it_is_imported(
 
 
 # --- enough data -------------------------------------------------------------------------------
-
-
-def normed() -> Any:
-    return nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 4)), pairs(), summed
-
-
-def few() -> Any:
-    return net(), pairs(10), summed
-
-
-def single() -> Any:
-    return net(), pairs(1), summed
-
-
-def nothing() -> Any:
-    return net(), pairs(0), summed
 
 
 @pytest.mark.parametrize("name", ["plain", "normed", "few", "single"])
@@ -201,104 +181,70 @@ class Late(nn.Module):
 KEPT = net()
 
 
-def no_tuple() -> Any:
-    return 3
-
-
-def two() -> Any:
-    return net(), pairs()
-
-
-def no_model() -> Any:
-    return "net", pairs(), summed
-
-
-def no_loss() -> Any:
-    return net(), pairs(), 5
-
-
-def frozen() -> Any:
-    return net().requires_grad_(False), pairs(), summed
-
-
-def lazy() -> Any:
-    return nn.Sequential(nn.LazyLinear(4)), pairs(), summed
-
-
-def complex_weights() -> Any:
-    return Complex(), pairs(), summed
-
-
-def late() -> Any:
-    return Late("shift"), pairs(), summed
-
-
-def replaced() -> Any:
-    return Late("scale"), pairs(), summed
-
-
-def same_model() -> Any:
-    return KEPT, pairs(), summed
-
-
-def stream() -> Any:
-    return net(), Stream(), summed
-
-
-def dicts() -> Any:
-    return net(), Samples(lambda i: {"x": INPUTS[i], "y": TARGETS[i]}), summed
-
-
-def triples() -> Any:
-    return net(), Samples(lambda i: (INPUTS[i], TARGETS[i], 1.0)), summed
-
-
-def ragged() -> Any:
-    return net(), Samples(lambda i: (INPUTS[i, : 8 - i % 2], TARGETS[i])), summed
-
-
-def augmented() -> Any:
-    return net(), Samples(lambda i: (INPUTS[i] + np.random.rand(), TARGETS[i])), summed
-
-
-def unreadable() -> Any:
-    return net(), Samples(lambda i: (INPUTS[i], [1, 2][i + 7])), summed
-
-
-def vector_loss() -> Any:
-    return net(), pairs(), lambda o, t: F.cross_entropy(o, t, reduction="none")
-
-
-def one_loss() -> Any:
-    return net(), pairs(), lambda o, t: summed(o, t).reshape(1)
-
-
-def float_loss() -> Any:
-    return net(), pairs(), lambda o, t: summed(o, t).item()
-
-
-def cut_loss() -> Any:
-    return net(), pairs(), lambda o, t: summed(o, t).detach()
-
-
-def mean_loss() -> Any:
-    return net(), pairs(), F.cross_entropy
-
-
-def noisy_mean() -> Any:
-    return nn.Sequential(net(), nn.Dropout(0.5)), pairs(), F.cross_entropy
-
-
-def broken() -> Any:
-    return Broken(), pairs(), summed
-
-
 def raises() -> Any:
     raise RuntimeError("my factory\nis broken")
 
 
 def leaves() -> Any:
     raise SystemExit(0)
+
+
+FACTORIES: dict[str, Callable[[], Any]] = {
+    "plain": lambda: (net(), pairs(), summed),
+    "normed": lambda: (
+        nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 4)),
+        pairs(),
+        summed,
+    ),
+    "few": lambda: (net(), pairs(10), summed),
+    "single": lambda: (net(), pairs(1), summed),
+    "nothing": lambda: (net(), pairs(0), summed),
+    "no_tuple": lambda: 3,
+    "two": lambda: (net(), pairs()),
+    "no_model": lambda: ("net", pairs(), summed),
+    "no_loss": lambda: (net(), pairs(), 5),
+    "frozen": lambda: (net().requires_grad_(False), pairs(), summed),
+    "lazy": lambda: (nn.Sequential(nn.LazyLinear(4)), pairs(), summed),
+    "complex_weights": lambda: (Complex(), pairs(), summed),
+    "late": lambda: (Late("shift"), pairs(), summed),
+    "replaced": lambda: (Late("scale"), pairs(), summed),
+    "same_model": lambda: (KEPT, pairs(), summed),
+    "stream": lambda: (net(), Stream(), summed),
+    "dicts": lambda: (net(), Samples(lambda i: {"x": INPUTS[i], "y": TARGETS[i]}), summed),
+    "triples": lambda: (net(), Samples(lambda i: (INPUTS[i], TARGETS[i], 1.0)), summed),
+    "ragged": lambda: (net(), Samples(lambda i: (INPUTS[i, : 8 - i % 2], TARGETS[i])), summed),
+    "augmented": lambda: (
+        net(),
+        Samples(lambda i: (INPUTS[i] + np.random.rand(), TARGETS[i])),
+        summed,
+    ),
+    "unreadable": lambda: (net(), Samples(lambda i: (INPUTS[i], [1, 2][i + 7])), summed),
+    "vector_loss": lambda: (net(), pairs(), lambda o, t: F.cross_entropy(o, t, reduction="none")),
+    "one_loss": lambda: (net(), pairs(), lambda o, t: summed(o, t).reshape(1)),
+    "float_loss": lambda: (net(), pairs(), lambda o, t: summed(o, t).item()),
+    "cut_loss": lambda: (net(), pairs(), lambda o, t: summed(o, t).detach()),
+    "mean_loss": lambda: (net(), pairs(), F.cross_entropy),
+    "noisy_mean": lambda: (nn.Sequential(net(), nn.Dropout(0.5)), pairs(), F.cross_entropy),
+    "broken": lambda: (Broken(), pairs(), summed),
+    "contrastive": lambda: (
+        net(),
+        pairs(),
+        lambda o, t: -torch.log_softmax(o @ o.T, 1).diagonal().sum(),
+    ),
+    # The loader seeds torch's generator by the leaf before it reads.
+    "keyed": lambda: (net(), Samples(lambda i: (INPUTS[i] + torch.randn(8), TARGETS[i])), summed),
+    "needs_group": lambda: (Unsteady(), pairs(), summed),
+    "trains_only": lambda: (TrainsOnly(), pairs(), summed),
+    "tiny_loss": lambda: (net(), pairs(), lambda o, t: 1e-38 * summed(o, t)),
+    "all_ignored": lambda: (net(), TensorDataset(INPUTS, torch.full((40,), -100)), summed),
+}
+
+
+def __getattr__(name: str) -> Callable[[], Any]:
+    """Each entry of `FACTORIES`, where a target's name is looked up in this module."""
+    if name not in FACTORIES:
+        raise AttributeError(name)
+    return FACTORIES[name]
 
 
 @pytest.mark.parametrize(
@@ -380,31 +326,6 @@ def test_more_samples_than_there_are() -> None:
 
 
 # --- and what is right is left alone -----------------------------------------------------------
-
-
-def contrastive() -> Any:
-    return net(), pairs(), lambda o, t: -torch.log_softmax(o @ o.T, 1).diagonal().sum()
-
-
-def keyed() -> Any:
-    """The loader seeds torch's generator by the leaf before it reads."""
-    return net(), Samples(lambda i: (INPUTS[i] + torch.randn(8), TARGETS[i])), summed
-
-
-def needs_group() -> Any:
-    return Unsteady(), pairs(), summed
-
-
-def trains_only() -> Any:
-    return TrainsOnly(), pairs(), summed
-
-
-def tiny_loss() -> Any:
-    return net(), pairs(), lambda o, t: 1e-38 * summed(o, t)
-
-
-def all_ignored() -> Any:
-    return net(), TensorDataset(INPUTS, torch.full((40,), -100)), summed
 
 
 class Named(nn.Module):

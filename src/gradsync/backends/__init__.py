@@ -3,21 +3,21 @@
     import gradsync.backends
     torch.distributed.init_process_group("shm")                 # or "cpu:shm,cuda:nccl"
 
-Programs with torch's DDP, FSDP2, Accelerate or Fabric stay as they are otherwise. What shared
-memory does not do (messages, gather, scatter, all-to-all, products, sparse tensors) goes through a
-gloo group over the same ranks. Where the ranks are not on one host, gloo does all of it, and rank 0
-says why.
+Programs with torch's DDP, FSDP2, Accelerate or Fabric stay as they are otherwise. Operations that
+shared memory does not support (messages, gather, scatter, all-to-all, products, sparse tensors) go
+through a gloo group over the same ranks. Where the ranks are not on one host, gloo does everything,
+and rank 0 logs why.
 
-CUDA tensors go through NCCL where there is one, whatever else `"cpu:shm,cuda:..."` names: torch
-does not tell a group written in Python what was asked for other devices.
+CUDA tensors go through NCCL if there is one, whatever else `"cpu:shm,cuda:..."` names: torch does
+not tell a group written in Python which backends were requested for other devices.
 
-In programs of `torch.compile` graphs end where a collective is called.
+Under `torch.compile`, graphs end where a collective is called.
 
-Accelerate takes the group that is there already: call `init_process_group` before `Accelerator()`.
+Accelerate uses an existing group: call `init_process_group` before `Accelerator()`.
 Fabric: `DDPStrategy(process_group_backend="shm")`.
 
 Sums are made in one order for all ranks, so all get the same bits; with three or more ranks gloo's
-may differ from them in the last bit. Two things torch refuses for any backend but its own:
+may differ from them in the last bit. Torch refuses two things for any backend but its own:
 `torch.distributed.monitored_barrier` (`torch.distributed.group.WORLD.monitored_barrier(timeout)`
 works), and DDP's built-in hook `FP16_COMPRESS` (`default_hooks.fp16_compress_hook` works).
 """

@@ -1,4 +1,4 @@
-"""What torch calls to make a `shm` group."""
+"""Registration of the backend `shm` with torch, and the function that makes its groups."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from gradsync.backends.group import SharedMemoryGroup
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.shared_memory.choose import share_memory
 from gradsync.comm.shared_memory.unavailable import SharedMemoryError
+from gradsync.core.torch_private import count_operations, set_backends, set_timeout
 
 log = logging.getLogger("gradsync")
 
@@ -24,14 +25,14 @@ def register() -> None:
 
 
 def create(asked: Any, _options: object = None) -> Any:
-    """A group for this rank; all its ranks come here at the same point.
+    """Make a group for this rank; all its ranks call it at the same point.
 
     Args:
         asked: torch's `_DistributedBackendOptions`: store, place in the group, timeout.
 
     Returns:
-        A `SharedMemoryGroup`, or torch's own group with the same backends (gloo, and NCCL for
-        CUDA): for one rank, and where ranks cannot share memory.
+        A `SharedMemoryGroup`; or torch's own group with the same backends (gloo, and NCCL for
+            CUDA) for one rank, and where ranks cannot share memory.
     """
     plain = _plain_group(asked, _gloo(asked))
     if asked.group_size == 1:
@@ -42,39 +43,37 @@ def create(asked: Any, _options: object = None) -> Any:
     except SharedMemoryError as error:
         is_default = not asked.global_ranks_in_group
         if is_default and asked.group_rank == 0:
-            # As text: whoever keeps log records must not keep the frames of this error, and gloo.
+            # As text: stored log records must not keep this error's frames, and so gloo, alive.
             log.warning("backend shm: collectives by gloo: %s", str(error))
         return plain
     return SharedMemoryGroup(plain, shared)
 
 
 def _gloo(asked: Any) -> Any:
-    """As torch makes it for the backend `gloo`."""
+    """A gloo backend, made as torch makes it."""
     store = dist.PrefixStore("gloo", asked.store)
     gloo = dist.ProcessGroupGloo(store, asked.group_rank, asked.group_size, asked.timeout)
     gloo.options.global_ranks_in_group = asked.global_ranks_in_group
     gloo.options.group_name = asked.group_id
-    gloo._set_sequence_number_for_group()
+    count_operations(gloo)
     return gloo
 
 
 def _plain_group(asked: Any, gloo: Any) -> dist.ProcessGroup:
-    """Torch's own group: gloo for the CPU, and NCCL where there are GPUs.
+    """A torch group with gloo for the CPU, and NCCL where there are GPUs.
 
     Torch takes a group written in Python as it is, without the backends that "cpu:shm,cuda:nccl"
     names for other devices; so NCCL is added here.
     """
-    kinds = dist.ProcessGroup.BackendType
     group = dist.ProcessGroup(asked.store, asked.group_rank, asked.group_size)
-    group._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
-    group._set_default_backend(kinds.GLOO)
+    backends = {"cpu": gloo}
     if torch.cuda.is_available() and dist.is_nccl_available():
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = asked.timeout
+        set_timeout(options, asked.timeout)
         options.global_ranks_in_group = asked.global_ranks_in_group
         options.group_name = asked.group_id
         store = dist.PrefixStore("nccl", asked.store)
-        nccl = dist.ProcessGroupNCCL(store, asked.group_rank, asked.group_size, options)
-        nccl._set_sequence_number_for_group()
-        group._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
+        backends["cuda"] = dist.ProcessGroupNCCL(store, asked.group_rank, asked.group_size, options)
+        count_operations(backends["cuda"])
+    set_backends(group, backends)
     return group

@@ -1,8 +1,9 @@
-"""The process group `shm`: collectives of CPU tensors through shared memory, all else by gloo."""
+"""The process group `shm`: collectives of CPU tensors through shared memory, all others by gloo."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from gradsync.backends.graphs import outside_graphs
 from gradsync.backends.lane import Lane, Operation
 from gradsync.backends.takes import (
     are_alike,
@@ -22,21 +22,24 @@ from gradsync.backends.takes import (
 )
 from gradsync.comm.base import AllOf, Done, ReduceOp, Work
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
+from gradsync.core.torch_private import (
+    backend_of,
+    device_types,
+    num_issued,
+    outside_graphs,
+    set_backends,
+    timeout_of,
+)
 from gradsync.errors import RunError
 from gradsync.runtime.gloo_group import wait_until_workers_sleep
-
-_KINDS = {
-    "cpu": dist.ProcessGroup.BackendType.GLOO,
-    "cuda": dist.ProcessGroup.BackendType.NCCL,
-}
 
 
 @outside_graphs
 class SharedMemoryGroup(dist.ProcessGroup):
     """A group of ranks on one host; methods have torch's names and options.
 
-    Messages, gather, scatter, reduce, all-to-all and `monitored_barrier` are not here: torch's own
-    class hands them to gloo, which is registered as the backend for the CPU.
+    Messages, gather, scatter, reduce, all-to-all and `monitored_barrier` are inherited: torch's
+    class passes them to gloo, which is registered as the backend for the CPU.
 
     Args:
         plain: torch's own group of the same ranks: gloo, and NCCL for CUDA if there is any.
@@ -46,16 +49,13 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def __init__(self, plain: dist.ProcessGroup, shared: SharedMemoryCommunicator) -> None:
         # A class written in Python cannot give torch the store; see `get_group_store`.
         super().__init__(plain.rank(), plain.size())  # pyrefly: ignore
-        for device in plain._device_types:
-            kind = _KINDS[device.type]
-            self._register_backend(device, kind, plain._get_backend(device))
-        self._set_default_backend(_KINDS["cpu"])
-        gloo: Any = plain._get_backend(torch.device("cpu"))
+        backends = {kind: backend_of(plain, kind) for kind in device_types(plain)}
+        set_backends(self, backends)
         self._plain: Any = plain
-        self._lane = Lane(shared, lambda: gloo.options._timeout)
+        self._lane = Lane(shared, partial(timeout_of, backends["cpu"]))
 
     def name(self) -> str:
-        """As in `init_process_group`."""
+        """Name of the backend, as given to `init_process_group`."""
         return "shm"
 
     def get_group_store(self) -> dist.Store:
@@ -64,10 +64,10 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def _get_sequence_number_for_group(self) -> int:
         """How many operations were issued, by whatever way."""
-        return self._plain._get_sequence_number_for_group() + self._lane.num_issued
+        return num_issued(self._plain) + self._lane.num_issued
 
     def split_group(self, *_: object, **__: object) -> Any:
-        """Not here: torch's own would look for a store that a class in Python cannot give it."""
+        """Unsupported: torch's own needs a store, which a Python class cannot give it."""
         raise RunError("a group of backend shm cannot be split; use dist.new_group(ranks)")
 
     def merge_remote_group(self, *_: object, **__: object) -> Any:
@@ -78,7 +78,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Any, *given: Any, **named: Any) -> Any:
         """See `torch.distributed.all_reduce`."""
-        # Of several tensors torch makes one sum.
+        # Torch makes one sum of several tensors.
         kind, one = c10d.AllreduceOptions, are_lists(tensors) and len(tensors) == 1
         done = self._all_reduce(kind, tensors, given, named) if one else None
         return done or self._plain.allreduce(tensors, *given, **named)
@@ -100,7 +100,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         whole = [tensor.data for tensor in tensors]
 
         def start(shared: SharedMemoryCommunicator) -> Work:
-            # Whole group; each [numel], in place; all under way at once.
+            # Whole group; each [numel], in place, its own dtype; all in progress at once.
             return AllOf([shared.all_reduce(tensor, combine) for tensor in whole])
 
         return self._issue(options, tensors, start, mean_of=whole)
@@ -115,7 +115,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         output, parts = outputs[0].data, [part.data for part in inputs[0]]
 
         def start(shared: SharedMemoryCommunicator) -> Work:
-            # Whole group; [world_size * n] to [n].
+            # Whole group; [world_size * n] to [n], the tensors' dtype.
             whole = torch.cat([part.reshape(-1) for part in parts])
             return shared.reduce_scatter(output, whole, op)
 
@@ -135,7 +135,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
             self._plain.reduce_scatter_tensor_coalesced(outputs, inputs, *given, **named)
         )
 
-    # Their names since torch 2.13.
+    # The names since torch 2.13.
     reduce_scatter_single = _reduce_scatter_base
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
@@ -150,7 +150,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         parts, wholes = [t.data for t in outputs], [t.data for t in inputs]
 
         def start(shared: SharedMemoryCommunicator) -> Work:
-            # Whole group; each [world_size * n] to [n]; all under way at once.
+            # Whole group; each [world_size * n] to [n], its own dtype; all in progress at once.
             pairs = zip(parts, wholes, strict=True)
             return AllOf([shared.reduce_scatter(part, whole, combine) for part, whole in pairs])
 
@@ -165,7 +165,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         if options is None or not fits or not 0 <= options.rootRank < self.size():
             return self._plain.broadcast(tensors, *given, **named)
         tensor, root = tensors[0].data, options.rootRank
-        # Whole group; [numel].
+        # Whole group; [numel], the tensor's dtype.
         return self._issue(options, tensors, lambda shared: shared.broadcast(tensor, root))
 
     def allgather(self, outputs: Any, inputs: Any, *given: Any, **named: Any) -> Any:
@@ -177,7 +177,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         tensor, parts = inputs[0].data, [part.data for part in outputs[0]]
 
         def start(shared: SharedMemoryCommunicator) -> Work:
-            # Whole group; [n] to [world_size * n].
+            # Whole group; [n] to [world_size * n], the tensor's dtype.
             whole = tensor.new_empty(len(parts) * tensor.numel())
             shared.all_gather(whole, tensor).wait()
             for part, got in zip(parts, whole.view(len(parts), -1), strict=True):
@@ -200,7 +200,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
             self._plain.allgather_into_tensor_coalesced(outputs, inputs, *given, **named)
         )
 
-    # Their names since torch 2.13.
+    # The names since torch 2.13.
     all_gather_single = _allgather_base
     all_gather_single_coalesced = allgather_into_tensor_coalesced
 
@@ -214,7 +214,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         wholes, parts = [t.data for t in outputs], [t.data for t in inputs]
 
         def start(shared: SharedMemoryCommunicator) -> Work:
-            # Whole group; each [n] to [world_size * n]; all under way at once.
+            # Whole group; each [n] to [world_size * n], its own dtype; all in progress at once.
             pairs = zip(wholes, parts, strict=True)
             return AllOf([shared.all_gather(whole, part) for whole, part in pairs])
 
@@ -232,10 +232,10 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
         return self._issue(options, [], start)
 
-    # -- how and until when -----------------------------------------------------------------------
+    # -- issuing and ending -----------------------------------------------------------------------
 
     def _tensors_of_one(self, one: Any, lists: Any) -> list[Tensor]:
-        """All tensors of one operation; [] for several, which torch's methods take."""
+        """All tensors of a single operation; [] for several operations, left to torch's methods."""
         if not are_lists(one, lists, *lists) or not len(one) == len(lists) == 1:
             return []
         return [*one, *lists[0]] if len(lists[0]) == self.size() else []
@@ -248,13 +248,13 @@ class SharedMemoryGroup(dist.ProcessGroup):
         *,
         mean_of: Sequence[Tensor] = (),
     ) -> Operation:
-        """Put it into the line.
+        """Queue an operation.
 
         Args:
-            options: torch's.
-            result: what torch's `Work` has as its result.
-            start: issue it.
-            mean_of: divided by the number of ranks at the end if `options` ask for the mean.
+            options: torch's options of the call.
+            result: the tensors that torch's `Work` has as its result.
+            start: issues the operation.
+            mean_of: tensors divided by the number of ranks at the end if `options` ask for a mean.
         """
         is_mean = bool(mean_of) and options.reduceOp == dist.ReduceOp.AVG
         seconds = options.timeout.total_seconds()
@@ -267,17 +267,17 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return self._lane.issue(
             act,
             list(result),
-            timeout_s=seconds if seconds > 0 else None,  # else the group's
+            timeout_s=seconds if seconds > 0 else None,  # None: the group's timeout
             at_once=not options.asyncOp,
         )
 
     def shutdown(self) -> None:
-        """Part of `destroy_process_group`: what was issued is finished first."""
+        """Finish all issued operations; part of `destroy_process_group`."""
         self._lane.close()
         wait_until_workers_sleep()
         super().shutdown()
 
     def abort(self) -> None:
-        """Let what is under way fail; from any thread."""
+        """Make the operations in progress fail; from any thread."""
         self._lane.abort()
         super().abort()

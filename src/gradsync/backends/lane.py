@@ -1,12 +1,12 @@
-"""Operations one at a time, in the order in which they were issued, whoever carries them out.
+"""A queue that runs operations one at a time, in order of issue, on the user's or a helper thread.
 
     user's thread   issue a ── issue b ──────── a.wait() ───── b.wait()
     helper                        └─ a ─────────────┘ └─ b ────────┘
 
-An operation is carried out by whoever comes first: the thread that waits for it, or a helper
-thread. The helper is there for the peers: they need this rank's part of an operation even while
-this rank is busy with a message, or waits in another group, as with any backend. Programs that
-never ask for `async_op=True` have no helper.
+An operation runs on whichever thread comes first: the one that waits for it, or a helper. The
+helper serves the peers: they need this rank's part of an operation even while this rank is busy
+with a message, or waits in another group, as with any backend. Programs that never ask for
+`async_op=True` have no helper.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradsync.backends.graphs import outside_graphs
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
+from gradsync.core.torch_private import outside_graphs
 from gradsync.errors import GradsyncError, RunError
 
 Action = Callable[[SharedMemoryCommunicator], object]
-"""Carries one operation out and returns when it is done."""
+"""Runs one operation and returns when it is done."""
 
 
 @outside_graphs
@@ -36,10 +36,10 @@ class Operation(dist.Work):
     """One collective, as torch's `Work`; made by `Lane.issue`.
 
     Args:
-        line: where it stands.
-        act: carries it out.
-        result: the tensors with the result, as torch's `Work.result` and futures have them.
-        timeout_s: longest wait for a peer, seconds; None: the group's.
+        line: the queue that holds it.
+        act: runs the operation.
+        result: the tensors with the result, for torch's `Work.result` and futures.
+        timeout_s: longest wait for a peer, in seconds; None: the group's.
     """
 
     def __init__(self, line: Line, act: Action, result: list[Any], timeout_s: float | None) -> None:
@@ -54,24 +54,24 @@ class Operation(dist.Work):
         self._under_way.acquire()
 
     def carry_out(self, shared: SharedMemoryCommunicator) -> None:
-        """For the line."""
+        """Run the operation; called by `Line`."""
         assert self._act is not None, "an operation runs once"
         try:
-            # Also for tensors made in inference mode, which belongs to a thread.
+            # Also for tensors made in inference mode, which is a setting of each thread.
             with torch.inference_mode():
                 self._act(shared)
-        except BaseException as error:  # raised again in whoever waits
+        except BaseException as error:  # raised again in the thread that waits
             self._error = _without_frames(error)
         self._end()
 
     def fail(self, error: BaseException) -> None:
-        """For the line: it is over, with `error`."""
+        """End the operation with `error`; called by `Line`."""
         self._error = error
         self._end()
 
     def _end(self) -> None:
         self.over = True
-        # A work that somebody keeps, or an error, must not keep the group's connections.
+        # A work that the caller keeps, or an error, must not keep the group's connections alive.
         self._act = self._line = None
         self._under_way.release()
 
@@ -79,8 +79,8 @@ class Operation(dist.Work):
         """Block until the result is there.
 
         Args:
-            timeout: longest stay here, after which it may be waited for again; 0: until it is over.
-                The longest wait for a peer is said when it is issued.
+            timeout: longest time to block; the operation may be waited for again; 0: no limit.
+                The longest wait for a peer is set when the operation is issued.
 
         Raises:
             LostPeerError: a peer ended, left, or did not come in time.
@@ -104,7 +104,7 @@ class Operation(dist.Work):
             )
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future that is complete: what is chained to it runs here and now.
+        """A completed future: callbacks chained to it run immediately, on this thread.
 
         So collectives inside of `then` (PowerSGD has some) come in one order on all ranks.
 
@@ -121,15 +121,15 @@ class Operation(dist.Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether it is over, for better or worse."""
+        """Whether the operation has ended, successfully or not."""
         return self.over
 
     def is_success(self) -> bool:
-        """Whether the result is there."""
+        """Whether the operation has ended without an error."""
         return self.over and self._error is None
 
     def exception(self) -> BaseException | None:
-        """What `wait` would raise, once it is over."""
+        """The error that `wait` would raise, once the operation has ended."""
         return self._error
 
     def result(self) -> list[Tensor]:
@@ -138,12 +138,12 @@ class Operation(dist.Work):
 
 
 def _without_frames(error: BaseException) -> BaseException:
-    """Errors of ours say it all; their frames would keep the group alive."""
+    """`error` without traceback if it is gradsync's: frames would keep the group alive."""
     return error.with_traceback(None) if isinstance(error, GradsyncError) else error
 
 
 class Line:
-    """Operations in the order of their issue; what waiting threads and the helper share.
+    """Operations in order of issue; shared by the waiting threads and the helper.
 
     Args:
         shared: used by one thread at a time.
@@ -153,17 +153,17 @@ class Line:
     def __init__(self, shared: SharedMemoryCommunicator, timeout: Callable[[], timedelta]) -> None:
         self.waiting: deque[Operation] = deque()
         self.calls = queue.SimpleQueue[None]()
-        """One for each look of the helper."""
+        """One item per wake-up of the helper."""
         self._shared: SharedMemoryCommunicator | None = shared
         self._timeout = timeout
-        # Held by the thread that carries operations out; its signal handlers may come again.
+        # Held by the thread that runs operations; its signal handlers may acquire it again.
         self._turn = threading.RLock()
         self._busy = self._aborted = self._shall_close = False
         self.ended = False
-        """No helper looks any more."""
+        """True when no helper runs any more."""
 
     def drive(self, operation: Operation) -> None:
-        """Carry out what is in the line up to `operation`, for the thread that waits for it."""
+        """Run the queue up to `operation`, on the thread that waits for it."""
         while not operation.over:
             with self._turn:
                 if self._busy:
@@ -175,7 +175,7 @@ class Line:
                     self._carry_out_first()
 
     def help(self) -> None:
-        """The helper thread."""
+        """Body of the helper thread."""
         while self.calls.get() is None and not self.ended:
             with self._turn:
                 self._carry_out_first()
@@ -194,21 +194,21 @@ class Line:
         if (shared := self._shared) is not None:
             own_s = operation.timeout_s
             shared.timeout_s = self._timeout().total_seconds() if own_s is None else own_s
-        if self._aborted or shared is None:  # looked at after the line above: `abort` overwrites it
+        if self._aborted or shared is None:  # checked last: `abort` overwrites the line above
             operation.fail(RunError("this process group (backend shm) was aborted"))
         else:
             operation.carry_out(shared)
 
     def abort(self) -> None:
-        """Let the operation under way, and all that wait, fail."""
+        """Make the operation in progress, and all that wait, fail."""
         self._aborted = True
         if (shared := self._shared) is not None:
             shared.timeout_s = 0.0
 
     def close(self) -> bool:
-        """Finish what is waiting, let go of the memory, tell the peers; whether that is done.
+        """Finish the queue, release the memory, tell the peers; returns whether that is done.
 
-        In a signal handler in the middle of an operation of the same thread, that one fails, and
+        When a signal handler interrupts an operation of the same thread, that operation fails, and
         the rest is done when the handler has returned.
         """
         with self._turn:
@@ -232,7 +232,7 @@ class Line:
 
 
 class Lane:
-    """A line, and who puts operations into it.
+    """A `Line`, and the means to put operations into it.
 
     Args:
         shared: used by one thread at a time.
@@ -245,12 +245,18 @@ class Lane:
         self._closed = False
         self._issuing = threading.RLock()  # a signal handler may come in between
         self.num_issued = 0
-        """Operations so far."""
+        """Number of operations so far."""
 
     def issue(
         self, act: Action, result: list[Any], *, timeout_s: float | None, at_once: bool
     ) -> Operation:
-        """Put an operation into the line; `at_once` carries it out before returning.
+        """Queue an operation.
+
+        Args:
+            act: runs the operation.
+            result: the tensors with the result.
+            timeout_s: longest wait for a peer, in seconds; None: the group's.
+            at_once: whether to run it before returning.
 
         Raises:
             RunError: the group was destroyed, or as `Operation.wait` if `at_once`.
@@ -272,13 +278,13 @@ class Lane:
             self._helper = threading.Thread(
                 target=self._line.help, name="gradsync-shm", daemon=True
             )
-            # The thread holds the line only: a group that nobody holds any more ends it.
+            # The thread refers to the line only: it ends when the group is no longer referenced.
             weakref.finalize(self, self._line.end_helper)
             self._helper.start()
         self._line.calls.put(None)
 
     def close(self) -> None:
-        """Finish what was issued, end the helper, tell the peers; harmless when repeated."""
+        """Finish the issued operations, end the helper, tell the peers; harmless when repeated."""
         with self._issuing:
             self._closed = True
         done = self._line.close()
@@ -286,6 +292,6 @@ class Lane:
             self._helper.join()
 
     def abort(self) -> None:
-        """Fail what was issued, from any thread, then close."""
+        """Make the issued operations fail, from any thread, then close."""
         self._line.abort()
         self.close()

@@ -1,8 +1,8 @@
-"""What shared memory takes; everything else is gloo's.
+"""Operations that shared memory supports; all others are left to gloo.
 
 [Note: One choice on all ranks] Whether an operation goes through shared memory must be decided
-alike on all ranks, from what torch wants to be equal on them: which operation, how many tensors,
-their dtypes and sizes. Not from strides, which may differ; so strided tensors are copied instead.
+alike on all ranks, from properties that torch requires to be equal: which operation, how many
+tensors, their dtypes and sizes. Strides may differ, so strided tensors are copied.
 """
 
 from __future__ import annotations
@@ -28,9 +28,12 @@ _MOVABLE = _NUMBERS | {torch.bool, torch.complex64, torch.complex128}
 
 
 def options_of(kind: type, given: Sequence[object], named: Mapping[str, object]) -> Any:
-    """Torch's options of a call: its only other argument, or their defaults.
+    """Torch's options of a call, or their defaults; None for another overload.
 
-    None for other ways to call a method, such as `group.allreduce(tensor, op, timeout)`.
+    Args:
+        kind: class of the options.
+        given: arguments after the tensors; another overload is `group.allreduce(tensor, op, time)`.
+        named: keyword arguments.
     """
     options = [*given, *named.values()]
     if not options:
@@ -39,17 +42,17 @@ def options_of(kind: type, given: Sequence[object], named: Mapping[str, object])
 
 
 def are_lists(*given: object) -> bool:
-    """Whether tensors come in lists, as torch's functions hand them over.
+    """Whether tensors come in lists, as torch's functions pass them.
 
-    `group.allreduce(tensor)` is another way to call a method; gloo's take it too.
+    `group.allreduce(tensor)` is another overload, which is left to gloo.
     """
     return all(isinstance(each, list | tuple) for each in given)
 
 
 def op_of(options: Any, tensors: Sequence[Tensor]) -> ReduceOp | None:
-    """How to combine `tensors`; None: gloo does, or words the error.
+    """The operation that combines `tensors`; None: gloo does it, or raises the error.
 
-    A mean is a sum, divided by the caller. Without options there is nothing to combine.
+    A mean is a sum, divided by the caller. None, too, without options.
     """
     if options is None:
         return None
@@ -59,18 +62,24 @@ def op_of(options: Any, tensors: Sequence[Tensor]) -> ReduceOp | None:
 
 
 def can_copy(tensors: Sequence[Tensor]) -> bool:
-    """Whether shared memory moves them."""
+    """Whether shared memory can move the tensors."""
     return _all_plain(tensors, _MOVABLE)
 
 
 def are_alike(tensors: Sequence[Tensor]) -> bool:
-    """Whether all have one size and dtype; uneven lists are gloo's."""
+    """Whether all have one size and dtype; uneven lists are left to gloo."""
     first = tensors[0]
     return all(t.numel() == first.numel() and t.dtype == first.dtype for t in tensors)
 
 
 def are_parts(parts: Sequence[Tensor], wholes: Sequence[Tensor], world_size: int) -> bool:
-    """Whether each of `wholes` has a place for every rank's part; else gloo words the error."""
+    """Whether the sizes and dtypes of `parts` and `wholes` match; else gloo says why not.
+
+    Args:
+        parts: each [n].
+        wholes: as many, each [world_size * n].
+        world_size: number of ranks.
+    """
     return len(wholes) == len(parts) and all(
         whole.numel() == world_size * part.numel() and whole.dtype == part.dtype
         for whole, part in zip(wholes, parts, strict=True)
@@ -78,7 +87,7 @@ def are_parts(parts: Sequence[Tensor], wholes: Sequence[Tensor], world_size: int
 
 
 def _all_plain(tensors: Sequence[Tensor], dtypes: set[torch.dtype]) -> bool:
-    """Subclasses (of a tracer, say) want to see torch's own operations."""
+    """Whether all are dense CPU tensors of `dtypes`; subclasses need torch's own operations."""
     return bool(tensors) and all(
         type(tensor) in (Tensor, torch.nn.Parameter)
         and tensor.device.type == "cpu"

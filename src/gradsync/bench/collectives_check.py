@@ -16,7 +16,7 @@ _MOST = 127
 
 
 class Patterns:
-    """What ranks bring, and what they should get.
+    """The numbers that ranks bring, and the results that they should get.
 
     Args:
         rank: this one.

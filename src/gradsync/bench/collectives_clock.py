@@ -4,7 +4,7 @@
 apart: longer than many operations take. Whoever is early would measure waiting, and an operation
 that some ranks may begin alone (a broadcast) would seem to take no time at all. Ranks of one host
 have one clock: they agree on a moment a little ahead, wait for it in a loop, and measure from that
-moment. A repetition for which a rank came late (the system gave its core to somebody else) did not
+moment. A repetition for which a rank came late (the system gave its core to another one) did not
 begin together and is dropped; unless there are more ranks than cores, which cannot be in time.
 Ranks of several hosts measure from the end of a barrier. On a GPU that barrier is a collective on
 the same stream, and the time is between two events on it, read when the device is done.
@@ -16,7 +16,6 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -41,26 +40,15 @@ class Lap:
     """From the common begin to the real one."""
 
 
-class Clock(Protocol):
-    """Times an operation on all ranks at once."""
-
-    overhead_s: float
-    """What each repetition costs besides the operation, about, seconds; alike on all ranks."""
-
-    def time(self, run: Callable[[], None], repetitions: int) -> list[Lap]:
-        """Each repetition on this rank; all ranks call it."""
-        ...
-
-
 def clock_for(world: World, comm: Communicator, device: torch.device) -> Clock:
     """The best one there is; all ranks call it."""
     if device.type == "cuda":
         return EventClock(comm, device)
-    return MomentClock(comm) if world.one_host else BarrierClock(comm)
+    return MomentClock(comm) if world.one_host else Clock(comm)
 
 
 def slowest(comm: Communicator, laps: list[Lap]) -> list[Lap]:
-    """Of each repetition the longest time and the latest begin over all ranks.
+    """The longest time of each repetition and its latest begin, over all ranks.
 
     One all-reduce, float64 [2, n], on the CPU.
     """
@@ -77,7 +65,30 @@ def in_time(laps: list[Lap]) -> list[float]:
     return kept or [min(laps, key=lambda lap: lap.late_s).seconds]
 
 
-class MomentClock:
+class Clock:
+    """Times an operation on all ranks at once, each repetition from the end of a barrier: for CPU
+    ranks of several hosts."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        begin = time.perf_counter()
+        self.time(lambda: None, _TRIALS)
+        [lap] = slowest(comm, [Lap((time.perf_counter() - begin) / _TRIALS)])
+        self.overhead_s = lap.seconds
+        """Cost of each repetition besides the operation, about, seconds; alike on all ranks."""
+
+    def time(self, run: Callable[[], None], repetitions: int) -> list[Lap]:
+        """Each repetition on this rank; all ranks call it."""
+        laps = []
+        for _ in range(repetitions):
+            self._comm.barrier()
+            begin = time.perf_counter()
+            run()
+            laps.append(Lap(time.perf_counter() - begin))
+        return laps
+
+
+class MomentClock(Clock):
     """See [Note: A common begin]; for CPU ranks of one host."""
 
     def __init__(self, comm: Communicator) -> None:
@@ -112,38 +123,12 @@ class MomentClock:
         return int(now)
 
 
-class BarrierClock:
-    """For CPU ranks of several hosts."""
-
-    def __init__(self, comm: Communicator) -> None:
-        self._comm = comm
-        begin = time.perf_counter()
-        for _ in range(_TRIALS):
-            comm.barrier()
-        [lap] = slowest(comm, [Lap((time.perf_counter() - begin) / _TRIALS)])
-        self.overhead_s = lap.seconds
-
-    def time(self, run: Callable[[], None], repetitions: int) -> list[Lap]:
-        """See `Clock.time`."""
-        laps = []
-        for _ in range(repetitions):
-            self._comm.barrier()
-            begin = time.perf_counter()
-            run()
-            laps.append(Lap(time.perf_counter() - begin))
-        return laps
-
-
-class EventClock:
+class EventClock(Clock):
     """For ranks with a CUDA device each."""
 
     def __init__(self, comm: Communicator, device: torch.device) -> None:
-        self._comm = comm
         self._small = torch.zeros(1, device=device)
-        begin = time.perf_counter()
-        self.time(lambda: None, _TRIALS)
-        [lap] = slowest(comm, [Lap((time.perf_counter() - begin) / _TRIALS)])
-        self.overhead_s = lap.seconds
+        super().__init__(comm)
 
     def time(self, run: Callable[[], None], repetitions: int) -> list[Lap]:
         """See `Clock.time`."""

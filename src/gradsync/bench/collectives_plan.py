@@ -1,4 +1,4 @@
-"""What `bench collectives` measures: operations, algorithms, sizes. Pure; no torch.
+"""The request to `bench collectives`: operations, algorithms, sizes. Pure; no torch.
 
 Sizes are nccl-tests': bytes of the whole tensor, that is of the input of all_reduce, broadcast and
 reduce_scatter, and of the output of all_gather.
@@ -11,7 +11,6 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
 
 from gradsync.errors import ConfigError
 
@@ -43,8 +42,8 @@ ITEM_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "int64": 8, "int32": 4
 _SMALLEST = 4
 _LARGEST = 2**30
 _BUFFERS = 7
-"""Of the tensor's size, that a rank holds at most: two ordinary ones, two in shared memory, one in
-which an algorithm receives, and as much again inside a backend."""
+"""The most buffers of the tensor's size that a rank holds: two ordinary ones, two in shared memory,
+one in which an algorithm receives, and as much again inside a backend."""
 _SPARE = 0.9
 """Part of the free memory that may be taken."""
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
@@ -52,18 +51,18 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What every rank is told."""
+    """The request, as every rank is told it."""
 
     operations: tuple[str, ...]
-    """Of `OPERATIONS`."""
+    """Names in `OPERATIONS`."""
     algorithms: tuple[str, ...]
-    """Of `ALGORITHMS`."""
+    """Names in `ALGORITHMS`."""
     sizes: tuple[int, ...]
     """Bytes; none for the default ones."""
     max_bytes: int
     """Largest of the default sizes."""
     dtype: str
-    """Of `DTYPES`."""
+    """A name in `DTYPES`."""
     device: str
     """auto, cpu or cuda."""
     threads: int | None
@@ -76,15 +75,8 @@ class Settings:
     """Time for one algorithm at one size, about; slow ones take longer."""
 
     def algorithms_of(self, operation: str) -> list[str]:
-        """Those asked for that the operation has."""
+        """The algorithms asked for that the operation has."""
         return [name for name in OPERATIONS[operation] if name in self.algorithms]
-
-
-def settings_from_json(data: dict[str, Any]) -> Settings:
-    """From `dataclasses.asdict`, also when it was JSON in between, which has no tuples."""
-    tuples = {name: tuple(data[name]) for name in ("operations", "algorithms", "sizes")}
-    made: dict[str, Any] = {**data, **tuples}
-    return Settings(**made)
 
 
 def check_settings(settings: Settings) -> Settings:
@@ -102,12 +94,9 @@ def check_settings(settings: Settings) -> Settings:
             f"nothing to measure: {', '.join(settings.operations)} by "
             f"{', '.join(settings.algorithms)} does not exist"
         )
-    if settings.rounds < 1:
-        raise ConfigError(f"--rounds {settings.rounds}: must be at least 1")
-    if settings.burst < 1:
-        raise ConfigError(f"--burst {settings.burst}: must be at least 1")
-    if settings.threads is not None and settings.threads < 1:
-        raise ConfigError(f"--threads {settings.threads}: must be at least 1")
+    for name in ("rounds", "burst", "threads"):
+        if (value := getattr(settings, name)) is not None and value < 1:
+            raise ConfigError(f"--{name} {value}: must be at least 1")
     seconds = settings.seconds_per_point
     if not (math.isfinite(seconds) and seconds >= 0):
         raise ConfigError(f"--seconds-per-point {seconds}: must be a finite number, at least 0")

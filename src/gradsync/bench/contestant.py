@@ -1,4 +1,4 @@
-"""Who takes part in `bench sync`: names, options, allocator settings. No torch here.
+"""The contestants of `bench sync`: names, options, allocator settings. No torch here.
 
     none          plain torch that talks to nobody: the ideal
     NAME          a strategy of the registry, used as its documentation says
@@ -40,11 +40,11 @@ OTHERS: dict[str, dict[str, Kind]] = {
 }
 """Contestants that are not ours, with the options they take."""
 PACKAGES = {"accelerate": "accelerate", "fabric": "lightning_fabric"}
-"""What must be installed for them (extra `bench`)."""
+"""Packages that they need (extra `bench`)."""
 DEFAULT = ("naive", "flat", "overlap", "bucketed", "invariant", *OTHERS)
 _KEEP = "keep_memory"
 _OVERLAPPING = ("ddp", "powersgd", "fsdp")
-"""Of the strategies that are not the engine's."""
+"""Strategies outside the engine that overlap."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +52,7 @@ class Contestant:
     """One row of the table."""
 
     label: str
-    """What the table calls it; no two are called alike."""
+    """Its name in the table; no two are called alike."""
     name: str
     """A strategy of the registry, `none`, or one of `OTHERS`."""
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -60,11 +60,11 @@ class Contestant:
     keep_memory: bool = True
     """Whether its processes keep freed memory; see [Note: Two allocator settings]."""
     compile: str = "none"
-    """Of ours: where `torch.compile` stands, as in `gradsync train --compile`."""
+    """For our strategies: where `torch.compile` stands, as in `gradsync train --compile`."""
 
     @property
     def chose_memory(self) -> bool:
-        """Whether somebody gave `keep_memory` with the name, and did not leave it to the name."""
+        """Whether `keep_memory` was given with the name, and not left to it."""
         return f"{_KEEP}=" in self.label
 
     @property
@@ -138,7 +138,7 @@ def with_ideals(chosen: Sequence[Contestant], *, same_allocator: bool) -> list[C
         same_allocator: all keep freed memory, whoever they are.
     """
     if same_allocator:
-        chosen = [_with_setting(each, keep=True) for each in chosen]
+        chosen = [replace(each, keep_memory=True) for each in chosen]
     settings = {each.keep_memory for each in chosen} or {True}
     labels = {True: ALONE, False: f"{ALONE} (default malloc)"}
     ideals = [
@@ -174,17 +174,13 @@ def _contestant(word: str) -> Contestant:
         raise ConfigError(f"{name}: {_KEEP} must be true or false, got {keep!r}")
     if name in STRATEGIES:
         check_options(STRATEGIES[name], options)
-        return Contestant(label=word, name=name, options=options, keep_memory=keep)
-    for option, value in options.items():
-        if option not in OTHERS[name]:
-            known_options = ", ".join((*OTHERS[name], _KEEP))
-            raise ConfigError(f"{name} has no option {option!r} (it has: {known_options})")
-        check_value(option, value, OTHERS[name][option])
+    else:
+        for option, value in options.items():
+            if option not in OTHERS[name]:
+                known_options = ", ".join((*OTHERS[name], _KEEP))
+                raise ConfigError(f"{name} has no option {option!r} (it has: {known_options})")
+            check_value(option, value, OTHERS[name][option])
     return Contestant(label=word, name=name, options=options, keep_memory=keep)
-
-
-def _with_setting(each: Contestant, *, keep: bool) -> Contestant:
-    return replace(each, keep_memory=keep)
 
 
 def _option(name: str, part: str) -> tuple[str, Any]:

@@ -1,4 +1,4 @@
-"""What `bench memory` measures: shapes, strategies, ways to save memory. Pure; no torch.
+"""The request to `bench memory`: shapes, strategies, ways to save memory. Pure; no torch.
 
 Two shapes, in which different parts are large: in `wide` weights, gradients and optimizer state, in
 `long` what a leaf keeps.
@@ -7,13 +7,13 @@ Two shapes, in which different parts are large: in `wide` weights, gradients and
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, replace
+from typing import IO, Any, Literal
 
+from gradsync.bench.report import print_table, where
 from gradsync.errors import ConfigError
 from gradsync.hardware.description import Kind
-from gradsync.hardware.memory.model import memory_need
-from gradsync.hardware.memory.need import MemoryNeed
+from gradsync.hardware.memory.model import MemoryNeed, memory_need
 from gradsync.hardware.workload import Split, Workload
 from gradsync.models.config import GPTConfig
 from gradsync.models.presets import PRESETS
@@ -47,17 +47,17 @@ class MemoryCase:
     """One training run to measure."""
 
     shape: str
-    """Of `SHAPES`."""
+    """A name in `SHAPES`."""
     strategy: str
     checkpointing: bool = False
     """Activation checkpointing."""
     loss_rows: int | None = None
     """As `Workload` has it."""
     leaves: int = 1
-    """Of a rank."""
+    """Micro-batches of a rank."""
     dtype: Literal["bf16", "fp32", "fp16"] = "bf16"
     tokens: int | None = None
-    """Of a leaf; None: as many as the shape takes, at most 512."""
+    """Tokens of a leaf; None: as many as the shape takes, at most 512."""
 
     def __str__(self) -> str:
         named = {
@@ -79,7 +79,7 @@ class MemoryCase:
         return self.tokens or min(self.model.block_size, LONGEST)
 
     def workload(self, world_size: int, kind: Kind) -> Workload:
-        """What the formulas take."""
+        """The case, as the formulas take it."""
         return Workload(
             model=self.model,
             micro_batch_size=1,
@@ -98,7 +98,7 @@ class MemoryCase:
         return Split(strategy=self.strategy, layout=layout, shared_weights=shared)
 
     def need(self, world_size: int, kind: Kind) -> MemoryNeed:
-        """What the formulas say."""
+        """The formulas' answer."""
         return memory_need(self.workload(world_size, kind), self.split(world_size, kind))
 
 
@@ -116,16 +116,6 @@ class MemoryRun:
     """Optimizer steps. The first makes the optimizer's state, `powersgd` compresses from the third
     on."""
 
-    def to_json(self) -> dict[str, Any]:
-        """As JSON can hold it."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> MemoryRun:
-        """The inverse of `to_json`."""
-        rest = {name: value for name, value in document.items() if name != "case"}
-        return cls(**rest, case=MemoryCase(**document["case"]))
-
 
 def memory_cases(shapes: Sequence[str], strategies: Sequence[str]) -> Iterator[MemoryCase]:
     """Every strategy as it is, then the ways to take less, or more.
@@ -142,3 +132,80 @@ def memory_cases(shapes: Sequence[str], strategies: Sequence[str]) -> Iterator[M
         for name, options in _VARIANTS:
             if name in strategies:
                 yield MemoryCase(shape=shape, strategy=name, **options)
+
+
+_MIB = 2**20
+_LEGEND = (
+    "the largest size of a process (of the rank that took most): Python and torch are part of it, "
+    "memory that ranks share counts in parts."
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryRow:
+    """One case."""
+
+    shape: str
+    case: str
+    """Strategy and what is special."""
+    predicted_bytes: int
+    measured_bytes: int
+    """The size of the rank that took most."""
+    parts: dict[str, int]
+    """Parts of the prediction."""
+
+    @property
+    def ratio(self) -> float:
+        """Predicted over measured."""
+        return self.predicted_bytes / self.measured_bytes
+
+
+def row_of(case: MemoryCase, result: Mapping[str, Any]) -> MemoryRow:
+    """From what `memory_run.measure` returned; without slack where an allocator gives everything
+    back."""
+    need = case.need(len(result["peak_bytes"]), result["kind"])
+    if result["kind"] == "cpu" and not result["keeps_memory"]:
+        need = replace(need, slack=0)
+    return MemoryRow(
+        shape=case.shape,
+        case=str(case),
+        predicted_bytes=need.total,
+        measured_bytes=max(result["peak_bytes"]),
+        parts=asdict(need),
+    )
+
+
+def print_report(
+    rows: Sequence[MemoryRow], environment: Mapping[str, Any], stream: IO[str]
+) -> None:
+    """Table, what the columns mean, where it was measured."""
+    cells = [
+        (
+            row.shape,
+            row.case,
+            f"{row.predicted_bytes / _MIB:,.0f}",
+            f"{row.measured_bytes / _MIB:,.0f}",
+            f"{row.ratio:.2f}",
+        )
+        for row in rows
+    ]
+    columns = ("model", "case", "predicted, MiB", "measured, MiB", "predicted / measured")
+    shapes = [shape_text(name) for name in dict.fromkeys(row.shape for row in rows)]
+    print_table(
+        stream,
+        "Memory of a rank, by formula and measured",
+        columns,
+        cells,
+        (_LEGEND, *shapes, where(environment)),
+        words=("case",),
+    )
+
+
+def shape_text(name: str) -> str:
+    """A shape in one line."""
+    model = SHAPES[name]
+    return (
+        f"{name}: {model.num_params() / 1e6:.1f} M parameters, {model.n_layer} blocks of width "
+        f"{model.n_embd}, vocabulary {model.vocab_size:,}, leaves of "
+        f"{min(model.block_size, LONGEST)} tokens"
+    )

@@ -8,20 +8,17 @@ size, less what is shared at the end, plus its proportion of that.
 
 from __future__ import annotations
 
-import logging
-import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from gradsync.bench.environment import environment
 from gradsync.bench.memory_plan import MemoryRun
+from gradsync.bench.record import environment, from_json
+from gradsync.bench.sync_run import quiet_session
 from gradsync.comm.choose import communicator
 from gradsync.comm.values import all_gather_json
 from gradsync.models.gpt import loss_sum
-from gradsync.runtime.memory import keep_freed_memory
-from gradsync.runtime.session import Session, SessionOptions
 from gradsync.train.config import SyncConfig, TrainConfig
 from gradsync.train.setup import Learner, autocast, build_learner
 from gradsync.world import World
@@ -46,12 +43,8 @@ def measure(run_json: dict[str, Any]) -> dict[str, Any]:
     Raises:
         GradsyncError: whatever stopped it.
     """
-    # What other libraries have to say about themselves is no part of the table.
-    logging.getLogger("gradsync").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
-    run = MemoryRun.from_json(run_json)
-    keeps = keep_freed_memory()
-    with Session(SessionOptions(device=run.device, threads=run.threads)) as world:
+    run = from_json(MemoryRun, run_json)
+    with quiet_session(run.device, run.threads, keep_memory=True) as (world, keeps):
         on_cuda = world.device.startswith("cuda")
         found = {
             "environment": environment(world_size=world.world_size, threads=run.threads),
@@ -72,7 +65,7 @@ def _peak_of_process() -> int:
 
 
 def _peak_of_device() -> int:
-    """What the allocator took, and what the process has beside it (the context, NCCL)."""
+    """The allocator's bytes, and those that the process has beside it (the context, NCCL)."""
     free, total = torch.cuda.mem_get_info()
     beside = total - free - torch.cuda.memory_reserved()
     return torch.cuda.max_memory_reserved() + beside

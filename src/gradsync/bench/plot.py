@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from gradsync.bench.report import where
 from gradsync.errors import ConfigError, RunError
 
-SUFFIXES = (".png", ".svg", ".pdf")
-INK = "#1b1f24"
-SOFT = "#6b7480"
-COMPUTE = "#4f7cac"
-EXPOSED = "#e4863b"
-HIDDEN = "#e9b184"
+if TYPE_CHECKING:
+    from gradsync.bench.scaling import Point, ScalingPlan
+    from gradsync.bench.sync_plan import Plan
+    from gradsync.bench.sync_result import Row
+    from gradsync.hardware.simulate.simulation import Simulation
+
+_SUFFIXES = (".png", ".svg", ".pdf")
+_INK, _SOFT, _GRID = "#1b1f24", "#6b7480", "#e3e7eb"
+_COMPUTE, _EXPOSED, _HIDDEN = "#4f7cac", "#e4863b", "#e9b184"
+_COLORS = (_COMPUTE, _EXPOSED, "#5a9367", "#8d6a9f", _HIDDEN, "#b5485d", _SOFT, _INK)
+_MARKERS = "osD^vPX*"
+_DASHED = (0, (4, 2))
+_BAR = 0.62
+_ROW_INCHES, _FRAME_INCHES = 0.42, 2.0
+_ROOM = 1.22
+"""Width over the longest bar's, so that its figures stand beside it."""
+_MODES = {"weak": (_COMPUTE, 0.99, (8, 6)), "strong": (_EXPOSED, 1.01, (8, -14))}
+"""Each mode's color; a factor, so that two intervals at one number of ranks stand side by
+side; and where a point's figure stands, so that those of two modes do not meet, points."""
 
 
 def check_plot(path: Path) -> None:
@@ -22,36 +38,224 @@ def check_plot(path: Path) -> None:
     Raises:
         ConfigError: matplotlib is missing, a file of another kind, a folder that is not there.
     """
-    if path.suffix not in SUFFIXES:
-        raise ConfigError(f"--plot {path}: name a file that ends in {', '.join(SUFFIXES)}")
+    if path.suffix not in _SUFFIXES:
+        raise ConfigError(f"--plot {path}: name a file that ends in {', '.join(_SUFFIXES)}")
     if not path.parent.is_dir():
         raise ConfigError(f"--plot {path}: there is no folder {path.parent}")
     if find_spec("matplotlib") is None:
         raise ConfigError("--plot needs matplotlib: pip install 'gradsync[bench]'")
 
 
-def new_figure(width: float, height: float) -> tuple[Any, Any]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bar:
+    """A contestant's step, ms."""
+
+    name: str
+    ideal: float
+    """`none` in its allocator setting."""
+    computing: float
+    exposed: float
+    hidden: float
+    """Time that communication would add if nothing hid it; 0 where nothing can, whatever it took
+    when it was timed apart."""
+    low: float
+    high: float
+    """Quartiles of the whole."""
+
+    @property
+    def step(self) -> float:
+        """The whole step."""
+        return self.computing + self.exposed
+
+    @property
+    def end(self) -> float:
+        """Where nothing more is drawn."""
+        return max(self.step + self.hidden, self.high)
+
+
+def bars_of(plan: Plan, rows: Sequence[Row]) -> list[Bar]:
+    """Lengths to draw, in the order of the rows: ratios to `none` of the same round, times `none`'s
+    median. What else the machine did in a round met both."""
+    known = {row.contestant: row for row in rows}
+    found = []
+    for entry, row in zip(plan.entries, rows, strict=True):
+        ideal = known[plan.ideal_of(entry).label].total_ms.median
+        step = row.ratio.median * ideal
+        exposed = max(step - ideal, 0.0)
+        timed = (row.comm_ms or 0.0) if entry.contestant.overlaps else 0.0
+        found.append(
+            Bar(
+                name=row.contestant,
+                ideal=ideal,
+                computing=step - exposed,
+                exposed=exposed,
+                hidden=max(timed - exposed, 0.0),
+                low=row.ratio.low * ideal,
+                high=row.ratio.high * ideal,
+            )
+        )
+    return found
+
+
+def plot_sync(path: Path, plan: Plan, rows: Sequence[Row], environment: Mapping[str, Any]) -> None:
+    """Draw where each contestant's step goes: a bar each, in the table's order, beside the ideal.
+
+        name      [ computation         ┆ exposed ][ hidden ]  ratio, ms
+                                      ideal
+
+    Raises:
+        RunError: the file could not be written.
+    """
+    from gradsync.bench.sync_result import title
+
+    bars = bars_of(plan, rows)
+    figure, axes = _new_figure(10, _FRAME_INCHES + _ROW_INCHES * len(bars))
+    _draw_bars(axes, bars)
+    label = "no communication at all: the ideal"
+    longest = max(bar.end for bar in bars)
+    for place, bar in enumerate(bars):
+        heights = [place - 0.5, place + 0.5]
+        style: dict[str, Any] = {"color": _INK, "linewidth": 1.4, "ls": _DASHED}
+        axes.plot([bar.ideal] * 2, heights, label=label, **style)
+        label = "_"  # once in the legend
+        digits = 0 if bar.step >= 100 else 1
+        text = f"x {bar.step / bar.ideal:.2f}   {bar.step:,.{digits}f} ms"
+        axes.text(bar.end + 0.012 * longest, place, text, va="center", color=_INK, fontsize=9.5)
+    axes.set_yticks(range(len(bars)), [bar.name for bar in bars])
+    axes.invert_yaxis()
+    axes.set_xlim(0, longest * _ROOM)
+    axes.set_xlabel("one training step, ms (quartiles over rounds: thin lines)", color=_INK)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="x", color=_GRID, linewidth=0.8)
+    _save(figure, path, title(plan), where(environment))
+
+
+def plot_scaling(
+    path: Path,
+    scaling: ScalingPlan,
+    points: Sequence[Point],
+    *,
+    threshold: float,
+    notes: Sequence[str],
+    environment: Mapping[str, Any],
+) -> None:
+    """Draw efficiency over the number of ranks, with its interval.
+
+    Raises:
+        RunError: the file could not be written.
+    """
+    from gradsync.bench.scaling import title
+
+    figure, axes = _new_figure(8.5, 5.2)
+    for mode in scaling.modes:
+        color, shift, aside = _MODES[mode]
+        chosen = [point for point in points if point.mode == mode]
+        axes.errorbar(
+            [point.world_size * shift for point in chosen],
+            [point.efficiency for point in chosen],
+            yerr=[
+                [point.efficiency - point.low for point in chosen],
+                [point.high - point.efficiency for point in chosen],
+            ],
+            color=color,
+            marker="o",
+            capsize=4,
+            linewidth=1.8,
+            label=f"{mode} scaling (bars: 95 % interval)",
+        )
+        for point in chosen[1:]:
+            axes.annotate(
+                f"{point.efficiency:.0%}",
+                (point.world_size * shift, point.efficiency),
+                xytext=aside,
+                textcoords="offset points",
+                color=color,
+                fontsize=9.5,
+            )
+    axes.axhline(1.0, color=_INK, linewidth=1.2, label="perfect: one rank without any wrapper")
+    axes.set_xlim(scaling.plan.world_sizes[0] * 0.85, scaling.plan.world_sizes[-1] * 1.35)
+    axes.set_ylabel("efficiency: speed-up per rank", color=_INK)
+    label = f"threshold, {threshold:.0%}"
+    _over_ranks(
+        axes, scaling.plan.world_sizes, max(point.high for point in points), threshold, label
+    )
+    _save(figure, path, title(scaling), *notes, where(environment))
+
+
+def plot_simulation(path: Path, found: Simulation) -> None:
+    """Draw simulated efficiency over the number of ranks, per strategy; `check_plot` says
+    beforehand whether that will work.
+
+    Raises:
+        RunError: the file could not be written.
+    """
+    from gradsync.hardware.simulate.simulation import HALF, notes
+
+    figure, axes = _new_figure(9.5, 5.6)
+    for number, name in enumerate(found.names):
+        points = [point for point in found.points if point.name == name]
+        axes.plot(
+            [point.world_size for point in points],
+            [point.efficiency for point in points],
+            color=_COLORS[number % len(_COLORS)],
+            marker=_MARKERS[number % len(_MARKERS)],
+            linewidth=1.8,
+            label=name,
+        )
+    axes.set_ylabel("efficiency", color=_INK)
+    highest = max(point.efficiency for point in found.points)
+    _over_ranks(axes, found.world_sizes, highest, HALF, f"{HALF:.0%}")
+    _save(figure, path, "Simulated training steps", *notes(found))
+
+
+def _new_figure(width: float, height: float) -> tuple[Any, Any]:
     """A figure of `width` x `height` inches and its axes, without a frame on top and right."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
-    axes = figure.subplots()
-    dress(axes)
+    axes: Any = figure.subplots()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(_SOFT)
+    axes.tick_params(colors=_INK, labelsize=10)
+    axes.set_axisbelow(True)
     return figure, axes
 
 
-def dress(axes: Any) -> None:
-    """Only what helps to read."""
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color(SOFT)
-    axes.tick_params(colors=INK, labelsize=10)
-    axes.set_axisbelow(True)
+def _draw_bars(axes: Any, bars: Sequence[Bar]) -> None:
+    places = range(len(bars))
+    computing, steps = [bar.computing for bar in bars], [bar.step for bar in bars]
+    exposed, hidden = [bar.exposed for bar in bars], [bar.hidden for bar in bars]
+    axes.barh(places, computing, _BAR, color=_COMPUTE, label="computation")
+    label = "exposed communication: the step waits for it"
+    axes.barh(places, exposed, _BAR, left=computing, color=_EXPOSED, label=label)
+    label = "hidden communication: it would come on top"
+    hatched: dict[str, Any] = {"color": "none", "edgecolor": _HIDDEN, "hatch": "////"}
+    axes.barh(places, hidden, _BAR, left=steps, linewidth=0, label=label, **hatched)
+    spreads = [[bar.step - min(bar.low, bar.step) for bar in bars]]
+    spreads.append([max(bar.high, bar.step) - bar.step for bar in bars])
+    axes.errorbar(steps, places, xerr=spreads, fmt="none", ecolor=_SOFT, elinewidth=1)
 
 
-def head(figure: Any, title: str) -> None:
-    """Title and legend above the axes."""
+def _over_ranks(
+    axes: Any, world_sizes: Sequence[int], highest: float, line: float, label: str
+) -> None:
+    """Efficiency upwards, ranks to the right, and a dashed line."""
+    axes.axhline(line, color=_SOFT, linewidth=1.2, ls=_DASHED, label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(world_sizes, [str(size) for size in world_sizes])
+    axes.minorticks_off()
+    axes.set_ylim(0, max(1.1, 1.05 * highest))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axes.set_xlabel("ranks", color=_INK)
+    axes.grid(axis="y", color=_GRID, linewidth=0.8)
+
+
+def _save(figure: Any, path: Path, title: str, *notes: str) -> None:
+    """Put title and legend above the axes, `notes` under them, and write the file.
+
+    Raises:
+        RunError: it could not be written.
+    """
     figure.legend(
         loc="outside upper left",
         title=title,
@@ -61,14 +265,7 @@ def head(figure: Any, title: str) -> None:
         frameon=False,
         fontsize=9.5,
     )
-
-
-def save(figure: Any, path: Path) -> None:
-    """Write the file.
-
-    Raises:
-        RunError: it could not be written.
-    """
+    figure.supxlabel("\n".join(notes), x=0.01, ha="left", fontsize=7.5, color=_SOFT)
     try:
         figure.savefig(path, dpi=150, facecolor="white")
     except OSError as error:

@@ -15,17 +15,16 @@ import torch
 from torch import Tensor
 
 from gradsync.bench.contestant import ALONE, Contestant
-from gradsync.bench.contestant_base import (
+from gradsync.bench.entrants import (
     CLIP_NORM,
     Blocking,
     Entrant,
     Leaves,
     Site,
+    enter,
     mean_loss,
 )
-from gradsync.bench.contestant_build import enter
-from gradsync.bench.meter import StepClock
-from gradsync.bench.meter_wire import Wire
+from gradsync.bench.meter import StepClock, Wire
 from gradsync.bench.sync_plan import CHECK_STEPS
 from gradsync.comm.values import all_sum
 from gradsync.errors import RunError
@@ -41,7 +40,7 @@ TOLERANCE = 2e-3
 _LOSSY_TOLERANCE = 2e-2
 """For those that round on the wire."""
 _FREE = (ALONE, "local_sgd", "diloco", "powersgd")
-"""Whose losses are their own; they must fall."""
+"""Contestants whose losses are their own; they must fall."""
 _WEIGHTS_TOLERANCE = 1e-6
 
 
@@ -51,10 +50,10 @@ class NotTrainingError(RunError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checked:
-    """What the check found; on each rank its own."""
+    """Findings of the check; on each rank its own."""
 
     losses: list[float]
-    """Of each step, the mean over ranks."""
+    """Each step's mean over ranks."""
     operations: float
     """Collectives (a batch of messages is one) in a step."""
     sent_bytes: float
@@ -66,7 +65,7 @@ class Checked:
 
 
 def reference_losses(site: Site, leaves: Leaves) -> list[float]:
-    """What every contestant should see; all ranks call it."""
+    """Losses that every contestant should see; all ranks call it."""
     model = site.model()
     optimizer = site.optimizer(model)
     comm, losses = site.comm, []

@@ -1,4 +1,4 @@
-"""What `bench sync` measures, as checked values: sets of processes, contestants, order of turns.
+"""The plan of `bench sync`, as checked values: sets of processes, contestants, order of turns.
 
     round 0    none  naive  flat  …                a turn: some steps to warm up, then `num_steps`
     round 1    naive  flat  …  none                the next round begins with the next contestant
@@ -11,17 +11,20 @@ all the time; one of them works, the others sleep. No torch here.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from gradsync.bench.contestant import Contestant
+from gradsync.bench.memory_choice import DEVICES, Load, fits
 from gradsync.errors import ConfigError
+from gradsync.hardware.description import Kind
+from gradsync.hardware.timing.estimate import leaf_operations, probe_work, scaled_profile
+from gradsync.hardware.workload import Workload
 from gradsync.models.config import GPTConfig
 from gradsync.models.presets import PRESETS, preset
 
 DTYPES = ("fp32", "bf16")
-DEVICES = ("auto", "cpu", "cuda")
 CHECK_STEPS = 4
 """Optimizer steps by which each contestant is checked."""
 _USUAL_CONTEXT = 512
@@ -94,8 +97,19 @@ class SyncSettings:
         return shape if self.vocab_size is None else replace(shape, vocab_size=self.vocab_size)
 
     @property
+    def model_text(self) -> str:
+        """Model and precision, for titles."""
+        millions = self.config.num_params() / 1e6
+        return f"GPT {self.model_size} ({millions:.1f} M parameters), {self.dtype}"
+
+    @property
+    def turns_text(self) -> str:
+        """How often, for titles."""
+        return f"{self.rounds} rounds of {self.num_steps} steps"
+
+    @property
     def tokens(self) -> int:
-        """Of a sequence."""
+        """Tokens of a sequence."""
         if self.context_length is None:
             return min(_USUAL_CONTEXT, PRESETS[self.model_size].block_size)
         return self.context_length
@@ -153,19 +167,28 @@ class Plan:
 
     @property
     def num_ranks(self) -> int:
-        """Of all sets."""
-        return sum(each.world_size for each in self.sets)
+        """Ranks of all sets."""
+        return sum(self.world_sizes)
+
+    @property
+    def world_sizes(self) -> tuple[int, ...]:
+        """Ranks of each set."""
+        return tuple(each.world_size for each in self.sets)
 
     def turns(self) -> list[Entry]:
-        """Who measures after whom: round after round, each begun by the next contestant."""
+        """Entries in the order of turns: round after round, each begun by the next contestant."""
         order = []
         for number in range(self.settings.rounds):
             first = number % len(self.entries)
             order += [*self.entries[first:], *self.entries[:first]]
         return order
 
+    def entry(self, label: str) -> Entry:
+        """The one that is called so."""
+        return next(entry for entry in self.entries if entry.label == label)
+
     def ideal_of(self, entry: Entry) -> Entry:
-        """The `none` of the same set, which talks to nobody and holds equal batches."""
+        """The `none` of the same set, which does not communicate and holds equal batches."""
         return next(
             each
             for each in self.entries
@@ -196,31 +219,121 @@ def sync_plan(
     )
 
 
-def plan_to_json(plan: Plan) -> dict[str, Any]:
-    """For the ranks."""
-    return asdict(plan)
+def sizes_plan(settings: SyncSettings, sizes: Sequence[int], entries: Iterable[Entry]) -> Plan:
+    """One set per number of ranks, in this order; all keep freed memory.
+
+    Raises:
+        ConfigError: see `Plan`.
+    """
+    sets = tuple(WorkerSet(world_size=size, keep_memory=True) for size in sizes)
+    return Plan(settings=settings, sets=sets, entries=tuple(entries))
 
 
-def plan_from_json(data: Mapping[str, Any]) -> Plan:
-    """What `plan_to_json` made."""
-    return Plan(
-        settings=SyncSettings(**data["settings"]),
-        sets=tuple(WorkerSet(**each) for each in data["sets"]),
-        entries=tuple(
-            Entry(
-                contestant=Contestant(**each["contestant"]),
-                worker_set=each["worker_set"],
-                batch_size=each["batch_size"],
-            )
-            for each in data["entries"]
-        ),
-    )
+def ranks_text(world_size: int) -> str:
+    """`1 rank`, `2 ranks`."""
+    return f"{world_size} rank{'s' if world_size > 1 else ''}"
 
 
-def built_per_turn(plan: Plan) -> Plan:
-    """The same, with models that live for one turn only."""
+def settings_of(options: Any, **others: Any) -> SyncSettings:
+    """Settings from the options of a command that have the same names.
+
+    Args:
+        options: a dataclass; fields that it lacks have their defaults.
+        others: in the place of options.
+
+    Raises:
+        ConfigError: see `SyncSettings`.
+    """
+    names = [entry.name for entry in fields(SyncSettings) if hasattr(options, entry.name)]
+    return SyncSettings(**{name: getattr(options, name) for name in names} | others)
+
+
+def fitting(plan: Plan, load: Load, room: int, *, contestants: int) -> Plan:
+    """`plan`, with models that stay from turn to turn if so many fit into `room` bytes."""
+    if fits(plan.settings.config, replace(load, contestants=contestants), room):
+        return plan
     return replace(plan, settings=replace(plan.settings, side_by_side=False))
 
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+BUDGET_S = 140.0
+"""Limit for a measurement without a chosen model: with its ranks' start, under three minutes."""
+_COMPANY = 1.5
+"""A step with other ranks beside it, and with their gradients, over that of a rank alone: from 1.0
+(`invariant`) to 2 (default malloc) in `benchmarks/sync/mini-512/record.json`."""
+
+
+def seconds_of(plan: Plan, step_s: float) -> float:
+    """How long all of it takes when a step takes `step_s`: checks and turns, one after another."""
+    settings = plan.settings
+    # A check: as it is, and laid bare after a step more; and once for each set the reference.
+    turns = settings.rounds * (settings.num_warmup + settings.num_steps)
+    each = 2 * CHECK_STEPS + 1 + turns
+    return (len(plan.entries) * each + len(plan.sets) * CHECK_STEPS) * step_s
+
+
+def duration(seconds: float) -> str:
+    """For people: `40 s`, `3 min`, `1 h 20 min`."""
+    if seconds < 90:
+        return f"{max(seconds, 1):.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def trial_step(work: Workload, *, ranks_per_host: int) -> float:
+    """Seconds of a step in company: timed here alone, or a smaller leaf of the model, scaled."""
+    from gradsync.hardware.timing.probe import probe_profile
+
+    small = probe_work(work)
+    measured = probe_profile(
+        small, device=work.kind, ranks_per_host=ranks_per_host, budget_s=1.0, cached=False
+    )
+    profile = scaled_profile(measured, small, work)
+    alone_s = work.num_leaves * (profile.forward_s + profile.backward_s) + profile.update_s
+    return _COMPANY * alone_s
+
+
+def in_time(plan: Plan, kind: Kind, trial: Callable[[Workload], float]) -> Plan:
+    """`plan` with the largest model, not above its own, that takes at most `BUDGET_S`.
+
+    From the smallest upwards: a larger one is timed only when by its operations it may do.
+
+    Args:
+        plan: with the largest model that fits into memory.
+        kind: of device.
+        trial: times a step of a rank, seconds.
+    """
+    largest = PRESETS[plan.settings.model_size].num_params()
+    length = plan.settings.context_length or 1
+    found: Plan | None = None
+    step_s, operations = 0.0, 1.0
+    for name, shape in PRESETS.items():
+        if shape.num_params() > largest or shape.block_size < length:
+            continue
+        one = replace(plan, settings=replace(plan.settings, model_size=name))
+        work = _workload(one, kind)
+        wanted = leaf_operations(work)
+        if found and seconds_of(one, step_s * wanted / operations) > 2 * BUDGET_S:
+            break  # larger models use a machine better, but not that much
+        step_s, operations = trial(work), wanted
+        if found and seconds_of(one, step_s) > BUDGET_S:
+            break
+        found = one
+    assert found is not None, "the plan's own model is among them"
+    return found
+
+
+def _workload(plan: Plan, kind: Kind) -> Workload:
+    """A rank's step."""
+    settings = plan.settings
+    return Workload(
+        model=settings.config,
+        micro_batch_size=plan.entries[0].batch_size // settings.leaves_per_rank,
+        seq_len=settings.tokens,
+        num_leaves=settings.leaves_per_rank,
+        dtype="bf16" if settings.dtype == "bf16" else "fp32",
+        kind=kind,
+    )

@@ -1,29 +1,45 @@
-"""One rank of `bench sync`: the set's contestants, turn after turn, in the order of the plan."""
+"""One rank of `bench sync` and `bench scaling`: its set, its session, its part of the work.
+
+Started by one launcher of ours, ranks of several sets share that launcher's store: by it they pass
+on the baton and their results. Started by torchrun, mpirun or srun, all ranks are one set.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
+import sys
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from typing import Any
 
-from gradsync.bench.contestant_base import Entrant, Leaves, Site, make_leaves
-from gradsync.bench.contestant_build import enter
-from gradsync.bench.environment import environment
+from gradsync.bench.entrants import Entrant, Leaves, Site, enter, make_leaves
 from gradsync.bench.meter import StepClock
-from gradsync.bench.sync_check import check, entrant_step, reference_losses
-from gradsync.bench.sync_duration import duration, seconds_of
-from gradsync.bench.sync_plan import CHECK_STEPS, Entry, Plan
-from gradsync.bench.sync_sets import Baton
+from gradsync.bench.record import environment, failed, from_json, raise_failed
+from gradsync.bench.report import Tell, progress_bar, say, silent
+from gradsync.bench.sync_check import NotTrainingError, check, entrant_step, reference_losses
+from gradsync.bench.sync_plan import CHECK_STEPS, Entry, Plan, duration, seconds_of
 from gradsync.comm.groups import groups
 from gradsync.comm.values import all_gather_json
+from gradsync.errors import ConfigError
+from gradsync.runtime import environ
+from gradsync.runtime.memory import keep_freed_memory
 from gradsync.runtime.peak_memory import give_back
+from gradsync.runtime.session import Session, SessionOptions
+from gradsync.runtime.store import join_store
 from gradsync.sync.registry import STRATEGIES, wants_groups
 from gradsync.world import World
 
-Tell = Callable[[int, int, str], None]
-"""`tell(place, count, what)`: how far it is."""
-Say = Callable[[str], None]
+_SET_PATIENCE = timedelta(days=7)
+"""Longest sleep: the other sets work as long as they need. A dead one ends all by the launcher."""
+_RESULT_PATIENCE = timedelta(days=1)
+_JOIN_S = 60.0
+_FIRST_GENERATION = 1000
+_DONE = "done"
 
 
 @dataclass(slots=True)
@@ -37,7 +53,7 @@ class _Bench:
     """Per round and step, seconds."""
     compute_s: list[list[float]] = field(default_factory=list)
     found: dict[str, Any] = field(default_factory=dict)
-    """What the check found."""
+    """Findings of the check."""
 
 
 class Runner:
@@ -47,7 +63,7 @@ class Runner:
         plan: of all sets.
         mine: index of this rank's set.
         world: of the set's session.
-        baton: passed on between sets.
+        store: that all sets share; None when there is one set.
         tell: called before each piece of work of any set.
         say: called once with how long it will take.
     """
@@ -57,16 +73,20 @@ class Runner:
         plan: Plan,
         mine: int,
         world: World,
-        baton: Baton,
+        store: Any,
         tell: Tell,
         *,
-        say: Say = lambda text: None,
+        say: Callable[[str], None] = silent,
     ) -> None:
         self._plan, self._mine, self._world = plan, mine, world
-        self._baton, self._tell, self._say = baton, tell, say
-        self._order = work_order(plan)
-        self.place = 0
-        """Of the work at hand, in the order of all sets."""
+        self._tell, self._say = tell, say
+        # Checks first, set after set; then the turns.
+        checks = sorted(plan.entries, key=lambda entry: entry.worker_set)
+        self._order = [(entry, True) for entry in checks]
+        self._order += [(entry, False) for entry in plan.turns()]
+        self._baton = Baton(store, mine, [entry.worker_set for entry, _ in self._order])
+        self._place = 0
+        """Place of the work at hand, in the order of all sets."""
         contestants = [e.contestant for e in plan.entries if e.worker_set == mine]
         levels = any(
             each.is_ours and wants_groups(STRATEGIES[each.name], each.options)
@@ -89,11 +109,12 @@ class Runner:
         """
         before = environment(world_size=self._world.world_size, threads=self._plan.settings.threads)
         for place, (entry, is_check) in enumerate(self._order):
-            self.place = place
-            self._tell(self.place, len(self._order), _named(entry, is_check=is_check))
+            self._place = place
+            verb = "checking" if is_check else "measuring"
+            self._tell(place, len(self._order), f"{verb} {entry.label}")
             if entry.worker_set != self._mine:
                 continue
-            if not self._baton.take(self.place):
+            if not self._baton.take(place):
                 return {}
             if is_check:
                 self._check(entry)
@@ -101,12 +122,17 @@ class Runner:
                 self._turn(entry)
             self._comm.barrier()
             if self._world.is_main:
-                self._baton.hand_on(self.place)
+                self._baton.hand_on(place)
         self._tell(len(self._order), len(self._order), "")
         for bench in self._benches.values():
             if bench.entrant is not None:
                 bench.entrant.close()
         return {"environment": before, **self._gather()}
+
+    def give_up(self) -> None:
+        """This set cannot go on: the others shall not wait for it."""
+        if self._world.is_main:
+            self._baton.give_up(self._place)
 
     def _check(self, entry: Entry) -> None:
         """Whether it trains; models that stay are built now, alike in all sets."""
@@ -117,7 +143,7 @@ class Runner:
         if entry.batch_size not in self._expected:
             began = time.perf_counter()
             self._expected[entry.batch_size] = reference_losses(site, bench.leaves)
-            if self.place == 0:
+            if self._place == 0:
                 step_s = (time.perf_counter() - began) / CHECK_STEPS
                 self._say(f"all of it takes about {duration(seconds_of(self._plan, step_s))}")
         expected = self._expected[entry.batch_size]
@@ -162,16 +188,145 @@ class Runner:
         }
 
 
-def work_order(plan: Plan) -> list[tuple[Entry, bool]]:
-    """All pieces of work of all sets, in order: (entry, whether it is its check)."""
-    checks = sorted(plan.entries, key=lambda entry: entry.worker_set)
-    return [(entry, True) for entry in checks] + [(entry, False) for entry in plan.turns()]
+def my_set(env: Mapping[str, str], sizes: Sequence[int]) -> tuple[int, dict[str, str]]:
+    """Which set this rank is in, and the variables that say so.
+
+    Args:
+        env: as the launcher of all ranks made it (torchrun's variables).
+        sizes: numbers of ranks, set by set.
+    """
+    rank = int(env["RANK"])
+    index = 0
+    while rank >= sizes[index]:
+        rank -= sizes[index]
+        index += 1
+    size = str(sizes[index])
+    return index, {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "ROLE_RANK": str(rank),
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+        "ROLE_WORLD_SIZE": size,
+        # The rendezvous store is one for all: keys begin with the restart count.
+        "TORCHELASTIC_RESTART_COUNT": str(_FIRST_GENERATION + index),
+    }
 
 
-def owners(plan: Plan) -> list[int]:
-    """The set that does each piece of work."""
-    return [entry.worker_set for entry, _ in work_order(plan)]
+class Baton:
+    """Lets one set work at a time; the others sleep in a read from a socket.
+
+    Args:
+        store: a `torch.distributed.Store` that all sets share; None when there is one set.
+        mine: this rank's set.
+        owners: for each piece of work, in order, the set that does it.
+    """
+
+    def __init__(self, store: Any, mine: int, owners: Sequence[int]) -> None:
+        self._store = store
+        self._mine = mine
+        self._owners = owners
+
+    def take(self, place: int) -> bool:
+        """Wait until the work at `place`, this set's, may begin; False: another set gave up."""
+        if self._store is None or place == 0 or self._owners[place - 1] == self._mine:
+            return True
+        key = _key(place - 1)
+        self._store.wait([key], _SET_PATIENCE)
+        return self._store.get(key) == _DONE.encode()
+
+    def hand_on(self, place: int) -> None:
+        """The work at `place` is done; one rank says so, once all of its set have come so far."""
+        more = place + 1 < len(self._owners)
+        if self._store is not None and more and self._owners[place + 1] != self._mine:
+            self._store.set(_key(place), _DONE)
+
+    def give_up(self, place: int) -> None:
+        """Nothing shall follow, from `place` on; one rank says so, to whoever waits."""
+        if self._store is None:
+            return
+        for later in range(place, len(self._owners)):
+            if self._owners[later] == self._mine:
+                self._store.set(_key(later), "gave up")
 
 
-def _named(entry: Entry, *, is_check: bool) -> str:
-    return f"{'checking' if is_check else 'measuring'} {entry.label}"
+def _key(place: int) -> str:
+    return f"bench/turn/{place}"
+
+
+def measure(plan_json: dict[str, Any]) -> dict[str, Any]:
+    """This rank's part of a plan. Rank 0 of all returns what every set measured, as `results`;
+    other ranks return nothing that counts.
+
+    Raises:
+        GradsyncError: on rank 0 of all, what stopped any set; elsewhere only what happened to one
+            rank alone.
+    """
+    plan = from_json(Plan, plan_json)
+    env = environ.snapshot()
+    mine, variables = 0, dict[str, str]()
+    store: Any = None
+    if len(plan.sets) > 1:
+        mine, variables = my_set(env, plan.world_sizes)
+        store = _shared_store(env)
+    with environ.exported(variables):
+        outcome, is_main = _work(plan, mine, store, is_first=env.get("RANK", "0") == "0")
+    if store is not None and is_main and mine:
+        store.set(f"outcome/{mine}", json.dumps(outcome))
+    if mine or not is_main:
+        return {}
+    outcomes = [outcome]
+    for other in range(1, len(plan.sets)):
+        store.wait([f"outcome/{other}"], _RESULT_PATIENCE)
+        outcomes.append(json.loads(store.get(f"outcome/{other}")))
+    for each in outcomes:
+        raise_failed(each)
+    return {"results": outcomes}
+
+
+def _work(plan: Plan, mine: int, store: Any, *, is_first: bool) -> tuple[dict[str, Any], bool]:
+    """The set's measurements, or why it gave up; and whether this is its rank 0."""
+    settings = plan.settings
+    keep = plan.sets[mine].keep_memory
+    with quiet_session(settings.device, settings.threads, keep_memory=keep) as (world, keeps):
+        tell, speak = (progress_bar(), say) if is_first else (silent, silent)
+        runner = Runner(plan, mine, world, store, tell, say=speak)
+        try:
+            return {"keeps_memory": keeps, **runner.run()}, world.is_main
+        except (ConfigError, NotTrainingError) as error:  # the same on all ranks of the set
+            runner.give_up()
+            return failed(error), world.is_main
+        finally:
+            _forget_accelerate()
+
+
+@contextmanager
+def quiet_session(device: str, threads: int, *, keep_memory: bool) -> Iterator[tuple[World, bool]]:
+    """A session of ranks that measure; with it, whether this process does keep freed memory."""
+    # What other libraries have to say about themselves is no part of the table.
+    logging.getLogger("gradsync").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    keeps = keep_memory and keep_freed_memory()
+    with Session(SessionOptions(device=device, threads=threads)) as world:
+        yield world, keeps
+
+
+def _shared_store(env: Mapping[str, str]) -> Any:
+    """The store of the launcher that started all sets."""
+    import torch.distributed as dist
+
+    store = join_store(
+        env["MASTER_ADDR"],
+        int(env["MASTER_PORT"]),
+        rank=int(env["RANK"]),
+        deadline_s=time.monotonic() + _JOIN_S,
+    )
+    return dist.PrefixStore("gradsync-bench", store)
+
+
+def _forget_accelerate() -> None:
+    """Accelerate keeps its view of the process group for the life of the process; the group must
+    be able to go."""
+    state = sys.modules.get("accelerate.state")
+    if state is not None:
+        state.AcceleratorState._reset_state(reset_partial_state=True)

@@ -5,38 +5,34 @@ Every rank has every rank's samples, and so comes to the same decisions by itsel
 
 from __future__ import annotations
 
-import logging
-import warnings
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 from gradsync.bench.contestant import ALONE, with_ideals
+from gradsync.bench.record import failed, from_json
+from gradsync.bench.report import Tell, progress_bar, silent
 from gradsync.bench.sync_check import NotTrainingError
-from gradsync.bench.sync_plan import Plan, built_per_turn, sync_plan
+from gradsync.bench.sync_plan import sync_plan
 from gradsync.bench.sync_result import Row, rows_of, turns
-from gradsync.bench.sync_run import Runner, Tell, owners
-from gradsync.bench.sync_sets import Baton
-from gradsync.bench.sync_worker import progress_bar, silent
-from gradsync.bench.tune_decide import Decision, decide
-from gradsync.bench.tune_plan import (
+from gradsync.bench.sync_run import Runner, quiet_session
+from gradsync.bench.tune import (
+    Decision,
     Stage,
     TuneRequest,
     again,
     bucket_stage,
     compile_stage,
+    decide,
     first_bucket_stage,
     strategy_stage,
 )
 from gradsync.errors import ConfigError
-from gradsync.models.gpt import GPT
-from gradsync.runtime.memory import keep_freed_memory
-from gradsync.runtime.session import Session, SessionOptions
 from gradsync.train.tuned import Choice
 from gradsync.world import World
 
 _SOME_MESSAGES = 0.01
-"""Of what the contestant that sends most does send."""
+"""Part of the bytes of the contestant that sends most."""
 
 
 def measure(request_json: dict[str, Any]) -> dict[str, Any]:
@@ -50,19 +46,15 @@ def measure(request_json: dict[str, Any]) -> dict[str, Any]:
     Raises:
         GradsyncError: what else stopped it.
     """
-    request = TuneRequest.from_json(request_json)
-    # What other libraries have to say about themselves is no part of the table.
-    logging.getLogger("gradsync").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
-    keeps = request.keep_memory and keep_freed_memory()
+    request = from_json(TuneRequest, request_json)
     settings = request.settings
-    session = Session(SessionOptions(device=settings.device, threads=settings.threads))
-    with session as world:
+    session = quiet_session(settings.device, settings.threads, keep_memory=request.keep_memory)
+    with session as (world, keeps):
         tell = progress_bar() if world.is_main else silent
         try:
             return Tuner(request, world, tell, keeps_memory=keeps).run()
-        except (ConfigError, NotTrainingError) as error:  # the same on all ranks: one speaks
-            return {"failed": str(error), "exit_code": error.exit_code}
+        except (ConfigError, NotTrainingError) as error:  # the same on all ranks
+            return failed(error)
 
 
 class Tuner:
@@ -88,10 +80,7 @@ class Tuner:
     def run(self) -> dict[str, Any]:
         """See `measure`."""
         request = self._request
-        # fp32, as the weights are.
-        model = GPT(request.settings.config, seed=0)
-        size = 4 * sum(parameter.numel() for parameter in model.parameters())
-        del model
+        size = 4 * request.settings.config.num_params()  # fp32, as the weights are
         choice = self._ask(strategy_stage(request, self._world), Choice())
         for stage_of in (bucket_stage, first_bucket_stage):
             stage = stage_of(choice, has_messages=self._has_messages, gradient_bytes=size)
@@ -111,9 +100,14 @@ class Tuner:
         if stage.skipped:
             self._stages.append({"name": stage.name, "skipped": stage.skipped})
             return before
-        plan = self._plan(stage)
-        runner = Runner(plan, 0, self._world, Baton(None, 0, owners(plan)), self._tell)
-        result = runner.run()
+        request = self._request
+        plan = sync_plan(
+            request.settings,
+            with_ideals(stage.contestants(keep_memory=request.keep_memory), same_allocator=False),
+            world_size=self._world.world_size,
+            batch_size=request.batch_size,
+        )
+        result = Runner(plan, 0, self._world, None, self._tell).run()
         rows = rows_of(plan, [{"keeps_memory": self._keeps_memory, **result}])
         decision = decision_of(stage, result["contestants"])
         self._environment = self._environment or result["environment"]
@@ -130,19 +124,9 @@ class Tuner:
             self._has_messages = has_messages(rows, winner.text)
         return winner
 
-    def _plan(self, stage: Stage) -> Plan:
-        request = self._request
-        plan = sync_plan(
-            request.settings,
-            with_ideals(stage.contestants(keep_memory=request.keep_memory), same_allocator=False),
-            world_size=self._world.world_size,
-            batch_size=request.batch_size,
-        )
-        return plan if request.settings.side_by_side else built_per_turn(plan)
-
 
 def decision_of(stage: Stage, found: Mapping[str, Any]) -> Decision:
-    """What the samples of a stage say.
+    """The decision that the samples of a stage lead to.
 
     Args:
         stage: the question.

@@ -1,10 +1,10 @@
-"""What a checkpoint must contain: the manifest that makes damage visible. No torch here.
+"""The manifest: expected contents of a checkpoint, so that damage is visible. No torch here.
 
     manifest.json   {"manifest": {format_version, step, sequence, created, files, aliases,
                                   fingerprint[, places]}, "sha256": …}
 
 The outer hash covers the manifest's canonical text, and the file must be exactly that text: no bit
-of it can change unseen, not even a blank.
+of it, not even a blank, can change unnoticed.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from gradsync.checkpoint.atomic import FileRecord
+from gradsync.core.files import FileRecord, one_line, open_regular, parse_json, read_bytes
 from gradsync.errors import CheckpointError, ConfigError
-from gradsync.runtime.text_file import one_line, open_regular, parse_json, read_bytes
 
 MANIFEST_NAME = "manifest.json"
 TENSORS_SUFFIX = ".safetensors"
@@ -39,19 +38,19 @@ class Manifest:
     """One checkpoint's contents."""
 
     step: int
-    """Optimizer steps done."""
+    """Number of optimizer steps done."""
     sequence: int
-    """Its place in the order of saves; the highest is the latest, whatever its step."""
+    """Position in the order of saves; the highest is the latest, whatever its step."""
     created: str
-    """When it was written, ISO 8601, UTC."""
+    """Time of writing, ISO 8601, UTC."""
     files: dict[str, FileRecord]
-    """Each file's size and hash."""
+    """Size and hash of each file."""
     aliases: dict[str, dict[str, str]]
     """For each file of tensors: names that are the same tensor as another name (tied weights)."""
     fingerprint: Fingerprint
-    """What the numbers depend on (torch, threads, dtype, leaf shape, data set …)."""
+    """Settings that the numbers depend on (torch, threads, dtype, leaf shape, data set …)."""
     places: dict[str, Any] = field(default_factory=dict)
-    """For each file that holds pieces of tensors: where each lies in its whole tensor, see
+    """For each file that holds pieces of tensors: the place of each in its whole tensor, see
     `pieces.py`. Empty, and not written, where all tensors are whole."""
 
     def to_bytes(self) -> bytes:
@@ -63,7 +62,7 @@ class Manifest:
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
-        """The manifest of a checkpoint directory.
+        """Read the manifest of a checkpoint directory.
 
         Raises:
             CheckpointError: missing, unreadable, changed, or of a newer format.
@@ -104,7 +103,7 @@ class Manifest:
         """Check every file's size and, with `contents`, its hash.
 
         Raises:
-            CheckpointError: naming the first file that differs, what was got and expected.
+            CheckpointError: names the first file that differs, with the value found and expected.
         """
         for name, record in self.files.items():
             path = directory / name
@@ -123,8 +122,8 @@ class Manifest:
 
 
 def _largest(directory: Path) -> int:
-    """Bytes of a manifest that can be right: what it says of a tensor takes less than twice what
-    the tensor's own file says of it."""
+    """Largest plausible size of a manifest, in bytes: its text about a tensor takes less than twice
+    the space of the header of the tensor's own file."""
     beside = (e.stat().st_size for e in directory.glob(f"*{TENSORS_SUFFIX}") if e.is_file())
     return min(2 * sum(beside) + _SMALL_BYTES, _LARGE_BYTES)
 
@@ -180,22 +179,22 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def check_file_name(name: str) -> str:
-    """`name`, if it is a plain file name; `ConfigError` otherwise."""
+    """Return `name` if it is a plain file name; raise `ConfigError` otherwise."""
     if not _FILE_NAME.fullmatch(name):
         raise ConfigError(f"file name {name!r}: expected letters, digits, '_', '.' and '-' only")
     return name
 
 
 def json_bytes(value: object, what: str) -> bytes:
-    """`value` as JSON text that reads back equal.
+    """Encode `value` as JSON text that reads back equal.
 
     Args:
         value: dicts with text keys, lists, text, numbers, booleans, None.
-        what: how errors call it.
+        what: its name in errors.
 
     Raises:
-        CheckpointError: something that JSON would turn into another thing (a tuple, a key that is a
-            number) or cannot hold, named by its path.
+        CheckpointError: a value that JSON would change (a tuple, a key that is a number) or cannot
+            hold, named by its path.
     """
     _check_json(value, what)
     return json.dumps(value, indent=1).encode()
@@ -218,7 +217,7 @@ def _check_json(value: object, path: str) -> None:
 
 
 def seal(body: Mapping[str, Any]) -> bytes:
-    """The text of a manifest file: its canonical content and the SHA-256 of that."""
+    """Make the text of a manifest file: its canonical content and the SHA-256 of that."""
     text = json.dumps(body, indent=1, sort_keys=True).encode() + b"\n"
     inner = text[:-1].replace(b"\n", b"\n ")  # one level deeper
     digest = hashlib.sha256(text).hexdigest().encode()

@@ -1,12 +1,11 @@
-"""Parameter names without the traces of wrappers. No torch here."""
+"""Parameter names without the traces of wrappers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from gradsync.core.torch_private import WRAPPERS
 from gradsync.errors import CheckpointError
-
-_WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 
 
 def clean_name(name: str) -> str:
@@ -16,14 +15,14 @@ def clean_name(name: str) -> str:
     becomes `embed.weight`, a parameter called `module` keeps its name.
     """
     *parents, leaf = name.split(".")
-    return ".".join([*(part for part in parents if part not in _WRAPPERS), leaf])
+    return ".".join([*(part for part in parents if part not in WRAPPERS), leaf])
 
 
 def clean_names(names: Iterable[str]) -> dict[str, str]:
-    """Each name with its clean form.
+    """Map each name to its clean form.
 
     Raises:
-        CheckpointError: two names become the same one, so that one tensor would be lost.
+        CheckpointError: two names have the same clean form, so that one tensor would be lost.
     """
     cleaned: dict[str, str] = {}
     owner: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""An optimizer's state by parameter name, so that it survives another order, wrapper or world size.
+"""An optimizer's state by parameter name: independent of parameter order, wrappers and world size.
 
     tensors   "exp_avg/blocks.0.attention.q.weight" -> tensor, "step/blocks.0…" -> 0-dim tensor
     state     {"class": "AdamW",
@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from gradsync.checkpoint.names import clean_names
 from gradsync.errors import CheckpointError
 
-# How a step is computed, not what: the loading run keeps its own choice.
+# Options of how a step is computed, not of its result: the loading run keeps its own.
 _IMPLEMENTATION = frozenset({"params", "fused", "foreach", "capturable", "differentiable"})
 
 NamedParams = Iterable[tuple[str, Tensor]]
@@ -32,7 +32,7 @@ NamedParams = Iterable[tuple[str, Tensor]]
 def pack_optimizer(
     optimizer: Optimizer, named_params: NamedParams
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Take the state out of an optimizer.
+    """Extract the state of an optimizer.
 
     Args:
         optimizer: any torch optimizer with dense tensors, numbers or None as state.
@@ -42,7 +42,7 @@ def pack_optimizer(
         The tensors (the optimizer's own, not copies), and a dict fit for JSON.
 
     Raises:
-        CheckpointError: the optimizer holds a parameter that has no name here.
+        CheckpointError: the optimizer holds a parameter that is not in `named_params`.
     """
     tensors: dict[str, Tensor] = {}
     params: dict[str, Any] = {}
@@ -70,10 +70,16 @@ def unpack_optimizer(
     tensors: Mapping[str, Tensor],
     state: Mapping[str, Any],
 ) -> None:
-    """Put packed state back; the next step then has the same bits as it would have had.
+    """Restore packed state; the next step then has the same bits as it would have had.
 
     Everything is checked before anything changes. Tensors are copied to their parameter's device;
     `step` stays on the CPU unless the group is fused or capturable, as torch expects.
+
+    Args:
+        optimizer: receives the state.
+        named_params: as from `model.named_parameters()`; names are cleaned of wrappers.
+        tensors: from `pack_optimizer`.
+        state: from `pack_optimizer`.
 
     Raises:
         CheckpointError: another optimizer class, other groups, or a parameter that is missing,
@@ -97,19 +103,19 @@ def unpack_settings(
     names: Collection[str],
     state: Mapping[str, Any],
 ) -> dict[str, tuple[Tensor, dict[str, Any]]]:
-    """Put back all that is no state of a parameter, once everything is checked.
+    """Restore the settings, everything but the parameters' state, once all is checked.
 
     Args:
         optimizer: see `unpack_optimizer`.
-        named_params: see there.
-        names: of the packed tensors.
-        state: see there.
+        named_params: see `unpack_optimizer`.
+        names: names of the packed tensors.
+        state: see `unpack_optimizer`.
 
     Returns:
         each parameter and its group, by clean name.
 
     Raises:
-        CheckpointError: see there.
+        CheckpointError: see `unpack_optimizer`.
     """
     layout = _Layout.of(optimizer, named_params)
     _check(optimizer, layout, names, state)
@@ -125,10 +131,10 @@ def unpack_settings(
 
 
 def check_packed(state: Any) -> None:
-    """Whether something read from a file has the form of packed state.
+    """Check that a value read from a file has the form of packed state.
 
     Raises:
-        CheckpointError: naming what has not.
+        CheckpointError: names the part that has not.
     """
     is_object = isinstance(state, dict)
     groups, params = (state.get("groups"), state.get("params")) if is_object else (None, None)
@@ -155,14 +161,20 @@ def _are_texts(value: Any) -> bool:
 
 
 def state_device(slot: str, param: Tensor, group: Mapping[str, Any]) -> torch.device:
-    """Where a parameter's state belongs: see `unpack_optimizer` about `step`."""
+    """Device of a parameter's state: see `unpack_optimizer` about `step`.
+
+    Args:
+        slot: name of the state, such as "exp_avg".
+        param: the parameter.
+        group: its parameter group.
+    """
     on_device = slot != "step" or bool(group.get("fused") or group.get("capturable"))
     return param.device if on_device else torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Which parameters an optimizer has, by clean name."""
+    """The parameters of an optimizer, by clean name."""
 
     params: dict[str, Tensor]
     groups: list[list[str]]
@@ -249,8 +261,8 @@ def _to_json(value: Any) -> Any:
 
 
 def _kind(value: Any) -> Any:
-    """What must be alike for one setting to stand for another: that both are finite numbers, or
-    lists of as many; a switch (`amsgrad`) decides what state there is, so its value."""
+    """The property that two interchangeable settings share: both finite numbers, or lists of one
+    length; for a switch (`amsgrad`), which decides what state there is, its value."""
     if isinstance(value, list):
         return [_kind(item) for item in value]
     is_number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,10 +1,10 @@
-"""Tensors in pieces, as checkpoints of split models and sharded state have them: a file a rank.
+"""Tensors in pieces, one file per rank, in checkpoints of split models and of sharded state.
 
     part-00000-of-00002   model/embed.weight           optimizer/exp_avg/embed.weight  …
     part-00001-of-00002   model/blocks.1.mlp.up.weight …
 
-Such a file holds the pieces that one rank has of every kind; the manifest says where each piece
-lies in its whole tensor. Joined, they are what a whole model's checkpoint holds.
+Such a file holds the pieces that one rank has of every kind; the manifest records the place of each
+piece in its whole tensor. Joined, they equal the contents of a whole model's checkpoint.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from gradsync.checkpoint.reshard import AnyPiece, FlatPiece, Piece, plan_reshard
 from gradsync.errors import CheckpointError
 
 Places = Mapping[str, Mapping[str, Any]]
-"""Of one file's tensors: name -> {"whole": shape of the whole tensor, "start": where a box of it
-begins}, or "flat": [begin, end) in place of "start", a run of its elements."""
+"""The tensors of one file: name -> {"whole": shape of the whole tensor, "start": first index of
+a box in each dimension}, or "flat": [begin, end) in place of "start", a run of its elements."""
 
 
 def part_stem(index: int, count: int) -> str:
-    """The file of part `index` of `count`, without its suffix."""
+    """Name of the file of part `index` of `count`, without its suffix."""
     return f"part-{index:05d}-of-{count:05d}"
 
 
 def is_part(stem: str) -> bool:
-    """Whether a file is one of parts, not of whole tensors."""
+    """Whether a file holds parts, not whole tensors."""
     return stem.startswith("part-")
 
 
 class PartFiles(Mapping[str, Mapping[str, Tensor]]):
-    """Files that are handed out one after the other and then forgotten.
+    """Files that are read one after the other and then forgotten.
 
     Their tensors may be `ArrivingTensors`.
 
     Args:
-        stems: their names; they are asked for in this order.
-        contents: of each.
+        stems: names of the files, requested in this order.
+        contents: tensors of each file.
     """
 
     def __init__(self, stems: Sequence[str], contents: Iterator[Mapping[str, Tensor]]) -> None:
@@ -60,7 +60,7 @@ class PartFiles(Mapping[str, Mapping[str, Tensor]]):
 
 
 def places_of(pieces: Mapping[str, AnyPiece]) -> dict[str, dict[str, list[int]]]:
-    """As JSON keeps them; a piece's shape is its tensor's."""
+    """Places of the pieces in JSON form; a piece's shape is its tensor's."""
     return {name: _place(piece) for name, piece in pieces.items()}
 
 
@@ -90,7 +90,7 @@ def join_files(
 
 
 def join(name: str, pieces: Sequence[tuple[AnyPiece, Tensor]]) -> Tensor:
-    """The whole tensor on the CPU: a piece that is all of it as it is, else a new tensor.
+    """Join pieces on the CPU; a piece that covers the whole tensor is returned as it is.
 
     Raises:
         CheckpointError: see `join_files`.

@@ -1,14 +1,14 @@
-"""From tensors cut in one way to tensors cut in another: index maths alone. No torch here.
+"""Index arithmetic from tensors cut in one way to tensors cut in another. No torch here.
 
-A checkpoint of a model that was split over ranks holds boxes of its tensors. Whoever wants another
-box (a rank of another layout, or one rank that wants all) takes what overlaps:
+A checkpoint of a model that was split over ranks holds boxes of its tensors. A reader that wants
+another box (a rank of another layout, or one rank that wants all) takes the overlaps:
 
     saved   [ a a a | b b b ]        2 boxes of 3
     wanted  [ x x | y y | z z ]      3 boxes of 2:  x from a, y from a and b, z from b
 
-A checkpoint of sharded state holds runs of elements instead, cut where no row ends. Between boxes
-all is done in the tensor's dimensions; as soon as one side is a run, in the order of its elements,
-where a box is several runs.
+A checkpoint of sharded state holds runs of elements instead, cut anywhere within rows. Boxes are
+matched with boxes in the tensor's dimensions; as soon as one side is a run, both are matched in the
+order of elements, where a box is several runs.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Piece:
     whole: tuple[int, ...]
     """Shape of the whole tensor; () for a single number."""
     start: tuple[int, ...]
-    """Where the box begins, for each dimension."""
+    """First index of the box, for each dimension."""
     shape: tuple[int, ...]
-    """How long it is, for each dimension."""
+    """Length of the box, for each dimension."""
 
     def __post_init__(self) -> None:
         sides = (self.whole, self.start, self.shape)
@@ -52,13 +52,8 @@ class Piece:
         return prod(self.shape)
 
     @property
-    def is_whole(self) -> bool:
-        """True when nothing is missing."""
-        return self.shape == self.whole
-
-    @property
     def slices(self) -> tuple[slice, ...]:
-        """The box, as an index into the whole tensor."""
+        """The box as an index into the whole tensor."""
         return _slices(self.start, self.shape)
 
 
@@ -88,7 +83,7 @@ class FlatPiece:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the tensor that holds it."""
+        """Shape of the tensor that holds it."""
         return (self.numel,)
 
 
@@ -96,12 +91,18 @@ AnyPiece = Piece | FlatPiece
 
 
 def whole_piece(shape: Sequence[int]) -> Piece:
-    """A tensor of this shape that is not cut."""
+    """The piece that covers a whole tensor of this shape."""
     return Piece(whole=tuple(shape), start=(0,) * len(shape), shape=tuple(shape))
 
 
 def nth_piece(shape: Sequence[int], dim: int | None, index: int, count: int) -> Piece:
-    """Part `index` of `count` equal ones along `dim`; None does not cut.
+    """Part `index` of `count` equal parts along `dim`.
+
+    Args:
+        shape: of the whole tensor.
+        dim: dimension to cut; None returns the whole tensor.
+        index: which part, from 0.
+        count: number of parts.
 
     Raises:
         CheckpointError: `count` does not divide the dimension.
@@ -117,7 +118,13 @@ def nth_piece(shape: Sequence[int], dim: int | None, index: int, count: int) -> 
 
 
 def piece_of_run(shape: Sequence[int], begin: int, end: int) -> AnyPiece:
-    """Elements [begin, end) of a tensor of this shape: whole rows as a box, others as a run."""
+    """A run of a tensor's elements: whole rows as a box, others as a run.
+
+    Args:
+        shape: of the whole tensor.
+        begin: first element.
+        end: element behind the last one.
+    """
     if (begin, end) == (0, prod(shape)):
         return whole_piece(shape)
     row = prod(shape[1:])
@@ -132,21 +139,21 @@ class Copy:
     """`wanted[target] = saved[index][source]`."""
 
     index: int
-    """Which of the saved pieces."""
+    """Index of the saved piece."""
     source: tuple[slice, ...]
-    """The part of it, in its own coordinates."""
+    """Region of the saved piece, in that piece's coordinates."""
     target: tuple[slice, ...]
-    """Where that goes, in the wanted piece's coordinates."""
+    """Region of the wanted piece, in that piece's coordinates."""
     flat: bool = False
-    """True when both are of flattened pieces."""
+    """True when both regions are of flattened pieces."""
 
 
 def plan_reshard(saved: Sequence[AnyPiece], wanted: AnyPiece) -> list[Copy]:
-    """How to fill `wanted` from `saved`.
+    """Plan the copies that fill `wanted` from `saved`.
 
     Raises:
-        CheckpointError: pieces of tensors of another shape, pieces that overlap, or that do not
-            fill it exactly.
+        CheckpointError: pieces of tensors of another shape, pieces that overlap, or pieces that do
+            not fill it exactly.
     """
     for piece in saved:
         if piece.whole != wanted.whole:
@@ -178,7 +185,7 @@ def _plan_boxes(saved: Sequence[Piece], wanted: Piece) -> list[Copy]:
 
 
 def _plan_runs(saved: Sequence[AnyPiece], wanted: AnyPiece) -> list[Copy]:
-    """In the order of the whole tensor's elements."""
+    """Plan in the order of the whole tensor's elements."""
     runs = sorted(
         (first, first + length, index, offset)
         for index, piece in enumerate(saved)
@@ -204,12 +211,12 @@ def _plan_runs(saved: Sequence[AnyPiece], wanted: AnyPiece) -> list[Copy]:
 
 
 def _runs(piece: AnyPiece) -> list[tuple[int, int, int]]:
-    """First element in the whole, length, and first element in the piece, of each run of it."""
+    """First element in the whole, length, and first element in the piece, for each of its runs."""
     if not piece.numel:
         return []
     if isinstance(piece, FlatPiece):
         return [(piece.begin, piece.numel, 0)]
-    # Behind the last dimension that is cut, rows lie side by side.
+    # Behind the last dimension that is cut, rows are adjacent.
     cut = max((d for d, n in enumerate(piece.whole) if piece.shape[d] != n), default=0)
     strides = [prod(piece.whole[d + 1 :]) for d in range(len(piece.whole))]
     length = prod(piece.shape[cut:])
@@ -231,7 +238,7 @@ def _check_filled(filled: int, wanted: AnyPiece) -> None:
 
 
 def _check_disjoint(boxes: list[list[tuple[int, int]]], wanted: Piece) -> None:
-    """Of boxes given by their spans; a sweep along the first dimension."""
+    """Refuse boxes, given by their spans, that overlap; a sweep along the first dimension."""
     active: list[list[tuple[int, int]]] = []
     for box in sorted(boxes):
         active = [other for other in active if other[0][1] > box[0][0]]

@@ -5,22 +5,22 @@
       step-00000200/
       .tmp-step-00000300-…/     being written, or left by a killed writer
 
-A split model, or state that ranks share out, has one file of each rank that holds another part of
+A split model, or state sharded over ranks, has one file for each rank that holds another part of
 it, see `pieces.py`.
 
-There is no pointer to the latest one that could lie: it is found by checking the manifests, newest
-first. Nothing is ever unpickled.
+There is no pointer to the latest one, which could be wrong: it is found by checking the manifests,
+newest first. Nothing is ever unpickled.
 
 [Note: newest means saved last]
-A run may go back to step 100 and on from there with another learning rate, while step 300 of the
-first try still lies there. The checkpoint to go on from is then the new step 200, not step 300. So
-each manifest has a sequence number, one more than all before it, and the order of saves counts, not
-the step, nor a clock.
+A run may return to step 100 and continue from there with another learning rate, while step 300 of
+the first attempt still exists. The checkpoint to resume from is then the new step 200, not step
+300. So each manifest has a sequence number, one more than all before it, and the order of saves
+counts, not the step, nor a clock.
 
 [Note: replacing a step]
-Saving a step that is there already replaces it: the one there is renamed to `step-….old`, the new
-one takes the name, and the old one is removed. Readers know `.old`, so that at every moment one
-good checkpoint of that step is there.
+Saving a step that exists already replaces it: the old directory is renamed to `step-….old`, the new
+one takes the name, and the old one is removed. Readers know `.old`, so that one good checkpoint of
+that step exists at every moment.
 """
 
 from __future__ import annotations
@@ -37,13 +37,6 @@ from typing import Any
 
 from torch import Tensor
 
-from gradsync.checkpoint.atomic import (
-    Filesystem,
-    StagedDirectory,
-    discard,
-    make_dirs,
-    remove_leftovers,
-)
 from gradsync.checkpoint.manifest import (
     MANIFEST_NAME,
     TENSORS_SUFFIX,
@@ -61,8 +54,16 @@ from gradsync.checkpoint.tensor_file import (
     split_aliases,
 )
 from gradsync.comm.finite import non_finite
+from gradsync.core.files import (
+    Filesystem,
+    StagedDirectory,
+    discard,
+    make_dirs,
+    one_line,
+    read_json,
+    remove_leftovers,
+)
 from gradsync.errors import CheckpointError, ConfigError
-from gradsync.runtime.text_file import one_line, read_json
 
 _STATE_NAME = "state.json"
 _OLD = ".old"
@@ -71,26 +72,26 @@ _LEARNT = frozenset({"model", "optimizer", "sync"})
 _STEP_NAME = re.compile(r"step-(\d{8,})(\.old)?")
 
 Problems = list[str]
-"""One line for each checkpoint that is of no use, naming file and reason."""
+"""One line for each unusable checkpoint, with file and reason."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Snapshot:
-    """All that a run needs to go on."""
+    """All state that a run needs to resume."""
 
     step: int
-    """Optimizer steps done."""
+    """Number of optimizer steps done."""
     tensors: Mapping[str, Mapping[str, Tensor]]
     """File stem ("model", "optimizer") -> name -> tensor, on any device."""
     state: dict[str, Any]
     """Everything else, as JSON types: schedule, data position, random state, configuration."""
     fingerprint: Fingerprint = field(default_factory=dict)
-    """What the numbers depend on; compared at resume."""
+    """Settings that the numbers depend on; compared at resume."""
     places: Mapping[str, Places] = field(default_factory=dict)
-    """To save pieces: for each file that holds some, where each lies in its whole tensor. What
-    `load` gives is whole."""
+    """For each file of pieces to save: the place of each piece in its whole tensor. Tensors from
+    `load` are whole."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,12 +105,12 @@ class CheckpointInfo:
 
     @property
     def step(self) -> int:
-        """Optimizer steps done."""
+        """Number of optimizer steps done."""
         return self.manifest.step
 
     @property
     def size_bytes(self) -> int:
-        """All its files, without the manifest."""
+        """Size of all its files, without the manifest."""
         return sum(record.size for record in self.manifest.files.values())
 
 
@@ -117,9 +118,9 @@ class CheckpointStore:
     """Saves, finds and loads the checkpoints of one run. One process writes; any may read.
 
     Args:
-        directory: where the `step-…` directories lie; made at the first save.
-        keep_last: how many good checkpoints to keep.
-        fs: the operations of a save; a seam for tests.
+        directory: contains the `step-…` directories; made at the first save.
+        keep_last: number of good checkpoints to keep.
+        fs: the file operations of a save; replaced in tests.
 
     Raises:
         ConfigError: `keep_last` below 1.
@@ -136,9 +137,9 @@ class CheckpointStore:
         self._verified: set[Path] = set()  # written or hashed by this object: not hashed again
 
     def save(self, snapshot: Snapshot) -> Path:
-        """Write a checkpoint and remove what is too old.
+        """Write a checkpoint and remove the oldest ones beyond `keep_last`.
 
-        Names of tensors are cleaned of wrappers, tied tensors are written once. On return the
+        Tensor names are cleaned of wrappers, tied tensors are written once. On return the
         checkpoint is on the device. See [Note: replacing a step] for a step that exists.
 
         Returns:
@@ -146,9 +147,9 @@ class CheckpointStore:
 
         Raises:
             CheckpointError: it could not be written (disk full, I/O error); the message names the
-                last good one, which is untouched, and nothing half-written stays. Or there is nan
-                or inf in the model, the optimizer's state or the strategy's: such a checkpoint
-                would push out one from which a run can go on.
+                last good one, which is untouched, and nothing half-written stays. Or the model, the
+                optimizer's state or the strategy's has nan or inf: such a checkpoint would push out
+                one from which a run can resume.
         """
         if snapshot.step < 0:
             raise ConfigError(f"step: got {snapshot.step}, expected 0 or more")
@@ -168,7 +169,7 @@ class CheckpointStore:
         return target
 
     def list(self) -> list[CheckpointInfo]:
-        """Checkpoints whose manifest is sound and whose files have the right sizes, newest first.
+        """Checkpoints with a sound manifest and files of the right sizes, newest first.
 
         Contents are not read; `latest` and `load` do that.
         """
@@ -176,12 +177,12 @@ class CheckpointStore:
         return [info for info in found if isinstance(info, CheckpointInfo)]
 
     def latest(self) -> tuple[CheckpointInfo | None, Problems]:
-        """The newest good checkpoint, every byte of it checked.
+        """Find the newest good checkpoint, every byte of it checked.
 
-        One with nan or inf in it is not good: versions before this one wrote such.
+        A checkpoint with nan or inf is not good; earlier versions wrote such ones.
 
         Returns:
-            it, or None; and a line for each newer one that is of no use.
+            the checkpoint, or None; and a line for each newer one that is unusable.
         """
         problems = []
         for path in self._newest_first():
@@ -201,7 +202,7 @@ class CheckpointStore:
             CPU tensors, backed by the file until they are copied elsewhere.
 
         Raises:
-            CheckpointError: naming the file, what was got and expected.
+            CheckpointError: names the file, with the value found and expected.
         """
         manifest = Manifest.read(path)
         expected = {_STATE_NAME, *(f"{stem}{TENSORS_SUFFIX}" for stem in manifest.aliases)}
@@ -252,7 +253,7 @@ class CheckpointStore:
         if not target.exists():
             return
         old = target.with_name(target.name + _OLD)
-        if old.exists():  # a replacement was cut short: one good one of the two must stay
+        if old.exists():  # a replacement was interrupted: one good one of the two must stay
             if isinstance(self._examine(target, contents=True), CheckpointError):
                 discard(self._fs, target)
                 return
@@ -260,7 +261,7 @@ class CheckpointStore:
         self._fs.rename(target, old)
 
     def _clean_up(self) -> None:
-        """Keep the last k good ones; a failure here is logged, the checkpoint itself is safe.
+        """Keep the last k good ones; a failure here is logged, since the checkpoint itself is safe.
 
         A checkpoint that this object has written or checked before is not hashed again.
         """
@@ -291,7 +292,7 @@ class CheckpointStore:
     def _ordered(self) -> Sequence[tuple[int, Path]]:
         """Sequence numbers and checkpoint directories, oldest first.
 
-        One whose manifest cannot be read stands right after the step before it.
+        One with an unreadable manifest stands right after the step before it.
         """
         found = []
         for path in self.directory.iterdir() if self.directory.is_dir() else ():
@@ -318,14 +319,14 @@ class CheckpointStore:
 
 
 def _each_once(tensors: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], dict[str, str]]:
-    """What a file has, under clean names, and the other names of its tensors."""
+    """The tensors of a file, under clean names, and the other names of its tied tensors."""
     if isinstance(tensors, ArrivingTensors):
         return tensors, {}
     return split_aliases({clean: tensors[name] for name, clean in clean_names(tensors).items()})
 
 
 def _read_files(path: Path, manifest: Manifest) -> dict[str, dict[str, Tensor]]:
-    """The tensors of each file, backed by it.
+    """Read the tensors of each file, backed by it.
 
     Raises:
         CheckpointError: a file that is not readable as safetensors; a learnt tensor that is not
@@ -342,7 +343,7 @@ def _read_files(path: Path, manifest: Manifest) -> dict[str, dict[str, Tensor]]:
 
 
 def _is_learnt(stem: str, name: str) -> bool:
-    """Whether no run can go on with nan or inf in this tensor of a file."""
+    """Whether nan or inf in this tensor of a file prevents a run from resuming."""
     return (name.partition("/")[0] if is_part(stem) else stem) in _LEARNT
 
 
@@ -363,25 +364,26 @@ def _plain(path: Path) -> str:
 
 
 def resolve(path: Path) -> tuple[Path, Problems]:
-    """The checkpoint that `path` means: itself, or the latest good one of a run or of a store.
+    """Find the checkpoint that `path` means: itself, or the latest good one of a run or a store.
 
     Args:
         path: a `step-…` directory, a run directory, or its `checkpoints` directory.
 
     Returns:
-        its directory; and one line for each newer one that is damaged.
+        the checkpoint's directory; and one line for each newer one that is damaged.
 
     Raises:
-        CheckpointError: nothing there, or nothing good.
+        ConfigError, CheckpointError: no checkpoint, or no good one, is there.
     """
     path = Path(path)
     if (path / MANIFEST_NAME).exists() or _STEP_NAME.fullmatch(path.name):
         if not path.is_dir():
-            raise CheckpointError(f"{path}: no such checkpoint")
+            raise ConfigError(f"{path}: no such checkpoint")
         return path, []
     directory = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     info, problems = CheckpointStore(directory).latest()
     if info is None:
         reason = "; ".join(problems) or "no checkpoint there"
-        raise CheckpointError(f"{path}: {reason}; expected a step-… directory or a run directory")
+        kind = CheckpointError if problems else ConfigError
+        raise kind(f"{path}: {reason}; expected a step-… directory or a run directory")
     return info.path, problems

@@ -4,8 +4,8 @@
     header   JSON: name -> dtype, shape, [begin, end) of its bytes; blanks up to a multiple of 8
     data     the tensors' bytes, without gaps
 
-Writing it ourselves costs thirty lines and lets the bytes be hashed on their way, without a second
-copy of the model in memory, and lets a full disk be an `OSError`.
+Writing it here takes thirty lines, and allows the bytes to be hashed on their way, without a second
+copy of the model in memory, and a full disk to be an `OSError`.
 Format: github.com/huggingface/safetensors, section "Format".
 """
 
@@ -23,8 +23,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from gradsync.comm.finite import non_finite
+from gradsync.core.files import one_line, open_regular, parse_json
 from gradsync.errors import CheckpointError
-from gradsync.runtime.text_file import one_line, open_regular, parse_json
 
 _CHUNK_BYTES = 1 << 23
 _LARGEST_HEADER = 1 << 26
@@ -48,25 +48,25 @@ _ITEMSIZE = {name: dtype.itemsize for dtype, name in _DTYPES.items()}
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The elements in row-major order as bytes; a view where the tensor is a contiguous CPU one."""
+    """The elements in row-major order as bytes; a view of a contiguous CPU tensor, else a copy."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
 
 
 def file_order(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Names in the order in which a file has them."""
+    """Names in the order of a file."""
     # Widest elements first keeps every tensor aligned to its own element size.
     return sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
 
 
 class ArrivingTensors(Mapping[str, Tensor]):
-    """Tensors that come from somewhere else one after the other, when they are asked for.
+    """Tensors produced elsewhere, one after the other, when they are requested.
 
     Each is handed out once, in `file_order`, and then forgotten.
 
     Args:
-        layout: their shapes and dtypes, tensors without data.
-        take: the next one, like the one of `layout` that it is given.
+        layout: tensors without data, with the shapes and dtypes.
+        take: produces the next one, like the tensor of `layout` that it is given.
     """
 
     def __init__(self, layout: Mapping[str, Tensor], take: Callable[[Tensor], Tensor]) -> None:
@@ -86,7 +86,7 @@ class ArrivingTensors(Mapping[str, Tensor]):
 
 
 def split_aliases(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tied tensors once.
+    """Separate tied tensors from their aliases.
 
     Returns:
         the tensors, each under the first of its names; and {other name: first name}.
@@ -104,24 +104,24 @@ def split_aliases(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dic
 
 
 def alias_key(tensor: Tensor) -> tuple[object, ...]:
-    """Equal for two tensors that are the same memory seen the same way."""
+    """A key that is equal for two tensors of the same memory, shape and strides."""
     return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
 
 
 def encode_tensors(
     tensors: Mapping[str, Tensor], *, finite: Callable[[str], bool] = lambda _: False
 ) -> Iterator[memoryview | bytes]:
-    """The bytes of a safetensors file, in pieces of at most 8 MiB.
+    """Encode tensors as a safetensors file, in chunks of at most 8 MiB.
 
-    Of `ArrivingTensors`, at most two are in memory at once.
+    At most two `ArrivingTensors` are in memory at once.
 
     Args:
-        tensors: what the file will hold.
+        tensors: contents of the file.
         finite: tells by its name whether a tensor must not hold nan or inf.
 
     Raises:
-        CheckpointError: a tensor without data (meta), sparse, of a dtype the format lacks, or not
-            finite.
+        CheckpointError: a tensor without data (meta), sparse, of a dtype that the format lacks, or
+            not finite.
     """
     arriving = isinstance(tensors, ArrivingTensors)
     layout = tensors.layout if isinstance(tensors, ArrivingTensors) else tensors
@@ -158,7 +158,7 @@ def encode_tensors(
 
 
 def read_tensors(path: Path, aliases: Mapping[str, str]) -> dict[str, Tensor]:
-    """The CPU tensors of a file, with every alias put back as the same tensor.
+    """Read the CPU tensors of a file, every alias restored as the same tensor.
 
     Raises:
         CheckpointError: not a safetensors file, or an alias of a tensor that is not in it.
@@ -180,8 +180,8 @@ def read_tensors(path: Path, aliases: Mapping[str, str]) -> dict[str, Tensor]:
 def _check_header(path: Path) -> None:
     """Raise ValueError unless the file has exactly the tensors that its header describes.
 
-    The library looks for most of it, but takes seconds for a long header, and leaves what torch
-    cannot hold to torch.
+    The library checks most of it, but takes seconds for a long header, and passes on what torch
+    cannot hold.
     """
     with open_regular(path) as file:
         size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
@@ -207,11 +207,11 @@ def _check_header(path: Path) -> None:
 
 
 def _span(*, dtype: str, shape: list[int], data_offsets: list[int]) -> tuple[int, int]:
-    """Where a tensor's bytes lie; an error of some kind where that cannot be."""
+    """First and last byte offset of a tensor; raises some error where they are impossible."""
     begin, end = data_offsets
     if len(shape) > _MOST_DIMENSIONS or any(type(n) is not int for n in (begin, end, *shape)):
         raise ValueError
-    # Torch counts strides of tensors without elements, too.
+    # Torch counts strides of empty tensors, too.
     strides = math.prod(max(n, 1) for n in shape)
     if min([begin, *shape]) < 0 or strides >= 2**48:
         raise ValueError

@@ -1,4 +1,4 @@
-"""A module's tensors out of it and back into it, under clean names, and their hash."""
+"""Export, import and hash of a module's tensors, under clean names."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor, nn
 
 from gradsync.checkpoint.names import clean_name, clean_names
 from gradsync.checkpoint.tensor_file import alias_key, tensor_bytes
+from gradsync.core.files import one_line
 from gradsync.errors import CheckpointError
-from gradsync.runtime.text_file import one_line
 
 _SHOWN = 3
 
 
 def pack_weights(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A `state_dict` (parameters and persistent buffers) under clean names.
+    """The tensors of a `state_dict` (parameters and persistent buffers) under clean names.
 
-    The tensors are the given ones: save or copy them before the next step.
+    They are not copied: save or copy them before the next step.
 
     Raises:
         CheckpointError: two names differ only by a wrapper's prefix.
@@ -29,7 +29,7 @@ def pack_weights(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy `tensors` into `model`, whatever wrappers either side's names come from.
+    """Copy `tensors` into `model`, whichever wrappers either side's names come from.
 
     Everything is checked before anything is copied; see `match_weights`.
     """
@@ -51,7 +51,7 @@ def match_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, 
     first: dict[int, str] = {}
     unexpected = set(saved)
     own = model.state_dict(keep_vars=True)
-    # A tied weight is one object under several names; any of them will do.
+    # A tied weight is one object under several names; any of them is accepted.
     for name, clean in clean_names(own).items():
         unexpected.discard(clean)
         if clean in saved:
@@ -83,19 +83,19 @@ def _describe(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
-def weights_sha256(named_tensors: Iterable[tuple[str, Tensor]]) -> str:
+def weights_sha256(weights: nn.Module | Iterable[tuple[str, Tensor]]) -> str:
     """SHA-256 over the tensors' bytes, one after another in the given order.
 
     Only elements are hashed: row-major, in each tensor's own dtype (fp32 for master weights),
     little endian, without names, shapes or separators. A tensor that appears again under another
-    name is hashed once, at its first place. For a run: `weights_sha256(model.named_parameters())`.
+    name is hashed once, at its first place. A module stands for its `named_parameters()`.
 
     Returns:
         64 hexadecimal digits.
     """
     digest = hashlib.sha256()
     seen: set[tuple[object, ...]] = set()
-    for _, tensor in named_tensors:
+    for _, tensor in weights.named_parameters() if isinstance(weights, nn.Module) else weights:
         if alias_key(tensor) not in seen:
             seen.add(alias_key(tensor))
             digest.update(tensor_bytes(tensor))

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
-import shlex
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
@@ -20,18 +14,12 @@ from gradsync.bench.collectives_plan import (
     Settings,
     check_settings,
     parse_size,
-    settings_from_json,
 )
-from gradsync.bench.record import check_folder, write_record
-from gradsync.cli.arguments import parse
-from gradsync.cli.bench_sync import uses_cuda
-from gradsync.cli.ranks import WORKER, be_rank, measure_on_ranks, until_stopped
-from gradsync.errors import ConfigError, RunError
-from gradsync.runtime import environ
-from gradsync.runtime.resolve import resolve
+from gradsync.bench.memory_choice import uses_cuda
+from gradsync.cli.experiment import Experiment, Findings, command_of
+from gradsync.errors import ConfigError
 
 if TYPE_CHECKING:
-    from gradsync.bench.collectives_report import Report
     from gradsync.world import World
 
 _COMMAND = ("bench", "collectives")
@@ -83,31 +71,11 @@ class CollectivesOptions:
     """Print one JSON document on standard output; the tables go to standard error."""
 
 
-def run(argv: list[str]) -> int:
-    """Carry out `gradsync bench collectives ARGV`.
-
-    Returns:
-        0 when every result was right, else 1; 128 + signal after one.
+def plan_of(options: CollectivesOptions, world: World) -> Settings:
+    """Check the request.
 
     Raises:
-        ConfigError: an unknown operation, algorithm, dtype or size, or one beyond memory.
-        RunError: ranks could not begin, or results could not be written.
-    """
-    if argv[:1] == [WORKER]:
-        return be_rank(Path(argv[1]), _measure)
-    options = parse(CollectivesOptions, argv, "bench collectives")
-    world = resolve(environ.snapshot()).world
-    settings = settings_of(options)
-    if world.is_main:
-        _check_places(options)
-    return until_stopped(world, lambda: _work(options, settings, world))
-
-
-def settings_of(options: CollectivesOptions) -> Settings:
-    """What was asked for.
-
-    Raises:
-        ConfigError: see `run`.
+        ConfigError: an unknown operation, algorithm, dtype or size, one rank.
     """
     if options.world_size < 2:
         raise ConfigError(
@@ -141,99 +109,43 @@ def _words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
-def _check_places(options: CollectivesOptions) -> None:
-    """Long before there is something to write."""
-    if options.out:
-        check_folder("--out", Path(options.out))
-    if options.csv:
-        path = Path(options.csv)
-        if path.is_dir():
-            raise ConfigError(f"--csv {path}: is a folder; name a file")
-        if not path.parent.is_dir():
-            raise ConfigError(f"--csv {path}: there is no folder {path.parent}")
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise ConfigError(f"--csv {path}: may not be written")
+def _findings(
+    options: CollectivesOptions, settings: Settings, result: dict[str, Any], world: World
+) -> Findings:
+    from gradsync.bench.collectives_report import Report, print_report, report_csv
+    from gradsync.hardware.timing.alpha_beta import save_fits
 
+    report = Report.of(settings, result)
 
-def _work(options: CollectivesOptions, settings: Settings, world: World) -> int:
-    outcome = measure_on_ranks(
-        _COMMAND, asdict(settings), _measure, world=world, world_size=options.world_size
+    def keep() -> str:
+        about = {"num_nodes": report.num_nodes, "dtype": settings.dtype}
+        kept = save_fits({**report.environment, **about}, report.fits)
+        return f"kept alpha and beta in {kept}"
+
+    return Findings(
+        environment=report.environment,
+        command=command_text(options, report.environment["world_size"]),
+        data=report.data(),
+        samples=result["samples"],
+        show=partial(print_report, report),
+        csv=partial(report_csv, report),
+        keep=keep if options.save and report.fits else None,
+        code=1 if report.wrong else 0,
     )
-    if outcome.result is None:
-        return outcome.code
-    from gradsync.bench.collectives_measure import samples_of
-    from gradsync.bench.collectives_report import Report
-
-    report = Report.of(settings, outcome.result, samples_of(outcome.result))
-    _tell(options, report)
-    return 1 if report.wrong else 0
 
 
-def _measure(settings: dict[str, Any]) -> dict[str, Any]:
-    """One rank's part; see `ranks.Measure`."""
-    from gradsync.bench.collectives_measure import measure_collectives
-
-    with _progress() as tell:
-        return measure_collectives(settings_from_json(settings), tell)
+def command_text(options: CollectivesOptions, world_size: int) -> str:
+    """The command line for the same measurement, at the number of ranks that there were."""
+    flags = replace(options, world_size=CollectivesOptions().world_size)
+    return command_of(flags, (*_COMMAND, "--world-size", str(world_size)))
 
 
-@contextmanager
-def _progress() -> Iterator[Callable[[int, int, str], None]]:
-    """A bar on a terminal's standard error; nothing elsewhere."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
-        task = bar.add_task("", total=None)
-
-        def tell(done: int, total: int, what: str) -> None:
-            bar.update(task, completed=done, total=total, description=what)
-
-        yield tell
-
-
-def _tell(options: CollectivesOptions, report: Report) -> None:
-    from gradsync.bench.collectives_report import print_report, write_csv
-    from gradsync.hardware.timing.alpha_beta_cache import save_fits
-
-    human = sys.stderr if options.as_json else sys.stdout
-    print_report(report, human)
-    if options.as_json:
-        document = {"environment": report.environment, **report.data()}
-        print(json.dumps(document, indent=1, allow_nan=False), flush=True)
-    if options.csv:
-        try:
-            write_csv(Path(options.csv), report)
-        except OSError as error:
-            raise RunError(f"--csv {options.csv}: {error.strerror}") from error
-    if options.out:
-        path = write_record(
-            Path(options.out),
-            name="collectives",
-            command=command_of(options, report.environment["world_size"]),
-            environment=report.environment,
-            data={**report.data(), "samples": report.samples_json()},
-        )
-        print(f"wrote {path}", file=human)
-    if options.save and report.fits:
-        kept = {
-            **report.environment,
-            "num_nodes": report.num_nodes,
-            "dtype": report.settings.dtype,
-        }
-        print(f"kept alpha and beta in {save_fits(kept, report.fits)}", file=human)
-
-
-def command_of(options: CollectivesOptions, world_size: int) -> str:
-    """What to type for the same measurement; without the places for its results."""
-    words = ["gradsync", *_COMMAND, "--world-size", str(world_size)]
-    left_out = ("world_size", "save", "csv", "out", "as_json")
-    for entry in fields(options):
-        value = getattr(options, entry.name)
-        if entry.name not in left_out and value != entry.default:
-            words += ["--" + entry.name.replace("_", "-"), str(value)]
-    return shlex.join(words)
+EXPERIMENT = Experiment(
+    command=_COMMAND,
+    options=CollectivesOptions,
+    measure="gradsync.bench.collectives_measure:measure",
+    variants=plan_of,
+    collect=lambda options, settings, world, ask: ask(settings, options.world_size),
+    metrics=_findings,
+)
+run = EXPERIMENT.run

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import shlex
-import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from gradsync.bench.memory_plan import MemoryCase, MemoryRun, memory_cases
-from gradsync.bench.record import check_folder, write_record
-from gradsync.cli.arguments import parse
-from gradsync.cli.bench_sync import uses_cuda
-from gradsync.cli.ranks import WORKER, be_rank, measure_on_ranks, until_stopped
+from gradsync.bench.memory_choice import uses_cuda
+from gradsync.bench.memory_plan import MemoryCase, MemoryRun, memory_cases, print_report, row_of
+from gradsync.bench.report import progress_bar
+from gradsync.cli.experiment import Ask, Experiment, Findings, command_of, flag_of
 from gradsync.errors import ConfigError
 from gradsync.runtime import environ
-from gradsync.runtime.resolve import resolve
 from gradsync.sync.registry import STRATEGIES
 
 if TYPE_CHECKING:
@@ -60,45 +55,24 @@ class MemoryOptions:
     """Print one JSON document on standard output; the table goes to standard error."""
 
 
-def run(argv: list[str]) -> int:
-    """Carry out `gradsync bench memory ARGV`.
-
-    Returns:
-        0 when all was measured; 128 + signal after one.
+def cases_of(options: MemoryOptions, world: World) -> tuple[MemoryCase, ...]:
+    """Check the request.
 
     Raises:
         ConfigError: an unknown shape or strategy, numbers that cannot be, one rank of a launcher.
-        RunError: ranks could not begin, results could not be written.
-    """
-    if argv[:1] == [WORKER]:
-        return be_rank(Path(argv[1]), _measure)
-    options = parse(MemoryOptions, argv, "bench memory")
-    cases = cases_of(options)
-    world = resolve(environ.snapshot()).world
-    if world.is_distributed:
-        raise ConfigError(
-            "bench memory starts new ranks for each case: run it as one process, without a launcher"
-        )
-    if options.out:
-        check_folder("--out", Path(options.out))
-    return until_stopped(world, lambda: _work(options, cases, world))
-
-
-def cases_of(options: MemoryOptions) -> tuple[MemoryCase, ...]:
-    """What was asked for.
-
-    Raises:
-        ConfigError: see `run`.
     """
     for name, least in (("world_size", 1), ("steps", 2)):
-        if getattr(options, name) < least:
-            flag = "--" + name.replace("_", "-")
-            raise ConfigError(f"{flag} must be at least {least}; got {getattr(options, name)}")
+        if (value := getattr(options, name)) < least:
+            raise ConfigError(f"{flag_of(name)} must be at least {least}; got {value}")
     uses_cuda(options.device)  # refuses what is not there
     names = tuple(STRATEGIES) if options.strategies == "all" else _words(options.strategies)
     cases = tuple(memory_cases(_words(options.shapes), names))
     if not cases:
         raise ConfigError("--shapes and --strategies: name at least one of each")
+    if world.is_distributed:
+        raise ConfigError(
+            "bench memory starts new ranks for each case: run it as one process, without a launcher"
+        )
     return cases
 
 
@@ -106,58 +80,46 @@ def _words(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
 
 
-def _measure(run: dict[str, Any]) -> dict[str, Any]:
-    """One rank's part; see `ranks.Measure`."""
-    from gradsync.bench.memory_run import measure
-
-    return measure(run)
-
-
-def _work(options: MemoryOptions, cases: Sequence[MemoryCase], world: World) -> int:
-    from gradsync.bench.memory_report import print_report, row_of
-    from gradsync.bench.sync_worker import progress_bar
-
-    rows, raw, environment = [], [], {}
-    tell = progress_bar()
+def _collect(
+    options: MemoryOptions, cases: Sequence[MemoryCase], world: World, ask: Ask
+) -> list[dict[str, Any]]:
+    tell, found = progress_bar(), []
     with environ.exported(_EVERY_BLOCK_MAPPED if options.exact else {}):
         for number, case in enumerate(cases):
             tell(number, len(cases), f"{case.shape}: {case}")
             run = MemoryRun(case=case, device=options.device, steps=options.steps)
-            outcome = measure_on_ranks(
-                _COMMAND, run.to_json(), _measure, world=world, world_size=options.world_size
-            )
-            if outcome.result is None:
-                return outcome.code
-            environment = environment or outcome.result["environment"]
-            rows.append(row_of(case, outcome.result))
-            raw.append(
-                {name: outcome.result[name] for name in ("kind", "keeps_memory", "peak_bytes")}
-            )
+            found.append(ask(run, options.world_size))
     tell(len(cases), len(cases), "")
-    human = sys.stderr if options.as_json else sys.stdout
-    print_report(rows, environment=environment, stream=human)
-    data = {"rows": [asdict(row) for row in rows], "cases": [asdict(c) for c in cases], "raw": raw}
-    if options.as_json:
-        print(json.dumps({"environment": environment, **data}, indent=1), flush=True)
-    if options.out:
-        path = write_record(
-            Path(options.out),
-            name="memory",
-            command=command_of(options),
-            environment=environment,
-            data=data,
-        )
-        print(f"wrote {path}", file=human)
-    return 0
+    return found
 
 
-def command_of(options: MemoryOptions) -> str:
-    """What to type for the same measurement; without the places for its results."""
-    words = ["gradsync", *_COMMAND]
-    for entry in fields(options):
-        value = getattr(options, entry.name)
-        if entry.name in ("out", "as_json") or value == entry.default:
-            continue
-        flag = "--" + entry.name.replace("_", "-")
-        words += [flag] if value is True else [flag, str(value)]
-    return shlex.join(words)
+def _findings(
+    options: MemoryOptions,
+    cases: Sequence[MemoryCase],
+    results: Sequence[Mapping[str, Any]],
+    world: World,
+) -> Findings:
+    rows = [row_of(case, result) for case, result in zip(cases, results, strict=True)]
+    environment = results[0]["environment"]
+    kept = ("kind", "keeps_memory", "peak_bytes")
+    return Findings(
+        environment=environment,
+        command=command_of(options, _COMMAND),
+        data={
+            "rows": [asdict(row) for row in rows],
+            "cases": [asdict(case) for case in cases],
+            "raw": [{name: result[name] for name in kept} for result in results],
+        },
+        show=partial(print_report, rows, environment),
+    )
+
+
+EXPERIMENT = Experiment(
+    command=_COMMAND,
+    options=MemoryOptions,
+    measure="gradsync.bench.memory_run:measure",
+    variants=cases_of,
+    collect=_collect,
+    metrics=_findings,
+)
+run = EXPERIMENT.run

@@ -2,37 +2,32 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from gradsync.bench.collectives_plan import Settings
-from gradsync.bench.memory_choice import fits as has_room
-from gradsync.bench.record import write_record
-from gradsync.bench.simulation_plan import (
+from gradsync.bench.memory_choice import memory_for, size_of
+from gradsync.bench.scaling import parse_world_sizes
+from gradsync.bench.simulation import (
     SimulationPlan,
     collectives_settings,
+    fits_from,
+    predictions_of,
+    print_report,
     simulation_plan,
-    sizes_above_one,
 )
-from gradsync.bench.sync_plan import SyncSettings, built_per_turn, plan_to_json
-from gradsync.cli.arguments import parse
-from gradsync.cli.bench_sync import check_places, command_of, memory_for, size_of
-from gradsync.cli.ranks import WORKER, be_rank, measure_on_ranks, until_stopped
+from gradsync.bench.sync_plan import fitting, settings_of
+from gradsync.cli.bench_collectives import EXPERIMENT as COLLECTIVES
+from gradsync.cli.experiment import Ask, Experiment, Findings, command_of
 from gradsync.errors import ConfigError
-from gradsync.models.presets import preset
-from gradsync.runtime import environ
-from gradsync.runtime.resolve import resolve
 from gradsync.runtime.threads import choose_threads
-from gradsync.world import World
 
 if TYPE_CHECKING:
     from gradsync.hardware.timing.alpha_beta import Fit
+    from gradsync.world import World
 
 _COMMAND = ("bench", "simulation")
 
@@ -79,66 +74,28 @@ class SimulationOptions:
     """Only say what would be measured."""
 
 
-def run(argv: list[str]) -> int:
-    """Carry out `gradsync bench simulation ARGV`.
-
-    Returns:
-        0 when all was measured, however good the predictions; 128 + signal after one.
+def plan_of(options: SimulationOptions, world: World) -> SimulationPlan:
+    """Check the request.
 
     Raises:
         ConfigError: an unknown size or strategy, numbers that cannot be, another launcher, a model
             that does not fit into memory.
-        RunError: ranks could not begin, or results could not be written.
     """
-    if argv[:1] == [WORKER]:
-        return be_rank(Path(argv[1]), _measure)
-    options = parse(SimulationOptions, argv, "bench simulation")
-    world = resolve(environ.snapshot()).world
     if world.is_distributed:
         raise ConfigError(
             "bench simulation starts its own ranks, of several world sizes: run it without "
             f"{world.launcher}"
         )
-    simulation = plan_of(options)
-    _collectives(options, simulation)  # refuses what cannot be
-    check_places(csv="", plot="", out=options.out)
-    if options.dry_run:
-        print(json.dumps(plan_to_json(simulation.plan), indent=1))
-        return 0
-    return until_stopped(world, lambda: _work(options, simulation, world))
-
-
-def plan_of(options: SimulationOptions) -> SimulationPlan:
-    """What was asked for.
-
-    Raises:
-        ConfigError: see `run`.
-    """
-    preset(options.model_size)
-
-    def planned(threads: int) -> SimulationPlan:
-        settings = SyncSettings(
-            model_size=options.model_size,
-            context_length=options.context_length,
-            num_steps=options.num_steps,
-            num_warmup=options.num_warmup,
-            rounds=options.rounds,
-            leaves_per_rank=options.leaves_per_rank,
-            dtype=options.dtype,
-            threads=threads,
-            device="cpu",
-            seed=options.seed,
-        )
-        return simulation_plan(
-            settings,
-            strategies=options.strategies,
-            world_sizes=options.world_sizes,
-            batch_size=options.batch_size,
-        )
-
-    most = planned(1).world_sizes[-1]
-    simulation = planned(choose_threads(most, requested=options.threads))
-    settings = simulation.plan.settings
+    most = parse_world_sizes(options.world_sizes)[-1]
+    threads = choose_threads(most, requested=options.threads)
+    settings = settings_of(options, threads=threads, device="cpu")
+    simulation = simulation_plan(
+        settings,
+        strategies=options.strategies,
+        world_sizes=options.world_sizes,
+        batch_size=options.batch_size,
+    )
+    collectives_settings(simulation, options.seconds_per_point)  # refuses what cannot be
     load, room = memory_for(
         "cpu",
         leaf_tokens=options.batch_size // options.leaves_per_rank * settings.tokens,
@@ -146,82 +103,46 @@ def plan_of(options: SimulationOptions) -> SimulationPlan:
         busy_ranks=most,
     )
     size_of(options.model_size, load, room)  # refuses what fits for no contestant alone
-    together = replace(load, contestants=len(simulation.strategies) + 2)
-    if has_room(settings.config, together, room):
-        return simulation
-    return replace(simulation, plan=built_per_turn(simulation.plan))
+    contestants = len(simulation.strategies) + 2
+    return replace(simulation, plan=fitting(simulation.plan, load, room, contestants=contestants))
 
 
-def _measure(plan: dict[str, Any]) -> dict[str, Any]:
-    """One rank's part; see `ranks.Measure`."""
-    from gradsync.bench.sync_worker import measure
-
-    return measure(plan)
-
-
-def _measure_collectives(settings: dict[str, Any]) -> dict[str, Any]:
-    """Never called here: without a launcher the ranks are processes of `bench collectives`."""
-    raise AssertionError(settings)
+def _collect(
+    options: SimulationOptions, simulation: SimulationPlan, world: World, ask: Ask
+) -> tuple[dict[int, list[Fit]], Sequence[Mapping[str, Any]]]:
+    """Lines through the collectives' costs by number of ranks, and what steps took."""
+    settings = collectives_settings(simulation, options.seconds_per_point)
+    sizes = simulation.plan.world_sizes[1:]
+    fits = {size: fits_from(ask(settings, size, of=COLLECTIVES)) for size in sizes}
+    return fits, ask(simulation.plan, simulation.plan.num_ranks)["results"]
 
 
-def _collectives(options: SimulationOptions, simulation: SimulationPlan) -> Settings:
-    return collectives_settings(simulation, options.seconds_per_point)
-
-
-def _work(options: SimulationOptions, simulation: SimulationPlan, world: World) -> int:
-    from gradsync.bench.simulation_result import fits_from
-
-    settings = asdict(_collectives(options, simulation))
-    fits: dict[int, list[Fit]] = {}
-    for size in sizes_above_one(simulation.world_sizes):
-        outcome = measure_on_ranks(
-            ("bench", "collectives"), settings, _measure_collectives, world=world, world_size=size
-        )
-        if outcome.result is None:
-            return outcome.code
-        fits[size] = fits_from(outcome.result)
-    outcome = measure_on_ranks(
-        _COMMAND,
-        plan_to_json(simulation.plan),
-        _measure,
-        world=world,
-        world_size=simulation.plan.num_ranks,
-    )
-    if outcome.result is None:
-        return outcome.code
-    _tell(options, simulation, outcome.result["results"], fits)
-    return 0
-
-
-def _tell(
-    options: SimulationOptions,
-    simulation: SimulationPlan,
-    results: Sequence[Mapping[str, Any]],
-    fits: Mapping[int, Sequence[Fit]],
-) -> None:
-    from gradsync.bench.simulation_report import print_report
-    from gradsync.bench.simulation_result import predictions_of
-
+def _findings(
+    options: SimulationOptions, simulation: SimulationPlan, collected: Any, world: World
+) -> Findings:
+    fits, results = collected
     environment = results[-1]["environment"]  # of the most ranks
     found = predictions_of(simulation, results, fits, cores=environment["cores"])
-    human = sys.stderr if options.as_json else sys.stdout
-    print_report(simulation, found, environment, human)
-    data = {
-        "plan": plan_to_json(simulation.plan),
-        "predictions": [each.as_json() for each in found],
-        "fits": {str(size): [fit.to_json() for fit in lines] for size, lines in fits.items()},
-    }
-    command = command_of(options, _COMMAND)
-    if options.as_json:
-        document = {"environment": environment, "command": command, **data}
-        print(json.dumps(document, indent=1, allow_nan=False), flush=True)
-    if options.out:
-        samples = [result["contestants"] for result in results]
-        path = write_record(
-            Path(options.out),
-            name="simulation",
-            command=command,
-            environment=environment,
-            data={**data, "samples": samples},
-        )
-        print(f"wrote {path}", file=human)
+    return Findings(
+        environment=environment,
+        command=command_of(options, _COMMAND),
+        data={
+            "plan": asdict(simulation.plan),
+            "predictions": [each.as_json() for each in found],
+            "fits": {str(size): [fit.to_json() for fit in lines] for size, lines in fits.items()},
+        },
+        samples=[result["contestants"] for result in results],
+        show=partial(print_report, simulation, found, environment),
+    )
+
+
+EXPERIMENT = Experiment(
+    command=_COMMAND,
+    options=SimulationOptions,
+    measure="gradsync.bench.sync_run:measure",
+    variants=plan_of,
+    collect=_collect,
+    metrics=_findings,
+    dry=lambda simulation: asdict(simulation.plan),
+)
+run = EXPERIMENT.run

@@ -13,8 +13,7 @@ import tyro
 
 from gradsync.cli.arguments import parse
 from gradsync.errors import ConfigError, LaunchError
-from gradsync.hardware.described.file import dump_hardware, hardware_document
-from gradsync.hardware.described.text import hardware_rows
+from gradsync.hardware.described.file import dump_hardware, hardware_document, hardware_rows
 from gradsync.hardware.description import Hardware
 from gradsync.hardware.detect.machine import detect_hardware
 from gradsync.runtime import environ

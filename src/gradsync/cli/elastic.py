@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _SPELLINGS = ("--elastic", "--elastic-gpu", "--elastic_gpu")
 _DECIDED = "--elastic=decided"
-"""What ranks get that we start: only the micro-batch is left to them."""
+"""Flags for ranks that gradsync starts: only the micro-batch is left to them."""
 _FILES = (".yaml", ".yml", ".toml")
 
 
@@ -137,7 +137,7 @@ def with_ranks(
 def _of_rank_0(
     config: TrainConfig, given: frozenset[str], world: World, comm: Communicator
 ) -> Decision:
-    """What rank 0 decides, on all ranks. Whole group, two small messages."""
+    """Decision of rank 0, on all ranks. Whole group, two small messages."""
     from gradsync.comm.values import broadcast_json
     from gradsync.train.elastic import Decision, decide
 
@@ -185,7 +185,7 @@ def _probed_alone(config: TrainConfig, hardware: Hardware, world: World) -> Trai
 
 
 def _hardware(config: TrainConfig, env: dict[str, str], world: World) -> Hardware:
-    """What the ranks run on: this host's devices, on each of the launcher's hosts."""
+    """Hardware that the ranks run on: this host's devices, on each of the launcher's hosts."""
     import torch
 
     if config.device == "cpu" or not torch.cuda.is_available():

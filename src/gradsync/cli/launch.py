@@ -92,7 +92,7 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def plan_of(options: LaunchOptions, program: Program) -> LaunchPlan:
-    """What was asked for.
+    """The request as a plan.
 
     Raises:
         ConfigError: numbers that cannot be; several nodes and no way to node 0.

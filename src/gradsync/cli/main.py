@@ -9,6 +9,7 @@ checkpoint written · 130 interrupted twice.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sys
@@ -18,7 +19,8 @@ from difflib import get_close_matches
 from importlib import import_module
 
 from gradsync import __version__
-from gradsync.errors import ConfigError, DivergenceError, GradsyncError, PeerError
+from gradsync.core.files import one_line
+from gradsync.errors import ConfigError, DivergenceError, GradsyncError, PeerError, UsageError
 from gradsync.runtime import environ
 
 COMMANDS = {
@@ -35,6 +37,9 @@ COMMANDS = {
 }
 
 _SILENCE_S = 2.0
+
+_BAD_PATH = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ELOOP)
+"""A path given by the user is behind these, wherever it is first looked at."""
 
 _HELP = """\
 usage: gradsync COMMAND [options]
@@ -86,6 +91,11 @@ def _run_command(name: str, arguments: list[str]) -> int:
         return import_module(f"gradsync.cli.{name}").run(arguments)
     except GradsyncError as error:
         return _fail(error)
+    except OSError as error:
+        if error.errno not in _BAD_PATH or not isinstance(error.filename, str):
+            raise
+        path = one_line(error.filename)
+        return _fail(UsageError(f"cannot use {path}: {error.strerror}; name another path"))
     except KeyboardInterrupt:
         print("gradsync: error: interrupted", file=sys.stderr, flush=True)
         return 130

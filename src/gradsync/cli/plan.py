@@ -17,10 +17,10 @@ from gradsync.cli.arguments import parse
 from gradsync.errors import ConfigError, RunError
 from gradsync.hardware.choice.candidate import Search
 from gradsync.hardware.choice.choose import Choice, choose
-from gradsync.hardware.choice.command import commands
 from gradsync.hardware.choice.costs import Costs
 from gradsync.hardware.choice.remedy import find_remedy
 from gradsync.hardware.choice.report import (
+    commands,
     hardware_lines,
     pick_sections,
     print_table,
@@ -29,14 +29,18 @@ from gradsync.hardware.choice.report import (
 )
 from gradsync.hardware.choice.submodels import parse_submodel, place_submodels
 from gradsync.hardware.choice.words import gb
+from gradsync.hardware.described.catalog import DEFAULT_NETWORK, check_size
 from gradsync.hardware.described.file import hardware_document, load_hardware
-from gradsync.hardware.described.name import DEFAULT_NETWORK, check_size
-from gradsync.hardware.described.networks import NETWORKS, load_network
+from gradsync.hardware.described.links import NETWORKS, load_network
 from gradsync.hardware.description import Hardware
 from gradsync.hardware.detect.machine import detect_hardware
 from gradsync.hardware.memory.model import memory_need
-from gradsync.hardware.simulate.report import report_text
-from gradsync.hardware.simulate.simulation import DEFAULT_STRATEGIES, Simulation, simulate
+from gradsync.hardware.simulate.simulation import (
+    DEFAULT_STRATEGIES,
+    Simulation,
+    report_text,
+    simulate,
+)
 from gradsync.hardware.switches import speed_switches
 from gradsync.hardware.workload import Split, Workload
 from gradsync.runtime import environ
@@ -47,8 +51,8 @@ from gradsync.train.config import TrainConfig
 from gradsync.train.recipes import recipe
 
 _USUAL = ("invariant", "bucketed", "zero1", "zero2", "fsdp", "ddp")
-"""What is tried unless names are given: nothing that loses something on purpose, and of those that
-cost the same only one."""
+"""Strategies tried unless names are given: none that loses something on purpose, and only one of
+each cost."""
 _BETWEEN_HOSTS = "hierarchical"
 """Joins them where there are several hosts."""
 _LARGEST_MICRO_BATCH = 32
@@ -102,7 +106,7 @@ class PlanOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """What was asked for, checked."""
+    """The request, checked."""
 
     hardware: Hardware
     here: bool
@@ -110,7 +114,7 @@ class Request:
     work: Workload
     search: Search
     flags: tuple[str, ...]
-    """Of `gradsync train`, for what differs from the model's own configuration."""
+    """Flags of `gradsync train` for values other than the model's own configuration."""
 
 
 def run(argv: list[str]) -> int:
@@ -139,7 +143,7 @@ def run(argv: list[str]) -> int:
 
 
 def request_of(options: PlanOptions) -> Request:
-    """What was asked for.
+    """The request.
 
     Raises:
         ConfigError: see `run`.
@@ -190,7 +194,7 @@ def request_of(options: PlanOptions) -> Request:
 
 
 def hardware_of(options: PlanOptions) -> Hardware:
-    """What to plan for: described, or this machine.
+    """The hardware to plan for: described, or this machine.
 
     Raises:
         ConfigError: an unknown name, a file that cannot be used, a network where there is one host.
@@ -271,8 +275,7 @@ def _config(options: PlanOptions) -> TrainConfig:
 
 
 def _train_flags(options: PlanOptions) -> Iterator[str]:
-    """Of `gradsync train`: what differs from the model's own configuration, but for what is
-    chosen."""
+    """Flags of `gradsync train` for given values that differ from the model's own configuration."""
     for name in ("tokens_per_update", "seq_len", "dtype"):
         value = getattr(options, name)
         if value is not None and value != getattr(recipe(options.model), name):
@@ -305,7 +308,7 @@ def _simulated(
 
 
 def _switch_lines(request: Request) -> list[str]:
-    """What the devices can do, and what may help; nothing is set."""
+    """Lines on what the devices can do and what may help; nothing is set."""
     switches = speed_switches(request.hardware, environ.snapshot() if request.here else {})
     lines = list(switches.reasons)
     if switches.dtype != request.work.dtype and request.work.dtype == "bf16":
@@ -369,7 +372,7 @@ def _tell(
         if simulation is not None:
             print(f"\n{report_text(simulation)}")
     if simulation is not None and options.plot:
-        from gradsync.bench.plot_simulation import plot_simulation
+        from gradsync.bench.plot import plot_simulation
 
         plot_simulation(Path(options.plot), simulation)
         print(f"wrote {options.plot}", file=sys.stderr)

@@ -156,7 +156,7 @@ class Outcome:
     code: int
     """0, or the exit code of the ranks, which have said why."""
     result: dict[str, Any] | None = None
-    """What rank 0 measured; None above rank 0, and after a failure."""
+    """Measurements of rank 0; None above rank 0, and after a failure."""
 
 
 Measure = Callable[[dict[str, Any]], dict[str, Any]]

@@ -29,7 +29,7 @@ class SampleConfig:
     top_k: int = 50
     """Sample among the k most likely tokens; 0 among all."""
     seed: int = 0
-    """Of the draws."""
+    """Seed of the draws."""
     data: str = ""
     """Data directory for its tokenizer; empty takes the one the run was trained on."""
     device: str = "auto"
@@ -60,7 +60,7 @@ def sample(path: Path, config: SampleConfig) -> tuple[Path, str]:
         The checkpoint used, and prompt and continuation as text.
 
     Raises:
-        CheckpointError: no good checkpoint there.
+        ConfigError, CheckpointError: no checkpoint, or no good one, is there.
         DataError: the data directory, and with it the tokenizer, is gone.
     """
     from gradsync.checkpoint.store import CheckpointStore, resolve

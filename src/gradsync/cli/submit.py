@@ -17,13 +17,13 @@ import tyro
 
 from gradsync.cli.arguments import parse
 from gradsync.cli.launch import check_program, split
+from gradsync.core.files import write_text
 from gradsync.errors import ConfigError, RunError
 from gradsync.launch import slurm
 from gradsync.launch.jobs import Submitted, remember, remembered
 from gradsync.launch.program import Program, parse_program
 from gradsync.launch.sbatch import sbatch_script
 from gradsync.launch.sbatch_plan import TASK, SbatchPlan
-from gradsync.runtime.text_file import write_text
 
 _SHOWN = 10
 """Jobs that a bare --status shows."""
@@ -62,7 +62,7 @@ class SubmitOptions:
     """Numbers of an array: 0-9, 1,3,5, 0-99%4. {task} in the program's arguments becomes the
     task's number."""
     launcher: str = "srun"
-    """What starts the ranks: srun, mpirun or torchrun."""
+    """Launcher of the ranks: srun, mpirun or torchrun."""
     module: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Module to load; may be given several times."""
     setup: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
@@ -114,7 +114,7 @@ def run(argv: list[str]) -> int:
 
 
 def plan_of(options: SubmitOptions, words: list[str]) -> SbatchPlan:
-    """What was asked for, checked as far as this machine can.
+    """The request as a plan, checked as far as this machine can.
 
     Raises:
         ConfigError: a request that cannot be right.
@@ -210,7 +210,7 @@ def _checked_train(program: Program, world_size: int, array: str) -> tuple[Progr
 
 
 def _check_syntax(script: str) -> None:
-    """What the user gave as shell may not be shell; ask bash, where there is one."""
+    """Check the user's shell lines with bash, where there is one."""
     if shutil.which("bash") is None:
         return
     done = subprocess.run(

@@ -20,10 +20,12 @@ from gradsync.runtime.threads import choose_threads
 from gradsync.sync.registry import check_options, find_strategy
 from gradsync.train.config import AUTO, TrainConfig
 from gradsync.train.config_io import parse_config
+from gradsync.train.size import check_size
 from gradsync.train.split_check import check_layout
 from gradsync.world import World
 
 _KEEPS_MEMORY = "freed memory stays in the process (--no-keep-memory gives it back)"
+_EMULATED = "this processor has no bf16 and emulates it, many times slower than --dtype fp32"
 
 
 def run(argv: list[str]) -> int:
@@ -49,6 +51,8 @@ def run(argv: list[str]) -> int:
         if config.sync == AUTO:
             config = _would_be(config, world, world_size)
         return _show_plan(config, plan, as_json=as_json)
+    # The run looks again, with the vocabulary of the data: this is before torch is imported.
+    check_size(config.model, device=config.device, num_nodes=world.num_nodes)
     if world_size > world.world_size:
         return _start_ranks(config, flags, as_json)
     # Torch's own warnings about its sockets repeat, with stacks, what we say in a line.
@@ -80,7 +84,7 @@ def _parse_once(flags: list[str], world: World) -> TrainConfig:
 
 
 def check_request(config: TrainConfig, world_size: int) -> BatchPlan:
-    """What can be checked before anything is started, by any rank alone; returns the batch plan.
+    """Check all that needs nothing started, on any rank alone; returns the batch plan.
 
     Raises:
         ConfigError: impossible batch arithmetic, unknown strategy, fp16 on a CPU.
@@ -146,6 +150,13 @@ def _start_ranks(config: TrainConfig, flags: list[str], as_json: bool) -> int:
     )
 
 
+def _emulates_bf16(world: World) -> bool:
+    from gradsync.hardware.detect.machine import read_processor
+    from gradsync.hardware.switches import multiplies_bf16
+
+    return world.device == "cpu" and not multiplies_bf16(read_processor().instructions)
+
+
 def _join_run(config: TrainConfig, as_json: bool, elastic: list[str] | None) -> int:
     """Be one rank of the run; `elastic`: the arguments that ask for it."""
     from gradsync.comm.choose import communicator
@@ -174,6 +185,8 @@ def _join_run(config: TrainConfig, as_json: bool, elastic: list[str] | None) -> 
                 config = replace(config, out=out)
             stream = sys.stderr if as_json else sys.stdout
             notes = [_KEEPS_MEMORY] if session.keeps_memory else []
+            if config.dtype == "bf16" and _emulates_bf16(world) and elastic is None:
+                notes.append(_EMULATED)
             if elastic is not None:
                 config, lines = with_ranks(
                     config, elastic, world, communicator(world), threads=session.threads
@@ -187,7 +200,7 @@ def _join_run(config: TrainConfig, as_json: bool, elastic: list[str] | None) -> 
             if world.is_main:
                 note_end(config, outcome)
             # Launchers end all ranks when the first one leaves with a code (75): the note comes
-            # before anybody leaves. Whole group, one small message.
+            # before any rank leaves. Whole group, one small message.
             broadcast_json(communicator(world), None)
     except Exception as error:
         # Only now is it known whose failure it was: the session has asked the others.
@@ -228,7 +241,7 @@ def _named_sync(config: TrainConfig, world: World, *, threads: int) -> tuple[Tra
     resolved = Resolved.from_json(broadcast_json(communicator(world), mine))
     config = apply_choice(config, resolved.choice, threads=threads if _on_cpu(config) else None)
     check_request(config, world.world_size)
-    return config, f"warning: {resolved.note}" if resolved.warns else resolved.note
+    return config, resolved.note
 
 
 def _threads(config: TrainConfig) -> int | None:

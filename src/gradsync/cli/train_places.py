@@ -65,7 +65,7 @@ def take_places(argv: Sequence[str]) -> tuple[Places | None, list[str]]:
 
 
 def settle(places: Places, flags: Sequence[str], world: World, env: Mapping[str, str]) -> list[str]:
-    """The flags to go on with, here and as this process.
+    """Flags to go on with, here and as this process.
 
     In a Slurm allocation with several nodes it does not return: this process becomes srun.
 
@@ -90,7 +90,7 @@ def settle(places: Places, flags: Sequence[str], world: World, env: Mapping[str,
 
 
 def elsewhere(places: Places, flags: Sequence[str]) -> str:
-    """What to type instead, when several nodes are asked for on a machine that has one."""
+    """Command to type instead, when several nodes are asked for on a machine that has one."""
     command = shlex.join(["train", *flags])
     size = f"--nodes {places.nodes} --gpus-per-node {places.gpus_per_node}"
     return (

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
-from gradsync.bench.memory_choice import fits
-from gradsync.bench.record import check_folder, write_record
-from gradsync.bench.sync_plan import SyncSettings
-from gradsync.bench.tune_plan import STAGES, TuneRequest
-from gradsync.cli.arguments import parse
-from gradsync.cli.bench_sync import command_of, memory_for, size_of, uses_cuda
-from gradsync.cli.ranks import WORKER, be_rank, measure_on_ranks, until_stopped
-from gradsync.errors import ConfigError, RunError
+from gradsync.bench.memory_choice import fits, memory_for, size_of, uses_cuda
+from gradsync.bench.record import check_folder, raise_failed
+from gradsync.bench.sync_plan import settings_of
+from gradsync.bench.tune import STAGES, TuneRequest, print_report
+from gradsync.cli.experiment import Ask, Experiment, Findings, command_of, flag_of
+from gradsync.errors import ConfigError
 from gradsync.models.presets import preset
-from gradsync.runtime import environ
-from gradsync.runtime.resolve import resolve
-from gradsync.runtime.text_file import json_text, write_text
 from gradsync.runtime.threads import choose_threads
 from gradsync.train.auto_sync import conditions_of, vocabulary
 from gradsync.train.config import TrainConfig
@@ -31,7 +25,7 @@ from gradsync.train.tuned import (
     Choice,
     Conditions,
     Tuned,
-    tuned_document,
+    save_tuned,
     tuned_folder,
     tuned_path,
 )
@@ -93,36 +87,8 @@ class TuneOptions:
     """Only say what would be measured."""
 
 
-def run(argv: list[str]) -> int:
-    """Carry out `gradsync tune ARGV`.
-
-    Returns:
-        0 when all was measured, whatever the verdict; 128 + signal after one.
-
-    Raises:
-        ConfigError: an unknown model, numbers that cannot be, one that does not fit into memory, a
-            cache or a folder that may not be written.
-        DataError: the data's description cannot be read.
-        RunError: ranks could not begin, a candidate does not train, the cache cannot be written.
-    """
-    if argv[:1] == [WORKER]:
-        return be_rank(Path(argv[1]), _measure)
-    options = parse(TuneOptions, argv, "tune")
-    world = resolve(environ.snapshot()).world
-    request = request_of(options, world)
-    if options.out and world.is_main:
-        check_folder("--out", Path(options.out))
-    if options.dry_run:
-        if world.is_main:
-            print(json.dumps({"request": request.to_json(), "stages": STAGES}, indent=1))
-        return 0
-    if world.is_main:
-        check_folder("GRADSYNC_CACHE", tuned_folder())
-    return until_stopped(world, lambda: _work(options, request, world))
-
-
 def request_of(options: TuneOptions, world: World) -> TuneRequest:
-    """What was asked for; under a launcher, at its number of ranks.
+    """Check the request; under a launcher, at its number of ranks.
 
     Raises:
         ConfigError: see `run`.
@@ -132,25 +98,21 @@ def request_of(options: TuneOptions, world: World) -> TuneRequest:
     start = recipe(options.model)
     for name in ("world_size", "batch_size", "leaves_per_rank", "context_length", "threads"):
         if (value := getattr(options, name)) is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1; got {value}")
+            raise ConfigError(f"{flag_of(name)} must be at least 1; got {value}")
     if options.data and not Path(options.data).is_dir():
         raise ConfigError(f"--data {options.data} is no directory")
     world_size = world.world_size if world.is_distributed else options.world_size
     local = world.local_world_size if world.is_distributed else world_size
     batch, leaves = batch_of(options, start, world_size)
     on_cuda = uses_cuda(options.device)
-    settings = SyncSettings(
+    settings = settings_of(
+        options,
         model_size=options.model,
         vocab_size=vocabulary(options.data) or preset(options.model).vocab_size,
         context_length=options.context_length or start.sequence_length,
-        num_steps=options.num_steps,
-        num_warmup=options.num_warmup,
-        rounds=options.rounds,
         leaves_per_rank=leaves,
         dtype=options.dtype or start.dtype,
         threads=choose_threads(local, requested=options.threads or (None if on_cuda else 1)),
-        device=options.device,
-        seed=options.seed,
     )
     load, room = memory_for(
         options.device,
@@ -197,73 +159,56 @@ def batch_of(options: TuneOptions, start: TrainConfig, world_size: int) -> tuple
     return batch, leaves
 
 
-def _measure(request: dict[str, Any]) -> dict[str, Any]:
-    """One rank's part; see `ranks.Measure`."""
-    from gradsync.bench.tune_worker import measure
-
-    return measure(request)
-
-
-def _work(options: TuneOptions, request: TuneRequest, world: World) -> int:
-    outcome = measure_on_ranks(
-        _COMMAND, request.to_json(), _measure, world=world, world_size=request.world_size
-    )
-    if outcome.result is None:
-        return outcome.code
-    if "failed" in outcome.result:
-        kind = ConfigError if outcome.result["exit_code"] == ConfigError.exit_code else RunError
-        raise kind(outcome.result["failed"])
-    _tell(options, request, outcome.result)
-    return 0
+def _collect(options: TuneOptions, request: TuneRequest, world: World, ask: Ask) -> dict[str, Any]:
+    if world.is_main:
+        check_folder("GRADSYNC_CACHE", tuned_folder())
+    result = ask(request, request.world_size)
+    raise_failed(result)
+    return result
 
 
-def _tell(options: TuneOptions, request: TuneRequest, result: Mapping[str, Any]) -> None:
-    from gradsync.bench.tune_report import print_report
-
-    human = sys.stderr if options.as_json else sys.stdout
-    print_report(request, result["stages"], result["environment"], human)
+def _findings(
+    options: TuneOptions, request: TuneRequest, result: dict[str, Any], world: World
+) -> Findings:
     choice = Choice(**result["choice"])
     conditions = measured_conditions(options, request, result)
     tuned = Tuned(choice=choice, verdict=verdict_of(result), date=result["environment"]["date"])
-    command = command_text(replace(options, world_size=request.world_size))
-    data = {
-        "request": request.to_json(),
-        "choice": result["choice"],
-        "stages": result["stages"],
-        "cache": str(tuned_path(conditions)),
-    }
-    if options.as_json:
-        document = {"environment": result["environment"], "command": command, **data}
-        print(json.dumps(document, indent=1, allow_nan=False), flush=True)
-    if options.out:
-        record = write_record(
-            Path(options.out),
-            name="tune",
-            command=command,
-            environment=result["environment"],
-            data={**data, "samples": result["samples"]},
-        )
-        print(f"wrote {record}", file=human)
-    path = save(conditions, tuned)  # last: where it fails, everything else is there
-    print(f"best here: {choice.text}; kept in {path} for gradsync train --sync auto", file=human)
+
+    def keep() -> str:
+        path = save_tuned(conditions, tuned)
+        return f"best here: {choice.text}; kept in {path} for gradsync train --sync auto"
+
+    return Findings(
+        environment=result["environment"],
+        command=command_text(replace(options, world_size=request.world_size)),
+        data={
+            "request": asdict(request),
+            "choice": result["choice"],
+            "stages": result["stages"],
+            "cache": str(tuned_path(conditions)),
+        },
+        samples=result["samples"],
+        show=partial(print_report, request, result["stages"], result["environment"]),
+        keep=keep,
+    )
 
 
 def command_text(options: TuneOptions) -> str:
-    """What to type for the same measurement; without the places for its results."""
+    """The command line for the same measurement, without the places for its results."""
     flags = replace(options, model=TuneOptions().model, keep_memory=True)
     text = command_of(flags, (*_COMMAND, options.model))
     return text if options.keep_memory else f"{text} --no-keep-memory"
 
 
 def verdict_of(result: Mapping[str, Any]) -> str:
-    """What the stages that were measured came to, in one line."""
+    """Outcome of the stages that were measured, in one line."""
     return "; ".join(s["decision"]["words"] for s in result["stages"] if "decision" in s)
 
 
 def measured_conditions(
     options: TuneOptions, request: TuneRequest, result: Mapping[str, Any]
 ) -> Conditions:
-    """Those of a training run whose steps are like the measured ones."""
+    """Conditions of a training run whose steps are like the measured ones."""
     settings = request.settings
     leaves = settings.leaves_per_rank
     micro = request.batch_size // leaves
@@ -287,18 +232,13 @@ def measured_conditions(
     return conditions_of(run, world, threads=settings.threads)
 
 
-def save(conditions: Conditions, tuned: Tuned) -> Path:
-    """Keep it in the place of what was there; returns where.
-
-    Raises:
-        RunError: the cache cannot be written.
-    """
-    path = tuned_path(conditions)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, json_text(tuned_document(conditions, tuned)))
-    except OSError as error:
-        raise RunError(
-            f"could not write {path}: {error.strerror}; GRADSYNC_CACHE can name another cache"
-        ) from error
-    return path
+EXPERIMENT = Experiment(
+    command=_COMMAND,
+    options=TuneOptions,
+    measure="gradsync.bench.tune_worker:measure",
+    variants=request_of,
+    collect=_collect,
+    metrics=_findings,
+    dry=lambda request: {"request": asdict(request), "stages": STAGES},
+)
+run = EXPERIMENT.run

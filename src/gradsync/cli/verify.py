@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 # Launchers end all ranks when the first one fails: leave rank 0 the time to report.
 _SILENCE_S = 2.0
+_QUICK_STEPS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,11 +40,11 @@ class VerifyOptions:
     `invariant` must give the same bits; others must stay within what the order of sums explains;
     lossy ones are held to what they promise. A failure is named: what, where, and from what cause.
     Started by torchrun, mpirun or srun, it verifies at that number of ranks. Where nothing is
-    chosen, a quick check runs: all strategies and models on 1, 2 and 3 ranks in fp32.
+    chosen, a quick check runs: all strategies and models on 1, 2 and 3 ranks in fp32, three steps.
     """
 
     thorough: bool = False
-    """Everything there is, instead of the quick check: also 4 ranks, and bf16."""
+    """Everything there is, instead of the quick check: also 4 ranks, bf16, and a fourth step."""
     strategies: str = ""
     """Names with commas between them, or all (the default)."""
     world_sizes: str = ""
@@ -97,7 +98,7 @@ def run(argv: list[str]) -> int:
         RunError: ranks could not begin, or rows could not be written.
     """
     if argv[:1] == [WORKER]:
-        from gradsync.verify.worker import run_worker
+        from gradsync.verify.matrix import run_worker
 
         return run_worker(Path(argv[1]))
     options = parse(VerifyOptions, argv, "verify")
@@ -112,8 +113,8 @@ def _work(options: VerifyOptions, plan: Plan, world: World) -> int:
     started = time.perf_counter()
     if _is_quick(options, world):
         print(
-            "quick check: every strategy and model on 1, 2 and 3 ranks in fp32; left out are 4 "
-            "ranks and bf16 (--thorough runs everything, three times as long)",
+            "quick check: every strategy and model on 1, 2 and 3 ranks in fp32, three steps; left "
+            "out are 4 ranks, bf16 and a fourth step (--thorough: everything, four times as long)",
             file=sys.stderr if options.as_json else sys.stdout,
             flush=True,
         )
@@ -151,8 +152,9 @@ def plan_of(options: VerifyOptions, world: World) -> Plan:
         sizes = [options.world_size]
     if world.is_distributed:
         sizes = [world.world_size]
+    few = quick and options.num_samples is None
     settings = sized_settings(
-        num_steps=options.num_steps,
+        num_steps=options.num_steps or (_QUICK_STEPS if few else None),
         num_samples=options.num_samples,
         num_leaves=options.num_leaves,
         leaf_size=options.leaf_size,
@@ -177,14 +179,14 @@ def plan_of(options: VerifyOptions, world: World) -> Plan:
         cross_load=options.cross_load,
     )
     if options.target and world.is_main:
-        from gradsync.verify.trial import check_target
+        from gradsync.verify.check_target import check_target
 
         check_target(plan.settings, plan.cells[0].dtype)  # before any rank is started
     return plan
 
 
 def _is_quick(options: VerifyOptions, world: World) -> bool:
-    """Whether nothing was chosen: then what runs should not take long."""
+    """Whether nothing was chosen: then the run should not take long."""
     chosen = (options.strategies, options.world_sizes, options.models, options.dtypes)
     chosen += (options.dtype, options.target)
     return not (
@@ -218,39 +220,34 @@ def _start(plan: Plan, folder: Path, signals: Signals) -> list[Result]:
 def _join(plan: Plan, folder: Path, signals: Signals) -> list[Result]:
     """Be one rank of a launcher's: all jobs of the one world size there is.
 
-    Nobody starts these ranks again: after an error, the jobs that are left count as not run.
+    These ranks are not started again: after an error, the jobs that are left count as not run.
     """
-    from gradsync.verify.matrix import broken_off
+    from gradsync.verify.matrix import broken_off, open_session, read_done, run_jobs
     from gradsync.verify.plan import launches
-    from gradsync.verify.result import result_from_json
-    from gradsync.verify.worker import Worker, open_session, read_done
 
-    (launch,) = launches(plan)
-    worker, rank = None, 0
-    done, noted = folder / "done-0.jsonl", folder / "error-0.json"
+    (jobs,) = launches(plan)
+    rank = None
     try:
         signals.check()
         with open_session(plan.settings) as world:
             rank = world.rank
-            worker = Worker(plan.settings, world, folder=folder, done=done, noted=noted)
             try:
-                return worker.run(launch.jobs, _tell)
+                return run_jobs(jobs, plan.settings, world, folder, tell=_tell)
             except Exception:
                 # The launcher may now end all ranks; first the session asks whose failure it was.
                 signals.hold()
                 raise
     except (Exception, Stopped) as error:
-        if worker is None or signals.received is signal.SIGINT:
+        if rank is None or signals.received is signal.SIGINT:
             raise
         signals.hold()
         if rank:
             time.sleep(_SILENCE_S)
-        found = [result_from_json(data) for data in read_done(folder, 0)]
-        return broken_off(found, launch.jobs, *_blame(error, rank))
+        return broken_off(read_done(folder), jobs, *_blame(error, rank))
 
 
 def _blame(error: BaseException, rank: int) -> tuple[str, list[int]]:
-    """Whose failure it was, in one line and as ranks."""
+    """The failure that ended the ranks, in one line and as ranks."""
     if isinstance(error, PeerError):
         return str(error).partition("\n")[0], [error.rank] if error.rank >= 0 else []
     if isinstance(error, Stopped):
@@ -260,7 +257,7 @@ def _blame(error: BaseException, rank: int) -> tuple[str, list[int]]:
 
 
 def _tell(result: Result) -> None:
-    """On a terminal, how far it is; the report says the rest."""
+    """Show progress on a terminal; the report says the rest."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{result.status} {result.name}", end="\r", file=sys.stderr, flush=True)
 
@@ -283,9 +280,9 @@ def _report(options: VerifyOptions, plan: Plan, results: list[Result], seconds: 
 def _show(plan: Plan, *, as_json: bool) -> int:
     from gradsync.verify.plan import launches
 
-    jobs = [job for launch in launches(plan) for job in launch.jobs]
     names = [
-        job.cell.name + (f" from {job.source.name}" if job.source is not None else "")
+        job.cell.name + (f" from {job.source_name}" if job.source else "")
+        for jobs in launches(plan)
         for job in jobs
     ]
     print(json.dumps(names, indent=1) if as_json else "\n".join(names))

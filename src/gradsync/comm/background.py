@@ -1,12 +1,12 @@
-"""One worker thread that runs what it is given, strictly in order, beside the main thread.
+"""One worker thread that runs submitted functions strictly in order, beside the main thread.
 
     main    submit(a) ── submit(b) ── backward goes on ──── a.wait() ── b.wait()
     worker      └─ a ────────┴─ b ───────────────────┘
 
-What runs here talks to other ranks only by `Communicator.exchange` (see `comm/base.py`), or through
-a shared-memory communicator of its own: two threads would issue collectives in different orders on
-different ranks. On NCCL even messages queue up with the collectives of the same group: give the
-worker a communicator over a group of its own.
+Functions run here talk to other ranks only by `Communicator.exchange` (see `comm/base.py`), or
+through a shared-memory communicator reserved for this thread: two threads would issue collectives
+in different orders on different ranks. On NCCL even messages queue up with the collectives of the
+same group: give the worker a communicator over a separate group.
 
 [Note: The bits of a worker thread] A sum over many elements depends on the number of intra-op
 threads. OpenMP keeps that number per thread; torch copies its own setting into a new thread once,
@@ -35,8 +35,8 @@ class Background:
     `close`. After a failure it runs nothing more: every later submission fails with that error.
 
     Args:
-        device: where the submitted work computes. On CUDA the worker has a stream of its own: it
-            starts after what the submitting stream has been given so far, and `wait` makes the
+        device: where the submitted work computes. On CUDA the worker has its own stream, which
+            starts after everything given to the submitting stream so far, and `wait` makes the
             waiting stream wait for it. Hold on to the tensors until then.
     """
 
@@ -52,7 +52,7 @@ class Background:
         """Run `fn()` on the worker after everything submitted before.
 
         Returns:
-            A `Work` whose `wait` raises what `fn` raised, or what an earlier submission raised.
+            A `Work` whose `wait` raises the error of `fn`, or that of an earlier submission.
 
         Raises:
             RunError: after `close`.
@@ -72,7 +72,7 @@ class Background:
         return job
 
     def close(self) -> None:
-        """Finish what was submitted and end the thread; harmless when called again."""
+        """Finish the submitted functions and end the thread; harmless when called again."""
         with self._lock:
             self._closed = True
         if self._thread is not None:
@@ -95,7 +95,7 @@ class _Job:
         self._done: Any = None
 
     def run(self) -> BaseException | None:
-        """On the worker: do it; returns what it raised."""
+        """Run the function on the worker; returns the exception it raised, if any."""
         assert self._fn is not None, "a job runs once"
         # [Note: The bits of a worker thread]
         if torch.get_num_threads() != self._num_threads:
@@ -108,7 +108,7 @@ class _Job:
                     self._stream.wait_event(self._ready)
                     self._fn()
                     self._done = self._stream.record_event()
-        except BaseException as error:  # raised again in whoever waits
+        except BaseException as error:  # raised again in the thread that waits
             self.finish(error)
             return error
         self.finish(None)
@@ -116,7 +116,7 @@ class _Job:
 
     def finish(self, error: BaseException | None) -> None:
         """Let the waiting threads go on."""
-        self._fn = None  # what it holds must not live as long as this work, or until the next one
+        self._fn = None  # its tensors must not live as long as this work, or until the next one
         self._error = error
         self._over.set()
 
@@ -130,7 +130,7 @@ class _Job:
 
 
 class _Worker:
-    """What the thread holds: the jobs, nothing of their owner."""
+    """State that the worker thread holds: the jobs, and no reference to their owner."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
@@ -147,10 +147,10 @@ class _Worker:
         job.finish(self._error)
 
     def run(self) -> None:
-        """The thread: until None comes, or a job fails.
+        """Thread body: run jobs until None comes or one fails.
 
-        It may not live on with the error: its traceback holds all that the job held, and so perhaps
-        the owner, whose end would end the thread.
+        It must not live on with the error, whose traceback holds everything the job held, and so
+        perhaps the owner, whose end would end the thread.
         """
         while (job := self.jobs.get()) is not None:
             error = job.run()

@@ -1,14 +1,14 @@
-"""The seam between gradient synchronisation and whoever moves the bytes.
+"""The interface between gradient synchronisation and the backends that move the bytes.
 
-A `Communicator` answers three questions for a fixed set of ranks: who am I, how do we combine a
-tensor, how do we hand one on. World size 1 is an ordinary communicator (`SingleCommunicator`), so
-callers never branch on it. Every collective returns a `Work`; somebody visibly calls `wait()`.
-All ranks must call the same collectives in the same order with equal shapes and dtypes.
+A `Communicator` answers three questions for a fixed set of ranks: which rank this is, how to
+combine a tensor over ranks, how to pass one on. World size 1 is an ordinary communicator
+(`SingleCommunicator`), so callers never branch on it. Every collective returns a `Work` to wait
+for. All ranks must call the same collectives in the same order with equal shapes and dtypes.
 
-`exchange` is the one primitive that is no collective: messages between pairs of ranks. Algorithms
-of several steps (`ring`, `doubling`, `hierarchical`) are made of nothing else, so that they may run
-on a background thread beside the main thread's collectives: collectives are matched by the order
-in which they are issued, which two threads cannot promise; messages are matched by sender.
+`exchange` is the only primitive that is not a collective: messages between pairs of ranks.
+Algorithms of several steps (`ring`, `doubling`, `hierarchical`) use nothing else, so they may run
+on a background thread beside the main thread's collectives: collectives are matched by the order in
+which they are issued, which two threads cannot guarantee; messages are matched by sender.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ReduceOp = Literal["sum", "min", "max"]
 
 
 class Work(Protocol):
-    """A collective under way."""
+    """A collective in progress."""
 
     def wait(self) -> None:
         """Block until the result is in the tensor (on CUDA: until the current stream may use it).
@@ -57,21 +57,21 @@ class Messenger(Protocol):
         """One batch of messages: send each tensor to its rank, fill each tensor from its rank.
 
         The k-th message from a to b meets the k-th receive at b from a, in this batch and over all
-        of them; both must have the same size and dtype. Nothing may be sent to oneself. A rank with
-        nothing to say need not call. A send may wait until its receive is there: two ranks that
-        swap do so in one batch. All batches of one channel come from one thread at a time.
-        Buffers belong to the batch until `wait()` returns.
+        of them; both must have the same size and dtype. A rank never sends to itself. A rank with
+        nothing to send or receive need not call. A send may wait until its receive is posted: two
+        ranks that swap do so in one batch. All batches of one channel come from one thread at a
+        time. Buffers belong to the batch until `wait()` returns.
 
         Args:
             sends: (contiguous tensor of any shape, rank that gets it).
             receives: (contiguous tensor of any shape, overwritten; rank it comes from).
-            channel: messages meet receives of the same channel only; see `Channel`.
+            channel: messages only match receives of the same channel; see `Channel`.
         """
         ...
 
 
 class Communicator(Messenger, Protocol):
-    """Collectives over a fixed set of ranks, in torch's spelling, and messages."""
+    """Collectives over a fixed set of ranks, named as in torch, and messages."""
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         """Combine `tensor` (any shape) over all ranks, in place; all ranks get the same bits."""

@@ -1,7 +1,7 @@
-"""Collectives made of messages, for small things: everybody sends everything to everybody.
+"""Collectives built from messages, for small tensors: every rank sends its tensor to every other.
 
-On a channel of its own such a communicator disturbs nobody: a second thread may use it, and so may
-some ranks of a group that have no process group to themselves.
+On a separate channel such a communicator interferes with no other traffic: a second thread may use
+it, and so may some ranks of a group that have no process group to themselves.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Messages that do not meet those of other channels between the same ranks."""
+"""Messages kept apart from those of other channels between the same ranks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class Channel:
-    """A `Messenger` over `parent` with messages of its own.
+    """A `Messenger` over `parent` whose messages match only those of the same channel number.
 
-    Two models that are synchronised at once talk from two threads; without channels a message of
-    one could meet a receive of the other.
+    Two models that are synchronised at once send from two threads; without channels a message of
+    one could match a receive of the other.
 
     Args:
         parent: carries the messages.
@@ -43,9 +43,9 @@ class Channel:
 
 
 def draw_channel(comm: Communicator) -> int:
-    """A number that no other channel has, agreed on by all ranks: rank 0 draws 30 random bits.
+    """Draw a number that no other channel has, equal on all ranks: rank 0 draws 30 random bits.
 
-    One broadcast, int64 [1], on the CPU. Drawn, not counted: a count would have to live somewhere.
+    One broadcast, int64 [1], on the CPU. Drawn, not counted: a counter would be global state.
     """
     number = torch.tensor([secrets.randbits(30)])
     comm.broadcast(number).wait()

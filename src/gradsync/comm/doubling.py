@@ -1,4 +1,4 @@
-"""All-reduce by recursive doubling: everybody swaps the whole tensor, log2(N) times.
+"""All-reduce by recursive doubling: ranks swap the whole tensor in pairs, log2(N) times.
 
     N = 4       rank 0      rank 1      rank 2      rank 3
     round 1     0 <──────────> 1        2 <──────────> 3
@@ -6,9 +6,9 @@
                             01 <─────────────────────> 23     rank 1 with 3
     result      0123        0123        0123        0123
 
-Few messages (latency log2(N) instead of the ring's 2(N-1)), many bytes: log2(N) times the tensor
-per rank. For short tensors. When N is no power of two, the first 2(N - 2^k) ranks fold in pairs
-first: the even one hands its tensor to the odd one, and gets the result in the end (Thakur,
+Few messages (latency log2(N) instead of the ring's 2(N-1)), many bytes (log2(N) times the tensor
+per rank): meant for short tensors. When N is not a power of two, the first 2(N - 2^k) ranks fold in
+pairs first: the even one hands its tensor to the odd one, and gets the result in the end (Thakur,
 Rabenseifner & Gropp 2005, "Optimization of collective communication operations in MPICH").
 
     N = 5       0 ──> 1, then 1, 2, 3, 4 as above, then 1 ──> 0
@@ -30,10 +30,10 @@ def doubling_all_reduce(comm: Messenger, tensor: Tensor, op: ReduceOp = "sum") -
 
     Sends log2(N) times the tensor per rank where N is a power of two; otherwise, with 2^k the next
     lower one, k times and, on the 2(N - 2^k) ranks that fold, the even ones 1 and the odd ones k+1
-    times. Extra memory: the tensor once.
+    times. Extra memory: one copy of the tensor.
 
     Args:
-        comm: whose ranks take part.
+        comm: the ranks that take part.
         tensor: same shape and dtype on all ranks.
         op: sum, min or max.
     """

@@ -1,4 +1,4 @@
-"""nan and inf in tensors."""
+"""Detection of nan and inf in tensors."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ _SHOWN = 3
 
 
 def non_finite(named: Iterable[tuple[str, Tensor]]) -> str:
-    """Names of the tensors in which some value is nan or inf: the first three and how many, as
-    `head.weight, … (38 tensors)`; "" when all is well.
+    """Names of the tensors with a nan or inf value: the first three and how many, as
+    `head.weight, … (38 tensors)`; "" when all values are finite.
 
-    One read of their memory (100 MB in 10 ms on one core), no copy of it; on CUDA it waits for the
-    device. Integers and sparse tensors are passed over.
+    Reads their memory once (100 MB in 10 ms on one core) and does not copy it; on CUDA it waits for
+    the device. Integer and sparse tensors are skipped.
     """
     import torch
+
+    from gradsync.core.torch_private import foreach_norm
 
     dense = [
         (name, torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach())
@@ -28,11 +30,11 @@ def non_finite(named: Iterable[tuple[str, Tensor]]) -> str:
         and tensor.layout == torch.strided
         and tensor.numel()
     ]
-    norms = torch._foreach_norm([tensor for _, tensor in dense]) if dense else ()
+    norms = foreach_norm([tensor for _, tensor in dense]) if dense else ()
     found = [
         name
         for (name, tensor), norm in zip(dense, norms, strict=True)
-        # Of large finite values the norm is inf too: then the values themselves are looked at.
+        # The norm of large finite values is inf too: then the values themselves are checked.
         if not math.isfinite(norm.item()) and not torch.stack(tensor.aminmax()).isfinite().all()
     ]
     found = list(dict.fromkeys(found))

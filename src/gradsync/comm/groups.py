@@ -1,4 +1,4 @@
-"""Process groups of our own: inside each node, between nodes, or any ranks.
+"""Process groups made by gradsync: inside each node, between nodes, or over any ranks.
 
 The session destroys them with its own group at its end. Each costs connections and a listening
 socket per rank: make them once, not in every step.
@@ -18,20 +18,21 @@ from gradsync.comm.choose import communicator
 from gradsync.comm.placement import Placement, share_placement
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.single import SingleCommunicator
+from gradsync.core.torch_private import device_types, timeout_of
 from gradsync.errors import ConfigError
 from gradsync.world import World
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """This rank's communicators of two levels."""
+    """This rank's communicators for two-level collectives."""
 
     intra: Communicator
     """The ranks of this node, ascending."""
     inter: Communicator
-    """One rank of each node: those with this rank's place in `intra`."""
+    """One rank of each node: those at this rank's position in `intra`."""
     placement: Placement
-    """Where every rank sits."""
+    """The node and local rank of every rank."""
 
     @property
     def equal_nodes(self) -> bool:
@@ -43,10 +44,10 @@ def groups(world: World) -> Groups:
     """Build the groups inside and between nodes; every rank calls it at the same point.
 
     Args:
-        world: this rank's; all ranks tell each other where they sit.
+        world: this rank's; ranks exchange their node and local rank.
 
     Raises:
-        ConfigError: two ranks say that they are the same local rank of the same node.
+        ConfigError: two ranks report the same local rank on the same node.
         RunError: several ranks, but no process group (outside of `with gs.init()`).
     """
     comm = communicator(world)
@@ -64,18 +65,18 @@ def groups(world: World) -> Groups:
 def group(ranks: Sequence[int]) -> Communicator | None:
     """A communicator over some ranks of the default process group, as `dist.new_group` makes it.
 
-    Every rank of the run calls it, members or not, with the same ranks, at the same point. Before a
-    collective its ranks compare what they call (one all-reduce of 16 bytes), and refuse on all
-    ranks another operation, op, `src`, shape or dtype.
+    Every rank of the run calls it, members or not, with the same ranks, at the same point. Before
+    each collective the members compare what they call (one all-reduce of 16 bytes), and all of them
+    refuse if operation, op, `src`, shape or dtype differ.
 
     Args:
-        ranks: members, in any order; in the communicator they stand ascending.
+        ranks: members, in any order; the communicator numbers them in ascending order.
 
     Returns:
-        The communicator on members, None on the others.
+        The communicator on members, None on other ranks.
 
     Raises:
-        ConfigError: no ranks, one twice, or one that does not exist.
+        ConfigError: no ranks, a rank listed twice, or one that does not exist.
     """
     made = new_group(ranks)
     if isinstance(made, ProcessGroupCommunicator):
@@ -84,7 +85,7 @@ def group(ranks: Sequence[int]) -> Communicator | None:
 
 
 def new_group(ranks: Sequence[int]) -> Communicator | None:
-    """`group` for gradient synchronisation: its ranks do not compare."""
+    """Make a `group` for gradient synchronisation, which does not compare calls."""
     on = dist.is_initialized()
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if on else (0, 1)
     if not ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(world_size)):
@@ -103,8 +104,8 @@ def new_group(ranks: Sequence[int]) -> Communicator | None:
 def for_background(comm: Communicator, device: torch.device) -> Communicator:
     """The communicator that a second thread may use beside `comm`'s collectives; all ranks call it.
 
-    On a CPU that is `comm`: messages and collectives do not meet there. NCCL runs everything of a
-    group in the order in which a rank issues it, so there the thread gets a group of its own.
+    On a CPU that is `comm` itself: messages never match collectives there. NCCL runs everything of
+    a group in the order in which a rank issues it, so there the thread gets a separate group.
     """
     group = getattr(comm, "group", None)
     if device.type != "cuda" or group is None:
@@ -114,17 +115,16 @@ def for_background(comm: Communicator, device: torch.device) -> Communicator:
 
 
 def _small_tensor_device(world: World) -> torch.device:
-    """Where the default group takes small tensors: the CPU, or the GPU if it has NCCL only."""
+    """Device on which the default group takes small tensors: the CPU, or the GPU if NCCL only."""
     if not world.is_distributed:
         return torch.device("cpu")
-    kinds = {device.type for device in _default_group()._device_types}
-    return torch.device("cpu" if "cpu" in kinds else world.device)
+    return torch.device("cpu" if "cpu" in device_types(_default_group()) else world.device)
 
 
 def _timeout() -> timedelta:
-    """The default group's own: torch would give a new one its built-in default."""
+    """Timeout of the default group: torch would give a new group its built-in default."""
     main = _default_group()
-    return main._get_backend(main._device_types[0]).options._timeout
+    return timeout_of(main, device_types(main)[0])
 
 
 def _default_group() -> dist.ProcessGroup:

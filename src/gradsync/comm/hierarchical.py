@@ -1,19 +1,19 @@
-"""All-reduce in two levels: inside each node, then between nodes, where the slow wires are.
+"""All-reduce in two levels: inside each node, then between nodes, over the slow network.
 
-Shard-wise, for nodes of equal size n; 2 nodes with 2 ranks, the tensor's shares a and b:
+Shard-wise, for nodes of equal size n; 2 nodes with 2 ranks, the tensor's shards a and b:
 
     node 0   rank 0 ─┐ reduce-   ┌ a ─── all-reduce a with rank 2 ─── a ┐ all-    ┌ a b
              rank 1 ─┘ scatter   └ b ─── all-reduce b with rank 3 ─── b ┘ gather  └ a b
     node 1   rank 2 ─┐ reduce-   ┌ a ─── all-reduce a with rank 0 ─── a ┐ all-    ┌ a b
              rank 3 ─┘ scatter   └ b ─── all-reduce b with rank 1 ─── b ┘ gather  └ a b
 
-Between the nodes each rank sends 2(M-1)/M of a share (M nodes), that is 1/n of the tensor, and all
+Between the nodes each rank sends 2(M-1)/M of a shard (M nodes), which is 1/n of the tensor, and all
 of a node's network cards work at once.
 
 With leaders, for nodes of any size: a binomial tree inside each node to its local rank 0, a ring
 between these leaders, a binomial tree back. Only the leaders' cards work.
 
-All of it by messages, on any device. Where a node's ranks share memory,
+Both use messages only, on any device. Where a node's ranks share memory,
 `shared_memory/hierarchy.py` does the inner part there.
 """
 
@@ -39,12 +39,12 @@ def hierarchical_all_reduce(
 
     Args:
         intra: the ranks of this node.
-        inter: the ranks of all nodes that have this rank's place in their `intra`.
+        inter: the ranks of all nodes at this rank's position in their `intra`.
         tensor: same shape and dtype on all ranks.
         op: sum, min or max.
-        equal_nodes: all nodes have the same number of ranks: shard-wise. Otherwise with leaders;
-            then only the first rank of a node uses its `inter`. The same on all ranks: take it
-            from `Groups.equal_nodes`.
+        equal_nodes: whether all nodes have the same number of ranks: then shard-wise, otherwise
+            with leaders, where only the first rank of a node uses its `inter`. The same on all
+            ranks: take it from `Groups.equal_nodes`.
     """
     if equal_nodes:
         shard = ring_reduce_scatter(intra, tensor, op)
@@ -61,7 +61,12 @@ def hierarchical_all_reduce(
 def tree_reduce(comm: Messenger, tensor: Tensor, op: ReduceOp = "sum") -> None:
     """Combine `tensor` over all ranks on rank 0, by a binomial tree; others keep partial results.
 
-    Rounds of distance 1, 2, 4, ...: of each pair the upper rank sends and is done.
+    Rounds of distance 1, 2, 4, ...: in each pair the upper rank sends and is done.
+
+    Args:
+        comm: the ranks that take part.
+        tensor: contiguous, any shape; same shape and dtype on all ranks.
+        op: sum, min or max.
     """
     flat, rank = flat_view(tensor), comm.rank
     distance = 1
@@ -77,7 +82,7 @@ def tree_reduce(comm: Messenger, tensor: Tensor, op: ReduceOp = "sum") -> None:
 
 
 def tree_broadcast(comm: Messenger, tensor: Tensor) -> None:
-    """Rank 0's `tensor` on all ranks, by the same tree, from its root down."""
+    """Copy rank 0's `tensor` to all ranks, down the same tree from its root."""
     flat, rank = flat_view(tensor), comm.rank
     distance = 1
     while distance < comm.world_size:

@@ -1,4 +1,4 @@
-"""Which rank sits where: the node and local rank of every rank."""
+"""Placement of ranks: the node and local rank of every rank."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from gradsync.world import World
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Every rank's seat. Frozen, equal on all ranks.
+    """Node and local rank of every rank. Frozen, equal on all ranks.
 
     Raises:
-        ConfigError: two ranks in one seat.
+        ConfigError: two ranks with the same node and local rank.
     """
 
     seats: tuple[tuple[int, int], ...]
@@ -46,32 +46,32 @@ class Placement:
 
     @property
     def columns(self) -> list[list[int]]:
-        """The i-th rank of each node that has so many, ascending, for each i.
+        """The i-th rank of each node with more than i ranks, ascending, for each i.
 
-        By place in the node's list, not by local rank: whoever is i-th in the communicator of one
+        By position in the node's list, not by local rank: the i-th rank in the communicator of one
         node must meet the i-th of the others, and torch sorts the ranks of a new group.
         """
         most = max(len(ranks) for ranks in self.nodes)
         return [sorted(ranks[i] for ranks in self.nodes if i < len(ranks)) for i in range(most)]
 
     def node_of(self, rank: int) -> list[int]:
-        """All ranks on the node of `rank`, itself included."""
+        """All ranks on the node of `rank`, including `rank`."""
         return next(ranks for ranks in self.nodes if rank in ranks)
 
     def column_of(self, rank: int) -> list[int]:
-        """All ranks in the column of `rank`, itself included."""
+        """All ranks in the column of `rank`, including `rank`."""
         return next(ranks for ranks in self.columns if rank in ranks)
 
 
 def share_placement(
     comm: Communicator, world: World, device: torch.device | str = "cpu"
 ) -> Placement:
-    """Learn every rank's seat: one all-gather over `comm`, int64 [2] from each rank.
+    """Exchange the placement of all ranks: one all-gather over `comm`, int64 [2] from each rank.
 
     Args:
         comm: all ranks of `world`, in rank order.
-        world: this rank's own.
-        device: where `comm` takes small tensors.
+        world: this rank's world.
+        device: device on which `comm` takes small tensors.
     """
     mine = torch.tensor([world.node_rank, world.local_rank], device=device)
     seats = torch.zeros(2 * comm.world_size, dtype=mine.dtype, device=device)

@@ -1,8 +1,8 @@
 """A communicator over a torch process group (gloo, nccl), held explicitly.
 
 The group object is used directly, never through the module-level default: so several ranks may
-live as threads of one process (tests), and nothing here depends on global state. Calling the
-group's own methods also keeps us clear of names that torch renames between releases
+run as threads of one process (tests), and nothing here depends on global state. Calling the group's
+own methods also avoids names that torch renames between releases
 (`all_gather_into_tensor` became `all_gather_single` in 2.13).
 """
 
@@ -16,12 +16,13 @@ import torch.distributed as dist
 
 from gradsync.comm.base import AllOf, Done, ReduceOp, Work
 from gradsync.comm.same_call import check_same_call
+from gradsync.core import torch_private as private
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-# One tag for all messages of a channel: the backends keep the order of messages between two ranks
-# with one tag. Not 0, which is what a user's own `dist.send` in the same group has.
+# One tag for all messages of a channel: backends keep the order of messages between two ranks with
+# one tag. Not 0, the default tag of the user's `dist.send` in the same group.
 _TAG = 0x6773
 
 _OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
@@ -32,8 +33,8 @@ class ProcessGroupCommunicator:
 
     Args:
         group: a `torch.distributed.ProcessGroup` or a backend such as `ProcessGroupGloo`.
-        checked: before each collective ranks compare what they call (`check_same_call`), for calls
-            in the user's hands. Gradient synchronisation compares models once, when it begins.
+        checked: before each collective, compare the call over ranks (`check_same_call`); for calls
+            by the user. Gradient synchronisation compares models once, at the start.
     """
 
     def __init__(self, group: Any, *, checked: bool = False) -> None:
@@ -42,7 +43,7 @@ class ProcessGroupCommunicator:
 
     @property
     def unchecked(self) -> ProcessGroupCommunicator:
-        """The same ranks, without comparing."""
+        """A communicator over the same ranks that does not compare calls."""
         return ProcessGroupCommunicator(self.group) if self.checked else self
 
     def _check(self, what: str, tensor: Tensor) -> None:
@@ -51,33 +52,31 @@ class ProcessGroupCommunicator:
 
     def _needs_stage(self, tensor: Tensor) -> bool:
         """Whether the group cannot take this tensor: a CPU one in a group that has NCCL only."""
-        return tensor.device.type == "cpu" and all(
-            device.type != "cpu" for device in self.group._device_types
-        )
+        return tensor.device.type == "cpu" and "cpu" not in private.device_types(self.group)
 
     @property
     def _stage(self) -> torch.device:
-        """Where such tensors travel instead."""
+        """Device through which such tensors travel instead."""
         return torch.device("cuda", torch.cuda.current_device())
 
     def _plain(self, tensor: Tensor) -> Tensor:
-        """What the group can read: `tensor` itself, or a copy.
+        """A tensor that the group can read: `tensor` itself, or a copy.
 
-        On the GPU where needed: small values of the host travel too when somebody else initialised
-        the group for GPUs alone. And with conjugate and minus carried out: torch keeps them as a
-        flag beside the memory, backends read memory, and ranks may differ in the flag.
+        On the GPU where needed: small CPU values travel too when the process group was initialised
+        for GPUs alone. Conjugation and negation are carried out: torch keeps them as a flag beside
+        the memory, backends read the memory, and ranks may differ in the flag.
         """
         there = tensor.to(self._stage) if self._needs_stage(tensor) else tensor
         return there.resolve_conj().resolve_neg()
 
     def _staged(self, tensor: Tensor, run: Callable[[Tensor], Work]) -> Work:
-        """`run(tensor)`, by way of a copy where needed."""
+        """`run(tensor)`, through a copy where needed."""
         there = self._plain(tensor)
         return run(there) if there is tensor else CopyBack(run(there), there, tensor)
 
     def backend_for(self, device: torch.device) -> str:
         """Name of the backend that moves tensors of `device`: gloo, nccl, ..."""
-        return self.group._get_backend(device).name()
+        return private.backend_of(self.group, device).name()
 
     @property
     def rank(self) -> int:
@@ -107,14 +106,14 @@ class ProcessGroupCommunicator:
         """See `Communicator.all_gather`."""
         self._check("all_gather", tensor)
         there = self._plain(tensor)
-        return self._staged(output, lambda whole: self.group._allgather_base(whole, there))
+        return self._staged(output, lambda whole: private.all_gather_flat(self.group, whole, there))
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         """See `Communicator.reduce_scatter`."""
         self._check(f"reduce_scatter ({op})", tensor)
         options = dist.ReduceScatterOptions()
         options.reduceOp = _OPS[op]
-        return self.group._reduce_scatter_base(output, self._plain(tensor), options)
+        return private.reduce_scatter_flat(self.group, output, self._plain(tensor), options)
 
     def barrier(self) -> None:
         """See `Communicator.barrier`; one all-reduce, float32 [1] on the CPU.
@@ -130,11 +129,11 @@ class ProcessGroupCommunicator:
         channel: int = 0,
         /,
     ) -> Work:
-        """See `Communicator.exchange`. Empty tensors do not travel.
+        """See `Communicator.exchange`. Empty tensors are not sent.
 
-        On a backend that can (NCCL) the batch is one coalesced operation, as in
-        `torch.distributed.batch_isend_irecv`: one after the other, sends would wait for receives
-        that their peer has not launched yet.
+        On a backend that supports it (NCCL) the batch is one coalesced operation, as in
+        `torch.distributed.batch_isend_irecv`: issued one by one, sends would wait for receives that
+        their peer has not launched yet.
         """
         peers = [peer for _, peer in (*sends, *receives)]
         assert self.rank not in peers, "a message to oneself"
@@ -143,10 +142,8 @@ class ProcessGroupCommunicator:
         if not sends and not receives:
             return Done()
         device = (sends or receives)[0][0].device
-        if device.type != "cpu" and self.group._get_backend(device).supports_coalescing:
-            self.group._start_coalescing(device)
-            self._post(sends, receives, _TAG)
-            return self.group._end_coalescing(device)
+        if device.type != "cpu" and private.backend_of(self.group, device).supports_coalescing:
+            return private.coalesced(self.group, device, lambda: self._post(sends, receives, _TAG))
         return AllOf(self._post(sends, receives, _TAG + channel))
 
     def _post(
@@ -155,13 +152,13 @@ class ProcessGroupCommunicator:
         receives: Sequence[tuple[Tensor, int]],
         tag: int,
     ) -> list[Work]:
-        """Receives first: a message that is expected goes straight into its tensor."""
+        """Post receives, then sends: an expected message goes straight into its tensor."""
         works = [self.group.recv([tensor], peer, tag) for tensor, peer in receives]
         return works + [self.group.send([tensor], peer, tag) for tensor, peer in sends]
 
 
 class CopyBack:
-    """A work on a copy; `wait` brings the result home."""
+    """A work on `there`, a copy of `home`; `wait` copies the result back."""
 
     def __init__(self, work: Work, there: Tensor, home: Tensor) -> None:
         self._work, self._there, self._home = work, there, home

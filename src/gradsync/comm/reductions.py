@@ -33,23 +33,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Site:
-    """Who takes part in one all-reduce, and where they sit."""
+    """The ranks of one all-reduce, and their placement."""
 
     comm: Communicator
-    """All of them."""
+    """Communicator over all of them."""
     world: World | None = None
     """This rank's place, if the caller gave it."""
     groups: Groups | None = None
     """Groups for two levels, if the caller has made them."""
 
     def levels(self, device: torch.device) -> tuple[Messenger, Messenger, bool]:
-        """This node, this rank's counterparts on the other nodes, and: are all nodes equal?
+        """The ranks of this node, this rank's counterparts on the other nodes, and `equal_nodes`.
 
         Without groups: one all-gather over `comm`, int64 [2] on `device`, and then messages over
         `comm` itself.
 
         Raises:
-            ConfigError: nobody said where the ranks sit.
+            ConfigError: neither groups nor a world was given.
         """
         if self.groups is not None:
             return self.groups.intra, self.groups.inter, self.groups.equal_nodes
@@ -69,11 +69,11 @@ class Algorithm:
     """One way to all-reduce."""
 
     name: str
-    """What users type."""
+    """Name that users type."""
     summary: str
     """One line."""
     sent: str
-    """What a rank sends; S = bytes of the tensor, N = ranks, M = nodes, n = ranks a node."""
+    """Bytes a rank sends; S = bytes of the tensor, N = ranks, M = nodes, n = ranks a node."""
     run: Callable[[Site, Tensor, ReduceOp], None]
     """`run(site, tensor, op)`: in place, blocking; the tensor is contiguous, without autograd."""
 
@@ -141,10 +141,10 @@ def all_reduce(
 ) -> Tensor:
     """Combine `tensor` over all ranks, in place, and return it. Blocking, without autograd.
 
-    All ranks call it with the same arguments, and all get the same bits. Which bits a sum has
-    depends on algorithm and number of ranks. First the ranks compare shape, dtype, device type, op,
+    All ranks call it with the same arguments, and all get the same bits. The bits of a sum depend
+    on algorithm and number of ranks. First the ranks compare shape, dtype, device type, op,
     algorithm and, so that two tensors are not swapped, `name` or the line of the call (one
-    all-reduce of 16 bytes). What cannot be combined is refused before the tensor travels.
+    all-reduce of 16 bytes). Unsupported combinations are refused before the tensor is sent.
 
         dtype                                            ops                  algorithms
         float64, float32, float16, bfloat16              sum, mean, min, max  all
@@ -152,28 +152,28 @@ def all_reduce(
         int16 (wraps around)                             sum, min, max        all but Gloo's own
         bool (its sum is `or`)                           sum, min, max        all
         complex                                          sum, mean            all
-        float8, uint16, uint32, uint64; sparse tensors   none                 (NCCL: what it takes)
+        float8, uint16, uint32, uint64; sparse tensors   none                 (NCCL: some)
 
-    The min or max with a NaN on some rank is NaN, but under `backend` with Gloo, where it depends
-    on the rank.
+    The min or max with a NaN on some rank is NaN, except under `backend` with Gloo, where it
+    depends on the rank.
 
     Args:
-        tensor: dense, same shape and dtype on all ranks; copied on the way if not contiguous.
+        tensor: dense, same shape and dtype on all ranks; copied if not contiguous.
         op: sum, mean (the sum, then divided by the number of ranks), min or max; or torch's
             `ReduceOp` SUM, AVG, MIN or MAX.
         algorithm: backend, ring, recursive_doubling or hierarchical (see `ALGORITHMS`).
-        name: the same on all ranks for one reduction. None takes file, line and function of the
-            call, so give one where ranks call it from different lines, or several tensors of one
-            shape from one line (a loop whose order may differ).
-        comm: whose ranks take part; by default those of `world`, or of the default process group,
-            or this rank alone when there is none.
-        world: this rank's place; tells `hierarchical` where the nodes are.
-        groups: made by `groups(world)`; saves `hierarchical` the question. With what `share_hosts`
-            gives as `intra`, nodes add up in shared memory.
+        name: the same on all ranks for one reduction. None uses file, line and function of the
+            call, so give a name where ranks call it from different lines, or for several
+            tensors of one shape from one line (a loop whose order may differ).
+        comm: the ranks that take part; by default those of `world`, or of the default process
+            group, or this rank alone when there is none.
+        world: this rank's world; tells `hierarchical` where the nodes are.
+        groups: made by `groups(world)`; saves `hierarchical` an all-gather. With a communicator
+            from `share_hosts` as `intra`, nodes add up in shared memory.
 
     Raises:
-        ConfigError: no tensor, unknown `op` or `algorithm`, not for this dtype, nodes unknown.
-        RunError: on all ranks: they call different reductions.
+        ConfigError: no tensor, unknown `op` or `algorithm`, unsupported dtype, nodes unknown.
+        RunError: on all ranks, when they call different reductions.
     """
     if not isinstance(tensor, torch.Tensor):
         kind = type(tensor).__name__
@@ -183,7 +183,7 @@ def all_reduce(
         raise ConfigError(_unknown("algorithm", algorithm, ALGORITHMS))
     comm = _default_comm(world) if comm is None else getattr(comm, "unchecked", comm)
     where = call_site() if name is None else f"named {name!r}"
-    # Before what one rank alone may refuse: the others would wait for it.
+    # Before any refusal that this rank alone may make: the others would wait for it.
     check_same_call(comm, f"all_reduce ({op}, {algorithm})", tensor, where)
     _reduce(Site(comm=comm, world=world, groups=groups), tensor, op, algorithm)
     return tensor
@@ -191,8 +191,8 @@ def all_reduce(
 
 def _reduce(site: Site, tensor: Tensor, op: Op, algorithm: str) -> None:
     check_supported(site.comm, tensor, op, algorithm)
-    # Itself where it can be. A conjugate or minus that waits to be carried out is no part of the
-    # memory that travels, and yet such a tensor calls itself contiguous.
+    # The tensor itself where possible. A pending conjugation or negation is not part of the memory
+    # that is sent, and yet such a tensor calls itself contiguous.
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous()
     ALGORITHMS[algorithm].run(site, flat, "sum" if op == "mean" else op)
     if op == "mean":
@@ -202,7 +202,7 @@ def _reduce(site: Site, tensor: Tensor, op: Op, algorithm: str) -> None:
 
 
 def _named_op(op: Any) -> Op:
-    """`op` as this module names it."""
+    """Torch's or the user's `op` under this module's name."""
     given = getattr(op, "op", op)  # a ReduceOp holds its RedOpType, which has a name
     given = getattr(given, "name", given)
     word = "mean" if str(given).lower() == "avg" else str(given).lower()

@@ -1,30 +1,30 @@
 """All-reduce on a ring: every rank talks to its two neighbours only.
 
-The tensor is cut into N shares. First N-1 steps of *reduce-scatter*: each rank sends a share to its
+The tensor is cut into N shards. First N-1 steps of *reduce-scatter*: each rank sends a shard to its
 right neighbour and combines the one from its left. Then N-1 steps of *all-gather*: the finished
-shares go round once more. N = 4, shares a b c d; what each rank sends, and in the end has:
+shards go round once more. N = 4, shards a b c d; the shards that each rank sends, and [owns]:
 
     step               rank 0      rank 1      rank 2      rank 3
     reduce-scatter 1   d0          a1          b2          c3
     reduce-scatter 2   c30         d01         a12         b23
     reduce-scatter 3   b230        c301        d012        a123      (d012 = d of ranks 0, 1, 2)
-                      [a1230]     [b2301]     [c3012]     [d0123]    rank r owns share r
+                      [a1230]     [b2301]     [c3012]     [d0123]    rank r owns shard r
     all-gather 1       a           b           c           d
     all-gather 2       d           a           b           c
     all-gather 3       c           d           a           b
 
-Each rank sends every share twice but one and one: 2(N-1)/N of the tensor, which is the least that
-is possible, in 2(N-1) messages one after the other (Patarasuk & Yuan 2009, "Bandwidth optimal
-all-reduce algorithms for clusters of workstations"). Share r is summed by one rank after the other
-in the order r+1, r+2, ..., r, so all ranks get the same bits; but other world sizes get others.
+Each rank sends every shard twice except two, each once: 2(N-1)/N of the tensor, which is the least
+possible, in 2(N-1) consecutive messages (Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce
+algorithms for clusters of workstations"). Shard r is summed by one rank after the other in the
+order r+1, r+2, ..., r, so all ranks get the same bits; other world sizes get other bits.
 
-[Note: Pieces] A share travels in pieces: the next one is on its way while the last is being added.
+[Note: Pieces] A shard travels in pieces: the next one is on its way while the last is being added.
 
     wire       [piece 0][piece 1][piece 2]...
     add                 [piece 0][piece 1]...
 
-This goes on over the ends of steps: piece 0 of a step needs piece 0 of the step before, which has
-been added by then, unless a share is one piece: then we add first. Pieces change no bits.
+This continues across steps: piece 0 of a step needs piece 0 of the step before, which has been
+added by then, unless a shard is a single piece: then it is added first. Pieces change no bits.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ CHUNK_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of one rank: which share goes to the right, which comes from the left."""
+    """One step of one rank: the shard sent to the right, and the one received from the left."""
 
     sent: int
     received: int
@@ -55,7 +55,7 @@ class Step:
 
 
 def reduce_scatter_steps(rank: int, world_size: int) -> list[Step]:
-    """N-1 steps after which rank r owns share r."""
+    """N-1 steps after which rank r owns shard r."""
     return [
         Step((rank - 1 - i) % world_size, (rank - 2 - i) % world_size, combines=True)
         for i in range(world_size - 1)
@@ -63,7 +63,7 @@ def reduce_scatter_steps(rank: int, world_size: int) -> list[Step]:
 
 
 def all_gather_steps(rank: int, world_size: int) -> list[Step]:
-    """N-1 steps that begin where rank r owns share r."""
+    """N-1 steps that begin where rank r owns shard r."""
     return [
         Step((rank - i) % world_size, (rank - 1 - i) % world_size, combines=False)
         for i in range(world_size - 1)
@@ -81,7 +81,7 @@ def ring_all_reduce(
         comm: whose ranks are the ring, in rank order.
         tensor: same shape and dtype on all ranks.
         op: sum, min or max.
-        chunk_bytes: largest piece that travels at once, bytes; alike on all ranks.
+        chunk_bytes: largest piece sent at once, bytes; equal on all ranks.
     """
     rank, world_size = comm.rank, comm.world_size
     steps = reduce_scatter_steps(rank, world_size) + all_gather_steps(rank, world_size)
@@ -91,10 +91,13 @@ def ring_all_reduce(
 def ring_reduce_scatter(
     comm: Messenger, tensor: Tensor, op: ReduceOp = "sum", *, chunk_bytes: int = CHUNK_BYTES
 ) -> Tensor:
-    """The first half: returns this rank's finished share, a view [n] into `tensor`.
+    """Run the reduce-scatter half; returns this rank's finished shard, a view [n] into `tensor`.
 
-    Which elements that are says `shares.share(length, world_size, rank)`; the others hold partial
-    results afterwards. Sends (N-1)/N of the tensor per rank.
+    Its elements are `shares.share(length, world_size, rank)`; the others hold partial results
+    afterwards. Sends (N-1)/N of the tensor per rank.
+
+    Args:
+        comm, tensor, op, chunk_bytes: as in `ring_all_reduce`.
     """
     _run(comm, tensor, op, reduce_scatter_steps(comm.rank, comm.world_size), chunk_bytes)
     flat = flat_view(tensor)
@@ -103,9 +106,12 @@ def ring_reduce_scatter(
 
 
 def ring_all_gather(comm: Messenger, tensor: Tensor, *, chunk_bytes: int = CHUNK_BYTES) -> None:
-    """The second half: every rank's share of `tensor` to all ranks, in place.
+    """Run the all-gather half: every rank's shard of `tensor` to all ranks, in place.
 
     Sends (N-1)/N of the tensor per rank.
+
+    Args:
+        comm, tensor, chunk_bytes: as in `ring_all_reduce`.
     """
     _run(comm, tensor, "sum", all_gather_steps(comm.rank, comm.world_size), chunk_bytes)
 
@@ -129,7 +135,7 @@ def _run(
         target = _piece(flat, world_size, step.received, num_pieces, piece)
         buffer = scratch[i % 2, : len(target)] if step.combines else target
         source = _piece(flat, world_size, step.sent, num_pieces, piece)
-        # Pieces of a share, the tensor's dtype; overlaps the combining of the piece before.
+        # Pieces of a shard, [n], the tensor's dtype; overlaps the combining of the piece before.
         work = comm.exchange(
             [(source, (comm.rank + 1) % world_size)], [(buffer, (comm.rank - 1) % world_size)]
         )
@@ -142,7 +148,7 @@ def _run(
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """One that is under way."""
+    """A piece in transit."""
 
     work: Work
     target: Tensor
@@ -150,7 +156,7 @@ class _Piece:
     op: ReduceOp
 
     def finish(self) -> None:
-        """Wait for it, and combine it with our own."""
+        """Wait for it, and combine it with this rank's own."""
         self.work.wait()
         if self.buffer is not None:
             combine(self.op, self.buffer, self.target, out=self.target)

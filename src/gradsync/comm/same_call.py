@@ -1,7 +1,7 @@
-"""Refuses, on all ranks, a collective that they do not call alike.
+"""Refusal, on all ranks, of a collective that they call with different arguments.
 
 Backends add up whatever arrives: tensors in another order, float32 to int32. Through shared memory
-ranks see at no cost what the others do; elsewhere they tell each other before the tensor travels.
+ranks see each other's calls at no cost; elsewhere they compare them before the tensor is sent.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from gradsync.comm.values import all_gather_json, same_on_all_ranks
 from gradsync.errors import RunError
 
 _MOST_CALLS = 4
-"""That a message lists."""
+"""Number of different calls that a message lists."""
 
 
 def check_same_call(comm: Communicator, what: str, tensor: Tensor, where: str = "") -> None:
-    """All ranks are about to do `what` with equal tensors at one place; sends nothing on one rank.
+    """Check that all ranks do `what` with equal tensors at one place; sends nothing on one rank.
 
     Whole group, int64 [2], on the CPU, blocking; two all-gathers of text when they differ.
 
@@ -31,7 +31,7 @@ def check_same_call(comm: Communicator, what: str, tensor: Tensor, where: str = 
         where: the call, from `call_site` or by name; "" compares the rest alone.
 
     Raises:
-        RunError: on all ranks, with what each of them calls.
+        RunError: on all ranks, with the call of each of them.
     """
     if comm.world_size == 1:
         return
@@ -58,7 +58,7 @@ def check_same_call(comm: Communicator, what: str, tensor: Tensor, where: str = 
 
 
 def call_site() -> str:
-    """File, line and function that called gradsync; equal on hosts that keep the file in different
+    """File, line and function that called gradsync; equal on hosts with the file in different
     folders."""
     frame = sys._getframe(1)
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == "gradsync":

@@ -18,11 +18,11 @@ class SingleCommunicator:
     world_size = 1
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
-        """The combination over one rank is the tensor itself."""
+        """Return at once: the combination over one rank is the tensor itself."""
         return Done()
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Work:
-        """Nobody else to hand it to."""
+        """Return at once: there is no other rank."""
         return Done()
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
@@ -36,7 +36,7 @@ class SingleCommunicator:
         return Done()
 
     def barrier(self) -> None:
-        """Everyone is here."""
+        """Return at once."""
 
     def exchange(
         self,
@@ -45,6 +45,6 @@ class SingleCommunicator:
         channel: int = 0,
         /,
     ) -> Work:
-        """There is nobody to talk to: both lists must be empty."""
+        """Check that both lists are empty: there is no other rank."""
         assert len(sends) + len(receives) == 0, "a message to oneself"
         return Done()

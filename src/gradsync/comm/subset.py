@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 class Subset:
     """A `Messenger` between some ranks of `parent`: member i is `ranks[i]` there.
 
-    Costs nothing to make, on its members only, and shares the parent's connections. Subsets that
-    have two ranks in common must be used in the same order on both.
+    Costs nothing to make, is made on its members only, and shares the parent's connections. Subsets
+    that have two ranks in common must be used in the same order on both.
 
     Args:
         parent: carries the messages; this rank is one of `ranks`.

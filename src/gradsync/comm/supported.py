@@ -1,4 +1,4 @@
-"""Which tensors an all-reduce can combine, asked before the first message.
+"""Tensors that an all-reduce can combine, checked before the first message.
 
 Later, one rank would fail in the middle, and the others wait for it until the timeout.
 """
@@ -22,15 +22,15 @@ _OF_GLOO = {
     *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
     *(torch.complex128, torch.complex64, torch.complex32),
 }
-"""What Gloo's all-reduce adds. Other backends refuse by themselves, on all ranks alike."""
+"""Dtypes that Gloo's all-reduce adds. Other backends refuse by themselves, on all ranks alike."""
 
 
 def check_supported(comm: Communicator, tensor: Tensor, op: Op, algorithm: str) -> None:
-    """Refuse what cannot be combined; sends nothing: ranks with equal tensors refuse alike.
+    """Refuse tensors that cannot be combined, without a message: ranks with equal tensors agree.
 
     Args:
-        comm: who would combine.
-        tensor: what.
+        comm: the ranks.
+        tensor: the tensor to combine, any shape.
         op: sum, mean, min or max.
         algorithm: as the user named it.
 

@@ -42,7 +42,7 @@ def all_gather_json(comm: Communicator, value: Any) -> list[Any]:
     """Every rank's `value` (anything JSON can write), in rank order; lengths may differ.
 
     Two all-gathers over the whole communicator: int64 [1] with the length, uint8 [longest] with
-    the text. For start-up and for what went wrong, not for the step.
+    the text. For start-up and error reports, not for the step.
     """
     payload = json.dumps(value).encode()
     sizes = all_gather_numbers(comm, len(payload))
@@ -57,10 +57,10 @@ def all_gather_json(comm: Communicator, value: Any) -> list[Any]:
 def same_on_all_ranks(comm: Communicator, data: bytes) -> bool:
     """Whether all ranks hold equal `data`, of any length: one all-reduce of a digest, int64 [2].
 
-    The answer is the same on all ranks. (Different data with one digest: chance 2**-63.)
+    The answer is the same on all ranks. (Two data with one digest: probability 2**-63.)
     """
     digest = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest()) >> 1
-    both = torch.tensor([digest, -digest])  # equal numbers have equal smallest and greatest ones
+    both = torch.tensor([digest, -digest])  # equal numbers have equal minima and maxima
     comm.all_reduce(both, "max").wait()
     return both.tolist() == [digest, -digest]
 
@@ -75,7 +75,7 @@ def all_sum(comm: Communicator, *numbers: float) -> tuple[float, ...]:
 def broadcast_tensors(
     comm: Communicator, tensors: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """Rank 0's named CPU tensors on every rank; other ranks' argument is ignored.
+    """Copy rank 0's named CPU tensors to every rank; other ranks' argument is ignored.
 
     Names, shapes and dtypes first (`broadcast_json`), then one broadcast per tensor.
     """
@@ -88,11 +88,11 @@ def broadcast_tensors(
     received: dict[str, Tensor] = {}
     for name, shape, dtype in broadcast_json(comm, described):
         if comm.rank == 0 and tensors is not None:
-            # A lazy conjugate or minus is no part of the bytes, so it is carried out first.
+            # A lazy conjugation or negation is not part of the bytes, so it is carried out first.
             tensor = tensors[name].resolve_conj().resolve_neg().contiguous()
         else:
             tensor = torch.empty(shape, dtype=getattr(torch, dtype))
-        # A uint8 view of the whole tensor: every dtype travels, bits unchanged.
+        # A uint8 view of the whole tensor: every dtype can be sent, bits unchanged.
         comm.broadcast(tensor.reshape(-1).view(torch.uint8)).wait()
         received[name] = tensor
     return received

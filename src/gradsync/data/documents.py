@@ -145,7 +145,7 @@ class Documents:
                 if not isinstance(text, str):
                     raise DataError(
                         f"{path}:{number}: needs an object with a string under {self.text_key!r}; "
-                        f"{_found(row)}; another key is named with --text-key"
+                        f"{_found(row, self.text_key)}; another key is named with --text-key"
                     )
                 if text:
                     # Half of a surrogate pair is legal in JSON and nowhere else.
@@ -156,7 +156,9 @@ def _unreadable(error: OSError) -> None:
     raise DataError(f"{error.filename}: {error.strerror}") from error
 
 
-def _found(row: object) -> str:
+def _found(row: object, key: str) -> str:
+    if isinstance(row, dict) and key in row:
+        return "something else is there"
     if isinstance(row, dict):
         return f"its keys are {', '.join(map(repr, row))[:200] or 'none'}"
     return f"it is a {type(row).__name__}"

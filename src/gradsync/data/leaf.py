@@ -37,7 +37,7 @@ class Leaf:
     step: int
     """Number of the step in the stream, from 0."""
     batch: Any
-    """What the collate function made of the samples."""
+    """Output of the collate function for the samples."""
     num_samples: int
     """Samples in this leaf."""
     num_targets: int

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from gradsync.core.torch_private import end_workers
 from gradsync.data.leaf import Leaf, make_leaf
 from gradsync.data.limits import require_at_least
 from gradsync.data.order import SampleOrder
@@ -202,11 +203,7 @@ class _BatchSource:
 
     def close(self) -> None:
         batches, self._batches = self._batches, None
-        # torch has no public call for this. Its iterator does it when the last reference goes,
-        # but after an error the traceback holds one for as long as the exception is kept.
-        shut_down = getattr(batches, "_shutdown_workers", None)
-        if shut_down is not None:
-            shut_down()
+        end_workers(batches)
 
 
 def loader(

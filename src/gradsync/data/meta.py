@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from gradsync.core.files import one_line, read_json
 from gradsync.errors import DataError
-from gradsync.runtime.text_file import one_line, read_json
 
 FILE_NAME = "meta.json"
 FORMAT_VERSION = 1

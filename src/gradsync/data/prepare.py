@@ -18,12 +18,12 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from gradsync.core.files import Filesystem, StagedDirectory
 from gradsync.data import meta as meta_file
 from gradsync.data import tokenizer as tokenizer_file
 from gradsync.data.documents import Documents
 from gradsync.data.meta import DTYPES, FileMeta, Meta
 from gradsync.data.split import choose_validation
-from gradsync.data.staging import check_target, staged_directory
 from gradsync.data.tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer
 from gradsync.errors import ConfigError, DataError, RunError
 
@@ -77,14 +77,48 @@ def prepare(
         if not scanned.text_bytes:
             raise DataError(f"no text in {', '.join(map(str, paths))}")
         encoder = _make_tokenizer(tokenizer, vocab_size, documents)
-        with staged_directory(target, overwrite=overwrite) as folder:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with StagedDirectory(_Shared(), target.parent, target.name) as staged:
             meta = _write(
-                folder, documents, scanned, encoder, val_fraction=val_fraction, source=source
+                staged.path, documents, scanned, encoder, val_fraction=val_fraction, source=source
             )
-            (folder / meta_file.FILE_NAME).write_text(meta.to_json(), encoding="utf-8")
+            (staged.path / meta_file.FILE_NAME).write_text(meta.to_json(), encoding="utf-8")
+            _publish(staged, target, overwrite=overwrite)
     except OSError as error:
         raise RunError(f"preparing {target} failed: {error}") from error
     return meta
+
+
+class _Shared(Filesystem):
+    """Prepared data is as open to others as the umask lets it be."""
+
+    dir_mode = 0o777
+
+
+def check_target(out: Path, *, overwrite: bool) -> None:
+    """Refuse an `out` that holds something, unless it is a data directory and may be replaced.
+
+    Raises:
+        DataError: naming what is in the way.
+    """
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    if not (out / meta_file.FILE_NAME).is_file():
+        raise DataError(f"{out} exists and is no data directory; choose another --out")
+    if not overwrite:
+        raise DataError(f"{out} already holds prepared data; --overwrite replaces it")
+
+
+def _publish(staged: StagedDirectory, out: Path, *, overwrite: bool) -> None:
+    for path in staged.path.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    staged.seal()
+    check_target(out, overwrite=overwrite)
+    try:
+        staged.commit(out, replace=overwrite)
+    except OSError as error:
+        raise DataError(f"{out} was created by another process meanwhile") from error
 
 
 def _check_options(tokenizer: str, vocab_size: int | None, val_fraction: float) -> None:

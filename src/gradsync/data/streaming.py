@@ -82,6 +82,12 @@ class StreamLoader:
     ) -> None:
         self.plan = plan
         """The batch arithmetic; `plan.describe()` says it in words."""
+        self.remedy = (
+            "give all ranks, and a run that goes on, the same data in the same order (a shuffle "
+            "needs a seed, files must be equal, nothing may be split by rank; compare=False if "
+            "samples are random on purpose)"
+        )
+        """Advice about samples that are not the same, for errors."""
         self._source = StreamSource(dataset, num_epochs)
         self._fingerprint = fingerprint_of(dataset)
         self._rank = rank
@@ -144,8 +150,7 @@ class StreamLoader:
             return
         raise DataError(
             f"the stream has other samples before step {self._steps} than when the state was "
-            "saved: resume with the same data in the same order (a shuffle needs a seed; "
-            "compare=False if samples are random on purpose)"
+            f"saved: {self.remedy}"
         )
 
     def _same_leaf(self, place: Place) -> bool:
@@ -215,9 +220,7 @@ class StreamLoader:
             leaf = next(index for index, (one, two) in pairs if one != two)
             what = f"leaf {leaf} has other samples on rank {other} than on rank 0"
         raise DataError(
-            f"the ranks read different streams at step {self._steps}: {what}; give all ranks the "
-            "same data in the same order (a shuffle needs a seed, files must be equal, nothing may "
-            "be split by rank; compare=False if samples are random on purpose)"
+            f"the ranks read different streams at step {self._steps}: {what}; {self.remedy}"
         )
 
     def _leaves(

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from gradsync.core.files import read_bytes
 from gradsync.data.meta import Meta
 from gradsync.errors import ConfigError, DataError
-from gradsync.runtime.text_file import read_bytes
 
 if TYPE_CHECKING:
     import tokenizers

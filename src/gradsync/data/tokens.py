@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from gradsync.core.files import open_regular
 from gradsync.data.meta import DTYPES, FileMeta, Meta, read_meta
 from gradsync.errors import DataError
-from gradsync.runtime.text_file import open_regular
 
 _LARGEST_HASHED_BYTES = 1 << 30
 _SAMPLED_BLOCKS = 64
@@ -194,7 +194,7 @@ def _count_tokens(path: Path, dtype: str, seq_len: int) -> int:
 
 
 def sample_content(path: Path) -> str:
-    """A quick name for a file nobody hashed: its size and evenly spread blocks."""
+    """A quick name for a file without a hash: its size and evenly spread blocks."""
     num_bytes = _size_of(path)
     digest = hashlib.sha256(str(num_bytes).encode())
     last = max(num_bytes - _BLOCK_BYTES, 0)

@@ -95,13 +95,13 @@ class ElasticGPUConfig:
         self.groups = self._groups()
         """Devices of each replica."""
         self.placement: Placement | None = self._placement()
-        """Of the frozen parts over one replica's devices; None without frozen parts."""
+        """Placement of the frozen parts over one replica's devices; None without frozen parts."""
         self.config = self.configure()
         """See `configure`."""
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """What ranks run on: GPUs, or where there is none, shares of the CPU."""
+        """Devices of the ranks: GPUs, or where there is none, shares of the CPU."""
         return self.hardware.devices
 
     @property
@@ -111,7 +111,7 @@ class ElasticGPUConfig:
 
     @property
     def gpu_specs(self) -> list[dict[str, Any]]:
-        """Of each GPU: id, name, memory_gb, free_gb, compute_capability, mig, shared."""
+        """Properties of each GPU: id, name, memory_gb, free_gb, compute_capability, mig, shared."""
         return [
             {
                 "id": index,
@@ -208,7 +208,7 @@ class ElasticGPUConfig:
         return "\n".join([*lines, *self.switches.suggestion_lines()])
 
     def _replica_devices(self) -> list[str]:
-        """Of this process, for torch."""
+        """Devices of this process's replica, for torch."""
         local_rank = resolve(environ.snapshot()).world.local_rank
         group = self.groups[local_rank % len(self.groups)]
         return [f"cuda:{index}" if self.gpu_count else "cpu" for index in group]
@@ -245,7 +245,7 @@ class ElasticGPUConfig:
         return place_parts(self.frozen, room, replicated_bytes=trains)
 
     def _batch_size(self, shares: Sequence[int]) -> int:
-        """What has room: a divisor of equal shares, an even cut of unequal ones."""
+        """Micro-batch that has room: a divisor of equal shares, an even cut of unequal ones."""
         largest = most = max(shares)
         if self.sample_gb is not None:
             rooms = [sum(self._room(index) for index in group) for group in self.groups]

@@ -14,6 +14,7 @@ from collections.abc import Container, Mapping, MutableMapping, Sequence
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
+from gradsync.core.torch_private import move_own
 from gradsync.errors import ConfigError
 from gradsync.hardware.placement import Part, Place, Placement
 
@@ -115,7 +116,7 @@ def _place(
 
 def _move_rest(module: nn.Module, parts: Container[int], device: torch.device | str) -> None:
     """All of `module` but what is in one of `parts`: that may be too large for `device`."""
-    module._apply(lambda tensor: tensor.to(device), recurse=False)
+    move_own(module, device)
     for child in module.children():
         if id(child) not in parts:
             _move_rest(child, parts, device)
@@ -124,8 +125,8 @@ def _move_rest(module: nn.Module, parts: Container[int], device: torch.device | 
 def _place_rest(
     module: nn.Module, homes: Mapping[int, object], device: torch.device | str, placed: PlacedParts
 ) -> None:
-    """What is in no block: tensors of `module` itself, and submodules that hold no block."""
-    module._apply(lambda tensor: tensor.to(device), recurse=False)
+    """Place the rest: tensors of `module` itself, and submodules that hold no block."""
+    move_own(module, device)
     for child in module.children():
         if id(child) in homes:
             continue

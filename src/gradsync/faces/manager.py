@@ -5,8 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from inspect import signature
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import DataLoader
 
 from gradsync.comm.base import Communicator
 from gradsync.comm.choose import communicator
@@ -140,11 +143,13 @@ class DDPManager:
         """
         from torch import nn
 
+        from gradsync.sync.engine.recipe import check_value
         from gradsync.sync.registry import find_strategy
         from gradsync.sync.replicate import replicate
 
-        if not models:
-            raise ConfigError("wrap_model needs a model")
+        wrong = [type(model).__name__ for model in models if not isinstance(model, nn.Module)]
+        if wrong or not models:
+            raise ConfigError(f"wrap_model takes modules, one by one; got {wrong or 'none'}")
         for model in models:
             model.to(self.device)
         trains = any(p.requires_grad for model in models for p in model.parameters())
@@ -162,9 +167,10 @@ class DDPManager:
                 options |= {"device_ids": None, "output_device": None}
             return nn.parallel.DistributedDataParallel(models[0], process_group=group, **options)
         if trains:
-            if (size := options.pop("bucket_cap_mb", None)) is not None:
-                options.setdefault("bucket_mb", size)
             known = find_strategy(sync).options
+            if (size := options.pop("bucket_cap_mb", None)) is not None:
+                check_value("bucket_cap_mb", size, "size")
+                options.setdefault("bucket_mb" if "bucket_mb" in known else "bucket_cap_mb", size)
             options = _without(options, known, _DDP_HAS_NO_MEANING, _DDP_IS_CALLED)
             whole = models[0] if len(models) == 1 else nn.ModuleList(models)
             self._handles.append(replicate(whole, self.world, sync=sync, **options))
@@ -179,21 +185,23 @@ class DDPManager:
             yield
 
     def get_dataloader(
-        self, dataset: Any, batch_size: int, *, seed: int = 0, shuffle: bool = True, **options: Any
+        self, dataset: Any, batch_size: int, *in_order: Any, seed: int = 0, **options: Any
     ) -> BatchLoader:
         """Batches of `batch_size` samples for this rank; in an epoch each sample comes once.
 
         Args:
             dataset: map-style.
             batch_size: samples per rank and step (the global batch is `batch_size * world_size`).
+            in_order: options without their names (`shuffle`, …), as torch's `DataLoader` has them.
             seed: names the order.
-            shuffle: a new order each epoch, by itself.
-            options: of `gs.loader`, such as `num_workers` or `collate_fn`. Those of torch's
-                `DataLoader` that have no meaning here (`pin_memory`, `drop_last`) are ignored.
+            options: of `gs.loader`, such as `shuffle` (True: a new order each epoch, by itself),
+                `num_workers` or `collate_fn`. Those of torch's `DataLoader` that have no meaning
+                here (`pin_memory`, `drop_last`) are ignored.
 
         Raises:
             ConfigError: an option of `DataLoader` that has another name here, and which.
         """
+        options |= zip([*signature(DataLoader).parameters][2:], in_order, strict=False)
         options = _without(options, (), _DATA_LOADER_HAS_NO_MEANING, _DATA_LOADER_IS_CALLED)
         steps = loader(
             dataset,
@@ -201,7 +209,6 @@ class DDPManager:
             global_batch_size=batch_size * self.world.world_size,
             micro_batch_size=batch_size,
             seed=seed,
-            shuffle=shuffle,
             **options,
         )
         passes = max(len(dataset) // steps.plan.global_batch_size, 1)

@@ -33,7 +33,7 @@ LossFn = Callable[[Any, Any], Tensor]
 
 
 class StepInfo(TypedDict):
-    """What `NaiveDDPTrainer.train_step` returns."""
+    """Result of `NaiveDDPTrainer.train_step`."""
 
     loss: float
     """Mean over the global batch, equal on all ranks; nan when it is empty."""

@@ -1,1 +1,1 @@
-"""What the machine is, what a training run needs, and which split fits: `gradsync plan`."""
+"""Machines, a training run's memory and time, and the split that fits: `gradsync plan`."""

@@ -1,4 +1,4 @@
-"""What there is to train on, as values: devices, hosts, and the links between them; no torch.
+"""The machines to train on, as values: devices, hosts, and the links between them; no torch.
 
     Hardware
     ├── hosts: Host ── devices: Device
@@ -31,13 +31,13 @@ class Device:
     name: str
     """As its maker calls it, such as "NVIDIA H100 80GB HBM3"."""
     memory_bytes: int
-    """What it has in all; of a CPU rank: its share of the host's."""
+    """All of it; for a CPU rank: its share of the host's."""
     peak_flops: float
     """Dense bf16 products at best, floating-point operations per second."""
     free_bytes: int | None = None
-    """What is not taken now; None: not known, all of it."""
+    """The part that is not taken now; None: not known, all of it."""
     compute_capability: tuple[int, int] | None = None
-    """Of a CUDA device, such as (9, 0)."""
+    """CUDA devices only, such as (9, 0)."""
     memory_bytes_per_s: float | None = None
     """Bandwidth of its memory."""
     mig: bool = False
@@ -55,7 +55,7 @@ class Device:
 
     @property
     def usable_bytes(self) -> int:
-        """What a rank may plan with: free memory where it is known."""
+        """Memory that a rank may plan with: the free part where it is known."""
         return self.memory_bytes if self.free_bytes is None else self.free_bytes
 
 
@@ -70,13 +70,13 @@ class Link:
     name: str
     """Such as nvlink4, pcie4, shared memory, infiniband-ndr, ethernet-10g."""
     alpha_s: float
-    """Of one message, however short."""
+    """Latency of one message, however short."""
     bytes_per_s: float
     """In one direction, of one rank, while all use it."""
     source: str = ""
     """Where the two numbers come from."""
     per_host: bool = False
-    """Of a network: `bytes_per_s` is that of a host's one port, which its ranks divide among them;
+    """For a network: `bytes_per_s` is that of a host's one port, which its ranks divide among them;
     else each rank has a port of its own."""
 
     def __post_init__(self) -> None:
@@ -100,9 +100,9 @@ class Host:
     link: Link
     """Between its devices."""
     cores: int
-    """That this user may occupy (affinity and container limit)."""
+    """Cores that this user may occupy (affinity and container limit)."""
     memory_bytes: int
-    """Of the host, or of the container."""
+    """The host's, or the container's."""
     instructions: tuple[str, ...] = ()
     """Such as avx512_bf16, amx_bf16: what decides how fast bf16 is on the CPU."""
     interfaces: tuple[str, ...] = ()
@@ -125,7 +125,7 @@ class Hardware:
     network: Link | None = None
     """Between hosts; None where there is one host."""
     notes: tuple[str, ...] = ()
-    """What a reader should know of how it was found, one line each."""
+    """How it was found, as far as a reader should know; one line each."""
 
     def __post_init__(self) -> None:
         if not self.hosts:
@@ -135,7 +135,7 @@ class Hardware:
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """Of all hosts, in rank order."""
+        """All hosts' devices, in rank order."""
         return tuple(device for host in self.hosts for device in host.devices)
 
     def with_devices(self, count: int) -> Hardware:

@@ -46,7 +46,7 @@ class Place:
     devices: tuple[int, ...]
     """One device, or the two it is cut between."""
     first_blocks: int = 0
-    """Of a part in two: how many blocks are on the first device."""
+    """For a part in two: how many blocks are on the first device."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,7 +99,9 @@ def place_parts(
     for part in sorted(parts, key=lambda part: -part.num_bytes):
         if part.name in places:
             raise ConfigError(f"two parts are called {part.name}")
-        place = _whole(part, left) or _in_two(part, left)
+        fitting = (device for device, free in enumerate(left) if part.num_bytes <= free)
+        device = next(fitting, None)
+        place = _in_two(part, left) if device is None else Place(devices=(device,))
         if place is None:
             raise ConfigError(_nowhere(part, left))
         places[part.name] = place
@@ -109,26 +111,18 @@ def place_parts(
     return Placement(places=ordered, left=tuple(left))
 
 
-def _whole(part: Part, left: Sequence[int]) -> Place | None:
-    fitting = (device for device, free in enumerate(left) if part.num_bytes <= free)
-    device = next(fitting, None)
-    return None if device is None else Place(devices=(device,))
-
-
 def _in_two(part: Part, left: Sequence[int]) -> Place | None:
     for pair in combinations(range(len(left)), 2):
-        cuts = [Place(devices=pair, first_blocks=cut) for cut in range(1, len(part.blocks))]
-        # How much is left on the fuller device: the cut that leaves most.
-        spare = {cut: _spare(part, cut, left) for cut in cuts}
-        best = max(cuts, key=lambda cut: spare[cut], default=None)
-        if best is not None and spare[best] >= 0:
+        found: list[tuple[int, Place]] = []
+        for cut in range(1, len(part.blocks)):
+            place = Place(devices=pair, first_blocks=cut)
+            shares = zip(pair, _shares(part, place), strict=True)
+            found.append((min(left[device] - share for device, share in shares), place))
+        # What is left on the fuller device: the cut that leaves most.
+        spare, best = max(found, key=lambda entry: entry[0], default=(-1, None))
+        if spare >= 0:
             return best
     return None
-
-
-def _spare(part: Part, place: Place, left: Sequence[int]) -> int:
-    shares = _shares(part, place)
-    return min(left[device] - share for device, share in zip(place.devices, shares, strict=True))
 
 
 def _shares(part: Part, place: Place) -> tuple[int, ...]:

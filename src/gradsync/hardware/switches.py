@@ -15,11 +15,11 @@ Environment variables are never set, only suggested, and none that the user has 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from gradsync.hardware.description import Device, Hardware
+from gradsync.hardware.description import Hardware
 
 _AMPERE, _VOLTA = (8, 0), (7, 0)
 _CPU_BF16 = ("amx_bf16", "avx512_bf16", "bf16")
@@ -27,7 +27,7 @@ _CPU_BF16 = ("amx_bf16", "avx512_bf16", "bf16")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Switches:
-    """What to turn on; the same for all devices."""
+    """The settings to turn on; the same for all devices."""
 
     dtype: Literal["bf16", "fp16", "fp32"]
     """The fastest that every device multiplies in hardware."""
@@ -50,7 +50,7 @@ class Switches:
 
 
 def speed_switches(hardware: Hardware, env: Mapping[str, str]) -> Switches:
-    """What suits all devices of `hardware`.
+    """The switches that suit all devices of `hardware`.
 
     Args:
         hardware: detected or described.
@@ -61,15 +61,21 @@ def speed_switches(hardware: Hardware, env: Mapping[str, str]) -> Switches:
     oldest = min(device.compute_capability or (0, 0) for device in hardware.devices)
     dtype, reason = _cuda_dtype(oldest)
     new = oldest >= _AMPERE
+    mig = "MIG slices: NCCL has no direct path between them, messages go through the host"
     return Switches(
         dtype=dtype,
         tf32=new,
         flash_attention=new and dtype != "fp32",
         fused=True,
         keep_memory=False,
-        reasons=(reason, *_slices(hardware.devices)),
+        reasons=(reason, mig) if any(d.mig for d in hardware.devices) else (reason,),
         suggestions=_suggestions(hardware, env),
     )
+
+
+def multiplies_bf16(instructions: Collection[str]) -> bool:
+    """Whether a CPU with these instructions has bf16 in hardware, and need not emulate it."""
+    return any(name in instructions for name in _CPU_BF16)
 
 
 def _cuda_dtype(oldest: tuple[int, int]) -> tuple[Literal["bf16", "fp16", "fp32"], str]:
@@ -98,13 +104,6 @@ def _on_cpu(hardware: Hardware) -> Switches:
         keep_memory=True,
         reasons=(f"{reason}; fused AdamW; freed memory kept",),
     )
-
-
-def _slices(devices: Sequence[Device]) -> list[str]:
-    """What to know of slices of GPUs."""
-    if not any(device.mig for device in devices):
-        return []
-    return ["MIG slices: NCCL has no direct path between them, messages go through the host"]
 
 
 def _suggestions(hardware: Hardware, env: Mapping[str, str]) -> dict[str, str]:

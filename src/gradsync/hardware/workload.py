@@ -1,4 +1,4 @@
-"""What is to be trained, and how it is divided over ranks; pure, no torch."""
+"""The run to plan, and how it is divided over ranks; pure, no torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Workload:
     loss_rows: int | None = None
     """Positions whose loss is computed at a time; None: all."""
     kind: Kind = "cuda"
-    """What it runs on: a CPU process brings Python and torch into the sum."""
+    """The kind of device: a CPU process brings Python and torch into the sum."""
 
     @property
     def leaf_tokens(self) -> int:
@@ -45,10 +45,10 @@ class Split:
     """One way to divide a run over ranks."""
 
     strategy: str
-    """Of `sync.registry.STRATEGIES`: how the replicas keep together."""
+    """A name in `sync.registry.STRATEGIES`: how the replicas keep together."""
     layout: Layout = field(default_factory=Layout)
     schedule: Literal["gpipe", "1f1b"] = "1f1b"
-    """Of a pipeline."""
+    """A pipeline's."""
     shared_weights: bool = False
     """One copy of weights and optimizer state for all ranks of a host (CPU, shared memory)."""
 

@@ -29,10 +29,12 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
+from gradsync.core.torch_private import close_streams, end_ranks, forbid_restarts, rank_processes
 from gradsync.launch.exit_codes import STOPPED, may_restart
 from gradsync.launch.loopback_rendezvous import LoopbackRendezvous
 from gradsync.launch.nodes_rendezvous import NodesRendezvous
 from gradsync.launch.plan import LaunchPlan
+from gradsync.runtime.signals import LAUNCHED
 
 FORWARDED = (
     signal.SIGTERM,
@@ -108,7 +110,7 @@ class LocalAgent(LocalElasticAgent):
 
     def exit_codes(self) -> list[int | None]:
         """Exit code of each local rank, negative for a signal; None while it runs."""
-        return [handler.proc.poll() for handler in self._handlers()]
+        return [handler.proc.poll() for handler in rank_processes(self)]
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """Signal handler; see [Note: how the agent stops]."""
@@ -121,7 +123,7 @@ class LocalAgent(LocalElasticAgent):
 
     def release(self) -> None:
         """Close what is still open: the store and the ranks' log files."""
-        self._rdzv_handler.shutdown()
+        self.get_worker_group().spec.rdzv_handler.shutdown()
         self._close_streams()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -143,7 +145,7 @@ class LocalAgent(LocalElasticAgent):
             }
             self._let_others_speak()
             if not may_restart(failures):
-                self._remaining_restarts = 0
+                forbid_restarts(self)
         elif None in codes:
             return RunResult(state=WorkerState.HEALTHY)
         return super()._monitor_workers(worker_group)
@@ -162,8 +164,8 @@ class LocalAgent(LocalElasticAgent):
         deadline = time.monotonic() + self._grace_s
         while None in self.exit_codes() and time.monotonic() < deadline:
             time.sleep(0.02)
-        self._shutdown(signal.SIGKILL)
-        self._remaining_restarts = 0
+        end_ranks(self, signal.SIGKILL)
+        forbid_restarts(self)
         codes = self.exit_codes()
         if any(codes):
             return RunResult(state=WorkerState.FAILED)
@@ -172,20 +174,13 @@ class LocalAgent(LocalElasticAgent):
         )
 
     def _send(self, number: signal.Signals) -> None:
-        for handler in self._handlers():
+        for handler in rank_processes(self):
             handler.proc.send_signal(number)  # to the rank alone, and only while it runs
 
     def _close_streams(self) -> None:
-        """Close the files of ranks that have ended; torch forgets those of ranks that did well."""
-        for handler in self._handlers():
-            for stream in (handler._stdout, handler._stderr):
-                if stream is not None:
-                    stream.close()
-
-    def _handlers(self) -> list[Any]:
-        """torch's `SubprocessHandler` of each local rank, in order."""
-        context: Any = self._pcontext
-        return [each for _, each in sorted(context.subprocess_handlers.items())] if context else []
+        """The log files of ranks that have ended."""
+        for process in rank_processes(self):
+            close_streams(process)
 
 
 def build_agent(
@@ -208,7 +203,7 @@ def build_agent(
     """
     handler = LoopbackRendezvous() if nodes is None else NodesRendezvous(nodes)
     spec = WorkerSpec(
-        role="gradsync",
+        role=LAUNCHED,
         local_world_size=nproc_per_node,
         entrypoint=sys.executable,
         # The agent substitutes ${…} in arguments; a doubled dollar sign comes out as one.

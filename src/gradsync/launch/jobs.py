@@ -6,8 +6,8 @@ import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+from gradsync.core.files import parse_json
 from gradsync.runtime import environ
-from gradsync.runtime.text_file import parse_json
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -125,7 +125,7 @@ def launch_ranks(
 
 
 def obituary(rank: int, number: signal.Signals) -> str:
-    """What to say of a rank that a signal ended."""
+    """A line about a rank that a signal ended."""
     hint = " (killed by hand, or out of memory)" if number == signal.SIGKILL else ""
     return f"rank {rank} was ended by {number.name}{hint}"
 

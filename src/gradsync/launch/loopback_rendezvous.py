@@ -48,7 +48,7 @@ class LoopbackRendezvous(RendezvousHandler):
         return False
 
     def set_closed(self) -> None:
-        """Nothing to do: nobody else can join."""
+        """Nothing to do: no other node can join."""
 
     def num_nodes_waiting(self) -> int:
         """0: there is no other host."""

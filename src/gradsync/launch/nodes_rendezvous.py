@@ -37,7 +37,7 @@ class NodesRendezvous(RendezvousHandler):
         self._node = plan.node_rank
         self._store: Any = None
         self.stopped: Callable[[], bool] = lambda: False
-        """True once somebody asked to stop: nobody is waited for then."""
+        """True once a stop was asked for: no node is waited for then."""
 
     @property
     def use_agent_store(self) -> bool:
@@ -108,11 +108,11 @@ class NodesRendezvous(RendezvousHandler):
             )
 
     def is_closed(self) -> bool:
-        """False: nobody closes it."""
+        """False: it is never closed."""
         return False
 
     def set_closed(self) -> None:
-        """Nothing to do: nobody else can join."""
+        """Nothing to do: no other node can join."""
 
     def num_nodes_waiting(self) -> int:
         """0: the nodes are known."""

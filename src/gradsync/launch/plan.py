@@ -12,7 +12,7 @@ from gradsync.launch.program import Program
 
 Launcher = Literal["srun", "mpirun", "torchrun"]
 LAUNCHERS: tuple[Launcher, ...] = ("srun", "mpirun", "torchrun")
-"""What may start the ranks of a Slurm job."""
+"""Launchers of a Slurm job's ranks."""
 
 DEFAULT_PORT = 29_500
 """Port of the first node where ranks of several nodes meet; torch's own default."""
@@ -25,11 +25,11 @@ class LaunchPlan:
     """Ranks started by hand: on this node, or one line for each of several."""
 
     program: Program
-    """What each rank runs."""
+    """Command of each rank."""
     ranks_per_node: int
     """Ranks on each node."""
     nodes: int = 1
-    """Nodes."""
+    """Number of nodes."""
     node_rank: int | None = None
     """This node's number; None on one node, or to say what to start on each."""
     coordinator: str = ""
@@ -69,7 +69,7 @@ class LaunchPlan:
         return self.nodes * self.ranks_per_node
 
     def line(self, node_rank: int) -> str:
-        """What to type on node `node_rank`, ready for a shell."""
+        """Command for node `node_rank`, ready for a shell."""
         plan = replace(self, node_rank=node_rank)
         words = ["gradsync", "launch", "--nproc-per-node", str(plan.ranks_per_node)]
         if plan.nodes > 1:

@@ -1,4 +1,4 @@
-"""What each rank runs, read from the words after `--`."""
+"""Command of each rank, read from the words after `--`."""
 
 from __future__ import annotations
 

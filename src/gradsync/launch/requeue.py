@@ -20,16 +20,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from signal import Signals
-from typing import Any
 
+from gradsync.core.files import json_text, read_object, write_text
 from gradsync.errors import GradsyncError
 from gradsync.launch.exit_codes import STOPPED
 from gradsync.launch.slurm import ask, check_job_id, own_words, states_of
 from gradsync.runtime import environ
-from gradsync.runtime.text_file import json_text, read_json, write_text
 
 LONG_TURN_S = 300.0
-"""Where nobody counts steps, a turn that lasted so long counts as fruitful, seconds."""
+"""A turn that lasted so long counts as fruitful where no steps are counted, seconds."""
 
 _TOLD_TO_STOP = (128 + Signals.SIGUSR1, 128 + Signals.SIGTERM)
 """Status of ranks that a signal met before they could listen to it."""
@@ -42,14 +41,14 @@ class Turn:
     code: int
     """Exit code of the run."""
     steps: int | None
-    """Optimizer steps that its checkpoint holds; None where nobody says."""
+    """Optimizer steps that its checkpoint holds; None where that is unknown."""
     seconds: float
     """How long it took."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class History:
-    """What earlier turns of the job left."""
+    """Records of the job's earlier turns."""
 
     steps: int = 0
     """Optimizer steps after the last turn."""
@@ -59,14 +58,14 @@ class History:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """What to do after a turn."""
+    """The decision after a turn."""
 
     again: bool
     """Ask for another turn."""
     history: History
     """For the next time."""
     note: str
-    """What to say; "" for nothing."""
+    """A line to print; "" for none."""
 
 
 def decide(turn: Turn, history: History, *, fruitless_turns: int) -> Decision:
@@ -98,14 +97,14 @@ def decide(turn: Turn, history: History, *, fruitless_turns: int) -> Decision:
 
 def read_turn(run_dir: Path | None, status: int, seconds: float) -> Turn:
     """The turn that just ended, from the run directory where there is one, else from `status`."""
-    note = {} if run_dir is None else _read_json(run_dir / "exit.json")
+    note = {} if run_dir is None else read_object(run_dir / "exit.json")
     code = note.get("exit_code")
     if not isinstance(code, int):
         # Stopped before it could begin counts as stopped.
         code = STOPPED if status in _TOLD_TO_STOP else status
         return Turn(code=code, steps=None if run_dir is None else 0, seconds=seconds)
     assert run_dir is not None
-    steps = _read_json(run_dir / "summary.json").get("steps")
+    steps = read_object(run_dir / "summary.json").get("steps")
     return Turn(code=code, steps=steps if isinstance(steps, int) else 0, seconds=seconds)
 
 
@@ -113,7 +112,7 @@ def main(argv: Sequence[str]) -> int:
     """See the module's docstring."""
     options = _parse(argv)
     turn = read_turn(options.run_dir, options.status, options.seconds)
-    before = _read_json(options.history)
+    before = read_object(options.history)
     history = History(steps=before.get("steps", 0), fruitless=before.get("fruitless", 0))
     decision = decide(turn, history, fruitless_turns=options.fruitless_turns)
     if decision.note:
@@ -121,7 +120,7 @@ def main(argv: Sequence[str]) -> int:
     if turn.code == STOPPED:
         try:
             write_text(options.history, json_text(asdict(decision.history)))
-        except OSError as error:  # without it nobody counts: rather no turn than endless ones
+        except OSError as error:  # uncounted turns could be endless
             _say(f"not requeued: cannot write {options.history} ({error.strerror})")
             return turn.code
     if decision.again:
@@ -166,15 +165,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--run-dir", type=Path)
     parser.add_argument("--fruitless-turns", type=int, default=3)
     return parser.parse_args(argv)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; {} when there is none that can be read."""
-    try:
-        value = read_json(path)
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _say(text: str) -> None:

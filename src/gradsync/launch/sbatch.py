@@ -1,4 +1,4 @@
-"""From a `SbatchPlan` to the text of a job script. Pure.
+"""Text of a job script from a `SbatchPlan`. Pure.
 
 [Note: how the signal travels]
 The ranks must hear Slurm's warning, whatever started them.

@@ -44,7 +44,7 @@ class SbatchPlan:
     """One Slurm job, or an array of them. Wrong requests are refused when it is made."""
 
     program: Program
-    """What each rank runs."""
+    """Command of each rank."""
     name: str
     """Name of the job, of its script and its logs."""
     nodes: int = 1
@@ -56,7 +56,7 @@ class SbatchPlan:
     time: str
     """Longest run of one turn, in any of sbatch's forms, for example 72:00:00 or 2-12."""
     launcher: Launcher = "srun"
-    """What starts the ranks."""
+    """Launcher of the ranks."""
     partition: str = ""
     """Partition, or several with commas between them; "" is the cluster's default."""
     account: str = ""

@@ -38,7 +38,7 @@ class JobState:
     restarts: int = 0
     """How often it was requeued."""
     exit_code: int = 0
-    """What it returned, 128 + signal when one ended it; means something once it has ended."""
+    """Its exit code, 128 + signal when one ended it; means something once it has ended."""
 
     @property
     def ended(self) -> bool:
@@ -102,7 +102,7 @@ def submit(script: str) -> str:
 
 
 def own_words(text: str) -> str:
-    """What a command of Slurm said, on one line and without its `sbatch: error:`."""
+    """Error message of a Slurm command, on one line and without its `sbatch: error:`."""
     lines = [re.sub(r"^\w+: (error: |fatal: )?", "", line) for line in text.splitlines()]
     return "; ".join(line.strip() for line in lines if line.strip()) or "no reason given"
 
@@ -128,7 +128,7 @@ def states_of(job: str) -> list[JobState]:
         accounts = None
     if accounts is not None and accounts.returncode == 0:
         return [parse_accounted(line) for line in accounts.stdout.splitlines() if line.strip()]
-    if "Invalid job id" in shown.stderr:  # long gone, and nobody keeps accounts
+    if "Invalid job id" in shown.stderr:  # long gone, and no accounting is kept
         return []
     raise RunError(f"Slurm does not tell about job {job}: {own_words(shown.stderr)}")
 

@@ -46,6 +46,7 @@ def main(argv: list[str]) -> None:
     die_with(int(parent))
     if module == PROGRAM:
         # SIGTERM outlasts this, see prctl(2); the thread does not: a session's watch replaces it.
+        # Without one, a stopped program ends once continued; SIGKILL would throw its save away.
         os.execvp(arguments[0], arguments)
     # Until the command installs handlers, Ctrl-C just ends the rank: no traceback from an import.
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -82,7 +82,7 @@ class KeyValueCache:
         return 0 if self._kept is None else self._kept[0].shape[2]
 
     def extend(self, k_BGTK: Tensor, v_BGTK: Tensor) -> tuple[Tensor, Tensor]:
-        """Those of all positions, with these at the end."""
+        """Keys and values of all positions, with these at the end."""
         if self._kept is not None:
             old_k, old_v = self._kept
             k_BGTK, v_BGTK = torch.cat((old_k, k_BGTK), dim=2), torch.cat((old_v, v_BGTK), dim=2)
@@ -247,7 +247,7 @@ class GPT(nn.Module):
         )
 
     def features(self, tokens_BT: Tensor, caches: Sequence[KeyValueCache] | None = None) -> Tensor:
-        """What the head sees: `tokens_BT -> x_BTC`, after the last norm. Raises as `forward`.
+        """Input of the head: `tokens_BT -> x_BTC`, after the last norm. Raises as `forward`.
 
         Args:
             tokens_BT: as for `forward`.

@@ -89,7 +89,7 @@ def _in_rows(
 
 
 def _gradient(log_p_RV: Tensor, targets_R: Tensor) -> Tensor:
-    """Of the summed loss with respect to the logits; uses up `log_p_RV`."""
+    """Gradient of the summed loss with respect to the logits; uses up `log_p_RV`."""
     counts_R = targets_R != _IGNORED
     p_RV = log_p_RV.exp_().mul_(counts_R.unsqueeze(1))
     row_R = torch.arange(len(targets_R), device=targets_R.device)

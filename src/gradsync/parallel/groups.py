@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch.distributed.device_mesh import DeviceMesh
-
 from gradsync.comm.base import Communicator
 from gradsync.comm.groups import new_group
-from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.parallel.layout import Coordinates, Layout
 
 
@@ -58,14 +53,3 @@ def split_groups(layout: Layout, place: Coordinates, everyone: Communicator) -> 
         stages=mine(lambda at: (at.data, at.shard)),
         shards=mine(lambda at: (at.data, at.stage)),
     )
-
-
-def device_mesh(owner: object, comm: Communicator, device: torch.device) -> DeviceMesh:
-    """The ranks of `comm` as a mesh of one dimension, for as long as `owner` lives.
-
-    Torch keeps meshes in caches for ever; the group and its sockets must not live as long.
-    """
-    assert isinstance(comm, ProcessGroupCommunicator), "several ranks"
-    mesh = DeviceMesh.from_group(comm.group, device.type)
-    weakref.finalize(owner, getattr(mesh, "_pg_registry", {}).clear)
-    return mesh

@@ -68,7 +68,7 @@ class Layout:
         return Coordinates(data=data, stage=stage, shard=shard)
 
     def rank(self, place: Coordinates) -> int:
-        """Who stands at `place`."""
+        """The rank at `place`."""
         return (place.data * self.pp + place.stage) * self.tp + place.shard
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""What an optimizer's packed state says in JSON, of parts and of the whole model; pure, no torch.
+"""JSON of an optimizer's packed state, for parts and for the whole model; pure, no torch.
 
 The form is that of `checkpoint/optimizer_state.py`: groups with their settings and parameters, and
 for each parameter its shape, tensors and numbers.
@@ -32,7 +32,7 @@ def join_states(part: Part, states: Sequence[Mapping[str, Any]]) -> dict[str, An
 
 
 def state_of_part(part: Part, state: Mapping[str, Any]) -> dict[str, Any]:
-    """What `part` needs of the whole model's state."""
+    """The piece of the whole model's state that `part` needs."""
     pieces = part.pieces()
     params = {
         name: {**entry, "shape": list(pieces[name].shape)}

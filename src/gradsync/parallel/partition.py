@@ -20,7 +20,7 @@ from gradsync.parallel.layout import Coordinates, Layout
 
 EMBEDDING = "embed.weight"
 COLUMNS, ROWS = 0, 1
-"""Of a weight (outputs, inputs): the dimension that shards divide."""
+"""Dimension of a weight (outputs, inputs) that shards divide."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,14 +65,14 @@ def weights_of(config: GPTConfig) -> tuple[Weight, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """What one rank holds."""
+    """Part of the model that one rank holds."""
 
     config: GPTConfig
-    """Of the whole model."""
+    """Sizes of the whole model."""
     layout: Layout
     place: Coordinates
     weights: tuple[Weight, ...] = field(init=False)
-    """Of the whole model."""
+    """Parameters of the whole model."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "weights", weights_of(self.config))
@@ -99,7 +99,7 @@ class Part:
 
     @property
     def tied_ends(self) -> tuple[int, ...]:
-        """Ranks with a copy of this rank's embedding at another stage and this one's own: () where
+        """Ranks with a copy of this rank's embedding at another stage, and this rank: () where
         there is nothing to keep equal."""
         layout, place = self.layout, self.place
         if not self.config.tie_head or layout.pp == 1 or not (self.is_first or self.is_last):
@@ -120,7 +120,7 @@ class Part:
         }
 
     def owned(self) -> dict[str, Piece]:
-        """Of `pieces`, those that this rank saves and counts: each box of the model is one rank's
+        """The `pieces` that this rank saves and counts: each box of the model is one rank's
         of every replica."""
         divided = {weight.name for weight in self.weights if weight.divided is not None}
         return {

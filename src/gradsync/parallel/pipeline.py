@@ -36,7 +36,7 @@ SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeafShape:
-    """What travels between stages for one leaf."""
+    """Tensors of one leaf that travel between stages."""
 
     num_leaves: int
     """Leaves of a replica in a step."""
@@ -139,7 +139,7 @@ class Pipeline:
         return self.sync.leaf(last=place == len(self._leaves) - 1, index=self._leaves[place].index)
 
     def loss(self, x_BTC: Tensor, targets_BT: Tensor) -> Tensor:
-        """Of one leaf, on the last stage."""
+        """Loss of one leaf, on the last stage."""
         with self._autocast:
             return self.model.loss(x_BTC, targets_BT)
 
@@ -197,7 +197,7 @@ class Pipeline:
         return None
 
     def _stream_shape(self, batch: int, seq_len: int | None = None) -> tuple[int, int, int]:
-        """Of the residual stream, always fp32: the embedding's dtype, to which branches add."""
+        """Shape of the residual stream, [batch, tokens, n_embd]; its dtype is the embedding's."""
         return (batch, seq_len or self.shape.seq_len, self.model.config.n_embd)
 
 
@@ -217,7 +217,7 @@ class _Stage(PipelineStage):
             next(pipeline.model.parameters()).device,
             **shapes,
         )
-        # Weakly: a cycle would keep the group's sockets open until somebody collects it.
+        # Weakly: a cycle would keep the group's sockets open until it is collected.
         self._owner, self._forwarded = weakref.ref(pipeline), 0
 
     @property
@@ -265,7 +265,7 @@ class _Stage(PipelineStage):
 
 
 def _branch_dtype(device: torch.device) -> torch.dtype:
-    """Of what a linear layer gives here."""
+    """Dtype of a linear layer's output here."""
     if torch.is_autocast_enabled(device.type):
         return torch.get_autocast_dtype(device.type)
     return torch.float32

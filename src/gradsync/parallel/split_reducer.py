@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from gradsync.core.torch_private import foreach_mul_
 from gradsync.parallel.groups import SplitGroups
 from gradsync.parallel.norm_places import norm_places
 from gradsync.parallel.partition import EMBEDDING, Part
@@ -101,7 +102,7 @@ class SplitReducer(Reducer):
         self._groups.model.all_reduce(norms).wait()
         norm = norm_from_blocks(norms, double=False)
         if gradients := self.gradients():
-            torch._foreach_mul_(gradients, clip_factor(norm, max_norm))
+            foreach_mul_(gradients, clip_factor(norm, max_norm))
         return norm
 
     def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -7,9 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from gradsync.comm.process_group import ProcessGroupCommunicator
+from gradsync.core.torch_private import mesh_of
 from gradsync.models.gpt import GPT, Block, initial_weight, loss_sum, rope_tables
 from gradsync.models.loss import loss_sum_in_rows
-from gradsync.parallel.groups import SplitGroups, device_mesh
+from gradsync.parallel.groups import SplitGroups
 from gradsync.parallel.partition import Part
 from gradsync.parallel.tensor_shards import divide_block
 
@@ -54,7 +56,8 @@ class GPTStage(nn.Module):
         self.norm = whole.norm if part.is_last else None
         self.head = whole.head if part.is_last else None
         if part.layout.tp > 1:
-            mesh = device_mesh(self, groups.shards, device)
+            assert isinstance(groups.shards, ProcessGroupCommunicator), "several ranks"
+            mesh = mesh_of(groups.shards.group, device, self)
             for block in self.blocks.values():
                 assert isinstance(block, Block)
                 divide_block(block, mesh, groups.shards)

@@ -26,7 +26,7 @@ Described = list[tuple[str, list[int], str]]
 
 
 def describe(tensors: Mapping[str, Tensor]) -> Described:
-    """What must be known before they are received."""
+    """Header that must be known before tensors are received."""
     return [
         (name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."))
         for name, tensor in tensors.items()

@@ -69,7 +69,7 @@ def choose_backend(requested: str | None, device: str) -> str:
     for each, name in names.items():
         if name not in carries:
             needs = f"needs {NEEDS[name]}" if name in NEEDS else f"is unknown{_near(name)}"
-            raise ConfigError(f"backend {name[:40]!r} {needs}; {_listed(carries)}")
+            raise ConfigError(f"backend {name[:40]!r} {needs}; {_listed(carries, name)}")
         if each not in carries[name]:
             raise ConfigError(
                 f"backend {name!r} carries no tensors of {each or kind}; {_listed(carries)}"
@@ -89,7 +89,7 @@ def _near(name: str) -> str:
     return f"; perhaps you meant {near[0]!r}" if near else ""
 
 
-def _listed(carries: dict[str, list[str]]) -> str:
-    """All names: usable ones, and what each of the others needs."""
-    rest = [f"{name} needs {needs}" for name, needs in NEEDS.items() if name not in carries]
+def _listed(carries: dict[str, list[str]], said: str = "") -> str:
+    """All names: usable ones, and what each of the others needs but the one `said`."""
+    rest = [f"{key} needs {needs}" for key, needs in NEEDS.items() if key not in (*carries, said)]
     return f"here: {', '.join(carries)}" + "".join(f"; {each}" for each in rest)

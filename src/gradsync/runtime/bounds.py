@@ -19,7 +19,7 @@ LONGEST_S = 10**9
 _INT64 = 2**63 - 1
 _FLOAT32 = float(2**128 - 2**104)
 MOST_RANKS = 4_096
-"""Of a host."""
+"""Largest number of ranks on a host."""
 MOST_NODES = 65_536
 _MOST = {
     "silence_s": 86_400,  # seconds in the options of a TCP socket end at 32,767, five times this

@@ -153,7 +153,7 @@ def _plan_one_host(
 
 
 def job_key(env: Mapping[str, str], launcher: str, ancestor: Callable[[], str]) -> list[str]:
-    """What all ranks of this job on this host share, and no other job there has.
+    """A name that all ranks of this job on this host share, and no other job there.
 
     Taken from the launcher's own job variables; where it sets none (Hydra, MVAPICH2), from the
     process that started the ranks.

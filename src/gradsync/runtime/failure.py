@@ -150,8 +150,8 @@ class FailureWatch:
             return _because(PeerError(self._server_gone(self._store_lost or gone)), error)
 
     def _settle_trouble(self, error: BaseException, trouble: BaseException) -> RunError | None:
-        """Who is behind a collective that failed: who wrote it down, else who is silent, has left
-        or is late. None when nobody is: `error` is all that is known then."""
+        """The rank behind a collective that failed: one that wrote it down, else a silent one, or
+        one that has left or is late. None when there is none: `error` is all that is known then."""
         # No heartbeat comes from here any more; the others must not take us for the dead one.
         self._store.set(f"noticed/{self._rank}", "")
         wait_until(lambda: self._read() is not None, time.monotonic() + _SILENT_S)
@@ -172,7 +172,7 @@ class FailureWatch:
         return _because(LostPeerError(reason), error) if reason else None
 
     def peer_failure(self) -> PeerError | None:
-        """What another rank has written down by now, if any."""
+        """Failure record of another rank, if any has come."""
         try:
             failure = self._read()
         except self._store_gone:

@@ -72,7 +72,7 @@ def _is_sound(failure: Failure) -> bool:
 
 
 def describe(error: BaseException, rank: int, reason: str = "") -> Failure:
-    """What rank `rank` writes down of `error`.
+    """The record that rank `rank` publishes about `error`.
 
     Args:
         reason: one line that says more than the error's own.

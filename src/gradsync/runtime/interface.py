@@ -10,7 +10,7 @@ import ipaddress
 import socket
 
 FAR = "192.0.2.1"
-"""TEST-NET-1: nobody's address, behind the default route."""
+"""TEST-NET-1: an address of no host, behind the default route."""
 _LOCAL = ("docker", "podman", "virbr", "cni")
 """Beginnings of names of interfaces that lead to containers and virtual machines of this host."""
 

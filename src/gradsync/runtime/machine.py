@@ -1,4 +1,4 @@
-"""What kind of host this is, as the system tells it. No torch here."""
+"""Kind of host, as the system tells it. No torch here."""
 
 from __future__ import annotations
 

@@ -21,16 +21,16 @@ _FILES = {
         ("total_inactive_file", "total_active_file"),
     ),
 }
-"""Of a limit, by version: where what is used stands, and which lines of memory.stat are caches."""
+"""Files of a limit, by version: its usage, and the lines of memory.stat that are caches."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Limit:
-    """Of one group."""
+    """Limit of one group, bytes."""
 
     total: int
     free: int
-    """Of the limit; cached files count as free: the kernel drops them first."""
+    """Bytes left below the limit; cached files count as free: the kernel drops them first."""
 
 
 def available_bytes(root: Path = _ROOT, own: Path = _OWN) -> int:

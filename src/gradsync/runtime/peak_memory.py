@@ -50,7 +50,7 @@ def give_back() -> None:
 
 
 def resident_bytes() -> int:
-    """What this process has in memory now; 0 where the system does not tell."""
+    """Bytes that this process has in memory now; 0 where the system does not tell."""
     return _status("VmRSS") if _STATUS.exists() else 0
 
 

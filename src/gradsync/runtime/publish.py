@@ -62,7 +62,7 @@ def _notes(key: str) -> list[Path]:
 
 
 def _own_text(path: Path) -> bytes:
-    """What is in a plain file of this user that no other may write.
+    """Contents of a plain file of this user that no other may write.
 
     Raises:
         OSError: it is not such a file.

@@ -65,13 +65,13 @@ class Meeting:
         return self._prefixed(join_store(self.address, self.port, rank=rank, deadline_s=deadline_s))
 
     def everyone_is_here(self) -> None:
-        """Remove the published port: nobody needs it any more."""
+        """Remove the published port, which is not needed any more."""
         if self._note is not None:
             self._note.unlink(missing_ok=True)
             self._note = None
 
     def say_farewell(self, world: World, timeout_s: float) -> None:
-        """The rank that serves the store leaves last, or others would lose it in mid-sentence.
+        """Leave last where this rank serves the store, or others would lose it too early.
 
         When a rank has failed, nobody need be waited for.
         """
@@ -86,7 +86,7 @@ class Meeting:
                     ),
                     time.monotonic() + timeout_s,
                 )
-        except RuntimeError:  # the server has gone already; nobody is left to be polite to
+        except RuntimeError:  # the server has gone already: there is no one to wait for
             return
 
     def torchrun_variables(self, world: World) -> dict[str, str]:

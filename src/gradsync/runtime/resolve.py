@@ -24,7 +24,7 @@ _RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resolution:
-    """What the environment says about this process, and why."""
+    """This process's place among the ranks, and where it was read."""
 
     world: World
     """The place of this process among all ranks."""
@@ -35,7 +35,7 @@ class Resolution:
     reasons: tuple[str, ...]
     """Why each of `readings` won or did not."""
     warnings: tuple[str, ...] = ()
-    """What the user should hear once, from the main process."""
+    """Lines that the main process prints once."""
     generation: str = "0"
     """Restart count of the job; differs between a dead run's processes and ours."""
 

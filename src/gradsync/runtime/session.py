@@ -35,7 +35,7 @@ from gradsync.runtime.reach import check_reach
 from gradsync.runtime.rendezvous import Meeting, meet
 from gradsync.runtime.resolve import Resolution, resolve
 from gradsync.runtime.seeds import seed_everything
-from gradsync.runtime.signals import say_interrupted
+from gradsync.runtime.signals import LAUNCHED, leave_out_interrupts, say_interrupted
 from gradsync.runtime.store import Presence, check_in
 from gradsync.runtime.threads import choose_threads, pin_threads
 from gradsync.world import World, place
@@ -90,9 +90,12 @@ class Session:
         self._stack = ExitStack()
         self._meeting: Meeting | None = None
         self._watch: FailureWatch | None = None
+        self._in_order = False
 
     def __enter__(self) -> World:
-        return self.open()
+        world = self.open()
+        self._leave_out_interrupts()  # one that hits the way to `close`, too
+        return world
 
     def __exit__(
         self,
@@ -141,6 +144,8 @@ class Session:
         orderly = error is None or (isinstance(error, SystemExit) and error.code in _ORDERLY_EXITS)
         watch, self._watch = self._watch, None
         cause = None
+        self._in_order = orderly
+        self._leave_out_interrupts()
         try:
             if watch is None or self._meeting is None:
                 if error is not None:
@@ -156,6 +161,10 @@ class Session:
             self._stack.close()
         if cause is not None:
             raise cause from cause.__cause__
+
+    def _leave_out_interrupts(self) -> None:
+        if self._env.get("ROLE_NAME") == LAUNCHED:
+            leave_out_interrupts(unless=lambda: self._in_order)
 
     def _join(self, resolution: Resolution) -> None:
         import torch.distributed as dist
@@ -258,11 +267,12 @@ class Session:
         self._watch.start()
 
     def _abort_cuda_group(self) -> None:
-        """Destroying an NCCL group waits for its operations, which may never end: abort it."""
         import torch.distributed as dist
 
+        from gradsync.core.torch_private import abort_process_groups
+
         if dist.is_initialized() and self.world.device.startswith("cuda"):
-            dist.distributed_c10d._abort_process_group()
+            abort_process_groups()
 
 
 def init(

@@ -17,6 +17,7 @@ import sys
 import sysconfig
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, TracebackType
 
@@ -24,6 +25,9 @@ HANDLED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 INTERRUPTED = 130
 """Exit code of a program that Ctrl-C ended."""
+
+LAUNCHED = "gradsync"
+"""`ROLE_NAME` of the ranks that our own launcher starts."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -110,6 +114,19 @@ def say_interrupted(error: BaseException, who: str = "") -> None:
     """
     if isinstance(error, KeyboardInterrupt) and (where := interrupted_line(error)):
         _say(f"gradsync: {who}interrupted (Ctrl-C) in {where}\n")
+
+
+def leave_out_interrupts(*, unless: Callable[[], bool]) -> None:
+    """Let Python show no traceback of an interrupt, or of its echo from another rank, that ends
+    this program: one rank has said it in a line."""
+    before = sys.excepthook
+
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        told = kind is KeyboardInterrupt or getattr(error, "exit_code", 0) == INTERRUPTED
+        if unless() or not told:
+            before(kind, error, trace)
+
+    sys.excepthook = show
 
 
 def interrupted_line(error: KeyboardInterrupt) -> str:

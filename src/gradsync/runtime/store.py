@@ -31,7 +31,7 @@ LEFT = b"left"
 
 @dataclass(frozen=True, slots=True)
 class Presence:
-    """What a rank tells the others when it arrives."""
+    """Message of a rank that arrives."""
 
     host: str
     device_identity: str
@@ -178,7 +178,7 @@ def _read_presence(rank: int, value: bytes) -> Presence:
 
 
 def server_name(hosted_by_agent: bool) -> str:
-    """Who serves the store, for messages."""
+    """Description of the store's server, for messages."""
     return "the launcher" if hosted_by_agent else "rank 0"
 
 

@@ -1,4 +1,4 @@
-"""The one small message of a step: what only the host knows, summed over all ranks."""
+"""The one small message of a step: values that only the host knows, summed over all ranks."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from gradsync.errors import RunError
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Equal on all ranks."""
+    """Result of the message, equal on all ranks."""
 
     loss: list[float]
     """Sum of the ranks' `LossSum.message()`."""
     stop: bool
     """Whether any rank wants to stop."""
     discard: bool
-    """Whether any rank wants this step's gradients thrown away."""
+    """Whether any rank wants to discard this step's gradients."""
     used: list[bool]
     """For each trainable parameter, whether any rank has a gradient for it."""
     counts: list[float]
-    """Sums of what each rank counted (leaves that changed a buffer)."""
+    """Sums over ranks of their counts (leaves that changed a buffer)."""
     alike: bool
-    """Whether all ranks told the same digest."""
+    """Whether all ranks sent the same digest."""
     changed: bool
     """Whether any rank saw weights change between steps."""
 
@@ -43,20 +43,20 @@ def agree(
     digest: Sequence[int] = (0, 0),
     changed: bool = False,
 ) -> Agreement:
-    """One all-reduce, whole group, float64 [9 + loss + parameters + counts], always on the CPU.
+    """Exchange the step's metadata: one all-reduce, whole group, on the CPU.
 
-    It never waits for the device, and overlaps the buckets that are still under way.
+    float64 [9 + loss + parameters + counts]. Never waits for the device; overlaps the buckets.
 
     Args:
         comm: the ranks.
         used: for each trainable parameter, whether this rank has a gradient for it.
-        counts: for each buffer, how many leaves have changed it here.
+        counts: for each buffer, the number of leaves that changed it here.
         loss: from `LossSum.message()`.
-        stop: this rank wants to stop.
-        discard: this rank wants the gradients thrown away.
-        number: of the handle; all ranks must be at the same one.
+        stop: whether this rank wants to stop.
+        discard: whether this rank wants the gradients discarded.
+        number: number of the handle; all ranks must be at the same one.
         digest: two numbers below 2^20, equal on ranks that step alike; see `hyperparameters.py`.
-        changed: this rank's weights have changed since the last step; see `replica_watch.py`.
+        changed: whether this rank's weights changed since the last step; see `replica_watch.py`.
 
     Raises:
         RunError: ranks are at the steps of different models.

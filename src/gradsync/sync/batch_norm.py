@@ -1,4 +1,4 @@
-"""BatchNorm on several ranks: what it means must be said, because every choice trains differently.
+"""BatchNorm on several ranks; the choice is explicit, because every one trains differently.
 
     choice     statistics in training            running statistics              any world size
     sync       of a micro-step, all ranks'       of the same; equal everywhere   close to equal
@@ -6,10 +6,10 @@
     freeze     the running ones, as in eval      do not change                   the same bits
 
 `sync` at W ranks is BatchNorm over the W micro-batches put together: the more ranks, the larger the
-batch that is normalised as one, so it depends on the world size by its very definition. Asked for
-at world size 1 too: the same script then works, and says the same, on any number of ranks.
-GroupNorm and LayerNorm know no batch and need no choice. InstanceNorm's running statistics follow
-the rule for buffers, whatever is chosen here.
+batch that is normalised as one, so it depends on the world size by definition. The choice is
+required at world size 1 too: the same script then works on any number of ranks. GroupNorm and
+LayerNorm do not use the batch and need no choice. InstanceNorm's running statistics follow the rule
+for buffers, whatever is chosen here.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradsync.comm.base import Communicator
 from gradsync.comm.values import all_gather_numbers
+from gradsync.core.torch_private import BatchNorm, check_input
 from gradsync.errors import ConfigError
 from gradsync.sync.module_hook import ModuleHook
 from gradsync.sync.structure import group_ranks, name_ranks
@@ -50,15 +50,15 @@ _TURNS: dict[Turn, str] = {
     "last backward": "the backward of the last leaf",
     "step": "the step's end",
 }
-"""What a rank may be about to do, and how messages call it."""
+"""Next actions of a rank, and their names in messages."""
 
 
 class BatchNormHandling:
-    """Made by `choose_batch_norm`.
+    """BatchNorm's handling in one model; made by `choose_batch_norm`.
 
     Attributes:
-        choice: what was asked for; None when the model has no BatchNorm, or none that needs one.
-        own_buffers: layers whose buffers are equal on all ranks without further help.
+        choice: the user's choice; None when no layer of the model needs one.
+        own_buffers: layers that keep their buffers equal on all ranks by themselves.
     """
 
     def __init__(self, choice: str | None, comm: Communicator) -> None:
@@ -68,15 +68,15 @@ class BatchNormHandling:
         self._undo: list[Callable[[], None]] = []
 
     def meet(self, turn: Turn) -> None:
-        """Under `sync`, before anything else is sent: all ranks must be about to do the same.
+        """Under `sync`, check before any other message that all ranks are about to do the same.
 
         A rank with fewer forwards than the others would leave them waiting in the middle of one.
         The root module's forward calls this with "forward"; "backward" is for the beginning of each
-        leaf's backward ("last backward" when communication begins in it), "step" for the
-        beginning of the step. One all-gather, whole group, int64 [1]; without `sync`, nothing.
+        leaf's backward ("last backward" when communication begins in it), "step" for the beginning
+        of the step. One all-gather, whole group, int64 [1]; without `sync`, nothing.
 
         Raises:
-            ConfigError: on every rank, naming who does what.
+            ConfigError: on every rank, with the action of each rank.
         """
         if self.choice != "sync":
             return
@@ -93,7 +93,7 @@ class BatchNormHandling:
             )
 
     def close(self) -> None:
-        """Give the layers their own methods back; values stay as they are."""
+        """Restore the layers' own methods; values stay as they are."""
         while self._undo:
             self._undo.pop()()
 
@@ -103,20 +103,20 @@ def choose_batch_norm(
 ) -> BatchNormHandling:
     """Apply `choice` to the model's BatchNorm layers, in place; names and values stay.
 
-    Layers that were put into eval mode on their own, in a model that trains, need no choice.
+    Layers in eval mode within a model that trains need no choice.
 
     Args:
         model: on its device already.
-        comm: over which `sync` sums.
+        comm: the ranks over which `sync` sums.
         choice: one of `CHOICES`; None is for models without BatchNorm.
 
     Raises:
-        ConfigError: unknown choice; none though there are layers that train; `freeze` for a layer
-            without running statistics. Layers are named.
+        ConfigError: unknown choice; None though some layers train; `freeze` for a layer without
+            running statistics. Layers are named.
     """
     if choice is not None and choice not in CHOICES:
         raise ConfigError(f"unknown batch_norm={choice!r} (there are: {', '.join(CHOICES)})")
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, _BatchNorm)}
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, BatchNorm)}
     training = [name for name, m in layers.items() if m.training or not model.training]
     if choice is None and training:
         lines = "".join(f"\n  batch_norm={name!r}: {what}" for name, what in CHOICES.items())
@@ -143,7 +143,7 @@ def choose_batch_norm(
 
 
 def _meeting(handling: BatchNormHandling) -> Callable[[nn.Module, Any], None]:
-    """The hook that lets ranks meet before a forward in which they will wait for each other."""
+    """Make the hook that compares ranks before a forward in which they wait for each other."""
 
     @torch.compiler.disable
     def before_forward(model: nn.Module, _: Any) -> None:
@@ -154,7 +154,7 @@ def _meeting(handling: BatchNormHandling) -> Callable[[nn.Module, Any], None]:
 
 
 def _freeze(layer: nn.Module) -> Callable[[], None]:
-    """Eval mode for good: `train()` of the layer, and so of the model, does not change it.
+    """Keep a layer in eval mode: `train()` of the layer, and so of the model, does not change it.
 
     Weight and bias of the layer still train.
     """
@@ -162,7 +162,7 @@ def _freeze(layer: nn.Module) -> Callable[[], None]:
     layer.eval()
 
     def train(self: nn.Module, mode: bool = True) -> nn.Module:
-        """In place of the layer's own and, through it, of `eval`: stay as you are."""
+        """Replace the layer's own `train` and, through it, `eval`: leave the mode as it is."""
         return self
 
     give_back = _replace(layer, train)
@@ -175,10 +175,10 @@ def _freeze(layer: nn.Module) -> Callable[[], None]:
 
 
 def _replace(layer: nn.Module, function: Callable[..., Any]) -> Callable[[], None]:
-    """Let one layer use `function(layer, ...)` for its method of that name; returns the undoing.
+    """Replace one layer's method `function.__name__` by `function(layer, ...)`; returns the undo.
 
     A bound method survives `copy.deepcopy`: the copy's is bound to the copy. Pickle writes it as
-    "the attribute of that name of that layer", so a saved layer comes back with its class's own.
+    "the attribute of that name of that layer", so a saved layer is restored with its class's own.
     """
     name = function.__name__
     assert hasattr(type(layer), name), f"{type(layer).__name__} could not be loaded without {name}"
@@ -193,12 +193,12 @@ def _replace(layer: nn.Module, function: Callable[..., Any]) -> Callable[[], Non
     return undo
 
 
-def _synced_forward(comm: Communicator) -> Callable[[_BatchNorm, Tensor], Tensor]:
+def _synced_forward(comm: Communicator) -> Callable[[BatchNorm, Tensor], Tensor]:
     """BatchNorm's forward with statistics over all ranks; in eval mode, the layer's own."""
 
     @torch.compiler.disable
-    def train(layer: _BatchNorm, inputs: Tensor) -> Tensor:
-        layer._check_input_dim(inputs)
+    def train(layer: BatchNorm, inputs: Tensor) -> Tensor:
+        check_input(layer, inputs)
         outputs, mean, var, count = cast(
             "tuple[Tensor, Tensor, Tensor, Tensor]",
             _SyncedNorm.apply(inputs, layer.weight, layer.bias, (layer.eps, comm)),
@@ -207,14 +207,14 @@ def _synced_forward(comm: Communicator) -> Callable[[_BatchNorm, Tensor], Tensor
             _update_running(layer, mean, var * (count / (count - 1)))
         return outputs
 
-    def forward(layer: _BatchNorm, inputs: Tensor) -> Tensor:
+    def forward(layer: BatchNorm, inputs: Tensor) -> Tensor:
         return train(layer, inputs) if layer.training else type(layer).forward(layer, inputs)
 
     return forward
 
 
 @torch.no_grad()
-def _update_running(layer: _BatchNorm, mean: Tensor, unbiased_var: Tensor) -> None:
+def _update_running(layer: BatchNorm, mean: Tensor, unbiased_var: Tensor) -> None:
     """As torch does it: running = (1 - factor) running + factor x this one's."""
     assert layer.running_mean is not None
     assert layer.running_var is not None
@@ -274,13 +274,13 @@ class _SyncedNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        """grad_outputs[0] as y; the others belong to what cannot be differentiated."""
+        """grad_outputs[0] as y; the others belong to outputs that are not differentiable."""
         return _gradients(ctx, grad_outputs[0])
 
 
 @once_differentiable
 def _gradients(ctx: Any, grad_y: Tensor) -> Any:
-    """Of x; and of weight and bias, where they are this rank's own, as any parameter's."""
+    """Gradient of x; and this rank's share of those of weight and bias, as for any parameter."""
     x, weight, mean, inv_std, count = ctx.saved_tensors
     wide, grad = _wide(x), _wide(grad_y)
     normal = (wide - _like(mean, wide)) * _like(inv_std, wide)
@@ -303,7 +303,7 @@ def _gradients(ctx: Any, grad_y: Tensor) -> Any:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """In float32 at least: half precision is too coarse for sums."""
+    """Convert to float32 at least: half precision is too coarse for sums."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 

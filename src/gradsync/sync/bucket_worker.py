@@ -9,16 +9,16 @@ import torch
 import torch.distributed as dist
 
 from gradsync.comm.background import Background
+from gradsync.core.torch_private import timeout_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 class BucketWorker:
-    """Runs one bucket after the other beside backward, in the order in which DDP gives them.
+    """Runs one bucket after the other beside backward, in the order in which DDP passes them.
 
-    After a failure nothing more is run: all later futures fail too, or backward would wait for
-    them.
+    After a failure nothing more runs: all later futures fail too, or backward would wait for them.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -26,14 +26,15 @@ class BucketWorker:
         self._failure: BaseException | None = None
 
     def submit(self, tensor: Tensor, fn: Callable[[], None]) -> torch.futures.Future[Tensor]:
-        """Run `fn()`, which leaves the result in `tensor`; backward raises what it raises."""
+        """Run `fn()`, which leaves the result in `tensor`; its exception is raised by backward."""
         devices: list[torch.device | int | str] = [tensor.device] if tensor.is_cuda else []
         finished = torch.futures.Future[Any](devices=devices or None)
         failed: list[BaseException] = []
 
         # Not `set_exception`: DDP reads futures without the part of it that is written in Python.
-        # What a callback raises it does see. And no exception inside of a future: its traceback
-        # holds on to frames, these to the future, and the collector does not look into futures.
+        # It does see an exception raised by a callback. And no exception inside of a future: its
+        # traceback refers to frames, these to the future, and the collector does not look into
+        # futures.
         def outcome(_: torch.futures.Future[Any]) -> Tensor:
             if failed:
                 raise failed[0]
@@ -55,14 +56,14 @@ class BucketWorker:
 
 
 def group_of_its_own(group: Any, device: torch.device) -> Any:
-    """A second group over the same ranks, for a thread's own collectives; all its ranks call it.
+    """Make a second group over the same ranks, for one thread's collectives; all its ranks call it.
 
-    Two threads would give one group its collectives in other orders on other ranks.
+    Two threads would issue one group's collectives in different orders on different ranks.
     """
     ranks = dist.get_process_group_ranks(group)
     return dist.new_group(
         ranks,
-        timeout=group._get_backend(device).options._timeout,
+        timeout=timeout_of(group, device),
         # Without the others; then torch names the group after how many groups *this* rank has,
         # which must be equal on its members. Not where all ranks are here anyway.
         use_local_synchronization=len(ranks) < dist.get_world_size(),

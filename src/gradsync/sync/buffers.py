@@ -1,4 +1,4 @@
-"""What becomes of buffers that a forward changes, such as BatchNorm's running statistics.
+"""Synchronisation of buffers that a forward changes, such as BatchNorm's running statistics.
 
 [Note: Buffers] All ranks start with rank 0's buffers. Within a step every leaf's forward starts
 from the same values, those at the step's beginning; at its end a buffer becomes
@@ -9,16 +9,16 @@ from the same values, those at the step's beginning; at its end a buffer becomes
 where leaves that did not change a buffer do not count, nor leaves of weight 0 (all padding). So
 BatchNorm's `num_batches_tracked` counts *steps*, not forwards, and its running mean moves by
 `momentum` towards the mean of the leaves' means. (The running variance moves towards the mean of
-the variances *within* leaves: that between them is not in it; larger leaves have more of it.)
+the variances *within* leaves, without the variance between them; larger leaves include more of it.)
 
-Ranks do not appear in this, and the mean is computed exactly ([Note: Sums without an order]): any
-number of ranks, owning leaves in any way, ends with the same bits. A forward in training mode
-without a backward leaves no trace. What nobody's forward changes is not touched, read or sent, and
-may be changed by hand between steps, on all ranks alike. In a loop of one's own, where nobody says
-where a leaf ends, all forwards of a rank's step are one leaf.
+Ranks do not appear in this rule, and the mean is exact ([Note: Sums without an order]): any number
+of ranks, with any distribution of leaves, ends with the same bits. A forward in training mode
+without a backward leaves no trace. A buffer that no forward changes is not touched, read or sent,
+and may be changed by hand between steps, on all ranks alike. In the user's training loop, where the
+end of a leaf is unknown, all forwards of a rank's step are one leaf.
 
-A step costs one message of 8 bytes per buffer and, when any changed, two of 8 bytes per element;
-one copy of all buffers is kept. Checkpoints need nothing but the buffers, taken between steps.
+A step costs one message of 8 bytes per buffer and, if any changed, two of 8 bytes per element; one
+copy of all buffers is kept. Checkpoints need only the buffers themselves, taken between steps.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ import torch
 
 from gradsync.comm.base import Communicator
 from gradsync.comm.values import all_sum
+from gradsync.core.torch_private import version
 from gradsync.errors import ConfigError
 from gradsync.sync.module_hook import ModuleHook
 
@@ -49,13 +50,13 @@ _NOT_FINITE = 5000
 class BufferSync:
     """Keeps the buffers of equal replicas equal, by the rule of [Note: Buffers].
 
-    Per leaf: forward, backward, `end_leaf`. Per step: `step`. All ranks call `step`, also those
-    without leaves.
+    Per leaf: forward, backward, `end_leaf`. Per step: `step`. All ranks call `step`, including
+    those without leaves.
 
     Args:
         model: its buffers are equal on all ranks.
         comm: the ranks.
-        skip: modules that look after their own buffers.
+        skip: modules that synchronise their own buffers.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class BufferSync:
         this, root = weakref.ref(self), weakref.ref(model)
 
         def before_forward(module: nn.Module, _: Any) -> None:
-            if torch.compiler.is_compiling() or module is not root():  # a copy has our hook too
+            if torch.compiler.is_compiling() or module is not root():  # a copy has this hook too
                 return
             alive = this()
             if alive is not None and module.training and torch.is_grad_enabled():
@@ -86,7 +87,7 @@ class BufferSync:
         ]
 
     def refresh(self) -> None:
-        """Take the start values anew, after buffers were changed between steps.
+        """Read the start values again, after buffers were changed between steps.
 
         `load_state_dict` does it, and the root module's forward; call it only where neither runs
         (tensors copied in by hand, and a compiled model or one whose root is not called).
@@ -95,13 +96,13 @@ class BufferSync:
             self._buffers[index].take_start()
 
     def begin_leaf(self) -> None:
-        """A forward that trains is about to begin; the root module's hook calls it by itself."""
+        """Note the start of a training forward; the root module's hook calls it."""
         if not self._leaf_is_open and not self._leaves:
             self.refresh()
         self._leaf_is_open = True
 
     def end_leaf(self, *, counts: bool = True) -> None:
-        """A leaf's backward is over: keep what it did to buffers, and set them back.
+        """Finish a leaf after its backward: keep its changes to buffers, and reset them.
 
         Args:
             counts: False for a leaf of weight 0.
@@ -114,15 +115,15 @@ class BufferSync:
         self._leaf_is_open = False
 
     def counts(self) -> list[int]:
-        """For each buffer how many leaves of this rank changed it in this step.
+        """For each buffer, the number of this rank's leaves that changed it in this step.
 
-        To be summed over all ranks and given to `step`, by whoever sends a message anyway.
+        The caller sums them over all ranks, in a message it sends anyway, for `step`.
         """
         return [sum(i in leaf for leaf in self._leaves) for i in range(len(self._buffers))]
 
     @torch.no_grad()
     def step(self, counts: Sequence[float] | None = None) -> None:
-        """The step is over: buffers take their new values, equal on all ranks.
+        """Finish the step: buffers take their new values, equal on all ranks.
 
         Args:
             counts: `counts()` summed over all ranks; None sums them here, by one all-reduce over
@@ -149,14 +150,14 @@ class BufferSync:
     def _changed(self) -> list[int]:
         """Buffers whose module has changed any of its own since their start was taken.
 
-        Judged by module: torch's batch_norm does not tell that it wrote to running_mean, but
+        Judged by module: torch's batch_norm does not report that it wrote to running_mean, but
         BatchNorm's counter does (and for InstanceNorm it is the other way round).
         """
         owners = {id(buffer.owner) for buffer in self._buffers if buffer.was_written()}
         return [i for i, buffer in enumerate(self._buffers) if id(buffer.owner) in owners]
 
     def _combine(self, changed: list[int], counts: Sequence[float]) -> None:
-        """New values for `changed`, from all leaves of all ranks."""
+        """Set new values for `changed`, from all leaves of all ranks."""
         moving = [i for i in changed if self._buffers[i].is_floating]
         counting = [i for i in changed if not self._buffers[i].is_floating]
         device = self._buffers[changed[0]].start.device
@@ -175,7 +176,7 @@ class BufferSync:
     def _flat_changes(
         self, leaf: dict[int, Tensor], indices: list[int], dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """One leaf's changes of some buffers, one after the other; where it has none, "nothing"."""
+        """One leaf's changes of some buffers, concatenated; 0.0 or least int64 if it has none."""
         nothing = 0.0 if dtype == torch.float64 else torch.iinfo(torch.int64).min
         parts = [torch.zeros(0, dtype=dtype, device=device)]
         for index in indices:
@@ -189,7 +190,7 @@ class BufferSync:
 
 @dataclass(slots=True)
 class _Buffer:
-    """One buffer, where it lives, and its value at the beginning of the step."""
+    """One buffer, its module, and its value at the beginning of the step."""
 
     name: str
     owner: nn.Module
@@ -201,14 +202,14 @@ class _Buffer:
 
     @property
     def is_floating(self) -> bool:
-        return self.start.is_floating_point()  # complex ones are seen as pairs
+        return self.start.is_floating_point()  # complex ones are viewed as pairs
 
     @property
     def current(self) -> Tensor:
         """The buffer as it is now.
 
         Raises:
-            ConfigError: it was taken away, or has another shape or dtype than at the start.
+            ConfigError: it was removed, or has another shape or dtype than at the start.
         """
         now = self.owner._buffers.get(self.key)
         if now is None or now.shape != self.seen.shape or now.dtype != self.seen.dtype:
@@ -222,13 +223,13 @@ class _Buffer:
     @property
     def value(self) -> Tensor:
         """Its values, writable past autograd: torch's batch_norm saves running_mean for backward,
-        does not use it there, and would complain of a change."""
+        does not use it there, and would report a change as an error."""
         data = self.current.data
         return torch.view_as_real(data) if data.is_complex() else data
 
     def was_written(self) -> bool:
         now = self.current
-        return now is not self.seen or now._version != self.version
+        return now is not self.seen or version(now) != self.version
 
     def take_start(self) -> None:
         self.start = self.value.clone()
@@ -239,7 +240,7 @@ class _Buffer:
         self._note()
 
     def move(self, change: Tensor) -> None:
-        """Become start + change, shape [numel], float64 or int64."""
+        """Set to start + change, shape [numel], float64 or int64."""
         start = self.start.reshape(-1)
         moved = start.to(change.device, change.dtype) + change
         self.start = moved.to(start.device, start.dtype).reshape(self.start.shape)
@@ -247,7 +248,7 @@ class _Buffer:
 
     def _note(self) -> None:
         self.seen = self.current
-        self.version = self.seen._version
+        self.version = version(self.seen)
 
 
 def _find_buffers(model: nn.Module, skip: Collection[nn.Module]) -> list[_Buffer]:
@@ -257,8 +258,8 @@ def _find_buffers(model: nn.Module, skip: Collection[nn.Module]) -> list[_Buffer
     for prefix, module in model.named_modules():
         if id(module) in skipped:
             continue
-        for key, tensor in module._buffers.items():
-            if tensor is None or tensor.numel() == 0 or id(tensor) in ids:
+        for key, tensor in module.named_buffers(recurse=False):
+            if tensor.numel() == 0 or id(tensor) in ids:
                 continue
             ids.add(id(tensor))
             name = f"{prefix}.{key}" if prefix else key
@@ -269,7 +270,7 @@ def _find_buffers(model: nn.Module, skip: Collection[nn.Module]) -> list[_Buffer
 
 @contextmanager
 def unchanged_buffers(model: nn.Module) -> Iterator[None]:
-    """Whatever happens to the model's buffers inside leaves no trace: for throwaway forwards."""
+    """Restore the model's buffers on exit: for throwaway forwards."""
     before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     try:
         yield
@@ -281,7 +282,7 @@ def unchanged_buffers(model: nn.Module) -> Iterator[None]:
 def exact_sum(
     values: Tensor, jumps: Tensor, comm: Communicator, *, most: int
 ) -> tuple[Tensor, Tensor]:
-    """Sums of `values`, and the largest of `jumps`, over leaves and ranks, on all ranks.
+    """Sum `values` over leaves and ranks, and take the largest of `jumps`, on all ranks.
 
     [Note: Sums without an order] Floating-point sums depend on their order, sums of integers do
     not. So per element all ranks agree on the largest exponent, every value becomes an integer of
@@ -295,7 +296,7 @@ def exact_sum(
         values: float64 [L, n], L >= 1; a rank without leaves gives zeros.
         jumps: int64 [L, m]; the smallest int64 stands for none.
         comm: the ranks.
-        most: how many values any element has at most, over all ranks.
+        most: largest number of values that any element has over all ranks.
 
     Returns:
         float64 [n] and int64 [m].

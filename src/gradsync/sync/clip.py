@@ -1,4 +1,4 @@
-"""The gradient's L2 norm, summed in an order that nothing can change.
+"""The gradient's L2 norm, with bits that do not depend on ranks, buckets or shards.
 
 [Note: Fixed blocks] A norm is a sum, and a sum's bits depend on how it is grouped: per parameter,
 flat and sharded norms of the same gradient gave four different values. So the grouping is fixed:
@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+
+from gradsync.core.torch_private import foreach_mul_, foreach_norm
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,7 +31,7 @@ def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
     if not gradients:
         return torch.zeros(())
     double = any(gradient.dtype == torch.float64 for gradient in gradients)
-    # Contiguous: a sum over strided memory is grouped in another way.
+    # Contiguous: a sum over strided memory is grouped differently.
     blocks = [block for g in gradients for block in g.contiguous().view(-1).split(BLOCK)]
     return norm_from_blocks(norms_of_blocks(blocks), double=double)
 
@@ -38,17 +40,17 @@ def norms_of_blocks(blocks: Sequence[Tensor]) -> Tensor:
     """L2 norm of each of `blocks`, contiguous; fp64 [len(blocks)]."""
     # 16-bit blocks are widened first, or their norms would be rounded to 16 bits.
     blocks = [block.float() if block.element_size() == 2 else block for block in blocks]
-    return torch.stack([norm.double() for norm in torch._foreach_norm(blocks)])
+    return torch.stack([norm.double() for norm in foreach_norm(blocks)])
 
 
 def norm_from_blocks(norms: Tensor, *, double: bool) -> Tensor:
-    """The norm of everything, fp32 (fp64 if `double`) [], from those of all blocks in order."""
+    """The total norm, fp32 (fp64 if `double`) [], from those of all blocks in order."""
     # cumsum adds one after the other, whatever the vector width; sum() would not.
     return norms.square().cumsum(0)[-1].sqrt().to(torch.float64 if double else torch.float32)
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """What to multiply a gradient of norm `norm` by, at most 1."""
+    """Factor, at most 1, that scales a gradient of norm `norm` to at most `max_norm`."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
@@ -57,5 +59,5 @@ def clip_gradients(gradients: Sequence[Tensor], max_norm: float) -> Tensor:
     arXiv 1211.5063); returns the norm before, []."""
     norm = gradient_norm(gradients)
     if gradients:
-        torch._foreach_mul_(list(gradients), clip_factor(norm, max_norm))
+        foreach_mul_(list(gradients), clip_factor(norm, max_norm))
     return norm

@@ -1,15 +1,15 @@
-"""`gs.comm_hook`: our reductions for plain `DistributedDataParallel`, Accelerate and Fabric.
+"""`gs.comm_hook`: gradsync's reductions for `DistributedDataParallel`, Accelerate and Fabric.
 
     model = DistributedDataParallel(model)          # or accelerator.prepare, fabric.setup
     gs.comm_hook("ring").register(model)
 
-DDP hands the hook each bucket as backward fills it, and collects the results when backward ends:
+DDP passes each bucket to the hook as backward fills it, and collects the results afterwards:
 
     backward   ──[layer n]──[layer n-1]── … ──[layer 1]─┐
     worker            ──[bucket 0: ring, / W]──[bucket 1]┴── optimizer
 
-A hook has to average: DDP does not divide for it. Ours sums first and divides once, by W. What
-takes several messages runs on a worker thread; what fails there comes out of `backward()`.
+A hook has to average: DDP does not divide for it. This one sums first and divides once, by W.
+Algorithms of several messages run on a worker thread; their errors are raised by `backward()`.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from gradsync.sync.power_sgd import PowerSgd
 from gradsync.world import World
 
 STRATEGIES = ("ring", "recursive_doubling", "hierarchical", "bf16", "fp16", "powersgd")
-"""What a DDP hook can do."""
+"""Strategies available as a DDP hook."""
 
 
 class CommHook:
     """A hook and its state.
 
-    `hook.register(model)` is the way to use it: it asks DDP for the ranks to average over. It also
-    unpacks into what DDP's own method wants, `ddp.register_comm_hook(*hook)`; but DDP tells a hook
+    Use it by `hook.register(model)`, which asks DDP for the ranks to average over. It also unpacks
+    into the arguments of DDP's own method, `ddp.register_comm_hook(*hook)`; but DDP tells a hook
     nothing about its process group, so that way averages over torch's *default* group unless
-    `comm_hook(group=)` was given. For a DDP over some of the ranks give it the same `group`.
+    `comm_hook(group=)` was given. For a DDP over some of the ranks pass the same `group`.
     """
 
     def __init__(self, state: HookState) -> None:
@@ -56,9 +56,9 @@ class CommHook:
         return iter((self.state, self.hook))
 
     def register(self, model: nn.Module) -> None:
-        """Give the hook to the DDP that `model` is or contains; once, before the first forward.
+        """Register with the DDP that `model` is or contains; once, before the first forward.
 
-        Without one (Accelerate and Fabric do not wrap on one rank) there is nothing to do.
+        Does nothing without one (Accelerate and Fabric do not wrap on one rank).
 
         Raises:
             ConfigError: no DDP although there are several ranks, or more than one DDP.
@@ -83,15 +83,15 @@ def comm_hook(
     groups: Groups | None = None,
     **options: Any,
 ) -> CommHook:
-    """A communication hook for `DistributedDataParallel`; make one for each DDP model.
+    """Make a communication hook for `DistributedDataParallel`; one for each DDP model.
 
     Args:
-        strategy: ring, recursive_doubling, hierarchical (see `gs.all_reduce`); bf16, fp16 (on the
-            wire, torch's hooks); powersgd (torch's hook).
-        group: process group to average over; None takes the model's own, if the hook is given to it
-            by `register`, but torch's default one if by DDP's `register_comm_hook(*hook)`.
-        groups: from `gs.groups(world)`, for hierarchical; None asks the ranks where they sit, when
-            the first bucket comes.
+        strategy: ring, recursive_doubling, hierarchical (see `gs.all_reduce`); bf16, fp16 (torch's
+            hooks); powersgd (torch's hook).
+        group: process group to average over; None is the model's own when registered by `register`,
+            but torch's default one when by DDP's `register_comm_hook(*hook)`.
+        groups: from `gs.groups(world)`, for hierarchical; None exchanges the ranks' hosts when the
+            first bucket comes.
         options: of powersgd, as `PowerSgdReducer`'s, or others of torch's `PowerSGDState`.
 
     Raises:
@@ -104,7 +104,7 @@ def comm_hook(
     if options:
         raise ConfigError(f"comm_hook({strategy!r}) has no option {next(iter(options))!r}")
     if strategy in ("bf16", "fp16"):
-        # Called from a function of ours: DDP refuses torch's bf16 hook by its name without NCCL.
+        # Called from this function: DDP refuses torch's bf16 hook by its name without NCCL.
         half = default_hooks.bf16_compress_hook, default_hooks.fp16_compress_hook
         return CommHook(HookState(group, half[strategy == "fp16"]))
     return CommHook(HookState(group, _OnWorker(strategy, groups)))
@@ -135,7 +135,7 @@ class _OnWorker:
 def _averaging(
     algorithm: str, comm: Communicator, groups: Groups | None, device: torch.device
 ) -> Callable[[Tensor], None]:
-    """`average(tensor)` over the ranks of `comm`, in place, blocking, by messages alone."""
+    """Make `average(tensor)` over the ranks of `comm`: in place, blocking, by messages alone."""
     if algorithm != "hierarchical":
         site = Site(comm=comm)
 

@@ -34,13 +34,21 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 HANDLE = "_gradsync"
-"""Attribute by which a model holds on to its handle; hooks do not keep it alive."""
+"""Attribute by which a model refers to its handle; hooks do not keep it alive."""
 
 
 class GradientSync(OwnLoopFace, StateFace):
-    """Made by `gs.replicate`. Per step: `backward` for each leaf, then `step` once.
+    """Handle of a replicated model, made by `gs.replicate`.
 
-    Or, in a loop of one's own: `loss.backward()`, `finish()`, `optimizer.step()`.
+    Per step: `backward` for each leaf, then `step` once. Or, in the user's training loop:
+    `loss.backward()`, `finish()`, `optimizer.step()`.
+
+    Args:
+        model: on its device; its replicas are equal.
+        comm: all ranks.
+        reducer: the strategy.
+        batch_norm: from `choose_batch_norm`; None for models without BatchNorm.
+        number: number of the model in this process, the same on all ranks.
     """
 
     def __init__(
@@ -84,7 +92,7 @@ class GradientSync(OwnLoopFace, StateFace):
     def forward(self) -> Any:
         """Call this in place of the model: `logits = sync.forward(inputs)`.
 
-        Strategies that work by hooks do not need it: there it just calls the model.
+        Strategies that work by hooks do not need it: for them it just calls the model.
         """
         return self.reducer.forward
 
@@ -97,8 +105,8 @@ class GradientSync(OwnLoopFace, StateFace):
     def micro_step(self, *, last: bool, index: int | None = None) -> Iterator[None]:
         """Enclose forward and `backward` of one leaf.
 
-        Needed by strategies that must know before the forward (`ddp`, `powersgd`, `fsdp`);
-        harmless for the others, which learn here what `backward`'s `leaf` would tell them.
+        Needed by strategies that must know before the forward (`ddp`, `powersgd`, `fsdp`); harmless
+        for the others, which learn here what `backward`'s `leaf` would tell them.
 
         Args:
             last: `leaf.is_last` of the loader: no leaf follows, so communication may begin.
@@ -122,23 +130,23 @@ class GradientSync(OwnLoopFace, StateFace):
         reduction: str | None = None,
         scale: Any = None,
     ) -> None:
-        """Backward of one leaf. What it brings to models of other handles is thrown away.
+        """Run the backward of one leaf. Gradients for models of other handles are discarded.
 
         Args:
             loss: *summed* over the leaf's targets, []; or their mean, see `reduction`.
-            weight: how many targets that are (0 for a leaf that is all padding); None takes
+            weight: number of these targets (0 for a leaf that is all padding); None is
                 `leaf.num_targets`.
-            leaf: what `gs.loader` gave. Its `is_last` lets communication begin in this backward,
-                its `index` lets `invariant` add up leaves at once instead of keeping each.
-            reduction: "sum", or "mean" when `loss` is the mean over the `weight` targets; of none,
-                it counts for nothing. None is "sum", and warns once if the loss looks like a mean.
-                See [Note: Mean or sum].
+            leaf: from `gs.loader`. Its `is_last` lets communication begin in this backward, its
+                `index` lets `invariant` add up leaves at once instead of keeping each.
+            reduction: "sum", or "mean" when `loss` is the mean over the `weight` targets (over no
+                targets it counts for nothing). None is "sum", and warns once if the loss looks like
+                a mean. See [Note: Mean or sum].
             scale: a `torch.amp.GradScaler`, for fp16.
 
         Raises:
             TypeError: neither weight nor leaf.
-            ConfigError: a weight that is no finite number >= 0; an unknown reduction; the last
-                backward raised, and nobody called `discard`; the handle is closed.
+            ConfigError: a weight that is not a finite number >= 0; an unknown reduction; the last
+                backward raised, and `discard` was not called; the handle is closed.
         """
         last, index = self._last, self._index
         if leaf is not None:
@@ -156,7 +164,7 @@ class GradientSync(OwnLoopFace, StateFace):
             counts_for_nothing(loss) if nothing else nullcontext(),
         ):
             self._own_loop.leaves += 1
-            self._failed = True  # until it is known
+            self._failed = True  # until the backward has succeeded
             root.backward()
         self._failed = False
         self._statistics.leaf_ends(counts=weight > 0)
@@ -174,19 +182,19 @@ class GradientSync(OwnLoopFace, StateFace):
 
         Args:
             optimizer: over the model's parameters, or a list of several, each over its own:
-                `[muon, adamw]`. Parameters that none holds stay as they are; their gradients are
+                `[muon, adamw]`. Parameters in none of them stay as they are; their gradients are
                 dropped.
-            clip_norm: largest L2 norm of the mean gradient of all that is updated, together; None
+            clip_norm: largest L2 norm of the mean gradient of all updated parameters together; None
                 does not clip.
-            stop: this rank wants to stop; the answer in the result is the same on all ranks.
+            stop: whether this rank wants to stop; the result's `stop` is the same on all ranks.
             scale: the `torch.amp.GradScaler` given to `backward`.
 
         Raises:
             ConfigError: on all ranks, before any update: their optimizers or hyper-parameters
-                differ. A parameter in two optimizers; an optimizer that the strategy cannot share
-                out; `scale` under a strategy that cannot skip a step; no rank had a backward
-                since the last step; `loss.backward()` in place of this handle's; a parameter that
-                came or became trainable after `gs.replicate`; and see `backward`.
+                differ. A parameter in two optimizers; an optimizer that the strategy cannot shard;
+                `scale` under a strategy that cannot skip a step; no rank had a backward since the
+                last step; `loss.backward()` instead of `sync.backward`; a parameter that was added
+                or became trainable after `gs.replicate`; and see `backward`.
             RunError: on all ranks, before any update: weights were changed since the last step on
                 some of them, and differ.
         """
@@ -212,11 +220,11 @@ class GradientSync(OwnLoopFace, StateFace):
         return result
 
     def discard(self) -> None:
-        """In place of `step` (or `finish`): throw away what this step's backwards have brought.
+        """Discard this step's gradients; called in place of `step` (or `finish`).
 
-        For a rank whose backward raised, or that wants none of it. All ranks must come to the end
-        of the step, by this call or by the usual one; none of them updates anything then. Torch's
-        own DDP (`ddp`, `powersgd`) cannot go on after a backward that raised.
+        For a rank whose backward raised, or that wants none of it. All ranks must reach the end of
+        the step, by this call or by the usual one; none of them updates anything then. Torch's own
+        DDP (`ddp`, `powersgd`) cannot continue after a backward that raised.
         """
         self._refuse_if_closed()
         if self._own_loop.pending and not self._own_loop.leaves:
@@ -228,7 +236,7 @@ class GradientSync(OwnLoopFace, StateFace):
         self._end_step(None)
 
     def _end_step(self, update: Update | None, **options: Any) -> StepResult:
-        """Synchronise, and `update` unless that is None on some rank; then begin anew."""
+        """Synchronise, and `update` unless that is None on some rank; then reset."""
         try:
             self._result = take_step(
                 self._parts, self._loss, update, enclosed=self._own_loop.enclosed, **options
@@ -247,10 +255,10 @@ class GradientSync(OwnLoopFace, StateFace):
             )
 
     def close(self) -> None:
-        """Take the hooks out of the model; it stays usable as it is.
+        """Remove the hooks from the model; it stays usable as it is.
 
-        Before `destroy_process_group` it also lets gloo's workers come to rest: one that still
-        needs Python's lock when the interpreter ends would abort the process.
+        Before `destroy_process_group` it also lets gloo's workers finish: one that still needs
+        Python's lock when the interpreter ends would abort the process.
         """
         self._own_loop.close()
         self._ddp_watch.remove()
@@ -266,8 +274,8 @@ class GradientSync(OwnLoopFace, StateFace):
             wait_until_workers_sleep()
 
     def __deepcopy__(self, memo: object) -> None:
-        """A copy of the model is not synchronised: it gets no handle."""
+        """Give a copy of the model no handle: it is not synchronised."""
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """As for copies: a saved model comes back without."""
+        """Give a saved model no handle, as for copies."""
         return (type(None), ())

@@ -1,4 +1,4 @@
-"""The function that DDP calls for each bucket, and what it keeps in between."""
+"""The function that DDP calls for each bucket, and its state in between."""
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations as objects.
 
@@ -13,11 +13,11 @@ Average = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
 
 class HookState:
-    """What a hook keeps between buckets. One state belongs to one DDP model.
+    """State of a hook between buckets. One state belongs to one DDP model.
 
     Args:
         group: process group; None is torch's default one, when the first bucket comes.
-        average: what to do with a bucket.
+        average: averages a bucket.
     """
 
     def __init__(self, group: Any, average: Average) -> None:

@@ -1,8 +1,8 @@
-"""Do all ranks step with the same optimizers? Compared before any update, in the step's message.
+"""Comparison of all ranks' optimizers before any update, in the step's message.
 
 A rank that steps with another learning rate (`ReduceLROnPlateau` on its own loss, a checkpoint that
 only rank 0 loaded) trains another model; where ranks divide the update among themselves, all of
-them get one mixture of both, which no comparison of replicas can see afterwards.
+them get one mixture of both, which no comparison of replicas can detect afterwards.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 Settings = dict[str, str]
-"""By name, in the order in which messages look for the first difference."""
+"""Text by name, in the order in which messages look for the first difference."""
 
 _BITS = 20
-"""Of a digest's numbers: W n^2 is exact in float64 for up to 2^13 ranks."""
+"""Size of a digest's numbers: W n^2 is exact in float64 for up to 2^13 ranks."""
 
 
 def settings_of(optimizer: Optimizer, parameters: Sequence[Tensor], *, number: int = 0) -> Settings:
     """Class, hyper-parameters and parameters of each group; equal on ranks that step alike.
 
-    A tensor on a device is waited for. Objects count by their class, functions by their name:
-    neither has a text that is the same on all ranks.
+    Waits for tensors on a device. Objects count by their class, functions by their name: neither
+    has a text that is the same on all ranks.
 
     Args:
-        optimizer: as it is now.
+        optimizer: in its current state.
         parameters: of the model, in the order that all ranks have.
-        number: among the optimizers that step together.
+        number: its position among the optimizers that step together.
     """
     places = {id(parameter): place for place, parameter in enumerate(parameters)}
     which = f" of optimizer {number}" if number else ""
@@ -59,7 +59,7 @@ def settings_of(optimizer: Optimizer, parameters: Sequence[Tensor], *, number: i
 
 
 def digest(settings: Settings) -> tuple[int, int]:
-    """Two numbers of 20 bits, for `agree`; different settings with one digest: chance 2**-40."""
+    """Two numbers of 20 bits, for `agree`; equal for different settings with probability 2**-40."""
     both = int(_hash(json.dumps(settings).encode()), 16)
     return both % 2**_BITS, both // 2**_BITS % 2**_BITS
 
@@ -69,10 +69,10 @@ def refuse_difference(comm: Communicator, settings: Settings, why: str) -> None:
 
     Args:
         settings: this rank's.
-        why: what has happened, or not, and what to do; ends the message.
+        why: the consequence, and what to do; ends the message.
 
     Raises:
-        ConfigError: naming the first setting that differs and each rank's value.
+        ConfigError: names the first setting that differs and each rank's value.
     """
     by_rank: list[Settings] = all_gather_json(comm, settings)
     for name in dict.fromkeys(name for settings in by_rank for name in settings):
@@ -95,7 +95,7 @@ def refuse_closure(optimizer: Optimizer) -> None:
 
 
 def _text(value: Any) -> str:
-    """The same on all ranks for equal values, whatever objects they are."""
+    """Text that is the same on all ranks for equal values, whatever objects they are."""
     if isinstance(value, int | None | str | complex | Enum):
         # An enum's repr shows the member's value, which may be any object.
         return str(value) if isinstance(value, Enum) else repr(value)

@@ -1,10 +1,10 @@
-"""Sums of single numbers that have the same bits in any order and any grouping.
+"""Exact sums of single numbers: the same bits in any order and any grouping.
 
-[Note: Limbs] Below 2^200 a number is cut into limbs: its multiples of 2^170, then those of 2^140
-that are left, and so on down to 2^-220; what is smaller than that is dropped. A limb is an integer
-of 30 bits on its scale, so up to 2^23 of them add without rounding in float64, here or by an
-all-reduce. Only the sum of the limbs' sums rounds, and everybody does that alike. One message is
-enough: no scale has to be agreed first. (Demmel and Nguyen 2013, "Fast reproducible floating-point
+[Note: Limbs] Below 2^200 a number is cut into limbs: its multiples of 2^170, then the remaining
+multiples of 2^140, and so on down to 2^-220; anything smaller is dropped. A limb is an integer of
+30 bits on its scale, so up to 2^23 of them add without rounding in float64, here or by an
+all-reduce. Only the sum of the limbs' sums rounds, equally on all ranks. One message is enough: no
+scale has to be agreed on first. (Demmel and Nguyen 2013, "Fast reproducible floating-point
 summation", with fixed bins.)
 """
 
@@ -20,11 +20,11 @@ _BITS = 30
 _LIMIT = 2.0**200
 _UNITS = tuple(2.0**exponent for exponent in range(170, -221, -_BITS))
 NUM_LIMBS = len(_UNITS) + 1
-"""The last one adds, as they are, numbers of 2^200 and more, infinite and undefined ones."""
+"""The last one adds, unchanged, numbers of 2^200 and more, infinite and undefined ones."""
 
 
 def split(values: Tensor) -> Tensor:
-    """The limbs of the sum of `values` (float64 [L]), float64 [NUM_LIMBS]; waits for nothing."""
+    """The limbs of the sum of `values` (float64 [L]), float64 [NUM_LIMBS]; does not wait."""
     units = torch.tensor(_UNITS, dtype=torch.float64, device=values.device)
     inside = values.abs() < _LIMIT
     # [L, limbs]: a value without its bits below each unit; powers of two scale exactly.

@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 NO_LOSS = (0.0,) * (2 * NUM_LIMBS)
-"""From a rank whose loop tells no loss: as long as the others' messages, since a rank that discards
-a step may not know which way they end it."""
+"""Message of a rank whose loop gives no loss: of the others' length, since a rank that discards a
+step may not know how they end it."""
 
 
 class LossSum:
-    """This rank's leaves; their sums over all ranks do not depend on who had which, see Note:
-    Limbs in limbs.py.
+    """This rank's loss and weight; sums over all ranks do not depend on the distribution of
+    leaves, see [Note: Limbs] in limbs.py.
 
     Args:
-        device: of the losses.
+        device: device of the losses.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -35,32 +35,32 @@ class LossSum:
 
     @property
     def num_leaves(self) -> int:
-        """Leaves that were added."""
+        """Number of leaves added."""
         return len(self._losses)
 
     @property
     def weight(self) -> float:
-        """Targets (or samples) of this rank's leaves."""
+        """Number of targets (or samples) of this rank's leaves."""
         return math.fsum(self._weights)
 
     @property
     def is_finite(self) -> bool:
-        """Whether this rank's losses are; not looked at on CUDA, where that would be a wait."""
+        """Whether this rank's losses are finite; unchecked on CUDA, where it would wait."""
         return self._device.type == "cuda" or all(map(torch.isfinite, self._losses))
 
     def add(self, loss_sum: Tensor, weight: float) -> None:
-        """One leaf's summed loss, [], and weight."""
+        """Add one leaf's summed loss, [], and weight."""
         self._losses.append(loss_sum.detach().to(self._device, torch.float64, copy=True))
         self._weights.append(weight)
 
     def clear(self) -> None:
-        """Begin with no leaves."""
+        """Start over with no leaves."""
         self._losses.clear()
         self._weights.clear()
 
     def message(self) -> list[float]:
-        """What travels with the step's small message, [2 NUM_LIMBS]: the weight, and the loss where
-        that costs no wait, on a CPU."""
+        """This rank's part of the step's small message, [2 NUM_LIMBS]: the weight, and the loss
+        where that costs no wait, on a CPU."""
         weights = split(torch.tensor(self._weights, dtype=torch.float64)).tolist()
         if self._device.type == "cuda":
             return [*weights, *[0.0] * NUM_LIMBS]
@@ -70,7 +70,7 @@ class LossSum:
         """Loss (float64 []) and weight over all ranks, from the sum of their messages.
 
         On CUDA by one more all-reduce: whole group, float64 [NUM_LIMBS], on the device, overlaps
-        the buckets that are still under way.
+        the buckets in progress.
         """
         weight = join(summed[:NUM_LIMBS])
         if self._device.type != "cuda":
@@ -86,10 +86,10 @@ class LossSum:
 
 
 def leaf_weight(weight: float | Tensor | None, leaf: Any) -> float:
-    """What a leaf counts: `weight`, or else the leaf's number of targets.
+    """Weight of a leaf: `weight`, or else the leaf's number of targets.
 
     Raises:
-        TypeError: neither is there.
+        TypeError: neither is given.
         ConfigError: negative, infinite or undefined.
     """
     if weight is None:

@@ -1,13 +1,13 @@
-"""Means among losses: recognised in the autograd graph, and harmless where they are over nothing.
+"""Mean losses: recognised in the autograd graph, and harmless where they are over nothing.
 
 [Note: Mean or sum] A step divides once, by the targets of the whole global batch, so it needs each
-leaf's *sum*. A mean, which is what torch's loss functions give by default, is made a sum by the
-number of targets it was taken over: with `reduction="mean"`, loss = mean x weight. For
-cross-entropy and `.mean()` that gives the sum's gradient bit for bit (weight / weight is 1), for
-`mse_loss` and its like to rounding, as those divide by the number of elements first.
+leaf's *sum*. A mean, the default of torch's loss functions, is multiplied by the number of targets
+it was taken over: with `reduction="mean"`, loss = mean x weight. For cross-entropy and `.mean()`
+that gives the sum's gradient bit for bit (weight / weight is 1), for `mse_loss` and similar ones to
+rounding, as those divide by the number of elements first.
 
-Torch shows a graph's nodes and what they saved under names that it does not document; the tests go
-through all losses of `torch.nn.functional`. What is not recognised is not warned about.
+Torch names a graph's nodes and their saved values without documenting the names; the tests go
+through all losses of `torch.nn.functional`. A loss that is not recognised causes no warning.
 """
 
 from __future__ import annotations
@@ -21,19 +21,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradsync.core.torch_private import saved
 from gradsync.errors import ConfigError
 
 log = logging.getLogger("gradsync")
 
 _MEAN = 1
-"""`_saved_reduction` of a loss's node: 0 none, 1 mean, 2 sum."""
+"""The `reduction` that a loss keeps's node: 0 none, 1 mean, 2 sum."""
 _LOOKED_AT = 100
 _PASSED = ("Add", "Sub", "Neg", "Mul", "Div", "ToCopy", "Clone", "Alias", "View", "Squeeze")
-"""Operations between losses and what `backward` is given: weighted sums, casts, other shapes."""
+"""Operations between losses and `backward`'s argument: weighted sums, casts, other shapes."""
 
 
 def to_sum(loss: Tensor, weight: float, reduction: str | None) -> Tensor:
-    """A leaf's loss, [], as the sum over its `weight` targets, see [Note: Mean or sum].
+    """Convert a leaf's loss to the sum over its targets, see [Note: Mean or sum].
+
+    Args:
+        loss: [].
+        weight: number of targets.
+        reduction: "sum" or None returns `loss`; "mean" multiplies it by `weight`.
 
     Raises:
         ConfigError: an unknown reduction.
@@ -46,18 +52,18 @@ def to_sum(loss: Tensor, weight: float, reduction: str | None) -> Tensor:
 
 
 class MeanCheck:
-    """Warns, once, of a mean that is taken for a sum, or that was taken over another number of
-    targets than it counts for. Looks at the first leaves only: a program's loss keeps its form.
+    """Warns, once, of a mean that is used as a sum, or that was taken over another number of
+    targets than its weight. Checks the first leaves only: a program's loss keeps its form.
 
     Args:
-        said: by this rank; the others have the same loss.
+        said: whether this rank warns; the others have the same loss.
     """
 
     def __init__(self, *, said: bool) -> None:
         self._leaves_left = 8 if said else 0
 
     def __call__(self, loss: Tensor, weight: float, leaf: Any, *, reduction: str | None) -> None:
-        """Before the backward of a leaf's `loss`, [], that counts `weight` targets."""
+        """Check a leaf's `loss`, [], that counts `weight` targets, before its backward."""
         if not self._leaves_left or weight <= 1 or reduction == "sum":
             return  # the mean of one is the sum
         self._leaves_left -= 1
@@ -71,9 +77,9 @@ def _taken_for_a_sum(loss: Tensor, weight: float, leaf: Any) -> str:
     counts = (weight, getattr(leaf, "num_samples", weight))
     found = list(_reductions(loss, counts))
     # torch's own losses say it for the rest: a penalty beside them may be a mean.
-    means = [mean for node, mean in found if hasattr(node, "_saved_reduction")]
+    means = [mean for node, mean in found if saved(node, "reduction") is not None]
     means = means or [mean for _, mean in found]
-    # The sum of as many means as there are targets, one of each sample, is a sum.
+    # One mean per target, added up over the samples, is a sum.
     if not all(means) or not 0 < len(means) < weight:
         return ""
     who = f"weight={weight:g}" if leaf is None else "leaf=leaf"
@@ -89,7 +95,7 @@ def _wrong_count(loss: Tensor, weight: float) -> str:
     found = [node for node, mean in _reductions(loss) if mean and "NllLoss" in node.name()]
     if len(found) != 1:
         return ""
-    counted = found[0]._saved_total_weight  # in the dtype of the logits, and rounded to it
+    counted = saved(found[0], "total_weight")  # in the dtype of the logits, and rounded to it
     rounding = max(1e-5, 2 * torch.finfo(counted.dtype).eps)
     if math.isclose(float(counted), weight, rel_tol=rounding):
         return ""
@@ -104,7 +110,7 @@ def _wrong_count(loss: Tensor, weight: float) -> str:
 def _reductions(loss: Tensor, counts: Sequence[float] = ()) -> Iterator[tuple[Any, bool]]:
     """The reductions of which `loss`, [], is a weighted sum: nodes, and whether each is a mean.
 
-    A division by one of `counts` makes a mean; not one by 2, as in `x.square().sum() / 2`.
+    A division by one of `counts` makes a mean; one by 2, as in `x.square().sum() / 2`, does not.
     """
     nodes = [loss.grad_fn]
     for _ in range(_LOOKED_AT):
@@ -112,9 +118,9 @@ def _reductions(loss: Tensor, counts: Sequence[float] = ()) -> Iterator[tuple[An
         if node is None:
             continue
         name = node.name().rstrip("0123456789").removesuffix("Backward")
-        if getattr(node, "_saved_reduction", 0):
-            yield node, node._saved_reduction == _MEAN
-        elif name == "Sum" or (name == "Mean" and getattr(node, "_saved_self_sym_numel", 0) > 1):
+        if reduction := saved(node, "reduction"):
+            yield node, reduction == _MEAN
+        elif name == "Sum" or (name == "Mean" and (saved(node, "self_sym_numel") or 0) > 1):
             yield node, name == "Mean"
         elif name == "Div" and (divisor := _divisor(node)) in counts and divisor > 2:
             yield node, True
@@ -123,7 +129,7 @@ def _reductions(loss: Tensor, counts: Sequence[float] = ()) -> Iterator[tuple[An
 
 
 def _divisor(node: Any) -> float:
-    other = getattr(node, "_saved_other", None)
+    other = saved(node, "other")
     one = not isinstance(other, Tensor) or other.numel() == 1
     return 0.0 if other is None or not one else float(other)
 

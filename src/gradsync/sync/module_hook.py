@@ -1,4 +1,4 @@
-"""A hook on a module that is not part of it: copies and pickles of the module go without."""
+"""A hook on a module that is not part of it: copies and pickles of the module omit it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ModuleHook:
 
 
 class NoHook:
-    """What is left of a `ModuleHook` in a copy."""
+    """Stand-in for a `ModuleHook` in a copy."""
 
     def __call__(self, *arguments: Any) -> None:
         """Do nothing."""

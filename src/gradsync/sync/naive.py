@@ -2,7 +2,7 @@
 
     backward of the last leaf ───────────► all_reduce(p0) ► all_reduce(p1) ► … ► optimizer
 
-It is the readable twin that every cleverer strategy is checked against. Bytes per rank and step:
+It is the readable twin against which every other strategy is checked. Bytes per rank and step:
 2(W-1)/W x the gradients (a ring, Patarasuk & Yuan 2009); one operation per parameter; no overlap.
 """
 

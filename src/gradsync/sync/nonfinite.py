@@ -1,4 +1,4 @@
-"""Gradients that are nan or inf: said by the rank that brought them, before sums hide it."""
+"""Gradients with nan or inf: reported by the rank that has them, before sums hide it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 log = logging.getLogger("gradsync")
 
 _CUDA_STEPS = 100
-"""On CUDA each look waits for the device, so there is one in so many steps."""
+"""Steps between two checks on CUDA, where each check waits for the device."""
 
 
 class NonFinite:
-    """One warning when this rank's gradients begin to be nan or inf, until they are finite again.
+    """One warning when this rank's gradients become nan or inf, until they are finite again.
 
-    Per step: `look` at what is about to be sent, in one part or several, then `step_ends`.
+    Per step: `look` before gradients are sent, in one or several parts; then `step_ends`.
     """
 
     def __init__(self) -> None:
@@ -29,14 +29,14 @@ class NonFinite:
         self._found: list[str] = []
 
     def look(self, named: Iterable[tuple[str, Tensor]], *, on_cuda: bool) -> None:
-        """Note the names of those that are not finite: one read of their memory."""
+        """Note the names of gradients that are not finite: reads their memory once."""
         if on_cuda and self._step % _CUDA_STEPS:
             return
         if found := non_finite(named):
             self._found.append(found)
 
     def step_ends(self, rank: int) -> None:
-        """Say what was found in this step, counted from the first one of this model."""
+        """Warn about this step's findings; steps are counted from the first one of this model."""
         self._step += 1
         if self._found and not self._said:
             log.warning(

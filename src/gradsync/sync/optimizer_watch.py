@@ -1,7 +1,7 @@
-"""Tells whoever asks that an optimizer is about to step, or has stepped.
+"""Notification of listeners before and after an optimizer's step.
 
 Torch offers hooks on all optimizers of the process, in one table. That table must not change while
-another thread steps, so one watch enters it once and stays; who is to be told comes and goes here.
+another thread steps, so one watch enters it once and stays; listeners come and go here.
 """
 
 from __future__ import annotations
@@ -17,65 +17,65 @@ from torch.optim.optimizer import (
 )
 
 from gradsync.comm.base import Communicator
-from gradsync.sync.torch_names import optimizer_pre_hooks
+from gradsync.core.torch_private import optimizer_pre_hooks
 
 
 class Listener(Protocol):
-    """Who wants to know."""
+    """An object notified of optimizer steps."""
 
     parameter_ids: set[int]
-    """Of the parameters that it looks after."""
+    """Ids of the parameters that it synchronises."""
     comm: Communicator
-    """The ranks that it meets."""
+    """The ranks that it communicates with."""
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Gradients are about to be used."""
+        """Called before an optimizer uses gradients."""
         ...
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """They have been."""
+        """Called after an optimizer has used gradients."""
         ...
 
 
 class OptimizerWatch:
-    """The hooks; holds its listeners weakly, in the order in which they came: all ranks' ways of
-    taking part in a step must follow each other alike."""
+    """The hooks; refers to its listeners weakly, in the order in which they were added: on all
+    ranks they must take part in a step in one order."""
 
     def __init__(self) -> None:
         self._listeners: list[weakref.ref[Any]] = []
         self._lock = threading.Lock()
         self.added = 0
-        """How many listeners there have been."""
+        """Number of listeners ever added."""
         self.backwards: set[int] = set()
         """Graph tasks of each `GradientSync.backward` that runs now."""
 
     def add(self, listener: Listener) -> None:
-        """Tell `listener` as long as it lives."""
+        """Notify `listener` as long as it lives."""
         with self._lock:
             self._listeners.append(weakref.ref(listener))
             self.added += 1
 
     def discard(self, listener: Listener) -> None:
-        """Tell it no more."""
+        """Stop notifying `listener`."""
         with self._lock:
             self._listeners = [ref for ref in self._listeners if ref() not in (None, listener)]
 
     def owns(self, parameter: torch.Tensor) -> bool:
-        """Whether a listener looks after it."""
+        """Whether a listener synchronises this parameter."""
         return any(id(parameter) in listener.parameter_ids for listener in self.present())
 
     def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Before a step."""
+        """Notify listeners before a step."""
         for listener in self.present():
             listener.before_step(optimizer)
 
     def after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """After it."""
+        """Notify listeners after a step."""
         for listener in self.present():
             listener.after_step(optimizer)
 
     def present(self) -> list[Listener]:
-        """Those that live."""
+        """Listeners that are alive, in order."""
         with self._lock:
             found = [(ref, ref()) for ref in self._listeners]
             self._listeners = [ref for ref, listener in found if listener is not None]

@@ -1,18 +1,18 @@
-"""Synchronisation in a loop that is not ours: `loss.backward()`, then `optimizer.step()`.
+"""Synchronisation in the user's training loop: `loss.backward()`, then `optimizer.step()`.
 
-As with torch's DDP the gradients are averaged over ranks when backward returns, so clipping and
-anything else between backward and the optimizer sees the mean. [Note: Who synchronises when]
+As with torch's DDP the gradients are averaged over ranks when backward returns, so clipping and any
+other code between backward and the optimizer sees the mean. [Note: Who synchronises when]
 
-    backward on this rank       its end launches what is left and waits
+    backward on this rank       its end launches the remaining buckets and waits
     no backward on this rank    the optimizer's step (a hook on it) or `finish()` takes part,
                                 with zeros; otherwise the other ranks would wait for ever
     backward under no_sync()    adds up; the next backward outside of it synchronises all of it,
                                 and so does an optimizer step that comes first
     backward that raised        `discard()` takes part, and no rank uses the gradients
-    sync.backward() of another  brings nothing here: what this model's parameters get is thrown
-    handle, through this model  away at once (a generator's loss, through the discriminator)
+    sync.backward() of another  brings no gradients here: those for this model's parameters are
+    handle, through this model  discarded at once (a generator's loss, through the discriminator)
 
-That there was no backward shows by gradients that an optimizer has used, or that were cleared.
+The lack of a backward shows in gradients that an optimizer has used already, or that were cleared.
 `no_sync` must be entered before the forward: torch's DDP and FSDP decide there, and a program that
 gets it wrong drifts silently. It is checked here too, so that a loop works under every strategy.
 """
@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gradsync.comm.base import Communicator
+from gradsync.core.torch_private import at_the_end_of_backward, current_graph_task
 from gradsync.errors import ConfigError, GradsyncError
 from gradsync.sync.agreement import Agreement, agree
 from gradsync.sync.engine.engine import Engine, gone
@@ -39,14 +40,13 @@ from gradsync.sync.reducer import Reducer
 from gradsync.sync.replica_watch import ReplicaWatch
 from gradsync.sync.statistics import Statistics
 from gradsync.sync.strangers import Strangers
-from gradsync.sync.torch_names import at_the_end_of_backward, current_graph_task
 
 if TYPE_CHECKING:
     from torch import nn
 
 log = logging.getLogger("gradsync")
 
-# Why a loop is refused that mixes two ways of working.
+# Reasons for refusing a loop that mixes two ways of working.
 _TOGETHER = (
     "; step before it, or replicate models that one backward trains together: "
     "gs.replicate(torch.nn.ModuleList([a, b]))"
@@ -119,12 +119,12 @@ class OwnLoop:
         self._reducer = reducer
         self._number = number
         self.leaves = 0
-        """Backwards of `GradientSync`'s own since its last step."""
+        """Number of `GradientSync.backward`s since the last step."""
         self.in_micro_step = False
-        """In `GradientSync.micro_step`, which encloses `GradientSync.backward`."""
+        """Whether inside `GradientSync.micro_step`, which encloses `GradientSync.backward`."""
         self.closed = self._no_sync = False
         self._no_sync_in_forward: bool | None = None
-        self._enclosed = False  # in `GradientSync.backward`, which is not a loop of one's own
+        self._enclosed = False  # in `GradientSync.backward`, which is not the user's training loop
         self._in_backward = False
         self._task = -1  # the backward seen last; later ones have higher numbers
         self._dirty = False  # there are gradients that have not been synchronised
@@ -133,7 +133,7 @@ class OwnLoop:
         self._discarded = False  # and they were thrown away
         self._published: list[weakref.ref[torch.Tensor] | None] = []
         self._stepped: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that used those
-        self._settings = dict(_THE_CALL)  # theirs when they did
+        self._settings = dict(_THE_CALL)  # their settings when they did
         self.parameter_ids = {id(parameter) for parameter in reducer.parameters}
         self.strangers = Strangers(model, self.parameter_ids)
         self._optimizers = optimizer_watch()
@@ -142,7 +142,7 @@ class OwnLoop:
 
     @contextmanager
     def enclosed(self, root: torch.Tensor | None = None) -> Iterator[None]:
-        """A backward from `root`, or a step, of `GradientSync`'s own: nothing to do here."""
+        """Enclose a backward from `root`, or a step, of `GradientSync`: nothing to do here then."""
         tasks: list[int] = []
 
         def backward_begins(_: torch.Tensor) -> None:
@@ -169,17 +169,17 @@ class OwnLoop:
 
     @synchronises.setter
     def synchronises(self, wanted: bool) -> None:
-        """Set between two micro-batches."""
+        """Set it between two micro-batches."""
         self._refuse_if_foreign()
         self._no_sync = not wanted
 
     def gradient_came(self, parameter: torch.Tensor) -> bool:
-        """A gradient has come in a backward that is not `GradientSync`'s own; tells whether this
+        """Note a gradient from a backward other than `GradientSync.backward`; returns whether that
         backward synchronises.
 
         Raises:
             ConfigError: `no_sync` was entered or left between forward and backward; or it is
-                between a backward of this model's own and the step.
+                between a `GradientSync.backward` of this model and the step.
         """
         task = current_graph_task()
         if self._in_backward and task == self._task:
@@ -197,7 +197,7 @@ class OwnLoop:
         return not self._no_sync
 
     def _drop(self, parameter: torch.Tensor, task: int) -> None:
-        """Leave no trace of another handle's backward."""
+        """Discard a gradient from another handle's backward."""
         known = (p for p in self._reducer.parameters if p is not parameter)
         if self.leaves or (self._others < 0 and self._waiting(known)):
             raise ConfigError(_OTHERS_BEFORE_STEP)
@@ -225,7 +225,7 @@ class OwnLoop:
             self.finish()
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer is about to use the gradients: this rank may have had no backward."""
+        """Take part in the step, as this rank may have had no backward; gradients are used next."""
         if self._enclosed:
             return
         self.strangers.check(optimizer)
@@ -244,7 +244,7 @@ class OwnLoop:
         self._watch.changed(optimizer)  # noted now: its step changes weights, too
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer has used the gradients."""
+        """Note that an optimizer has used the gradients."""
         if self._enclosed or not self._is_ours(optimizer):
             return
         self._stepped.add(optimizer)
@@ -274,20 +274,20 @@ class OwnLoop:
 
     @property
     def pending(self) -> bool:
-        """There are gradients of a loop of one's own that no optimizer has used."""
+        """Whether the user's training loop has gradients that no optimizer has used."""
         return self._waiting(self._reducer.parameters)
 
     def _waiting(self, parameters: Iterable[torch.Tensor]) -> bool:
         waiting = self._dirty or (self._finished and not self._stepped)
-        waiting = waiting or not self._reducer.own_loop  # no hook looks for them there
+        waiting = waiting or not self._reducer.own_loop  # it has no hook that would notice them
         return self._in_backward or (waiting and _any_gradient(parameters))
 
     def _synchronise(self, *, discard: bool = False) -> None:
         reducer = self._reducer
-        # All forwards of this rank's step are one leaf here: nobody says where one ends.
+        # All forwards of this rank's step are one leaf here: the end of a leaf is unknown.
         self._statistics.leaf_ends(counts=self._dirty and not discard)
         counts = self._statistics.step_begins()
-        # Without a backward: copies of what the last step left, out of the way.
+        # Without a backward: copies of the last step's gradients, out of the way.
         left = [] if self._dirty else _left_over(reducer, self._published)
         for parameter, _ in left:
             parameter.grad = None
@@ -314,7 +314,7 @@ class OwnLoop:
         elif not any(agreed.used):
             for parameter, gradient in left:  # no rank had a backward: a step with the same ones
                 parameter.grad = gradient
-        # The one place that divides: by the number of ranks, since nobody told a weight.
+        # The one place that divides: by the number of ranks, since no weight was given.
         else:
             reducer.divide(reduction.divided_by / self.comm.world_size)
         self._statistics.step_ends(agreed.counts)
@@ -325,7 +325,7 @@ class OwnLoop:
         self._stepped.clear()
 
     def _refuse_unlike(self, agreed: Agreement, settings: Settings) -> None:
-        """See `ReplicaWatch.refuse_unlike`; then no gradients are left to go on with."""
+        """See `ReplicaWatch.refuse_unlike`; a refusal leaves no gradients to continue with."""
         try:
             self._watch.refuse_unlike(agreed, settings, _DRIFTED)
         except GradsyncError:
@@ -334,7 +334,7 @@ class OwnLoop:
             raise
 
     def refuse_if_failed(self) -> None:
-        """Raise when the last backward never came to its end."""
+        """Raise when the last backward did not finish."""
         if self._in_backward:
             raise ConfigError(_FAILED)
 
@@ -361,12 +361,12 @@ def _no_sync(own_loop: OwnLoop) -> Iterator[None]:
 
 
 def _hooks(own_loop: OwnLoop, model: nn.Module, reducer: Reducer) -> list[Any]:
-    """Hooks that do not hold `own_loop`, which holds the model's parameters."""
+    """Hooks that do not refer to `own_loop`, which refers to the model's parameters."""
     loop: weakref.ref[OwnLoop] = weakref.ref(own_loop)
 
     def before_forward(*_: Any) -> None:
         alive = loop()
-        # A checkpointed part's second forward is inside of a backward.
+        # The second forward of a checkpointed part happens inside of a backward.
         if alive is None or not torch.is_grad_enabled() or current_graph_task() >= 0:
             return
         alive.refuse_if_failed()
@@ -391,7 +391,7 @@ def _hooks(own_loop: OwnLoop, model: nn.Module, reducer: Reducer) -> list[Any]:
 def _left_over(
     reducer: Reducer, published: Iterable[weakref.ref[torch.Tensor] | None]
 ) -> list[tuple[nn.Parameter, torch.Tensor]]:
-    """Parameters whose gradient is the one that the last synchronisation put there; copies."""
+    """Copies of the gradients that the last synchronisation left, with their parameters."""
     if isinstance(reducer, Engine):
         found = [p for bucket in reducer.buckets for p in bucket.published()]
     else:
@@ -401,41 +401,41 @@ def _left_over(
 
 
 class OwnLoopFace:
-    """The part of `GradientSync` that a loop of one's own calls."""
+    """The methods of `GradientSync` for the user's training loop."""
 
     _own_loop: OwnLoop
 
     def finish(self) -> None:
-        """In a loop of one's own: make every `.grad` the mean over ranks, as torch's DDP does.
+        """Make every `.grad` the mean over ranks, as torch's DDP does, in the user's training loop.
 
         Backward does it by itself at its end; this call is for a rank that had no backward in this
-        step, and for strategies without hooks. Calling it twice does nothing more.
+        step, and for strategies without hooks. A second call does nothing.
         """
         self._refuse_if_closed()
         self._own_loop.finish()
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """In a loop of one's own, as torch's DDP has it: whether a backward averages over ranks.
+        """Whether a backward averages over ranks, in the user's training loop, as in torch's DDP.
 
         False is `no_sync` without the `with`: set it before the forward, and True again before the
-        forward of the last micro-batch. `GradientSync.backward` only adds up, whatever it says;
+        forward of the last micro-batch. `GradientSync.backward` only adds up, whatever it is;
         `step` synchronises.
 
         Raises:
-            ConfigError: on setting, under strategies without a loop of one's own.
+            ConfigError: on setting, under strategies that do not support the user's training loop.
         """
         return self._own_loop.synchronises
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, wanted: bool) -> None:
-        """Set between two micro-batches."""
+        """Set it between two micro-batches."""
         self._refuse_if_closed()
         self._own_loop.synchronises = wanted
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """In a loop of one's own: only add up; enclose forward and backward of all micro-batches
-        but the last."""
+        """Only accumulate, in the user's training loop; enclose forward and backward of all
+        micro-batches but the last."""
         self._refuse_if_closed()
         return _no_sync(self._own_loop)
 

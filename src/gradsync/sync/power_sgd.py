@@ -1,7 +1,7 @@
 """`powersgd`: torch's PowerSGD on torch's DDP: low-rank gradients on the wire, with error feedback.
 
-Vogels, Karimireddy & Jaggi 2019 (arXiv 1905.13727). A gradient matrix M, [n, m], travels as P,
-[n, r], and Q, [m, r]; what that loses is added to the next step's gradient:
+Vogels, Karimireddy & Jaggi 2019 (arXiv 1905.13727). A gradient matrix M, [n, m], is sent as P,
+[n, r], and Q, [m, r]; the error is added to the next step's gradient:
 
     backward   ──[layer n]──[layer n-1]── … ──[layer 1]─┐
     bucket         M = gradient + error                 │
@@ -9,17 +9,17 @@ Vogels, Karimireddy & Jaggi 2019 (arXiv 1905.13727). A gradient matrix M, [n, m]
                    gradient = mean of P Q^T,  error = M - P Q^T
 
 Bytes per rank: 2(W-1)/W of r (n + m) per compressed matrix instead of n m; vectors, and matrices
-where that would save less than `min_compression_rate`, travel whole. Three operations per bucket;
+where that would save less than `min_compression_rate`, are sent whole. Three operations per bucket;
 memory: the error and a copy of the gradients (2 S), P and Q.
 
-[Note: The error's unit] Our gradients are sums over a rank's share, and so is the error. DDP turns
-the mean of them back into a sum over ranks, and the step divides by its own weight: an error is
-paid with the weight of the step that pays it. With the same number of targets in each step that is
-the paper's algorithm exactly. Gradients that are not finite would stay in the error for ever:
-fp16 loss scaling is out.
+[Note: The error's unit] Gradients here are sums over a rank's share, and so is the error. DDP turns
+their mean back into a sum over ranks, and the step divides by its own weight: so an error counts
+with the weight of the step that adds it. With the same number of targets in each step that is the
+paper's algorithm exactly. Gradients that are not finite would stay in the error for ever: fp16 loss
+scaling is not supported.
 
-The error is each rank's own and is in no checkpoint: after a resume it is empty, and the first
-`start_powerSGD_iter` steps travel whole again.
+The error is private to each rank and in no checkpoint: after a resume it is empty, and the first
+`start_powerSGD_iter` steps are sent whole again.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ if TYPE_CHECKING:
 
 
 class PowerSgd:
-    """Torch's hook with its state, made when the first bucket says where gradients are.
+    """Torch's hook with its state, made when the first bucket shows the gradients' device.
 
     [Note: PowerSGD on the CPU] Torch's hook waits for one all-reduce in the callback of another.
     On NCCL that is a matter of streams. On Gloo it blocks one of the group's two worker threads:
-    with two buckets under way both wait for ever, or ranks issue their all-reduces in different
-    orders. So on the CPU buckets go one after the other, on a thread and in a group of their own.
+    with two buckets in progress both wait for ever, or ranks issue their all-reduces in different
+    orders. So on the CPU buckets go one after the other, on a separate thread and group.
 
     Args:
-        options: of torch's `PowerSGDState`, with our defaults.
+        options: of torch's `PowerSGDState`, with gradsync's defaults.
 
     Raises:
         ConfigError: an option that is unknown or out of its range.
@@ -93,7 +93,7 @@ class PowerSgd:
         return worker.submit(tensor, lambda: _run(state, bucket))
 
     def _begin(self, group: Any, device: torch.device) -> None:
-        """All ranks are here: it is their first bucket."""
+        """Prepare thread and group; all ranks call it, at their first bucket."""
         if device.type == "cpu":
             if torch.cuda.is_available():
                 raise ConfigError(
@@ -105,7 +105,7 @@ class PowerSgd:
         self._state = PowerSGDState(process_group=group, **self._options)
 
     def forget(self) -> None:
-        """Count from the first step again."""
+        """Restart the count of steps."""
         if self._state is not None:
             assert not self._state.error_dict, "something was compressed already"
             self._state.iter = 0
@@ -118,8 +118,8 @@ def _run(state: PowerSGDState, bucket: dist.GradBucket) -> None:
 class PowerSgdReducer(TorchDdpReducer):
     """DDP with torch's PowerSGD hook. Replicas stay equal; gradients are approximations.
 
-    Until `start_powerSGD_iter`, and in a step in which some rank has no leaf, gradients travel
-    whole; the latter touches neither error nor count.
+    Until `start_powerSGD_iter`, and in a step in which some rank has no leaf, gradients are sent
+    whole; the latter affects neither error nor count.
 
     Args:
         model: on its device; its replicas are equal.
@@ -164,6 +164,6 @@ class PowerSgdReducer(TorchDdpReducer):
         )
 
     def prime(self, forward_backward: Callable[[], None]) -> None:
-        """As DDP's; the throwaway step does not count."""
+        """See `TorchDdpReducer.prime`; the throwaway step does not count."""
         super().prime(forward_backward)
         self._power_sgd.forget()

@@ -1,9 +1,9 @@
-"""What a strategy has to provide: the gradient sums over all ranks, and little else.
+"""The interface of a strategy: the gradient sums over all ranks, and little else.
 
-Everything that strategies share (the loss, the one division, the order of things) lives once in
+Everything that strategies share (the loss, the one division, the order of calls) lives once in
 `GradientSync`; a `Reducer` turns each rank's local gradient sums into global ones. The methods
-below stand in the order in which a step calls them. Those that have a body here are what a
-strategy with whole replicas wants; sharded ones override the second half.
+below are in the order in which a step calls them. Those with a body here suit a strategy with whole
+replicas; sharded ones override the second half.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """What `Reducer.reduce` left in `.grad`, and what it cost."""
+    """Gradient sums left in `.grad` by `Reducer.reduce`, and the cost."""
 
     divided_by: int
     """1 for the plain sum over ranks; W when the mechanism has divided it by W already."""
     exposed: Stopwatch
-    """Time in which communication went on and nothing else did."""
+    """Time of communication that nothing else overlapped."""
     local: bool = False
-    """True when `.grad` is this rank's own sum still (strategies that average weights instead):
+    """True when `.grad` is still this rank's own sum (strategies that average weights instead):
     then it is divided by this rank's own weight."""
 
 
@@ -45,28 +45,28 @@ class Reducer(ABC):
     takes_scale = True
     """False when a step with inf or nan gradients, which a GradScaler skips, would do damage."""
     equal_replicas = True
-    """False when replicas drift between rounds (and look after their buffers themselves)."""
+    """False when replicas drift between rounds (then the strategy averages buffers)."""
     whole_parameters = True
-    """False when a rank holds a share of each parameter, so that a forward is everybody's: all
-    ranks then make equally many."""
+    """False when a rank holds a share of each parameter, so that all ranks take part in every
+    forward, and make equally many."""
     strategy = ""
-    """What users call it: the name in `gs.replicate(sync=...)`."""
+    """Name that users pass as `gs.replicate(sync=...)`."""
     own_loop = False
-    """True when a loop of the user's own (`loss.backward()`, `optimizer.step()`) works with it."""
+    """True when it supports the user's training loop (`loss.backward()`, `optimizer.step()`)."""
 
     def __init__(self, model: nn.Module, comm: Communicator) -> None:
         self.model = model
         self.comm = comm
         self.parameters: list[nn.Parameter] = [p for _, p in trainable(model)]
-        """Trainable ones, tied ones once, in `named_parameters` order."""
+        """Trainable parameters, tied ones once, in `named_parameters` order."""
         self.non_finite = NonFinite()
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """What the training step calls in place of the model (most strategies: the model)."""
+        """Run the forward that the training step calls (most strategies: the model's)."""
         return self.model(*inputs, **named)
 
     def prime(self, forward_backward: Callable[[], None]) -> None:  # noqa: B027  optional
-        """Settle the layout now, if the strategy learns it from its first backward.
+        """Fix the layout now, if the strategy learns it from its first backward.
 
         A resumed run would otherwise begin with another grouping of sums than the run it continues,
         and bits would change. `forward_backward` is one throwaway micro-step through `forward`.
@@ -74,7 +74,7 @@ class Reducer(ABC):
 
     @contextmanager
     def micro_step(self, *, last: bool) -> Iterator[None]:
-        """Enclose one forward and backward; `last` says that this rank's gradients are then full.
+        """Enclose one forward and backward; `last` if it completes this rank's gradients.
 
         `last` must be True on all ranks of a step or on none.
         """
@@ -82,34 +82,34 @@ class Reducer(ABC):
 
     @contextmanager
     def leaf(self, *, last: bool, index: int | None = None) -> Iterator[None]:
-        """Enclose one backward.
+        """Enclose one backward of this rank.
 
         Args:
             last: no other leaf of this rank follows in this step.
-            index: the leaf's place in the global batch; None when nobody said it.
+            index: the leaf's place in the global batch; None when it is unknown.
         """
         yield
 
     def forget(self) -> None:  # noqa: B027  optional
-        """Before `launch`: this rank's leaves do not count, and no rank will use the sums."""
+        """Drop this rank's leaves, before `launch`; no rank will use the sums."""
 
     def expect(  # noqa: B027  optional
         self, optimizers: Sequence[torch.optim.Optimizer], *, scaled: bool
     ) -> None:
-        """Before `launch`: who will use the gradients (`scaled`: a GradScaler reads them too)."""
+        """Announce the optimizers, before `launch` (`scaled`: a GradScaler reads gradients too)."""
 
     def look(self, *, wanted: bool) -> None:
-        """Before `launch`, in every step; if `wanted`, say which gradients are nan or inf."""
+        """Warn, before `launch` in every step, about nan or inf in gradients if `wanted`."""
         if wanted:
             self.non_finite.look(self.named_gradients(), on_cuda=self.parameters[0].is_cuda)
         self.non_finite.step_ends(self.comm.rank)
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """What this rank will bring to the sums, as far as it has not been sent."""
+        """This rank's contribution to the sums, as far as it has not been sent."""
         return ((name, p.grad) for name, p in trainable(self.model) if p.grad is not None)
 
     def launch(self) -> list[bool]:
-        """Start what has not been started; tells which parameters have gradients on this rank."""
+        """Start the remaining communication; returns which parameters have gradients here."""
         return [parameter.grad is not None for parameter in self.parameters]
 
     @abstractmethod
@@ -121,29 +121,29 @@ class Reducer(ABC):
         """
 
     def gradients(self) -> list[Tensor]:
-        """What is divided, once."""
+        """Tensors that `divide` divides, once."""
         return [p.grad for p in self.parameters if p.grad is not None]
 
     def divide(self, factor: float) -> None:
         """Multiply `gradients()` by `factor`, once: from sums to the mean."""
-        import torch
+        from gradsync.core.torch_private import foreach_mul_
 
         if gradients := self.gradients():
-            torch._foreach_mul_(gradients, factor)
+            foreach_mul_(gradients, factor)
 
     def clip(self, max_norm: float) -> Tensor:
-        """Scale the mean gradient to an L2 norm of at most `max_norm`; its norm before, []."""
+        """Scale the mean gradient to an L2 norm of at most `max_norm`; returns the old norm, []."""
         from gradsync.sync.clip import clip_gradients
 
         return clip_gradients([p.grad for p in self.parameters if p.grad is not None], max_norm)
 
     def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """One step of each optimizer with the mean gradient; they hold different parameters."""
+        """Do one step of each optimizer with the mean gradient; they hold different parameters."""
         for optimizer in optimizers:
             optimizer.step()
 
     def clear_gradients(self) -> None:
-        """Let go of every `.grad`."""
+        """Set every `.grad` to None."""
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -168,7 +168,7 @@ class Reducer(ABC):
     def keep_state(
         self, optimizer: torch.optim.Optimizer, states: Mapping[Any, dict[str, Any]]
     ) -> None:
-        """Take a part as `held_state` gives it, on the parameters' device."""
+        """Restore a part from `held_state`, on the parameters' device."""
         raise RunError(f"sync={self.strategy!r} has whole state on every rank")
 
     def held_weights(self) -> dict[str, tuple[Share, Tensor]] | None:
@@ -177,15 +177,15 @@ class Reducer(ABC):
         return None
 
     def keep_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Overwrite this rank's part with one as `held_weights` gives it."""
+        """Overwrite this rank's part with one from `held_weights`."""
         raise RunError(f"sync={self.strategy!r} has whole weights on every rank")
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """What a strategy itself remembers from step to step, equal on all ranks after `gather`."""
+        """The strategy's own state from step to step, equal on all ranks after `gather`."""
         return {}
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take back what `state_tensors` gave.
+        """Restore tensors from `state_tensors`.
 
         Raises:
             RunError: tensors of another strategy.
@@ -207,7 +207,7 @@ class Reducer(ABC):
                 own[name].copy_(tensor)
 
     def close(self) -> None:  # noqa: B027  optional
-        """Give back threads and hooks; the model stays usable."""
+        """Release threads and hooks; the model stays usable."""
 
 
 def sum_gradients(
@@ -215,8 +215,13 @@ def sum_gradients(
 ) -> Reduction:
     """All-reduce every used parameter's gradient over the whole group, one after the other.
 
-    A rank that has no gradient for a used parameter (or no data at all) contributes zeros: all
-    ranks must issue the same operations. A parameter that no rank used stays `None`.
+    A rank without a gradient for a used parameter (or without data) contributes zeros: all ranks
+    must issue the same operations. The gradient of a parameter that no rank used stays None.
+
+    Args:
+        parameters: trainable parameters, in one order on all ranks.
+        used: for each of them, whether any rank has a gradient for it.
+        comm: the ranks.
     """
     import torch
 
@@ -226,7 +231,7 @@ def sum_gradients(
         if any_rank:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            # The parameter's shape and dtype; overlaps nothing, on purpose.
+            # Whole group, the parameter's shape and dtype; overlaps nothing, on purpose.
             comm.all_reduce(parameter.grad).wait()
     watch.stop()
     return Reduction(divided_by=1, exposed=watch)

@@ -1,4 +1,4 @@
-"""Every strategy, in one table; tests, commands and the README's table iterate over it."""
+"""Every strategy, in one table; tests, commands and the guide's table iterate over it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _KINDS: dict[str, Kind] = {
     "outer_lr": "number",
     "outer_momentum": "number",
 }
-"""Of options of strategies that are not the engine's, where it is the same for all of them."""
+"""Kinds of the options of adapter strategies, where one name has one kind."""
 
 _DTYPES = ("bf16", "fp16", "fp32")
 _DTYPE_OPTIONS = ("compute_dtype", "reduce_dtype")
@@ -48,7 +48,7 @@ class Strategy:
     """A named way to synchronise gradients."""
 
     name: str
-    """What users type."""
+    """Name that users type."""
     summary: str
     """One line."""
     cost: str
@@ -57,15 +57,15 @@ class Strategy:
     """`build(model, comm, groups, **options)`."""
     promise: Promise = "rounding"
     """bitwise: one rank's bits; rounding: one rank's numbers but for the order of sums; lossy:
-    rounds or leaves something away, on purpose."""
+    rounds or omits something, on purpose."""
     options: tuple[str, ...] = ()
-    """Names that `build` knows."""
+    """Names of the keyword arguments of `build`."""
     recipe: Recipe | None = None
-    """What the engine does; None for strategies that are not the engine's."""
+    """The engine's recipe; None for strategies that do not use the engine."""
     equal_leaves: bool = False
     """True when all ranks must have equally many leaves in a step."""
     needs_group: bool = False
-    """True when one rank has no use for it (then `naive`'s code runs, which does nothing)."""
+    """True when one rank has no use for it (then `naive` runs, which does nothing there)."""
 
 
 def _naive(model: nn.Module, comm: Communicator, groups: Groups | None) -> Reducer:
@@ -115,7 +115,7 @@ def _fsdp(model: nn.Module, comm: Communicator, groups: Groups | None, **options
 
 
 def _engine(*, name: str, summary: str, cost: str, promise: Promise, recipe: Recipe) -> Strategy:
-    """A preset over the engine's recipe; every part of it can be overridden by an option."""
+    """A preset of the engine's recipe; options override each part of it."""
 
     def build(
         model: nn.Module, comm: Communicator, groups: Groups | None, **options: Any
@@ -287,6 +287,13 @@ def build_reducer(
 ) -> Reducer:
     """Bind `strategy` to a model and a communicator.
 
+    Args:
+        strategy: a value of `STRATEGIES`.
+        model: on its device; its replicas are equal.
+        comm: all ranks.
+        groups: for strategies that know hosts.
+        options: of the strategy, by name.
+
     Raises:
         ConfigError: see `check_options`.
     """
@@ -299,10 +306,10 @@ def build_reducer(
 
 
 def check_options(strategy: Strategy, options: Mapping[str, Any]) -> None:
-    """What can be said of options before anything is built.
+    """Check options as far as possible before anything is built.
 
     Raises:
-        ConfigError: one that the strategy does not know, or values that do not go together.
+        ConfigError: an option that the strategy does not have, or values that conflict.
     """
     for name in options:
         if name not in strategy.options:
@@ -319,12 +326,12 @@ def check_options(strategy: Strategy, options: Mapping[str, Any]) -> None:
     for name, value in options.items():
         if name in _KINDS:
             check_value(name, value, _KINDS[name])
-        elif name in _DTYPE_OPTIONS and isinstance(value, str):  # torch's own are as good
+        elif name in _DTYPE_OPTIONS and isinstance(value, str):  # torch's own are accepted too
             check_value(name, value, _DTYPES)
 
 
 def find_strategy(name: str) -> Strategy:
-    """The strategy called `name`.
+    """Look up the strategy called `name`.
 
     Raises:
         ConfigError: unknown, naming the nearest.
@@ -337,6 +344,6 @@ def find_strategy(name: str) -> Strategy:
 
 
 def wants_groups(strategy: Strategy, options: Mapping[str, Any]) -> bool:
-    """Whether it has to know which ranks share a host."""
+    """Whether the strategy depends on which ranks share a host."""
     reduction = None if strategy.recipe is None else strategy.recipe.reduction
     return options.get("reduction", reduction) == "hierarchical"

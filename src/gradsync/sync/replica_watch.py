@@ -1,15 +1,15 @@
-"""Weights that change between steps, noticed on each rank alone; compared once a rank noticed.
+"""Detection of weights that change between steps: on each rank alone; compared once one noticed.
 
 An edit on one rank (a checkpoint that only rank 0 loads, `weight.mul_` in one rank's branch) makes
 replicas that differ. Where ranks divide the update among themselves the next step mixes them, and
-they are equal again: so it must be seen before the update. What shows it for next to nothing:
+they are equal again: so it must be detected before the update. Cheap signs of an edit:
 
-    version counters       any operation of autograd's in place, `load_state_dict`
+    version counters       any in-place operation of autograd, `load_state_dict`
     addresses              `parameter.data = other`
     samples, on a CPU      `parameter.data.mul_`, a NumPy array over the memory: some elements of
                            each of `_SAMPLED` parameters, others after every step
 
-`check_replicas` reads everything, and finds what these miss.
+`check_replicas` reads everything, and finds the edits that these miss.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 
 from gradsync.comm.base import Communicator
 from gradsync.comm.values import all_gather_numbers
+from gradsync.core.torch_private import version
 from gradsync.sync.agreement import Agreement
 from gradsync.sync.hyperparameters import Settings, refuse_difference
 from gradsync.sync.replicas import check_replicas
@@ -30,13 +31,13 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 _SAMPLED = 64
-"""Parameters that are looked into after a step, and before the next; about 3 us each."""
+"""Parameters that are sampled after a step, and before the next; about 3 us each."""
 _ELEMENTS = 8
-"""Of each."""
+"""Elements sampled of each parameter."""
 
 
 class ReplicaWatch:
-    """Holds what this rank's replica was after the last step.
+    """State of this rank's replica after the last step.
 
     Args:
         model: all of its parameters, frozen ones too.
@@ -55,7 +56,7 @@ class ReplicaWatch:
         self.remember()
 
     def remember(self, *optimizers: Optimizer) -> None:
-        """Weights, and the state of `optimizers`, are as they should be on this rank."""
+        """Accept weights, and the state of `optimizers`, as they are on this rank."""
         self._marks = self._marks_now()
         self._turn += 1
         self._sample = self._sample_now()
@@ -63,16 +64,16 @@ class ReplicaWatch:
             self._states[optimizer] = optimizer.state
 
     def state_of(self, optimizer: Optimizer) -> str:
-        """Where its state comes from, the same on ranks that load alike."""
+        """Origin of its state, the same on ranks that load alike."""
         if optimizer not in self._states:
-            # Who only reads `state[parameter]` makes an empty entry.
+            # Merely reading `state[parameter]` makes an empty entry.
             loaded = any(optimizer.state.values())
             return "loaded before the first step" if loaded else "empty"
         kept = self._states[optimizer] is optimizer.state
         return "kept from the last step" if kept else "loaded since the last step"
 
     def changed(self, *optimizers: Optimizer) -> bool:
-        """Whether weights have changed since `remember`, or one of these states was loaded; or
+        """Whether weights have changed, or one of these states was loaded, since `remember`; or
         were found so before, and never compared."""
         if not self._edited:
             loaded = any(self.state_of(optimizer).startswith("loaded") for optimizer in optimizers)
@@ -81,11 +82,11 @@ class ReplicaWatch:
         return self._edited
 
     def refuse_unlike(self, agreed: Agreement, settings: Settings, why: str) -> None:
-        """Raise on all ranks when they differ in what the step's message compared.
+        """Raise on all ranks when they differ in the values that the step's message compared.
 
         Args:
-            agreed: the same on all ranks; nothing is compared in a step that is thrown away.
-            settings: this rank's, of which the message held the digest.
+            agreed: the same on all ranks; nothing is compared in a step that is discarded.
+            settings: this rank's settings, whose digest was in the message.
             why: see `refuse_difference`.
 
         Raises:
@@ -100,9 +101,9 @@ class ReplicaWatch:
             self._compare()
 
     def _compare(self) -> None:
-        """Hashes of all weights must be equal on all ranks.
+        """Raise unless hashes of all weights are equal on all ranks.
 
-        One all-gather, int64 [1], whole group, and what `check_replicas` costs.
+        One all-gather, int64 [1], whole group, and the cost of `check_replicas`.
         """
         told = all_gather_numbers(self._comm, int(self._edited))
         self._edited = True
@@ -111,7 +112,7 @@ class ReplicaWatch:
         self._edited = False
 
     def _marks_now(self) -> tuple[list[int], list[int]]:
-        return [w._version for w in self._weights], [w.data_ptr() for w in self._weights]
+        return [version(w) for w in self._weights], [w.data_ptr() for w in self._weights]
 
     def _sample_now(self) -> bytes:
         """The bits of a few elements of some parameters."""
@@ -122,13 +123,13 @@ class ReplicaWatch:
 
 
 def _is_plain(weight: Tensor) -> bool:
-    """Has memory of its own to look at, and counts its versions."""
+    """Whether the tensor has memory to look at, and counts its versions."""
     is_dense = type(weight) is torch.nn.Parameter and weight.layout == torch.strided
     return is_dense and not weight.is_inference()
 
 
 def _readable(weight: Tensor) -> bool:
-    """Without waiting for a device."""
+    """Whether it can be read without waiting for a device."""
     return (
         weight.device.type == "cpu"
         and weight.dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)

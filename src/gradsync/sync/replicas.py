@@ -1,4 +1,4 @@
-"""Are all replicas still equal, bit for bit? A cheap check to run every K steps.
+"""Comparison of all replicas, bit for bit; cheap enough to run every K steps.
 
 About 2 ns per parameter on a CPU core, plus one small message.
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 _PIECE = 1 << 17
-"""Integers that are widened to 64 bits at a time: 1 MiB stays in the cache."""
+"""Number of integers widened to 64 bits at a time: 1 MiB stays in the cache."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16}
-"""How elements of so many bytes are read; all longer ones as int32."""
+"""Dtype used to read elements of 1 or 2 bytes; longer ones are read as int32."""
 
 
 def check_replicas(
@@ -38,21 +38,21 @@ def check_replicas(
     ranks: Sequence[int] | None = None,
     edited: Sequence[int] = (),
 ) -> None:
-    """All ranks must hold the same bits in the same named tensors.
+    """Check that all ranks hold the same bits in the same named tensors.
 
-    One all-gather, int64 [1], of a digest over all hashes ([Note: Replica hash]); only when
-    digests differ two more (`all_gather_json`), so it never hangs on what it looks for. Waits for
+    One all-gather, int64 [1], of a digest over all hashes ([Note: Replica hash]); two more
+    (`all_gather_json`) only when digests differ, so that differences never make it hang. Waits for
     the device once.
 
     Args:
         tensors: such as `model.named_parameters()`, or `replica_tensors(model, [optimizer])`.
         comm: the ranks that hold replicas.
         step: for the message.
-        ranks: how the message calls the ranks of `comm`, where that is not the whole run.
-        edited: those known to have changed their tensors, where that is known.
+        ranks: names of the ranks of `comm` in messages, where that is not the whole run.
+        edited: ranks known to have changed their tensors.
 
     Raises:
-        RunError: on every rank, naming the first tensor that differs and the ranks in the
+        RunError: on every rank, names the first tensor that differs and the ranks in the
             minority; without a majority (always so on two ranks) both sides are named.
     """
     names, hashes = [], []
@@ -85,7 +85,7 @@ def replica_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Parameters, buffers and the state of `optimizers`, with names.
 
-    Under a sharded optimizer ranks hold different parts of the state: leave it out there.
+    Under a sharded optimizer ranks hold different parts of the state: omit it there.
     """
     yield from model.named_parameters()
     yield from model.named_buffers()
@@ -103,7 +103,14 @@ def describe_difference(
     ranks: Sequence[int] | None = None,
     edited: Sequence[int] = (),
 ) -> str:
-    """The message for ranks' hashes by tensor name, at least two of which differ."""
+    """Message about differing hashes.
+
+    Args:
+        by_rank: hashes by tensor name for each rank; at least two differ.
+        step: number of the step; None leaves it out.
+        ranks: see `check_replicas`.
+        edited: see `check_replicas`.
+    """
     names = list(dict.fromkeys(name for hashes in by_rank for name in hashes))
     differing = [name for name in names if len(_sides(by_rank, name)) > 1]
     when = "" if step is None else f" after step {step}"
@@ -134,5 +141,5 @@ def describe_difference(
 
 
 def _sides(by_rank: list[dict[str, list[int]]], name: str) -> dict[tuple[int, ...], list[int]]:
-    """Which ranks hold which bits of one tensor; () stands for not having it."""
+    """Ranks by their hash of one tensor; () stands for not having it."""
     return group_ranks([tuple(hashes.get(name, ())) for hashes in by_rank])

@@ -1,4 +1,4 @@
-"""`gs.replicate`: a model becomes one of W equal replicas, in place."""
+"""`gs.replicate`: make a model one of W equal replicas, in place."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def replicate(
 ) -> GradientSync:
     """Replicate `model` over the ranks of `world`: all start from rank 0's weights, and stay equal.
 
-    The model is not wrapped: names, checkpoints and frozen parts stay as they are. It holds on to
-    the returned handle, and so does each part of it that has trainable parameters of its own:
+    The model is not wrapped: names, checkpoints and frozen parts stay as they are. It refers to the
+    returned handle, and so does each part of it with trainable parameters of its own:
     synchronisation lasts as long as the parts. Parameters that are replaced or become trainable
     later are not known to it: close the handle and replicate again.
 
@@ -58,7 +58,7 @@ def replicate(
         world: from `gs.init()` or `gs.World.from_process_group()`; None takes the latter when
             torch's default process group is there, else one rank.
         sync: a strategy of `gradsync.sync.registry.STRATEGIES`.
-        batch_norm: "sync", "local" or "freeze": must be said when the model has BatchNorm, see
+        batch_norm: "sync", "local" or "freeze": required when the model has BatchNorm, see
             `gradsync.sync.batch_norm`.
         comm: a communicator to use instead of the world's own.
         groups: from `gs.groups(world)`, for `sync="hierarchical"`; None makes them from `world`.
@@ -86,7 +86,7 @@ def replicate(
     handle = _bind(
         strategy, model, comm, options, groups=groups, batch_norm=batch_norm, one_host=one_host
     )
-    # Hooks do not keep what they call alive; the model does. See GradientSync.__deepcopy__.
+    # Hooks do not keep their handle alive; the model does. See GradientSync.__deepcopy__.
     for part in model.modules():
         own = part.parameters(recurse=False)
         if part is model or any(parameter.requires_grad for parameter in own):
@@ -109,8 +109,8 @@ def _bind(
         raise RunError("the model has no trainable parameter: nothing to synchronise")
     check_options(strategy, options)
     if batch_norm == "sync" and strategy.recipe is not None:
-        # Its sums travel in backward too, on the same group: buckets would get between them, on
-        # another place on ranks that use other parameters.
+        # Its sums are sent in backward too, on the same group: buckets would come between them, at
+        # different places on ranks that use other parameters.
         options = {"overlap": False, **options}
     settings = {"sync": strategy.name, "batch_norm": batch_norm}
     check_same_model(model, comm, settings | {name: repr(v) for name, v in options.items()})
@@ -121,7 +121,7 @@ def _bind(
     broadcast_model(model, comm)
     if one_host:
         comm = _fastest(strategy, model, comm, options)
-    # Rank 0's count, int64 [1], whole group: a number for this model that all ranks know.
+    # Whole group, int64 [1], blocking, rank 0's count: a number of this model on all ranks.
     number = torch.tensor([optimizer_watch().added])
     comm.broadcast(number).wait()
     reducer = build_reducer(strategy, model, comm, groups, options)
@@ -131,7 +131,7 @@ def _bind(
 def _fastest(
     strategy: Strategy, model: nn.Module, comm: Communicator, options: dict[str, Any]
 ) -> Communicator:
-    """What carries this strategy's sums: `comm`, or shared memory in its place."""
+    """Communicator of this strategy's sums: `comm`, or shared memory in its place."""
     if strategy.recipe is None:
         return comm
     recipe = replace(strategy.recipe, **options)
@@ -142,5 +142,5 @@ def _fastest(
     present = [c for c in known if isinstance(c, SharedMemoryCommunicator)]
     found = fastest(comm, device, present)
     if recipe.collective == "shared_memory" and not isinstance(found, SharedMemoryCommunicator):
-        return share_memory(comm)  # says why not
+        return share_memory(comm)  # raises the reason if that fails
     return found

@@ -1,4 +1,4 @@
-"""What a handle offers to those who save, load and compare: whole weights, whole state."""
+"""Methods of a handle for saving, loading and comparing: whole weights, whole state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class StateFace:
-    """The part of `GradientSync` that a training step does not need; all ranks call each of it."""
+    """The methods of `GradientSync` that a step does not need; all ranks call each of them."""
 
     model: nn.Module
     comm: Communicator
@@ -27,21 +27,21 @@ class StateFace:
     _statistics: Statistics
 
     def settle(self) -> None:
-        """At the end of a run, on all ranks: strategies that let replicas drift (`local_sgd`,
-        `diloco`) bring them together. Nothing to do under the others."""
+        """Bring replicas together at the end of a run, on all ranks, under strategies that let them
+        drift (`local_sgd`, `diloco`); does nothing under others."""
         self.reducer.settle()
 
     def gather(self, optimizer: Optimizers) -> None:
-        """Before a checkpoint, on all ranks: each `optimizer.state` is whole until `scatter`.
+        """Make each `optimizer.state` whole until `scatter`, for a checkpoint; all ranks call it.
 
         Args:
-            optimizer: one, or a list of those that `step` takes together; so below.
+            optimizer: one, or the list that `step` takes; likewise below.
         """
         for each in each_optimizer(optimizer):
             self.reducer.gather(each)
 
     def scatter(self, optimizer: Optimizers) -> None:
-        """After a checkpoint, or after loading a whole `optimizer.state`, on all ranks."""
+        """Divide a whole `optimizer.state`, after a checkpoint or loading; all ranks call it."""
         for each in each_optimizer(optimizer):
             self.reducer.scatter(each)
 
@@ -52,12 +52,12 @@ class StateFace:
             held = self.reducer.held_state(each)
             if held is None:
                 return None
-            # One that shares buckets out lists the others' parameters too, without state.
+            # An optimizer that shares buckets lists the others' parameters too, without state.
             found |= {p: part for p, part in held.items() if part[1] or p not in found}
         return found
 
     def keep_state(self, optimizer: Optimizers, states: Mapping[Any, dict[str, Any]]) -> None:
-        """Take a part as `held_state` gives it."""
+        """Restore a part from `held_state`."""
         for each in each_optimizer(optimizer):
             own = [p for group in each.param_groups for p in group["params"]]
             self.reducer.keep_state(each, {p: states[p] for p in own if p in states})
@@ -67,7 +67,7 @@ class StateFace:
         return self.reducer.held_weights()
 
     def keep_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Overwrite this rank's part with one as `held_weights` gives it."""
+        """Overwrite this rank's part with one from `held_weights`."""
         self.reducer.keep_weights(weights)
         self._statistics.refresh()
 
@@ -76,11 +76,11 @@ class StateFace:
         return self.reducer.full_weights()
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """What the strategy remembers from step to step, for a checkpoint; after `gather`."""
+        """The strategy's own state from step to step, for a checkpoint; after `gather`."""
         return self.reducer.state_tensors()
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take back what `state_tensors` gave, after weights and optimizer."""
+        """Restore tensors from `state_tensors`, after weights and optimizer."""
         self.reducer.load_state_tensors(tensors)
 
     def load_full_weights(self, weights: Mapping[str, Tensor]) -> None:
@@ -91,17 +91,17 @@ class StateFace:
     def check_replicas(
         self, optimizer: Optimizers | None = None, *, step: int | None = None
     ) -> None:
-        """All ranks must hold the same bits: compares a hash per parameter and buffer.
+        """Check that all ranks hold the same bits: compares a hash per parameter and buffer.
 
         All ranks call it between two steps, after `step` and before the next step's first
         `backward`: an update that ranks divide among themselves (on one host, `zero1`, `zero2`)
-        makes one mixture of what differed before it, and then all are equal. Every step compares
-        by itself when a rank notices that weights have changed (version counters, addresses, a
-        sample of elements); this call finds what these miss.
+        makes one mixture of weights that differed before it, and then all are equal. Every step
+        compares by itself when a rank notices that weights have changed (version counters,
+        addresses, a sample of elements); this call finds the changes that these miss.
 
         Args:
-            optimizer: compare its state too; not under strategies that share it out.
-            step: for the message.
+            optimizer: compare its state too; not under strategies that shard it.
+            step: number of the step, for the message.
 
         Raises:
             RunError: on every rank: names the first tensor that differs, the step and the ranks.

@@ -1,6 +1,6 @@
-"""What besides gradients must stay equal on all ranks: buffers, and BatchNorm's way with them.
+"""Synchronisation of a model's buffers, and of its BatchNorm layers, over a step.
 
-A handle calls it at the turns of a step; the rules are in `buffers.py` and `batch_norm.py`.
+A handle calls it at the phases of a step; the rules are in `buffers.py` and `batch_norm.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Statistics:
-    """One model's buffers over the turns of a step.
+    """One model's buffers over the phases of a step.
 
     Args:
         model: equal on all ranks.
@@ -50,7 +50,7 @@ class Statistics:
         self.leaf_ends(counts=False)
 
     def leaf_begins(self, *, last: bool) -> None:
-        """A backward is about to begin.
+        """Begin a backward.
 
         Raises:
             ConfigError: under batch_norm='sync', ranks with different numbers of leaves.
@@ -58,27 +58,27 @@ class Statistics:
         self._batch_norm.meet("last backward" if last else "backward")
 
     def leaf_ends(self, *, counts: bool = True) -> None:
-        """A backward is over; `counts` is False for a leaf of weight 0."""
+        """End a backward; `counts` is False for a leaf of weight 0."""
         if self._buffers is not None:
             self._buffers.end_leaf(counts=counts)
 
     def step_begins(self) -> list[int]:
-        """For each buffer how many leaves here have changed it; sums go into `step_ends`."""
+        """For each buffer, the number of leaves here that changed it; sums go into `step_ends`."""
         self._batch_norm.meet("step")
         return [] if self._buffers is None else self._buffers.counts()
 
     def step_ends(self, counts: Sequence[float]) -> None:
-        """Buffers take their new values."""
+        """Set the buffers' new values."""
         if self._buffers is not None:
             self._buffers.step(counts)
 
     def refresh(self) -> None:
-        """Values were overwritten between steps."""
+        """Read values that were overwritten between steps."""
         if self._buffers is not None:
             self._buffers.refresh()
 
     def close(self) -> None:
-        """Remove hooks, give layers their own methods back."""
+        """Remove hooks, restore the layers' own methods."""
         self._batch_norm.close()
         if self._buffers is not None:
             self._buffers.close()

@@ -1,4 +1,4 @@
-"""The end of a step: everything meets here, whatever the strategy.
+"""The end of a step: its phases in order, whatever the strategy.
 
 [Note: Exact global mean] A rank's micro-steps add up gradients of *summed* losses. At the step's
 end one small all-reduce makes (loss sum, weight) global, the strategy makes the gradients global
@@ -44,7 +44,7 @@ _NO_BACKWARD = (
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one optimizer step saw, equal on all ranks."""
+    """Results of one optimizer step, equal on all ranks."""
 
     mean_loss: Tensor
     """Loss per target over the global batch, float64 [] on the model's device."""
@@ -56,7 +56,7 @@ class StepResult:
     stop: bool
     """True when any rank asked to stop."""
     exposed: Stopwatch
-    """Communication that nothing hid, on this rank."""
+    """Communication on this rank that nothing overlapped."""
     discarded: bool = False
     """True when a rank called `discard`: no rank has updated anything."""
 
@@ -66,10 +66,10 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 
 def each_optimizer(optimizers: Optimizers) -> list[torch.optim.Optimizer]:
-    """A list of `optimizers`.
+    """Convert `optimizers` to a list.
 
     Raises:
-        ConfigError: there is none, or something that is no optimizer.
+        ConfigError: the list is empty, or an entry is no optimizer.
     """
     found = list(optimizers) if isinstance(optimizers, Sequence) else [optimizers]
     for optimizer in found:
@@ -84,8 +84,8 @@ def each_optimizer(optimizers: Optimizers) -> list[torch.optim.Optimizer]:
 
 
 class Update:
-    """All optimizers of a step as one: what a GradScaler takes for an optimizer, so that a gradient
-    that is not finite lets none of them step.
+    """All optimizers of a step as one: a GradScaler takes it for an optimizer, so that a gradient
+    that is not finite prevents all their steps.
 
     Args:
         reducer: of the model.
@@ -105,12 +105,12 @@ class Update:
             raise _held_twice(reducer, held)
         known = reducer.parameters
         self.unheld = {index for index, p in enumerate(known) if id(p) not in either}
-        """Places in `reducer.parameters` of those that no optimizer holds."""
+        """Indices in `reducer.parameters` of those that no optimizer holds."""
         if len(self.unheld) == len(known):
-            self.unheld = set()  # it holds others in their place, such as copies in fp32
+            self.unheld = set()  # it holds other parameters instead, such as copies in fp32
 
     def step(self) -> None:
-        """One step with the mean gradient."""
+        """Do one step with the mean gradient."""
         self._reducer.update(self.optimizers)
 
 
@@ -125,15 +125,15 @@ def _held_twice(reducer: Reducer, held: Sequence[set[int]]) -> ConfigError:
 
 @dataclass(frozen=True, slots=True)
 class StepParts:
-    """Who takes part in every step of one model."""
+    """Objects that take part in every step of one model."""
 
     reducer: Reducer
     comm: Communicator
     statistics: Statistics
     number: int
-    """Of the model, the same on all ranks; see `agree`."""
+    """Number of the model, the same on all ranks; see `agree`."""
     watch: ReplicaWatch | None = None
-    """None where ranks hold parts of a model: neither weights nor optimizers are compared then."""
+    """None where ranks hold parts of a model: then neither weights nor optimizers are compared."""
 
 
 def take_step(
@@ -149,14 +149,15 @@ def take_step(
     """Synchronise, divide once, clip, and `update` unless that is None on some rank.
 
     Args:
-        parts, loss: of the model; of this rank's leaves.
-        update: None throws all ranks' gradients away.
-        enclosed: for the optimizer's own step, in which hooks have nothing to do.
+        parts: the model's objects.
+        loss: loss and weight of this rank's leaves.
+        update: None discards all ranks' gradients.
+        enclosed: encloses the optimizer's own step, in which hooks have nothing to do.
         clip_norm, stop, scale: as for `GradientSync.step`.
 
     Raises:
-        ConfigError: on all ranks: none of them had a backward; they step with other optimizers.
-        RunError: on all ranks: weights were changed on some, and differ now.
+        ConfigError: on all ranks: none of them had a backward; they step with different optimizers.
+        RunError: on all ranks: weights were changed on some of them, and differ now.
     """
     reducer, comm = parts.reducer, parts.comm
     optimizers, unheld = ((), set()) if update is None else (update.optimizers, update.unheld)
@@ -169,7 +170,7 @@ def take_step(
     used = [here and index not in unheld for index, here in enumerate(reducer.launch())]
     agreed, settings = _agree(parts, loss, optimizers, used, counts, stop=stop)
     reduction = reducer.reduce(agreed.used)
-    for index in unheld:  # they count in no norm
+    for index in unheld:  # they do not count in the norm
         reducer.parameters[index].grad = None
     norm = None
     # From here on gradients, loss and weight are used up, also when a user's hook raises.
@@ -177,9 +178,9 @@ def take_step(
         if parts.watch is not None:
             parts.watch.refuse_unlike(agreed, settings, _NOT_UPDATED)
         total_loss, total_weight = torch.tensor(0.0, dtype=torch.float64), 0.0
-        if not agreed.discard:  # a loop of one's own, which discards, tells no loss
+        if not agreed.discard:  # the user's training loop, which discards, gives no loss
             total_loss, total_weight = loss.over_ranks(comm, agreed.loss)
-        # What `.grad` holds the sum over: the global batch, or only this rank's part of it.
+        # The weight of the sum in `.grad`: the global batch's, or only this rank's part of it.
         weight = loss.weight if reduction.local else total_weight
         if agreed.discard or update is None:
             log.warning("a rank threw this step's gradients away: no rank updates its weights")
@@ -210,7 +211,7 @@ def _agree(
     *,
     stop: bool,
 ) -> tuple[Agreement, Settings]:
-    """The step's small message, and this rank's settings, of which it holds the digest."""
+    """Send the step's small message; returns it and this rank's settings (it has their digest)."""
     comm, watch, changed = parts.comm, parts.watch, False
     settings: Settings = {}
     if watch is not None and comm.world_size > 1:
@@ -239,7 +240,7 @@ def _update(
     clip_norm: float | None,
     scale: Any,
 ) -> Tensor | None:
-    """From the sum of gradients to new weights; the norm before clipping."""
+    """Turn the sum of gradients into new weights; returns the norm before clipping."""
     if scale is not None:
         scale.unscale_(update)
     # The one place that divides, whatever the strategy.

@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Stopwatch:
-    """`start`, `stop`, and later `seconds()`.
+    """Measures one interval: `start`, `stop`, and later `seconds()`.
 
     On CUDA it records events and reads them only when asked, so that measuring does not
     synchronise the step; wall-clock time there would measure the launch, not the work.
@@ -26,13 +26,13 @@ class Stopwatch:
         self._marks[1] = self._now()
 
     def copy(self) -> Stopwatch:
-        """One that keeps this reading, whatever this one measures next."""
+        """Copy this reading, so that it survives later measurements."""
         other = Stopwatch(on_cuda=self._on_cuda)
         other._marks = list(self._marks)
         return other
 
     def seconds(self) -> float:
-        """Time from `start` to `stop`, seconds; waits for the GPU if it has not come so far.
+        """Time from `start` to `stop`, in seconds; waits until the GPU has reached `stop`.
 
         0.0 when one of the two has never happened.
         """

@@ -1,4 +1,4 @@
-"""Parameters of a replicated model that nobody synchronises: replaced or unfrozen too late."""
+"""Untracked parameters of a replicated model: replaced or unfrozen after `gs.replicate`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 class Strangers:
-    """Looks at what optimizers update, since looking through the model in every step costs much.
+    """Checks the parameters that optimizers update: checking the model in every step costs much.
 
     Args:
-        model: as it is now; it may have changed since.
+        model: in its present state; it may have changed since `gs.replicate`.
         known: ids of the parameters that are synchronised.
     """
 
@@ -26,7 +26,7 @@ class Strangers:
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Every parameter of the model that `optimizer` is about to update must be synchronised.
+        """Check that `optimizer` is about to update synchronised parameters of the model only.
 
         Raises:
             ConfigError: names one that is not.
@@ -34,7 +34,7 @@ class Strangers:
         seen = optimizer in self._seen
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if seen and not any(id(p) in self._known for p in parameters):
-            return  # another model's
+            return  # of another model
         self._seen.add(optimizer)
         strangers = {
             id(p)

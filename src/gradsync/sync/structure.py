@@ -1,8 +1,8 @@
-"""Do all ranks build the same model? Asked first; then rank 0's values are handed out.
+"""Check that all ranks build the same model, before rank 0's values are broadcast.
 
 Ranks that hold different shapes, or the same ones in another order, would hang in the first
-broadcast or exchange bytes between parameters that do not belong together. So the ranks compare
-one digest; only when digests differ do they exchange the lists, to say what is wrong.
+broadcast or exchange bytes between parameters that do not belong together. So the ranks compare one
+digest; only when digests differ do they exchange the lists, to report the difference.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WHAT_TO_DO = "run the same script with the same arguments on every rank"
 
 
 class Entry(NamedTuple):
-    """What ranks compare of one parameter, buffer or setting; plain values, JSON can write them."""
+    """Compared properties of a parameter, buffer or setting; plain values that JSON can write."""
 
     kind: str
     """"parameter", "buffer" or "setting"."""
@@ -39,17 +39,17 @@ class Entry(NamedTuple):
 
     @property
     def key(self) -> str:
-        """How messages call it; names it among all entries."""
+        """Name in messages; unique among all entries."""
         return self.name if self.kind == "setting" else f"{self.kind} {self.name!r}"
 
 
 def check_same_model(
     model: nn.Module, comm: Communicator, settings: Mapping[str, str | None] | None = None
 ) -> None:
-    """All ranks must have equal names, shapes, dtypes, trainability, ties and kinds of device.
+    """Check that names, shapes, dtypes, trainability, ties and kinds of device are equal.
 
-    One all-reduce, int64 [2]; two all-gathers (`all_gather_json`) when something differs, however
-    different the ranks' models are: it never hangs on that.
+    One all-reduce, int64 [2]; two all-gathers (`all_gather_json`) when something differs. However
+    different the ranks' models are, it never hangs.
 
     Args:
         model: on its device already.
@@ -57,8 +57,8 @@ def check_same_model(
         settings: arguments that must be equal too, such as `{"sync": "bucketed"}`.
 
     Raises:
-        ConfigError: on every rank, naming the first difference and the ranks on each side; or a
-            parameter that has no values yet (lazy modules, the meta device).
+        ConfigError: on every rank, names the first difference and the ranks on each side; or a
+            parameter without values (lazy modules, the meta device).
     """
     entries = [
         Entry("setting", name, [], repr(value), False, "", "")
@@ -104,7 +104,7 @@ def describe_model(model: nn.Module) -> list[Entry]:
 
 
 def first_difference(by_rank: Sequence[Sequence[Entry]]) -> str:
-    """The first thing in which the ranks' lists differ, as half a sentence.
+    """The first difference between the ranks' lists, as half a sentence.
 
     Args:
         by_rank: each rank's entries; at least two differ.
@@ -138,7 +138,7 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def group_ranks(values: Sequence[Hashable]) -> dict[Any, list[int]]:
-    """Which ranks hold each value, given one value per rank; in order of first appearance."""
+    """Ranks by value, given one value per rank; in order of first appearance."""
     groups: dict[Any, list[int]] = {}
     for rank, value in enumerate(values):
         groups.setdefault(value, []).append(rank)
@@ -146,9 +146,9 @@ def group_ranks(values: Sequence[Hashable]) -> dict[Any, list[int]]:
 
 
 def broadcast_model(model: nn.Module, comm: Communicator) -> None:
-    """Overwrite every rank's parameters and buffers with rank 0's; tied tensors travel once.
+    """Overwrite every rank's parameters and buffers with rank 0's; tied tensors are sent once.
 
-    One asynchronous broadcast per tensor over the whole group, as bytes (so every dtype travels
+    One asynchronous broadcast per tensor over the whole group, as bytes (so every dtype is sent
     with its bits, NaN payloads too), all waited for at the end. `check_same_model` comes first.
     """
     import torch
@@ -158,7 +158,7 @@ def broadcast_model(model: nn.Module, comm: Communicator) -> None:
         values = tensor.detach()
         if values.numel() == 0:
             continue
-        message = values.contiguous()  # itself, where it lies in one piece
+        message = values.contiguous()  # itself, where it is contiguous
         work = comm.broadcast(message.reshape(-1).view(torch.uint8))
         under_way.append(_arrival(work.wait, values, message))
     for arrive in under_way:
@@ -166,7 +166,7 @@ def broadcast_model(model: nn.Module, comm: Communicator) -> None:
 
 
 def _arrival(wait: Callable[[], None], values: Tensor, message: Tensor) -> Callable[[], None]:
-    """Wait for `message`, then copy it to where `values` lie, if that is somewhere else."""
+    """Wait for `message`, then copy it to `values`, unless they share memory."""
 
     def arrive() -> None:
         wait()
@@ -186,13 +186,13 @@ def _have(entry: Entry | None) -> str:
 
 
 def _sides(texts: Sequence[str]) -> str:
-    """What each group of ranks has: `A on ranks 0,2 but B on rank 1`."""
+    """The groups of ranks with one text each: `A on ranks 0,2 but B on rank 1`."""
     groups = group_ranks(texts)
     return " but ".join(f"{text} on {name_ranks(ranks)}" for text, ranks in groups.items())
 
 
 def _differing(row: Sequence[Entry]) -> list[str]:
-    """Each rank's entry in words: shape and dtype, and whatever else is not the same for all."""
+    """Description of each rank's entry: shape and dtype, and every other property that differs."""
 
     def differs(values: list[Any]) -> bool:
         return any(value != values[0] for value in values)

@@ -1,4 +1,4 @@
-"""`ddp`: torch's own DistributedDataParallel, the yardstick.
+"""`ddp`: torch's own DistributedDataParallel, the reference.
 
 Buckets of `bucket_mb` are all-reduced while backward still runs (Li et al. 2020, arXiv 2006.15704):
 
@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gradsync.comm.base import Communicator
+from gradsync.core.torch_private import ddp_without_buffer_sync, regroup_ddp_buckets
 from gradsync.errors import ConfigError
 from gradsync.sync.reducer import Reducer, Reduction, sum_gradients
 from gradsync.sync.stopwatch import Stopwatch
-from gradsync.sync.torch_names import ddp_without_buffer_sync, regroup_ddp_buckets
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,12 +31,12 @@ class TorchDdpReducer(Reducer):
     """Adapter around `torch.nn.parallel.DistributedDataParallel`.
 
     Args:
-        model: on its device already; stays unwrapped for everybody else (names, checkpoints).
+        model: on its device already; stays unwrapped for all other code (names, checkpoints).
         comm: must be a process-group communicator.
         bucket_mb: `bucket_cap_mb` of DDP, MiB.
         find_unused_parameters: as in DDP; needed when a parameter gets no gradient in some step.
-        compile_wrapper: `torch.compile` around DDP, as torch's documentation recommends; the other
-            order is to compile the model before it comes here.
+        compile_wrapper: `torch.compile` around DDP, as torch's documentation recommends; the
+            alternative is to compile the model beforehand.
     """
 
     strategy = "ddp"
@@ -61,8 +61,8 @@ class TorchDdpReducer(Reducer):
             process_group=group,
             bucket_cap_mb=bucket_mb,
             gradient_as_bucket_view=True,
-            # DDP would broadcast buffers in some forwards; ranks with other numbers of leaves make
-            # other numbers of forwards, and would wait for ever.
+            # DDP would broadcast buffers in some forwards; ranks with different numbers of leaves
+            # make different numbers of forwards, and would wait for ever.
             **ddp_without_buffer_sync(),
             find_unused_parameters=find_unused_parameters,
         )
@@ -71,14 +71,14 @@ class TorchDdpReducer(Reducer):
         self._synchronised = self._regrouped = False
         self._forwards = 0
         self._watch = Stopwatch(on_cuda=any(p.is_cuda for p in self.parameters))
-        # The last gradient that is ready marks the end of this rank's own work; what backward
-        # still waits for after that is exposed communication.
+        # The last gradient to be ready marks the end of this rank's own work; the time that
+        # backward still waits after that is exposed communication.
         watch = self._watch  # the hooks must not hold `self`, which holds the parameters
         for parameter in self.parameters:
             parameter.register_post_accumulate_grad_hook(lambda _: watch.start())
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """The model, through DDP; counted, so that a forward past it is noticed.
+        """Run the model through DDP; counted, so that a forward past it is noticed.
 
         Raises:
             ConfigError: outside of `micro_step` while gradients are recorded: DDP would synchronise
@@ -93,7 +93,7 @@ class TorchDdpReducer(Reducer):
         return self._called(*inputs, **named)
 
     def prime(self, forward_backward: Callable[[], None]) -> None:
-        """Let DDP see one backward: it regroups its buckets after the first one, in ready order."""
+        """Run one backward, after which DDP regroups its buckets in the order of readiness."""
         with self.micro_step(last=True):
             forward_backward()
         self._regroup()
@@ -102,10 +102,10 @@ class TorchDdpReducer(Reducer):
             parameter.grad = None
 
     def _regroup(self) -> None:
-        """Let DDP regroup its buckets now, on all ranks.
+        """Make DDP regroup its buckets now, on all ranks.
 
         By itself it does so, with a broadcast, in the forward after its first synchronised
-        backward; a rank that has no leaf in that step makes none, and the others would wait.
+        backward; a rank without a leaf in that step makes no forward, and the others would wait.
         """
         if not self._regrouped:
             self._regrouped = True
@@ -133,9 +133,9 @@ class TorchDdpReducer(Reducer):
             )
 
     def reduce(self, used: list[bool]) -> Reduction:
-        """Nothing is left to do, unless no micro-step was the last one on all ranks.
+        """Do nothing, unless no micro-step was the last one on all ranks.
 
-        That is the case in a step in which some rank had no leaf: DDP cannot take part without a
+        That happens in a step in which some rank has no leaf: DDP cannot take part without a
         backward, so all ranks sum after it, as `naive` does.
         """
         if not self._synchronised:

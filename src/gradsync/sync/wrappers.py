@@ -1,7 +1,7 @@
-"""Models that torch or another library synchronises already.
+"""Refusal of models that torch or another library synchronises already.
 
-Two mechanisms on one model communicate every gradient twice. Who has the last word depends on the
-order of hooks: in a loop of one's own under `invariant` the gradient is no mean any more, and with
+Two mechanisms on one model communicate every gradient twice. The result depends on the order of
+hooks: in the user's training loop under `invariant` the gradient is no mean any more, and with
 unequal numbers of leaves ranks wait for each other for ever. So it is refused, by name.
 """
 
@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gradsync.core.torch_private import active_ddp
 from gradsync.errors import ConfigError
 from gradsync.sync.module_hook import ModuleHook
 from gradsync.sync.reducer import Reducer
-from gradsync.sync.torch_names import active_ddp
 
 if TYPE_CHECKING:
     from torch import nn
@@ -41,7 +41,7 @@ _KINDS = {
 
 
 def refuse_synchronised(model: nn.Module) -> None:
-    """Before `model` is replicated. By classes' names: importing FSDP only to ask costs too much.
+    """Check classes by name before `model` is replicated: importing FSDP to check costs too much.
 
     Raises:
         ConfigError: another mechanism synchronises it, or a part of it.
@@ -61,8 +61,8 @@ def refuse_synchronised(model: nn.Module) -> None:
 
 
 def refuse_ddp_around(model: nn.Module, reducer: Reducer) -> Any:
-    """Watch for forwards of `model` through torch's DDP, whenever that was wrapped around it; the
-    hook's handle, to remove it."""
+    """Watch for forwards of `model` through torch's DDP, whenever that was wrapped around it;
+    returns the hook's handle, to remove it."""
     parameter, own = reducer.parameters[0], getattr(reducer, "ddp", None)
 
     def before_forward(*_: Any) -> None:

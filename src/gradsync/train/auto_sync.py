@@ -11,15 +11,14 @@ from typing import Any
 from gradsync.data.documents import is_stream
 from gradsync.data.meta import read_meta
 from gradsync.data.tokenizer import ByteTokenizer
-from gradsync.errors import ConfigError, DataError
+from gradsync.errors import ConfigError
 from gradsync.models.config import GPTConfig
 from gradsync.models.presets import preset
-from gradsync.runtime.machine import cpu_model, host_cores
 from gradsync.sync.registry import find_strategy
 from gradsync.train.config import SyncConfig, TrainConfig
 from gradsync.train.config_io import read_file
 from gradsync.train.recipes import recipe
-from gradsync.train.tuned import Choice, Conditions, read_tuned, shape_of
+from gradsync.train.tuned import Choice, Conditions, read_tuned, run_conditions, shape_of
 from gradsync.world import World
 
 _TUNED_FROM = 2
@@ -28,13 +27,11 @@ _TUNED_FROM = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resolved:
-    """What `auto` stands for."""
+    """The strategy that `auto` stands for."""
 
     choice: Choice
     note: str
     """Which one it is and why, in one line for the user."""
-    warns: bool = False
-    """Whether the line says that something is wrong with the cache."""
 
     def to_json(self) -> dict[str, Any]:
         """For the other ranks."""
@@ -42,13 +39,13 @@ class Resolved:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Resolved:
-        """What `to_json` made."""
+        """The reverse of `to_json`."""
         named = dict(data)
         return cls(choice=Choice(**named.pop("choice")), **named)
 
 
 def resolve_auto(config: TrainConfig, world: World, *, threads: int) -> Resolved:
-    """What `config.sync = "auto"` stands for in this run. Caches of hosts may differ: rank 0 asks,
+    """The strategy that `config.sync = "auto"` stands for. Caches of hosts may differ: rank 0 asks,
     and tells the others.
 
     A run that goes on takes what it began with, whatever was measured since: bits depend on it.
@@ -70,13 +67,9 @@ def resolve_auto(config: TrainConfig, world: World, *, threads: int) -> Resolved
     if world.world_size == 1:
         return Resolved(choice=default, note=f"sync auto: {default.text}; one rank talks to nobody")
     conditions = conditions_of(config, world, threads=threads)
-    command = tune_command(config, conditions)
-    try:
-        tuned = read_tuned(conditions)
-    except DataError as error:
-        note = f"sync auto: {default.text}; {error}; measure anew: {command}"
-        return Resolved(choice=default, note=note, warns=True)
+    tuned = read_tuned(conditions)
     if tuned is None:
+        command = tune_command(config, conditions)
         note = f"sync auto: {default.text}; nothing is measured for such a run here: {command}"
         return Resolved(choice=default, note=note)
     promise = find_strategy(tuned.choice.sync).promise
@@ -105,7 +98,7 @@ def apply_choice(config: TrainConfig, choice: Choice, *, threads: int | None) ->
 
 
 def conditions_of(config: TrainConfig, world: World, *, threads: int) -> Conditions:
-    """What a run's step time depends on.
+    """The conditions that a run's step time depends on.
 
     Args:
         config: the run.
@@ -116,24 +109,13 @@ def conditions_of(config: TrainConfig, world: World, *, threads: int) -> Conditi
         ConfigError: impossible batch arithmetic.
         DataError: the data's description cannot be read.
     """
-    import torch
-
     plan = config.batch_plan(world.world_size)
-    on_cuda = world.device.startswith("cuda")
     return Conditions(
-        model=shape_of(_model(config)),
-        dtype=config.dtype,
-        seq_len=config.sequence_length,
+        **run_conditions(config, _model(config), world, threads),
         micro_batch_size=plan.micro_batch_size,
         leaves_per_rank=-(-plan.num_leaves // world.world_size),
-        world_size=world.world_size,
         num_nodes=world.num_nodes,
-        threads=threads,
         keep_memory=config.keep_memory,
-        device=torch.cuda.get_device_name(world.device) if on_cuda else "cpu",
-        cpu=cpu_model(),
-        cores=host_cores(),
-        torch=str(torch.__version__),
     )
 
 
@@ -155,7 +137,7 @@ def vocabulary(data: str, tokenizer: str = "") -> int | None:
 
 
 def tune_command(config: TrainConfig, conditions: Conditions) -> str:
-    """What to type to measure for such a run, or why that cannot be."""
+    """The command that measures for such a run, or why there is none."""
     model = _model(config)
     if shape_of(model) != shape_of(replace(preset(config.preset), vocab_size=model.vocab_size)):
         return f"gradsync tune measures presets as they are, and this is another {config.preset}"
@@ -217,7 +199,7 @@ def continued(config: TrainConfig) -> Path | None:
 
 
 def _choice_of(path: Path) -> Choice | None:
-    """What the run of this configuration was synchronised by; None if that says `auto` too."""
+    """Strategy of the run that this one goes on with; None if that says `auto` too."""
     values = read_file(path)
     sync, given = values.get("sync"), values.get("sync_options") or {}
     if not isinstance(sync, str) or sync == "auto" or not isinstance(given, dict):

@@ -1,4 +1,4 @@
-"""What a training run is, as one frozen value. No torch here: `--help` must be quick."""
+"""A training run as one frozen value. No torch here: `--help` must be quick."""
 
 from __future__ import annotations
 
@@ -172,17 +172,17 @@ class SyncConfig:
     order: Literal["any", "invariant"] | None = None
     """Order of sums: any, or the fixed tree."""
     reduction: Literal["backend", "ring", "recursive_doubling", "hierarchical"] | None = None
-    """Who adds over ranks."""
+    """The algorithm that adds over ranks."""
     collective: Literal["auto", "shared_memory", "backend"] | None = None
-    """What carries sums: the process group, or memory that the ranks of one host share."""
+    """Carrier of the sums: the process group, or memory that the ranks of one host share."""
     update: Literal["auto", "whole"] | None = None
     """Through shared memory: each rank updates its share of the weights, or every rank all."""
     weights: Literal["replicas", "shared"] | None = None
     """Through shared memory: every rank its own copy, or one for all ranks of the host."""
     wire: Literal["same", "bf16", "fp16"] | None = None
-    """What travels."""
+    """Precision of gradients on the wire."""
     shard: Literal["none", "optimizer", "gradients"] | None = None
-    """Whose memory the ranks share out."""
+    """The part of the training state that ranks share out."""
     find_unused_parameters: bool | None = None
     """ddp: look for parameters that get no gradient in a step."""
     inner_steps: int | None = None
@@ -226,8 +226,8 @@ class TrainConfig:
     """Decides initial weights, order of samples and dropout."""
     sync: str = "invariant"
     """Synchronisation strategy: invariant (the same bits on any number of ranks), bucketed, ddp,
-    zero1 … (the README lists them); auto takes what `gradsync tune` found for such a run on this
-    machine, else invariant."""
+    zero1 … (docs/guide/strategies.md lists them); auto takes what `gradsync tune` found for such a
+    run on this machine, else invariant."""
     out: str = ""
     """Run directory; empty makes runs/PRESET-DATE-TIME."""
     data: str = ""
@@ -249,7 +249,7 @@ class TrainConfig:
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     backend: str = "auto"
-    """What carries messages between ranks: gloo, nccl, mpi, shm, or one for each device such as
+    """Carrier of messages between ranks: gloo, nccl, mpi, shm, or one for each device such as
     cpu:gloo,cuda:nccl; auto takes gloo, and nccl beside it on CUDA."""
     tf32: bool = True
     """CUDA: allow TF32 in fp32 matrix products."""
@@ -294,7 +294,7 @@ class TrainConfig:
     two ranks) …; the sizes' product is the number of ranks, dp may be left out. Empty: every rank
     has a replica."""
     pipeline_schedule: ScheduleName = "1f1b"
-    """Of a pipeline: 1f1b (fewer activations at a time) or gpipe; the same bits."""
+    """Order of a pipeline's leaves: 1f1b (fewer activations at a time) or gpipe; the same bits."""
     model: GPTConfig = field(default_factory=GPTConfig)
     """Shape of the model; its vocabulary follows the data unless it is set."""
     optim: OptimConfig = field(default_factory=OptimConfig)

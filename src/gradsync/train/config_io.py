@@ -14,9 +14,9 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from gradsync.core.document import Document, brief, read_document
+from gradsync.core.files import PRIVATE, replace_text
 from gradsync.errors import ConfigError
-from gradsync.runtime.document import Document, brief, read_document
-from gradsync.runtime.text_file import PRIVATE, replace_text
 from gradsync.train.config import SyncConfig, TrainConfig
 from gradsync.train.recipes import recipe
 

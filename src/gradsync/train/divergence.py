@@ -19,6 +19,11 @@ from gradsync.sync.step import StepResult
 from gradsync.train.setup import Learner
 
 ADVICE = "lower --optim.lr, or look at the data of that step"
+ADVICE_RESUMED = (
+    "that is the first step after the checkpoint, whose weights may be finite and yet past saving: "
+    "go back to an earlier one (--resume PATH), start anew with another --out, or look at the data "
+    "of that step"
+)
 
 
 def why_diverged(result: StepResult, learner: Learner) -> str:
@@ -53,14 +58,14 @@ def check_finite(comm: Communicator, step: int, named: Iterable[tuple[str, Tenso
 
 
 def learnt(learner: Learner, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """What a checkpoint of whole tensors holds, by name: weights, the optimizer's state and the
+    """Contents of a checkpoint of whole tensors, by name: weights, the optimizer's state and the
     strategy's."""
     state, _ = pack_optimizer(learner.optimizer, learner.model.named_parameters())
     return chain(weights.items(), state.items(), learner.sync.state_tensors().items())
 
 
 def learnt_shares(learner: Learner, held: HeldState) -> Iterator[tuple[str, Tensor]]:
-    """What this rank holds of weights and optimizer state that ranks share out, by name."""
+    """This rank's part of weights and optimizer state that ranks share out, by name."""
     weights = learner.sync.held_weights()
     if weights is None:
         yield from learner.model.state_dict().items()

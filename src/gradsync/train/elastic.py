@@ -1,4 +1,4 @@
-"""What `gradsync train --elastic` decides from the hardware, as values for the configuration.
+"""Decisions of `gradsync train --elastic` from the hardware, as values for the configuration.
 
 [Note: Resolved once] Strategy, dtype and micro-batch decide bits: the micro-batch is the shape of a
 leaf. So they are chosen when a run begins and written down by name in its config.yaml. A run that
@@ -19,7 +19,7 @@ from gradsync.hardware.choice.choose import ERROR, Choice, choose
 from gradsync.hardware.choice.costs import Costs
 from gradsync.hardware.choice.remedy import find_remedy
 from gradsync.hardware.description import Hardware
-from gradsync.hardware.micro_batch.search import legal_sizes
+from gradsync.hardware.micro_batch import legal_sizes
 from gradsync.hardware.switches import speed_switches
 from gradsync.hardware.workload import Workload
 from gradsync.models.config import GPTConfig
@@ -32,14 +32,14 @@ KEPT = (
     *("dtype", "tf32", "sync", "sync_options", "parallel", "activation_checkpointing"),
     "micro_batch_size",
 )
-"""What a run that goes on keeps of its beginning."""
+"""Fields that a resumed run keeps from its beginning."""
 _STRATEGIES = ("invariant", "bucketed", "zero1", "zero2", "fsdp", "ddp")
-"""What is tried: nothing that loses something on purpose."""
+"""Promises of the strategies that are tried: none that loses something on purpose."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """What to change, and why."""
+    """Changes to the configuration, and why."""
 
     changes: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `TrainConfig`; plain values that JSON can write."""
@@ -65,7 +65,7 @@ def decide(
     *,
     world_size: int | None = None,
 ) -> Decision:
-    """Everything but the micro-batch, which is probed.
+    """All settings but the micro-batch, which is probed.
 
     Args:
         config: as parsed.
@@ -118,7 +118,7 @@ def decide(
 
 
 def began_with(config: TrainConfig) -> dict[str, Any] | None:
-    """What the run that `config` goes on with wrote down; None for a new run.
+    """The settings written by the run that `config` goes on with; None for a new run.
 
     Raises:
         ConfigError: its configuration cannot be read.

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from gradsync.core.files import one_line
 from gradsync.data.plan import BatchPlan
 from gradsync.errors import CheckpointError
 from gradsync.runtime import environ
-from gradsync.runtime.text_file import one_line
 from gradsync.sync.engine.leaf_tree import TREE_VERSION
 from gradsync.sync.registry import find_strategy
 from gradsync.train.config import TrainConfig
@@ -36,7 +36,7 @@ _MATH_VARIABLES = ("MKL_CBWR", "ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
 def numeric_fingerprint(
     config: TrainConfig, world: World, plan: BatchPlan, *, threads: int
 ) -> Fingerprint:
-    """What this run computes with, equal on all ranks of a homogeneous run."""
+    """Everything that decides this run's numbers, equal on all ranks of a homogeneous run."""
     invariant = find_strategy(config.sync).promise == "bitwise"
     on_cuda = world.device.startswith("cuda")
     settings = [f"{name}={value}" for name in _MATH_VARIABLES if (value := environ.get(name))]

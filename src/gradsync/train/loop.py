@@ -17,7 +17,14 @@ from gradsync.models.gpt import loss_sum
 from gradsync.runtime.signals import StopRequest
 from gradsync.sync.step import StepResult
 from gradsync.train.config import TrainConfig
-from gradsync.train.divergence import ADVICE, check_finite, learnt, learnt_shares, why_diverged
+from gradsync.train.divergence import (
+    ADVICE,
+    ADVICE_RESUMED,
+    check_finite,
+    learnt,
+    learnt_shares,
+    why_diverged,
+)
 from gradsync.train.evaluate import evaluate
 from gradsync.train.fingerprint import Fingerprint
 from gradsync.train.optimizer import set_learning_rate
@@ -33,7 +40,7 @@ from gradsync.world import World
 
 @dataclass(slots=True)
 class Totals:
-    """What the end of a run reports."""
+    """Totals that the end of a run reports."""
 
     step: int
     """Optimizer steps done, earlier runs included."""
@@ -44,7 +51,7 @@ class Totals:
     wall_s: float = 0.0
     """Time in steps, seconds, without evaluation and saving."""
     exposed_s: float = 0.0
-    """Of which exposed communication."""
+    """Exposed communication within that time, seconds."""
     steps_timed: int = 0
     """Steps in `wall_s`."""
     stopped_by: str = ""
@@ -106,7 +113,8 @@ class Trainer:
             if logs or diverged:
                 self._log(totals, result, lr)
             if diverged:
-                raise DivergenceError(f"{diverged} at step {totals.step}; {ADVICE}")
+                advice = ADVICE_RESUMED if totals.step == done_steps + 1 > 1 else ADVICE
+                raise DivergenceError(f"{diverged} at step {totals.step}; {advice}")
             if not stopped and (last or _due(totals.step, config.eval.every)):
                 self._evaluate(totals)
             if saves:

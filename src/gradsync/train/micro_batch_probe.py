@@ -17,10 +17,8 @@ from gradsync.comm.base import Communicator
 from gradsync.comm.values import all_gather_numbers, broadcast_json
 from gradsync.errors import ConfigError, GradsyncError
 from gradsync.hardware.memory.probe import Cost, MemoryProbe
-from gradsync.hardware.micro_batch.rounds import try_sizes
-from gradsync.hardware.micro_batch.search import Trial, chosen_size, legal_sizes
+from gradsync.hardware.micro_batch import Trial, chosen_size, legal_sizes, try_sizes
 from gradsync.models.config import GPTConfig
-from gradsync.runtime.machine import cpu_model, host_cores
 from gradsync.sync.registry import STRATEGIES
 from gradsync.train.config import AUTO, TrainConfig
 from gradsync.train.elastic import sequences_of
@@ -31,13 +29,13 @@ from gradsync.train.micro_batch_cache import (
     save_probed,
 )
 from gradsync.train.rehearsal import Rehearsal
-from gradsync.train.tuned import shape_of
+from gradsync.train.tuned import run_conditions
 from gradsync.world import World
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatch:
-    """What was found."""
+    """Result of a probe."""
 
     size: int
     """Sequences of a leaf."""
@@ -95,7 +93,7 @@ def find_micro_batch(
     rehearsal = Rehearsal(config, shape, world)
     probe = MemoryProbe(world.device, ranks_here=world.local_world_size)
     limit = max(probe.limit_bytes - rehearsal.communication_bytes, 1)
-    # Everybody has looked at the free memory before anybody takes some.
+    # All ranks have looked at the free memory before any of them takes some.
     least = min(all_gather_numbers(comm, limit if probe.works else 0))
     if not least:
         note = f"micro-batch {config.micro_batch_size}: this system does not tell memory in use"
@@ -152,22 +150,15 @@ def _keep(conditions: ProbeConditions, found: Probed) -> str:
 def _conditions(
     config: TrainConfig, shape: GPTConfig, world: World, *, sizes: tuple[int, ...], threads: int
 ) -> ProbeConditions:
-    on_cuda = world.device.startswith("cuda")
+    shared = run_conditions(config, shape, world, threads)
+    shared["model"] |= {"dropout": shape.dropout > 0}
     return ProbeConditions(
-        model=shape_of(shape) | {"dropout": shape.dropout > 0},
-        dtype=config.dtype,
-        seq_len=config.sequence_length,
+        **shared,
         activation_checkpointing=config.activation_checkpointing,
         loss_rows=config.loss_rows,
         sizes=list(sizes),
-        world_size=world.world_size,
         ranks_here=world.local_world_size,
         sharded=Rehearsal.shards(config),
-        threads=threads,
-        device=torch.cuda.get_device_name(world.device) if on_cuda else "cpu",
-        cpu=cpu_model(),
-        cores=host_cores(),
-        torch=str(torch.__version__),
     )
 
 

@@ -1,4 +1,4 @@
-"""What a person sees: a live line on a terminal, one plain line per interval elsewhere."""
+"""Progress for people: a live line on a terminal, one plain line per interval elsewhere."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Tick:
     step_s: float
     """Mean time of a step, seconds."""
     data_s: float
-    """Of which waiting for data on rank 0, seconds."""
+    """Time in it that rank 0 waited for data, seconds."""
     comm_s: float
-    """Of which communication that nothing hid on rank 0, seconds."""
+    """Time in it of rank 0's communication that nothing hid, seconds."""
 
 
 class Progress:

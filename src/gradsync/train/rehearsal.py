@@ -28,7 +28,7 @@ from gradsync.world import World
 _FP32 = 4
 _STATES = 2
 _LOGIT_BYTES = 8
-"""Of a logit at the very least: its fp32 value and its gradient; see [Note: Loss in rows]."""
+"""Bytes of a logit at the very least: its fp32 value and its gradient; see [Note: Loss in rows]."""
 _REPEATS, _REPEAT_S = 5, 0.5
 
 
@@ -59,7 +59,7 @@ class Rehearsal:
 
     @property
     def communication_bytes(self) -> int:
-        """What the strategy takes for messages beside gradients, by `memory_model.py`."""
+        """Bytes that the strategy takes for messages beside gradients, by `memory_model.py`."""
         if not self._world.is_distributed:
             return 0
         work = Workload(
@@ -75,7 +75,7 @@ class Rehearsal:
         return memory_need(work, split).buckets
 
     def least_bytes(self, size: int) -> int:
-        """What a leaf of `size` takes in any case: weights, gradients, states, and logits."""
+        """Bytes that a leaf of `size` takes in any case: weights, gradients, states, and logits."""
         rows = self._config.loss_rows or size * self._config.sequence_length
         held = 2 + _STATES / self._owners
         logits = _LOGIT_BYTES * rows * self._shape.vocab_size

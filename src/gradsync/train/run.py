@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import math
 import sys
@@ -15,12 +16,13 @@ from gradsync.checkpoint.weights import weights_sha256
 from gradsync.comm.base import Communicator
 from gradsync.comm.choose import communicator
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
+from gradsync.core.files import read_object
 from gradsync.data.tokenizer import Tokenizer
 from gradsync.errors import ConfigError, GradsyncError, RunError, UsageError
 from gradsync.models.config import GPTConfig
 from gradsync.models.generate import generate
 from gradsync.models.gpt import GPT
-from gradsync.runtime.memory_limit import total_bytes
+from gradsync.runtime.failure import communication_error
 from gradsync.runtime.signals import StopRequest
 from gradsync.train.config import TrainConfig
 from gradsync.train.fingerprint import numeric_fingerprint
@@ -28,6 +30,7 @@ from gradsync.train.loop import Totals, Trainer
 from gradsync.train.progress import Progress
 from gradsync.train.run_dir import RunDir
 from gradsync.train.setup import Data, Learner, build_learner, model_config, open_data
+from gradsync.train.size import check_size
 from gradsync.train.state import Resumed, restore
 from gradsync.world import World
 
@@ -43,7 +46,7 @@ class Outcome:
     exit_code: int
     """0 done, 75 stopped by a signal with the checkpoint written."""
     summary: dict[str, Any]
-    """What `summary.json` holds; on rank 0 only, else empty."""
+    """Contents of `summary.json`; on rank 0 only, else empty."""
 
 
 def train(
@@ -106,13 +109,14 @@ def _train(
         run_dir.refuse_overwrite()
     data = open_data(config, world, comm)
     shape = model_config(config, data.vocab_size)
-    with _rank_log(run_dir, world):
+    with _rank_log(run_dir, world) as begin_log:
         learner, kind = _learner(config, world, shape, comm)
         fingerprint = numeric_fingerprint(config, world, data.plan, threads=threads)
         store = CheckpointStore(run_dir.checkpoints, config.checkpoint.keep_last)
         resumed = restore(
             config, learner, data.train, fingerprint=fingerprint, comm=comm, store=store
         )
+        begin_log()
         if world.is_main:
             _introduce(progress, config, world, data, learner, threads=threads)
             for line in notes:
@@ -156,18 +160,12 @@ def _train(
 def _learner(
     config: TrainConfig, world: World, shape: GPTConfig, comm: Communicator
 ) -> tuple[Learner, type[Trainer]]:
-    """What is trained, and the loop for it: of a whole model, or of this rank's part of one.
+    """The learner and its loop: for a whole model, or for this rank's part of one.
 
     Raises:
-        ConfigError: no memory holds such a model, whose values every rank draws first.
+        ConfigError: no memory holds such a model.
     """
-    weights_gb, host_gb = 4 * shape.num_params() / 1e9, total_bytes() / 1e9
-    if weights_gb > host_gb:
-        raise ConfigError(
-            f"the weights of {shape.num_params():.3g} parameters take {weights_gb:.3g} GB, and "
-            f"this host has {host_gb:.3g} GB: lower --model.n-layer, --model.n-embd or the "
-            f"vocabulary ({shape.vocab_size:,})"
-        )
+    check_size(shape, device=world.device, num_nodes=world.num_nodes)
     layout = config.layout(world.world_size)
     if layout.model_ranks == 1:
         return build_learner(config, world, shape, comm), Trainer
@@ -186,7 +184,9 @@ def _already_done(
         f"{run_dir.path} has {resumed.step} steps already and {config.steps} were asked for: "
         "nothing to do (give more --steps to go on)"
     )
-    summary = run_dir.read_summary() | {"stopped_by": ""} if world.is_main else {}
+    summary = (
+        read_object(run_dir.path / "summary.json") | {"stopped_by": ""} if world.is_main else {}
+    )
     return Outcome(exit_code=0, summary=summary)
 
 
@@ -312,22 +312,37 @@ def _number(value: float) -> float | None:
 
 
 @contextmanager
-def _rank_log(run_dir: RunDir, world: World) -> Iterator[None]:
-    """Every rank's own file: when it began, what was logged, how it ended (with the traceback)."""
-    try:
-        handler = logging.StreamHandler(run_dir.open_log(world.rank))
-    except OSError as error:
-        raise ConfigError(f"cannot write to --out {run_dir.path}: {error.strerror}") from error
+def _rank_log(run_dir: RunDir, world: World) -> Iterator[Callable[[], None]]:
+    """Every rank's own file: when it began, what was logged, how it ended (with the traceback).
+
+    Made when what this gives is called, or by this rank's own failure, not by a refused request;
+    of another rank's this one hears in a collective that fails.
+    """
+    early = io.StringIO()
+    handler: logging.StreamHandler[TextIO] = logging.StreamHandler(early)
+
+    def begin() -> None:
+        try:
+            file = run_dir.open_log(world.rank)
+        except OSError as error:
+            raise ConfigError(f"cannot write to --out {run_dir.path}: {error.strerror}") from error
+        file.write(early.getvalue())
+        handler.setStream(file)
+
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     own = logging.Logger("gradsync.rank")  # not in the tree: nothing of it reaches the terminal
     own.addHandler(handler)
     log.addHandler(handler)
     try:
         own.info("started: %s", world.describe())
-        yield
+        yield begin
         own.info("ended")
     except BaseException as error:
         own.exception("ended by %s", type(error).__name__)
+        refused = isinstance(error, UsageError) or communication_error(error)
+        if handler.stream is early and not refused:
+            with suppress(ConfigError):
+                begin()
         raise
     finally:
         log.removeHandler(handler)

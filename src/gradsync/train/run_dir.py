@@ -20,15 +20,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TextIO
 
-from gradsync.errors import ConfigError, RunError
-from gradsync.runtime.text_file import (
+from gradsync.core.files import (
     PRIVATE,
     append_private,
     open_regular,
     parse_json,
-    read_json,
     replace_text,
 )
+from gradsync.errors import ConfigError, RunError
 from gradsync.train.config import TrainConfig
 from gradsync.train.config_io import write_config
 from gradsync.world import World
@@ -96,14 +95,6 @@ class RunDir:
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
 
-    def read_summary(self) -> dict[str, Any]:
-        """What is in `summary.json`; {} when nothing is that can be read."""
-        try:
-            found = read_json(self.path / "summary.json")
-        except (OSError, ValueError):
-            return {}
-        return found if isinstance(found, dict) else {}
-
     def close(self) -> None:
         """Close the metrics file."""
         metrics, self._metrics = self._metrics, None
@@ -128,7 +119,7 @@ class RunDir:
 
 
 def describe_environment(world: World, threads: int) -> dict[str, Any]:
-    """Who computes with what; for `env.json`."""
+    """Machine and software of the run; for `env.json`."""
     return {
         "host": socket.gethostname(),
         "platform": platform.platform(),

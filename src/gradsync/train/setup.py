@@ -42,12 +42,12 @@ Autocast = AbstractContextManager[Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Data:
-    """What a run reads."""
+    """Data that a run reads."""
 
     source: str
     """The data directory, or the name of the stream."""
     meta: Meta | None
-    """None for streams, and for data sets made by somebody else."""
+    """None for streams, and for data sets that gradsync did not prepare."""
     plan: BatchPlan
     train: Loader | StreamLoader
     val: EvalLeaves
@@ -61,7 +61,7 @@ class Data:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Learner:
-    """What a run trains."""
+    """Model, optimizer and handle that a run trains."""
 
     model: GPT
     optimizer: torch.optim.Optimizer
@@ -71,7 +71,7 @@ class Learner:
 
     @property
     def parameter_names(self) -> list[str]:
-        """Of the whole model, in its order."""
+        """Names of the whole model's parameters, in its order."""
         return [name for name, _ in self.model.named_parameters()]
 
     def load(
@@ -143,8 +143,8 @@ def open_data(config: TrainConfig, world: World, comm: Communicator) -> Data:
     train = open_dataset(directory, "train", config.sequence_length)
     val = open_dataset(directory, "val", config.sequence_length)
     for dataset in (train, val):
-        # Data of somebody else does not say its vocabulary: then each batch is checked against
-        # the model's, since on a GPU a token too large is an assertion without a place.
+        # Data that gradsync did not prepare may not say its vocabulary: then each batch is checked
+        # against the model's, since on a GPU a token too large is an assertion without a place.
         dataset.vocab_size = dataset.vocab_size or config.model.vocab_size
     meta = read_meta(directory)
     return Data(
@@ -177,19 +177,21 @@ def _open_stream(config: TrainConfig, world: World, comm: Communicator, plan: Ba
         seq_len=config.sequence_length,
         val_sequences=val_sequences,
     )
+    train = stream_loader(
+        text.train,
+        data_world(config, world),
+        global_batch_size=plan.global_batch_size,
+        micro_batch_size=plan.micro_batch_size,
+        comm=comm,
+        num_epochs=None,
+        seed=config.seed,
+    )
+    train.remedy = "--data must name the same text, unchanged, on all hosts and to go on"
     return Data(
         source=config.data,
         meta=None,
         plan=plan,
-        train=stream_loader(
-            text.train,
-            data_world(config, world),
-            global_batch_size=plan.global_batch_size,
-            micro_batch_size=plan.micro_batch_size,
-            comm=comm,
-            num_epochs=None,
-            seed=config.seed,
-        ),
+        train=train,
         val=_eval_leaves(config, world, text.val),
         tokenizer=text.identity,
         vocab_size=text.tokenizer.vocab_size,
@@ -209,8 +211,8 @@ def _val_sequences(config: TrainConfig) -> int | None:
 
 
 def data_world(config: TrainConfig, world: World) -> World:
-    """Who shares out the leaves: `world`, or, of a split model, its replicas; a replica's ranks
-    read the same ones."""
+    """The ranks that share out the leaves: `world`, or the replicas of a split model (all ranks
+    of a replica read the same leaves)."""
     layout = config.layout(world.world_size)
     if layout.model_ranks == 1:
         return world
@@ -245,7 +247,7 @@ def model_config(config: TrainConfig, vocab_size: int | None) -> GPTConfig:
 
 
 def trainer_options(sync: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options `given` for the strategy called `sync`, and what the trainer adds to them.
+    """The options `given` for the strategy called `sync`, and those that the trainer adds.
 
     Between two steps nobody writes the trainer's weights, so the ranks of a host that share memory
     need only one copy of them. `update="whole"` cannot do with one.
@@ -289,7 +291,7 @@ def build_learner(
 
 
 def set_precision(config: TrainConfig, device: torch.device) -> None:
-    """Of fp32 matrix products on a GPU."""
+    """Set TF32 for fp32 matrix products on a GPU."""
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
 

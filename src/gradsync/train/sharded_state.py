@@ -111,7 +111,7 @@ def _optimizer_tensors(held: HeldState, names: Mapping[Any, str]) -> Iterator[tu
 
 
 def _entries(held: HeldState, names: Mapping[Any, str]) -> dict[str, dict[str, Any]]:
-    """What the state of each parameter consists of, as `pack_optimizer` says it."""
+    """Entries of each parameter's state, as `pack_optimizer` describes them."""
     return {
         names[parameter]: {
             "slots": [slot for slot, value in state.items() if isinstance(value, Tensor)],

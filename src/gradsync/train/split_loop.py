@@ -1,4 +1,4 @@
-"""What of the training loop is different where the model is split over ranks."""
+"""Training loop of a model that is split over ranks, where it differs."""
 
 from __future__ import annotations
 

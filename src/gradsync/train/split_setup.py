@@ -31,7 +31,7 @@ from gradsync.world import World
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitLearner(Learner):
-    """What one rank of a split model trains."""
+    """The part of a split model that one rank trains."""
 
     model: GPTStage  # type: ignore[assignment]
     sync: SplitSync  # type: ignore[assignment]
@@ -80,7 +80,7 @@ class SplitLearner(Learner):
         return model
 
     def parts(self) -> list[Part]:
-        """What each rank holds."""
+        """Parts of the model, by rank."""
         layout, shape = self.part.layout, self.part.config
         places = map(layout.coordinates, range(layout.world_size))
         return [Part(config=shape, layout=layout, place=place) for place in places]

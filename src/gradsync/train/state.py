@@ -19,11 +19,11 @@ from gradsync.checkpoint.store import CheckpointStore, Snapshot, resolve
 from gradsync.checkpoint.weights import pack_weights
 from gradsync.comm.base import Communicator
 from gradsync.comm.values import broadcast_json
+from gradsync.core.files import one_line
 from gradsync.data.loader import Loader
 from gradsync.data.streaming import StreamLoader
 from gradsync.errors import CheckpointError
 from gradsync.models.config import GPTConfig
-from gradsync.runtime.text_file import one_line
 from gradsync.train.config import TrainConfig
 from gradsync.train.fingerprint import Fingerprint, compare
 from gradsync.train.setup import Data, Learner
@@ -48,7 +48,7 @@ class Resumed:
     source: str = ""
     """Checkpoint directory, "" for a fresh start."""
     notes: tuple[str, ...] = ()
-    """What the user should know: damaged checkpoints, changed numerics."""
+    """Notes for the user: damaged checkpoints, changed numerics."""
 
 
 def snapshot(
@@ -97,7 +97,7 @@ def find_checkpoint(resume: str, store: CheckpointStore) -> tuple[Path | None, l
     """Which checkpoint `--resume` means, and a note for each damaged one that was passed over.
 
     Raises:
-        CheckpointError: a path was given and nothing good is there, or `auto` finds only damage.
+        ConfigError, CheckpointError: nothing, or nothing good, is there; with `auto`, only damage.
     """
     if resume == "none":
         return None, []
@@ -214,7 +214,7 @@ def saved_model(found: Snapshot, path: Path) -> GPTConfig:
 
 
 def take_strategy_state(found: Snapshot, sync: str) -> tuple[Mapping[str, Tensor], list[str]]:
-    """What the strategy `sync` goes on with, of what the one that saved remembered.
+    """Strategy tensors that `sync` goes on with, out of those that were saved.
 
     Returns:
         the tensors, and a note where those of another strategy are left behind. A checkpoint that

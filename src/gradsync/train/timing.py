@@ -1,4 +1,4 @@
-"""Where an interval's time went, read only when somebody looks: no synchronisation in the step."""
+"""Where an interval's time went, read only when asked for: no synchronisation in the step."""
 
 from __future__ import annotations
 

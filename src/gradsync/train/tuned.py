@@ -1,58 +1,65 @@
-"""What `gradsync tune` found, kept in the user's cache: one file per kind of run on one machine.
+"""Results of `gradsync tune` in the user's cache: one file per kind of run on one machine.
 
 A file is believed only if it says for itself what it was measured for, and names a strategy with
-options as this version knows them. No torch here.
+options as this version knows them.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
-from gradsync.errors import ConfigError, DataError
+from gradsync.core.files import cache_entry, read_entry, write_entry
+from gradsync.errors import ConfigError
 from gradsync.models.config import GPTConfig
 from gradsync.runtime import environ
-from gradsync.runtime.text_file import read_json
+from gradsync.runtime.machine import cpu_model, host_cores
 from gradsync.sync.registry import check_options, find_strategy
-from gradsync.train.config import CompileOrder, SyncConfig
+from gradsync.train.config import CompileOrder, SyncConfig, TrainConfig
+from gradsync.world import World
 
 FORMAT_VERSION = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Conditions:
-    """What decides how long a step takes; a choice holds where all of it is equal."""
+class RunConditions:
+    """Conditions that every measurement of a training step depends on."""
 
     model: Mapping[str, Any]
-    """The shape, see `shape_of`."""
+    """The shape, see `shape_of`; for memory, whether it has dropout too."""
     dtype: str
-    """bf16 or fp32."""
+    """bf16, fp16 or fp32."""
     seq_len: int
     """Tokens of a sequence."""
-    micro_batch_size: int
-    """Sequences of a leaf."""
-    leaves_per_rank: int
-    """Leaves of a step, of the rank with the most."""
     world_size: int
     """Ranks."""
-    num_nodes: int
-    """Hosts."""
     threads: int
     """Intra-op threads of a rank."""
-    keep_memory: bool
-    """Whether freed memory was to stay in the process."""
     device: str
     """Name of the accelerator, or cpu."""
     cpu: str
     """Name of the processor."""
     cores: int
-    """Of the host."""
+    """Cores of the host."""
     torch: str
     """Version."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conditions(RunConditions):
+    """Conditions that decide how long a step takes; a choice holds where all of them are equal."""
+
+    micro_batch_size: int
+    """Sequences of a leaf."""
+    leaves_per_rank: int
+    """Leaves of a step, of the rank with the most."""
+    num_nodes: int
+    """Hosts."""
+    keep_memory: bool
+    """Whether freed memory was to stay in the process."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +73,7 @@ class Choice:
     sync: str = "invariant"
     """Its name."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Of the strategy; keys are fields of `SyncConfig`."""
+    """Options of the strategy; keys are fields of `SyncConfig`."""
     compile: CompileOrder = "none"
     """Where `torch.compile` stands: none, model or ddp."""
 
@@ -101,11 +108,11 @@ class Tuned:
     verdict: str
     """Why, in one line."""
     date: str
-    """Of the measurement."""
+    """Date of the measurement."""
 
 
 def shape_of(model: GPTConfig) -> dict[str, Any]:
-    """What of a model decides how much there is to compute and to send."""
+    """Sizes of a model that decide how much there is to compute and to send."""
     return {
         "n_layer": model.n_layer,
         "n_head": model.n_head,
@@ -114,6 +121,26 @@ def shape_of(model: GPTConfig) -> dict[str, Any]:
         "mlp_dim": model.mlp_dim,
         "vocab_size": model.vocab_size,
         "tie_head": model.tie_head,
+    }
+
+
+def run_conditions(
+    config: TrainConfig, shape: GPTConfig, world: World, threads: int
+) -> dict[str, Any]:
+    """The fields of `RunConditions`, for ranks with `threads` intra-op threads."""
+    import torch
+
+    on_cuda = world.device.startswith("cuda")
+    return {
+        "model": shape_of(shape),
+        "dtype": config.dtype,
+        "seq_len": config.sequence_length,
+        "world_size": world.world_size,
+        "threads": threads,
+        "device": torch.cuda.get_device_name(world.device) if on_cuda else "cpu",
+        "cpu": cpu_model(),
+        "cores": host_cores(),
+        "torch": str(torch.__version__),
     }
 
 
@@ -132,59 +159,54 @@ def tuned_path(conditions: Conditions) -> Path:
     Raises:
         ConfigError: see `tuned_folder`.
     """
-    key = json.dumps(asdict(conditions), sort_keys=True)
-    digest = hashlib.sha256(key.encode()).hexdigest()[:16]
-    return tuned_folder() / f"{digest}.json"
+    return cache_entry(tuned_folder(), json.dumps(asdict(conditions), sort_keys=True))
 
 
-def tuned_document(conditions: Conditions, tuned: Tuned) -> dict[str, Any]:
-    """What the file holds, for JSON."""
-    return {
-        "format_version": FORMAT_VERSION,
-        "conditions": asdict(conditions),
-        **asdict(tuned),
-    }
-
-
-def read_tuned(conditions: Conditions) -> Tuned | None:
-    """What was kept for `conditions`; None when nothing was.
+def save_tuned(conditions: Conditions, tuned: Tuned) -> Path:
+    """Keep it in the place of what was there; returns where.
 
     Raises:
         ConfigError: see `tuned_folder`.
-        DataError: the file cannot be read, is damaged, of another version or of other conditions.
+        RunError: the cache cannot be written.
     """
-    path = tuned_path(conditions)
-    try:
-        document = read_json(path, finite=False)
-        return _checked(document, conditions)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror})") from error
-    except (ValueError, KeyError, TypeError) as error:  # ConfigError is a ValueError
-        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-        raise DataError(f"{path} cannot be used ({reason})") from error
+    return write_entry(tuned_path(conditions), entry_document(conditions, tuned))
 
 
-def _checked(document: Any, conditions: Conditions) -> Tuned:
+def read_tuned(conditions: Conditions) -> Tuned | None:
+    """The entry kept for `conditions`; None when nothing was, or nothing that can be believed.
+
+    Raises:
+        ConfigError: see `tuned_folder`.
+    """
+
+    def build(document: Any) -> Tuned:
+        check_entry(document, conditions)
+        choice = Choice(**document["choice"])
+        if find_strategy(choice.sync).promise == "lossy":
+            raise ValueError(f"{choice.sync} is lossy, and not chosen by its speed")
+        verdict, date = check_line(document["verdict"]), check_line(document["date"])
+        return Tuned(choice=choice, verdict=verdict, date=date)
+
+    return read_entry(tuned_path(conditions), build)
+
+
+def entry_document(conditions: Any, found: Any) -> dict[str, Any]:
+    """The JSON value of a cache's file: what was found, and for what; both are dataclasses."""
+    return {"format_version": FORMAT_VERSION, "conditions": asdict(conditions), **asdict(found)}
+
+
+def check_entry(document: Any, conditions: Any) -> None:
+    """Raise ValueError or KeyError if `document` is not what `entry_document` made for these."""
     if not isinstance(document, dict):
         raise ValueError("it holds no object")
     if document["format_version"] != FORMAT_VERSION:
         raise ValueError(f"format_version {document['format_version']}, not {FORMAT_VERSION}")
     if document["conditions"] != json.loads(json.dumps(asdict(conditions))):
         raise ValueError("it was measured for something else")
-    choice = Choice(**document["choice"])
-    if find_strategy(choice.sync).promise == "lossy":
-        raise ValueError(f"{choice.sync} is lossy, and not chosen by its speed")
-    return Tuned(
-        choice=choice,
-        verdict=_line(document["verdict"]),
-        date=_line(document["date"]),
-    )
 
 
-def _line(value: Any) -> str:
-    """It is printed: one line of text."""
+def check_line(value: Any) -> str:
+    """`value`, which is printed, if it is a line of text; ValueError otherwise."""
     if not isinstance(value, str) or not value.isprintable():
         raise ValueError(f"{value!r} is no line of text")
     return value

@@ -1,45 +1,47 @@
-"""Why a run is not as promised: a cause from the closed list, by evidence first.
+"""Finds why a run is not as promised: a cause from the closed list, by evidence first.
 
-    evidence          what was recorded says it (data, random state, start, a constant factor …)
-    variants          the run is repeated with one thing changed; what makes the difference vanish
-                      is the cause
+    evidence          the record says it (data, random state, start, a constant factor …)
+    variants          the run is repeated with one thing changed; the change that makes the
+                      difference vanish is the cause
 
 `diagnose` is a generator: it yields the variants that it wants to see run, and is sent whether the
 difference was gone. So it needs no ranks itself.
+
+A wrong gradient g is tried against candidates h that usual mistakes would have left: g = c x h?
+With c = <g, h> / <h, h> the rest |g - c h| / |g| is zero for the right candidate up to rounding,
+and of the order of one for any other: a thousandth separates them in every dtype that is summed.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from gradsync.verify.exact import Exact, clip_factor
-from gradsync.verify.explain import sentence
-from gradsync.verify.finding import Cause, Diagnosis, Finding, Kind
-from gradsync.verify.hypotheses import (
-    CLOSE,
-    common_ratio,
-    is_mean_of,
-    lost_or_double,
-    mean_of_means,
-    means,
-    name_of_factor,
-    ratio,
-)
+from gradsync.verify.compare import SMALLEST_NORMAL, UNIT_ROUNDOFF, Exact, add_up, clip_factor
 from gradsync.verify.judge import Verdict
 from gradsync.verify.plan import PLAIN, Variant
 from gradsync.verify.reference import LeafResult
-from gradsync.verify.tolerance import SMALLEST_NORMAL, UNIT_ROUNDOFF
+from gradsync.verify.result import Cause, Diagnosis, Finding, Kind, sentence
+
+CLOSE = 1e-3
+"""Largest relative rest of an explanation."""
+_FAR = 1e-2
+"""A factor this near to one is no factor."""
+_ROUNDINGS = {"fp32": 2, "fp16": 2, "bf16": 4}
+"""Largest error by rounding, in unit roundoffs of the norm; narrowest error first."""
 
 Steps = Generator[Variant, bool, Diagnosis]
+Found = tuple[Cause, Finding, str]
 
 
 @dataclass(kw_only=True, slots=True)
 class Scene:
-    """The failing step, with what every rank had there."""
+    """The failing step on every rank."""
 
     verdict: Verdict
     exact: Exact
@@ -52,13 +54,12 @@ class Scene:
     """Every rank's gradients of the step before it; empty dicts in the first step."""
     clip_norm: float | None
     dtype: str
-    """Of the cell: fp64, fp32 or bf16."""
+    """The cell's: fp64, fp32 or bf16."""
     has_batch_norm: bool
     local: bool = False
     """Ranks step alone: gradients have no common right value."""
     forward: tuple[Cause, Finding] | None = None
-    """Why the same leaf does not give the same result again, or on every rank; None when it does.
-    """
+    """A cause for the same leaf giving other results, again or on another rank; else None."""
 
     @property
     def world_size(self) -> int:
@@ -74,40 +75,44 @@ class Scene:
             for leaf in document["leaves"]
         }
 
-    def own_weight(self, rank: int) -> float:
-        """Targets that `rank` had."""
-        return sum(leaf["weight"] for leaf in self.documents[rank]["leaves"])
-
     def unclipped(self, rank: int) -> dict[str, Tensor]:
         """Gradients as they were before clipping."""
         factor = clip_factor(self.documents[rank]["norm"], self.clip_norm)
         return {name: g.double() / factor for name, g in self.gradients[rank].items()}
 
-    def wrong(self, rank: int) -> tuple[str, ...]:
+    def wrong(self, rank: int) -> list[str]:
         """Parameters whose gradient on `rank` is off by more than any rounding."""
-        got = self.unclipped(rank)
-        return tuple(
-            name
-            for name in self.exact.total
-            if name not in got or self._distance(name, got[name], self.exact.mean(name)) > CLOSE
-        )
+        return self._far_apart(self.unclipped(rank), self.exact.means())
 
     def ranks_differ(self, names: Sequence[str]) -> bool:
         """Whether ranks have different gradients of all `names`, by more than any rounding."""
         got = [self.unclipped(rank) for rank in range(self.world_size)]
-        return all(
-            any(
-                (name in each) != (name in got[0])
-                or (name in each and self._distance(name, each[name], got[0][name]) > CLOSE)
-                for each in got
-            )
-            for name in names
-        )
+        differing = {name for each in got for name in self._far_apart(each, got[0])}
+        return differing.issuperset(names)
 
-    def _distance(self, name: str, a: Tensor, b: Tensor) -> float:
-        """Of two gradients, relative to the size of what was added up."""
-        size = float(self.exact.magnitude[name].norm()) / self.exact.weight
-        return float((a - b).norm()) / size if size else 0.0
+    def finding(self) -> Finding:
+        """The finding about gradients, naming the ranks that deviate if any do."""
+        first = self.verdict.first
+        differ, wrong = first(Kind.GRADIENT_REPLICAS), first(Kind.GRADIENT)
+        if differ is not None and wrong is not None:
+            both = {*differ.names, *wrong.names}
+            names = [name for name in self.exact.total if name in both]
+            return replace(wrong, names=names, ranks=differ.ranks)
+        found = differ or wrong or first(Kind.NORM)
+        assert found is not None
+        return found
+
+    def _far_apart(self, got: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[str]:
+        """Parameters whose gradients differ, relative to the size of what was added up."""
+        found = []
+        for name in self.exact.total:
+            if name in got and name in other:
+                size = float(self.exact.magnitude[name].norm()) / self.exact.weight
+                if size and float((got[name] - other[name]).norm()) / size > CLOSE:
+                    found.append(name)
+            elif name in got or name in other:
+                found.append(name)
+        return found
 
 
 def diagnose(scene: Scene) -> Steps:
@@ -121,30 +126,25 @@ def diagnose(scene: Scene) -> Steps:
         if found is None:
             found = yield from _by_variants(scene, tried)
         found = found or _unexplained(wrong)
-    if found is None:
-        found = _after_the_gradient(scene)
-    cause, finding, detail = found
+    cause, finding, detail = found or _after_the_gradient(scene)
     return Diagnosis(
-        cause=cause,
+        cause=cause.value,
         sentence=sentence(cause, finding, detail),
         step=finding.step,
-        names=finding.names,
-        ranks=finding.ranks,
-        tried=tuple(tried),
+        names=list(finding.names),
+        ranks=list(finding.ranks),
+        tried=tried,
     )
 
 
-Found = tuple[Cause, Finding, str]
-
-
 def _recorded(scene: Scene) -> Found | None:
-    """What the run's own record already says, and what a leaf that was run again does."""
+    """A cause that the run's own record says, or a leaf that was run again."""
     first = scene.verdict.first
     if scene.forward and not first(Kind.START, Kind.DATA, Kind.RANDOM, Kind.FINITE):
         return *scene.forward, scene.forward[1].detail
-    for kind, (cause, words) in _RECORDED.items():
+    for kind, (cause, text) in _RECORDED.items():
         if finding := first(kind):
-            return cause, finding, words.format(finding.detail)
+            return cause, finding, text.format(finding.detail)
     return None
 
 
@@ -163,71 +163,82 @@ _RECORDED = {
 
 
 def _scaling(scene: Scene) -> Found | None:
-    """One constant over all parameters, on every rank its own."""
-    finding = _gradient_finding(scene)
-    wrong = {name for rank in range(scene.world_size) for name in scene.wrong(rank)}
-    expected = {name: mean for name, mean in means(scene.exact).items() if name in wrong}
-    factors = [common_ratio(scene.unclipped(r), expected) for r in range(scene.world_size)]
+    """One constant over all parameters, for each rank another one."""
+    everyone = range(scene.world_size)
+    wrong = {name for rank in everyone for name in scene.wrong(rank)}
+    expected = {name: mean for name, mean in scene.exact.means().items() if name in wrong}
+    factors = [common_ratio(scene.unclipped(rank), expected) for rank in everyone]
     known = {r: f for r, f in enumerate(factors) if f is not None and abs(f - 1) > _FAR}
     if not known or any(f is None for f in factors):
-        mean = mean_of_means(scene.results, scene.owners)
-        if wrong and is_mean_of(scene.unclipped(0), mean):
+        factor = common_ratio(scene.unclipped(0), _mean_of_means(scene))
+        if wrong and factor is not None and abs(factor - 1) < CLOSE:
             text = "it is the mean of the ranks' own means, although they have unequal numbers of "
-            return Cause.LOSS_SCALING, replace(finding, ranks=()), text + "targets"
+            return Cause.LOSS_SCALING, replace(scene.finding(), ranks=()), text + "targets"
         return None
     rank = min(known)
     text = name_of_factor(
         known[rank],
         world_size=scene.world_size,
         weight=scene.exact.weight,
-        own_weight=scene.own_weight(rank),
+        own_weight=sum(leaf["weight"] for leaf in scene.documents[rank]["leaves"]),
         num_leaves=len(scene.results),
     )
     ranks = () if len(known) == scene.world_size else tuple(known)
     where = f" (on rank {rank})" if scene.world_size > 1 else ""
-    names = tuple(expected)
-    what = "every gradient" if len(names) == len(scene.exact.total) else "its gradient"
-    return (
-        Cause.LOSS_SCALING,
-        replace(finding, ranks=ranks, names=names),
-        f"{what} is the right one times {text}{where}",
-    )
+    which = "every gradient" if len(expected) == len(scene.exact.total) else "its gradient"
+    finding = replace(scene.finding(), ranks=ranks, names=tuple(expected))
+    return Cause.LOSS_SCALING, finding, f"{which} is the right one times {text}{where}"
 
 
-_FAR = 1e-2
-"""A factor this near to one is no factor."""
+def _mean_of_means(scene: Scene) -> dict[str, Tensor]:
+    """Each rank's mean, averaged over ranks: right only if all ranks have the same weight."""
+    owners = scene.owners
+    ranks = set(owners.values())
+    found: dict[str, Tensor] = {}
+    for rank in ranks:
+        mine = add_up([r for r in scene.results if owners.get(r.index) == rank])
+        if mine.weight:
+            for name, mean in mine.means().items():
+                share = mean / len(ranks)
+                found[name] = found[name] + share if name in found else share
+    return found
 
 
 def _leaf(scene: Scene) -> Found | None:
     """A leaf that is missing from the sum, or in it twice."""
-    found = lost_or_double(scene.unclipped(0), scene.exact, scene.results)
-    if found is None:
-        return None
-    word, leaf = found
-    finding = replace(_gradient_finding(scene), ranks=(scene.owners.get(leaf, 0),))
-    return Cause.DATA, finding, f"the gradient of leaf {leaf} is {word} in the sum"
+    got = scene.unclipped(0)
+    for result in scene.results:
+        for word, sign in (("missing", -1.0), ("twice", 1.0)):
+            candidate = dict(scene.exact.total)
+            for name, share in result.gradient.items():
+                candidate[name] = candidate[name] + sign * share.double()
+            candidate = {name: total for name, total in candidate.items() if bool(total.any())}
+            if result.gradient and common_ratio(got, candidate) is not None:
+                finding = replace(scene.finding(), ranks=(scene.owners.get(result.index, 0),))
+                detail = f"the gradient of leaf {result.index} is {word} in the sum"
+                return Cause.DATA, finding, detail
+    return None
 
 
 def _unsynchronised(scene: Scene, tried: list[str]) -> Generator[Variant, bool, Found | None]:
     """Parameters whose gradient is one rank's own, the last step's, or nothing."""
     wrong = [scene.wrong(rank) for rank in range(scene.world_size)]
-    names = tuple(name for name in scene.exact.total if any(name in each for each in wrong))
-    ranks = tuple(rank for rank, each in enumerate(wrong) if each)
+    names = [name for name in scene.exact.total if any(name in each for each in wrong)]
+    ranks = [rank for rank, each in enumerate(wrong) if each]
     if not names:
         return None
     everyone = len(ranks) == scene.world_size
-    finding = replace(_gradient_finding(scene), names=names, ranks=() if everyone else ranks)
-    for words, explains in _NOT_REDUCED.items():
+    finding = replace(scene.finding(), names=names, ranks=() if everyone else ranks)
+    for text, explains in _NOT_REDUCED.items():
         if all(explains(scene, rank, name) for rank in ranks for name in wrong[rank]):
-            return Cause.UNSYNCHRONISED, finding, words
+            return Cause.UNSYNCHRONISED, finding, text
     if not scene.ranks_differ(names):
         return None
     if len(names) < len(scene.exact.total):
         return Cause.UNSYNCHRONISED, finding, "each rank keeps its own gradient of it"
     if max(len(document["leaves"]) for document in scene.documents) > 1:
-        vanished = yield replace(PLAIN, one_leaf_per_rank=True)
-        tried.append(_says("one leaf a rank, no accumulation", vanished))
-        if vanished:
+        variant = replace(PLAIN, one_leaf_per_rank=True)
+        if (yield from _vanishes(variant, "one leaf a rank, no accumulation", tried)):
             detail = "with one leaf a rank the difference is gone"
             return Cause.FLAG_TOO_LATE, finding, detail
     return Cause.UNSYNCHRONISED, finding, "each rank keeps its own gradient of everything"
@@ -250,29 +261,29 @@ _NOT_REDUCED = {
 
 
 def _by_variants(scene: Scene, tried: list[str]) -> Generator[Variant, bool, Found | None]:
-    finding = _gradient_finding(scene)
-    questions = [
-        (Cause.RANDOM, replace(PLAIN, dropout=False), "without dropout", True),
-        (
-            Cause.BATCH_NORM,
-            replace(PLAIN, frozen_batch_norm=True),
-            "with frozen BatchNorm statistics",
-            scene.has_batch_norm,
-        ),
-        (Cause.DTYPE, replace(PLAIN, dtype="fp32"), "in fp32", scene.dtype == "bf16"),
-        (Cause.DTYPE, replace(PLAIN, dtype="fp64"), "in fp64", scene.dtype != "fp64"),
-    ]
-    for cause, variant, words, applies in questions:
-        if not applies:
-            continue
-        vanished = yield variant
-        tried.append(_says(words, vanished))
-        if vanished:
-            return cause, finding, f"{words} the difference is gone"
+    """The change that makes the difference vanish, or a rounding that explains it."""
+    questions = [(Cause.RANDOM, Variant(dropout=False), "without dropout")]
+    if scene.has_batch_norm:
+        variant = Variant(frozen_batch_norm=True)
+        questions.append((Cause.BATCH_NORM, variant, "with frozen BatchNorm statistics"))
+    if scene.dtype == "bf16":
+        questions.append((Cause.DTYPE, Variant(dtype="fp32"), "in fp32"))
+    if scene.dtype != "fp64":
+        questions.append((Cause.DTYPE, Variant(dtype="fp64"), "in fp64"))
+    for cause, variant, text in questions:
+        if (yield from _vanishes(variant, text, tried)):
+            return cause, scene.finding(), f"{text} the difference is gone"
     wire = "" if scene.local else _rounded_to(scene)
     if wire:
-        return Cause.DTYPE, finding, f"its error is that of numbers rounded to {wire}"
+        return Cause.DTYPE, scene.finding(), f"its error is that of numbers rounded to {wire}"
     return None
+
+
+def _vanishes(variant: Variant, text: str, tried: list[str]) -> Generator[Variant, bool, bool]:
+    """Have a variant run, and note whether the difference was gone."""
+    vanished = yield variant
+    tried.append(f"{text}: {'gone' if vanished else 'still there'}")
+    return vanished
 
 
 def _rounded_to(scene: Scene) -> str:
@@ -285,10 +296,10 @@ def _rounded_to(scene: Scene) -> str:
     got, exact = scene.unclipped(0), scene.exact
     if any(name not in got for name in exact.total):
         return ""
-    errors = {name: (got[name] - exact.mean(name)).abs() for name in exact.total}
+    errors = {name: (got[name] - mean).abs() for name, mean in exact.means().items()}
     if not all(bool(error.isfinite().all()) for error in errors.values()):
         return ""
-    sizes = {name: float(exact.mean(name).norm()) for name in exact.total}
+    sizes = {name: float(mean.norm()) for name, mean in exact.means().items()}
     largest = max((float(errors[n].norm()) / sizes[n] for n in sizes if sizes[n]), default=0.0)
     for dtype, times in _ROUNDINGS.items():
         unit = UNIT_ROUNDOFF[dtype]
@@ -300,12 +311,8 @@ def _rounded_to(scene: Scene) -> str:
     return ""
 
 
-_ROUNDINGS = {"fp32": 2, "fp16": 2, "bf16": 4}
-"""How many unit roundoffs of the norm still are rounding, narrowest error first."""
-
-
 def _after_the_gradient(scene: Scene) -> Found:
-    """Gradients were right; something after them was not."""
+    """A cause after the gradients, which were right."""
     verdict = scene.verdict
     if finding := verdict.first(Kind.REPLICAS):
         detail = "its gradient was right and equal everywhere; something other than the optimizer "
@@ -326,20 +333,48 @@ def _after_the_gradient(scene: Scene) -> Found:
 
 
 def _unexplained(finding: Finding) -> Found:
-    return Cause.UNKNOWN, finding, f"{finding.kind.value}: {finding.detail}"
+    return Cause.UNKNOWN, finding, f"{finding.kind}: {finding.detail}"
 
 
-def _gradient_finding(scene: Scene) -> Finding:
-    """The finding about gradients, naming the ranks that deviate if any do."""
-    verdict = scene.verdict
-    differ, wrong = verdict.first(Kind.GRADIENT_REPLICAS), verdict.first(Kind.GRADIENT)
-    if differ is not None and wrong is not None:
-        names = tuple(name for name in scene.exact.total if name in {*differ.names, *wrong.names})
-        return replace(wrong, names=names, ranks=differ.ranks)
-    found = differ or wrong or verdict.first(Kind.NORM)
-    assert found is not None
-    return found
+def ratio(got: Tensor, candidate: Tensor) -> float | None:
+    """c when `got` = c x `candidate` up to `CLOSE`; None otherwise, or when one is all zeros."""
+    g, h = got.double().reshape(-1), candidate.double().reshape(-1)
+    size = float(h @ h)
+    if not size or not bool(g.any()) or not bool(g.isfinite().all()):
+        return None
+    factor = float(g @ h) / size
+    rest = float((g - factor * h).norm() / g.norm())
+    return factor if rest < CLOSE and factor else None
 
 
-def _says(words: str, vanished: bool) -> str:
-    return f"{words}: {'gone' if vanished else 'still there'}"
+def common_ratio(gradients: Mapping[str, Tensor], candidates: Mapping[str, Tensor]) -> float | None:
+    """One factor for all parameters together, or None."""
+    if not candidates or any(name not in gradients for name in candidates):
+        return None
+    return ratio(
+        torch.cat([gradients[name].double().reshape(-1) for name in candidates]),
+        torch.cat([candidates[name].double().reshape(-1) for name in candidates]),
+    )
+
+
+def name_of_factor(
+    factor: float, *, world_size: int, weight: float, own_weight: float, num_leaves: int
+) -> str:
+    """A wrong factor in words; the number itself when it is nothing known."""
+    known = [
+        (float(world_size), f"{world_size}, the number of ranks: never divided by it"),
+        (1 / world_size, f"1/{world_size}: divided by the number of ranks once more"),
+        (weight, f"{weight:g}, the number of targets: a sum, not a mean"),
+        (1 / weight, f"1/{weight:g}: divided by the number of targets twice"),
+        (float(num_leaves), f"{num_leaves}, the number of leaves: not divided by it"),
+        (1 / num_leaves, f"1/{num_leaves}: divided by the number of leaves as well"),
+    ]
+    if own_weight:
+        text = f"{weight:g}/{own_weight:g}: divided by this rank's own {own_weight:g} targets"
+        known.append((weight / own_weight, f"{text} instead of all {weight:g}"))
+        text = f"divided by {world_size} x this rank's own {own_weight:g} targets"
+        known.append((weight / own_weight / world_size, text))
+    for value, text in known:
+        if math.isclose(factor, value, rel_tol=CLOSE) and not math.isclose(value, 1.0):
+            return text
+    return f"{factor:.6g}"

@@ -1,32 +1,52 @@
-"""The whole matrix: ranks are started once per world size and run all of its cells.
+"""The whole matrix: ranks are started once per world size and run all of its jobs.
 
-A rank that raises costs its cell, not the others: the ranks are started again behind it.
+    FOLDER/work.json                 settings and jobs of the next start
+    FOLDER/done-N.jsonl              a line per job that rank 0 finished, in order
+    FOLDER/error-N-rank_00001.json   the error that a rank raised
+    FOLDER/checkpoints/              one per cell that is continued by another one
+
+N counts the starts. A rank that raises ends all ranks; it costs its job, not the others: the ranks
+are started again after that job.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import re
+import time
+import traceback
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from gradsync.comm.choose import communicator
+from gradsync.comm.groups import Groups, groups
 from gradsync.errors import RunError
-from gradsync.verify.finding import Cause, ranks_text
-from gradsync.verify.plan import Cell, Job, Launch, Plan, launches
-from gradsync.verify.promise import promise_of
-from gradsync.verify.result import Result, result_from_json
-from gradsync.verify.worker import read_done, read_errors, write_work
+from gradsync.runtime.failure import communication_error
+from gradsync.runtime.session import Session, SessionOptions
+from gradsync.verify.cell import OneRankRuns, Setting, run_cell
+from gradsync.verify.plan import Cell, Job, Plan, Settings, job_from_json, launches, promise_of
+from gradsync.verify.result import Cause, Result, ranks_text
+from gradsync.verify.run import read, save
+from gradsync.world import World
+
+WORK = "work.json"
+
+Tell = Callable[[Result], None]
+"""Called with each result as soon as it is there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ended:
-    """How one start of ranks ended."""
+    """The end of one start of ranks."""
 
     code: int
     """Exit code; above 128 for a signal that was meant for all."""
     deaths: Mapping[int, str] = field(default_factory=dict)
-    """Ranks that could not say themselves why they ended, and what the launcher says of them."""
+    """Ranks that could not say themselves why they ended, with the launcher's words."""
 
 
 StartRanks = Callable[[Path, int], Ended]
@@ -34,15 +54,12 @@ StartRanks = Callable[[Path, int], Ended]
 
 
 def run_matrix(
-    plan: Plan,
-    folder: Path,
-    start_ranks: StartRanks,
-    tell: Callable[[Result], None] = lambda result: None,
+    plan: Plan, folder: Path, start_ranks: StartRanks, tell: Tell = lambda result: None
 ) -> list[Result]:
     """Every cell's result, in the order of work.
 
     Args:
-        plan: what to run.
+        plan: all cells.
         folder: for results and checkpoints, of this run alone.
         start_ranks: starts the ranks and waits for them.
         tell: called with the results of each start.
@@ -53,58 +70,60 @@ def run_matrix(
     """
     results: list[Result] = []
     number = 0
-    for launch in launches(plan):
+    for jobs in launches(plan):
         broken = {result.name for result in results if result.status == "error"}
-        left = tuple(job for job in launch.jobs if _name(job.source) not in broken)
-        lost = [job for job in launch.jobs if _name(job.source) in broken]
-        results += [error_result(job, f"not run: {_name(job.source)} failed") for job in lost]
+        left = [job for job in jobs if job.source_name not in broken]
+        lost = [job for job in jobs if job.source_name in broken]
+        results += [error_result(job, f"not run: {job.source_name} failed") for job in lost]
         while left:
-            write_work(folder, number, plan.settings, left)
-            ended = start_ranks(folder, launch.world_size)
-            found = _collect(folder, number, launch, left, ended)
+            work = {
+                "number": number,
+                "settings": asdict(plan.settings),
+                "jobs": [asdict(job) for job in left],
+            }
+            (folder / WORK).write_text(json.dumps(work))
+            ended = start_ranks(folder, jobs[0].cell.world_size)
+            found = _collect(folder, number, left, ended)
             for result in found:
                 tell(result)
             results += found
             left = left[len(found) :]
             number += 1
             if left and _same_error_twice(results):
-                skipped = [error_result(job, "not run: the same error came twice") for job in left]
-                results += skipped
-                left = ()
+                results += [error_result(job, "not run: the same error came twice") for job in left]
+                left = []
     compare_world_sizes(results)
     return results
 
 
-def _collect(
-    folder: Path, number: int, launch: Launch, jobs: Sequence[Job], ended: Ended
-) -> list[Result]:
+def _collect(folder: Path, number: int, jobs: Sequence[Job], ended: Ended) -> list[Result]:
     """Results of one start; the job in which it broke off gets an error."""
-    if ended.code > 128:  # also when all jobs were done: who stops this one wants no further one
+    if ended.code > 128:  # also when all jobs were done: a further start is not wanted then
         raise KeyboardInterrupt
-    found = [result_from_json(data) for data in read_done(folder, number)]
+    found = read_done(folder, number)
     if len(found) == len(jobs):
         return found
     errors = read_errors(folder, number)
+    world_size = jobs[0].cell.world_size
     if not errors and not found and ended.code != 1:
-        raise RunError(
-            f"verify: the {launch.world_size} ranks ended with code {ended.code} at once"
-        )
-    said, ranks = _blame(errors, ended, launch.world_size)
+        raise RunError(f"verify: the {world_size} ranks ended with code {ended.code} at once")
+    said, ranks = _find_failed_ranks(errors, ended, world_size)
     return [*found, error_result(jobs[len(found)], said, ranks)]
 
 
-def _blame(errors: list[dict[str, Any]], ended: Ended, world_size: int) -> tuple[str, list[int]]:
-    """Whose failure it was, in words and as ranks.
+def _find_failed_ranks(
+    errors: list[dict[str, Any]], ended: Ended, world_size: int
+) -> tuple[str, list[int]]:
+    """The failure that ended a start, in words and as ranks.
 
     That is who was killed; else who first raised something that is not the echo of a lost peer;
-    else, when there are only echoes, who left none. The first echo alone names nobody.
+    else, when there are only echoes, who left none. The first echo alone blames no rank.
     """
     first = errors[0] if errors else None
     raised = "" if first is None else f"rank {first['rank']} raised {first['message']}"
     own = first is not None and not first["echo"]
     if ended.deaths:
-        said = [*ended.deaths.values(), *([raised] if own else [])]
-        return "; ".join(said), list(ended.deaths)
+        return "; ".join([*ended.deaths.values(), *([raised] if own else [])]), list(ended.deaths)
     if first is None:
         return f"the ranks ended with code {ended.code}", []
     if own:
@@ -112,31 +131,14 @@ def _blame(errors: list[dict[str, Any]], ended: Ended, world_size: int) -> tuple
     silent = sorted(set(range(world_size)) - {error["rank"] for error in errors})
     if not silent:
         return raised, []
-    who = ranks_text(tuple(silent))
-    return f"{who} gave no answer (it hangs, or ended without a word); {raised}", silent
-
-
-def broken_off(
-    found: Sequence[Result], jobs: Sequence[Job], said: str, ranks: Sequence[int]
-) -> list[Result]:
-    """`found`, an error for the next one of `jobs`, and the rest as not run: for ranks that nobody
-    starts again."""
-    left = jobs[len(found) :]
-    return [
-        *found,
-        *(error_result(job, said, ranks) for job in left[:1]),
-        *(error_result(job, "not run: the ranks had ended") for job in left[1:]),
-    ]
-
-
-def _name(source: Cell | None) -> str:
-    return "" if source is None else source.name
+    text = "gave no answer (it hangs, or ended without a word)"
+    return f"{ranks_text(silent)} {text}; {raised}", silent
 
 
 def _same_error_twice(results: Sequence[Result]) -> bool:
-    """What is wrong with the model or the machine is wrong in every cell: starting ranks again for
-    each of them would only take time. Numbers (rank, port, address) may differ, and what other
-    ranks saw of it."""
+    """A mistake in the model or the machine is in every cell: starting ranks again for each of them
+    would only take time. Numbers (rank, port, address) may differ, and so may the effects on other
+    ranks."""
     last = [result.sentence for result in results[-2:] if result.status == "error"]
     gists = [re.sub(r"\d+", "", sentence.partition("; rank ")[0]) for sentence in last]
     return len(gists) == 2 and gists[0] == gists[1] and gists[0].startswith("rank")
@@ -145,21 +147,31 @@ def _same_error_twice(results: Sequence[Result]) -> bool:
 def error_result(job: Job, said: str, ranks: Sequence[int] = ()) -> Result:
     """The entry of a job in which a rank raised or died, or that was not run."""
     return Result(
-        strategy=job.cell.strategy,
-        world_size=job.cell.world_size,
-        model=job.cell.model,
-        dtype=job.cell.dtype,
+        **asdict(job.cell),
         promise=promise_of(job.cell.strategy).kind,
-        loaded_from="" if job.source is None else job.source.name,
+        loaded_from=job.source_name,
         status="error",
         sentence=said,
         ranks=list(ranks),
     )
 
 
+def broken_off(
+    found: Sequence[Result], jobs: Sequence[Job], said: str, ranks: Sequence[int]
+) -> list[Result]:
+    """`found`, an error for the next one of `jobs`, and the rest as not run: for ranks that are not
+    started again."""
+    left = jobs[len(found) :]
+    return [
+        *found,
+        *(error_result(job, said, ranks) for job in left[:1]),
+        *(error_result(job, "not run: the ranks had ended") for job in left[1:]),
+    ]
+
+
 def compare_world_sizes(results: Sequence[Result]) -> None:
     """A bitwise strategy ends with the same weights at every world size, also when a run of its own
-    was continued at another one; who does not is marked as failed."""
+    was continued at another one; a result that does not is marked as failed."""
     wanted: dict[tuple[str, str, str], Result] = {}
     for result in results:
         own = not result.loaded_from or result.loaded_from.startswith(f"{result.strategy} ")
@@ -174,3 +186,145 @@ def compare_world_sizes(results: Sequence[Result]) -> None:
                 f"the final weights are not those of {first.name} (SHA-256 "
                 f"{result.weights_sha256[:12]}… instead of {first.weights_sha256[:12]}…)"
             )
+
+
+def run_worker(folder: Path) -> int:
+    """Be one rank of one start; 0 when all jobs are done, 1 when this rank noted its error.
+
+    Raises:
+        Exception: any that opening the session raises.
+    """
+    work = json.loads((folder / WORK).read_text())
+    settings = Settings(**work["settings"])
+    jobs = [job_from_json(job) for job in work["jobs"]]
+    noted = None
+    try:
+        with open_session(settings) as world:
+            noted = _error_file(folder, work["number"], world.rank)
+            run_jobs(jobs, settings, world, folder, number=work["number"])
+    except Exception:
+        if noted is None or not noted.exists():
+            raise
+        return 1  # the command that started the ranks reads it
+    return 0
+
+
+def open_session(settings: Settings) -> Session:
+    """A session with one thread a rank: bits must not depend on the number of cores."""
+    # Said where it matters, by the results; a hundred cells would say it a hundred times.
+    logging.getLogger("gradsync").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    return Session(SessionOptions(device="cpu", threads=1, timeout_s=settings.timeout_s))
+
+
+def run_jobs(
+    jobs: Sequence[Job],
+    settings: Settings,
+    world: World,
+    folder: Path,
+    *,
+    number: int = 0,
+    tell: Tell = lambda result: None,
+) -> list[Result]:
+    """Run jobs as one rank of a session.
+
+    Args:
+        jobs: alike on all ranks.
+        settings: of all jobs.
+        world: of the session.
+        folder: for results, errors and checkpoints; rank 0's counts.
+        number: of the start.
+        tell: called on rank 0 with each result.
+
+    Returns:
+        results; rank 0's are complete.
+
+    Raises:
+        Exception: any that a cell raises, once it is written down.
+    """
+    comm, two_hosts = communicator(world), pretend_two_hosts(world)
+    one_rank_runs: OneRankRuns = {}
+    results = []
+    for job in jobs:
+        setting = Setting(
+            settings=settings, comm=comm, groups=two_hosts, one_rank_runs=one_rank_runs
+        )
+        try:
+            result = _run_job(job, setting, folder)
+        except Exception as error:
+            note = {
+                "rank": world.rank,
+                "time": time.time(),
+                "message": f"{type(error).__name__}: {error}",
+                # Written now, before the session asks the others: it may be ended while it asks.
+                "echo": communication_error(error) is not None,
+                "traceback": traceback.format_exc(),
+            }
+            _error_file(folder, number, world.rank).write_text(json.dumps(note))
+            raise
+        if world.is_main:
+            with _done_file(folder, number).open("a") as file:
+                file.write(json.dumps(asdict(result)) + "\n")
+            tell(result)
+        results.append(result)
+    return results
+
+
+def _run_job(job: Job, setting: Setting, folder: Path) -> Result:
+    if job.source is not None:
+        setting.saved = read(_checkpoint_of(job.source, folder), setting.comm)
+        settings = setting.settings
+        if setting.saved.data["global_batch_size"] != settings.global_batch_size:
+            # It stands elsewhere in the data: what is left of the pass may not be enough.
+            size = settings.dataset_size
+            setting.settings = replace(settings, num_samples=size, whole_steps=True)
+    result, trace = run_cell(job.cell, setting)
+    result.loaded_from = job.source_name
+    if job.source is None and setting.comm.rank == 0 and len(trace.steps) > 1:
+        save(_checkpoint_of(job.cell, folder), job.cell.strategy, trace, len(trace.steps) // 2)
+    return result
+
+
+def _checkpoint_of(cell: Cell, folder: Path) -> Path:
+    name = f"{cell.strategy}-{cell.world_size}-{cell.model}-{cell.dtype}"
+    return folder / "checkpoints" / name
+
+
+def _done_file(folder: Path, number: int) -> Path:
+    return folder / f"done-{number}.jsonl"
+
+
+def _error_file(folder: Path, number: int, rank: int) -> Path:
+    return folder / f"error-{number}-rank_{rank:05d}.json"
+
+
+def pretend_two_hosts(world: World) -> Groups:
+    """Groups as if the first half of the ranks sat on one host and the rest on another, so that
+    `hierarchical` has something to do."""
+    size = world.world_size
+    first = (size + 1) // 2
+    on_second = world.rank >= first
+    return groups(
+        replace(
+            world,
+            node_rank=int(on_second),
+            num_nodes=min(size, 2),
+            local_rank=world.rank - first * on_second,
+            local_world_size=size - first if on_second else first,
+        )
+    )
+
+
+def read_done(folder: Path, number: int = 0) -> list[Result]:
+    """Results of one start, as far as it came."""
+    path = _done_file(folder, number)
+    text = path.read_text() if path.exists() else ""
+    # A rank that was killed while it wrote has left half a line.
+    whole = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return [Result(**json.loads(line)) for line in whole]
+
+
+def read_errors(folder: Path, number: int) -> list[dict[str, Any]]:
+    """Errors that ranks raised, the first one first; those that only tell of a lost peer last."""
+    found = [json.loads(path.read_text()) for path in folder.glob(f"error-{number}-rank_*.json")]
+    return sorted(found, key=lambda entry: (entry["echo"], entry["time"]))

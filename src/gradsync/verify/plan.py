@@ -1,28 +1,33 @@
-"""What is verified: cells, and the settings that all of them share. No torch here."""
+"""Which cells are verified, with which settings, in which order, and what each strategy promises.
+
+    bitwise    the bits of its own run on one rank, at every world size
+    rounding   one rank's result, up to the order in which numbers are added
+    lossy      something else by design, said in `says`; replicas equal, and the loss falls
+
+`bitwise` includes `rounding`: equal bits that are wrong everywhere would not help. No torch here.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
 
 from gradsync.errors import ConfigError
+from gradsync.sync.registry import Promise as Kind
+from gradsync.sync.registry import find_strategy
 
 MODELS = ("mlp", "conv", "gpt")
 """The problems that come with verify, smallest first."""
 DTYPES = ("fp64", "fp32", "bf16")
 """fp64 and fp32: everything in it. bf16: autocast over fp32 weights."""
 OPTIMIZERS = ("adamw", "sgd")
-LEAF_SIZE = 3
-"""Samples in a leaf."""
-LEAST_LEAVES = 5
-"""Leaves in a step: no multiple of 2, 3 or 4 ranks, so that shares are uneven."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What all cells share.
+    """Settings that all cells share.
 
     Raises:
         ConfigError: a number below 1, an unknown optimizer.
@@ -33,9 +38,9 @@ class Settings:
     of two where the model is the user's own."""
     num_samples: int | None = None
     """Samples of the data set; None takes as many as make the last step short."""
-    num_leaves: int = LEAST_LEAVES
-    """Leaves in a global batch."""
-    leaf_size: int = LEAF_SIZE
+    num_leaves: int = 5
+    """Leaves in a global batch; 5 is no multiple of 2, 3 or 4 ranks, so shares are uneven."""
+    leaf_size: int = 3
     """Samples in a leaf."""
     optimizer: str = "adamw"
     """adamw or sgd (with momentum)."""
@@ -44,22 +49,21 @@ class Settings:
     batch_norm: str = "local"
     """sync, local or freeze, for models that have BatchNorm."""
     seed: int = 0
-    """Names weights, data order and dropout."""
+    """Decides weights, data order and dropout."""
     target: str = ""
     """`pkg.module:factory` of the user's own problem; it is the model called "target"."""
     whole_steps: bool = False
-    """True makes every step a whole one: for what needs equally many leaves on all ranks."""
+    """True makes no step short: for what needs equally many leaves on all ranks."""
     timeout_s: float = 60.0
     """Longest a collective may take, seconds."""
 
     def __post_init__(self) -> None:
-        for name in ("num_steps", "num_leaves", "leaf_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.num_samples is not None and self.num_samples < 1:
-            raise ConfigError(f"num_samples must be at least 1, got {self.num_samples}")
-        _known("optimizer", self.optimizer, OPTIMIZERS)
-        _known("batch_norm", self.batch_norm, ("sync", "local", "freeze"))
+        for name in ("num_steps", "num_leaves", "leaf_size", "num_samples"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")
+        _check_known("optimizer", self.optimizer, OPTIMIZERS)
+        _check_known("batch_norm", self.batch_norm, ("sync", "local", "freeze"))
 
     @property
     def global_batch_size(self) -> int:
@@ -122,7 +126,7 @@ def sized_settings(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
-    """How a run differs from the plain one: what diagnosis changes to see what makes it right."""
+    """A change to the plain run, made to see whether it removes the difference."""
 
     dropout: bool = True
     """False draws nothing at random: evaluation mode, but for BatchNorm."""
@@ -137,26 +141,47 @@ class Variant:
 PLAIN = Variant()
 
 
-def settings_for(
-    settings: Settings, variant: Variant, world_size: int, *, equal_leaves: bool
-) -> Settings:
-    """`settings` with the number of leaves that a variant or a strategy needs.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Promise:
+    """The numbers that one strategy is held to, and nothing less."""
 
-    The data set stays the same, so that a checkpoint can go from one to the other.
+    kind: Kind = "rounding"
+    """The kind that its entry in the registry says."""
+    wire: str = ""
+    """bf16 or fp16 when gradients travel in it: that dtype's rounding is allowed, once per sum."""
+    bounded: bool = True
+    """False when no bound on the gradient follows from arithmetic (low rank)."""
+    local: bool = False
+    """True when gradients stay each rank's own and weights are averaged instead."""
+    zeros_when_unused: bool = False
+    """True when a parameter that no rank used has a gradient of zeros instead of none (torch's
+    DDP; weight decay and momentum then still move it)."""
+    says: str = ""
+    """A lossy strategy's promise in a few words."""
 
-    Args:
-        settings: of the whole matrix.
-        variant: of the run.
-        world_size: ranks of the run.
-        equal_leaves: whether all ranks must have equally many leaves in every step.
+
+_DETAILS: dict[str, dict[str, Any]] = {
+    "ddp": {"zeros_when_unused": True},
+    "powersgd": {
+        "bounded": False,
+        "zeros_when_unused": True,
+        "says": "gradients of low rank; replicas equal, loss falls",
+    },
+    "local_sgd": {"local": True, "says": "ranks step alone; weights averaged when they meet"},
+    "diloco": {"local": True, "says": "ranks step alone; one outer step when they meet"},
+}
+
+
+def promise_of(strategy: str) -> Promise:
+    """The promise of `strategy`.
+
+    Raises:
+        ConfigError: no such strategy.
     """
-    same_data = replace(settings, num_samples=settings.dataset_size)
-    if variant.one_leaf_per_rank:
-        return replace(same_data, num_leaves=world_size, whole_steps=equal_leaves)
-    if not equal_leaves:
-        return settings
-    num_leaves = -(-settings.num_leaves // world_size) * world_size
-    return replace(same_data, num_leaves=num_leaves, whole_steps=True)
+    entry = find_strategy(strategy)
+    wire = "" if entry.recipe is None or entry.recipe.wire == "same" else entry.recipe.wire
+    details = _DETAILS.get(strategy, {"says": f"{wire} on the wire" if wire else ""})
+    return Promise(kind=entry.promise, wire=wire, **details)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,11 +198,11 @@ class Cell:
     dtype: str
 
     def __post_init__(self) -> None:
-        _known("dtype", self.dtype, DTYPES)
+        _check_known("dtype", self.dtype, DTYPES)
 
     @property
     def name(self) -> str:
-        """For people: `invariant W=3 gpt fp32`."""
+        """The cell in a line of text: `invariant W=3 gpt fp32`."""
         return f"{self.strategy} W={self.world_size} {self.model} {self.dtype}"
 
 
@@ -189,16 +214,6 @@ class Plan:
     cells: tuple[Cell, ...]
     cross_load: bool = True
     """Also save and load checkpoints between world sizes and strategies."""
-
-    @property
-    def hands_over(self) -> bool:
-        """Whether there are checkpoints: they are written in the middle of a run."""
-        return self.cross_load and self.settings.num_steps > 1
-
-    @property
-    def world_sizes(self) -> tuple[int, ...]:
-        """Each once, in order."""
-        return tuple(dict.fromkeys(cell.world_size for cell in self.cells))
 
 
 def make_plan(
@@ -231,7 +246,7 @@ def make_plan(
     if sizes[0] < 1:
         raise ConfigError(f"verify: a world size must be at least 1, got {sizes[0]}")
     for model in lists["models"]:
-        _known("model", model, ("target",) if settings.target else MODELS)
+        _check_known("model", model, ("target",) if settings.target else MODELS)
     settings = replace(settings, num_leaves=max(settings.num_leaves, sizes[-1] + 1))
     cells = tuple(
         Cell(strategy=strategy, world_size=world_size, model=model, dtype=dtype)
@@ -248,7 +263,7 @@ def split_list(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
-def _known(what: str, value: str, known: tuple[str, ...]) -> None:
+def _check_known(what: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
         near = get_close_matches(value, known, n=1)
         hint = f"; perhaps you meant {near[0]!r}" if near else ""
@@ -257,62 +272,53 @@ def _known(what: str, value: str, known: tuple[str, ...]) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """What ranks of one world size are asked to do next."""
+    """A run that ranks are asked for."""
 
     cell: Cell
     source: Cell | None = None
     """The cell whose checkpoint this run continues; None begins at the beginning."""
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Launch:
-    """All that one start of ranks does."""
-
-    world_size: int
-    jobs: tuple[Job, ...]
+    @property
+    def source_name(self) -> str:
+        """Name of the source; "" for none."""
+        return "" if self.source is None else self.source.name
 
 
-def launches(plan: Plan) -> list[Launch]:
-    """The order of work: each world size once, with its cells, then checkpoints handed to it by the
-    world size before; at last, the smallest goes on where the largest stopped."""
-    sizes = plan.world_sizes
+def job_from_json(data: dict[str, Any]) -> Job:
+    """A job from the dict that `dataclasses.asdict` makes of it."""
+    source = data["source"]
+    return Job(cell=Cell(**data["cell"]), source=None if source is None else Cell(**source))
+
+
+def launches(plan: Plan) -> list[list[Job]]:
+    """The jobs of each start of ranks, in the order of work.
+
+    Each world size comes once, with its cells, then with checkpoints handed to it by the world size
+    before; at last, the smallest continues where the largest stopped. Checkpoints are written in
+    the middle of a run, so one step leaves none.
+    """
+    sizes = list(dict.fromkeys(cell.world_size for cell in plan.cells))
+    hand_over = plan.cross_load and plan.settings.num_steps > 1
     found = []
     for place, size in enumerate(sizes):
         jobs = [Job(cell=cell) for cell in plan.cells if cell.world_size == size]
-        if place or len(sizes) == 1:
+        if hand_over and (place or len(sizes) == 1):
             jobs += _handovers(plan, sizes[max(place - 1, 0)], size)
-        found.append(Launch(world_size=size, jobs=tuple(jobs)))
-    if len(sizes) > 1 and plan.hands_over:
-        found.append(Launch(world_size=sizes[0], jobs=tuple(_handovers(plan, sizes[-1], sizes[0]))))
+        found.append(jobs)
+    if hand_over and len(sizes) > 1:
+        found.append(_handovers(plan, sizes[-1], sizes[0]))
     return found
 
 
 def _handovers(plan: Plan, before: int, after: int) -> list[Job]:
     """Every strategy continues a run of its own, and one of its neighbour in the list; with the
     first model and dtype, the checkpoint's format being the same for all."""
-    if not plan.hands_over:
-        return []
     first = plan.cells[0]
-    cells = {
-        (cell.strategy, cell.world_size): cell
-        for cell in plan.cells
-        if (cell.model, cell.dtype) == (first.model, first.dtype)
-    }
     strategies = list(dict.fromkeys(cell.strategy for cell in plan.cells))
     jobs = []
     for place, strategy in enumerate(strategies):
         neighbour = strategies[(place + 1) % len(strategies)]
+        cell = replace(first, strategy=strategy, world_size=after)
         for source in dict.fromkeys((strategy, neighbour)):
-            jobs.append(Job(cell=cells[strategy, after], source=cells[source, before]))
+            jobs.append(Job(cell=cell, source=replace(first, strategy=source, world_size=before)))
     return jobs
-
-
-def job_to_json(job: Job) -> dict[str, Any]:
-    """As a JSON object."""
-    return asdict(job)
-
-
-def job_from_json(data: dict[str, Any]) -> Job:
-    """What `job_to_json` wrote."""
-    source = data["source"]
-    return Job(cell=Cell(**data["cell"]), source=None if source is None else Cell(**source))

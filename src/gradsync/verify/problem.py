@@ -1,4 +1,4 @@
-"""What is trained: verify's own three problems, or the user's.
+"""The problems that are trained: verify's own three, or the user's.
 
 Each has what goes wrong in practice: unequal weights (targets that count for nothing), a last leaf
 of one sample, dropout, and
@@ -6,30 +6,39 @@ of one sample, dropout, and
     mlp    a tied weight, a frozen part, a part that only some leaves use, one used by almost none
     conv   GroupNorm and BatchNorm
     gpt    the library's own decoder, embedding and head tied
+
+The user's factory is found and called here; what it gives is tried in `check_target.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+import random
+import sys
+import traceback
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import Subset, TensorDataset
+from torch.utils.data import IterableDataset, Subset, TensorDataset
 
+from gradsync.core.torch_private import BatchNorm
 from gradsync.data.leaf import IGNORED_TARGET
+from gradsync.errors import ConfigError
 from gradsync.models.config import GPTConfig
 from gradsync.models.gpt import GPT
 from gradsync.models.gpt import loss_sum as token_loss_sum
 from gradsync.runtime.seeds import seed_everything, stream_seed
 from gradsync.verify.plan import PLAIN, Settings, Variant
-from gradsync.verify.randomness import kept_randomness
-from gradsync.verify.target import find_factory, make_parts
 
 LossSum = Callable[[Any, Any], Tensor]
-_BATCH_NORMS = nn.modules.batchnorm._BatchNorm
 _CLASSES = 10
 
 
@@ -49,15 +58,15 @@ class Problem:
     @property
     def has_batch_norm(self) -> bool:
         """Whether any statistics are kept over the batch."""
-        return any(isinstance(module, _BATCH_NORMS) for module in self.model.modules())
+        return any(isinstance(module, BatchNorm) for module in self.model.modules())
 
 
 def build_problem(name: str, settings: Settings, variant: Variant = PLAIN) -> Problem:
     """The problem called `name`, alike on every rank.
 
-    Torch's, numpy's and Python's global generators are seeded before a factory is called, and put
-    back afterwards. They are seeded before its module is imported too, for data that is drawn
-    there, and once more behind that: only the first call imports.
+    The global generators are seeded before a factory is called, and put back afterwards. They are
+    seeded before its module is imported too, for data that is drawn there, and again after that:
+    only the first call imports.
 
     Raises:
         ConfigError: the user's target cannot be loaded or gives something else.
@@ -67,7 +76,7 @@ def build_problem(name: str, settings: Settings, variant: Variant = PLAIN) -> Pr
         seed_everything(seed)
         factory = find_factory(settings.target) if name == "target" else None
         seed_everything(seed)
-        problem = _OWN[name](settings) if factory is None else _load_target(settings, factory)
+        problem = _OWN[name](settings) if factory is None else _call(settings, factory)
     if not variant.dropout:
         switch_dropout_off(problem.model)
     if variant.frozen_batch_norm:
@@ -78,21 +87,21 @@ def build_problem(name: str, settings: Settings, variant: Variant = PLAIN) -> Pr
 def freeze_batch_norm(model: nn.Module) -> None:
     """Have BatchNorm use its stored statistics, and keep them."""
     for module in model.modules():
-        if isinstance(module, _BATCH_NORMS):
+        if isinstance(module, BatchNorm):
             module.eval()
 
 
 def switch_dropout_off(model: nn.Module) -> None:
-    """Put everything but BatchNorm into evaluation mode: with that goes all that a model draws at
-    random only while it trains, whatever layer or function draws it."""
+    """Put everything but BatchNorm into evaluation mode, in which nothing is drawn at random,
+    whatever layer or function draws it in training."""
     for module in model.modules():
-        if not isinstance(module, _BATCH_NORMS):
+        if not isinstance(module, BatchNorm):
             module.training = False
 
 
 class MLP(nn.Module):
     """[B, 12] -> [B, 10]; tied weights, a frozen layer, a branch that some leaves use, and one that
-    only a leaf of a single sample does: in most steps nobody."""
+    only a leaf of a single sample uses: in most steps no leaf does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,25 +125,6 @@ class MLP(nn.Module):
         if len(x_BC) == 1:
             y_BC = y_BC + self.rare(y_BC)
         return self.head(y_BC)
-
-
-class ConvNet(nn.Module):
-    """[B, 1, 8, 8] -> [B, 10]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(1, 8, 3, padding=1)
-        self.group_norm = nn.GroupNorm(2, 8)
-        self.second = nn.Conv2d(8, 8, 3, stride=2, padding=1, bias=False)
-        self.batch_norm = nn.BatchNorm2d(8)
-        self.dropout = nn.Dropout(0.1)
-        self.head = nn.Linear(8 * 16, _CLASSES)
-
-    def forward(self, x_BCHW: Tensor) -> Tensor:
-        """Logits."""
-        y_BCHW = F.relu(self.group_norm(self.first(x_BCHW)))
-        y_BCHW = F.relu(self.batch_norm(self.second(y_BCHW)))
-        return self.head(self.dropout(y_BCHW.flatten(1)))
 
 
 def class_loss_sum(logits_BV: Tensor, targets_B: Tensor) -> Tensor:
@@ -164,8 +154,19 @@ def _conv(settings: Settings) -> Problem:
     classes = torch.randint(_CLASSES, (settings.dataset_size,))
     images = torch.randn(_CLASSES, 1, 8, 8)[classes]
     images = images + 0.3 * torch.randn(images.shape)
+    layers = OrderedDict[str, nn.Module](
+        first=nn.Conv2d(1, 8, 3, padding=1),
+        group_norm=nn.GroupNorm(2, 8),
+        first_relu=nn.ReLU(),
+        second=nn.Conv2d(8, 8, 3, stride=2, padding=1, bias=False),
+        batch_norm=nn.BatchNorm2d(8),
+        second_relu=nn.ReLU(),
+        flatten=nn.Flatten(),
+        dropout=nn.Dropout(0.1),
+        head=nn.Linear(8 * 16, _CLASSES),
+    )
     return Problem(
-        model=ConvNet(),
+        model=nn.Sequential(layers),
         dataset=TensorDataset(images, _drop_targets(classes)),
         loss_sum=class_loss_sum,
     )
@@ -203,8 +204,109 @@ def _drop_targets(targets_N: Tensor) -> Tensor:
 _OWN: dict[str, Callable[[Settings], Problem]] = {"mlp": _mlp, "conv": _conv, "gpt": _gpt}
 
 
-def _load_target(settings: Settings, factory: Callable[[], Any]) -> Problem:
-    """The user's own. A data set that is too small is gone through again: every step is run."""
-    model, dataset, loss_sum = make_parts(settings.target, factory)
+_NOT_THE_USERS = (
+    *(str(Path(file).parent) for file in (torch.__file__, importlib.__file__)),
+    str(Path(__file__).parents[1]),
+    "<frozen",
+)
+
+
+@contextmanager
+def users_code(target: str, failure: str) -> Generator[None]:
+    """Say what the user's code raises inside in a line: `--target T: FAILURE KeyError: …`.
+
+    Raises:
+        ConfigError: that line.
+    """
+    try:
+        yield
+    except (Exception, SystemExit) as error:  # a module that exits would end verify silently
+        raise ConfigError(f"--target {target}: {failure} {_in_a_line(error)}") from error
+
+
+def find_factory(target: str) -> Callable[[], Any]:
+    """The function that `pkg.module:factory` names; imports its module.
+
+    The working folder can be imported from, as `python -m` has it.
+
+    Raises:
+        ConfigError: not of that form, not there, or its module raises.
+    """
+    module_name, _, name = target.partition(":")
+    if not module_name or not name:
+        raise ConfigError(f"--target {target!r}: expected pkg.module:factory")
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    with users_code(target, "importing it raised"):
+        module = importlib.import_module(module_name)
+    factory = getattr(module, name, None)
+    if not callable(factory):
+        wrong = f"{module_name} has no {name!r}" if factory is None else f"{name} is not callable"
+        raise ConfigError(f"--target {target}: {wrong}")
+    return factory
+
+
+def _call(settings: Settings, factory: Callable[[], Any]) -> Problem:
+    """The user's problem. A data set that is too small is gone through again: every step is run."""
+    with users_code(settings.target, "the factory raised"):
+        made = factory()
+    if wrong := _wrong_parts(made):
+        raise ConfigError(f"--target {settings.target}: {wrong}")
+    model, dataset, loss_sum = made
     indices = [index % len(dataset) for index in range(settings.dataset_size)]
     return Problem(model=model, dataset=Subset(dataset, indices), loss_sum=loss_sum, uses_all=False)
+
+
+def _wrong_parts(made: Any) -> str:
+    if not (isinstance(made, tuple) and len(made) == 3):
+        return f"the factory must return (model, data set, loss_sum), got {described(made)}"
+    model, dataset, loss_sum = made
+    if not isinstance(model, nn.Module):
+        return f"the model must be a torch.nn.Module, got {described(model)}"
+    sized = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if isinstance(dataset, IterableDataset) or not sized:
+        wanted = "map-style, with a length and samples by index"
+        return f"the data set must be {wanted}; got {described(dataset)}"
+    if not len(dataset):
+        return "the data set has no samples"
+    if not callable(loss_sum):
+        return f"loss_sum must be a function, got {described(loss_sum)}"
+    return ""
+
+
+def described(value: Any) -> str:
+    """A wrong value in a few words: its type, and what is in it."""
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(value)}"
+    if isinstance(value, Mapping):
+        return f"{type(value).__name__} with {', '.join(map(repr, list(value)[:4]))}"
+    return type(value).__name__
+
+
+def _in_a_line(error: BaseException) -> str:
+    """`KeyError: 'x' (data.py:12)`: the innermost place that is neither torch's nor ours."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(_NOT_THE_USERS)
+    ]
+    said, place = str(error), ""
+    if isinstance(error, SyntaxError) and error.filename:
+        said, place = error.msg, f" ({Path(error.filename).name}:{error.lineno})"
+    elif frames:
+        place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})"
+    return f"{type(error).__name__}: {' '.join(said.split())}{place}"
+
+
+@contextmanager
+def kept_randomness() -> Generator[None]:
+    """Put torch's, numpy's and Python's global generators back at the end: a check must not change
+    what is drawn after it."""
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])

@@ -29,7 +29,7 @@ _MEASURES = ("max_abs", "max_rel", "max_ulp", "first_step", "first_name")
 
 
 def document(plan: Plan, results: Sequence[Result], seconds: float) -> dict[str, Any]:
-    """What `--json` prints."""
+    """The document that `--json` prints."""
     made = {
         "passed": all(result.passed for result in results),
         "settings": asdict(plan.settings),
@@ -38,15 +38,15 @@ def document(plan: Plan, results: Sequence[Result], seconds: float) -> dict[str,
             "torch": _version("torch"),
             "python": platform.python_version(),
         },
-        "cells": [result.to_json() for result in results if not result.loaded_from],
-        "cross_load": [result.to_json() for result in results if result.loaded_from],
+        "cells": [asdict(result) for result in results if not result.loaded_from],
+        "cross_load": [asdict(result) for result in results if result.loaded_from],
         "seconds": round(seconds, 1),
     }
     return _strict(made)
 
 
 def _strict(value: Any) -> Any:
-    """Without nan and infinity, which JSON does not have: they become null."""
+    """A value without nan and infinity, which JSON does not have: they become null."""
     if isinstance(value, dict):
         return {key: _strict(entry) for key, entry in value.items()}
     if isinstance(value, list):
@@ -84,9 +84,10 @@ def print_report(results: Sequence[Result], seconds: float, stream: TextIO) -> N
     for alike in _by_reason(results):
         first, names = alike[0], ", ".join(result.name for result in alike)
         console.print(first.status, style="bold red", end=" ")
-        many = len(alike) > 1
-        console.print(f"{f'{len(alike)} cells' if many else names}: {first.sentence}")
-        if many:
+        if len(alike) == 1:
+            console.print(f"{names}: {first.sentence}")
+        else:
+            console.print(f"{len(alike)} cells: {first.sentence}")
             console.print(f"    {names}")
         for line in first.tried:
             console.print(f"    tried: {line}")

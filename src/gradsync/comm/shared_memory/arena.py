@@ -1,4 +1,4 @@
-"""Memory that every rank of a host allocates alike, and in which it sees the others' part."""
+"""Memory that all ranks of a host allocate together, each seeing the others' parts."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from gradsync.comm.shared_memory.unavailable import MESSAGES, Reason, SharedMemo
 from gradsync.runtime.memory_limit import available_bytes
 
 _SPARE_BYTES = 256 * 2**20
-"""Left for everything else."""
+"""Bytes of available memory that an allocation leaves to everything else."""
 
 
 def map_together(base: Communicator, sizes: Sequence[int]) -> tuple[list[Tensor], list[int]]:
-    """Every rank makes zeros, `sizes[rank]` bytes, and maps the others'; all ranks call it.
+    """Allocate zeros, `sizes[rank]` bytes, and map the other ranks' memory; all ranks call it.
 
     Two small all-gathers over `base`, int64 [4] and [1] from each rank, on the CPU.
 
     Returns:
-        Memory of each rank, uint8 [sizes[rank]] (nearest to it), and its process number.
+        Memory of each rank, uint8 [sizes[rank]] (the memory nearest to it), and its process id.
 
     Raises:
-        SharedMemoryError: on all ranks, when it is not possible on one of them.
+        SharedMemoryError: on all ranks, when it fails on one of them.
     """
     segment, reason = _make(sizes[base.rank], sum(sizes))
     address = Address(0, 0, 0) if segment is None else segment.address
@@ -83,17 +83,17 @@ def _open(
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """One allocation."""
+    """One allocation, seen from one rank."""
 
     mine: Tensor
     """This rank's part, [numel] of some dtype."""
     parts: list[Tensor]
-    """Every rank's part, own included."""
+    """Parts of all ranks, in rank order, this rank's included."""
     number: int
-    """Names it, on all ranks."""
+    """Identifies it, equal on all ranks."""
 
     def offset_of(self, tensor: Tensor) -> int | None:
-        """Elements in front of `tensor` if it lies in `mine`, contiguous; else None."""
+        """Elements in front of `tensor` if it is contiguous and lies in `mine`; else None."""
         start = self.mine.data_ptr()
         offset, rest = divmod(tensor.data_ptr() - start, self.mine.element_size())
         inside = offset >= 0 and offset + tensor.numel() <= self.mine.numel() and not rest
@@ -102,14 +102,27 @@ class Region:
 
 
 def allocate(base: Communicator, numel: int, dtype: torch.dtype, number: int) -> Region:
-    """Zeros, [numel], on every rank; see `map_together`."""
+    """Allocate zeros on every rank; see `map_together`.
+
+    Args:
+        base: the ranks of the host.
+        numel: number of elements on each rank.
+        dtype: of the elements.
+        number: identifies the region, equal on all ranks.
+    """
     memories, _ = map_together(base, [_pages(numel * dtype.itemsize)] * base.world_size)
     parts = [memory[: numel * dtype.itemsize].view(dtype) for memory in memories]
     return Region(parts[base.rank], parts, number)
 
 
 def allocate_once(base: Communicator, numel: int, dtype: torch.dtype) -> Tensor:
-    """Zeros, [numel], the same memory on every rank; see `map_together`."""
+    """Allocate zeros, the same memory on every rank; see `map_together`.
+
+    Args:
+        base: the ranks of the host.
+        numel: number of elements.
+        dtype: of the elements.
+    """
     rest = [_PAGE] * (base.world_size - 1)
     memories, _ = map_together(base, [_pages(numel * dtype.itemsize), *rest])
     return memories[0][: numel * dtype.itemsize].view(dtype)

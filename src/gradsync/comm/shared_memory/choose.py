@@ -1,4 +1,4 @@
-"""Whether ranks share memory."""
+"""Decision whether ranks share memory."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from gradsync.comm.base import Communicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
 from gradsync.comm.shared_memory.unavailable import MESSAGES, Reason, SharedMemoryError
+from gradsync.core.torch_private import timeout_of
 
 log = logging.getLogger("gradsync")
 
@@ -21,11 +22,11 @@ _TIMEOUT_S = 1800.0
 
 
 def share_memory(base: Communicator) -> SharedMemoryCommunicator:
-    """A communicator over the ranks of `base` that goes through shared memory; all ranks call it.
+    """Make a communicator over the ranks of `base` through shared memory; all ranks call it.
 
     Raises:
-        SharedMemoryError: on all ranks: they are not on one host, or it is not possible
-            there; the message says why and what to do.
+        SharedMemoryError: on all ranks, when they are not on one host, or shared memory is not
+            available there; the message says why and what to do.
     """
     # The same on all ranks of a host; ranks of different hosts differ in what `base` tells them.
     if sys.platform != "linux":
@@ -42,17 +43,16 @@ def fastest(
     device: torch.device,
     present: Iterable[SharedMemoryCommunicator] = (),
 ) -> Communicator:
-    """`base`, or shared memory in its place where that works: CPU ranks of one host, over gloo.
+    """Return shared memory in place of `base` where that works: CPU ranks of one host, over gloo.
 
-    All ranks call it. Rank 0 says in one line what was taken, if there was a choice.
+    All ranks call it. Rank 0 logs one line about the choice, if there was one.
 
     Args:
-        base: the ranks.
-        device: of the tensors.
-        present: made earlier, in order; the last one over the same group is taken again, if all
-            ranks still have it.
-            Models that take turns in different orders on different ranks are found out then: on
-            communicators of their own they would wait for each other.
+        base: communicator over the ranks.
+        device: device of the tensors.
+        present: communicators made earlier, in order; the last one over the same group is reused
+            if all ranks still have it. Models that are used in different orders on different ranks
+            are detected then: on separate communicators they would wait for each other.
     """
     if not isinstance(base, ProcessGroupCommunicator) or device.type != "cpu":
         return base
@@ -74,11 +74,11 @@ def fastest(
 def _still_there(
     base: ProcessGroupCommunicator, present: Iterable[SharedMemoryCommunicator]
 ) -> SharedMemoryCommunicator | None:
-    """One of `present` over `base`'s group that works on every rank; they forget, and learn that it
-    broke, at different times."""
+    """One of `present` over `base`'s group that works on every rank: ranks drop communicators, and
+    notice that one broke, at different times."""
     over = [c for c in present if getattr(c.base, "group", None) is base.group and c.is_open]
     newest = over[-1].number if over else 0  # numbers are drawn, and have no order
-    # Whole group, int64 [2], on the CPU: equal numbers have equal smallest and greatest ones.
+    # Whole group, int64 [2], on the CPU: equal numbers have equal minima and maxima.
     both = torch.tensor([newest, -newest])
     base.all_reduce(both, "max").wait()
     return over[-1] if newest and both.tolist() == [newest, -newest] else None
@@ -86,8 +86,4 @@ def _still_there(
 
 def _timeout_s(group: Any) -> float:
     """The group's own."""
-    if group is None:
-        return _TIMEOUT_S
-    if not hasattr(group, "options"):  # a ProcessGroup, not a backend
-        group = group._get_backend(torch.device("cpu"))
-    return group.options._timeout.total_seconds()
+    return _TIMEOUT_S if group is None else timeout_of(group).total_seconds()

@@ -1,8 +1,8 @@
 """Collectives of the ranks of one host through memory that all of them map.
 
-Tensors from `allocate` are combined where they lie: every rank adds up its part over all ranks'
-memory and writes the sum into all of them. Each byte moves once, at the memory's own speed. Other
-tensors go through small buffers that stay in the cache.
+Tensors from `allocate` are combined in place: every rank adds up its slice of all ranks' memory and
+writes the sum into all of them. Each byte moves once, at the memory's own speed. Other tensors go
+through small buffers that stay in the cache.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class SharedMemoryCommunicator:
     """See `Communicator`; made by `share_memory`. For one thread at a time.
 
     Args:
-        base: the same ranks; carries messages, tensors that are not on the CPU, and what is needed
-            to meet.
-        timeout_s: longest wait for a peer, seconds.
+        base: communicator over the same ranks; carries messages, tensors that are not on the CPU,
+            and the setup.
+        timeout_s: longest wait for a peer, in seconds.
 
     Raises:
         SharedMemoryError: on all ranks.
@@ -57,19 +57,19 @@ class SharedMemoryCommunicator:
         self.world_size = base.world_size
         memories, pids = map_together(base, [PAGE_BYTES + 2 * STAGE_BYTES] * base.world_size)
         self.number = draw_channel(base) + 1
-        """Names it, on all ranks; positive."""
+        """Identifies this communicator, equal on all ranks; positive."""
         self._flags = Flags(self.rank, [memory[:PAGE_BYTES] for memory in memories])
         self._patience = Patience(self.rank, pids, timeout_s)
         self._turns = Turns(self._flags, self._patience)
         self._staging = Staging(self.rank, [m[PAGE_BYTES:] for m in memories], self._turns)
         self._regions: list[Region] = []
         self._num_regions = 0
-        # Also when nobody calls `close`: peers may be waiting, and descriptors are open.
+        # Also when `close` is never called: peers may be waiting, and descriptors are open.
         self._leave = weakref.finalize(self, _leave, self._flags, self._patience, os.getpid())
 
     @property
     def timeout_s(self) -> float:
-        """Longest wait for a peer, seconds; may be changed, also while another thread waits."""
+        """Longest wait for a peer, in seconds; may be changed while another thread waits."""
         return self._patience.timeout_s
 
     @timeout_s.setter
@@ -79,16 +79,16 @@ class SharedMemoryCommunicator:
 
     @property
     def is_open(self) -> bool:
-        """False when closed, or when an operation broke; peers may learn it later."""
+        """False once closed or broken by a failed operation; peers may notice later."""
         return self._turns.is_open
 
     # -- memory -----------------------------------------------------------------------------------
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Zeros, [numel], in memory that all ranks share; all ranks call it, with equal arguments.
+        """Allocate zeros, [numel], in shared memory; all ranks call it, with equal arguments.
 
         Raises:
-            SharedMemoryError: there is not so much memory.
+            SharedMemoryError: too little memory is available.
         """
         region = allocate(self.base, numel, dtype, self._num_regions)
         self._num_regions += 1
@@ -96,24 +96,24 @@ class SharedMemoryCommunicator:
         return region.mine
 
     def allocate_once(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Zeros, [numel], the same memory on all ranks; they call it with equal arguments.
+        """Allocate zeros, [numel], the same memory on all ranks; all call it with equal arguments.
 
         Raises:
-            SharedMemoryError: there is not so much memory.
+            SharedMemoryError: too little memory is available.
         """
         return allocate_once(self.base, numel, dtype)
 
     def release(self, tensor: Tensor) -> None:
-        """Forget what `allocate` returned; its memory goes when no view of it is left."""
+        """Forget what `allocate` returned; its memory is freed when no view of it is left."""
         self._regions = [r for r in self._regions if r.mine.data_ptr() != tensor.data_ptr()]
 
     def parts_of(self, tensor: Tensor) -> list[Tensor] | None:
-        """What every rank has in the place of `tensor`, a contiguous view of allocated memory, each
-        [tensor.numel()]; None if it is elsewhere."""
+        """Every rank's counterpart of `tensor`, a contiguous view of allocated memory, each
+        [tensor.numel()]; None if it lies elsewhere."""
         return None if (found := self._placed(tensor)) is None else found[0]
 
     def _placed(self, tensor: Tensor) -> tuple[list[Tensor], tuple[int, int]] | None:
-        """See `parts_of`; and the place by numbers that are equal on ranks that mean the same."""
+        """`parts_of`, and the place as numbers that are equal on ranks that mean the same place."""
         for region in self._regions:
             offset = region.offset_of(tensor)
             if offset is not None:
@@ -121,18 +121,18 @@ class SharedMemoryCommunicator:
                 return [part[here] for part in region.parts], (region.number, offset)
         return None
 
-    # -- a share of one's own ---------------------------------------------------------------------
+    # -- shares of work ---------------------------------------------------------------------------
 
     def run(self, share: Callable[[], object], what: str, over: Tensor | None = None) -> Work:
-        """All ranks come, each runs its `share`, all have finished when the work is done.
+        """Run `share` on each rank once all ranks have called; done when all have finished.
 
-        What was written before `run` may be read in the share, by any rank; what was written in
-        the share may be read after `wait`. In a share no rank may touch what another's writes.
+        Data written before `run` may be read in the share, by any rank; data written in the share
+        may be read after `wait`. In a share no rank may touch what another rank's share writes.
 
         Args:
             share: this rank's part.
-            what: names it; ranks that run something else at the same time are told.
-            over: memory from `allocate` that the shares are about, if there is one.
+            what: name of the operation; an error on ranks that run another one at the same time.
+            over: memory from `allocate` that the shares work on, if any.
         """
         place: tuple[int, ...] = ()
         if over is not None and (placed := self._placed(over)) is not None:
@@ -140,11 +140,11 @@ class SharedMemoryCommunicator:
         return self._turns.submit(what, signature_of(what, *place), share=share)
 
     def note(self, values: Sequence[int]) -> None:
-        """Leave up to 8 numbers, which peers may read in the share of the next operation."""
+        """Publish up to 8 numbers, which peers may read in the share of the next operation."""
         self._flags.note(values)
 
     def notes(self, count: int) -> list[list[int]]:
-        """The first `count` numbers that every rank left."""
+        """The first `count` numbers published by every rank."""
         return self._flags.notes(count)
 
     # -- collectives ------------------------------------------------------------------------------
@@ -207,11 +207,11 @@ class SharedMemoryCommunicator:
         channel: int = 0,
         /,
     ) -> Work:
-        """See `Messenger.exchange`; by `base`, from any thread."""
+        """See `Messenger.exchange`; through `base`, from any thread."""
         return self.base.exchange(sends, receives, channel)
 
     def close(self) -> None:
-        """Take part in nothing any more; peers that wait for this rank are told."""
+        """Leave the communicator for good; peers that wait for this rank are told."""
         self._leave()
         self._turns.close()
         self._regions.clear()
@@ -221,7 +221,7 @@ _BARRIER = signature_of("barrier")
 
 
 def _leave(flags: Flags, patience: Patience, pid: int) -> None:
-    if os.getpid() == pid:  # a forked child has the pages too, and is no rank
+    if os.getpid() == pid:  # a forked child has the pages too, and is not a rank
         flags.leave()
         patience.close()
 
@@ -234,7 +234,7 @@ def _flat(tensor: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def _writable(tensor: Tensor) -> Tensor:
-    """`tensor`, if each of its elements has a place of its own."""
+    """`tensor`, after a check that no two of its elements share memory."""
     if tensor.is_contiguous():
         return tensor
     if any(size > 1 and not step for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
@@ -246,7 +246,7 @@ def _writable(tensor: Tensor) -> Tensor:
 
 
 def _home(work: Work, flat: Tensor, home: Tensor | None) -> Work:
-    """`work` on `flat`, brought home where that is a copy."""
+    """`work` on `flat`, copied back to `home` where `flat` is a copy."""
     return work if home is None else CopyBack(work, flat.view(home.shape), home)
 
 

@@ -1,20 +1,20 @@
-"""All-reduce over several hosts whose ranks share memory: add there, send between hosts.
+"""All-reduce over hosts whose ranks share memory: add up inside each host, send between hosts.
 
-2 hosts with 2 ranks, the tensor's shares a and b; `═` is memory, `~` the network:
+2 hosts with 2 ranks, the tensor's shards a and b; `═` is memory, `~` the network:
 
     host 0   rank 0 ═╗ a of both ═► a ~~~ all-reduce with rank 2 ~~~ a ═► into all buffers ═► a b
              rank 1 ═╝ b of both ═► b ~~~ all-reduce with rank 3 ~~~ b ═► into all buffers ═► a b
     host 1   rank 2 ═╗ ...
 
-It does what `comm/hierarchical.py` does by messages alone. Inside a host a byte moves at the
-memory's speed; between hosts each rank sends 2(M-1)/M of a share (M hosts).
+The same as `comm/hierarchical.py`, which uses messages alone. Inside a host a byte moves at the
+memory's speed; between hosts each rank sends 2(M-1)/M of a shard (M hosts).
 
-[Note: One turn] From the moment when all ranks of the host have come until all are done, a share
-belongs to one rank, in everybody's buffers. So adding, the messages, and writing the result all
-happen in one turn (`turns.py`). Nobody waits for a message of another share.
+[Note: One turn] From the moment when all ranks of the host have arrived until all are done, a
+shard belongs to one rank, in all ranks' buffers. So adding, the messages, and writing the result
+all happen in one turn (`turns.py`). No rank waits for a message of another shard.
 
-[Note: Cuts] What is sent between hosts must be cut alike on all hosts, wherever their tensors lie:
-equal shares, and the rest with the short tensors.
+[Note: Cuts] Tensors sent between hosts must be cut alike on all hosts, wherever they lie: into
+equal shards, with the remainder sent like a short tensor.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _SHORT_BYTES = 2**14
-"""Up to here one rank of each host sends all of it: a share would be too short for a message."""
+"""Up to this size one rank of each host sends all of it: shards would be too short for messages."""
 _DOUBLING_BYTES = 2**18
-"""Up to here fewer messages between hosts are worth more bytes."""
+"""Up to this size fewer messages between hosts are worth more bytes."""
 
 
 def share_hosts(
     everyone: Communicator, intra: Messenger, channel: int = 0
 ) -> SharedMemoryCommunicator:
-    """A communicator over each host's ranks that goes through shared memory; all ranks call it.
+    """Make a communicator over each host's ranks through shared memory; all ranks call it.
 
     All hosts get one, or none does. Close it when it is no longer needed.
 
     Args:
-        everyone: the ranks of all hosts; two small all-gathers.
+        everyone: communicator over the ranks of all hosts; two small all-gathers.
         intra: the ranks of this host; carries messages, in `channel`.
         channel: from `draw_channel`, when the communicator is for a second thread.
 
     Raises:
-        SharedMemoryError: on all ranks, with the reason of the first host where it is not possible.
+        SharedMemoryError: on all ranks, with the reason of the first host where it failed.
     """
     shared, reason = None, ""
     try:
@@ -82,20 +82,20 @@ def all_reduce_over_hosts(
 ) -> None:
     """Combine `tensor` (contiguous, any shape and length) over all hosts, in place, blocking.
 
-    Tensors from `host.allocate` are combined where they lie; others go through small buffers, with
-    the same bits. After an error `host` is closed.
+    Tensors from `host.allocate` are combined in place; others go through small buffers, with the
+    same bits. After an error `host` is closed.
 
     Args:
-        host: the ranks of this host, as `share_hosts` gives them to all hosts.
-        inter: the ranks of all hosts that have this rank's place in their `host`.
+        host: the ranks of this host, from `share_hosts`.
+        inter: the ranks of all hosts at this rank's position in their `host`.
         tensor: on the CPU; same shape and dtype on all ranks.
         op: sum, min or max.
-        equal_nodes: as in `hierarchical_all_reduce`: with leaders when not all hosts have the same
-            number of ranks.
+        equal_nodes: as in `hierarchical_all_reduce`: leaders are used when hosts have different
+            numbers of ranks.
 
     Raises:
-        LostPeerError: a rank of this host has gone.
-        RuntimeError: a rank of another host has gone.
+        LostPeerError: a rank of this host is gone.
+        RuntimeError: a rank of another host is gone.
     """
     try:
         if equal_nodes:
@@ -113,10 +113,10 @@ def all_reduce_over_hosts(
 def _with_leaders(
     host: SharedMemoryCommunicator, inter: Messenger, flat: Tensor, op: ReduceOp
 ) -> None:
-    host.all_reduce(flat, op).wait()  # this host, [numel]
+    host.all_reduce(flat, op).wait()  # this host, [numel], the tensor's dtype; overlaps nothing
     if host.rank == 0:
         _between(inter, flat, op)
-    host.broadcast(flat).wait()  # likewise
+    host.broadcast(flat).wait()  # this host, [numel], the tensor's dtype; overlaps nothing
 
 
 def _shard_wise(
@@ -129,23 +129,23 @@ def _shard_wise(
     if long:
         _in_shares(host, inter, flat[:long], op)
     if long < flat.numel():
-        # Not every rank for itself: `inter` may have the hosts in another order on other places,
-        # and so other bits.
+        # Not by each rank for itself: `inter` may have the hosts in another order at other
+        # positions, and so other bits.
         _with_leaders(host, inter, flat[long:], op)
 
 
 def _in_shares(
     host: SharedMemoryCommunicator, inter: Messenger, flat: Tensor, op: ReduceOp
 ) -> None:
-    """Equal shares, one per rank of the host."""
+    """Combine equal shards, one per rank of the host."""
     size = flat.numel() // host.world_size
     mine = slice(host.rank * size, (host.rank + 1) * size)
     parts = host.parts_of(flat)
     own = flat[mine]
     if parts is None:
-        host.reduce_scatter(own, flat, op).wait()  # this host, [numel] in, [numel / n] out
+        host.reduce_scatter(own, flat, op).wait()  # this host, [numel] to [numel / n]; blocking
         _between(inter, own, op)
-        host.all_gather(flat, own).wait()  # likewise, the other way
+        host.all_gather(flat, own).wait()  # this host, [numel / n] to [numel]; blocking
         return
     operands = [part[mine] for part in parts]
 
@@ -160,7 +160,7 @@ def _in_shares(
 
 
 def _between(inter: Messenger, share: Tensor, op: ReduceOp) -> None:
-    """Combine one share over all hosts, by messages: [n], between ranks of one place."""
+    """Combine one shard over all hosts, by messages: [n], between ranks at one position."""
     if share.numel() * share.element_size() <= _DOUBLING_BYTES:
         doubling_all_reduce(inter, share, op)
     else:

@@ -1,4 +1,4 @@
-"""Adding up what lies in several ranks' memory, piece by piece, so that it happens in the cache."""
+"""Sums over several ranks' memory, piece by piece, so that they happen in the cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gradsync.comm.base import ReduceOp
 from gradsync.comm.combine import combine
 
 _CHUNK_BYTES = 2**18
-"""Of one operand: a few of them fit into a core's second-level cache."""
+"""Bytes of one operand's piece: a few of them fit into a core's second-level cache."""
 
 Pair = tuple[int, int]
 """(left, right): add operand `right` to operand `left`."""
@@ -33,14 +33,14 @@ def reduce_in_place(
     copies: Sequence[Tensor],
     op: ReduceOp = "sum",
 ) -> None:
-    """Combine `operands`, each [n], along `pairs`; what operand `end` then holds goes to `copies`.
+    """Combine `operands`, each [n], along `pairs`; the result in operand `end` goes to `copies`.
 
-    Operands are overwritten. A copy may be one of them.
+    Operands are overwritten. A copy may be one of the operands.
 
     Args:
         operands: same length and dtype.
-        pairs: in an order that can be carried out.
-        end: which operand holds the result; -1: there is none, copies become zeros.
+        pairs: (left, right) in a valid order of execution.
+        end: index of the operand with the result; -1: no result, copies become zeros.
         copies: each [n]; those that share `operands[end]`'s memory are left alone.
         op: sum, min or max.
     """
@@ -60,7 +60,13 @@ def reduce_in_place(
 
 
 def reduce_into(out: Tensor, operands: Sequence[Tensor], op: ReduceOp = "sum") -> None:
-    """`out` = `operands` combined along a balanced tree, each [n]; operands stay as they are."""
+    """Combine `operands` along a balanced tree; they keep their values.
+
+    Args:
+        out: the result, [n].
+        operands: each [n], of one dtype.
+        op: sum, min or max.
+    """
     if len(operands) == 1:
         out.copy_(operands[0])
         return
@@ -80,14 +86,14 @@ def combined(op: ReduceOp, left: Tensor, right: Tensor) -> Tensor:
 
 
 def chunks(numel: int, itemsize: int) -> Iterator[slice]:
-    """Cut [numel] into pieces of `_CHUNK_BYTES`."""
+    """Slices of at most `_CHUNK_BYTES` that cover [numel]."""
     size = _CHUNK_BYTES // itemsize
     for start in range(0, numel, size):
         yield slice(start, min(start + size, numel))
 
 
 def even_parts(numel: int, world_size: int) -> list[slice]:
-    """One part per rank, cut at multiples of 64 elements: no cache line has two writers."""
+    """Slices of [numel], one a rank, cut at multiples of 64 elements: one writer per cache line."""
     blocks = -(-numel // 64)
     edges = [min(blocks * rank // world_size * 64, numel) for rank in range(world_size + 1)]
     return [slice(edges[rank], edges[rank + 1]) for rank in range(world_size)]

@@ -1,11 +1,11 @@
-"""Collectives over tensors that lie in a rank's own memory: through small shared buffers.
+"""Collectives over tensors in a rank's private memory, through small shared buffers.
 
-They stay in the cache, and of an all-reduce's tensor only what others add goes in, and what they
-have added comes out.
+The buffers stay in the cache. In an all-reduce a rank copies in only the slices that others add up,
+and copies out only the sums that others computed.
 
-[Note: Two buffers in turn] What a rank lays out in a buffer in turn n peers read until they have
-finished turn n, or (in `take`) until they finish n + 1. A buffer is filled again in turn n + 2,
-which begins when all have finished n + 1.
+[Note: Two buffers in turn] Data that a rank puts into a buffer in turn n are read by peers until
+they have finished turn n, or (in `take`) until they finish n + 1. A buffer is filled again in turn
+n + 2, which begins when all have finished n + 1.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 STAGE_BYTES = 2**20
-"""Of each of the two buffers."""
+"""Size of each of the two buffers."""
 _SMALL_BYTES = 2**14
-"""Up to here every rank adds everything by itself: one meeting instead of two."""
+"""Up to this size every rank adds up everything by itself: one meeting instead of two."""
 _OPS = ("sum", "min", "max")
 
 
@@ -34,9 +34,9 @@ class Staging:
     """The buffers of one communicator.
 
     Args:
-        rank: this one.
-        memories: of each rank, uint8 [2 STAGE_BYTES].
-        turns: where operations queue.
+        rank: this rank.
+        memories: one per rank, uint8 [2 STAGE_BYTES].
+        turns: queue of operations.
     """
 
     def __init__(self, rank: int, memories: Sequence[Tensor], turns: Turns) -> None:
@@ -87,7 +87,7 @@ class Staging:
         return self._turns.submit(*what, prepare=prepare, share=share, take=take)
 
     def broadcast(self, flat: Tensor, src: int) -> Work:
-        """Overwrite `flat`, [n], with that of rank `src`."""
+        """Overwrite `flat`, [n], with the one of rank `src`."""
         if not 0 <= src < self._world_size:  # before a buffer's turn is used up
             raise ValueError(f"src must be a rank from 0 to {self._world_size - 1}; got {src}")
         size = STAGE_BYTES // flat.element_size()
@@ -154,22 +154,22 @@ class Staging:
 def described(
     kind: str, tensor: Tensor, op: ReduceOp = "sum", place: tuple[int, ...] = ()
 ) -> tuple[str, int]:
-    """What an operation is, for messages, and its `signature_of`.
+    """Description of an operation for messages, and its `signature_of`.
 
     Args:
-        kind: which collective.
-        tensor: of this rank, flat.
-        op: how it combines.
-        place: what else must be equal: where all look for it, or who has it.
+        kind: name of the collective.
+        tensor: this rank's tensor, flat.
+        op: sum, min or max.
+        place: other numbers that must be equal: where the tensor lies, or the source rank.
     """
     what = f"{kind} {str(tensor.dtype).removeprefix('torch.')} [{tensor.numel()}]"
     return what, signature_of(what, _OPS.index(op), *place)
 
 
 def signature_of(what: str, *numbers: int) -> int:
-    """A number that is equal on ranks that do the same, in whatever process."""
+    """A number that is equal on ranks that do the same, in any process."""
     return zlib.crc32(repr((what, numbers)).encode())
 
 
 def _nothing() -> None:
-    """A prepare that keeps turns with buffers in step."""
+    """An empty prepare, which keeps turns with buffers in step."""

@@ -5,10 +5,10 @@ A turn has two points that all ranks pass:
     rank 0   prepare ─ arrive ─┐             ┌─ share ─ finish ─┐             ┌─ take
     rank 1   prepare ─ arrive ─┴─ all there ─┴─ share ─ finish ─┴─ all done ──┴─ take
 
-Turns are numbered alike on all ranks. The next one's share begins only when all have finished the
-one before, so a share may read and write any rank's memory. Nobody waits when a turn is submitted:
-what can go on goes on whenever this rank submits or waits again. With one core per rank a thread
-beside backward could do no more.
+Turns are numbered alike on all ranks. A turn's share begins only when all ranks have finished the
+turn before, so a share may read and write any rank's memory. Submitting a turn does not wait: all
+progress that is possible is made whenever this rank submits or waits again. With one core per rank
+a thread beside backward could do no more.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ Action = Callable[[], object]
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """One operation, and its `Work`. Everything is called at most once."""
+    """One operation, and its `Work`. Each action runs at most once."""
 
     owner: Turns
     number: int
     what: str
-    """For messages."""
+    """Description, for messages."""
     signature: int
-    """Equal on all ranks, or they are doing different things."""
+    """Equal on all ranks that do the same operation."""
     prepare: Action | None
-    """Put data where peers read them, as soon as nobody needs what was there."""
+    """Put data where peers read them, as soon as no peer needs the previous data."""
     share: Action | None
     """Do this rank's part, once all have arrived."""
     take: Action | None
-    """Use what peers have done, once all have finished."""
+    """Use what peers have written, once all have finished."""
     alone: bool
-    """True when nothing that peers do after arriving matters here."""
+    """True when this rank need not wait for the peers to finish their shares."""
     arrived: bool = False
     shared: bool = False
     over: bool = False
@@ -67,7 +67,7 @@ class Turns:
 
     @property
     def is_open(self) -> bool:
-        """Whether nothing has broken an operation, nor closed the queue."""
+        """Whether the queue is not closed and no operation has failed."""
         return self._broken is None
 
     def submit(
@@ -80,10 +80,10 @@ class Turns:
         take: Action | None = None,
         alone: bool = False,
     ) -> Turn:
-        """Add a turn; see `Turn` for what the arguments are.
+        """Add a turn; the arguments are the fields of `Turn`.
 
         Raises:
-            RunError: what broke an earlier turn, or this one.
+            RunError: the failure of this turn, or of an earlier one.
         """
         if self._broken is not None:
             raise self._broken
@@ -107,7 +107,7 @@ class Turns:
             self._queue.popleft()
 
     def close(self) -> None:
-        """Let go of what was submitted and not waited for, and of the error that broke it."""
+        """Drop turns that were not waited for, and the error that broke the queue."""
         self._queue.clear()
         self._broken = RunError("this shared-memory communicator is closed")
 
@@ -116,7 +116,7 @@ class Turns:
         turn.arrived = True
 
     def _go_on(self, turn: Turn, *, waiting: bool) -> bool:
-        """Carry the first turn of the queue as far as peers allow; whether it is over."""
+        """Advance the first turn of the queue as far as peers allow; returns whether it is over."""
         flags, number = self._flags, turn.number
         before = number - 1
         if not turn.arrived:
@@ -148,7 +148,7 @@ class Turns:
         return True
 
     def _act(self, turn: Turn, action: Action | None) -> None:
-        """What fails half way must not run again, and peers must not wait for it."""
+        """Run an action; after a failure it must not run again, and peers must not wait for it."""
         if action is None:
             return
         try:
@@ -158,7 +158,7 @@ class Turns:
             raise
 
     def _break(self, error: RunError | str) -> RunError:
-        """No turn runs any more, and peers that wait for this rank are told."""
+        """Stop all turns, and tell peers that wait for this rank."""
         self._broken = RunError(error) if isinstance(error, str) else error
         self._flags.leave()
         return self._broken

@@ -1,4 +1,4 @@
-"""Why ranks cannot share memory; a number each, since ranks tell each other."""
+"""Reasons why ranks cannot share memory; each has a number, since ranks exchange them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from gradsync.errors import RunError
 
 
 class SharedMemoryError(RunError):
-    """The ranks cannot share memory; said on all of them."""
+    """The ranks cannot share memory; raised on all of them."""
 
 
 class Reason(IntEnum):
-    """What one rank found; the greatest of all ranks is reported."""
+    """One rank's result; the greatest one over all ranks is reported."""
 
     NONE = 0
     NO_PEER = 1

@@ -1,8 +1,8 @@
-"""How a rank waits for flags of its peers: briefly at full speed, then more and more politely.
+"""Waiting for flags of other ranks: briefly at full speed, then yielding more and more time.
 
 spin  (tens of microseconds, only with a core for each rank)
-yield (about a millisecond): let another rank of this core go on
-sleep (50 us growing to 1 ms): computation elsewhere gets the core; look whether peers live
+yield (about a millisecond): let another rank on this core run
+sleep (50 us growing to 1 ms): computation elsewhere gets the core; check that peers live
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gradsync.errors import LostPeerError
 from gradsync.runtime.threads import cgroup_cores
 
 _SPINS = 300
-"""About 100 us of looking."""
+"""About 100 us of polling."""
 _YIELD_S = 0.001
 _SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 50e-6, 1e-3
 _LOOK_AFTER_PEERS_S = 0.05
@@ -26,15 +26,15 @@ class Patience:
     """Waits on behalf of one rank.
 
     Args:
-        rank: this one.
-        pids: process of each rank.
-        timeout_s: longest wait, seconds.
+        rank: this rank.
+        pids: process id of each rank.
+        timeout_s: longest wait, in seconds.
     """
 
     def __init__(self, rank: int, pids: Sequence[int], timeout_s: float) -> None:
         self._rank, self._pids, self.timeout_s = rank, list(pids), timeout_s
         cores = cgroup_cores() or os.cpu_count() or 1
-        threads_of_one = len(set(pids)) < len(pids)  # looking, one would hold Python's lock
+        threads_of_one = len(set(pids)) < len(pids)  # spinning, one would hold Python's lock
         self._spins = _SPINS if len(pids) <= cores and not threads_of_one else 0
         self._yield_s = 0.0 if threads_of_one else _YIELD_S
         self._doors: dict[int, int] = {}
@@ -52,12 +52,12 @@ class Patience:
         left: Callable[[], list[int]],
         what: str,
     ) -> None:
-        """Return once `ready()`.
+        """Return once `ready()` is true.
 
         Args:
-            ready: a look at the flags.
-            missing: the ranks that are not there yet.
-            left: those of them that will not come.
+            ready: checks the flags.
+            missing: the ranks that have not arrived yet.
+            left: the ranks among them that have left for good.
             what: this rank's operation, for messages.
 
         Raises:
@@ -79,10 +79,10 @@ class Patience:
             now = time.monotonic()
             if now - looked > _LOOK_AFTER_PEERS_S:
                 looked = now
-                # Before processes: who left because another has ended must not hide that one.
+                # Before processes: a rank that left because another ended must not hide that one.
                 deserters = left()
                 gone = self._ended()
-                if not ready():  # the last thing that a peer did before it ended
+                if not ready():  # the flag may be the last thing that a peer wrote before it ended
                     self._complain(missing(), gone, deserters, what, waited_s=now - began)
 
     def _complain(
@@ -123,6 +123,6 @@ class Patience:
         return {peer for peer, door in self._doors.items() if door in readable}
 
     def close(self) -> None:
-        """Give the descriptors back."""
+        """Close the process descriptors."""
         while self._doors:
             os.close(self._doors.popitem()[1])

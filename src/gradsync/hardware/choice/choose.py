@@ -8,35 +8,40 @@ simplest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import log2
 from typing import Any
 
-from gradsync.hardware.choice.candidate import PROMISES, Candidate, Models, Search
-from gradsync.hardware.choice.splits import counts, obstacle, splits
+from gradsync.hardware.choice.candidate import (
+    PROMISES,
+    Candidate,
+    Models,
+    Search,
+    counts,
+    obstacle,
+    splits,
+)
 from gradsync.hardware.choice.words import pick_words, remark, short_words
-from gradsync.hardware.description import Device, Hardware
-from gradsync.hardware.timing.step_profile import StepProfile
+from gradsync.hardware.description import Hardware
 from gradsync.hardware.workload import Split, Workload
 
 MARGIN = 0.1
-"""Of what a device can use: stays free, since the memory model is held to 10 %."""
+"""Share of what a device can use that stays free, since the memory model is held to 10 %."""
 ERROR = 0.15
 """Times that differ by less count as equal: the time model is held to 15 %."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """What was tried, and what to take."""
+    """All candidates, and the one to take."""
 
     candidates: tuple[Candidate, ...]
     """All, in the order in which they were tried."""
     pick: Candidate | None
     """None: the model fits nowhere."""
     search: Search
-    """What was tried."""
 
     def rows(self) -> list[Candidate]:
         """One candidate per split, the best of it: the pick first, then the others by time, then
@@ -89,14 +94,18 @@ def choose(work: Workload, hardware: Hardware, models: Models, search: Search) -
         models: memory and time.
         search: what may be tried.
     """
-    judge = _Judge(hardware, models)
-    works = list(search.works(work))
-    judged = [
-        candidate
-        for count in counts(hardware)
-        for split in splits(count, hardware, search.strategies)
-        for candidate in _variants(works, split, judge)
-    ]
+    works, models = list(search.works(work)), replace(models, profile=cache(models.profile))
+    judged: list[Candidate] = []
+    for count in counts(hardware):
+        used, room = hardware.with_devices(count), room_bytes(hardware, count)
+        for split in splits(count, hardware, search.strategies):
+            fitting: set[int] = set()
+            for variant in works:
+                # Recomputed only where it does not fit with its activations kept.
+                if variant.micro_batch_size not in fitting:
+                    judged.append(_judge(variant, split, used, room, models))
+                    if judged[-1].runs:
+                        fitting.add(variant.micro_batch_size)
     choice = Choice(candidates=tuple(judged), pick=_pick(judged, search), search=search)
     pick = choice.pick
     if pick is None:
@@ -113,7 +122,7 @@ def choose(work: Workload, hardware: Hardware, models: Models, search: Search) -
 
 
 def room_bytes(hardware: Hardware, count: int) -> int:
-    """What a rank may take, where `count` ranks run and the device with least memory decides."""
+    """Bytes that each of `count` ranks may take; the device with least memory decides."""
     used = hardware.with_devices(count)
     usable = min(device.usable_bytes for device in used.devices)
     if used.devices[0].kind == "cpu":
@@ -125,45 +134,19 @@ def room_bytes(hardware: Hardware, count: int) -> int:
     return int((1 - MARGIN) * usable)
 
 
-def _variants(
-    works: Sequence[Workload], split: Split, judge: Callable[[Workload, Split], Candidate]
-) -> Iterator[Candidate]:
-    """Each micro-batch, recomputed only where it does not fit with its activations kept."""
-    kept: set[int] = set()
-    for work in works:
-        if work.micro_batch_size in kept:
-            continue
-        candidate = judge(work, split)
-        if candidate.runs:
-            kept.add(work.micro_batch_size)
-        yield candidate
-
-
-class _Judge:
-    """Remembers what does not depend on the split."""
-
-    def __init__(self, hardware: Hardware, models: Models) -> None:
-        self._hardware = hardware
-        self._models = models
-        self._profile = cache(models.profile)
-        self._room = cache(lambda count: room_bytes(hardware, count))
-
-    def __call__(self, work: Workload, split: Split) -> Candidate:
-        reason = obstacle(work, split)
-        if reason:
-            return Candidate(work=work, split=split, obstacle=reason)
-        need, room = self._models.memory(work, split), self._room(split.world_size)
-        judged = Candidate(work=work, split=split, memory=need, room_bytes=room)
-        if need.total > room:
-            return replace(judged, obstacle=short_words(need.total, room))
-        used = self._hardware.with_devices(split.world_size)
-        profile = self._slowest(work, used.devices)
-        return replace(judged, time=self._models.step(work, split, used, profile))
-
-    def _slowest(self, work: Workload, devices: Iterable[Device]) -> StepProfile:
-        """All wait for it."""
-        found = [self._profile(work, device) for device in dict.fromkeys(devices)]
-        return max(found, key=lambda profile: profile.leaf_s)
+def _judge(work: Workload, split: Split, used: Hardware, room: int, models: Models) -> Candidate:
+    """Arithmetic, memory, time: the first that forbids it is its obstacle."""
+    reason = obstacle(work, split)
+    if reason:
+        return Candidate(work=work, split=split, obstacle=reason)
+    need = models.memory(work, split)
+    judged = Candidate(work=work, split=split, memory=need, room_bytes=room)
+    if need.total > room:
+        return replace(judged, obstacle=short_words(need.total, room))
+    # All ranks wait for the slowest device.
+    profiles = [models.profile(work, device) for device in dict.fromkeys(used.devices)]
+    slowest = max(profiles, key=lambda profile: profile.leaf_s)
+    return replace(judged, time=models.step(work, split, used, slowest))
 
 
 def _pick(judged: Sequence[Candidate], search: Search) -> Candidate | None:
@@ -177,8 +160,8 @@ def _pick(judged: Sequence[Candidate], search: Search) -> Candidate | None:
 
 
 def _preferred(fitting: Sequence[Candidate], search: Search) -> Candidate:
-    """Of those that are as fast as the fastest: the strongest promise, the whole model on each
-    rank, the first strategy, activations kept, the micro-batch nearest to the usual one."""
+    """The best of those that are as fast as the fastest: the strongest promise, the whole model on
+    each rank, the first strategy, activations kept, the micro-batch nearest to the usual one."""
     usual = search.micro_batch_sizes[0]
 
     def order(candidate: Candidate) -> tuple[float, ...]:

@@ -1,4 +1,4 @@
-"""What a choice asks, put together: memory by formula, time by estimate or after a probe."""
+"""Memory and time for a choice: memory by formula, time by estimate or after a probe."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ import os
 
 from gradsync.hardware.choice.candidate import Models
 from gradsync.hardware.choice.choose import room_bytes
-from gradsync.hardware.choice.probe import probe_work, scaled_profile
 from gradsync.hardware.choice.report import duration
 from gradsync.hardware.description import Device, Hardware
 from gradsync.hardware.memory.model import memory_need
-from gradsync.hardware.timing.estimate import UTILISATION, estimate_profile
-from gradsync.hardware.timing.probe_cache import load_profile, profile_path
-from gradsync.hardware.timing.step_profile import StepProfile
-from gradsync.hardware.timing.step_time import predict_step
+from gradsync.hardware.timing.estimate import (
+    UTILISATION,
+    estimate_profile,
+    load_profile,
+    probe_work,
+    profile_path,
+    scaled_profile,
+)
+from gradsync.hardware.timing.profile import StepProfile
+from gradsync.hardware.timing.step import predict_step
 from gradsync.hardware.workload import Split, Workload
 from gradsync.runtime.threads import choose_threads
 

@@ -1,13 +1,12 @@
-"""What would fit where a model does not; pure, no torch."""
+"""Changes with which a model would fit; pure, no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from gradsync.hardware.choice.candidate import Candidate, Models, Search
+from gradsync.hardware.choice.candidate import Candidate, Models, Search, obstacle, splits
 from gradsync.hardware.choice.choose import Choice, room_bytes
-from gradsync.hardware.choice.splits import obstacle, splits
 from gradsync.hardware.description import Hardware
 from gradsync.hardware.workload import Workload
 from gradsync.models.presets import PRESETS
@@ -16,12 +15,12 @@ _MOST_DEVICES = 1024
 _ONE_BY_ONE = 64
 """From here on whole hosts are added."""
 _GPUS_OF_A_HOST = 8
-"""What a host is taken to hold when more devices are counted."""
+"""Assumed of a host when more devices are counted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Remedy:
-    """What came nearest, and what to change."""
+    """The nearest candidate, and what to change."""
 
     nearest: Candidate | None
     """The one that needs least beyond what there is; None where arithmetic forbade all."""
@@ -45,14 +44,19 @@ class Remedy:
             )
         cures = []
         if self.devices is not None:
-            cures.append(f"it would fit on {_amount(self.devices, hardware)}")
+            # Devices of a CPU are shares of a host: there hosts count.
+            last = hardware.hosts[-1]
+            amount = f"{self.devices} such devices"
+            if last.devices[0].kind == "cpu":
+                amount = f"{self.devices // len(last.devices)} such hosts"
+            cures.append(f"it would fit on {amount}")
         if self.preset:
             cures.append(f"{self.preset!r} fits here")
         return f"{said}; {' and '.join(cures) or 'no preset fits here'}"
 
 
 def find_remedy(choice: Choice, work: Workload, hardware: Hardware, models: Models) -> Remedy:
-    """What to say where `choice` found nothing.
+    """Changes to propose where `choice` found nothing.
 
     Args:
         choice: without a pick.
@@ -81,14 +85,6 @@ def find_remedy(choice: Choice, work: Workload, hardware: Hardware, models: Mode
         ),
         preset=preset,
     )
-
-
-def _amount(count: int, hardware: Hardware) -> str:
-    """Devices of a CPU are shares of a host: there hosts count."""
-    last = hardware.hosts[-1]
-    if last.devices[0].kind == "cpu":
-        return f"{count // len(last.devices)} such hosts"
-    return f"{count} such devices"
 
 
 def _fits(work: Workload, hardware: Hardware, models: Models, search: Search) -> bool:

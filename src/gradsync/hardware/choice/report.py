@@ -1,7 +1,8 @@
-"""What `gradsync plan` prints: the hardware, the candidates, and the pick; no torch."""
+"""The output of `gradsync plan`: hardware, candidates, the pick, commands to type; no torch."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import fields
 from itertools import groupby
@@ -15,11 +16,10 @@ from gradsync.hardware.choice.candidate import Candidate
 from gradsync.hardware.choice.choose import MARGIN, Choice
 from gradsync.hardware.choice.words import gb, percent
 from gradsync.hardware.description import Hardware, Host, Link
-from gradsync.hardware.memory.need import MemoryNeed
 from gradsync.hardware.workload import Workload
 
 _WIDE = 240
-"""Columns where nobody watches: a table in a file must not be cut."""
+"""Columns where there is no terminal: a table in a file must not be cut."""
 _MOST_ROWS = 24
 
 
@@ -58,7 +58,7 @@ def link_text(link: Link) -> str:
 
 
 def work_lines(name: str, work: Workload) -> list[str]:
-    """What is to be trained."""
+    """The model and its batch."""
     return [
         f"GPT {name} ({work.model.num_params() / 1e6:,.1f} M parameters, vocabulary "
         f"{work.model.vocab_size:,}), {work.dtype}, {work.step_tokens:,} tokens per update in "
@@ -120,6 +120,9 @@ def pick_sections(pick: Candidate, commands: Sequence[tuple[str, str]]) -> list[
         "update": time.update_s,
     }
     shown = ", ".join(f"{name} {duration(s)}" for name, s in parts.items() if s > 0)
+    sizes = [(getattr(pick.memory, f.name), f.name) for f in fields(pick.memory)]
+    listed = ", ".join(f"{name} {gb(size)}" for size, name in sorted(sizes, reverse=True) if size)
+    memory = f"{gb(pick.memory.total)} a rank: {listed}"
     width = max(len(where) for where, _ in commands)
     return [
         section(
@@ -130,17 +133,10 @@ def pick_sections(pick: Candidate, commands: Sequence[tuple[str, str]]) -> list[
                 *pick.remark.split("; "),
             ],
         ),
-        section("memory", [f"{memory_text(pick.memory)}; a {MARGIN:.0%} margin stays free"]),
+        section("memory", [f"{memory}; a {MARGIN:.0%} margin stays free"]),
         section("step", [f"{duration(time.total_s)}: {shown}"]),
         section("run", [f"{where:<{width}}{'  ' * (width > 0)}{line}" for where, line in commands]),
     ]
-
-
-def memory_text(memory: MemoryNeed) -> str:
-    """The parts, the largest first; what is nothing is left out."""
-    parts = [(getattr(memory, f.name), f.name) for f in fields(memory)]
-    listed = ", ".join(f"{name} {gb(size)}" for size, name in sorted(parts, reverse=True) if size)
-    return f"{gb(memory.total)} a rank: {listed}"
 
 
 def duration(seconds: float) -> str:
@@ -150,3 +146,45 @@ def duration(seconds: float) -> str:
     if seconds >= 1:
         return f"{seconds:,.2f} s"
     return f"{1e3 * seconds:,.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:,.3g} µs"
+
+
+_TIME = "24:00:00"
+"""Time limit of a turn; a job is requeued until it is done."""
+
+
+def commands(
+    pick: Candidate, hardware: Hardware, model: str, extra: Sequence[str]
+) -> list[tuple[str, str]]:
+    """Lines to type, each with a word about where: one host needs one, several a launcher.
+
+    Args:
+        pick: what to run.
+        hardware: what it was chosen for.
+        model: its preset.
+        extra: further flags of `gradsync train`.
+    """
+    used = hardware.with_devices(pick.split.world_size)
+    ranks = len(used.hosts[0].devices)
+    train = shlex.join(["train", model, *train_flags(pick), *extra])
+    if len(used.hosts) == 1:
+        nproc = f" --nproc-per-node {ranks}" if ranks > 1 else ""
+        return [("", f"gradsync {train}{nproc}")]
+    nodes = len(used.hosts)
+    per_node = "--gpus-per-node" if used.devices[0].kind == "cuda" else "--ntasks-per-node"
+    by_hand = f"gradsync launch --nnodes {nodes} --nproc-per-node {ranks} -- {train}"
+    slurm = f"gradsync submit --nodes {nodes} {per_node} {ranks} --time {_TIME} -- {train}"
+    return [("by hand", by_hand), ("under Slurm", slurm)]
+
+
+def train_flags(pick: Candidate) -> list[str]:
+    """The flags of `gradsync train` that the choice is about."""
+    split, work = pick.split, pick.work
+    flags = ["--sync", split.strategy]
+    layout = split.layout
+    if layout.model_ranks > 1:
+        sizes = (("pp", layout.pp), ("tp", layout.tp), ("dp", layout.dp))
+        flags += ["--parallel", ",".join(f"{name}={size}" for name, size in sizes if size > 1)]
+    flags += ["--micro-batch-size", str(work.micro_batch_size)]
+    if work.activation_checkpointing:
+        flags.append("--activation-checkpointing")
+    return flags

@@ -15,7 +15,7 @@ from typing import Any
 from gradsync.errors import ConfigError, RunError
 from gradsync.hardware.choice.choose import MARGIN
 from gradsync.hardware.choice.words import gb
-from gradsync.hardware.described.units import SIZES, read_quantity
+from gradsync.hardware.described.section import SIZES, read_quantity
 from gradsync.hardware.description import Hardware
 from gradsync.hardware.placement import Part, Placement, place_parts
 from gradsync.runtime.bounds import whole_number
@@ -36,11 +36,11 @@ class Submodels:
     groups: tuple[tuple[int, ...], ...]
     """Devices of each replica, counted over all hosts."""
     placements: tuple[Placement, ...]
-    """Of each replica; devices are counted within it."""
+    """Each replica's; devices are counted within it."""
     idle: tuple[int, ...]
     """Devices of no replica."""
     trained_bytes: int
-    """What trains takes on the first device of each replica."""
+    """Taken by what trains, on the first device of each replica."""
 
     def words(self) -> str:
         """The strategy, as the published table names it."""

@@ -29,7 +29,7 @@ def percent(share: float) -> str:
 
 
 def short_words(needed: int, room: int) -> str:
-    """What is missing."""
+    """The memory that is missing."""
     return f"needs {gb(needed)} of {gb(room)}: {gb(needed - room)} short"
 
 
@@ -53,7 +53,7 @@ def remark(candidate: Candidate, pick: Candidate, error: float) -> str:
 
 
 def _lacks(candidate: Candidate, pick: Candidate) -> str:
-    """What the pick has and `candidate` has not."""
+    """An advantage of the pick that `candidate` has not."""
     if candidate.promise != pick.promise:
         return f"{candidate.promise} only"
     parts = pick.split.layout.model_ranks
@@ -117,7 +117,7 @@ def _recomputes_like(each: Candidate, pick: Candidate) -> bool:
 
 
 def _no_bits(pick: Candidate, judged: Sequence[Candidate]) -> list[str]:
-    """What became of bits that do not depend on ranks."""
+    """Why no candidate with one rank's bits was taken."""
     bitwise = [
         each
         for each in judged

@@ -1,1 +1,1 @@
-"""What there is to train on here, asked of drivers and kernel."""
+"""The machine to train on, asked of drivers and kernel."""

@@ -1,1 +1,1 @@
-"""What a rank needs at its fullest moment, by closed formulas."""
+"""A rank's memory at its fullest moment, by closed formulas."""

@@ -1,7 +1,8 @@
-"""Bytes of activations: what forward keeps for backward, counted tensor by tensor; no torch.
+"""A rank's parameters, and the activations that forward keeps for backward; pure, no torch.
 
-Symbols as in `models/gpt.py`: N tokens of a leaf, C width, G = K x key/value heads, F width of the
-SwiGLU, H heads, V vocabulary; e is 2 under bf16 and fp16 autocast, 4 in fp32.
+Activations are counted tensor by tensor. Symbols as in `models/gpt.py`: N tokens of a leaf, C
+width, G = K x key/value heads, F width of the SwiGLU, H heads, V vocabulary; e is 2 under bf16 and
+fp16 autocast, 4 in fp32.
 
 A block keeps, in bytes a token (after Korthikanti et al. 2022, arXiv 2205.05198, section 4, counted
 anew for this decoder, whose norms are RMSNorm in fp32 and whose attention is a fused kernel):
@@ -20,9 +21,73 @@ CUDA the fused RMSNorm does not keep the normalised input, so there it is an upp
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 from gradsync.hardware.workload import Workload
 from gradsync.models.config import GPTConfig
+from gradsync.parallel.layout import Coordinates, Layout
+from gradsync.parallel.partition import EMBEDDING, Part, check_divisible
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankShape:
+    """The parameters of a rank on one stage of a layout; all shards of a stage are alike."""
+
+    layout: Layout
+    stage: int
+    sizes: tuple[int, ...]
+    """Elements of each parameter, in `named_parameters` order."""
+    block_params: int
+    """Elements of one block."""
+    blocks: int
+    """How many there are."""
+    table_params: int
+    """Elements of the embedding, and of the head."""
+    is_tied: bool
+    """Whether both are one parameter of this rank."""
+
+    @property
+    def has_embedding(self) -> bool:
+        """Whether tokens enter here."""
+        return self.stage == 0
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the loss is computed here."""
+        return self.stage == self.layout.pp - 1
+
+    @property
+    def num_params(self) -> int:
+        """Elements of all parameters."""
+        return sum(self.sizes)
+
+    @property
+    def root_params(self) -> int:
+        """Elements outside of the blocks."""
+        return self.num_params - self.blocks * self.block_params
+
+
+@cache
+def rank_shape(model: GPTConfig, layout: Layout, stage: int) -> RankShape:
+    """The rank's on stage `stage`.
+
+    Raises:
+        ConfigError: the model cannot be divided so.
+    """
+    check_divisible(model, layout)
+    part = Part(config=model, layout=layout, place=Coordinates(data=0, stage=stage, shard=0))
+    sizes = {name: piece.numel for name, piece in part.pieces().items()}
+    first = f"blocks.{part.blocks.start}."
+    return RankShape(
+        layout=layout,
+        stage=stage,
+        sizes=tuple(sizes.values()),
+        block_params=sum(size for name, size in sizes.items() if name.startswith(first)),
+        blocks=len(part.blocks),
+        table_params=model.vocab_size * model.n_embd,
+        is_tied=model.tie_head and EMBEDDING in sizes and layout.pp == 1,
+    )
+
 
 FP32 = 4
 _HALF = 2
@@ -33,15 +98,9 @@ def compute_bytes(work: Workload) -> int:
     return FP32 if work.dtype == "fp32" else _HALF
 
 
-def block_matrix_elements(model: GPTConfig) -> int:
-    """Elements of the matrices of one block."""
-    width, kv_width = model.n_embd, model.num_kv_heads * model.head_dim
-    return 2 * width * width + 2 * width * kv_width + 3 * width * model.mlp_dim
-
-
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """Of one rank that holds `blocks` blocks in `tp` shards, for one leaf; bytes.
+    """Bytes kept by one rank that holds `blocks` blocks in `tp` shards, for one leaf.
 
     [Note: Tensor shards] Heads, the SwiGLU's width and the weights' copies are divided by `tp`.
     The residual stream and what is computed from all of it (norms, inputs of q, k, v, gate and up)
@@ -57,7 +116,10 @@ class Activations:
         """16-bit copies of one block's matrices; 0 in fp32."""
         if self.work.dtype == "fp32":
             return 0
-        return _HALF * block_matrix_elements(self.work.model) // self.tp
+        model = self.work.model
+        width, kv_width = model.n_embd, model.num_kv_heads * model.head_dim
+        elements = 2 * width * width + 2 * width * kv_width + 3 * width * model.mlp_dim
+        return _HALF * elements // self.tp
 
     @property
     def block(self) -> int:

@@ -1,8 +1,8 @@
 """How many bytes a rank needs to train, by closed formulas; pure, no torch.
 
-    persistent   weights, optimizer state, buckets          strategy_memory.py
-    a leaf       activations, logits                        activation_memory.py, here
-    beside       workspace, slack, process                  here
+    persistent   weights, optimizer state, buckets     strategies.py
+    a leaf       activations, logits                   activations.py, here
+    beside       workspace, slack, process             here
 
 A step has a few moments at which memory can be fullest; the need is that of the fullest one, on
 the pipeline stage that needs most. N tokens of a leaf, V vocabulary, C width, e bytes of an element
@@ -47,14 +47,18 @@ not measured here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
 
-from gradsync.hardware.memory.activations import FP32, Activations, compute_bytes
-from gradsync.hardware.memory.need import MemoryNeed
-from gradsync.hardware.memory.rank_shape import RankShape, rank_shape
-from gradsync.hardware.memory.strategies import Case, Moment, StrategyMemory, strategy_memory
+from gradsync.hardware.memory.activations import (
+    FP32,
+    Activations,
+    RankShape,
+    compute_bytes,
+    rank_shape,
+)
+from gradsync.hardware.memory.strategies import Case, StrategyMemory, strategy_memory
 from gradsync.hardware.workload import Split, Workload
-from gradsync.parallel.layout import Layout
 
 MIB = 2**20
 CPU_PROCESS = 333 * MIB
@@ -66,10 +70,40 @@ CUDA_SLACK = 0.1
 """See [Note: Slack]."""
 
 
-def memory_need(work: Workload, split: Split) -> MemoryNeed:
-    """What the rank needs that needs most.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryNeed:
+    """The sum of closed formulas; each field's formula and source stand in `memory/model.py`."""
 
-    A step's peak; writing a checkpoint may take more, see `checkpoint_bytes`.
+    weights: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    """The optimizer's state."""
+    buckets: int = 0
+    """Copies of gradients made for communication, gathered blocks and windows of a strategy."""
+    activations: int = 0
+    """Kept by forward for backward, at the fullest moment of the schedule."""
+    logits: int = 0
+    """The head's output and what the loss makes of it."""
+    workspace: int = 0
+    """Temporary buffers beside these."""
+    slack: int = 0
+    """Held by the allocator without use."""
+    process: int = 0
+    """The interpreter, torch, the CUDA context, communication buffers."""
+
+    @property
+    def total(self) -> int:
+        """The sum of all parts."""
+        return sum(getattr(self, f.name) for f in fields(self))
+
+    @property
+    def loose(self) -> int:
+        """The part that lives no longer than a leaf."""
+        return self.activations + self.logits + self.workspace
+
+
+def memory_need(work: Workload, split: Split) -> MemoryNeed:
+    """The need of the rank that needs most.
 
     Args:
         work: what is trained.
@@ -85,76 +119,23 @@ def memory_need(work: Workload, split: Split) -> MemoryNeed:
     return max(stages, key=lambda need: need.total)
 
 
-def checkpoint_bytes(work: Workload, split: Split) -> int:
-    """What rank 0 needs while `gradsync train` writes a checkpoint; other ranks need less.
-
-    Under `zero1`, `zero2` and `fsdp` the others' shares come to it tensor by tensor, into its RAM:
-    two at a time, of which none is larger than the embedding, nor both than a share. Other
-    strategies have all of it as it is. Of whole replicas, not of stages and shards.
-
-    Raises:
-        ConfigError: an unknown strategy.
-    """
-    shape = rank_shape(work.model, Layout(), 0)
-    case = Case(work, split, shape)
-    strategy = strategy_memory(case)
-    shares = split.strategy in ("zero1", "zero2", "fsdp") and split.layout.dp > 1
-    arrives = 0
-    if shares and work.kind == "cpu":  # on CUDA not in the device's memory
-        share = strategy.optimizer + (strategy.weights if split.strategy == "fsdp" else 0)
-        arrives = min(share, 2 * FP32 * shape.table_params)
-    buffers = strategy.loss.buckets + strategy.loss.gradients if split.strategy == "zero1" else 0
-    held = strategy.weights + strategy.optimizer + buffers
-    return held + arrives + process_bytes(work)
-
-
-def process_bytes(work: Workload) -> int:
-    """Of a process without a model."""
-    return CUDA_PROCESS if work.kind == "cuda" else CPU_PROCESS
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Together:
-    """What is in memory at one moment beside weights, optimizer state and process."""
-
-    moment: Moment
-    """What the strategy has."""
-    activations: int = 0
-    """As in `MemoryNeed`, and so the rest."""
-    logits: int = 0
-    workspace: int = 0
-    slack: int = 0
-
-    @property
-    def loose(self) -> int:
-        """What lives no longer than a leaf."""
-        return self.activations + self.logits + self.workspace + self.moment.fresh
-
-    @property
-    def total(self) -> int:
-        return self.moment.gradients + self.moment.buckets + self.loose + self.slack
-
-
 def _of_stage(work: Workload, split: Split, shape: RankShape) -> MemoryNeed:
     case = Case(work, split, shape)
     strategy = strategy_memory(case)
-    moments = _moments(case, strategy)
+    moments = list(_moments(case, strategy))
     fragments = _fragments(case, strategy, max(each.loose for each in moments))
-    fullest = max(
-        (replace(each, slack=_slack(case, strategy, each, fragments)) for each in moments),
-        key=lambda each: each.total,
-    )
     rope = 2 * FP32 * work.model.block_size * work.model.head_dim
-    return MemoryNeed(
-        weights=strategy.weights + rope,
-        gradients=fullest.moment.gradients,
-        optimizer=strategy.optimizer,
-        buckets=fullest.moment.buckets,
-        activations=fullest.activations,
-        logits=fullest.logits,
-        workspace=fullest.workspace + fullest.moment.fresh,
-        slack=fullest.slack,
-        process=process_bytes(work),
+    always = {
+        "weights": strategy.weights + rope,
+        "optimizer": strategy.optimizer,
+        "process": CUDA_PROCESS if work.kind == "cuda" else CPU_PROCESS,
+    }
+    return max(
+        (
+            replace(each, slack=_slack(case, strategy, each, fragments), **always)
+            for each in moments
+        ),
+        key=lambda need: need.total,
     )
 
 
@@ -174,12 +155,11 @@ def _fragments(case: Case, strategy: StrategyMemory, loose: int) -> int:
     return int(sum(share * size for share, size in shares))
 
 
-def _slack(case: Case, strategy: StrategyMemory, moment: _Together, fragments: int) -> int:
+def _slack(case: Case, strategy: StrategyMemory, moment: MemoryNeed, fragments: int) -> int:
     """Fragments; or the model as it was built, where less than that lies in its place now."""
     held = 0
     if not case.split.shared_weights:
-        held = strategy.weights + strategy.optimizer
-        held += moment.moment.gradients + moment.moment.buckets
+        held = strategy.weights + strategy.optimizer + moment.gradients + moment.buckets
     return max(fragments, case.gradient_bytes - held - moment.loose)
 
 
@@ -197,7 +177,8 @@ def leaves_in_flight(case: Case) -> int:
     return min(case.leaves, layout.pp - case.shape.stage)
 
 
-def _moments(case: Case, strategy: StrategyMemory) -> list[_Together]:
+def _moments(case: Case, strategy: StrategyMemory) -> Iterator[MemoryNeed]:
+    """Gradients, buckets and whatever lives no longer than a leaf, at each moment of a step."""
     work, shape = case.work, case.shape
     leaf = Activations(work, shape.blocks, shape.layout.tp)
     flying = leaves_in_flight(case)
@@ -206,40 +187,27 @@ def _moments(case: Case, strategy: StrategyMemory) -> list[_Together]:
         kept += flying * leaf.stream
     head_waits = FP32 * shape.table_params if shape.is_tied else 0
     block = FP32 * shape.block_params + 2 * leaf.stream + strategy.gathered_block
-    found = [
-        _Together(
-            moment=strategy.loss,
-            activations=kept + leaf.recomputed,
-            workspace=block + head_waits,
-        ),
-        _Together(moment=strategy.backward, activations=leaf.stream),
-        _Together(moment=strategy.update, workspace=_of_other_end(work, shape)),
-    ]
-    if not shape.has_head:
-        return found
-    of_others = (flying - 1) * _kept_by_loss(work, shape)
-    return found + [
-        _Together(
-            moment=strategy.loss,
-            activations=kept + flying * leaf.last_norm,
-            logits=logits + of_others,
-            workspace=workspace,
-        )
-        for logits, workspace in _head(work, shape)
-    ]
-
-
-def _of_other_end(work: Workload, shape: RankShape) -> int:
-    """A tied embedding on both ends of a pipeline: the other end's gradient."""
+    loss = MemoryNeed(**strategy.loss._asdict())
+    yield replace(loss, activations=kept + leaf.recomputed, workspace=block + head_waits)
+    backward = MemoryNeed(**strategy.backward._asdict())
+    yield replace(backward, activations=leaf.stream, workspace=strategy.fresh)
+    # A tied embedding on both ends of a pipeline: the other end's gradient.
     is_end = shape.layout.pp > 1 and (shape.has_embedding or shape.has_head)
-    return FP32 * shape.table_params if work.model.tie_head and is_end else 0
-
-
-def _kept_by_loss(work: Workload, shape: RankShape) -> int:
-    """Of a leaf that waits for its backward."""
-    if work.loss_rows is not None:
-        return FP32 * shape.table_params
-    return FP32 * work.leaf_tokens * work.model.vocab_size
+    other_end = FP32 * shape.table_params if work.model.tie_head and is_end else 0
+    yield MemoryNeed(**strategy.update._asdict(), workspace=other_end)
+    if shape.has_head:
+        # What the loss keeps of each leaf that waits for its backward.
+        in_rows = work.loss_rows is not None
+        kept_by_loss = shape.table_params if in_rows else work.leaf_tokens * work.model.vocab_size
+        of_others = (flying - 1) * FP32 * kept_by_loss
+        activations = kept + flying * leaf.last_norm
+        for logits, workspace in _head(work, shape):
+            yield replace(
+                loss,
+                activations=activations,
+                logits=logits + of_others,
+                workspace=workspace,
+            )
 
 
 def _head(work: Workload, shape: RankShape) -> list[tuple[int, int]]:

@@ -2,7 +2,7 @@
 
 On CUDA torch raises `OutOfMemoryError`, which is caught here: what the attempt held is let go, and
 the device is as it was. On a CPU there is nothing to catch, since the kernel ends a process that
-takes too much: there the caller keeps attempts below `limit_bytes` (see `micro_batch/search.py`),
+takes too much: there the caller keeps attempts below `limit_bytes` (see `micro_batch.py`),
 and the peak is that of the resident memory.
 """
 
@@ -18,15 +18,15 @@ from gradsync.runtime.memory_limit import available_bytes
 from gradsync.runtime.peak_memory import PeakMemory, give_back, resident_bytes
 
 CUDA_SHARE = 0.9
-"""Of the free memory of a GPU: the rest is for fragments and for NCCL's buffers."""
+"""Share of the free memory of a GPU: the rest is for fragments and for NCCL's buffers."""
 CPU_SHARE = 0.8
-"""Of the free memory of a host: a process that takes too much is killed, or others are."""
+"""Share of the free memory of a host: a process that takes too much is killed, or others are."""
 _OTHER_WORDS = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cost:
-    """What one attempt took on this rank, above what there was before the first."""
+    """Memory and time of one attempt on this rank, above what there was before the first."""
 
     peak_bytes: int
     """At its fullest moment."""
@@ -55,7 +55,7 @@ class MemoryProbe:
         if self._on_cuda:
             free = torch.cuda.mem_get_info(self.device)[0] + self._before
             self.limit_bytes = int(CUDA_SHARE * free)
-            """What an attempt may take."""
+            """Bytes that an attempt may take."""
         else:
             self.limit_bytes = max(int(CPU_SHARE * available_bytes()) // ranks_here, 1)
 

@@ -17,10 +17,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
 from gradsync.data.plan import share
-from gradsync.hardware.memory.activations import FP32
-from gradsync.hardware.memory.rank_shape import RankShape
+from gradsync.hardware.memory.activations import FP32, RankShape
 from gradsync.hardware.workload import Split, Workload
 from gradsync.sync.engine.leaf_tree import LeafStack
 from gradsync.sync.engine.plan import Item, plan_buckets
@@ -32,40 +32,36 @@ _IN_FLIGHT = 3
 """Buckets of parameters that `sharded/optimizer.py` has in memory: one updated, two under way."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Moment:
-    """What a strategy has in memory at one moment, bytes."""
+class Moment(NamedTuple):
+    """Bytes that a strategy has in memory at one moment, beside weights and optimizer state."""
 
     gradients: int
     """In `.grad`, or in the shard of it that this rank keeps."""
     buckets: int = 0
     """Beside them, for communication."""
-    fresh: int = 0
-    """Gradients of the embedding that backward has just made, beside `gradients`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StrategyMemory:
-    """Of one rank, bytes."""
+    """Bytes of one rank under one strategy."""
 
     weights: int
-    """All the time; a rank's share of one copy per host."""
+    """All the time; a rank's share of one copy per host. Likewise `optimizer`."""
     optimizer: int
-    """Likewise."""
     loss: Moment
-    """See the module's list."""
+    """See the module's list for this one and the next two."""
     backward: Moment
-    """See there."""
     update: Moment
-    """See there."""
+    fresh: int
+    """Gradients of the embedding that backward has just made, beside `backward`."""
     gathered_block: int = 0
-    """fsdp: what a block brings with it while it computes."""
+    """fsdp: the weights and gradients that a block brings with it while it computes."""
     gathered_blocks: int = 0
     """Bytes of all blocks that are gathered so."""
     renewed: int = 0
-    """What each step makes anew for communication, and lets go."""
+    """Made anew by each step for communication, and let go."""
     moved: int = 0
-    """What lay in the process's own memory before it moved into shared memory (CPU)."""
+    """Bytes that lay in the process's own memory before it moved into shared memory (CPU)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +69,7 @@ class Case:
     """A rank's share of a step under one strategy."""
 
     work: Workload
-    """What is trained."""
     split: Split
-    """How it is divided."""
     shape: RankShape
     """The rank's part."""
 
@@ -149,7 +143,7 @@ def most_open_nodes(num_leaves: int, world_size: int) -> int:
 
 
 def strategy_memory(case: Case) -> StrategyMemory:
-    """What the strategy of `case` has in memory.
+    """The memory of the strategy of `case`.
 
     Raises:
         ConfigError: an unknown strategy.
@@ -160,49 +154,40 @@ def strategy_memory(case: Case) -> StrategyMemory:
     return FORMULAS[name](case)
 
 
-def _replicas(
-    case: Case, *, loss: Moment, backward: Moment, update: Moment, renewed: int = 0
+def _memory(
+    case: Case, loss: Moment, backward: Moment, update: Moment, **other: int
 ) -> StrategyMemory:
-    """Weights and state whole on every rank."""
+    """Weights and state whole on every rank, where `other` does not say otherwise."""
     size = case.gradient_bytes
-    return StrategyMemory(
-        weights=size,
-        optimizer=2 * size,
-        loss=loss,
-        backward=backward,
-        update=update,
-        renewed=renewed,
-    )
+    whole = {"weights": size, "optimizer": 2 * size, "fresh": case.fresh}
+    return StrategyMemory(loss=loss, backward=backward, update=update, **whole | other)
 
 
-def _after_backward(case: Case) -> StrategyMemory:
-    """`naive`: `.grad` is made by backward and dropped by the update."""
-    whole = Moment(gradients=case.gradient_bytes)
-    loss = Moment(gradients=case.added_up)
-    return _replicas(case, loss=loss, backward=_made(case), update=whole)
+def _naive(case: Case) -> StrategyMemory:
+    """`.grad` is made by backward and dropped by the update."""
+    return _memory(case, Moment(case.added_up), _made(case), Moment(case.gradient_bytes))
 
 
 def _made(case: Case, buckets: int = 0) -> Moment:
     """When backward ends, where what it makes becomes `.grad`: of the first leaf the embedding's
     is not there yet."""
-    size, fresh = case.gradient_bytes, case.fresh
-    if fresh and case.leaves == 1:
-        size -= FP32 * case.shape.table_params
-    return Moment(gradients=size, buckets=buckets, fresh=fresh)
+    waits = FP32 * case.shape.table_params if case.fresh and case.leaves == 1 else 0
+    return Moment(case.gradient_bytes - waits, buckets)
 
 
-def _engine(case: Case, *, buffers: int = 1, passing: int = 0) -> StrategyMemory:
+def _engine(case: Case, *, buffers: int = 1, passing: int = 0, **other: int) -> StrategyMemory:
     """Flat buffers that stay from step to step; `.grad` is a view of the first.
 
     Args:
         case: what is trained.
         buffers: of each bucket.
         passing: bytes on the way while backward ends.
+        other: as `_memory`.
     """
     size = case.gradient_bytes
-    held = Moment(gradients=size, buckets=(buffers - 1) * size)
-    moving = Moment(gradients=size, buckets=(buffers - 1) * size + passing, fresh=case.fresh)
-    return _replicas(case, loss=held, backward=moving, update=held, renewed=passing)
+    held = Moment(size, (buffers - 1) * size)
+    moving = held._replace(buckets=held.buckets + passing)
+    return _memory(case, held, moving, held, renewed=passing, **other)
 
 
 def _bucketed(case: Case) -> StrategyMemory:
@@ -220,20 +205,14 @@ def _on_host(case: Case, buffers: int) -> StrategyMemory:
     """One copy of weights and state for all ranks of the host: a rank's share of them. Gradients
     lie in shared memory too, and each rank has buffers of its own."""
     size = case.gradient_bytes
-    held = Moment(gradients=size, buckets=(buffers - 1) * size)
-    return StrategyMemory(
-        weights=case.shard(size),
-        optimizer=case.shard(2 * size),
-        loss=held,
-        backward=replace(held, fresh=case.fresh),
-        update=held,
-        moved=buffers * size,  # the weights, and each buffer but the first
-    )
+    shares = {"weights": case.shard(size), "optimizer": case.shard(2 * size)}
+    # Moved: the weights, and each buffer but the first.
+    return _engine(case, buffers=buffers, moved=buffers * size, **shares)
 
 
 def _slices(case: Case, buffers: int) -> int:
-    """What arrives for the tree's sums: the own part of a bucket, from each node of each rank.
-    Ranks of one host on CPUs read it where it is."""
+    """Slices that arrive for the tree's sums: the own part of a bucket, from each node of each
+    rank. Ranks of one host on CPUs read them where they are."""
     if case.work.kind == "cpu":
         return 0
     return buffers * (case.replicas - 1) * case.shard(case.largest_bucket)
@@ -251,53 +230,36 @@ def _bf16(case: Case) -> StrategyMemory:
 def _fp16(case: Case) -> StrategyMemory:
     """And two fp32 copies of a bucket while it is scaled back."""
     size, bf16 = case.gradient_bytes, _bf16(case)
-    back = Moment(gradients=size, buckets=size // 2 + 2 * case.largest_bucket)
-    renewed = bf16.renewed + size
-    return replace(bf16, update=back, renewed=renewed)
+    back = Moment(size, size // 2 + 2 * case.largest_bucket)
+    return replace(bf16, update=back, renewed=bf16.renewed + size)
 
 
 def _ddp(case: Case) -> StrategyMemory:
     """Buckets stay; `.grad` is a view of them. Leaves before the last add up in memory of their
     own, as torch lets go of the views when gradients are cleared (arXiv 2006.15704)."""
-    size = case.gradient_bytes
-    held = Moment(gradients=case.added_up, buckets=size)
-    whole = Moment(gradients=0, buckets=size)
-    return _replicas(case, loss=held, backward=replace(held, fresh=case.fresh), update=whole)
+    held = Moment(case.added_up, case.gradient_bytes)
+    return _memory(case, held, held, held._replace(gradients=0))
 
 
 def _powersgd(case: Case) -> StrategyMemory:
     """`ddp`, the error (S) and a copy of the bucket at hand (arXiv 1905.13727)."""
-    size, ddp = case.gradient_bytes, _ddp(case)
-    return _replicas(
-        case,
-        loss=Moment(gradients=ddp.loss.gradients, buckets=2 * size),
-        backward=Moment(
-            gradients=ddp.loss.gradients,
-            buckets=2 * size + case.largest_bucket,
-            fresh=case.fresh,
-        ),
-        update=Moment(gradients=0, buckets=2 * size + case.largest_bucket),
-        renewed=size,
-    )
+    size = case.gradient_bytes
+    held = Moment(case.added_up, 2 * size)
+    moving = held._replace(buckets=2 * size + case.largest_bucket)
+    return _memory(case, held, moving, moving._replace(gradients=0), renewed=size)
 
 
 def _local_sgd(case: Case) -> StrategyMemory:
     """`naive` alone; a flat copy of the weights while ranks meet, gradients gone."""
-    alone = _after_backward(case)
     size = case.gradient_bytes
-    return replace(alone, update=Moment(gradients=0, buckets=size), renewed=size)
+    return replace(_naive(case), update=Moment(0, size), renewed=size)
 
 
 def _diloco(case: Case) -> StrategyMemory:
     """The round's start and the outer momentum; while ranks meet the distances and their mean."""
     size = case.gradient_bytes
-    return _replicas(
-        case,
-        loss=Moment(gradients=case.added_up, buckets=2 * size),
-        backward=_made(case, 2 * size),
-        update=Moment(gradients=0, buckets=4 * size),
-        renewed=2 * size,
-    )
+    loss = Moment(case.added_up, 2 * size)
+    return _memory(case, loss, _made(case, 2 * size), Moment(0, 4 * size), renewed=2 * size)
 
 
 def _gathering(case: Case) -> int:
@@ -308,14 +270,15 @@ def _gathering(case: Case) -> int:
 
 
 def _zero1(case: Case) -> StrategyMemory:
+    """The optimizer's state divided; gradients whole, in the tree's buffers."""
     size, buffers = case.gradient_bytes, case.tree_buffers
     others = (buffers - 1) * size
-    return StrategyMemory(
-        weights=size,
+    return _memory(
+        case,
+        Moment(size, others),
+        Moment(size, others + _slices(case, buffers)),
+        Moment(size, others + _gathering(case)),
         optimizer=case.shard(2 * size),
-        loss=Moment(gradients=size, buckets=others),
-        backward=Moment(gradients=size, buckets=others + _slices(case, buffers), fresh=case.fresh),
-        update=Moment(gradients=size, buckets=others + _gathering(case)),
         renewed=size + case.shard(size),
     )
 
@@ -324,14 +287,12 @@ def _zero2(case: Case) -> StrategyMemory:
     """Buckets whole until backward ends, then the own shard of each. When the last gradient is
     made, all buckets but its own are on their way, each into a shard."""
     size = case.gradient_bytes
-    return StrategyMemory(
-        weights=size,
+    return _memory(
+        case,
+        Moment(case.added_up),
+        Moment(size, case.shard(sum(case.buckets[:-1]))),
+        Moment(case.shard(size), _gathering(case)),
         optimizer=case.shard(2 * size),
-        loss=Moment(gradients=case.added_up),
-        backward=Moment(
-            gradients=size, buckets=case.shard(sum(case.buckets[:-1])), fresh=case.fresh
-        ),
-        update=Moment(gradients=case.shard(size), buckets=_gathering(case)),
         renewed=2 * (size + case.shard(size)),
     )
 
@@ -342,24 +303,23 @@ def _fsdp(case: Case) -> StrategyMemory:
     size = case.gradient_bytes
     root, block = FP32 * case.shape.root_params, FP32 * case.shape.block_params
     shard = case.shard(size)
-    return StrategyMemory(
+    return _memory(
+        case,
+        Moment(case.added_up, root),
+        # The blocks' gradients are in shards by now, those of leaves before the last as well.
+        # Outside of the blocks: weights, gradients, and these once more as they are sent.
+        Moment(shard, 3 * root),
+        Moment(shard),
         weights=shard,
         optimizer=case.shard(2 * size),
-        loss=Moment(gradients=case.added_up, buckets=root),
-        backward=Moment(
-            # The blocks' are in shards by now, those of leaves before the last as well.
-            gradients=shard,
-            # Outside of the blocks: weights, gradients, and these once more as they are sent.
-            buckets=3 * root,
-        ),
-        update=Moment(gradients=shard),
+        fresh=0,
         gathered_block=2 * block,
         gathered_blocks=case.shape.blocks * block,
     )
 
 
 FORMULAS: dict[str, Callable[[Case], StrategyMemory]] = {
-    "naive": _after_backward,
+    "naive": _naive,
     "flat": _engine,
     "overlap": _engine,
     "bucketed": _bucketed,

@@ -1,4 +1,4 @@
-"""What failures cost: how often to save, and what part of the time is useful work; pure.
+"""The cost of failures: how often to save, and which part of the time is useful work; pure.
 
 M mean time between failures of the whole job (that of a device over their number), d seconds to
 save, R seconds to begin again, t seconds of work between two saves. Failures come at any moment,
@@ -38,7 +38,7 @@ class Failures:
     device_mtbf_s: float = _LLAMA_MTBF_S
     """Mean time between failures of one device, seconds."""
     checkpoint_s: float = 60.0
-    """To save, while nobody trains. An assumption; a run's own is in its log."""
+    """Time of a save, during which training stands still, seconds. An assumption."""
     restart_s: float = 300.0
     """From a failure until training goes on: noticing, starting, loading. An assumption."""
 
@@ -50,7 +50,7 @@ class Failures:
             raise ConfigError(f"failures: restart_s must not be negative; got {self.restart_s}")
 
     def mtbf_s(self, ranks: int) -> float:
-        """Of a job on so many devices, any of which ends it."""
+        """Mean time between failures of a job on so many devices, any of which ends it."""
         return self.device_mtbf_s / ranks
 
 

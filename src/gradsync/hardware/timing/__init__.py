@@ -1,1 +1,1 @@
-"""What a step takes: a leaf measured or estimated, messages by formula or by fitted lines."""
+"""The time of a step: a leaf measured or estimated, messages by formula or by fitted lines."""

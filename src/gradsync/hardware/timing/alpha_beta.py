@@ -1,4 +1,4 @@
-"""What an operation costs as two numbers: `seconds = alpha + beta * bytes`; no torch.
+"""The cost of an operation as two numbers: `seconds = alpha + beta * bytes`; no torch.
 
 Alpha is what even an empty message costs, 1 / beta the bandwidth that long ones approach (Hockney
 1994, "The communication challenge for MPP"). Times span five decades, so errors are relative, and
@@ -14,10 +14,15 @@ bend it much.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
+
+from gradsync.core.files import cache_entry, read_entry, write_entry
+from gradsync.runtime import environ
 
 _ITERATIONS = 200
 _SMALL_ERROR = 0.1
@@ -89,7 +94,7 @@ def quality(
 
 
 def _weight(ratio: float) -> float:
-    """Of the squared error (ratio - 1)**2, so that it counts as e**2, and a large one as |e|."""
+    """Weight of (ratio - 1)**2, so that it counts as e**2, and a large one as |e|."""
     error = abs(ratio - 1) / ratio**0.5
     return min(1.0, _SMALL_ERROR / max(error, _SMALL_ERROR)) / ratio
 
@@ -113,3 +118,40 @@ def _least_squares(
     if beta < 0:
         return x1 / xx, 0.0
     return alpha, beta
+
+
+_KEY = (
+    *("cpu", "cores", "accelerator", "backend", "world_size", "threads_per_rank", "torch"),
+    *("num_nodes", "dtype"),
+)
+"""The parts of the environment and the benchmark's settings that a cost depends on."""
+
+
+def fits_path(environment: Mapping[str, Any]) -> Path:
+    """Where the fits of this machine are kept.
+
+    Args:
+        environment: of `environment.environment`, and `num_nodes` and `dtype`.
+    """
+    key = json.dumps({name: environment[name] for name in _KEY})
+    return cache_entry(environ.cache_dir() / "alpha-beta", key)
+
+
+def save_fits(environment: Mapping[str, Any], fits: Sequence[Fit]) -> Path:
+    """Keep `fits`; those of operations and algorithms that were not measured now stay as they are.
+
+    Raises:
+        RunError: the cache cannot be written.
+    """
+    known = {(fit.operation, fit.algorithm): fit for fit in [*load_fits(environment), *fits]}
+    document = {
+        "environment": {name: environment[name] for name in ("date", *_KEY)},
+        "fits": [fit.to_json() for fit in known.values()],
+    }
+    return write_entry(fits_path(environment), document)
+
+
+def load_fits(environment: Mapping[str, Any]) -> list[Fit]:
+    """The lines that `save_fits` kept for such an environment; none when it never ran."""
+    found = read_entry(fits_path(environment), lambda value: [Fit(**fit) for fit in value["fits"]])
+    return found or []

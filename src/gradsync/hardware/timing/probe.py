@@ -1,4 +1,4 @@
-"""What a leaf and an update cost on this device, measured in a few seconds on the real model.
+"""The cost of a leaf and of an update on this device, measured in seconds on the real model.
 
     clock   ├ forward ┤├ backward: p73, p72, ... p0 ┤├ clip, AdamW ┤     again and again
 
@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradsync.hardware.timing.probe_cache import load_profile, profile_path, save_profile
-from gradsync.hardware.timing.step_profile import BucketReady, StepProfile
+from gradsync.hardware.timing.estimate import load_profile, profile_path, save_profile
+from gradsync.hardware.timing.profile import BucketReady, StepProfile
 from gradsync.hardware.workload import Workload
 from gradsync.models.gpt import GPT
 from gradsync.runtime.memory import keep_freed_memory
@@ -96,33 +96,42 @@ def _measure(work: Workload, device: torch.device, repeats: int, budget_s: float
     generator = torch.Generator().manual_seed(0)
     tokens_BT, targets_BT = torch.randint(work.model.vocab_size, shape, generator=generator)
     leaf = tokens_BT.to(device), targets_BT.to(device)
-    clock = _Clock(device)
+    on_cuda = device.type == "cuda"
+    now: Callable[[], Any] = _cuda_event if on_cuda else time.perf_counter
+    between: Callable[[Any, Any], float] = _event_seconds if on_cuda else _seconds
     found: list[_Marks] = []
+
+    def mark(number: int, _: Tensor) -> None:
+        found[-1].ready[number] = now()
+
     for number, parameter in enumerate(model.parameters()):
-        parameter.register_post_accumulate_grad_hook(_marker(found, number, clock))
+        parameter.register_post_accumulate_grad_hook(partial(mark, number))
 
     def step() -> None:
-        found.append(_Marks(begin=clock.now()))
-        with _autocast(work, device):
+        found.append(_Marks(begin=now()))
+        dtype = _DTYPES.get(work.dtype)
+        with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
             loss = model(*leaf) / leaf[0].numel()
-        found[-1].forward = clock.now()
+        found[-1].forward = now()
         loss.backward()
-        found[-1].backward = clock.now()
+        found[-1].backward = now()
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
         optimizer.step()
         optimizer.zero_grad()
-        found[-1].update = clock.now()
+        found[-1].update = now()
 
-    for _ in range(_WARM_UP):
-        step()
-    clock.wait()
-    one_s = clock.between(found[-1].begin, found[-1].update)
-    found.clear()
-    for _ in range(max(_FEWEST, min(repeats, int(budget_s / one_s)))):
-        step()
-    clock.wait()
+    def steps(count: int) -> None:
+        found.clear()
+        for _ in range(count):
+            step()
+        if on_cuda:
+            torch.cuda.synchronize()
+
+    steps(_WARM_UP)
+    one_s = between(found[-1].begin, found[-1].update)
+    steps(max(_FEWEST, min(repeats, int(budget_s / one_s))))
     sizes = [parameter.numel() * parameter.element_size() for parameter in model.parameters()]
-    return _profile(found, sizes, clock.between)
+    return _profile(found, sizes, between)
 
 
 def _profile(
@@ -149,38 +158,16 @@ def _profile(
     )
 
 
-def _marker(found: list[_Marks], number: int, clock: _Clock) -> Callable[[Tensor], None]:
-    def mark(_: Tensor) -> None:
-        found[-1].ready[number] = clock.now()
-
-    return mark
-
-
-def _autocast(work: Workload, device: torch.device) -> AbstractContextManager[Any]:
-    if work.dtype == "fp32":
-        return nullcontext()
-    return torch.autocast(device.type, dtype=_DTYPES[work.dtype])
+def _cuda_event() -> torch.cuda.Event:
+    """The moment at which the stream gets there."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
-class _Clock:
-    """The host's, or events in the device's stream."""
+def _event_seconds(first: torch.cuda.Event, last: torch.cuda.Event) -> float:
+    return first.elapsed_time(last) / 1000
 
-    def __init__(self, device: torch.device) -> None:
-        self._on_cuda = device.type == "cuda"
 
-    def now(self) -> Any:
-        """This moment; on CUDA when the stream gets there."""
-        if not self._on_cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def between(self, first: Any, last: Any) -> float:
-        """Seconds; after `wait`."""
-        return first.elapsed_time(last) / 1000 if self._on_cuda else last - first
-
-    def wait(self) -> None:
-        """Until all moments have come."""
-        if self._on_cuda:
-            torch.cuda.synchronize()
+def _seconds(first: float, last: float) -> float:
+    return last - first

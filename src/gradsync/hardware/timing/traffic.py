@@ -1,4 +1,4 @@
-"""What each strategy sends in a step, and when; pure, no torch.
+"""Messages of each strategy in a step, and when they travel; pure, no torch.
 
 What a strategy computes for its messages is not here: PowerSGD's factors, diloco's outer step.
 
@@ -26,7 +26,7 @@ _RANK = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
-    """Of one strategy with its options."""
+    """The messages of one strategy with its options."""
 
     grouping: Grouping = "buckets"
     """Which gradients travel together."""
@@ -38,9 +38,9 @@ class Traffic:
     """Whether it communicates beside backward, where something else than the computing cores does
     the communicating."""
     operation: Literal["all_reduce", "reduce_scatter"] = "all_reduce"
-    """Of a bucket."""
+    """A bucket's collective."""
     algorithm: str = "best"
-    """Of `collective_cost.ALL_REDUCE`."""
+    """A name in `collective_cost.ALL_REDUCE`, or best."""
     wire: float = 1.0
     """Bytes that travel over bytes of gradients."""
     gathers_weights: bool = False
@@ -54,7 +54,7 @@ class Traffic:
     through_host: bool = False
     """Whether ranks of one host may share memory instead, and divide the update among them."""
     copies: int = 1
-    """Of all gradients in a rank's memory: into buckets, and out of them."""
+    """Copies of all gradients in a rank's memory: into buckets, and out of them."""
     agrees: bool = True
     """Whether a small message ends the step."""
     by_library: bool = False
@@ -64,7 +64,7 @@ class Traffic:
 
 
 def traffic_of(strategy: str, options: Mapping[str, Any] | None = None) -> Traffic:
-    """What the strategy of that name sends.
+    """The messages of the strategy of that name.
 
     Args:
         strategy: a name of the registry; `torch_ddp` stands for `ddp` as torch's users run it.
@@ -128,4 +128,4 @@ def _of_other(strategy: Strategy, options: Mapping[str, Any]) -> Traffic:
         return Traffic(bucket_mb=bucket_mb, by_library=True, low_rank=rank)
     if name == "ddp":
         return Traffic(bucket_mb=bucket_mb, by_library=True)
-    raise ConfigError(f"nobody has said what strategy {name!r} sends")
+    raise ConfigError(f"no traffic is known of strategy {name!r}")

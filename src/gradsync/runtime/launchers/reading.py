@@ -1,4 +1,4 @@
-"""What one launcher family says in the environment, and the helpers its parsers share."""
+"""Readings of one launcher family's environment variables, and the helpers its parsers share."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Reading:
         return self.world is None and bool(self.missing)
 
     def says(self) -> str:
-        """What the row says, for people: `rank 1 of 4, local rank 1 of 2`, or what is missing."""
+        """The row in words: `rank 1 of 4, local rank 1 of 2`, or what is missing."""
         if self.world is not None:
             world = self.world
             return (
@@ -56,7 +56,7 @@ class Reading:
 
 
 def found(env: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
-    """Those of `names` that are set; an empty value counts as unset."""
+    """The variables among `names` that are set; an empty value counts as unset."""
     return {name: env[name].strip() for name in names if env.get(name, "").strip()}
 
 

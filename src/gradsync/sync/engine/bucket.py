@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class Bucket:
-    """Gradients that travel together.
+    """Gradients that are sent together.
 
-    `flat(0)` is the buffer in which sums over all ranks end up and into which `.grad` points.
-    Others hold what the tree order may not add yet; one leaf per rank needs none of them.
+    `flat(0)` is the buffer in which sums over all ranks end up and into which `.grad` points. Other
+    buffers hold nodes that the tree order may not add yet; one leaf per rank needs none of them.
     """
 
     def __init__(self, plan: BucketPlan, parameters: list[nn.Parameter]) -> None:
@@ -25,13 +25,13 @@ class Bucket:
         self.parameters = [parameters[slot.index] for slot in plan.slots]
         self.dtype = self.parameters[0].dtype
         self.touched = [False] * len(plan.slots)
-        """Which slots got a gradient in this step."""
+        """Slots that got a gradient in this step."""
         self.fired = [False] * len(plan.slots)
-        """Which slots got a gradient from the present leaf."""
+        """Slots that got a gradient from the present leaf."""
         self.missing = len(plan.slots)
-        """How many did not."""
+        """Number of slots that got no gradient from the present leaf."""
         self.waiting: list[int] = []
-        """Slots whose gradient of the present leaf lies in `.grad` still."""
+        """Slots whose gradient of the present leaf is still in `.grad`."""
         self.waiting_elements = 0
         self._flats: list[Tensor] = []
         self._views: list[list[Tensor]] = []
@@ -46,7 +46,7 @@ class Bucket:
         return self._flats[number]
 
     def adopt(self, number: int, memory: Tensor) -> None:
-        """Let buffer `number` lie in `memory`, [plan.numel]; what was in it moves there.
+        """Put buffer `number` into `memory`, [plan.numel], with its contents if it has any.
 
         It exists already, or is the next one.
         """
@@ -80,7 +80,7 @@ class Bucket:
 
     def span(self, number: int, slots: Sequence[int]) -> Tensor | None:
         """The part of buffer `number` that holds `slots` and nothing else but padding; None when
-        others lie between them."""
+        other slots lie between them."""
         first, last = min(slots), max(slots)
         if last - first + 1 != len(slots):
             return None
@@ -88,11 +88,11 @@ class Bucket:
         return self.flat(number)[start : end.offset + end.numel]
 
     def named_sums(self, names: Sequence[str], buffers: int) -> Iterator[tuple[str, Tensor]]:
-        """What the first `buffers` buffers hold of the parameters that have a gradient.
+        """The parameters that have a gradient, with the contents of the first `buffers` buffers.
 
         Args:
             names: of all parameters of the model.
-            buffers: how many hold something.
+            buffers: number of buffers in use.
         """
         for place, slot in enumerate(self.plan.slots):
             for number in range(buffers if self.touched[place] else 0):
@@ -103,7 +103,7 @@ class Bucket:
         return [p for slot, p in enumerate(self.parameters) if p.grad is self.view(0, slot)]
 
     def mark(self, slot: int) -> bool:
-        """Note a gradient; False when this leaf brought one for the slot already."""
+        """Note a gradient; False when this leaf has produced one for the slot already."""
         if self.fired[slot]:
             return False
         self.fired[slot] = self.touched[slot] = True
@@ -117,10 +117,10 @@ class Bucket:
         self.waiting, self.waiting_elements = [], 0
 
     def begin_step(self) -> None:
-        """Forget what was touched; the memory stays."""
+        """Forget which slots were touched; the memory stays."""
         self.touched = [False] * len(self.plan.slots)
 
     def free(self) -> None:
-        """Give the memory back; the next use makes it anew."""
+        """Free the memory; the next use allocates it again."""
         self._flats.clear()
         self._views.clear()

@@ -1,4 +1,4 @@
-"""From a recipe to an engine: the parts that fit together."""
+"""Construction of an engine from a recipe."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def build_engine(
     Args:
         model: on its device; its replicas are equal already.
         comm: all ranks.
-        recipe: what to build.
+        recipe: describes the engine.
         groups: ranks inside the host and between hosts, for `reduction='hierarchical'`.
 
     Raises:
@@ -76,7 +76,7 @@ def build_engine(
 def _on_one_host(
     model: nn.Module, comm: SharedMemoryCommunicator, recipe: Recipe, sums: Sums
 ) -> Engine:
-    """Gradients lie in memory that all ranks see."""
+    """An engine whose gradients lie in memory that all ranks see."""
     if _by_host(recipe):
         return HostEngine(model, comm, recipe=recipe, sums=sums)
     tree = SharedTree(comm)
@@ -95,7 +95,7 @@ def _kind(recipe: Recipe) -> type[Engine]:
 
 
 def _by_host(recipe: Recipe) -> bool:
-    """Whether shared memory can do more for it than carry messages."""
+    """Whether shared memory can do more for the recipe than carry messages."""
     plain = (recipe.shard, recipe.reduction, recipe.wire) == ("none", "backend", "same")
     return plain and recipe.grouping == "buckets"
 

@@ -6,7 +6,7 @@
 Each trainable parameter has one hook, called when its gradient is ready. The gradient goes into a
 flat bucket (`Sums` decides how leaves are added there); when the last leaf has filled a bucket, its
 `Transport` starts. Buckets are launched in one order on all ranks, whatever order gradients come
-in: a parameter that a rank does not use holds its bucket back until the step's end there, and then
+in: a parameter that a rank does not use delays its bucket there until the step's end, and then
 contributes zeros. So nothing ever hangs, and nothing stays unsynchronised.
 """
 
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 
 MIB = 2**20
 _FOLD_ELEMENTS = 65_536
-"""Gradients of a bucket wait until they are so many, in the cache still."""
+"""Elements at which a bucket's waiting gradients are folded, while they are still in the cache."""
 
 
 class Engine(Reducer):
-    """Any recipe's reducer; made by `gradsync.sync.engine.build`."""
+    """Reducer for any recipe; made by `gradsync.sync.engine.build`."""
 
     own_loop = True
 
@@ -57,10 +57,10 @@ class Engine(Reducer):
         self.recipe = recipe
         self.own_backward: Callable[[nn.Parameter], bool] | None = None
         """Called with a parameter that got a gradient in a backward that `leaf` does not enclose;
-        tells whether it is the last backward before the gradients are wanted."""
+        returns whether it is the last backward before the gradients are used."""
         self._names = [name for name, _ in trainable(model)]
         self._sums, self._transport = sums, transport
-        # Shards of optimizer state belong to places in buckets: those must not move then.
+        # Shards of optimizer state belong to places in buckets: then places must not change.
         self._learning = recipe.grouping == "buckets" and recipe.shard == "none"
         self._ready_order: list[int] = []
         self._watch = Stopwatch(on_cuda=any(p.is_cuda for p in self.parameters))
@@ -99,10 +99,10 @@ class Engine(Reducer):
         self.end_leaf()
 
     def begin_leaf(self, *, last: bool, index: int | None = None) -> None:
-        """The gradients that come now belong to one leaf.
+        """Begin a leaf: gradients that come now belong to it.
 
         Raises:
-            ConfigError: the last leaf of this step has been already.
+            ConfigError: the last leaf of this step is over already.
         """
         if self._complete or self._begun:
             raise ConfigError(
@@ -117,14 +117,14 @@ class Engine(Reducer):
             self._begin_transport()
 
     def end_leaf(self) -> None:
-        """All gradients of the leaf are there."""
+        """End a leaf: all its gradients have come."""
         self._in_leaf = False
         for bucket in self.buckets[len(self._works) :]:
             self._fold(bucket)
             self._sums.end_leaf(bucket)
 
     def gradient_ready(self, index: int) -> None:
-        """Take in a gradient; the hook of parameter `index`.
+        """Process a gradient; called by the hook of parameter `index`.
 
         Raises:
             ConfigError: see `_check_gradient`.
@@ -149,15 +149,15 @@ class Engine(Reducer):
             self._launch_full()
 
     def _fold(self, bucket: Bucket) -> None:
-        """Take in the gradients that wait: small ones together, one by one they cost more to call
-        for than to add."""
+        """Accumulate the waiting gradients: small ones together, since calls would cost more than
+        the additions."""
         if bucket.waiting:
             self._sums.fold(bucket, bucket.waiting)
             bucket.waiting, bucket.waiting_elements = [], 0
 
     def _own_leaf_begins(self, parameter: nn.Parameter) -> bool:
-        """In a loop of one's own: False under no_sync, where autograd adds up in `.grad` by itself
-        and all of it becomes one leaf in the backward that synchronises."""
+        """Begin a leaf in the user's training loop; False under no_sync, where autograd adds up in
+        `.grad` and all of it becomes one leaf in the backward that synchronises."""
         if self.own_backward is None or not self.own_backward(parameter):
             return False
         self._own_leaf = True
@@ -165,8 +165,8 @@ class Engine(Reducer):
         return True
 
     def end_own_leaf(self, *, new: bool) -> None:
-        """Take in what lies in `.grad` from before, then end the leaf, if this rank has one: a
-        `new` backward, or gradients that somebody put there by hand. See `OwnLoop`."""
+        """Accumulate gradients that were in `.grad` before, then end the leaf, if this rank has
+        one: a `new` backward, or gradients that the user put there. See `OwnLoop`."""
         waiting = [
             (bucket, slot)
             for parameter, (bucket, slot) in zip(self.parameters, self._places, strict=True)
@@ -182,7 +182,7 @@ class Engine(Reducer):
         self.end_leaf()
 
     def forget(self) -> None:
-        """See `Reducer.forget`; a backward that raised did not come to its end."""
+        """See `Reducer.forget`; a backward that raised may have left a leaf open."""
         self._in_leaf = False
         if not self._begun:
             self._sums.forget()
@@ -219,7 +219,7 @@ class Engine(Reducer):
         return [bucket.touched[slot] for bucket, slot in self._places]
 
     def _clear_untouched(self, bucket: Bucket) -> None:
-        """What got no gradient still holds the last step's sum."""
+        """Zero the slots without a gradient, which still hold the last step's sum."""
         if self._sums.num_buffers == 1:
             for slot, touched in enumerate(bucket.touched):
                 if not touched:
@@ -235,7 +235,7 @@ class Engine(Reducer):
         return Reduction(divided_by=1, exposed=self._watch.copy())
 
     def _begin_step(self, used: list[bool]) -> None:
-        """This step's gradients are summed: forget who brought them."""
+        """Prepare for the next step's gradients, once this step's are summed."""
         if self._sums.num_leaves:
             touched = [bucket.touched[slot] for bucket, slot in self._places]
             self._unused.say(used, touched, self.comm.rank)
@@ -271,7 +271,7 @@ class Engine(Reducer):
         """Rebuild the buckets in rank 0's order of readiness, once.
 
         Whole group, int64 [parameters], on the CPU; overlaps nothing. A rank 0 without a leaf has
-        seen nothing: then all keep the order they have, and learn from the next step.
+        no order: then all ranks keep the one they have, and learn from the next step.
         """
         seen = set(self._ready_order)
         rest = [index for index in self._order if index not in seen]
@@ -294,7 +294,7 @@ class Engine(Reducer):
 def _plans(
     parameters: list[nn.Parameter], order: list[int], recipe: Recipe, world_size: int
 ) -> tuple[BucketPlan, ...]:
-    """The recipe's grouping of `parameters`, taken in `order`."""
+    """Group `parameters`, taken in `order`, by the recipe."""
     in_buckets = recipe.grouping == "buckets"
     whole = 0.0 if recipe.grouping == "parameter" else float("inf")
     limit = recipe.bucket_mb * MIB if in_buckets else whole
@@ -312,7 +312,7 @@ def _plans(
 
 
 def _check_gradient(name: str, parameter: nn.Parameter, bucket: Bucket, slot: int) -> None:
-    """Raise ConfigError for a gradient that has no place in its bucket."""
+    """Raise ConfigError for a gradient that does not fit its slot in the bucket."""
     gradient = parameter.grad
     if bucket.fired[slot]:
         raise ConfigError(
@@ -332,7 +332,7 @@ def _check_gradient(name: str, parameter: nn.Parameter, bucket: Bucket, slot: in
 
 
 def gone() -> ConfigError:
-    """For a gradient of a parameter that outlived its handle."""
+    """The error for a gradient of a parameter that outlived its handle."""
     return ConfigError(
         "a parameter got a gradient, but the model that gs.replicate synchronised, and its handle, "
         "are gone: keep the model, or call close() on the handle before letting it go"

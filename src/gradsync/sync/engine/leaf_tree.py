@@ -1,20 +1,20 @@
-"""The fixed tree over leaves: pure index maths, no torch.
+"""The fixed tree over leaves: index arithmetic only, no torch.
 
 [Note: The tree] A step's gradient is defined without ranks. Leaf i is micro-batch i of the global
 batch. A node (level, index) stands for the leaves `index * 2**level` up to, not including,
-`(index + 1) * 2**level`; its value is left child + right child, and a child without leaves is
-left out:
+`(index + 1) * 2**level`; its value is left child + right child, and a child without leaves is left
+out:
 
     level 2             (2,0) ----------------- (2,1)
     level 1       (1,0) ----- (1,1)                |          6 leaves: 6 and 7 do not exist,
     level 0      0 --- 1     2 --- 3     4 --- 5  (1,2)       so (2,1) is (1,2)
 
-Leaf gradients contain no -0.0 (they are made by `0.0 + g`), sums of such numbers neither, and for
-these x + 0.0 is x bit for bit. So a leaf that brings nothing for a parameter may count as zeros or
+Leaf gradients contain no -0.0 (they are made by `0.0 + g`), nor do sums of such numbers, and for
+these x + 0.0 is x bit for bit. So a leaf without a gradient for a parameter may count as zeros or
 be left out: same bits. Rank boundaries do not appear, so any number of ranks gives the same sum.
 
-A rank owns consecutive leaves and can finish every node that lies inside of its range; the largest
-such nodes, at most 2 log2(leaves) of them, are what it sends.
+A rank owns consecutive leaves and can finish every node that lies inside of its range; it sends the
+largest such nodes, at most 2 log2(leaves) of them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TREE_VERSION = 1
 """Part of the numeric fingerprint: another tree gives other bits."""
 
 UNKNOWN = -1
-"""In place of a leaf's index that nobody told."""
+"""Placeholder for the index of a leaf that the caller did not give."""
 
 Node = tuple[int, int]
 """(level, index)."""
@@ -46,17 +46,17 @@ class Merge:
 class LeafStack:
     """Folds leaves, arriving in order, into the largest finished nodes: a binary counter.
 
-    `nodes` stands in leaf order; node k lives in slot k of whoever keeps the values.
+    `nodes` is in leaf order; node k is in the caller's slot k.
     """
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
 
     def push(self, leaf: int) -> int:
-        """Take in leaf number `leaf`; returns the slot in which the node that it finishes ends.
+        """Add leaf number `leaf`; returns the slot of the node that it finishes.
 
-        The leaf is added to slot `len(nodes)` - 1 as it was before, that one to the slot below and
-        so on, down to the returned slot; when that is `len(nodes)` the leaf just lies there.
+        The caller adds the leaf to slot `len(nodes)` - 1 as it was before, that slot to the one
+        below and so on, down to the returned slot; if that is `len(nodes)`, it just stays there.
         """
         level, index = 0, leaf
         while self.nodes and index % 2 == 1 and self.nodes[-1] == (level, index - 1):
@@ -75,16 +75,16 @@ def largest_nodes(leaves: range) -> list[Node]:
 
 
 def shares(counts: Sequence[int]) -> list[range]:
-    """Each rank's leaves, from how many each has: they follow each other in rank order."""
+    """Each rank's leaves, from the number of each rank: consecutive in rank order."""
     edges = [0, *accumulate(counts)]
     return [range(first, last) for first, last in pairwise(edges)]
 
 
 def checked_shares(told: Sequence[tuple[int, int]]) -> list[range]:
-    """Each rank's leaves, from (how many, index of the first or `UNKNOWN`) of each rank.
+    """Each rank's leaves, from (number, index of the first or `UNKNOWN`) of each rank.
 
     Raises:
-        RunError: a first leaf that does not follow the ranks below.
+        RunError: a first leaf that does not follow those of the rank below.
     """
     ranges = shares([count for count, _ in told])
     for rank, (leaves, (_, first)) in enumerate(zip(ranges, told, strict=True)):
@@ -98,11 +98,11 @@ def checked_shares(told: Sequence[tuple[int, int]]) -> list[range]:
 
 
 def merges_of(nodes: Sequence[Node], wanted: Sequence[Node]) -> tuple[list[Merge], list[int]]:
-    """How to add `nodes` (in leaf order, slot k holding nodes[k]) up to the `wanted` ones.
+    """Plan how to add `nodes` (in leaf order, slot k holding nodes[k]) up to the `wanted` ones.
 
     Returns:
-        The additions in an order that can be carried out, and the slot in which each wanted node
-        ends; -1 for one that has no node below it.
+        The additions in a valid order of execution, and the slot in which each wanted node ends; -1
+            for a node without leaves.
     """
     merges: list[Merge] = []
 

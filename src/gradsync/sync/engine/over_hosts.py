@@ -1,4 +1,4 @@
-"""Buckets that lie in memory of the host, summed over all hosts on a thread beside backward."""
+"""Buckets in memory shared by a host's ranks, summed over hosts on a thread beside backward."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LEAST_BYTES = 2**20
-"""Of a bucket that gets memory of its own: a process cannot map any number of them, and short
-tensors go through the small buffers as fast."""
+"""Least size of a bucket that gets shared memory: a process can map only so many regions, and
+short tensors go through the small buffers as fast."""
 
 
 class OverHosts:
-    """See `Transport`.
+    """A `Transport` for ranks on several hosts.
 
-    The thread alone waits for other ranks; the main thread meets those of the host, by messages,
+    Only the thread waits for other ranks; the main thread exchanges messages with those of the host
     when a bucket is launched for the first time.
 
     Args:
-        host: the ranks of this host, for nobody else's use; closed with the transport.
-        all_reduce: over all hosts, in place, blocking; best for what lies in `host`'s memory.
+        host: the ranks of this host, for this transport alone; closed with it.
+        all_reduce: over all hosts, in place, blocking; fastest on `host`'s memory.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class OverHosts:
         return self._host
 
     def begin(self, sums: Sums) -> None:
-        """Nothing to tell."""
+        """Do nothing: the sums do not depend on leaves."""
 
     def launch(self, bucket: Bucket) -> Work:
         """See `Transport.launch`."""
@@ -57,7 +57,7 @@ class OverHosts:
         return self._background.submit(lambda: self._all_reduce(flat))
 
     def _move_in(self, bucket: Bucket) -> None:
-        """Let the bucket lie in shared memory, if that is worth it and there is enough."""
+        """Move the bucket into shared memory, if that is worth it and enough is available."""
         self._let_go()
         flat = bucket.flat(0)
         if flat.numel() * flat.element_size() < LEAST_BYTES:
@@ -65,18 +65,18 @@ class OverHosts:
         try:
             memory = self._host.allocate(flat.numel(), flat.dtype)
         except SharedMemoryError:
-            return  # on all ranks of the host; there it goes through small buffers
+            return  # on all ranks of the host; there the bucket goes through small buffers
         bucket.adopt(0, memory)
         self._homes.append((weakref.ref(bucket), memory))
 
     def _let_go(self) -> None:
-        """Of the memory of buckets that have been laid out anew."""
+        """Release the memory of buckets that have been laid out again."""
         for owner, memory in self._homes:
             if owner() is None:
                 self._host.release(memory)
         self._homes = [home for home in self._homes if home[0]() is not None]
 
     def close(self) -> None:
-        """End the thread, and part with the host's other ranks."""
+        """End the thread, and leave the host's other ranks."""
         self._background.close()
         self._host.close()

@@ -1,4 +1,4 @@
-"""Which gradients travel together: a pure plan from sizes and an order, without torch.
+"""Assignment of gradients to buckets: a pure plan from sizes and an order, without torch.
 
     order      p3   p1   p0   p2            (the order in which backward finishes them)
     bucket 0 [ p3 . ]                       small: communication begins early
@@ -7,8 +7,8 @@
 
 Parameters start at multiples of 64 elements and a bucket's length is a multiple of 64 x ranks, so
 that shards are cut at multiples of 64 elements *within* a parameter: there a fused optimizer gives
-the same bits for a piece as for the whole (its vector loops end nowhere else; what several threads
-do to 16-bit parameters is in sharded/rounding.py).
+the same bits for a piece as for the whole (its vector loops end nowhere else; sharded/rounding.py
+describes the effect of several threads on 16-bit parameters).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Item:
-    """What the plan has to know of a parameter."""
+    """Properties of a parameter that the plan depends on."""
 
     numel: int
     """Number of elements."""
     itemsize: int
     """Bytes of an element."""
     kind: Hashable
-    """Only parameters of one kind (dtype and device) share a bucket."""
+    """Dtype and device; only parameters of one kind share a bucket."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,9 +38,9 @@ class Slot:
     """The place of one parameter in a bucket."""
 
     index: int
-    """Which parameter."""
+    """Index of the parameter."""
     offset: int
-    """First element."""
+    """First element in the bucket."""
     numel: int
     """Number of elements, without the padding behind it."""
 
@@ -72,7 +72,7 @@ def plan_buckets(
     Args:
         items: every parameter.
         order: a permutation of the parameters' indices.
-        bucket_bytes: 0 gives every parameter a bucket of its own, `inf` puts all into one per kind.
+        bucket_bytes: 0 gives every parameter its own bucket, `inf` makes one per kind.
         first_bucket_bytes: size of the first bucket; None: as the others.
         world_size: ranks that divide a bucket into shards.
     """

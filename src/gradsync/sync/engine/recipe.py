@@ -1,4 +1,4 @@
-"""Grouping x order x reduction x wire x sharding: what a strategy is, as one checked value."""
+"""Grouping x order x reduction x wire x sharding: a strategy as one checked value."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Collective = Literal["auto", "shared_memory", "backend"]
 UpdateOf = Literal["auto", "whole"]
 Weights = Literal["replicas", "shared"]
 Kind = Literal["size", "number", "count", "flag"] | tuple[str, ...]
-"""What an option's value must be: a positive number, any number, a whole number from 1 on, true or
+"""Values that an option accepts: a positive number, any number, a whole number from 1 on, true or
 false, or one of these words."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """How the engine makes gradients global.
+    """The way in which the engine makes gradients global.
 
     Raises:
         ConfigError: a value or a combination that does not exist, naming those that do.
@@ -34,28 +34,28 @@ class Recipe:
     bucket_mb: float = 25.0
     """Size at which a bucket is closed, MiB."""
     first_bucket_mb: float = 1.0
-    """The same for the first bucket: smaller, so that communication begins early. MiB."""
+    """Size of the first bucket, MiB: smaller, so that communication begins early."""
     overlap: bool = True
     """Communicate while backward still runs; False waits for its end."""
     order: Order = "any"
     """invariant: sums follow the fixed tree over leaves, so bits do not depend on ranks."""
     reduction: ReductionName = "backend"
-    """Who adds: the process group's all_reduce, or an algorithm of ours."""
+    """The adder: the process group's all_reduce, or one of gradsync's algorithms."""
     wire: Wire = "same"
-    """What travels: the gradients' own dtype, or 16 bits of it."""
+    """The dtype sent: the gradients' own, or 16 bits."""
     shard: Shard = "none"
-    """Whose memory is divided by the ranks: nobody's, the optimizer's, the gradients' too."""
+    """Memory divided among the ranks: none, the optimizer's, or the gradients' too."""
     collective: Collective = "auto"
-    """What carries sums, under reduction='backend' and inside the hosts of 'hierarchical': the
-    process group, or memory that the ranks of one host share; auto takes that on CPUs where it
-    can be had."""
+    """Carrier of sums, under reduction='backend' and inside the hosts of 'hierarchical': the
+    process group, or memory that the ranks of one host share; auto takes the latter on CPUs where
+    it is available."""
     update: UpdateOf = "auto"
     """Through shared memory: auto lets each rank update its share of the weights, for all ranks of
     the host, where the optimizer is elementwise; whole leaves the whole gradient in `.grad` on
-    every rank, for hooks that look at it, and each rank updates everything."""
+    every rank, for hooks that read it, and each rank updates everything."""
     weights: Weights = "replicas"
-    """Through shared memory: every rank its own copy, or one for all ranks of the host. Then nobody
-    but `sync.step` may change them."""
+    """Through shared memory: one copy per rank, or one for all ranks of the host, which then only
+    `sync.step` may change."""
 
     def __post_init__(self) -> None:
         for name, allowed in _ALLOWED.items():
@@ -93,10 +93,15 @@ class Recipe:
 
 
 def check_value(name: str, value: Any, kind: Kind) -> None:
-    """Whether an option can have this value.
+    """Check that an option can have this value.
+
+    Args:
+        name: of the option.
+        value: to check.
+        kind: values that the option accepts.
 
     Raises:
-        ConfigError: it cannot; says what can.
+        ConfigError: it cannot; the message says which values it can.
     """
     if isinstance(kind, tuple):
         fits, wanted = value in kind, f"one of {', '.join(kind)}"

@@ -1,4 +1,4 @@
-"""How a rank adds up the gradients of its own leaves, before anything travels."""
+"""Accumulation of the gradients of a rank's own leaves, before any communication."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from gradsync.core.torch_private import foreach_add_, foreach_copy_, foreach_zero_
 from gradsync.errors import ConfigError
 from gradsync.sync.engine.bucket import Bucket
 from gradsync.sync.engine.leaf_tree import LeafStack
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 FORGOTTEN = -2
-"""In place of a leaf's index: this step is given up."""
+"""Placeholder for a leaf's index when this step is discarded."""
 
 
 class Sums(Protocol):
@@ -25,36 +26,36 @@ class Sums(Protocol):
     num_leaves: int
     """Leaves begun in this step."""
     first_leaf: int | None
-    """Global index of the first one; None when nobody said it."""
+    """Global index of the first one; None when the caller gave none."""
 
     @property
     def num_buffers(self) -> int:
-        """How many of a bucket's buffers hold something."""
+        """Number of buffers of a bucket in use."""
         ...
 
     def begin_leaf(self, index: int | None) -> None:
-        """The next gradients belong to leaf `index` of the global batch (None: not known)."""
+        """Begin leaf `index` of the global batch (None: unknown), for the gradients that follow."""
         ...
 
     def fold(self, bucket: Bucket, slots: Sequence[int]) -> None:
-        """Take in the gradients that have arrived in `.grad` of these parameters."""
+        """Accumulate the gradients that have arrived in `.grad` of these parameters."""
         ...
 
     def end_leaf(self, bucket: Bucket) -> None:
-        """Account for the slots from which this leaf brought nothing."""
+        """Account for the slots without a gradient from this leaf."""
         ...
 
     def forget(self) -> None:
-        """This rank's leaves of this step do not count, nor will anybody's."""
+        """Discard this rank's leaves of this step; the other ranks discard theirs, too."""
         ...
 
     def begin_step(self) -> None:
-        """Begin with no leaves."""
+        """Start over with no leaves."""
         ...
 
 
 class PlainSums:
-    """In the order in which they come, into one buffer; `.grad` is a view of it."""
+    """Accumulates leaves in the order of arrival, in one buffer; `.grad` is a view of it."""
 
     num_buffers = 1
 
@@ -63,26 +64,26 @@ class PlainSums:
         self.first_leaf: int | None = None
 
     def begin_leaf(self, index: int | None) -> None:
-        """See `Sums.begin_leaf`; where a leaf stands does not matter here."""
+        """See `Sums.begin_leaf`; the leaf's index does not matter here."""
         self.num_leaves += 1
 
     def fold(self, bucket: Bucket, slots: Sequence[int]) -> None:
-        """After the first leaf autograd itself adds to the view, and nothing is left to do.
+        """Copy new gradients in; after the first leaf autograd itself adds to the view.
 
-        A `.grad` that is not the view holds everything that shall count: it is new, or somebody
-        cleared it in between.
+        A `.grad` that is not the view holds everything that counts: it is new, or was cleared in
+        between.
         """
         views = bucket.views(0, slots)
         parameters = [bucket.parameters[slot] for slot in slots]
         fresh = [(p, v) for p, v in zip(parameters, views, strict=True) if p.grad is not v]
         if fresh:
             gradients = _gradients([parameter for parameter, _ in fresh])
-            torch._foreach_copy_([view for _, view in fresh], gradients)
+            foreach_copy_([view for _, view in fresh], gradients)
             for parameter, view in fresh:
                 parameter.grad = view
 
     def end_leaf(self, bucket: Bucket) -> None:
-        """Nothing was added, nothing is missing."""
+        """Do nothing: a missing gradient adds nothing."""
 
     def forget(self) -> None:
         """See `Sums.forget`."""
@@ -94,10 +95,10 @@ class PlainSums:
 
 
 class TreeSums:
-    """Along the fixed tree, see [Note: The tree].
+    """Accumulates leaves along the fixed tree, see [Note: The tree].
 
-    When a leaf's global index is not said, which nodes it belongs to is known only once all ranks
-    have told how many leaves they have: until then every leaf keeps a buffer of its own.
+    Without a leaf's global index, its nodes are known only once all ranks have exchanged their
+    numbers of leaves: until then every leaf keeps its own buffer.
     """
 
     def __init__(self) -> None:
@@ -113,10 +114,10 @@ class TreeSums:
         return self.num_leaves if self.first_leaf is None else len(self._stack.nodes)
 
     def begin_leaf(self, index: int | None) -> None:
-        """See `Sums.begin_leaf`; indices of a rank follow each other.
+        """See `Sums.begin_leaf`; indices of a rank are consecutive.
 
         Raises:
-            ConfigError: they do not.
+            ConfigError: they are not.
         """
         if self.num_leaves == 0:
             self.first_leaf = index
@@ -132,43 +133,43 @@ class TreeSums:
         self.num_leaves += 1
 
     def fold(self, bucket: Bucket, slots: Sequence[int]) -> None:
-        """Fresh gradients go down the stack; `.grad` is empty again."""
+        """Push new gradients down the stack; `.grad` is empty afterwards."""
         parameters = [bucket.parameters[slot] for slot in slots]
         gradients = _gradients(parameters)
         if self._target == self._top:
             self._lay_down(bucket, slots, gradients)
         else:
-            torch._foreach_add_(bucket.views(self._top - 1, slots), gradients)
+            foreach_add_(bucket.views(self._top - 1, slots), gradients)
             self._carry(bucket, slots)
         for parameter in parameters:
             parameter.grad = None
 
     def _lay_down(self, bucket: Bucket, slots: Sequence[int], gradients: list[Tensor]) -> None:
-        """0.0 + g, not a copy: it turns -0.0 into 0.0, which makes zeros neutral in every sum."""
+        """Store 0.0 + g, not a copy: it turns -0.0 into 0.0, which makes zeros neutral in sums."""
         views = bucket.views(self._top, slots)
         if len(slots) == 1:
             torch.add(gradients[0], 0.0, out=views[0])
             return
-        torch._foreach_copy_(views, gradients)
+        foreach_copy_(views, gradients)
         span = bucket.span(self._top, slots)
-        torch._foreach_add_(views if span is None else [span], 0.0)
+        foreach_add_(views if span is None else [span], 0.0)
 
     def end_leaf(self, bucket: Bucket) -> None:
-        """A leaf without a gradient counts as zeros."""
+        """Count a leaf without a gradient as zeros."""
         if not bucket.missing:
             return
         slots = [slot for slot, fired in enumerate(bucket.fired) if not fired]
         if self._target == self._top:
-            torch._foreach_zero_(bucket.views(self._top, slots))
+            foreach_zero_(bucket.views(self._top, slots))
         else:
             self._carry(bucket, slots)
 
     def _carry(self, bucket: Bucket, slots: Sequence[int]) -> None:
         for number in range(self._top - 1, self._target, -1):
-            torch._foreach_add_(bucket.views(number - 1, slots), bucket.views(number, slots))
+            foreach_add_(bucket.views(number - 1, slots), bucket.views(number, slots))
 
     def forget(self) -> None:
-        """See `Sums.forget`; the other ranks learn it in place of the first leaf's index."""
+        """See `Sums.forget`; the other ranks learn of it in place of the first leaf's index."""
         self.begin_step()
         self.first_leaf = FORGOTTEN
 

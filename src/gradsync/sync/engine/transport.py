@@ -1,4 +1,4 @@
-"""How a full bucket becomes the sum over all ranks, in `bucket.flat(0)`, while others go on."""
+"""Sums of full buckets over all ranks, into `bucket.flat(0)`, while other buckets fill."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Transport(Protocol):
-    """All ranks launch the same buckets in the same order."""
+    """A way to sum buckets; all ranks launch the same buckets in the same order."""
 
     def begin(self, sums: Sums) -> None:
         """Called once a step, before the first launch, when this rank's leaves are counted."""
@@ -28,37 +28,37 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Give back what was started."""
+        """Release threads and memory."""
         ...
 
 
 class AllReduce:
-    """The communicator's own all_reduce: whole group, the bucket's [numel] and dtype, beside
+    """The communicator's own all_reduce: whole group, the bucket's [numel] and dtype, overlapping
     backward."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
 
     def begin(self, sums: Sums) -> None:
-        """Nothing to tell."""
+        """Do nothing: the sums do not depend on leaves."""
 
     def launch(self, bucket: Bucket) -> Work:
         """See `Transport.launch`."""
         return self._comm.all_reduce(bucket.flat(0))
 
     def close(self) -> None:
-        """Nothing was started."""
+        """Do nothing: there is nothing to release."""
 
 
 class Algorithm:
-    """One of our own all-reduces (point-to-point, several rounds), on a thread beside backward."""
+    """One of gradsync's all-reduces, by messages in rounds, on a thread beside backward."""
 
     def __init__(self, all_reduce: Callable[[Tensor], None], device: torch.device) -> None:
         self._all_reduce = all_reduce
         self._background = Background(device)
 
     def begin(self, sums: Sums) -> None:
-        """Nothing to tell."""
+        """Do nothing: the sums do not depend on leaves."""
 
     def launch(self, bucket: Bucket) -> Work:
         """See `Transport.launch`."""
@@ -71,16 +71,16 @@ class Algorithm:
 
 
 class ReduceScatter:
-    """Each rank gets the sum of its own shard only, in its place in `flat(0)`; half the bytes.
+    """Reduce-scatter: each rank gets its own shard's sum, in place in `flat(0)`; half the bytes.
 
-    Whole group, the bucket's [numel] and dtype in, [numel / W] out, beside backward.
+    Whole group, the bucket's [numel] and dtype in, [numel / W] out, overlapping backward.
     """
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
 
     def begin(self, sums: Sums) -> None:
-        """Nothing to tell."""
+        """Do nothing: the sums do not depend on leaves."""
 
     def launch(self, bucket: Bucket) -> Work:
         """See `Transport.launch`."""
@@ -92,18 +92,18 @@ class ReduceScatter:
         return Then(self._comm.reduce_scatter(result, flat), lambda: shard.copy_(result))
 
     def close(self) -> None:
-        """Nothing was started."""
+        """Do nothing: there is nothing to release."""
 
 
 class HalfWire:
     """All-reduce in 16 bits: half the bytes; rounded when sent and at every addition.
 
-    [Note: fp16 on the wire] Gradients here are sums over targets and would pass 65,504, fp16's
+    [Note: fp16 on the wire] Gradients here are sums over targets and would exceed 65,504, fp16's
     largest number. So a bucket is first multiplied by the power of two that brings ranks x largest
     magnitude just below it; a power of two rounds nothing. That magnitude is agreed on by one
     all-reduce (max, fp32 [1]), which backward waits for. bf16 has fp32's range.
 
-    Complex numbers travel as pairs of real ones: there is no complex bf16.
+    Complex numbers are sent as pairs of real ones: there is no complex bf16.
     """
 
     def __init__(self, comm: Communicator, dtype: torch.dtype) -> None:
@@ -111,21 +111,21 @@ class HalfWire:
         self._dtype = dtype
 
     def begin(self, sums: Sums) -> None:
-        """Nothing to tell."""
+        """Do nothing: the sums do not depend on leaves."""
 
     def launch(self, bucket: Bucket) -> Work:
         """See `Transport.launch`."""
         flat = bucket.flat(0)
         if self._comm.world_size == 1:
-            return Done()  # nothing travels, nothing is rounded
+            return Done()  # nothing is sent, nothing is rounded
         if flat.is_complex():
             flat = torch.view_as_real(flat)  # [numel, 2], the same memory
         if self._dtype == torch.bfloat16:
-            small = flat.to(self._dtype)
+            small = flat.to(self._dtype)  # whole group, bf16 [numel], overlapping backward
             return Then(self._comm.all_reduce(small), lambda: flat.copy_(small))
         scale = self._scale(flat)
         small = (flat.float() * scale).to(self._dtype)
-        # Whole group, fp16 [numel], beside backward.
+        # Whole group, fp16 [numel], overlapping backward.
         return Then(self._comm.all_reduce(small), lambda: flat.copy_(small.float() / scale))
 
     def _scale(self, flat: Tensor) -> Tensor:
@@ -137,11 +137,11 @@ class HalfWire:
         return torch.where(torch.isfinite(largest) & (largest > 0), scale, torch.ones_like(scale))
 
     def close(self) -> None:
-        """Nothing was started."""
+        """Do nothing: there is nothing to release."""
 
 
 class Then:
-    """A `Work` with something to do once it has arrived."""
+    """A `Work` with a function to call once it is done."""
 
     def __init__(self, work: Work, finish: Callable[[], object]) -> None:
         self._work = work

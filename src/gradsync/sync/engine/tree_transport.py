@@ -1,15 +1,15 @@
-"""Sums over ranks along the fixed tree: each shard's owner adds, everybody gets the result.
+"""Sums over ranks along the fixed tree: each shard's owner adds, then sends the sum to all ranks.
 
     rank 0  nodes of leaves 0 1 2 ─┐ slices of shard r    ┌─ rank r adds them    ─┐ shard r
     rank 1  nodes of leaves 3 4   ─┼─────────────────────►│  in tree order:      ─┼───► all ranks
     rank 2  nodes of leaves 5 6 7 ─┘ go to rank r         └─ (0,2)+..., see Note ─┘
 
-With one node per rank (equal shares of 2^k leaves) a rank sends 2(W-1)/W of the bucket, exactly
-what a ring all-reduce sends; with uneven shares a rank has up to 2 log2(leaves) nodes and sends
+With one node per rank (equal shares of 2^k leaves) a rank sends 2(W-1)/W of the bucket, exactly as
+much as in a ring all-reduce; with uneven shares a rank has up to 2 log2(leaves) nodes and sends
 that many slices in the first half. Everything goes point to point on a thread beside backward, so
-it disturbs no collective of the main thread.
+it does not interfere with the main thread's collectives.
 
-Hierarchical: the same in two stages. Ranks of a host first add what lies inside of the host's
+Hierarchical: the same in two stages. Ranks of a host first add the nodes inside of the host's
 leaves (its largest nodes), then ranks with the same place on every host finish the tree for their
 shard. The additions are the tree's, so bits are the same.
 """
@@ -41,23 +41,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One round of adding: these ranks hold these nodes, and want those."""
+    """One round of adding: the nodes that ranks hold, and those they compute."""
 
     comm: Messenger
     nodes: list[list[Node]]
-    """What each rank of `comm` brings, in leaf order."""
+    """Nodes held by each rank of `comm`, in leaf order."""
     wanted: list[Node]
-    """What their shards' owners end up with."""
+    """Nodes that the owners of their shards compute."""
 
 
 class TreeTransport:
-    """See the module's picture.
+    """A `Transport` along the tree, see the module's picture.
 
     Args:
         comm: all ranks.
         levels: the communicators to go through, `[comm]` or `[inside the host, between hosts]`;
             ranks must be numbered host by host.
-        device: where gradients are.
+        device: device of the gradients.
     """
 
     def __init__(self, comm: Messenger, levels: Sequence[Messenger], device: torch.device) -> None:
@@ -71,7 +71,7 @@ class TreeTransport:
         self._own: range = range(0)
 
     def begin(self, sums: Sums) -> None:
-        """Tell all ranks how many leaves this one has; see `Transport.begin`."""
+        """Exchange the ranks' numbers of leaves; see `Transport.begin`."""
         self._num_buffers = sums.num_buffers
         self._indexed = sums.first_leaf is not None
         first = UNKNOWN if sums.first_leaf is None else sums.first_leaf
@@ -130,13 +130,13 @@ class TreeTransport:
         self._stages = [Stage(intra, here, of_hosts[host]), Stage(inter, of_hosts, [total])]
 
     def _reduce(self, buffers: list[Tensor]) -> None:
-        """Add up and hand round; the result ends in `buffers[0]`."""
+        """Add up and distribute; the result ends in `buffers[0]`."""
         if not self._stages:
-            return  # nobody will use it
+            return  # the step is discarded
         result = buffers[0]
         values = buffers[: self._num_buffers]
         if not self._indexed:
-            # Every leaf has a buffer still: finish what lies inside of this rank's range.
+            # Every leaf still has a buffer: finish the nodes inside of this rank's range.
             singles = [(0, leaf) for leaf in self._own]
             values = _add(values, singles, largest_nodes(self._own))
         parts = [result]
@@ -144,7 +144,7 @@ class TreeTransport:
             values = _scatter_add(stage, values, parts[-1])
             parts.append(_part(parts[-1], stage.comm.rank, stage.comm.world_size))
         if not values:
-            parts[-1].zero_()  # nobody had a leaf
+            parts[-1].zero_()  # no rank had a leaf
         elif values[0].data_ptr() != parts[-1].data_ptr():
             parts[-1].copy_(values[0])
         for stage, part in zip(reversed(self._stages), reversed(parts[:-1]), strict=True):
@@ -152,7 +152,7 @@ class TreeTransport:
 
 
 def _add(values: list[Tensor], nodes: Sequence[Node], wanted: Sequence[Node]) -> list[Tensor]:
-    """Add in tree order, in place; values of the wanted nodes that exist."""
+    """Add in tree order, in place; returns the values of the wanted nodes that exist."""
     merges, ends = merges_of(nodes, wanted)
     for merge in merges:
         values[merge.left].add_(values[merge.right])
@@ -160,14 +160,15 @@ def _add(values: list[Tensor], nodes: Sequence[Node], wanted: Sequence[Node]) ->
 
 
 def _scatter_add(stage: Stage, values: list[Tensor], region: Tensor) -> list[Tensor]:
-    """Send every rank its shard of this rank's values, add what arrives for the own one.
+    """Send every rank its shard of this rank's values, add up the slices of this rank's shard.
 
-    Point to point, one slice [n / ranks] per node and pair of ranks, the bucket's dtype.
+    Point to point, one slice [n / ranks] per node and pair of ranks, the bucket's dtype; beside
+    backward.
 
     Args:
-        stage: who brings what.
+        stage: nodes of each rank.
         values: of this rank's nodes, each [n]; may be empty.
-        region: what they will be part of, [n]; for its shape and dtype only.
+        region: the result's region, [n]; for its shape and dtype only.
     """
     comm, mine = stage.comm, stage.comm.rank
     own_part = _part(region, mine, comm.world_size)
@@ -186,7 +187,7 @@ def _scatter_add(stage: Stage, values: list[Tensor], region: Tensor) -> list[Ten
 
 
 def _hand_round(comm: Messenger, region: Tensor) -> None:
-    """Everybody gets everybody's shard of `region`, [n], in place; slices [n / ranks]."""
+    """All-gather the shards of `region`, [n], in place, by messages of [n / ranks], its dtype."""
     ranks = range(comm.world_size)
     parts = [_part(region, rank, comm.world_size) for rank in ranks]
     others = [rank for rank in ranks if rank != comm.rank]

@@ -1,4 +1,4 @@
-"""Tells of parameters that some ranks use and others do not."""
+"""Warning about parameters that some ranks use and others do not."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ log = logging.getLogger("gradsync")
 
 
 class UnusedWarning:
-    """Said once per parameter, in one line for all of a step.
+    """Warns once per parameter, in one line for all of a step.
 
     Args:
         names: of the parameters.
@@ -20,7 +20,13 @@ class UnusedWarning:
         self._said: set[int] = set()
 
     def say(self, used: Sequence[bool], touched: Sequence[bool], rank: int) -> None:
-        """Warn about parameters that a rank used (`used`) and this one did not (`touched`)."""
+        """Warn about parameters with a gradient on some rank and none on this one.
+
+        Args:
+            used: for each parameter, whether any rank has a gradient.
+            touched: for each parameter, whether this rank has one.
+            rank: this rank.
+        """
         if list(used) == list(touched):
             return
         found = [

@@ -1,4 +1,4 @@
-"""Norms of all blocks of the gradient, each taken by the rank that owns it, seen by all."""
+"""Norms of all blocks of the gradient, each computed by the rank that owns it, read by all."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class BlockNorms:
-    """See [Note: Fixed blocks] in clip.py.
+    """Shared norms of a host's ranks, see [Note: Fixed blocks] in clip.py.
 
     Args:
         comm: the ranks of the host.
-        flats: where gradients lie.
+        flats: the gradients' buffers.
         parameters: in the order in which their norms are added.
     """
 
@@ -41,7 +41,13 @@ class BlockNorms:
         self._blocks: dict[tuple[int, int], tuple[int, list[Tensor]]] = {}
 
     def take(self, flat: int, run: Run, gradient: Tensor) -> None:
-        """Note the norms of one run's blocks of `gradient`, the whole flat."""
+        """Store the norms of one run's blocks.
+
+        Args:
+            flat: index of the flat buffer.
+            run: blocks of this rank.
+            gradient: the whole flat buffer, [flat.numel].
+        """
         key, place = (flat, run.start), gradient.data_ptr()
         if key not in self._blocks or self._blocks[key][0] != place:
             blocks = [gradient[block.start : block.stop] for block in run.blocks]
@@ -50,7 +56,7 @@ class BlockNorms:
         self._norms.index_copy_(0, self._places[flat][run.start], norms)
 
     def total(self, used: Sequence[bool], *, double: bool) -> Tensor:
-        """The gradient's norm, []; all ranks have taken theirs.
+        """The gradient's norm, []; call it after all ranks have stored theirs.
 
         Args:
             used: for each parameter, whether its gradient counts; the others are zeros.

@@ -1,4 +1,4 @@
-"""Whether an optimizer's step may be divided among the ranks of a host."""
+"""Conditions for dividing an optimizer's step among the ranks of a host."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from gradsync.core.torch_private import optimizer_post_hooks, optimizer_pre_hooks, step_hooks
 from gradsync.errors import ConfigError
 from gradsync.sync.host.state import slots_of
 from gradsync.sync.optimizer_watch import OptimizerWatch
 from gradsync.sync.sharded.elementwise import check_elementwise
-from gradsync.sync.torch_names import optimizer_post_hooks, optimizer_pre_hooks
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -23,14 +23,14 @@ def why_whole(
     parameters: Sequence[torch.Tensor],
     dtypes: Collection[torch.dtype],
 ) -> str:
-    """Why every rank has to run the whole optimizers; "" when each may update its share.
+    """Reason why every rank has to run the whole optimizers; "" when each may update its share.
 
     The same on all ranks, whose optimizers are equal, and in all steps: see `why_not_now`.
 
     Args:
         optimizers: the user's.
-        parameters: that are synchronised.
-        dtypes: of those.
+        parameters: the synchronised ones.
+        dtypes: of those parameters.
     """
     try:
         for optimizer in optimizers:
@@ -60,7 +60,7 @@ def why_whole(
 
 def why_not_now(optimizer: Optimizer) -> str:
     """Why the next step has to be whole, though not every one has; see `why_whole`."""
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+    if step_hooks(optimizer):
         return "hooks on the optimizer may look at the whole gradient"
     everywhere = [*optimizer_pre_hooks(), *optimizer_post_hooks()]
     if not all(isinstance(getattr(h, "__self__", h), OptimizerWatch) for h in everywhere):

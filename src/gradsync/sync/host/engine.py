@@ -1,18 +1,18 @@
-"""The step of ranks that share memory: gradients are added and weights updated share by share.
+"""The step of ranks that share memory: each rank adds gradients and updates weights in its share.
 
-    backward    every rank fills its own buffers, nothing travels
+    backward    every rank fills its own buffers, nothing is sent
     agree       the step's small message; now all buffers are full
     divide      each rank: add up its share over all ranks' buffers, divide, take its blocks' norms
     clip        the norms of all ranks' blocks, added in parameter order; scale own share
     update      each rank: the optimizer on its share of the weights; meet
 
 Work per rank shrinks with their number: additions, division, norm and optimizer are done once per
-host, not once per rank. What each rank writes is what it would have written anyway, in the memory
-of all. With a core for each rank nothing could be gained by communicating beside backward: there
-is no message to wait for, only additions, and the core that would do them is computing.
+host, not once per rank. Each rank writes the values that it would have written anyway, in the
+memory of all. With a core for each rank nothing could be gained by communicating beside backward:
+there is no message to wait for, only additions, and the core that would do them is computing.
 
-In a loop of one's own, and where the optimizer is not elementwise, `divide` finds the whole
-gradient in every rank's `.grad`: then the same additions write into all ranks' buffers.
+In the user's training loop, and where the optimizer is not elementwise, every rank needs the whole
+gradient in its `.grad`: then `reduce` makes the same additions and writes into all ranks' buffers.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import torch
 
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
 from gradsync.comm.shared_memory.kernels import reduce_in_place
+from gradsync.core.torch_private import foreach_mul_
 from gradsync.errors import ConfigError, GradsyncError
 from gradsync.sync.clip import clip_factor
 from gradsync.sync.engine.engine import Engine
@@ -52,20 +53,20 @@ log = logging.getLogger("gradsync")
 
 
 class HostEngine(Engine):
-    """See the module's picture; made by `gradsync.sync.engine.build`.
+    """The engine of ranks on one host, see the module's picture; made by `engine.build`.
 
     Raises:
-        SharedMemoryError: on all ranks: there is too little memory.
+        SharedMemoryError: on all ranks, when there is too little memory.
     """
 
     def __init__(
         self, model: nn.Module, comm: SharedMemoryCommunicator, *, recipe: Recipe, sums: Sums
     ) -> None:
-        # Nothing travels in backward.
+        # Nothing is sent in backward.
         recipe = replace(recipe, overlap=False)
         super().__init__(model, comm, recipe=recipe, sums=sums, transport=AllReduce(comm))
         self._host = comm
-        self._learning = False  # nothing travels beside backward: any order is as good
+        self._learning = False  # nothing is sent beside backward: any order is as good
         self.own_loop = self.recipe.weights != "shared"
         self._flats = flats_of(self._host, self.buckets)
         try:
@@ -82,7 +83,7 @@ class HostEngine(Engine):
         self._used: list[bool] = []
 
     def _move_weights(self) -> list[SharedWeights]:
-        """Into shared memory; none when they cannot move (then updates are whole)."""
+        """Move weights into shared memory; [] when they cannot move (then updates are whole)."""
         one_copy = self.recipe.weights == "shared"
         ours = {id(parameter) for parameter in self.parameters}
         tensors = [*self.model.parameters(), *self.model.buffers()]
@@ -98,7 +99,7 @@ class HostEngine(Engine):
     # -- a step -----------------------------------------------------------------------------------
 
     def expect(self, optimizers: Sequence[Optimizer], *, scaled: bool) -> None:
-        """See `Reducer.expect`; one that needs whole gradients makes the step whole for all."""
+        """See `Reducer.expect`; one optimizer that needs whole gradients makes the step whole."""
         why = "a GradScaler looks at the whole gradient" if scaled else self._why_whole(optimizers)
         self._in_shares = not why
         if not why:
@@ -107,12 +108,12 @@ class HostEngine(Engine):
             raise ConfigError(f"weights='shared': {why}; use 'replicas'")
 
     def launch(self) -> list[bool]:
-        """See `Reducer.launch`. What the others must know of this rank's leaves lies ready when the
-        step's small message arrives."""
+        """See `Reducer.launch`. Also publishes the facts about this rank's leaves that the others
+        need when the step's small message arrives."""
         self._watch = Stopwatch(on_cuda=False)
         self._watch.start()
         if not self._in_shares and self._sums.first_leaf != FORGOTTEN:
-            self._release()  # a loop of one's own may be about to run whole optimizers
+            self._release()  # the user's training loop may be about to run whole optimizers
         self._begun = True
         for bucket in self.buckets:
             self._clear_untouched(bucket)
@@ -127,7 +128,7 @@ class HostEngine(Engine):
         self._sums.first_leaf = FORGOTTEN
 
     def reduce(self, used: list[bool]) -> Reduction:
-        """See `Reducer.reduce`; in shares there is nothing to do before the weight is known."""
+        """See `Reducer.reduce`; a divided step has nothing to do before the weight is known."""
         notes = self._host.notes(3)
         told = [(leaves, first) for leaves, first, _ in notes]
         forgotten = any(first == FORGOTTEN for _, first in told)
@@ -139,7 +140,7 @@ class HostEngine(Engine):
             for flat in self._flats:
                 flat.ensure(self._sum.num_buffers)
             if not self._in_shares:
-                # All ranks of the host, every bucket; the backward is over.
+                # All ranks of the host, every bucket, each [numel] of its dtype; overlaps nothing.
                 self._host.run(self._add_whole, _WHOLE).wait()
                 self._watch.stop()
         self.publish([False] * len(used) if self._in_shares else used)
@@ -147,13 +148,13 @@ class HostEngine(Engine):
         return Reduction(divided_by=1, exposed=self._watch)
 
     def _agree(self, in_shares: bool) -> None:
-        """Hooks that look at gradients may be on one rank alone, which writes a log, say."""
+        """Make the step whole on all ranks if it is on one, whose hooks may look at gradients."""
         if self._in_shares and not in_shares:
             self._in_shares = False
             self._release()
 
     def _add_whole(self) -> None:
-        """This rank's share of the sum, into all ranks' buffers."""
+        """Add up this rank's share, and write the sum into all ranks' buffers."""
         assert self._sum is not None, "not forgotten"
         for flat in self._flats:
             operands = [part[flat.mine] for part in self._operands(flat)]
@@ -165,11 +166,11 @@ class HostEngine(Engine):
         return [flat.gradients[number][rank] for rank, number in self._sum.operands]
 
     def divide(self, factor: float) -> None:
-        """See `Reducer.divide`; in shares this is where gradients are added."""
+        """See `Reducer.divide`; a divided step adds up the gradients here."""
         if not self._in_shares:
             super().divide(factor)
             return
-        # All ranks of the host, every bucket; the backward is over.
+        # All ranks of the host, every bucket, each [numel] of its dtype; overlaps nothing.
         self._host.run(lambda: self._mean(factor), _SHARES).wait()
         self._watch.stop()
 
@@ -183,7 +184,7 @@ class HostEngine(Engine):
                 for left, right in self._sum.pairs:
                     parts[left].add_(parts[right])
                 # As `Reducer.divide` does: that rounds the factor to 16 bits, where mul_ does not.
-                torch._foreach_mul_([parts[self._sum.end]], factor)
+                foreach_mul_([parts[self._sum.end]], factor)
                 if self._clips:
                     self._norms.take(number, run, operands[self._sum.end])
 
@@ -196,7 +197,7 @@ class HostEngine(Engine):
         """See `Reducer.clip`."""
         if not self._in_shares:
             return super().clip(max_norm)
-        if not self._clips:  # not foreseen: no step before has clipped
+        if not self._clips:  # the first step that clips
             self._clips = True
             self._host.run(self._take_norms, _NORMS).wait()
         pairs = zip(self.parameters, self._used, strict=True)
@@ -228,7 +229,7 @@ class HostEngine(Engine):
         self._in_shares = False
 
     def gradients(self) -> list[Tensor]:
-        """See `Reducer.gradients`; in shares, this rank's."""
+        """See `Reducer.gradients`; in a divided step, this rank's share."""
         if not self._in_shares:
             return super().gradients()
         return [mean[flat.mine] for flat, mean in zip(self._flats, self._means(), strict=True)]
@@ -251,14 +252,14 @@ class HostEngine(Engine):
     # -- optimizers -------------------------------------------------------------------------------
 
     def _prepare_updates(self, optimizers: Sequence[Optimizer]) -> None:
-        """Make the divided twins of the user's optimizers."""
+        """Make the divided counterparts of the user's optimizers."""
         for optimizer in optimizers:
             known = self._updates.get(optimizer)
             if known is None or known.members != members_of(optimizer):
                 self._updates[optimizer] = HostUpdate(optimizer, self._flats, self._weights)
 
     def _why_whole(self, optimizers: Sequence[Optimizer]) -> str:
-        """Why this step has to be whole, "" if it may be divided."""
+        """Reason why this step has to be whole, "" if it may be divided."""
         dtypes = {flat.dtype for flat in self._flats}
         if self.recipe.update == "whole":
             why = "update='whole'"
@@ -280,14 +281,14 @@ class HostEngine(Engine):
             self._updates.popitem()[1].release()
 
     def load_full_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """See `Reducer.load_full_weights`; one copy of the weights may be overwritten by equal
-        ones."""
+        """See `Reducer.load_full_weights`; ranks may overwrite a shared copy of the weights with
+        equal values."""
         super().load_full_weights(weights)
         for home in self._weights:
             home.remember()
 
     def close(self) -> None:
-        """See `Reducer.close`; weights and optimizer state become this rank's own."""
+        """See `Reducer.close`; weights and optimizer state move to this rank's private memory."""
         super().close()
         self._release()
         if self.recipe.weights == "shared":
@@ -295,7 +296,7 @@ class HostEngine(Engine):
                 parameter.data = parameter.data.clone()
 
 
-# What ranks do together; all must be doing the same.
+# Operations of all ranks together; all must be doing the same one.
 _WHOLE = "the sum of gradients that every rank sees whole"
 _SHARES = "the mean of gradients, a share per rank"
 _NORMS = "the norm of a mean, a share per rank"

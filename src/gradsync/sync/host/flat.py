@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class Flat:
-    """All buckets of one dtype, one behind the other.
+    """All buckets of one dtype, concatenated.
 
     Args:
         comm: the ranks of the host.
-        buckets: of one dtype; their buffers will lie in shared memory.
+        buckets: of one dtype; their buffers move into shared memory.
     """
 
     def __init__(self, comm: SharedMemoryCommunicator, buckets: Sequence[Bucket]) -> None:
@@ -38,38 +38,38 @@ class Flat:
             for bucket, start in zip(buckets, self.starts, strict=True)
             for slot in bucket.plan.slots
         ]
-        """Where each parameter lies, in order."""
+        """Places of the parameters, in order."""
         shares = share_blocks(blocks_of(self.slots), comm.world_size)
         self.blocks = shares[comm.rank]
         self.runs = list(runs_of(self.blocks))
-        """This rank's."""
+        """Runs of this rank."""
         self.gradients: list[list[Tensor]] = []
         """Buffer number -> rank -> [numel]."""
 
     @property
     def mine(self) -> slice:
-        """This rank's elements."""
+        """Elements of this rank."""
         return slice(self.runs[0].start, self.runs[-1].stop) if self.runs else slice(0, 0)
 
     def ensure(self, count: int) -> None:
-        """Have `count` gradient buffers per rank; all ranks call it.
+        """Allocate gradient buffers until each rank has `count`; all ranks call it.
 
         Raises:
-            SharedMemoryError: on all ranks: there is too little memory.
+            SharedMemoryError: on all ranks, when there is too little memory.
         """
         while len(self.gradients) < count:
             number = len(self.gradients)
             memory = self.comm.allocate(self.numel, self.dtype)
             parts = self.comm.parts_of(memory)
             assert parts is not None, "allocated just now"
-            self.comm.release(memory)  # it lives as long as somebody here holds it
+            self.comm.release(memory)  # it lives as long as this rank refers to it
             self.gradients.append(parts)
             for bucket, start in zip(self.buckets, self.starts, strict=True):
                 bucket.adopt(number, memory[start : start + bucket.plan.numel])
 
 
 def flats_of(comm: SharedMemoryCommunicator, buckets: Sequence[Bucket]) -> list[Flat]:
-    """One `Flat` per dtype, in the order in which dtypes come."""
+    """One `Flat` per dtype, in order of first appearance."""
     by_dtype: dict[torch.dtype, list[Bucket]] = {}
     for bucket in buckets:
         by_dtype.setdefault(bucket.dtype, []).append(bucket)

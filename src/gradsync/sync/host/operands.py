@@ -1,7 +1,7 @@
-"""What every rank of a host has brought into a step, and in which order it is added: pure.
+"""Operands of a step on all ranks of a host, and the order of their additions: pure.
 
-Without the tree each rank brings one buffer. Along the tree ([Note: The tree] in leaf_tree.py) it
-brings its largest nodes, or its single leaves where nobody said which ones they are.
+Without the tree each rank has one buffer. Along the tree ([Note: The tree] in leaf_tree.py) it has
+its largest nodes, or its single leaves where their indices are unknown.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from gradsync.sync.engine.leaf_tree import (
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """Which buffers are added, along which pairs, and where the sum ends."""
+    """Plan of a sum: the buffers that are added, along which pairs, and where the sum ends."""
 
     operands: tuple[tuple[int, int], ...]
-    """(rank, number of its buffer)."""
+    """(rank, buffer number on that rank)."""
     pairs: tuple[Pair, ...]
-    """Of operands, in an order that can be carried out."""
+    """Pairs of operands, in a valid order of execution."""
     end: int
-    """The operand that holds the sum then; -1: no rank had a leaf."""
+    """The operand that then holds the sum; -1: no rank had a leaf."""
 
     @property
     def num_buffers(self) -> int:
-        """The most that one rank brings."""
+        """Largest number of buffers of any rank."""
         return max((number + 1 for _, number in self.operands), default=1)
 
 
 def sum_of_ranks(world_size: int) -> Sum:
-    """One buffer per rank."""
+    """Sum of one buffer per rank."""
     operands = tuple((rank, 0) for rank in range(world_size))
     return Sum(operands, tuple(pairs_of_tree(world_size)), 0)
 
 
 def sum_of_leaves(told: Sequence[tuple[int, int]]) -> Sum:
-    """Along the tree.
+    """Sum along the tree.
 
     Args:
         told: (number of leaves, index of the first or `UNKNOWN`) of each rank.

@@ -18,11 +18,11 @@ class Piece:
     """Consecutive elements of one parameter."""
 
     index: int
-    """Which parameter."""
+    """Index of the parameter."""
     flat: int
-    """Which flat it lies in."""
+    """Index of its flat."""
     group: int
-    """The optimizer's parameter group."""
+    """Index of the optimizer's parameter group."""
     start: int
     """First element in the flat."""
     stop: int
@@ -38,10 +38,10 @@ class Piece:
 def pieces_of(
     flats: Sequence[Flat], weights: Sequence[SharedWeights], group_of: Mapping[int, int]
 ) -> list[Piece]:
-    """This rank's pieces.
+    """The pieces that this rank updates.
 
     Args:
-        flats: their blocks say what is whose.
+        flats: their blocks assign elements to ranks.
         weights: of each flat.
         group_of: id of a parameter -> its group; parameters in none are left out.
     """

@@ -1,4 +1,4 @@
-"""Which rank adds up and updates what of a flat buffer: pure index maths, without torch.
+"""Division of a flat buffer among ranks: index arithmetic only, without torch.
 
     parameters  [ p2 ................................ | . p0 ....... | . p1 .. ]
     blocks      [ 65,536 | 65,536 | rest              | p0           | p1      ]   never span two
@@ -7,8 +7,8 @@
 
 Blocks are those of the clipping norm ([Note: Fixed blocks] in clip.py), so the rank that owns one
 takes its norm alone. They begin at multiples of 64 elements inside of their parameter, where a
-fused optimizer gives the same bits for a piece as for the whole. A run is what is worked on at
-once: it fits into a core's cache.
+fused optimizer gives the same bits for a piece as for the whole. A run is processed at once: it
+fits into a core's cache.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Block:
     """A part of one parameter."""
 
     index: int
-    """Which parameter."""
+    """Index of the parameter."""
     number: int
-    """Which of its blocks."""
+    """Index of the block in its parameter."""
     start: int
     """First element in the flat buffer."""
     stop: int
@@ -38,7 +38,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Blocks that follow each other, with the padding between them."""
+    """Consecutive blocks, with the padding between them."""
 
     start: int
     stop: int
@@ -55,7 +55,7 @@ def blocks_of(slots: Sequence[Slot]) -> list[Block]:
 
 
 def share_blocks(blocks: Sequence[Block], world_size: int) -> list[list[Block]]:
-    """Blocks of each rank: consecutive, cut where the sizes come nearest to equal."""
+    """Blocks of each rank: consecutive, cut where the sizes are closest to equal."""
     if not blocks:
         return [[] for _ in range(world_size)]
     edges = [block.start for block in blocks] + [blocks[-1].stop]

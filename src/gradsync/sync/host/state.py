@@ -1,4 +1,4 @@
-"""Optimizer state in memory that all ranks of a host share: once per host, whole for everybody.
+"""Optimizer state in memory that all ranks of a host share: once per host, readable on all ranks.
 
 `optimizer.state` of the user's optimizer holds views of it in the parameters' shapes; the inner
 optimizer that updates this rank's pieces holds views of those pieces. Single numbers (`step`) lie
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from gradsync.core.torch_private import version
 from gradsync.errors import ConfigError
 from gradsync.sync.engine.plan import ALIGNMENT
 from gradsync.sync.host.flat import Flat
@@ -29,14 +30,14 @@ State = dict[str, Any]
 
 
 class _Place(NamedTuple):
-    """Where a parameter lies."""
+    """Place of a parameter."""
 
     flat: int
-    """Which one."""
+    """Index of the flat buffer."""
     offset: int
-    """Its first element there."""
+    """First element of the parameter in the flat buffer."""
     home: int
-    """The first element of its state: that of other optimizers' parameters takes no memory."""
+    """First element of its state: parameters of other optimizers take no memory there."""
 
 
 class SharedState:
@@ -46,8 +47,8 @@ class SharedState:
         optimizer: the user's.
         inner: over the pieces; None where this rank has none.
         pieces: of this rank.
-        flats: where parameters lie.
-        parameters: by index, those that the optimizer has.
+        flats: the flat buffers of the parameters.
+        parameters: the optimizer's parameters, by index.
     """
 
     def __init__(
@@ -71,9 +72,9 @@ class SharedState:
                     self._places[slot.index] = _Place(number, slot.offset, home)
                     self._sizes[number] += -(-slot.numel // ALIGNMENT) * ALIGNMENT
         self._memory: dict[tuple[int, str], Tensor] = {}
-        """(flat, name) -> for the parameters there, [see `_Place`]."""
+        """(flat, name) -> state of the parameters there, [see `_Place`]."""
         self._numbers: dict[str, Tensor] = {}
-        """name -> [parameters]."""
+        """name -> numbers, [parameters]."""
         self._kept: dict[tuple[int, int], dict[str, Tensor]] = {}
         """(flat, parameter group) -> see `slots_of`."""
         group_of = {
@@ -82,7 +83,7 @@ class SharedState:
         self._groups = {index: group_of[id(p)] for index, p in parameters.items()}
         self._settings: list[State] = []
         self._shown: set[int] = set()
-        # What `optimizer.state` was when it was last looked at.
+        # `optimizer.state` as it was at the last check.
         self._seen: object = None
         self._values: list[Any] = []
         self._versions: list[int] = []
@@ -94,10 +95,10 @@ class SharedState:
         return optimizer
 
     def prepare(self) -> None:
-        """Before a step: take in a state that somebody loaded, or cleared; all ranks call it.
+        """Take over a state that was loaded or cleared, before a step; all ranks call it.
 
         Raises:
-            ConfigError: somebody changed it in place, once per rank.
+            ConfigError: it was changed in place, once per rank.
         """
         state = self._optimizer.state
         if self._seen is state and self._versions != self._versions_now():
@@ -106,7 +107,7 @@ class SharedState:
                 "share one copy of it: put new tensors in its place, or replicate with "
                 "update='whole'"
             )
-        # What is kept depends on which options are zero (momentum) or false (amsgrad).
+        # The state's names depend on which options are zero (momentum) or false (amsgrad).
         settings = [
             {
                 n: bool(value)
@@ -125,8 +126,7 @@ class SharedState:
             self._take()
 
     def show(self, used: Sequence[bool]) -> None:
-        """After a step, before ranks meet: state that is new lies in shared memory, and in
-        `optimizer.state`."""
+        """Put new state into shared memory and `optimizer.state`, between a step and meeting."""
         for piece in self._pieces:
             if used[piece.index] and not piece.state_is_shared:
                 assert self._inner is not None, "it has pieces"
@@ -144,10 +144,10 @@ class SharedState:
         self._versions = self._versions_now()
 
     def _versions_now(self) -> list[int]:
-        return [home._version for home in (*self._memory.values(), *self._numbers.values())]
+        return [version(home) for home in (*self._memory.values(), *self._numbers.values())]
 
     def release(self) -> None:
-        """Give this rank a state of its own again; nobody else writes it from then on."""
+        """Give this rank a private copy of the state, which only this rank writes from then on."""
         self._hook.remove()
         for index in self._shown:
             entry = self._optimizer.state.get(self._parameters[index], {})
@@ -156,8 +156,8 @@ class SharedState:
                     entry[name] = value.clone()
 
     def _make_room(self) -> bool:
-        """Allocate for what these settings keep, both kinds once per host; whether something is
-        kept for a parameter that was not before, or the reverse."""
+        """Allocate the state of these settings, elements and numbers, once per host; returns
+        whether the names of the state have changed."""
         before = {place: kept.keys() for place, kept in self._kept.items()}
         for number, flat in enumerate(self._flats):
             for group, kept in enumerate(slots_of(self._optimizer, flat.dtype) or []):
@@ -197,10 +197,10 @@ class SharedState:
         self._remember()
 
     def _share(self, piece: Piece, state: State) -> None:
-        """Move the state of a piece."""
+        """Move the state of a piece into shared memory."""
         for name, value in state.items():
             if name not in self._kept[piece.flat, piece.group] or not torch.is_tensor(value):
-                continue  # somebody's own
+                continue  # not the optimizer's own: left as it is
             if self._is_per_element(piece, name):
                 place = self._places[piece.index]
                 start = piece.start - place.offset + place.home
@@ -217,12 +217,12 @@ class SharedState:
         piece.state_is_shared = True
 
     def _is_per_element(self, piece: Piece, name: str) -> bool:
-        """By what the optimizer keeps: of a parameter [] every state looks like a number."""
+        """Whether the state has elements; for a parameter [] any state looks like a number."""
         like = self._kept[piece.flat, piece.group].get(name)
         return like is not None and like.dim() > 0
 
     def _show(self, index: int) -> None:
-        """The whole state of one parameter, for everybody to see."""
+        """Put the whole state of one parameter into `optimizer.state`."""
         self._shown.add(index)
         parameter = self._parameters[index]
         place = self._places[index]
@@ -241,18 +241,18 @@ class SharedState:
 
 
 def values_of(state: Mapping[Any, State]) -> list[Any]:
-    """Everything that an `optimizer.state` holds, in its order."""
+    """All values in an `optimizer.state`, in its order."""
     return [value for entry in state.values() for value in entry.values()]
 
 
 def same_objects(left: Sequence[Any], right: Sequence[Any]) -> bool:
-    """Whether both hold the very same ones."""
+    """Whether both hold identical objects."""
     return len(left) == len(right) and all(map(operator.is_, left, right))
 
 
 def slots_of(optimizer: Optimizer, dtype: torch.dtype) -> list[dict[str, Tensor]] | None:
-    """What the optimizer keeps for a parameter of each group, by name: an example of 64 elements,
-    or of one number. None when something is neither."""
+    """The optimizer's state of a parameter in each group, by name: an example of 64 elements, or of
+    one number. None when some state is neither."""
     found = [_kept(optimizer, group, dtype) for group in optimizer.param_groups]
     for kept in found:
         for value in kept.values():
@@ -262,7 +262,7 @@ def slots_of(optimizer: Optimizer, dtype: torch.dtype) -> list[dict[str, Tensor]
 
 
 def _kept(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> State:
-    """Found by a step on 64 zeros."""
+    """Find a group's state by a step on 64 zeros."""
     trial = torch.nn.Parameter(torch.zeros(64, dtype=dtype))
     trial.grad = torch.zeros(64, dtype=dtype)
     kind = type(optimizer)
@@ -274,7 +274,7 @@ def _kept(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype) ->
 
 
 def _copies(_: Optimizer, state_dict: State) -> State:
-    """`load_state_dict` of another optimizer would go on with the very same tensors."""
+    """Copy the state: another optimizer's `load_state_dict` would keep the same tensors."""
     state = {
         number: {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in entry.items()}
         for number, entry in state_dict["state"].items()

@@ -1,7 +1,7 @@
 """Sums along the fixed tree where ranks share memory, for engines that need whole buckets.
 
-Every rank adds its part of each bucket over all ranks' buffers, and writes it into all of them.
-What `TreeTransport` does by messages, with the same additions and so the same bits.
+Every rank adds its part of each bucket over all ranks' buffers, and writes it into all of them. The
+additions are those of `TreeTransport`, which uses messages, and so are the bits.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class SharedTree:
         self._waiting: list[Bucket] = []
 
     def lay_out(self, buckets: Iterable[Bucket], count: int = 1) -> None:
-        """Have `count` buffers of each bucket in shared memory; all ranks call it.
+        """Allocate `count` buffers of each bucket in shared memory; all ranks call it.
 
         Raises:
-            SharedMemoryError: on all ranks: there is too little memory.
+            SharedMemoryError: on all ranks, when there is too little memory.
         """
         for bucket in buckets:
             memory = self._memory.setdefault(bucket, [])
@@ -51,7 +51,7 @@ class SharedTree:
                 memory.append(parts)
 
     def begin(self, sums: Sums) -> None:
-        """See `Transport.begin`; peers read it after the step's small message."""
+        """See `Transport.begin`; peers read the numbers after the step's small message."""
         first = UNKNOWN if sums.first_leaf is None else sums.first_leaf
         self._comm.note([sums.num_leaves, first])
         self._waiting.clear()
@@ -78,8 +78,8 @@ class SharedTree:
                 copies = [part[mine] for part in memory[0]]
                 reduce_in_place(operands, found.pairs, found.end, copies)
 
-        # All ranks of the host, every bucket; the backward is over.
+        # All ranks of the host, every bucket, each [numel] of its dtype; overlaps nothing.
         self._comm.run(share, "the sum of buckets along the tree").wait()
 
     def close(self) -> None:
-        """Nothing was started."""
+        """Do nothing: there is nothing to release."""

@@ -3,9 +3,9 @@
     rank 0   update own elements of the weights ─► write them into the others' replicas ─┐
     rank 1   update own elements of the weights ─► write them into the others' replicas ─┴─ meet
 
-Every element sees the operations of the whole optimizer, so the bits are the same (runs.py says
-where it may be cut). State lies in memory that all ranks share, once per host: `optimizer.state`
-is whole on every rank at any time, as it would be without us.
+Every element goes through the operations of the whole optimizer, so the bits are the same (runs.py
+says where parameters may be cut). State lies in memory that all ranks share, once per host:
+`optimizer.state` is whole on every rank at any time, as it would be without gradsync.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class HostUpdate:
 
     Args:
         optimizer: the user's, elementwise; its options are read at every step.
-        flats: where gradients lie.
-        weights: where parameters lie, for each of `flats`.
+        flats: flat buffers of the gradients.
+        weights: memory of the parameters, for each of `flats`.
     """
 
     def __init__(
         self, optimizer: Optimizer, flats: Sequence[Flat], weights: Sequence[SharedWeights]
     ) -> None:
-        # Not the optimizer itself: who lets go of that gets its memory back.
+        # Not the optimizer itself: deleting it must free its memory.
         self._user = weakref.ref(optimizer)
         groups = optimizer.param_groups
         self.members = members_of(optimizer)
@@ -65,7 +65,7 @@ class HostUpdate:
         return optimizer
 
     def _make_inner(self) -> Optimizer:
-        """Over this rank's pieces, with the groups that these belong to."""
+        """Make the optimizer over this rank's pieces, with their groups."""
         kind, groups = type(self._optimizer), self._optimizer.param_groups
         own = {n: [p.tensor for p in self._pieces if p.group == n] for n in self._numbers}
         return kind(
@@ -89,7 +89,7 @@ class HostUpdate:
         self._state.show(used)
 
     def tell_scheduler(self) -> None:
-        """A scheduler counts steps where it has wrapped the optimizer's own `step`."""
+        """Let a scheduler count the step, where it has wrapped the optimizer's own `step`."""
         if "step" in self._optimizer.__dict__:
             self._optimizer.step()  # without gradients it changes nothing
 
@@ -102,7 +102,7 @@ class HostUpdate:
         return self._parts
 
     def release(self) -> None:
-        """From now on somebody else does this optimizer's steps."""
+        """Stop doing this optimizer's steps; the user's loop does them from now on."""
         self._state.release()
 
 
@@ -113,19 +113,19 @@ def step_together(
     gradients: Sequence[Tensor],
     used: Sequence[bool],
 ) -> None:
-    """One step of each optimizer; all ranks have updated their elements when it returns.
+    """Do one step of each optimizer; all ranks have updated their elements when it returns.
 
     Args:
         updates: of optimizers that hold different parameters.
-        weights: where parameters lie, for each flat.
-        gradients: mean gradients of each flat, [flat.numel]; only own elements are read.
+        weights: memory of the parameters, for each flat.
+        gradients: mean gradients of each flat, [flat.numel]; only this rank's elements are read.
         used: for each parameter, whether any rank has a gradient for it.
     """
     comm = weights[0].comm
     for home in weights:
         home.check()
         home.bring_home()
-    comm.barrier()  # whoever reads weights until its own update finds the old ones
+    comm.barrier()  # a rank that reads weights until its own update finds the old ones
     for update in updates:
         update.step(gradients, used)
     for home in weights:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gradsync.core.torch_private import version
 from gradsync.errors import ConfigError
 from gradsync.sync.host.flat import Flat
 
@@ -16,15 +17,15 @@ if TYPE_CHECKING:
 
 
 class SharedWeights:
-    """Lays the parameters of `flat` out as it lays out their gradients; all ranks make it together.
+    """Lays out the parameters of `flat` as their gradients are; all ranks make it together.
 
     Args:
-        flat: where each parameter lies.
-        parameters: what its slots' indices mean; their values are equal on all ranks.
-        one_copy: all ranks of the host look at the same memory, in place of one replica each.
+        flat: the place of each parameter.
+        parameters: all parameters by the indices of its slots; equal on all ranks.
+        one_copy: whether all ranks of the host share one memory, in place of one replica each.
 
     Raises:
-        SharedMemoryError: on all ranks: there is too little memory.
+        SharedMemoryError: on all ranks, when there is too little memory.
     """
 
     def __init__(self, flat: Flat, parameters: Sequence[nn.Parameter], *, one_copy: bool) -> None:
@@ -37,24 +38,24 @@ class SharedWeights:
         else:
             self.memory = comm.allocate(flat.numel, flat.dtype)
             parts = comm.parts_of(self.memory) or []
-            comm.release(self.memory)  # it lives as long as somebody here holds it
+            comm.release(self.memory)  # it lives as long as this rank refers to it
             self._others = [part for rank, part in enumerate(parts) if rank != comm.rank]
         start = self.memory.data_ptr()
         self._starts = [start + slot.offset * self.memory.element_size() for slot in flat.slots]
         self._bytes: list[weakref.ref[Any]] = [weakref.ref(self.memory)] * len(flat.slots)
-        """What each parameter's memory hangs on, as long as somebody holds it."""
+        """Owner of each parameter's memory, while anything refers to it."""
         if comm.rank == 0 or not one_copy:
             for slot, parameter in zip(flat.slots, self.parameters, strict=True):
                 part = self.memory[slot.offset : slot.offset + slot.numel]
                 part.copy_(parameter.detach().reshape(-1))
-        comm.barrier()
+        comm.barrier()  # the values are there before any rank uses them
         for number, parameter in enumerate(self.parameters):
             parameter.data = self._home(number).view(parameter.shape)
         self.remember()
 
     def _home(self, number: int) -> Tensor:
-        """A parameter's memory, [numel], as a storage of its own: nobody saves, copies or moves
-        the other parameters along with it."""
+        """A parameter's memory, [numel], as a separate storage: saving, copying or moving it must
+        not include the other parameters."""
         slot, itemsize = self._flat.slots[number], self.memory.element_size()
         if not slot.numel:
             return self.memory[:0]
@@ -64,7 +65,7 @@ class SharedWeights:
         return torch.frombuffer(part, dtype=self.memory.dtype)
 
     def why_not_now(self) -> str:
-        """Why parameters cannot be brought home, "" if they can, or are there."""
+        """Reason why parameters cannot move back to shared memory, "" if they can, or are there."""
         for number in self._away():
             if not self.parameters[number].is_contiguous():
                 return "a parameter has become discontiguous"
@@ -73,7 +74,7 @@ class SharedWeights:
         return ""
 
     def _away(self) -> list[int]:
-        """Parameters whose data somebody has set."""
+        """Parameters whose `data` was replaced."""
         places = zip(self.parameters, self._starts, self._flat.slots, strict=True)
         return [
             number
@@ -82,13 +83,13 @@ class SharedWeights:
         ]
 
     def hand_out(self) -> None:
-        """This rank has updated its share: put it into the other ranks' replicas."""
+        """Copy this rank's updated share into the other ranks' replicas."""
         mine = self._flat.mine
         for other in self._others:
             other[mine].copy_(self.memory[mine])
 
     def bring_home(self) -> None:
-        """Somebody may have set a parameter's `data`: what is in it moves to where it belongs."""
+        """Copy values from a replaced `data` into shared memory, and point the parameter there."""
         for number in self._away():
             parameter = self.parameters[number]
             home = self._home(number).view(parameter.shape)
@@ -97,18 +98,18 @@ class SharedWeights:
 
     def remember(self) -> None:
         """All ranks have updated."""
-        self._versions = [p._version for p in self.parameters] if self._one_copy else []
+        self._versions = [version(p) for p in self.parameters] if self._one_copy else []
 
     def check(self) -> None:
-        """One copy: nobody else may have written.
+        """Check, for one shared copy, that only gradsync has written to it.
 
-        Every rank would have done to it what was meant for its own: `weight.mul_(0.9)` on two
-        ranks makes 0.81.
+        Every rank would have applied to it a change meant for its own copy: `weight.mul_(0.9)` on
+        two ranks makes 0.81.
 
         Raises:
-            ConfigError: somebody has.
+            ConfigError: it was written to.
         """
-        if self._versions and self._versions != [p._version for p in self.parameters]:
+        if self._versions and self._versions != [version(p) for p in self.parameters]:
             raise ConfigError(
                 "weights were changed in place between two steps, and all ranks of the host share "
                 "one copy of them: replicate with weights='replicas'"
@@ -119,7 +120,7 @@ def can_move(parameters: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     """Whether parameters may get new memory: dense, contiguous, and shared with no other tensor.
 
     Args:
-        parameters: that would move.
+        parameters: those that would move.
         others: all other tensors of the model (frozen parameters, buffers).
     """
     if any(

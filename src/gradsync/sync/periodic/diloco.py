@@ -6,10 +6,10 @@ Douillard et al. 2023 (arXiv 2311.08105), algorithm 1, with t a round and i a ra
     delta        =  1/W sum_i (theta - theta_i)             the outer gradient
     theta        <- SGD(lr=outer_lr, momentum=outer_momentum, nesterov=True) with delta
 
-The inner optimizer is the user's (AdamW in the paper), its state each rank's own, kept from round
-to round. Bytes per rank: 2(W-1)/W S every `inner_steps` steps, one operation per dtype; memory: 2 S
-(the round's start, the outer momentum), 2 S more while ranks meet. On one rank it is no identity:
-the outer optimizer works there, too.
+The inner optimizer is the user's (AdamW in the paper), its state private to each rank, kept from
+round to round. Bytes per rank: 2(W-1)/W S every `inner_steps` steps, one operation per dtype;
+memory: 2 S (the round's start, the outer momentum), 2 S more while ranks meet. On one rank it is
+not the identity: the outer optimizer runs there, too.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gradsync.comm.base import Communicator
+from gradsync.core.torch_private import foreach_copy_, foreach_sub
 from gradsync.errors import CheckpointError, ConfigError
 from gradsync.sync.periodic.mean import mean_over_ranks
 from gradsync.sync.periodic.rounds import RoundReducer
@@ -39,7 +40,7 @@ class DilocoReducer(RoundReducer):
         comm: all ranks.
         inner_steps: steps of a round (H). The paper's 500 suits runs of many thousand steps.
         outer_lr: learning rate of the outer SGD; 1.0 with `outer_momentum=0.0` averages weights.
-        outer_momentum: its Nesterov momentum, 0 .. 1.
+        outer_momentum: Nesterov momentum of the outer SGD, 0 .. 1.
 
     Raises:
         ConfigError: a number out of its range.
@@ -73,18 +74,18 @@ class DilocoReducer(RoundReducer):
         )
 
     def reduce(self, used: list[bool]) -> Reduction:
-        """See `RoundReducer.reduce`; the first step of a round notes where it begins.
+        """See `RoundReducer.reduce`; the first step of a round stores the weights it starts from.
 
-        Noted each time rather than kept from the last meeting: weights may have been loaded since.
+        Stored each time, not kept from the last meeting: weights may have been loaded since.
         """
         if not self.steps_in_round:
-            torch._foreach_copy_(self._start, [p.detach() for p in self.parameters])
+            foreach_copy_(self._start, [p.detach() for p in self.parameters])
         return super().reduce(used)
 
     def meet(self) -> None:
-        """One outer step from the round's start; every rank takes the same."""
+        """Take one outer step from the round's start, equal on all ranks."""
         with torch.no_grad():
-            deltas = torch._foreach_sub(self._start, [p.detach() for p in self.parameters])
+            deltas = foreach_sub(self._start, [p.detach() for p in self.parameters])
             for start, delta in zip(self._start, mean_over_ranks(deltas, self.comm), strict=True):
                 start.grad = delta
             del deltas
@@ -102,7 +103,7 @@ class DilocoReducer(RoundReducer):
         }
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on with a saved outer momentum; an empty mapping begins without one.
+        """Restore a saved outer momentum; an empty mapping begins without one.
 
         Raises:
             CheckpointError: a parameter is missing or has another shape.

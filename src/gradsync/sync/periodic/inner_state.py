@@ -1,4 +1,4 @@
-"""The inner optimizer's state, which belongs to each rank alone: average it, or take rank 0's."""
+"""The inner optimizer's state, private to each rank: its average, or a copy of rank 0's."""
 
 from __future__ import annotations
 
@@ -21,15 +21,20 @@ def average_state(
     parameters: list[nn.Parameter],
     comm: Communicator,
 ) -> None:
-    """Average what optimizers remember of each parameter (momenta, second moments) over ranks.
+    """Average the optimizers' state of each parameter (momenta, second moments) over ranks.
 
-    Step counts stay each rank's own. A parameter that some rank has not stepped on yet is left
-    alone on all: there is nothing to average with.
+    Step counts stay different between ranks. A parameter that some rank has not stepped on yet is
+    left alone on all ranks.
+
+    Args:
+        optimizer_of: the optimizer of each parameter.
+        parameters: the same list on all ranks.
+        comm: the ranks.
     """
     memories = [_memory(optimizer_of.get(parameter), parameter) for parameter in parameters]
     counts = torch.tensor([len(memory) for memory in memories], dtype=torch.float64)
     extremes = torch.cat([counts, -counts])
-    # Whole group, float64 [2 x number of parameters]: the smallest and (negated) largest counts.
+    # Whole group, float64 [2 x parameters], blocking: the least and the (negated) largest counts.
     comm.all_reduce(extremes, "min").wait()
     least, most = extremes.chunk(2)
     everywhere = least == -most
@@ -57,8 +62,8 @@ def _memory(optimizer: Optimizer | None, parameter: nn.Parameter) -> list[Tensor
 def take_state_of_rank_0(optimizer: Optimizer, comm: Communicator) -> None:
     """Replace the optimizer's state on every rank by rank 0's; all ranks call it.
 
-    For checkpoints, which keep one state: afterwards the run that goes on and the run that resumes
-    are the same run. Travels through the CPU.
+    For checkpoints, which keep one state: afterwards the run that continues and a run that resumes
+    are the same run. Sent through the CPU.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     tensors: dict[str, Tensor] = {}

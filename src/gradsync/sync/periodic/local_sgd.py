@@ -3,10 +3,10 @@
 Stich 2018 (arXiv 1805.09767); Lin et al. 2018 (arXiv 1808.07217). See `rounds.py` for the picture.
 Bytes per rank: 2(W-1)/W S every `inner_steps` steps, S = size of the weights and floating buffers;
 one operation per dtype; one copy of the weights while ranks meet. With `inner_steps=1`, plain SGD
-and equal shares this is synchronous SGD to rounding; with momentum or Adam it is not, and nothing
-here promises that it trains as well: that depends on the problem and on `inner_steps`.
+and equal shares this is synchronous SGD to rounding; with momentum or Adam it is not, and it need
+not train as well: that depends on the problem and on `inner_steps`.
 
-Ranks count alike in the mean, as in the papers, whatever the number of targets they saw.
+All ranks have the same weight in the mean, as in the papers, whatever their numbers of targets.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class LocalSgdReducer(RoundReducer):
-    """Averages weights, floating buffers and, if asked, the optimizer's memory.
+    """Averages weights, floating buffers and, if asked, the optimizer's momenta.
 
     Args:
         model: on its device; its replicas are equal.
@@ -49,7 +49,7 @@ class LocalSgdReducer(RoundReducer):
         self._optimizer_of: dict[nn.Parameter, torch.optim.Optimizer] = {}
 
     def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """One step of this rank's own."""
+        """Do one step on this rank alone."""
         self._optimizer_of |= {
             p: optimizer
             for optimizer in optimizers
@@ -59,7 +59,7 @@ class LocalSgdReducer(RoundReducer):
         super().update(optimizers)
 
     def meet(self) -> None:
-        """Every parameter becomes its mean over ranks."""
+        """Set every parameter to its mean over ranks."""
         with torch.no_grad():
             means = mean_over_ranks(self.parameters, self.comm)
             for parameter, mean in zip(self.parameters, means, strict=True):

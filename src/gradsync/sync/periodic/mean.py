@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 def mean_over_ranks(tensors: Sequence[Tensor], comm: Communicator) -> list[Tensor]:
     """The mean of each tensor over all ranks of `comm`, as new tensors, the same bits on each rank.
 
-    Half precision is summed and returned in fp32, so that it is rounded once, by whoever copies the
-    mean back. Memory: one copy of `tensors`.
+    Half precision is summed and returned in fp32, so that it is rounded once, when the caller
+    copies the mean back. Memory: one copy of `tensors`.
 
     Args:
         tensors: floating point, any shapes; the same shapes and dtypes on all ranks.
@@ -47,8 +47,13 @@ def average_buffers(
 ) -> None:
     """Make buffers equal on all ranks: floating ones their mean, counters and masks rank 0's.
 
-    The mean is taken of what changed since `starts`, values that all ranks had: the mean of three
-    equal numbers need not be that number, and a table that nobody changes must keep its bits.
+    The mean is taken of the changes since `starts`: the mean of three equal numbers need not be
+    that number, and a table that no rank changes must keep its bits.
+
+    Args:
+        buffers: any shapes; the same shapes and dtypes on all ranks.
+        starts: earlier values of `buffers`, equal on all ranks.
+        comm: the ranks.
     """
     floating = [(b, s) for b, s in zip(buffers, starts, strict=True) if b.is_floating_point()]
     with torch.no_grad():
@@ -61,5 +66,5 @@ def average_buffers(
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """fp32 at least: half precision shall be rounded once."""
+    """Convert to fp32 at least: half precision shall be rounded once."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -1,20 +1,20 @@
-"""Rounds: ranks step alone for a while, then meet.
+"""Rounds of the periodic strategies: ranks step alone for a while, then meet.
 
     rank 0   step ─ step ─ … ─ step ─┐             ┌─ step ─ step ─ …
     rank 1   step ─ step ─ … ─ step ─┴─ one mean ──┴─ step ─ step ─ …
              └───── inner_steps ─────┘
 
-Between two meetings each rank has weights of its own, and no gradient crosses the wire: a step
-costs its small message (loss, weight, stop flag) only. A rank's gradient is the mean over its own
-leaves; in a step in which it has none it stands still, and still counts the step: all ranks meet
-after the same number of steps.
+Between two meetings each rank has different weights, and no gradient crosses the wire: a step sends
+only its small message (loss, weight, stop flag). A rank's gradient is the mean over its own leaves;
+in a step without a leaf it does not update, but still counts the step: all ranks meet after the
+same number of steps.
 
-[Note: A checkpoint ends the round] In the middle of a round there are W models. Whoever needs the
-one model (a checkpoint, an evaluation, the end of a run) calls `settle`: the round ends here, with
-as many inner steps as it had. A checkpoint moreover keeps one inner optimizer's state, rank 0's;
-`gather` makes it everybody's. So a run that goes on after a checkpoint and a run that resumes from
-it are the same run. The price: how often checkpoints are taken is part of the run's definition,
-unless they fall on multiples of `inner_steps`, where rounds end anyway.
+[Note: A checkpoint ends the round] In the middle of a round there are W models. A caller that needs
+one model (a checkpoint, an evaluation, the end of a run) calls `settle`: the round ends there, with
+as many inner steps as it had. A checkpoint also keeps one inner optimizer's state, rank 0's;
+`gather` copies it to all ranks. So a run that continues after a checkpoint and a run that resumes
+from it are the same run. The price: the interval between checkpoints is part of the run's
+definition, unless checkpoints fall on multiples of `inner_steps`, where rounds end anyway.
 """
 
 from __future__ import annotations
@@ -38,6 +38,11 @@ if TYPE_CHECKING:
 class RoundReducer(Reducer):
     """A strategy whose ranks meet every `inner_steps` steps.
 
+    Args:
+        model: on its device; its replicas are equal.
+        comm: all ranks.
+        inner_steps: steps of a round.
+
     Raises:
         ConfigError: `inner_steps` below 1.
     """
@@ -50,17 +55,17 @@ class RoundReducer(Reducer):
         super().__init__(model, comm)
         self.inner_steps = inner_steps
         self.steps_in_round = 0
-        """Steps since the ranks last met."""
+        """Number of steps since the ranks last met."""
         self._watch = self._new_watch()
         self._note_buffers()
 
     def reduce(self, used: list[bool]) -> Reduction:
-        """`.grad` stays this rank's own; what the step costs is known after `after_step`."""
+        """Leave `.grad` to this rank; the step's cost is known after `after_step`."""
         self._watch = self._new_watch()
         return Reduction(divided_by=1, exposed=self._watch, local=True)
 
     def after_step(self) -> None:
-        """Count the step, also one in which this rank had no data; meet when the round is full."""
+        """Count the step, even without data on this rank; meet when the round is full."""
         self.steps_in_round += 1
         if self.steps_in_round >= self.inner_steps:
             self.settle()
@@ -68,7 +73,7 @@ class RoundReducer(Reducer):
     def settle(self) -> None:
         """End the round now, so that all ranks hold the same model; all ranks call it.
 
-        Nothing happens when no step was taken since the last meeting. See
+        Does nothing when no step was taken since the last meeting. See
         [Note: A checkpoint ends the round].
         """
         if not self.steps_in_round:
@@ -85,12 +90,12 @@ class RoundReducer(Reducer):
         """Make the parameters equal on all ranks."""
 
     def gather(self, optimizer: torch.optim.Optimizer) -> None:
-        """End the round; every rank goes on with rank 0's inner state, which a checkpoint keeps."""
+        """End the round; every rank continues with rank 0's inner state, as the checkpoint does."""
         self.settle()
         take_state_of_rank_0(optimizer, self.comm)
 
     def full_weights(self) -> dict[str, Tensor]:
-        """The one model; ends the round."""
+        """Return the weights that all ranks share; ends the round."""
         self.settle()
         return super().full_weights()
 
@@ -101,7 +106,7 @@ class RoundReducer(Reducer):
         self._note_buffers()
 
     def _note_buffers(self) -> None:
-        """Values that all ranks have now; see `average_buffers`."""
+        """Store the buffers' values, which are equal on all ranks now; see `average_buffers`."""
         self._buffer_starts = [buffer.detach().clone() for buffer in self.model.buffers()]
 
     def _new_watch(self) -> Stopwatch:

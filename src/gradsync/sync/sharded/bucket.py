@@ -1,4 +1,4 @@
-"""One bucket of the sharded optimizer: update the own shard, then gather everybody's.
+"""One bucket of the sharded optimizer: update this rank's shard, then gather all shards.
 
 rank 0   p[0:a] <- optimizer ─┐ all_gather ─► flat ─► copied into the parameters
 rank 1   p[a:b] <- optimizer ─┘
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gradsync.comm.base import Communicator, Work
+from gradsync.core.torch_private import foreach_copy_
 from gradsync.sync.engine.plan import BucketPlan
 from gradsync.sync.sharded.pieces import Piece, empty_pieces_of, pieces_of
 
@@ -30,10 +31,10 @@ class ShardedBucket:
 
     Args:
         plan: the bucket.
-        parameters: what its slots' indices mean.
+        parameters: all parameters, by the indices of the bucket's slots.
         groups: the user's parameter groups; parameters in none of them are not updated.
         comm: the ranks that share the state.
-        make_optimizer: from parameter groups of pieces.
+        make_optimizer: makes an optimizer from parameter groups of pieces.
     """
 
     def __init__(
@@ -81,15 +82,15 @@ class ShardedBucket:
     def update(
         self, groups: Sequence[dict[str, Any]], gradient_of: Callable[[Piece], Tensor | None]
     ) -> None:
-        """Run the optimizer over the own pieces; those without a gradient stay as they are.
+        """Run the optimizer over this rank's pieces; those without a gradient stay as they are.
 
         Args:
-            groups: the user's, for the hyper-parameters as they are now.
-            gradient_of: flat gradient of a piece, [piece.numel].
+            groups: the user's groups, for the hyper-parameters as they are now.
+            gradient_of: returns the flat gradient of a piece, [piece.numel], or None.
         """
         for number, piece in enumerate(self.pieces):
             parameter = self.parameters[piece.index]
-            if parameter.data_ptr() != self._addresses[number]:  # somebody set `.data`
+            if parameter.data_ptr() != self._addresses[number]:  # the user has set `.data`
                 self.tensors[number].data = _view(parameter, piece)
                 self._addresses[number] = parameter.data_ptr()
         if self.inner is None:
@@ -104,23 +105,23 @@ class ShardedBucket:
             tensor.grad = None
 
     def launch_gather(self) -> Callable[[], None]:
-        """Start sending the own shard of the parameters; calling the result puts in the others'."""
+        """Start sending this rank's shard of the parameters; the result copies in the others'."""
         shard = self.empty(shard=True)
         if self.pieces:
             places = [shard[p.offset : p.offset + p.numel] for p in self.pieces]
-            torch._foreach_copy_(places, [tensor.detach() for tensor in self.tensors])
+            foreach_copy_(places, [tensor.detach() for tensor in self.tensors])
         flat, work = self.gather(shard)
 
         def finish() -> None:
             work.wait()
             homes = [_flat(self.parameters[slot.index]) for slot in self.plan.slots]
             found = [flat[slot.offset : slot.offset + slot.numel] for slot in self.plan.slots]
-            torch._foreach_copy_(homes, found)
+            foreach_copy_(homes, found)
 
         return finish
 
     def gather(self, shard: Tensor) -> tuple[Tensor, Work]:
-        """All shards in rank order, [plan.numel], once the work is done."""
+        """Gather all shards in rank order, [plan.numel], available once the work is done."""
         flat = self.empty(shard=False, dtype=shard.dtype)
         # Whole group; the bucket (parameters or state) of any dtype, as bytes. Overlaps the update
         # of the next bucket.

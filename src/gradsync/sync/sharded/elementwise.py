@@ -1,4 +1,4 @@
-"""Which optimizers give the same bits for a piece of a parameter as for the whole."""
+"""Optimizers that give the same bits for a piece of a parameter as for the whole."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ _WHY_NOT = {
 
 
 def check_elementwise(optimizer_class: Any, promised: bool) -> None:
-    """Refuse what is no optimizer class, and one that looks at more than one element at a time.
+    """Refuse a class that is no optimizer, or that looks at more than one element at a time.
 
     Args:
         optimizer_class: to be run on pieces of parameters.
-        promised: the user says that it is elementwise and keeps nothing in its parameter groups
-            but hyper-parameters; ignored for those known not to be.
+        promised: whether the user says that it is elementwise and keeps only hyper-parameters in
+            its parameter groups; ignored for those known not to be.
 
     Raises:
-        ConfigError: saying why.
+        ConfigError: with the reason.
     """
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         raise ConfigError(
@@ -74,7 +74,7 @@ def _called(something: Any) -> str:
 
 
 def arguments_of(optimizer_class: type[Optimizer], options: dict[str, Any]) -> dict[str, Any]:
-    """Those of `options` that the constructor takes; `defaults` may hold more (AdamW's do)."""
+    """The `options` that the constructor takes; `defaults` may hold more (AdamW's do)."""
     known = inspect.signature(optimizer_class.__init__).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values()):
         return dict(options)

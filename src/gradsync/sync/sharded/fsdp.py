@@ -7,25 +7,24 @@ computes:
     backward   … gather(2) ► block 2' ► free(2), reduce_scatter(2), gather(1) ► block 1' ► …
 
 [Note: A forward is a collective] Every forward gathers parameters, so ranks must make the same
-number of forwards, and the last backward is one too: a rank with fewer leaves would leave the
-others waiting for ever. Therefore each micro-step begins with a roll call, in which every rank says
-whether this is its last leaf, and `launch` is the answer "I have none".
+number of forwards, and the last backward is a collective too: a rank with fewer leaves would leave
+the others waiting for ever. Therefore each micro-step begins with a roll call, in which every rank
+reports whether this is its last leaf, and `launch` is the answer "I have none".
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from gradsync.comm.base import Communicator
+from gradsync.core.torch_private import foreach_mul_, mesh_of
 from gradsync.errors import ConfigError
 from gradsync.sync.clip import gradient_norm
 from gradsync.sync.reducer import Reducer, Reduction, trainable
@@ -46,20 +45,20 @@ if TYPE_CHECKING:
 
 
 class FsdpReducer(Reducer):
-    """Shards `model` in place; its parameters are `DTensor`s from then on.
+    """Shards `model` in place with FSDP2; its parameters are `DTensor`s from then on.
 
     So the optimizer must be made afterwards. Inside of `micro_step` gradients are sums over ranks;
-    in a loop of one's own (`loss.backward()`, `optimizer.step()`) they are means, as FSDP2's are.
-    All ranks must use the same blocks in a forward.
+    in the user's training loop (`loss.backward()`, `optimizer.step()`) they are means, as FSDP2's
+    are. All ranks must use the same blocks in a forward.
 
     Args:
         model: whole, with rank 0's weights on every rank, on its device.
         comm: must be a process-group communicator.
-        compute_dtype: of parameters while they compute, and of the gathers; inputs are cast to it
+        compute_dtype: of parameters during computation, and of the gathers; inputs are cast to it
             and outputs back. The parameters themselves stay as they are. None: their own.
-        reduce_dtype: in which gradients are summed; None takes float32 where `compute_dtype` is
+        reduce_dtype: dtype in which gradients are summed; None is float32 where `compute_dtype` is
             set, else the parameters' own.
-        blocks: gather each child of an `nn.ModuleList` by itself; False: everything at once.
+        blocks: gather each child of an `nn.ModuleList` separately; False: everything at once.
 
     Raises:
         ConfigError: no process group; trainable parameters of different dtypes; an older torch.
@@ -83,14 +82,12 @@ class FsdpReducer(Reducer):
         names = [name for name, _ in trainable(model)]
         _check_dtypes(model)
         self._seen = Seen(model)
-        mesh = DeviceMesh.from_group(group, next(model.parameters()).device.type)
-        # Torch keeps meshes in caches for ever; the group and its sockets must not live as long.
-        weakref.finalize(self, getattr(mesh, "_pg_registry", {}).clear)
+        mesh = mesh_of(group, next(model.parameters()).device, self)
         self._units: list[Any] = []  # modules of class `FSDPModule` now
         for unit in [*(blocks_of(model) if blocks else []), model]:
             policy = _policy(model, compute_dtype, reduce_dtype, is_root=unit is model)
             sharded = fully_shard(unit, mesh=mesh, mp_policy=policy)
-            # Sums, and our own division: gloo knows no mean, and PREMUL_SUM is NCCL's alone.
+            # Sums, with gradsync's division: gloo knows no mean, and PREMUL_SUM is NCCL's alone.
             sharded.set_force_sum_reduction_for_comms(True)
             self._units.append(sharded)
         self._root = self._units[-1]
@@ -106,7 +103,7 @@ class FsdpReducer(Reducer):
 
     @contextmanager
     def micro_step(self, *, last: bool) -> Iterator[None]:
-        """Gradients are reduced in the last backward; before, they add up without communication.
+        """Enclose one leaf: its gradients are added up locally, and reduced in the last backward.
 
         Raises:
             ConfigError: on every rank, when some ranks have no leaf left.
@@ -128,7 +125,7 @@ class FsdpReducer(Reducer):
 
     @contextmanager
     def leaf(self, *, last: bool, index: int | None = None) -> Iterator[None]:
-        """Only inside of `micro_step`, which says `last` before the forward.
+        """Enclose a backward, only inside of `micro_step`, which gets `last` before the forward.
 
         Raises:
             ConfigError: outside of it.
@@ -145,10 +142,10 @@ class FsdpReducer(Reducer):
         return ((name, local(grad)) for name, grad in super().named_gradients())
 
     def launch(self) -> list[bool]:
-        """Nothing is left to start; answers the other ranks' roll call.
+        """Start nothing; answers the other ranks' roll call.
 
         Raises:
-            ConfigError: on every rank, when another one has a leaf more; when no micro-step was
+            ConfigError: on every rank, when another one has one leaf more; when no micro-step was
                 the last.
         """
         complete, self._complete = self._complete, False
@@ -162,10 +159,10 @@ class FsdpReducer(Reducer):
         self._averaged = not complete
         if complete or self._seen.any():
             return self._seen.take()
-        return super().launch()  # no backward since the last time: what is there is all there is
+        return super().launch()  # no backward since the last time: no more gradients will come
 
     def reduce(self, used: list[bool]) -> Reduction:
-        """It has happened in backward; zeros that nobody asked for become None again."""
+        """Set unused zeros to None again; the reduction itself has happened in backward."""
         for parameter, any_rank in zip(self.parameters, used, strict=True):
             if not any_rank:
                 parameter.grad = None
@@ -173,7 +170,7 @@ class FsdpReducer(Reducer):
         return Reduction(divided_by=divided_by, exposed=self._seen.stopwatch.copy())
 
     def gradients(self) -> list[Tensor]:
-        """This rank's shards."""
+        """This rank's shards of the gradients."""
         return [local(p.grad) for p in self.parameters if p.grad is not None]
 
     def clip(self, max_norm: float) -> Tensor:
@@ -182,15 +179,15 @@ class FsdpReducer(Reducer):
         square = torch.zeros((), dtype=torch.float64, device=self.parameters[0].device)
         if shards:
             square += gradient_norm(shards).double().square()
-        # Whole group, float64 []; nothing to overlap with: the factor depends on it.
+        # Whole group, float64 []; overlaps nothing: the factor depends on it.
         self.comm.all_reduce(square).wait()
         norm = square.sqrt().float()
         if shards:
-            torch._foreach_mul_(shards, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+            foreach_mul_(shards, (max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
     def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Each rank updates its shards.
+        """Update this rank's shards.
 
         Raises:
             ConfigError: see `_check_optimizer`.
@@ -263,7 +260,7 @@ class FsdpReducer(Reducer):
         load_whole_weights(self.model, weights)
 
     def close(self) -> None:
-        """The model stays sharded: FSDP2 has no way back."""
+        """Leave the model sharded: FSDP2 has no way back."""
         self._seen.close()
 
     def _share(self, tensor: Tensor) -> Share:
@@ -274,10 +271,10 @@ class FsdpReducer(Reducer):
             unit.set_gradient_divide_factor(float(factor))
 
     def _roll_call(self, leaves: int) -> None:
-        """[Note: A forward is a collective]. Whole group, int64 [W], on the CPU.
+        """Compare ranks, see [Note: A forward is a collective]. Whole group, int64 [W], on the CPU.
 
         Args:
-            leaves: how many this rank has left: 0, 1 or 2 for more than one.
+            leaves: number of leaves left on this rank: 0, 1 or 2 for more than one.
         """
         call = torch.zeros(self.comm.world_size, dtype=torch.int64)
         call[self.comm.rank] = leaves
@@ -320,7 +317,7 @@ def _check_dtypes(model: nn.Module) -> None:
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, ours: set[int]) -> None:
-    """Refuse parameters as they were before sharding, and what fails on some shapes of shards."""
+    """Refuse parameters from before sharding, and optimizers that fail on some shapes of shards."""
     if not any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
         raise ConfigError(
             "sync='fsdp': the optimizer holds none of the model's parameters, which sharding has "
@@ -334,7 +331,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, ours: set[int]) -> None:
 
 
 def _states(optimizer: torch.optim.Optimizer) -> dict[Any, dict[str, Any]]:
-    """In the order of the groups: gathering is a collective."""
+    """State of the parameters, in the order of the groups: gathering is a collective."""
     return {
         parameter: optimizer.state[parameter]
         for group in optimizer.param_groups

@@ -1,4 +1,4 @@
-"""Which submodules FSDP2 gathers and frees as one: repeated blocks, and the root for the rest."""
+"""Submodules that FSDP2 gathers and frees as one: repeated blocks, and the root for the rest."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from torch import nn
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-"""They have no forward of their own, so nothing can be gathered before it."""
+"""Containers without a forward of their own, so that nothing can be gathered before it."""
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """The outermost children of `nn.ModuleList`s, in `modules()` order, each once.
 
-    A block that shares a parameter with something outside of it stays with the root: FSDP2 lets a
-    parameter belong to one unit only.
+    A block that shares a parameter with a module outside of it stays with the root: in FSDP2 a
+    parameter belongs to one unit only.
     """
     everywhere = Counter(id(p) for p in _with_ties(model))
     blocks: list[nn.Module] = []

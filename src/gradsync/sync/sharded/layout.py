@@ -1,4 +1,4 @@
-"""The place of every parameter in flat buckets, and what cannot have one."""
+"""Places of parameters in flat buckets, and refusal of those that cannot have one."""
 
 from __future__ import annotations
 
@@ -17,23 +17,29 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BUCKET_BYTES = 25 * 2**20
-"""Of parameters that are gathered together when nobody gives a plan."""
+"""Bytes of parameters that are gathered together by default."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Buckets, and the parameters that their slots speak about by index."""
+    """Buckets, and the parameters that their slots refer to by index."""
 
     parameters: Sequence[Tensor]
     """Trainable parameters, each once."""
     buckets: Sequence[BucketPlan]
-    """Made for the number of ranks that share the state."""
+    """Buckets for the number of ranks that share the state."""
 
 
 def layout_of(
     parameters: Sequence[Tensor], world_size: int, *, bucket_bytes: float = BUCKET_BYTES
 ) -> Layout:
-    """Buckets of about `bucket_bytes`, in the parameters' own order."""
+    """Make buckets of about `bucket_bytes`, in the parameters' own order.
+
+    Args:
+        parameters: trainable ones, each once, any shapes.
+        world_size: number of ranks that share the state.
+        bucket_bytes: size at which a bucket is closed, bytes.
+    """
     items = [
         Item(numel=p.numel(), itemsize=p.element_size(), kind=(p.dtype, p.device))
         for p in parameters
@@ -43,10 +49,10 @@ def layout_of(
 
 
 def check_parameters(parameters: Sequence[Tensor], names: Sequence[str]) -> None:
-    """Refuse what cannot be cut into flat pieces.
+    """Refuse parameters that cannot be cut into flat pieces.
 
     Raises:
-        ConfigError: naming the parameter.
+        ConfigError: names the parameter.
     """
     for parameter, name in zip(parameters, names, strict=True):
         if hasattr(parameter, "placements"):
@@ -63,9 +69,9 @@ def check_parameters(parameters: Sequence[Tensor], names: Sequence[str]) -> None
 
 
 def check_ranks_agree(layout: Layout, comm: Communicator) -> None:
-    """All ranks must shard the same parameters in the same order.
+    """Check that all ranks shard the same parameters in the same order.
 
-    One all-reduce over the whole group, int64 [2], on the CPU.
+    One all-reduce over the whole group, int64 [2], on the CPU, blocking.
 
     Raises:
         ConfigError: on every rank, when any two differ.

@@ -40,34 +40,34 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _IN_FLIGHT = 2
-"""Buckets that may be gathered at once: enough to keep the wire busy while the next is updated."""
+"""Buckets gathered at once: enough to keep the network busy while the next is updated."""
 
 
 class ShardedOptimizer(Optimizer):
-    """Takes the place of `optimizer_class(params, **defaults)` in any loop.
+    """Replaces `optimizer_class(params, **defaults)` in any loop.
 
     Gradients must be equal on all ranks when `step` is called (after `sync.finish()`, or torch's
     DDP), at least in this rank's shard. Every rank makes the same calls. Schedulers and
-    `zero_grad` work as ever; `state` is empty, and `state_dict` gathers it.
+    `zero_grad` work as usual; `state` is empty, and `state_dict` gathers it.
 
     On a CPU with two or more intra-op threads, bf16 and fp16 parameters of more than 32,768
     elements can differ from the whole optimizer's in their last bits; a warning says so once, and
     `gs.init(threads=1)` makes them equal.
 
     Args:
-        params: as for any optimizer: parameters, (name, parameter) pairs or groups with options of
-            their own. Tied parameters count once, frozen ones are left out.
+        params: as for any optimizer: parameters, (name, parameter) pairs or groups with their own
+            options. Tied parameters count once, frozen ones are left out.
         optimizer_class: an elementwise one, such as `torch.optim.AdamW`.
-        comm: the ranks that share the state; None takes the default process group's.
+        comm: the ranks that share the state; None is the default process group.
         world: from `gs.init()`, instead of `comm`.
         plan: buckets and the parameters they hold; None makes buckets of 25 MiB.
-        elementwise: a promise about an `optimizer_class` that is not of torch.optim: that it gives
-            for a piece of a parameter what it gives for the whole.
+        elementwise: a promise about an `optimizer_class` that is not from torch.optim: that its
+            result for a piece of a parameter is the piece of its result for the whole.
         defaults: of `optimizer_class`, such as `lr=3e-4`.
 
     Raises:
         ConfigError: an optimizer that is not elementwise, a parameter that cannot be sharded, or
-            ranks that hold different ones.
+            ranks with different parameters.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class ShardedOptimizer(Optimizer):
         self._buckets: list[ShardedBucket] = []
         self._covered: set[int] = set()
         self._elsewhere: dict[Any, State] = {}
-        """State of what no bucket holds (frozen parameters), whole and as it came."""
+        """State of parameters in no bucket (frozen ones), whole and unchanged."""
         self._built = False
         self._thread_warning = ThreadWarning()
         # A throw-away instance checks the options and completes them.
@@ -107,10 +107,15 @@ class ShardedOptimizer(Optimizer):
     ) -> ShardedOptimizer:
         """Do the steps of an optimizer that the user made and still holds.
 
-        Its hyper-parameters are read anew at each step, so schedulers go on holding it. State that
-        it has already is taken over; from then on its `state` stays empty. After each update its
-        own `step` is called without any gradient, which changes nothing but lets schedulers and
-        hooks on it know.
+        Its hyper-parameters are read at each step, so schedulers keep working on it. Existing state
+        is taken over; from then on its `state` stays empty. After each update its own `step` is
+        called without any gradient, which changes nothing but notifies schedulers and hooks on it.
+
+        Args:
+            optimizer: the user's, elementwise.
+            comm: the ranks that share the state.
+            plan: see `ShardedOptimizer`.
+            elementwise: see `ShardedOptimizer`.
         """
         check_elementwise(type(optimizer), elementwise)
         sharded = cls(
@@ -128,11 +133,11 @@ class ShardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One optimizer step; a parameter whose `grad` is None stays as it is.
+        """Do one optimizer step; a parameter whose `grad` is None stays as it is.
 
         Raises:
-            ConfigError: a sparse gradient, or one of a parameter that was frozen when this
-                optimizer was made.
+            ConfigError: a sparse gradient, or the gradient of a parameter that was frozen when
+                this optimizer was made.
         """
         loss = None
         if closure is not None:
@@ -142,13 +147,13 @@ class ShardedOptimizer(Optimizer):
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch; the new parameters get buckets of their own."""
+        """As in torch; the new parameters get new buckets."""
         super().add_param_group(param_group)
         if self._built:
             self._build(None)
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole state, as the unsharded optimizer would give it; all ranks call it."""
+        """The whole state, as the unsharded optimizer would return it; all ranks call it."""
         self.gather_into(self)
         try:
             return super().state_dict()
@@ -156,12 +161,12 @@ class ShardedOptimizer(Optimizer):
             self.state.clear()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take this rank's part of a whole state, from any number of ranks or a plain optimizer."""
+        """Restore this rank's part of a whole state, saved by any number of ranks."""
         super().load_state_dict(state_dict)
         self.take_from(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Not for copies: they would share this rank's part with nobody.
+        """Refuse copies: they would have no ranks to share the state with.
 
         Raises:
             ConfigError: always.
@@ -196,7 +201,7 @@ class ShardedOptimizer(Optimizer):
         return held_state(self._buckets, rest, self._comm.rank)
 
     def keep(self, states: Mapping[Any, State]) -> None:
-        """Take a part as `held` gives it, in place of what was there; nothing is sent."""
+        """Restore a part from `held`, replacing the present state; nothing is sent."""
         self._elsewhere = keep_state(self._buckets, states)
 
     @property
@@ -215,7 +220,7 @@ class ShardedOptimizer(Optimizer):
         return self.param_groups if self._source is None else self._source.param_groups
 
     def _build(self, plan: Layout | None) -> None:
-        """Buckets for all parameters that have none yet."""
+        """Make buckets for all parameters that have none yet."""
         named = [
             (parameter, name)
             for number, group in enumerate(self.param_groups)
@@ -239,7 +244,7 @@ class ShardedOptimizer(Optimizer):
         self._built = True
 
     def _state_of_the_rest(self) -> dict[Any, State]:
-        """What the whole optimizer makes for frozen parameters when it is made (Adagrad does)."""
+        """Initial state that the whole optimizer makes for frozen parameters (Adagrad does)."""
         rest = [
             {**options(group), "params": [p for p in group["params"] if id(p) not in self._covered]}
             for group in self.param_groups
@@ -256,12 +261,12 @@ def step_together(
     shards: Sequence[Tensor] | None = None,
     used: Sequence[bool] = (),
 ) -> None:
-    """One step of optimizers that share the same buckets out and hold different parameters.
+    """Do one step of optimizers with the same buckets and different parameters.
 
     Args:
         optimizers: a bucket is gathered once, when all of them have updated their part of it.
         shards: for each bucket, the gradient of this rank's shard, flat, [bucket.numel /
-            world_size], where nothing else of it exists (ZeRO stage 2); None takes `grad`.
+            world_size], where the rest does not exist (ZeRO stage 2); None uses `grad`.
         used: with `shards`: for each parameter of the buckets, whether it has a gradient.
     """
     for optimizer in optimizers if shards is None else ():
@@ -318,7 +323,7 @@ def _step_without_gradients(optimizer: Optimizer) -> None:
 
 
 def _names(group: dict[str, Any], number: int) -> list[str]:
-    """For messages: the names that came with the parameters, or their places."""
+    """Names for messages: those that came with the parameters, or their indices."""
     if "param_names" in group:
         return [f"parameter {name!r}" for name in group["param_names"]]
     return [f"parameter {place} of group {number}" for place in range(len(group["params"]))]

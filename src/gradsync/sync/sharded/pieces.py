@@ -1,4 +1,4 @@
-"""Which parts of which parameters a rank owns: pure index maths over a bucket plan, without torch.
+"""Parts of parameters that a rank owns: index arithmetic over a bucket plan, without torch.
 
 bucket     [ p3 ........ | . p1 ...... | .. ]       `|` cuts it into one shard per rank
 rank 0       p3[0:512]
@@ -18,7 +18,7 @@ class Piece:
     """A run of elements of one parameter that lies in one shard."""
 
     index: int
-    """Which parameter."""
+    """Index of the parameter."""
     start: int
     """First element in the flattened parameter; a multiple of 64."""
     stop: int
@@ -33,9 +33,14 @@ class Piece:
 
 
 def pieces_of(plan: BucketPlan, rank: int, world_size: int) -> tuple[Piece, ...]:
-    """What of `plan`'s parameters lies in the shard of `rank`, in slot order; padding is left out.
+    """The parts of `plan`'s parameters in the shard of `rank`, in slot order, without padding.
 
     A parameter without elements has no piece here, see `empty_pieces_of`.
+
+    Args:
+        plan: the bucket.
+        rank: owner of the shard.
+        world_size: number of shards, one a rank.
     """
     shard = plan.shard(rank, world_size)
     pieces = []
@@ -55,7 +60,7 @@ def pieces_of(plan: BucketPlan, rank: int, world_size: int) -> tuple[Piece, ...]
 
 
 def empty_pieces_of(plan: BucketPlan, rank: int) -> tuple[Piece, ...]:
-    """Rank 0 keeps the parameters without elements: their state counts steps, as in the whole."""
+    """Pieces of parameters without elements, on rank 0: their state still counts steps."""
     return tuple(
         Piece(index=slot.index, start=0, stop=0, offset=0)
         for slot in plan.slots

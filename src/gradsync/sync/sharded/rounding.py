@@ -1,13 +1,13 @@
-"""Where a piece of a parameter may be rounded otherwise than the whole.
+"""Pieces of parameters that may be rounded differently from the whole.
 
 [Note: 16 bits and threads] Torch computes 16-bit elements in fp32 inside vector loops and rounds
-them once; the few elements behind the last full vector take a scalar loop, which rounds after each
-operation (`add` with a factor does: SGD, RMSprop, ASGD, weight decay in Adam). On a CPU a tensor of
-more than 32,768 elements is divided among the intra-op threads at length / threads, so such tails
-lie in the middle of it too, and elsewhere in a piece than in the whole. Measured with torch 2.13,
-100,003 elements in two pieces, 4 steps, 2 to 4 threads: in bf16 and fp16 up to 21 elements differ,
-all of them in such tails, and none with AdamW or a fused optimizer; none with one thread, and none
-in fp32 and fp64.
+them once; the few elements behind the last full vector go through a scalar loop, which rounds after
+each operation (`add` with a factor does: SGD, RMSprop, ASGD, weight decay in Adam). On a CPU a
+tensor of more than 32,768 elements is divided among the intra-op threads at length / threads, so
+such tails lie in the middle of it too, and at other elements in a piece than in the whole. Measured
+with torch 2.13, 100,003 elements in two pieces, 4 steps, 2 to 4 threads: in bf16 and fp16 up to 21
+elements differ, all of them in such tails, and none with AdamW or a fused optimizer; none with one
+thread, and none in fp32 and fp64.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _ONE_THREAD_TAKES = 32_768
 
 
 class ThreadWarning:
-    """Said once."""
+    """Warns once."""
 
     def __init__(self) -> None:
         self._said = False
 
     def say(self, buckets: Sequence[ShardedBucket], comm: Communicator) -> None:
-        """Warn, on rank 0, if this many threads may round a parameter otherwise: all ranks have
-        the same plan."""
+        """Warn, on rank 0, if this number of threads may round a parameter differently: all ranks
+        have the same plan."""
         threads = torch.get_num_threads()
         if self._said or threads < 2 or comm.rank != 0:
             return
@@ -53,7 +53,7 @@ class ThreadWarning:
 
 def _first_at_risk(buckets: Sequence[ShardedBucket], world_size: int) -> torch.Tensor | None:
     for bucket in buckets:
-        first = bucket.parameters[bucket.plan.slots[0].index]  # all are of its dtype and device
+        first = bucket.parameters[bucket.plan.slots[0].index]  # all have its dtype and device
         if first.dtype not in (torch.bfloat16, torch.float16) or not first.is_cpu:
             continue
         part = bucket.plan.numel // world_size

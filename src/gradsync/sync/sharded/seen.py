@@ -1,7 +1,7 @@
-"""Which parameters got a gradient on this rank, asked of FSDP2 through public hooks only.
+"""Detection of parameters with a gradient on this rank, through FSDP2's public hooks only.
 
-While a block computes, FSDP2 puts whole parameters in the place of the sharded ones. Gradients are
-ready there first; the sharded `.grad` knows only what all ranks have together, zeros included.
+While a block computes, FSDP2 replaces the sharded parameters by whole ones. Gradients are ready
+there first; the sharded `.grad` shows only the sum over all ranks, zeros included.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from gradsync.sync.stopwatch import Stopwatch
 
 
 class Seen:
-    """Made before `model` is sharded.
+    """Records gradients; made before `model` is sharded.
 
-    Hooks on parameters hold this object, so it must let go of the modules: Python cannot collect a
-    cycle through a tensor's hooks.
+    Hooks on parameters refer to this object, so it must not keep the modules: Python cannot collect
+    a cycle through a tensor's hooks.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -37,14 +37,14 @@ class Seen:
         self._indices: set[int] = set()
         self._handles: list[Any] = []
         self.enclosed = False
-        """Whether a micro-step is under way."""
+        """Whether a micro-step is in progress."""
         self.outside = False
-        """Whether a gradient came without a micro-step."""
+        """Whether a gradient came outside of a micro-step."""
         self.stopwatch = Stopwatch(on_cuda=any(p.is_cuda for _, p in named))
-        """Started by each gradient, so it stands at the end of this rank's own work."""
+        """Started by each gradient, so it marks the end of this rank's own work."""
 
     def watch(self, units: Iterable[nn.Module]) -> None:
-        """Have each unit tell of its gradients; call it once, after sharding, root last."""
+        """Watch the gradients of each unit; call it once, after sharding, root last."""
         homes, self._homes = self._homes, []
         for unit in units:
             inside = set(unit.modules())
@@ -53,14 +53,14 @@ class Seen:
             self._handles.append(unit.register_forward_pre_hook(partial(self._attach, pending)))
 
     def take(self) -> list[bool]:
-        """For each trainable parameter, whether it had a gradient since the last call."""
+        """For each trainable parameter, whether it got a gradient since the last call."""
         flags = [index in self._indices for index in range(self._count)]
         self._indices.clear()
         self.outside = False
         return flags
 
     def any(self) -> bool:
-        """Whether there has been a gradient since the last `take`."""
+        """Whether any gradient has come since the last `take`."""
         return bool(self._indices)
 
     def close(self) -> None:
@@ -69,8 +69,8 @@ class Seen:
             handle.remove()
 
     def _attach(self, pending: list[tuple[nn.Module, str, int]], *_: Any) -> None:
-        """FSDP2's own hook came before: the unit's parameters are whole now, and stay the same
-        objects from here on."""
+        """Attach hooks after FSDP2's own hook: the unit's parameters are whole now, and stay the
+        same objects from here on."""
         while pending:
             module, attribute, index = pending.pop()
             parameter = getattr(module, attribute)

@@ -1,7 +1,7 @@
-"""What a rank holds of whole tensors, for a checkpoint that nobody brings together.
+"""This rank's parts of whole tensors, for a checkpoint that stores them separately.
 
-Every share is a run of elements, row after row: the pieces of flat buckets are, and so are a
-DTensor's rows.
+Every share is a run of elements, row after row, as are the pieces of flat buckets and a DTensor's
+rows.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Share:
     """The elements of one whole tensor that this rank holds."""
 
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     start: int
     """First element of the flattened tensor."""
     stop: int
@@ -37,7 +37,7 @@ class Share:
 
     @property
     def saves_numbers(self) -> bool:
-        """Whether this is the one share that saves what all of the tensor's shares have alike."""
+        """Whether this one share saves the numbers that are equal in all shares of the tensor."""
         return self.saves and self.start == 0
 
 
@@ -47,13 +47,19 @@ flat. A parameter without state yet has {}."""
 
 
 def whole_share(tensor: Tensor, rank: int) -> Share:
-    """Of what every rank has whole: rank 0 saves it."""
+    """The share of a tensor that every rank has whole: rank 0 saves it."""
     return Share(shape=tuple(tensor.shape), start=0, stop=tensor.numel(), saves=rank == 0)
 
 
 def share_of_rows(tensor: Tensor, rank: int, world_size: int) -> Share:
-    """Of a tensor that FSDP2 has cut along its first dimension, as `torch.chunk` would: ranks in
-    order have ceil(rows / ranks) rows, the last ones fewer or none."""
+    """The share of a tensor that FSDP2 cut along its first dimension, as `torch.chunk` would: the
+    first ranks have ceil(rows / ranks) rows, the last ones fewer or none.
+
+    Args:
+        tensor: a parameter or its state; a plain tensor is a whole share.
+        rank: this rank.
+        world_size: number of ranks.
+    """
     if not isinstance(tensor, DTensor):
         return whole_share(tensor, rank)
     assert tuple(tensor.placements) == (Shard(0),), "rows alone are contiguous"
@@ -67,15 +73,15 @@ def share_of_rows(tensor: Tensor, rank: int, world_size: int) -> Share:
 def held_state(
     buckets: Iterable[ShardedBucket], others: Mapping[Tensor, State], rank: int
 ) -> HeldState:
-    """This rank's pieces; shares the optimizer's tensors.
+    """This rank's pieces of the state, sharing the optimizer's tensors.
 
     Args:
         buckets: of the sharded optimizer.
         others: whole state of its parameters that are in no bucket.
-        rank: this one.
+        rank: this rank.
 
     Raises:
-        ConfigError: state that is neither elementwise nor a single number, naming it.
+        ConfigError: names state that is neither elementwise nor a single number.
     """
     found: HeldState = {
         parameter: (whole_share(parameter, rank), flat_state(state, parameter))
@@ -91,10 +97,10 @@ def held_state(
 
 
 def keep_state(buckets: Sequence[ShardedBucket], states: Mapping[Any, State]) -> dict[Any, State]:
-    """Take pieces as `held_state` gives them; what the buckets had before is dropped.
+    """Restore pieces from `held_state`; the buckets' previous state is dropped.
 
     Returns:
-        what belongs to no bucket, in its parameters' shapes.
+        the state of parameters in no bucket, in their shapes.
     """
     covered: set[int] = set()
     for bucket in buckets:
@@ -113,7 +119,7 @@ def keep_state(buckets: Sequence[ShardedBucket], states: Mapping[Any, State]) ->
 
 
 def flat_state(state: Mapping[str, Any], like: Tensor) -> State:
-    """Tensors of elements flattened, sharing memory; all else as it is.
+    """Tensors of elements flattened, sharing memory; other values unchanged.
 
     Raises:
         ConfigError: see `held_state`.

@@ -1,8 +1,9 @@
-"""Optimizer state: out of the shards into whole tensors, and back.
+"""Optimizer state: from the shards to whole tensors, and back.
 
-Tensors of a piece's shape travel as flat shards, one all-gather per bucket and name. Single numbers
-(`step`) are equal in all pieces of a parameter and travel in a short text beforehand, which also
-says who has what: a parameter that has never had a gradient has no state anywhere.
+Tensors of a piece's shape are sent as flat shards, one all-gather per bucket and name. Single
+numbers (`step`) are equal in all pieces of a parameter and are sent in a short text beforehand,
+which also lists the state of each rank: a parameter that has never had a gradient has no state
+anywhere.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 State = dict[str, Any]
-"""What an optimizer keeps for one parameter, by name."""
+"""Optimizer state of one parameter, by name."""
 
 
 def gather_state(
     buckets: Sequence[ShardedBucket], comm: Communicator
 ) -> list[tuple[Tensor, State]]:
-    """Whole state of every parameter that has one, on every rank; all ranks call it.
+    """Gather the whole state of every parameter that has one, on every rank; all ranks call it.
 
     Raises:
-        ConfigError: state that is neither elementwise nor a single number, naming it.
+        ConfigError: names state that is neither elementwise nor a single number.
     """
     found: list[tuple[Tensor, State]] = []
     parts = all_gather_json(comm, [_describe(bucket) for bucket in buckets])
@@ -54,7 +55,7 @@ def gather_state(
 
 
 def take_state(buckets: Sequence[ShardedBucket], whole: Mapping[Tensor, State]) -> None:
-    """Keep this rank's pieces of whole state; what the buckets had before is dropped.
+    """Keep this rank's pieces of whole state; the buckets' previous state is dropped.
 
     Raises:
         ConfigError: a tensor that has neither its parameter's shape nor one element.
@@ -83,7 +84,7 @@ def _part(name: str, value: Any, parameter: Tensor, start: int, stop: int) -> An
 
 
 def _describe(bucket: ShardedBucket) -> dict[str, State]:
-    """For JSON: parameter index -> name -> what kind of state it is, numbers included."""
+    """Description for JSON: parameter index -> name -> kind of state, numbers included."""
     if bucket.inner is None:
         return {}
     described: dict[str, State] = {}
@@ -105,7 +106,7 @@ def _describe(bucket: ShardedBucket) -> dict[str, State]:
 
 
 def _small(bucket: ShardedBucket, entry: State) -> State:
-    """The state of one parameter; tensors with elements are filled in later, in their place."""
+    """The state of one parameter; its tensors with elements are filled in later."""
     state: State = {}
     device = bucket.parameters[0].device
     for name, kind in entry.items():
@@ -133,7 +134,13 @@ def _gather_slot(bucket: ShardedBucket, name: str, dtype: torch.dtype) -> Tensor
 
 
 def not_elementwise(name: str, got: torch.Size, shape: torch.Size) -> ConfigError:
-    """The error about state that no rank can have a part of."""
+    """Make the error for state that cannot be divided among ranks.
+
+    Args:
+        name: of the state.
+        got: its shape.
+        shape: of its parameter.
+    """
     return ConfigError(
         f"optimizer state {name!r} has shape {tuple(got)} for a parameter of shape {tuple(shape)}: "
         "neither elementwise nor a single number; this optimizer cannot be sharded"

@@ -1,4 +1,4 @@
-"""Between sharded tensors (DTensor) and whole ones."""
+"""Conversion between sharded tensors (DTensor) and whole ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def gather_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Whole parameters and buffers by name, as `state_dict()` of the unsharded model.
+    """Gather whole parameters and buffers by name, as `state_dict()` of the unsharded model.
 
     Works on any model; under FSDP2 all ranks must call it, and each gets everything: one
     all-gather per sharded parameter over its own group, shape and dtype of the masters.
@@ -29,18 +29,18 @@ def load_whole_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 @torch.no_grad()
 def whole(tensor: Tensor) -> Tensor:
-    """The whole of a sharded tensor, on every rank; a plain one is returned as it is."""
+    """Gather a sharded tensor on every rank; a plain one is returned as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 @torch.no_grad()
 def local(tensor: Tensor) -> Tensor:
-    """The part that is on this rank, sharing its memory."""
+    """This rank's part, sharing its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def part_of(tensor: Tensor, like: Tensor) -> Tensor:
-    """What of a whole tensor this rank would hold if it were sharded as `like`; nothing is sent."""
+    """This rank's part of a whole tensor if it were sharded as `like`; nothing is sent."""
     if not isinstance(like, DTensor) or isinstance(tensor, DTensor):
         return local(tensor)
     tensor = tensor.detach().to(like.device)
@@ -49,7 +49,7 @@ def part_of(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def shaped_as(value: Any, like: Tensor) -> Any:
-    """This rank's flat elements placed and shaped as `like`; a number as it is."""
+    """Place and shape this rank's flat elements as `like`; a number stays as it is."""
     if not isinstance(value, Tensor) or value.dim() == 0:
         return value
     if not isinstance(like, DTensor):
@@ -60,7 +60,7 @@ def shaped_as(value: Any, like: Tensor) -> Any:
 
 
 def sharded_as(tensor: Tensor, like: Tensor) -> Tensor:
-    """A sharded copy of a whole tensor, placed as `like`; its dtype stays."""
+    """Shard a copy of a whole tensor, placed as `like`; its dtype stays."""
     copy = torch.zeros_like(like, dtype=tensor.dtype)
     local(copy).copy_(part_of(tensor, like))
     return copy

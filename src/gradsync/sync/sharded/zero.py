@@ -3,9 +3,9 @@
     zero1   backward ─ sums of whole buckets ─► update own shard ─► all_gather parameters
     zero2   backward ─ reduce_scatter buckets ► update own shard ─► all_gather parameters
 
-Rajbhandari et al. 2020, arXiv 1910.02054, stages 1 and 2. The optimizer stays the user's own
-object: its hyper-parameters are read at each step, its state lives here, in pieces. Buckets keep
-the order of their first layout, since pieces belong to places in buckets.
+Rajbhandari et al. 2020, arXiv 1910.02054, stages 1 and 2. The optimizer remains the user's object:
+its hyper-parameters are read at each step, its state lives here, in pieces. Buckets keep the order
+of their first layout, since pieces belong to places in buckets.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gradsync.core.torch_private import foreach_mul_
 from gradsync.errors import ConfigError
 from gradsync.sync.clip import gradient_norm
 from gradsync.sync.engine.engine import Engine
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
 class ShardedEngine(Engine):
     """`Engine` for recipes that shard; its arguments are the engine's.
 
-    In a loop of one's own `optimizer.step()` would be the whole optimizer's: there use another
-    strategy, and `ShardedOptimizer` in place of the optimizer.
+    In the user's training loop `optimizer.step()` would be the whole optimizer's: use another
+    strategy there, and `ShardedOptimizer` in place of the optimizer.
     """
 
     own_loop = False
@@ -40,14 +41,14 @@ class ShardedEngine(Engine):
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self._sharded: dict[int, ShardedOptimizer] = {}  # by the id of the one that it holds
+        self._sharded: dict[int, ShardedOptimizer] = {}  # by the id of the user's optimizer
         self._members: dict[int, list[list[int]]] = {}
         self._in_shards = self.recipe.shard == "gradients"
         self._shards: list[Tensor] = []
         self._used: list[bool] = []
 
     def publish(self, used: list[bool]) -> None:
-        """Gradients in shards: keep them, give back the buckets; whole `.grad`s do not exist."""
+        """Keep gradients that are in shards, and free the buckets; whole `.grad`s do not exist."""
         if not self._in_shards:
             super().publish(used)
             return
@@ -63,7 +64,7 @@ class ShardedEngine(Engine):
             parameter.grad = None
 
     def gradients(self) -> list[Tensor]:
-        """See `Reducer.gradients`; parts of parameters that nobody used are zeros."""
+        """See `Reducer.gradients`; parts of parameters that no rank used are zeros."""
         return self._shards if self._in_shards else super().gradients()
 
     def whole_gradients(self) -> list[Tensor | None]:
@@ -92,14 +93,14 @@ class ShardedEngine(Engine):
         # Whole group, float64 []; overlaps nothing: the factor depends on it.
         self.comm.all_reduce(square).wait()
         norm = square.sqrt().float()
-        torch._foreach_mul_(self._shards, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        foreach_mul_(self._shards, (max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
     def expect(self, optimizers: Sequence[torch.optim.Optimizer], *, scaled: bool) -> None:
         """See `Reducer.expect`.
 
         Raises:
-            ConfigError: an optimizer whose state cannot be shared out.
+            ConfigError: an optimizer whose state cannot be divided among ranks.
         """
         for optimizer in optimizers:
             try:
@@ -111,7 +112,7 @@ class ShardedEngine(Engine):
                 ) from None
 
     def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Update the own shards and gather everybody's."""
+        """Update this rank's shards and gather all ranks'."""
         sharded = [self._of(optimizer) for optimizer in optimizers]
         step_together(sharded, self._shards if self._in_shards else None, self._used)
         self._shards = []
@@ -138,8 +139,8 @@ class ShardedEngine(Engine):
         self._of(optimizer).keep(states)
 
     def _of(self, optimizer: torch.optim.Optimizer) -> ShardedOptimizer:
-        """The sharded twin of the user's optimizer, made when it is first seen, and again when
-        its groups hold other parameters (`add_param_group`); all ranks come here together."""
+        """The sharded counterpart of the user's optimizer, made at first sight, and again when its
+        groups hold other parameters (`add_param_group`); all ranks call it together."""
         members = members_of(optimizer)
         known = self._sharded.get(id(optimizer))
         if known is None or self._members[id(optimizer)] != members:

@@ -1,0 +1,473 @@
+"""Contestants at work: all train the same model on the same leaves, each in its own idiom.
+
+A step is cut in two so that one may look at the clock in between; a contestant decides by itself
+what belongs to `update`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from gradsync.bench.contestant import ALONE, Contestant
+from gradsync.bench.meter import StepClock, Watched, taking
+from gradsync.bench.sync_plan import SyncSettings
+from gradsync.comm.base import Communicator
+from gradsync.comm.choose import communicator
+from gradsync.comm.process_group import ProcessGroupCommunicator
+from gradsync.models.gpt import GPT, loss_sum
+from gradsync.runtime import environ
+from gradsync.runtime.threads import pin_threads
+from gradsync.sync.engine.over_hosts import OverHosts
+from gradsync.sync.registry import STRATEGIES
+from gradsync.sync.replicate import replicate
+from gradsync.sync.torch_ddp import TorchDdpReducer
+from gradsync.train.config import OptimConfig
+from gradsync.train.optimizer import build_optimizer
+from gradsync.train.setup import trainer_options
+from gradsync.world import World
+
+if TYPE_CHECKING:
+    from gradsync.comm.groups import Groups
+
+CLIP_NORM = 1.0
+"""Largest norm of the gradient, as `gradsync train` has it."""
+
+_UNSEEN = ("fsdp", "powersgd")
+"""Torch's own, with messages that cannot be made to block from outside."""
+_DRIFTING = ("local_sgd", "diloco")
+"""Ranks differ between meetings."""
+
+Leaves = Sequence[tuple[Tensor, Tensor]]
+"""A rank's micro-batches: tokens and targets, each [sequences, tokens], int64."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Site:
+    """Where contestants meet: what is the same for all of them."""
+
+    settings: SyncSettings
+    world: World
+    groups: Groups | None = None
+    """Inside and between hosts, where a strategy asks for them; made once."""
+
+    @property
+    def device(self) -> torch.device:
+        """The rank's device."""
+        return torch.device(self.world.device)
+
+    @property
+    def on_cuda(self) -> bool:
+        """Whether an accelerator computes."""
+        return self.device.type == "cuda"
+
+    @property
+    def comm(self) -> Communicator:
+        """Over the ranks of the set, for what is not measured."""
+        return communicator(self.world)
+
+    def model(self) -> GPT:
+        """The model with its initial weights, the same on all ranks."""
+        return GPT(self.settings.config, seed=self.settings.seed).to(self.device)
+
+    def optimizer(self, model: torch.nn.Module) -> torch.optim.AdamW:
+        """The trainer's: fused AdamW, matrices decay."""
+        return build_optimizer(model, OptimConfig())
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The mixed precision of a forward."""
+        if self.settings.dtype == "fp32":
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=torch.bfloat16)
+
+
+class Blocking:
+    """Adds up what collectives take when nothing hides them and all ranks begin them together."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self.seconds = 0.0
+
+    def register(self, ddp: DistributedDataParallel) -> None:
+        """Be the communication hook of `ddp`, on its process group."""
+        comm = ProcessGroupCommunicator(ddp.process_group)
+
+        def hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+            self._comm.barrier()
+            tensor = bucket.buffer()
+            with taking(self):
+                # Whole group, the bucket's [n] and dtype; overlaps nothing, on purpose.
+                comm.all_reduce(tensor).wait()
+            done: torch.futures.Future[Tensor] = torch.futures.Future()
+            done.set_result(tensor.div_(comm.world_size))
+            return done
+
+        # DDP compares the annotations themselves; here they are strings.
+        hook.__annotations__ |= {
+            "bucket": dist.GradBucket,
+            "return": torch.futures.Future[Tensor],
+        }
+        ddp.register_comm_hook(None, hook)
+
+
+class Entrant:
+    """A contestant at work on this rank: the loop of plain torch, of which each one replaces what
+    its own documentation writes otherwise.
+
+    Args:
+        contestant: which one, with its options.
+        site: where.
+        clock: told when the last gradient is there.
+        blocking: None, or what takes the time of communication; then nothing may be hidden.
+    """
+
+    knows_communication = True
+    """Whether `blocking` can see all of it."""
+    period = 1
+    """Steps after which what a step sends repeats itself."""
+
+    def __init__(
+        self, contestant: Contestant, site: Site, clock: StepClock, blocking: Blocking | None
+    ) -> None:
+        self.contestant, self.site, self.blocking = contestant, site, blocking
+        self.model = site.model()
+        clock.watch(self.model.embed.weight)
+        self.called: Any = self.model
+        self.optimizer: Any = None
+        self.set_up()
+
+    def set_up(self) -> None:
+        """Wrap the model, make the optimizer."""
+        self.optimizer = self.site.optimizer(self.model)
+
+    def backward(self, leaves: Leaves) -> Tensor:
+        """Forward and backward of this rank's leaves; their mean loss, detached, []."""
+        total = torch.zeros((), device=self.site.device)
+        for number, (tokens_BT, targets_BT) in enumerate(leaves, 1):
+            with self.accumulating(last=number == len(leaves)):
+                with self.site.autocast():
+                    loss = mean_loss(self.called(tokens_BT), targets_BT) / len(leaves)
+                loss.backward()
+            total += loss.detach()
+        return total
+
+    def accumulating(self, *, last: bool) -> AbstractContextManager[Any]:
+        """Around a leaf; gradients are synchronised in the last one only."""
+        return nullcontext()
+
+    def update(self) -> None:
+        """The rest of the step."""
+        self.clip()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def clip(self) -> None:
+        """To `CLIP_NORM`."""
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_NORM)
+
+    def communicators(self) -> list[Communicator]:
+        """Communicators to count in; see `Wire`."""
+        return []
+
+    def weights(self) -> list[Tensor] | None:
+        """This rank's copy of the weights; None where a rank has no whole one, or where ranks may
+        differ."""
+        return [parameter.detach() for parameter in self.model.parameters()]
+
+    def close(self) -> None:
+        """Give back hooks and threads."""
+
+
+class Alone(Entrant):
+    """The ideal: a training loop on this rank's leaves, nothing else."""
+
+    def weights(self) -> list[Tensor] | None:
+        """Every rank goes its own way."""
+        return None
+
+
+class TorchDdp(Entrant):
+    """torch's DistributedDataParallel, as its tutorial writes it; options go to it, `backend` makes
+    a process group of that backend for it. On one rank it is the loop alone, as users run it."""
+
+    _group: Any = None
+
+    def set_up(self) -> None:
+        """See `Entrant.set_up`."""
+        super().set_up()
+        site = self.site
+        if not site.world.is_distributed:
+            return
+        options = dict(self.contestant.options)
+        if backend := options.pop("backend", None):
+            import_module("gradsync.backends")  # registers ours
+            options["process_group"] = self._group = dist.new_group(backend=backend)
+        if site.settings.bucket_mb is not None:
+            options.setdefault("bucket_cap_mb", site.settings.bucket_mb)
+        ids = [site.device.index] if site.on_cuda else None
+        self.called = DistributedDataParallel(self.model, device_ids=ids, **options)
+        if self.blocking is not None:
+            self.blocking.register(self.called)
+
+    def accumulating(self, *, last: bool) -> AbstractContextManager[Any]:
+        """See `Entrant.accumulating`."""
+        skip = not last and isinstance(self.called, DistributedDataParallel)
+        return self.called.no_sync() if skip else nullcontext()
+
+    def close(self) -> None:
+        """See `Entrant.close`."""
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+
+
+class Accelerated(Entrant):
+    """Hugging Face Accelerate, as its users write a loop: `Accelerator.prepare`, `accumulate`,
+    `backward`; it finds the process group that is there."""
+
+    def set_up(self) -> None:
+        """See `Entrant.set_up`."""
+        from accelerate import Accelerator, DistributedDataParallelKwargs
+
+        site = self.site
+        size = site.settings.bucket_mb
+        # One rank is a script without a launcher: by these it would take itself for one of many.
+        alone = {} if site.world.is_distributed else {"LOCAL_RANK": "-1", "WORLD_SIZE": "1"}
+        with environ.exported(alone):
+            self.accelerator = Accelerator(
+                cpu=not site.on_cuda,
+                mixed_precision="bf16" if site.settings.dtype == "bf16" else "no",
+                gradient_accumulation_steps=site.settings.leaves_per_rank,
+                kwargs_handlers=(
+                    [] if size is None else [DistributedDataParallelKwargs(bucket_cap_mb=size)]
+                ),
+            )
+        optimizer = site.optimizer(self.model)
+        self.called, self.optimizer = self.accelerator.prepare(self.model, optimizer)
+        if self.blocking is not None and isinstance(self.called, DistributedDataParallel):
+            self.blocking.register(self.called)
+
+    def backward(self, leaves: Leaves) -> Tensor:
+        """See `Entrant.backward`. Accelerate divides by the number of leaves itself, and its
+        optimizer only steps when gradients are whole, so calling it after the last leaf will do."""
+        total = torch.zeros((), device=self.site.device)
+        for tokens_BT, targets_BT in leaves:
+            with self.accelerator.accumulate(self.called):
+                loss = mean_loss(self.called(tokens_BT), targets_BT)
+                self.accelerator.backward(loss)
+            total += loss.detach()
+        return total / len(leaves)
+
+    def clip(self) -> None:
+        """See `Entrant.clip`."""
+        self.accelerator.clip_grad_norm_(self.called.parameters(), CLIP_NORM)
+
+    def close(self) -> None:
+        """Accelerate keeps what it prepared for the life of the process."""
+        self.accelerator.free_memory()
+
+
+class Fabricated(Entrant):
+    """Lightning Fabric, as its users write a loop: `Fabric.setup`, `backward`, `clip_gradients`; it
+    finds the process group that is there."""
+
+    def set_up(self) -> None:
+        """See `Entrant.set_up`."""
+        from lightning_fabric import Fabric
+        from lightning_fabric.plugins.environments import TorchElasticEnvironment
+        from lightning_fabric.strategies import DDPStrategy
+
+        # On import it lets itself be heard; what it has to say is no part of a table.
+        logging.getLogger("lightning_fabric").setLevel(logging.ERROR)
+        site, strategy = self.site, "auto"
+        if site.world.is_distributed:  # over the ranks that are there, whoever started them
+            size = site.settings.bucket_mb
+            options = {} if size is None else {"bucket_cap_mb": size}
+            strategy = DDPStrategy(cluster_environment=TorchElasticEnvironment(), **options)
+        self.fabric = Fabric(
+            accelerator="cuda" if site.on_cuda else "cpu",
+            devices=site.world.local_world_size,
+            num_nodes=site.world.num_nodes,
+            strategy=strategy,
+            precision="bf16-mixed" if site.settings.dtype == "bf16" else "32-true",
+        )
+        self.fabric.launch()
+        self.called, self.optimizer = self.fabric.setup(self.model, site.optimizer(self.model))
+        if self.blocking is not None:
+            for part in self.called.modules():
+                if isinstance(part, DistributedDataParallel):
+                    self.blocking.register(part)
+
+    def backward(self, leaves: Leaves) -> Tensor:
+        """See `Entrant.backward`; mixed precision is Fabric's own."""
+        total = torch.zeros((), device=self.site.device)
+        for number, (tokens_BT, targets_BT) in enumerate(leaves, 1):
+            unfinished = number < len(leaves)
+            with self.fabric.no_backward_sync(self.called, enabled=unfinished):
+                loss = mean_loss(self.called(tokens_BT), targets_BT) / len(leaves)
+                self.fabric.backward(loss)
+            total += loss.detach()
+        return total
+
+    def clip(self) -> None:
+        """See `Entrant.clip`."""
+        self.fabric.clip_gradients(self.called, self.optimizer, max_norm=CLIP_NORM)
+
+
+class Synchronised(Entrant):
+    """A strategy of the registry, used as `gradsync train` uses it.
+
+    To take the time of its communication, nothing may overlap: strategies of the engine get
+    `overlap=False` and tell by their own stopwatch, others are waited for at each collective.
+    """
+
+    _watched: Watched | None = None
+
+    def set_up(self) -> None:
+        """See `Entrant.set_up`."""
+        contestant, site, blocking = self.contestant, self.site, self.blocking
+        by_engine = STRATEGIES[contestant.name].recipe is not None
+        options = given_options(contestant, site)
+        if blocking is not None and by_engine:
+            options["overlap"] = False
+        if contestant.compile == "ddp":
+            options["compile_wrapper"] = True
+        if contestant.compile == "model":
+            self.model.compile()
+        self.period = options.get("inner_steps", 1)
+        self.knows_communication = contestant.name not in _UNSEEN
+        self.sync = replicate(
+            self.model, site.world, sync=contestant.name, groups=site.groups, **options
+        )
+        self._prime()
+        self.optimizer = site.optimizer(self.model)  # fsdp replaces the parameters
+        if blocking is not None and isinstance(self.sync.reducer, TorchDdpReducer):
+            if self.knows_communication and site.world.is_distributed:
+                blocking.register(self.sync.reducer.ddp)
+        elif blocking is not None:
+            # Of the engine's, what follows the update: parameters of sharded strategies.
+            timed = ("all_gather",) if by_engine else ("all_reduce", "broadcast", "all_gather")
+            self._watched = Watched(self.sync.comm, timed=timed, before=site.comm.barrier)
+        self._exposed_counts = blocking is not None and by_engine
+
+    def backward(self, leaves: Leaves) -> Tensor:
+        """See `Entrant.backward`."""
+        total = torch.zeros((), device=self.site.device)
+        first = self.site.world.rank * len(leaves)
+        weight = 0
+        for number, (tokens_BT, targets_BT) in enumerate(leaves):
+            last = number == len(leaves) - 1
+            with self.sync.micro_step(last=last, index=first + number):
+                loss = self._loss_sum(tokens_BT, targets_BT)
+                self.sync.backward(loss, weight=targets_BT.numel())
+            total += loss.detach()
+            weight += targets_BT.numel()
+        return total / weight
+
+    def update(self) -> None:
+        """See `Entrant.update`."""
+        if self._exposed_counts:
+            self.site.comm.barrier()
+        before = 0.0 if self._watched is None else self._watched.seconds
+        result = self.sync.step(self.optimizer, clip_norm=CLIP_NORM)
+        if self.blocking is not None:
+            if self._exposed_counts:
+                self.blocking.seconds += result.exposed.seconds()
+            if self._watched is not None:
+                self.blocking.seconds += self._watched.seconds - before
+
+    def communicators(self) -> list[Communicator]:
+        """See `Entrant.communicators`."""
+        levels = self.site.groups
+        found = [self.sync.comm] if levels is None else [self.sync.comm, levels.intra, levels.inter]
+        transport = getattr(self.sync.reducer, "_transport", None)
+        if isinstance(transport, OverHosts):
+            found.append(transport.host)
+        unique: dict[int, Communicator] = {id(comm): comm for comm in found}
+        return list(unique.values())
+
+    def weights(self) -> list[Tensor] | None:
+        """See `Entrant.weights`."""
+        if not self.sync.reducer.whole_parameters or self.contestant.name in _DRIFTING:
+            return None
+        return super().weights()
+
+    def close(self) -> None:
+        """See `Entrant.close`."""
+        if self._watched is not None:
+            self._watched.stop()
+        self.sync.close()
+
+    def _loss_sum(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        with self.site.autocast():
+            return loss_sum(self.sync.forward(tokens_BT), targets_BT)
+
+    def _prime(self) -> None:
+        """As the trainer does before its first step."""
+        tokens_BT = torch.zeros((1, 2), dtype=torch.int64, device=self.site.device)
+        self.sync.prime(lambda: self._loss_sum(tokens_BT, tokens_BT).backward())
+
+
+def enter(
+    contestant: Contestant, site: Site, clock: StepClock, *, blocking: Blocking | None = None
+) -> Entrant:
+    """Build it; all ranks of the set call this together.
+
+    Args:
+        contestant: who.
+        site: where.
+        clock: told when the last gradient of a step is there.
+        blocking: takes the time of communication; then nothing is hidden.
+    """
+    others = {
+        ALONE: Alone,
+        "torch_ddp": TorchDdp,
+        "accelerate": Accelerated,
+        "fabric": Fabricated,
+    }
+    entrant = others.get(contestant.name, Synchronised)(contestant, site, clock, blocking)
+    pin_threads(site.settings.threads)  # Accelerate sets a number of its own
+    return entrant
+
+
+def mean_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+    """Cross-entropy as most loops write it: the mean over targets, []."""
+    return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
+
+
+def make_leaves(site: Site, batch_size: int) -> Leaves:
+    """Random tokens of this rank, the same in every step; others on each rank and leaf."""
+    settings = site.settings
+    shape = (2, batch_size // settings.leaves_per_rank, settings.tokens)
+    made = []
+    for leaf in range(settings.leaves_per_rank):
+        place = site.world.rank * settings.leaves_per_rank + leaf
+        generator = torch.Generator().manual_seed(settings.seed * 100_003 + place)
+        tokens, targets = torch.randint(settings.config.vocab_size, shape, generator=generator)
+        made.append((tokens.to(site.device), targets.to(site.device)))
+    return made
+
+
+def given_options(contestant: Contestant, site: Site) -> dict[str, Any]:
+    """Options of the contestant and of the trainer; `inner_steps` is shortened unless it is given,
+    so that ranks meet within a turn."""
+    settings = site.settings
+    options: dict[str, Any] = {
+        "local_sgd": {"inner_steps": settings.num_steps},  # one meeting in each turn
+        "diloco": {"inner_steps": settings.num_steps},
+        "powersgd": {"start_powerSGD_iter": 2},
+    }.get(contestant.name, {})
+    strategy = STRATEGIES[contestant.name]
+    has_buckets = strategy.recipe is None or strategy.recipe.grouping == "buckets"
+    if settings.bucket_mb is not None and "bucket_mb" in strategy.options and has_buckets:
+        options = {**options, "bucket_mb": settings.bucket_mb}
+    return trainer_options(contestant.name, {**options, **contestant.options})

@@ -1,0 +1,116 @@
+"""Output for people: a table, notes under it, where it was made, how far it is."""
+
+from __future__ import annotations
+
+import csv
+import io
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import IO, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from gradsync.bench.statistics import Spread
+
+_WIDE = 240
+"""Columns of a file: a table in it must not be cut."""
+_BAR = 24
+
+Tell = Callable[[int, int, str], None]
+"""`tell(pieces of work done, pieces in all, what comes now)`."""
+
+
+def print_table(
+    stream: IO[str],
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    notes: Iterable[str] = (),
+    *,
+    words: Collection[str] = (),
+    framed: bool = True,
+) -> None:
+    """A table, and notes under it.
+
+    Args:
+        stream: a terminal, or a file, in which no line is cut.
+        title: above the table.
+        columns: headings.
+        rows: a cell for each column.
+        notes: a paragraph each.
+        words: the columns that hold words, and not numbers; the first one of a framed table does.
+        framed: with lines around it.
+    """
+    table = Table(title=title, title_justify="left")
+    if not framed:
+        table.box, table.pad_edge = None, False
+    for heading in columns:
+        is_words = heading in words or (framed and heading == columns[0])
+        table.add_column(heading, justify="left" if is_words else "right")
+    for row in rows:
+        table.add_row(*row)
+    _console(stream).print(table)
+    print_notes(stream, notes)
+
+
+def print_notes(stream: IO[str], notes: Iterable[str]) -> None:
+    """A paragraph each."""
+    for line in notes:
+        _console(stream).print(line, style="dim", soft_wrap=not stream.isatty())
+
+
+def _console(stream: IO[str]) -> Console:
+    width = None if stream.isatty() else _WIDE
+    return Console(file=stream, width=width, markup=False, emoji=False, highlight=False)
+
+
+def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A header and a line for each row, of which there is one at least; None is empty."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def where(environment: Mapping[str, Any]) -> str:
+    """The machine, in one line."""
+    device = environment["accelerator"] or environment["cpu"]
+    return (
+        f"{environment['date']}, {device}, {environment['cores']} cores (load "
+        f"{environment['load_at_start']} at the start), torch {environment['torch']}, "
+        f"{environment['threads_per_rank']} thread(s) a rank, {environment['backend']}"
+    )
+
+
+def spread_text(values: Spread, digits: int) -> str:
+    """`median (first quartile-third quartile)`; a single value is alone."""
+    middle = f"{values.median:.{digits}f}"
+    if values.count == 1:
+        return middle
+    return f"{middle} ({values.low:.{digits}f}-{values.high:.{digits}f})"
+
+
+def progress_bar() -> Tell:
+    """Draw how far it is, on a terminal: a line of text, no thread that would disturb."""
+    if not sys.stderr.isatty():
+        return silent
+
+    def draw(place: int, count: int, what: str) -> None:
+        full = _BAR * place // count
+        bar = "━" * full + "╌" * (_BAR - full)
+        text = f"{bar} {place}/{count} {what}" if place < count else ""
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+    return draw
+
+
+def say(text: str) -> None:
+    """A line above the bar."""
+    clear = "\r\x1b[K" if sys.stderr.isatty() else ""
+    print(f"{clear}gradsync: {text}", file=sys.stderr, flush=True)
+
+
+def silent(*_: object) -> None:
+    """For ranks and places that show no progress."""

@@ -1,0 +1,368 @@
+"""Plan and decisions of `gradsync tune`: stage after stage, each with the winner of the one before.
+
+    strategy      the default, itself once more, and whatever promises as much
+    bucket size   of the winner, if buckets of it travel as messages
+    first bucket  likewise
+    compilation   on request
+
+No torch here.
+
+When a candidate takes the place of what was there: the rule, on plain numbers.
+
+[Note: What counts as faster]
+Steps are compared within rounds: a candidate's time over that of one copy of the default in the
+same round, the two copies in turn. (Their mean would not do: noise that only ever slows down makes
+a mean of two larger than the typical one, and the default slower than itself.) A candidate is
+faster if
+
+1. the bootstrap's 95 % interval of the median of these ratios lies below 1. A stage has several
+   candidates, and the luckiest of k is lucky more often: each gets the level 1 - 0.05/k, so that
+   the 95 % hold for the stage;
+2. it gains more than the default's two copies differ from each other. They are the same program,
+   and differ all the same: where their memory lies stays from round to round.
+
+The percentile interval of n values that all lie on one side of 1 excludes 1 whatever the level; by
+chance that happens once in 2**(n-1) times, on either side. So fewer rounds than `fewest_rounds` are
+refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import IO, Any
+
+from gradsync.bench.contestant import Contestant
+from gradsync.bench.report import print_notes, print_table, spread_text, where
+from gradsync.bench.statistics import Spread, interval, ratios
+from gradsync.bench.sync_plan import SyncSettings
+from gradsync.errors import ConfigError
+from gradsync.sync.engine.recipe import Recipe
+from gradsync.sync.registry import STRATEGIES
+from gradsync.train.config import CompileOrder
+from gradsync.train.tuned import Choice
+from gradsync.world import World
+
+PROMISES = ("bitwise", "rounding")
+STAGES = ("strategy", "bucket size", "first bucket", "compilation")
+_BUCKETS_MB = (2.0, 5.0, 10.0, 50.0, 100.0)
+_FIRST_MB = (0.25, 4.0, 10.0)
+_MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TuneRequest:
+    """A request to tune.
+
+    Raises:
+        ConfigError: an unknown promise, one rank, too few rounds to tell anything.
+    """
+
+    settings: SyncSettings
+    """How each contestant is measured."""
+    batch_size: int
+    """Sequences of a rank and step."""
+    world_size: int
+    """Ranks."""
+    promise: str = "bitwise"
+    """The least that a strategy must promise: bitwise, or rounding."""
+    keep_memory: bool = True
+    """Whether freed memory stays in the process."""
+    compile: bool = False
+    """Whether to try `torch.compile`."""
+
+    def __post_init__(self) -> None:
+        if self.promise not in PROMISES:
+            raise ConfigError(
+                f"--promise must be one of {', '.join(PROMISES)}; got {self.promise!r} (what is "
+                "lossy changes the training, and is not chosen by its speed)"
+            )
+        if self.world_size < 2:
+            raise ConfigError(
+                f"--world-size must be at least 2; got {self.world_size}: one rank talks to nobody"
+            )
+        tried = [strategies(self.promise, on_cpu=True, hosts=hosts) for hosts in (1, 2)]
+        most = max(len(_BUCKETS_MB), *(len(choices) - 1 for choices in tried))
+        if self.settings.rounds < fewest_rounds(most):
+            raise ConfigError(
+                f"--rounds must be at least {fewest_rounds(most)} to tell {most} candidates from "
+                f"noise; got {self.settings.rounds}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stage:
+    """One question. The first candidate is the one that stays unless another is faster."""
+
+    name: str
+    candidates: tuple[Choice, ...] = ()
+    skipped: str = ""
+    """Why there is nothing to measure; "" otherwise."""
+
+    def contestants(self, *, keep_memory: bool) -> list[Contestant]:
+        """The first candidate twice, which shows what noise looks like, and the others."""
+        twice = [self.candidates[0], *self.candidates]
+        made = [contestant_of(choice, keep_memory=keep_memory) for choice in twice]
+        return [made[0], replace(made[1], label=again(made[1].label)), *made[2:]]
+
+
+def again(label: str) -> str:
+    """Name of the second copy of the first candidate."""
+    return f"{label} (again)"
+
+
+def contestant_of(choice: Choice, *, keep_memory: bool) -> Contestant:
+    """A choice that takes part in a measurement."""
+    return Contestant(
+        label=choice.text,
+        name=choice.sync,
+        options=choice.options,
+        keep_memory=keep_memory,
+        compile=choice.compile,
+    )
+
+
+def strategies(promise: str, *, on_cpu: bool, hosts: int) -> list[Choice]:
+    """The default, and what promises as much as was asked for.
+
+    Args:
+        promise: bitwise or rounding.
+        on_cpu: where ranks of a host may share memory, or not.
+        hosts: above 1 there are two levels to add in; 0 where hosts hold unequal numbers of ranks.
+    """
+    names = ["invariant", "zero1"]
+    names += ["bucketed", "flat", "zero2", "ddp"] if promise == "rounding" else []
+    found = [Choice(sync=name) for name in names]
+    if on_cpu and hosts == 1:
+        by_messages = [name for name in names if name in ("invariant", "bucketed")]
+        found += [Choice(sync=name, options={"collective": "backend"}) for name in by_messages]
+    if hosts > 1:
+        found.append(Choice(sync="invariant", options={"reduction": "hierarchical"}))
+        found += [Choice(sync="hierarchical")] if promise == "rounding" else []
+    return found
+
+
+def strategy_stage(request: TuneRequest, world: World) -> Stage:
+    """The first question."""
+    equal = world.local_world_size * world.num_nodes == world.world_size
+    return Stage(
+        name=STAGES[0],
+        candidates=tuple(
+            strategies(
+                request.promise,
+                on_cpu=world.device == "cpu",
+                hosts=world.num_nodes if equal or world.num_nodes == 1 else 0,
+            )
+        ),
+    )
+
+
+def bucket_stage(winner: Choice, *, has_messages: bool, gradient_bytes: int) -> Stage:
+    """Sizes of buckets that cut the model's gradients otherwise than the winner's does."""
+    recipe, whole = _recipe_of(winner), gradient_bytes / _MIB
+    usual = 25.0 if recipe is None else recipe.bucket_mb
+    sizes = [size for size in _BUCKETS_MB if size != usual and min(size, usual) < whole]
+    why = _no_buckets(winner, has_messages=has_messages)
+    if not (why or sizes):
+        why = f"all gradients are {whole:.1f} MiB"
+    return _sizes_stage(STAGES[1], winner, "bucket_mb", sizes, why)
+
+
+def first_bucket_stage(winner: Choice, *, has_messages: bool, gradient_bytes: int) -> Stage:
+    """Sizes of the first bucket."""
+    recipe, most = _recipe_of(winner), gradient_bytes / _MIB
+    why = _no_buckets(winner, has_messages=has_messages)
+    if recipe is None:
+        why = why or f"{winner.sync} chooses it by itself"
+    else:
+        most = min(recipe.bucket_mb, most)
+    sizes = [size for size in _FIRST_MB if size < most]
+    if not (why or sizes):
+        why = f"there is nothing beyond {most:.1f} MiB to divide"
+    return _sizes_stage(STAGES[2], winner, "first_bucket_mb", sizes, why)
+
+
+def compile_stage(winner: Choice, *, wanted: bool) -> Stage:
+    """Whether to compile, and in which order with DDP."""
+    if not wanted:
+        return Stage(name=STAGES[3], skipped="not asked for (--compile)")
+    orders: list[CompileOrder] = ["none", "model"]
+    if winner.sync == "ddp":
+        orders.append("ddp")
+    return Stage(
+        name=STAGES[3], candidates=tuple(replace(winner, compile=order) for order in orders)
+    )
+
+
+def _sizes_stage(name: str, winner: Choice, option: str, sizes: Sequence[float], why: str) -> Stage:
+    """The winner, and the winner with each of `sizes`; skipped when there is a reason."""
+    if why:
+        return Stage(name=name, skipped=why)
+    others = [replace(winner, options={**winner.options, option: size}) for size in sizes]
+    return Stage(name=name, candidates=(winner, *others))
+
+
+def _recipe_of(choice: Choice) -> Recipe | None:
+    recipe = STRATEGIES[choice.sync].recipe
+    return None if recipe is None else replace(recipe, **choice.options)
+
+
+def _no_buckets(winner: Choice, *, has_messages: bool) -> str:
+    """Why there are no buckets to cut otherwise; "" when there are."""
+    recipe = _recipe_of(winner)
+    if recipe is not None and recipe.grouping != "buckets":
+        return f"{winner.sync} has no buckets"
+    if recipe is None and "bucket_mb" not in STRATEGIES[winner.sync].options:
+        return f"{winner.sync} has no buckets"
+    if not has_messages:
+        return "the ranks share memory, and no bucket travels"
+    return ""
+
+
+_DOUBT = 0.05
+"""How often noise may win a stage, on both sides together."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Judged:
+    """A candidate beside the default; a ratio is its time over the default's."""
+
+    label: str
+    ratio: float
+    """Median over rounds."""
+    low: float
+    """The interval's ends."""
+    high: float
+    faster: bool
+    """See [Note: What counts as faster]."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """A stage's outcome."""
+
+    winner: str
+    """Label of the fastest candidate, or of the default."""
+    noise: float
+    """By how much the default's second copy differs from the first, as a fraction."""
+    judged: tuple[Judged, ...]
+    """Every candidate but the default, in order."""
+    words: str
+    """In one line."""
+
+
+def decide(
+    default: Sequence[float],
+    again: Sequence[float],
+    candidates: Mapping[str, Sequence[float]],
+    *,
+    name: str,
+) -> Decision:
+    """Choose between the default and the candidates.
+
+    Args:
+        default: its step time in each round, seconds.
+        again: the same of its second copy.
+        candidates: the same of each candidate, by label; at least one.
+        name: the default's label.
+
+    Raises:
+        ValueError: not the same number of rounds.
+    """
+    copies = [pair[n % 2] for n, pair in enumerate(zip(default, again, strict=True))]
+    noise = abs(median(ratios(again, default)) - 1)
+    judged = []
+    for label, seconds in candidates.items():
+        beside = ratios(seconds, copies)
+        ratio = median(beside)
+        low, high = interval(beside, doubt=_DOUBT / len(candidates))
+        faster = high < 1 and ratio < 1 - noise
+        judged.append(Judged(label=label, ratio=ratio, low=low, high=high, faster=faster))
+    best = min(judged, key=lambda each: (not each.faster, each.ratio))
+    return Decision(
+        winner=best.label if best.faster else name,
+        noise=noise,
+        judged=tuple(judged),
+        words=_words(best, name, noise),
+    )
+
+
+def fewest_rounds(candidates: int) -> int:
+    """How many rounds it takes; see [Note: What counts as faster]."""
+    return 1 + math.ceil(math.log2(candidates / _DOUBT))
+
+
+def _words(best: Judged, name: str, noise: float) -> str:
+    gain, least, most = (100 * (1 - ratio) for ratio in (best.ratio, best.high, best.low))
+    between = f"95 % interval {least:.1f} to {most:.1f} %, two copies differ by {100 * noise:.1f} %"
+    if best.faster:
+        return f"{best.label} takes {gain:.1f} % less time than {name} ({between})"
+    if best.ratio >= 1:
+        return f"nothing is faster than {name}, which stays"
+    return (
+        f"no measurable difference: {best.label} takes {gain:.1f} % less time than {name} "
+        f"({between}); {name} stays"
+    )
+
+
+_COLUMNS = ("candidate", "step, ms", "to none", "to the default", "sent, MB", "verdict")
+_LEGEND = (
+    "step: each rank's mean over a turn, of these the slowest rank's; median (quartiles) over "
+    "rounds. to none: the same over "
+    "ranks that never talk. to the default: median of the ratios within rounds, and the "
+    "bootstrap's 95 % interval, widened for the number of candidates; below 1 is faster. The "
+    "default is there twice: what its copies differ by is noise."
+)
+
+
+def print_report(
+    request: TuneRequest,
+    stages: Sequence[Mapping[str, Any]],
+    environment: Mapping[str, Any],
+    stream: IO[str],
+) -> None:
+    """Tables, verdicts, what the columns mean, where it was measured."""
+    settings = request.settings
+    print(
+        f"{settings.model_text}, {request.world_size} ranks x {settings.leaves_per_rank} leaves x "
+        f"{request.batch_size // settings.leaves_per_rank} x {settings.tokens} tokens a step; "
+        f"{settings.turns_text}; promise: {request.promise}",
+        file=stream,
+    )
+    for stage in stages:
+        if "decision" in stage:
+            cells = [_cells(row, stage["decision"]["judged"]) for row in stage["rows"]]
+            print_table(stream, stage["name"], _COLUMNS, cells)
+    for line in verdicts(stages):
+        print(line, file=stream)
+    print_notes(stream, (_LEGEND, where(environment)))
+
+
+def verdicts(stages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """One line for each stage."""
+    return [
+        f"{stage['name']}: {stage['decision']['words']}"
+        if "decision" in stage
+        else f"{stage['name']}: not measured: {stage['skipped']}"
+        for stage in stages
+    ]
+
+
+def _cells(row: Mapping[str, Any], judged: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """A line of a stage's table."""
+    ratio = verdict = ""
+    for each in judged:
+        if each["label"] == row["contestant"]:
+            ratio = f"{each['ratio']:.3f} ({each['low']:.3f}-{each['high']:.3f})"
+            slower = "slower" if each["low"] > 1 else "cannot tell"
+            verdict = "faster" if each["faster"] else slower
+    return (
+        row["contestant"],
+        spread_text(Spread(**row["total_ms"]), 1),
+        spread_text(Spread(**row["ratio"]), 3),
+        ratio,
+        f"{row['comm_bytes'] / 1e6:.2f}",
+        verdict,
+    )

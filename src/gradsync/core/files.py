@@ -1,0 +1,486 @@
+"""Files and directories that are read with bounds, and written whole or not at all. No torch here.
+
+A directory that appears complete or not at all:
+
+    make .tmp-NAME-HOST-PID-TIME   and hold a lock on it while this process lives
+    write file, fsync file       for each file, hashed on the way
+    fsync .tmp-…                 its list of files is on disk
+    rename .tmp-… -> NAME        the commit
+    fsync parent                 the commit is on disk
+
+[Note: whose temporary directory]
+A killed writer leaves its `.tmp-…` behind. A process id does not tell whether the writer lives:
+ids come back, and containers share them. So the writer holds `flock` on the directory, which the
+kernel drops when the process ends, however it ends. Who gets the lock knows that the writer is
+dead. Where locks do not work (some network file systems) nobody gets one, and nothing is deleted.
+A lock may be invisible from another host, so a directory that another host made must be an hour
+old besides.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import io
+import json
+import logging
+import math
+import os
+import re
+import secrets
+import socket
+import stat
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO, TypeVar
+
+from gradsync.errors import RunError
+
+log = logging.getLogger("gradsync")
+
+T = TypeVar("T")
+
+PRIVATE = 0o600
+"""Mode of a file that is its user's alone."""
+TEMPORARY_PREFIX = ".tmp-"
+_FOREIGN_AGE_S = 3600.0
+_LARGEST = 1 << 26
+"""Bytes of a JSON document. Reading one takes about ten times as much memory."""
+_DEEPEST = 64
+_LONGEST_INTEGER = 40
+"""Digits: 128 bits."""
+
+
+# -- reading --------------------------------------------------------------------------------------
+
+
+def open_regular(path: Path) -> io.BufferedReader:
+    """Open a file for reading; links are followed.
+
+    Raises:
+        OSError: as the file system says; or it is a pipe, a device or a directory, from which
+            reading may never end.
+    """
+    # Opening a pipe that has no writer would wait for one.
+    return os.fdopen(_regular(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
+
+
+def _regular(path: Path, flags: int) -> int:
+    descriptor = os.open(path, flags, PRIVATE)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return descriptor
+    os.close(descriptor)
+    what = "is a directory" if stat.S_ISDIR(mode) else "is a pipe or a device, not a file"
+    raise OSError(errno.EINVAL, what, str(path))
+
+
+def read_bytes(path: Path, largest: int = _LARGEST) -> bytes:
+    """The content of the regular file `path`; returns at once, whatever else may lie there.
+
+    Args:
+        path: the file, or a link to one.
+        largest: bytes that it may have.
+
+    Raises:
+        OSError: see `open_regular`; more bytes.
+    """
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > largest:
+            raise OSError(errno.EFBIG, f"has {size} bytes, expected at most {largest}", str(path))
+        return file.read(size)
+
+
+def read_json(path: Path, *, finite: bool = True) -> Any:
+    """The value in a JSON file; see `parse_json`.
+
+    Raises:
+        OSError: see `read_bytes`.
+        ValueError: see `parse_json`.
+    """
+    return parse_json(read_bytes(path), finite=finite)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; {} when there is none that can be read."""
+    try:
+        value = read_json(path)
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def parse_json(text: bytes, *, finite: bool = True) -> Any:
+    """The value of a JSON text that may come from anywhere.
+
+    Args:
+        text: UTF-8.
+        finite: refuse numbers that are not, which Python writes as NaN and Infinity.
+
+    Raises:
+        ValueError: one line: no JSON, text that UTF-8 does not have, a key twice in one object, an
+            integer of more than 40 digits, a number that is not finite, more than 64 levels of
+            nesting.
+    """
+    try:
+        value = json.loads(
+            text.decode(),
+            object_pairs_hook=_each_key_once,
+            parse_int=_integer,
+            parse_float=_finite if finite else float,
+            parse_constant=_finite if finite else float,
+        )
+        if b"\\u" in text:  # half of a surrogate pair is legal in JSON, and cannot be printed
+            json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError:
+        raise ValueError(f"more than {_DEEPEST} levels of nesting") from None
+    level = [value]
+    for _ in range(_DEEPEST):
+        level = [inner for outer in level for inner in _inside(outer)]
+        if not level:
+            return value
+    raise ValueError(f"more than {_DEEPEST} levels of nesting")
+
+
+def _inside(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list):
+        return []
+    return [inner for inner in value if isinstance(inner, dict | list)]
+
+
+def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise ValueError(f"key {twice[:80]!r} twice in one object")
+    return found
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > _LONGEST_INTEGER:
+        raise ValueError(f"a number of {len(digits)} digits")
+    return int(digits)
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:40]} where a finite number belongs")
+    return number
+
+
+def one_line(text: object) -> str:
+    """Text that a file brought along, for an error: printable, at most 400 characters."""
+    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(text)[:401])
+    return shown if len(shown) <= 400 else f"{shown[:400]} …"
+
+
+# -- one file -------------------------------------------------------------------------------------
+
+
+def json_text(document: Mapping[str, Any]) -> str:
+    """Indented JSON with a line's end, in which a list of numbers takes one line."""
+    text = json.dumps(document, indent=1, allow_nan=False)
+    return re.sub(r"\[[-\d.eE,\s+]+\]", lambda found: " ".join(found[0].split()), text) + "\n"
+
+
+def write_text(path: Path, text: str) -> None:
+    """Put `text` into the file `path` in one step: a reader sees the old one or all of this one.
+
+    What cannot be replaced is written into: whatever a link names, a pipe, /dev/stdout, a file in a
+    folder that may not be written.
+
+    Raises:
+        OSError: as the file system says.
+    """
+    replaceable = not path.is_symlink() and (path.is_file() or not path.exists())
+    if not replaceable or not os.access(path.parent, os.W_OK):
+        path.write_text(text, encoding="utf-8")
+        return
+    replace_text(path, text)
+
+
+def replace_text(path: Path, text: str, *, mode: int = 0o666) -> None:
+    """Make `text` the file `path` in one step; a link of that name is replaced, not followed.
+
+    Args:
+        path: in a folder that may be written.
+        text: for a new file, written beside it under a name that cannot be foreseen.
+        mode: of the new file; the process's umask takes bits away.
+
+    Raises:
+        OSError: as the file system says.
+    """
+    temporary = path.with_name(f".tmp-{path.name}-{secrets.token_hex(8)}")
+    file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
+    try:
+        with open(file, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def append_private(path: Path) -> TextIO:
+    """Open a file to append to; a new one is its user's alone, and no link is followed.
+
+    Raises:
+        OSError: as the file system says; or `path` is a link or no regular file.
+    """
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    return os.fdopen(_regular(path, flags), "a", encoding="utf-8")
+
+
+# -- a cache: what was measured, one JSON file for each kind of run and machine -------------------
+
+
+def cache_entry(folder: Path, key: str) -> Path:
+    """The file in `folder` for what `key` describes."""
+    return folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+
+
+def read_entry(path: Path, build: Callable[[Any], T]) -> T | None:
+    """The value that a cache keeps in `path`, built by `build` from its JSON; None without one.
+
+    The policy of all caches: an entry that cannot be read, or that `build` refuses (ValueError,
+    KeyError, TypeError …), counts as none. A warning names it; the next measurement replaces it.
+    """
+    try:
+        return build(read_json(path))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        problem = f"cannot be read ({error.strerror})"
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        reason = f"{error} is missing" if isinstance(error, KeyError) else error
+        problem = f"cannot be used ({one_line(reason)})"
+    log.warning("%s %s: it counts as not there, and is replaced when measured again", path, problem)
+    return None
+
+
+def write_entry(path: Path, document: Mapping[str, Any]) -> Path:
+    """Keep `document` in a cache's file `path`, in the place of what was there; returns `path`.
+
+    Raises:
+        RunError: the cache cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, json_text(document))
+    except OSError as error:
+        raise RunError(
+            f"could not write {path}: {error.strerror}; GRADSYNC_CACHE can name another cache"
+        ) from error
+    return path
+
+
+# -- a directory ----------------------------------------------------------------------------------
+
+
+class Filesystem:
+    """The operations of a save, one by one; tests hand in one that records, fails or dies."""
+
+    dir_mode = 0o700
+    """Mode of new directories, which are their user's alone. The umask takes bits away."""
+
+    def make_dir(self, path: Path) -> None:
+        """Make one directory whose parent exists."""
+        path.mkdir(mode=self.dir_mode)
+
+    def create(self, path: Path) -> io.FileIO:
+        """Open a new file for writing, for its user alone, without a buffer of ours."""
+        return io.FileIO(path, "x", opener=lambda name, flags: os.open(name, flags, PRIVATE))
+
+    def write(self, file: io.FileIO, data: memoryview) -> int:
+        """Write some of `data`; returns how many bytes were taken."""
+        return file.write(data)
+
+    def sync_file(self, file: io.FileIO) -> None:
+        """Wait until the file's bytes are on the device."""
+        os.fsync(file.fileno())
+
+    def sync_dir(self, path: Path) -> None:
+        """Wait until the directory's list of names is on the device."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Give a directory another name, in one step."""
+        source.rename(target)
+
+    def remove(self, path: Path) -> None:
+        """Remove one file or one empty directory."""
+        if path.is_dir() and not path.is_symlink():
+            path.rmdir()
+        else:
+            path.unlink()
+
+
+def remove_tree(fs: Filesystem, path: Path) -> None:
+    """Remove a directory with all it holds, children first."""
+    if path.is_dir() and not path.is_symlink():
+        for child in sorted(path.iterdir()):
+            remove_tree(fs, child)
+    fs.remove(path)
+
+
+def make_dirs(fs: Filesystem, path: Path) -> None:
+    """Make `path` and its missing parents, and wait until their names are on the device."""
+    if path.is_dir():
+        return
+    make_dirs(fs, path.parent)
+    with suppress(FileExistsError):
+        fs.make_dir(path)
+    fs.sync_dir(path.parent)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileRecord:
+    """Size and checksum that a file must have."""
+
+    size: int
+    """Bytes."""
+    sha256: str
+    """SHA-256 of the content, 64 hexadecimal digits."""
+
+
+class StagedDirectory:
+    """A directory under a temporary name until `commit`; without one, it is removed on leaving.
+
+    Args:
+        fs: the operations.
+        parent: where it will appear; must exist.
+        name: the name it is meant for, part of the temporary one.
+
+    Raises:
+        OSError: as the file system says.
+    """
+
+    def __init__(self, fs: Filesystem, parent: Path, name: str) -> None:
+        self._fs = fs
+        self._parent = parent
+        self.path = _temporary(parent / name)
+        self._lock: int | None = None
+
+    def __enter__(self) -> StagedDirectory:
+        self._fs.make_dir(self.path)
+        # [Note: whose temporary directory]
+        self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        with suppress(OSError):
+            fcntl.flock(self._lock, fcntl.LOCK_SH)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            if self.path.exists():
+                with suppress(OSError):  # the error that brought us here is the one to tell
+                    remove_tree(self._fs, self.path)
+        finally:
+            if self._lock is not None:
+                os.close(self._lock)
+
+    def write(self, name: str, pieces: Iterable[memoryview | bytes]) -> FileRecord:
+        """Write one file and wait until it is on the device.
+
+        Returns:
+            size and hash of what was handed to the file system.
+        """
+        digest, size = hashlib.sha256(), 0
+        with self._fs.create(self.path / name) as file:
+            for piece in pieces:
+                rest = memoryview(piece)
+                digest.update(rest)
+                size += len(rest)
+                while rest:
+                    rest = rest[self._fs.write(file, rest) :]
+            self._fs.sync_file(file)
+        return FileRecord(size=size, sha256=digest.hexdigest())
+
+    def seal(self) -> None:
+        """Wait until the list of files is on the device; afterwards it may be committed."""
+        self._fs.sync_dir(self.path)
+
+    def commit(self, target: Path, *, replace: bool = False) -> None:
+        """Give the sealed directory its name and wait until that is on the device.
+
+        Args:
+            target: its name.
+            replace: remove a directory of that name; it comes back where the commit fails.
+        """
+        old = _temporary(target) if replace and target.exists() else None
+        if old is not None:
+            self._fs.rename(target, old)
+        try:
+            self._fs.rename(self.path, target)
+        except OSError:
+            if old is not None:
+                self._fs.rename(old, target)
+            raise
+        self._fs.sync_dir(self._parent)
+        if old is not None:
+            with suppress(OSError):
+                remove_tree(self._fs, old)
+
+
+def remove_leftovers(fs: Filesystem, parent: Path) -> list[Path]:
+    """Remove the temporary directories of dead writers; see [Note: whose temporary directory].
+
+    Returns:
+        what was removed.
+    """
+    removed = []
+    for path in sorted(parent.glob(f"{TEMPORARY_PREFIX}*")):
+        if _writer_is_dead(path):
+            remove_tree(fs, path)
+            removed.append(path)
+    return removed
+
+
+def _writer_is_dead(path: Path) -> bool:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:  # just renamed or removed by its writer
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        age_s = time.time() - os.fstat(descriptor).st_mtime
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return f"-{_host()}-" in path.name or age_s > _FOREIGN_AGE_S
+
+
+def discard(fs: Filesystem, path: Path) -> None:
+    """Remove a directory whose name means something: the name goes first, then the rest."""
+    removed = _temporary(path)
+    fs.rename(path, removed)
+    remove_tree(fs, removed)
+
+
+def _temporary(path: Path) -> Path:
+    writer = f"{_host()}-{os.getpid()}-{time.time_ns()}"
+    return path.with_name(f"{TEMPORARY_PREFIX}{path.name}-{writer}")
+
+
+def _host() -> str:
+    return re.sub(r"[^A-Za-z0-9_.]", "_", socket.gethostname())

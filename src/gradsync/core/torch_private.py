@@ -1,0 +1,255 @@
+"""Every private name of torch that gradsync touches: here and nowhere else (tools/check_safety.py).
+
+Names without an underscore that torch changed between the releases we support (2.11 to 2.13) are
+here too. tests/unit/core/test_torch_private.py has a canary for each: it says what breaks when
+torch renames it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from operator import attrgetter, methodcaller
+from types import FunctionType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+T = TypeVar("T", bound=type)
+
+# -- tensors --------------------------------------------------------------------------------------
+
+# One call for many tensors, as torch's own optimizers do it.
+foreach_add_ = torch._foreach_add_
+foreach_copy_ = torch._foreach_copy_
+foreach_mul_ = torch._foreach_mul_
+foreach_norm = torch._foreach_norm
+foreach_sub = torch._foreach_sub
+foreach_zero_ = torch._foreach_zero_
+
+version: Callable[[Tensor], int] = attrgetter("_version")
+"""How often a tensor was written in place, as autograd counts."""
+
+# -- autograd -------------------------------------------------------------------------------------
+
+
+current_graph_task = torch._C._current_graph_task_id
+"""Number of the backward that runs now, -1 without one; inner ones have higher numbers."""
+
+
+def at_the_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call `callback` once the backward that runs now has finished; only inside of a hook.
+
+    What torch's own DDP and FSDP use.
+    """
+    Variable._execution_engine.queue_callback(callback)  # pyrefly: ignore
+
+
+def saved(node: Any, name: str) -> Any:
+    """The value a node of the autograd graph keeps as `name` for its backward; None without it."""
+    return getattr(node, f"_saved_{name}", None)
+
+
+# -- modules and optimizers -----------------------------------------------------------------------
+
+BatchNorm = _BatchNorm
+"""Base class of torch's BatchNorm layers of all dimensions."""
+
+WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+"""Where DDP, `torch.compile`, FSDP1 and activation checkpointing keep the module they wrap."""
+
+
+def check_input(layer: BatchNorm, inputs: Tensor) -> None:
+    """Raise as the layer's own forward does for `inputs` of another number of dimensions."""
+    layer._check_input_dim(inputs)
+
+
+def move_own(module: nn.Module, device: torch.device | str) -> None:
+    """Move the tensors of `module` itself, not those of its submodules."""
+    module._apply(lambda tensor: tensor.to(device), recurse=False)
+
+
+def step_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
+    """Hooks that are called around the step of this optimizer."""
+    before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    return [*before.values(), *after.values()]
+
+
+def optimizer_pre_hooks() -> list[Callable[..., Any]]:
+    """Hooks that are called before any optimizer's step."""
+    return list(_global_optimizer_pre_hooks.values())
+
+
+def optimizer_post_hooks() -> list[Callable[..., Any]]:
+    """Hooks that are called after any optimizer's step."""
+    return list(_global_optimizer_post_hooks.values())
+
+
+def end_workers(batches: object) -> None:
+    """End the worker processes of a `DataLoader`'s iterator, if it has any.
+
+    It does so itself when its last reference goes, but after an error the traceback holds one for
+    as long as the exception is kept.
+    """
+    shut_down = getattr(batches, "_shutdown_workers", None)
+    if shut_down is not None:
+        shut_down()
+
+
+# -- torch's DDP ----------------------------------------------------------------------------------
+
+
+def ddp_without_buffer_sync() -> dict[str, Any]:
+    """The DDP argument that leaves buffers alone in the forward: renamed in torch 2.13."""
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    return {name: False}
+
+
+def regroup_ddp_buckets(ddp: DistributedDataParallel) -> None:
+    """Do what DDP's forward does after the first synchronised backward."""
+    if ddp.reducer._rebuild_buckets():
+        ddp._has_rebuilt_buckets = True
+
+
+def active_ddp() -> DistributedDataParallel | None:
+    """The DDP whose forward runs now."""
+    return DistributedDataParallel._active_ddp_module
+
+
+# -- process groups -------------------------------------------------------------------------------
+
+_KINDS = {"cpu": dist.ProcessGroup.BackendType.GLOO, "cuda": dist.ProcessGroup.BackendType.NCCL}
+
+
+def device_types(group: Any) -> list[str]:
+    """Kinds of devices whose tensors `group` takes."""
+    return [device.type for device in group._device_types]
+
+
+def backend_of(group: Any, device: torch.device | str) -> Any:
+    """The backend (gloo, NCCL …) that moves tensors of `device`."""
+    return group._get_backend(torch.device(device))
+
+
+def set_backends(group: Any, backends: Mapping[str, Any]) -> None:
+    """Give a new group its backends, by kind of device; the one for the CPU is its default."""
+    for kind, backend in backends.items():
+        group._register_backend(torch.device(kind), _KINDS[kind], backend)
+    group._set_default_backend(_KINDS["cpu"])
+
+
+def timeout_of(group: Any, device: torch.device | str = "cpu") -> timedelta:
+    """Longest that a collective of `device` may take; `group` may be a backend too."""
+    backend = group if hasattr(group, "options") else backend_of(group, device)
+    return backend.options._timeout
+
+
+def set_timeout(options: Any, timeout: timedelta) -> None:
+    """Put into a backend's options, before it is made, how long a collective may take."""
+    options._timeout = timeout
+
+
+count_operations = methodcaller("_set_sequence_number_for_group")
+"""Let a new backend count what it issues; its ranks agree on where to begin."""
+
+num_issued = methodcaller("_get_sequence_number_for_group")
+"""Operations that this process has given to a group."""
+
+abort_process_groups = dist.distributed_c10d._abort_process_group
+"""End NCCL's groups, whatever is under way: destroying them waits for it, maybe for ever."""
+
+
+def process_groups() -> list[Any]:
+    """All process groups that this process is in."""
+    return list(dist.distributed_c10d._world.pg_map)
+
+
+def all_gather_flat(group: Any, output: Tensor, tensor: Tensor) -> Any:
+    """`all_gather` into one tensor: `all_gather_single` since torch 2.13."""
+    return group._allgather_base(output, tensor)
+
+
+def reduce_scatter_flat(group: Any, output: Tensor, tensor: Tensor, options: Any) -> Any:
+    """`reduce_scatter` from one tensor: `reduce_scatter_single` since torch 2.13."""
+    return group._reduce_scatter_base(output, tensor, options)
+
+
+def coalesced(group: Any, device: torch.device, post: Callable[[], object]) -> Any:
+    """The operations that `post` issues, as one; only backends that support it."""
+    group._start_coalescing(device)
+    post()
+    return group._end_coalescing(device)
+
+
+def mesh_of(group: Any, device: torch.device, owner: object) -> DeviceMesh:
+    """The ranks of `group` as a mesh of one dimension, for as long as `owner` lives.
+
+    Torch keeps meshes in caches for ever; the group and its sockets must not live as long.
+    """
+    mesh = DeviceMesh.from_group(group, device.type)
+    weakref.finalize(owner, getattr(mesh, "_pg_registry", {}).clear)
+    return mesh
+
+
+# -- the elastic agent ----------------------------------------------------------------------------
+
+
+def rank_processes(agent: Any) -> list[Any]:
+    """The `SubprocessHandler` of each local rank, in order."""
+    context = agent._pcontext
+    return [each for _, each in sorted(context.subprocess_handlers.items())] if context else []
+
+
+def close_streams(process: Any) -> None:
+    """Close a rank's log files; torch forgets those of ranks that did well."""
+    for stream in (process._stdout, process._stderr):
+        if stream is not None:
+            stream.close()
+
+
+def end_ranks(agent: Any, number: int) -> None:
+    """End all local ranks with the signal `number`."""
+    agent._shutdown(number)
+
+
+def forbid_restarts(agent: Any) -> None:
+    """Let the agent restart no rank that ends from now on."""
+    agent._remaining_restarts = 0
+
+
+# -- the compiler ---------------------------------------------------------------------------------
+
+
+def outside_graphs(cls: T) -> T:
+    """Class decorator: its methods, and all they call, are never part of a compiled graph.
+
+    What `torch.compiler.disable` does for a function, but without importing the compiler, which
+    takes a second, and without its wrapper, which takes most of a microsecond per call.
+    """
+    for name, method in list(vars(cls).items()):
+        if isinstance(method, FunctionType) and not _skip(method):
+            setattr(cls, name, torch.compiler.disable(method))
+    return cls
+
+
+def _skip(method: Any) -> bool:
+    """Mark it where this torch has marks; whether that is done."""
+    frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
+    action = getattr(frames, "_FrameAction", None)
+    if action is None:
+        return False
+    method._torchdynamo_disable = True  # a graph that calls it ends there
+    # When it runs, the compiler looks neither at it nor at what it calls.
+    both = frames._FrameExecStrategy(action.SKIP, action.SKIP)
+    frames.set_code_exec_strategy(method.__code__, both)
+    return True

@@ -1,1 +1,0 @@
-"""Which micro-batch runs, by trying; agreed among ranks."""

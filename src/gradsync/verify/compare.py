@@ -1,0 +1,342 @@
+"""Distances between two results, and the bounds on them that follow from arithmetic alone.
+
+[Note: Bounds]
+Nothing here was fitted to a measurement, and nothing may be relaxed to pass.
+
+Gradients. All ways of reducing add the same numbers g_0 … g_{L-1}, the gradients of the leaves,
+only in another order. In floating point with unit roundoff u, a sum of n numbers in *any* order is
+off by at most gamma_{n-1} sum |g_i| from the exact sum, gamma_k = k u / (1 - k u) (Higham 2002,
+Accuracy and Stability of Numerical Algorithms, section 4.2). The mean takes up to four more
+roundings (division by W inside the mechanism; the factor; its product), clipping four
+(norm + 1e-6, the quotient, its rounding, the product). So against the sum of the leaves' gradients
+in fp64, every element may differ by
+
+    gamma_{L-1+4[+4]} x sum |g_i| / weight        (+ the smallest normal number: underflow)
+
+where L counts the leaves that have a gradient, sums of zeros being exact. u = 2^-24 for fp32,
+2^-53 for fp64. Under bf16 autocast the weights and their gradients are fp32, and so is u.
+A lossy wire rounds each rank's sum and each partial sum once more, with its own u (2^-8 for bf16,
+2^-11 for fp16): gamma_{W+1} of *that* u is added. In fp16 small numbers lose more: everything is
+scaled so that the largest number M of a bucket lies within a factor of two of 65504 / W, and
+subnormal numbers are 2^-24 apart; each of the W + 1 roundings costs up to 2^-25 2 W M / 65504,
+less than W M 2^-39.
+
+One step at a time. Gradients can be compared like this only at equal weights. So the run's own
+weights before step k are handed to one rank, which computes every leaf's gradient anew; then the
+optimizer is applied to the run's own gradient, and must give the run's weights after step k. When
+every step is one rank's step up to rounding, so is the run; the distance between two free runs
+(the *drift*) also measures how fast the model itself spreads small differences. It is reported
+and has no bound, except for `bitwise`, where it must be zero.
+
+Optimizer. Both steps are elementwise, so the same bits are expected; pieces of a tensor may take
+another code path (vector loops have scalar ends, with and without fused multiply-add), which
+changes roundings, not the formula. Each bound is a count of roundings times the sum of magnitudes
+that they act on. AdamW (Loshchilov & Hutter, arXiv 1711.05101), b1, b2, lr, decay:
+
+    m' = b1 m + (1-b1) g             4 roundings on  b1 |m| + (1-b1) |g|
+    v' = b2 v + (1-b2) g g           5 roundings on  b2 v + (1-b2) g^2
+    w' = (1 - lr decay) w - lr/c1 m' / (sqrt(v'/c2) + eps)
+                                     3 on |w|, and on the quotient 4 (m') + 3 (half of v') + 8
+
+SGD with momentum:
+
+    d = g + decay w,  b' = momentum b + d,  w' = w - lr b'       6 roundings on all magnitudes
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradsync.verify.plan import Promise
+from gradsync.verify.record import Tensors
+from gradsync.verify.reference import LeafResult
+
+DTYPE_NAMES = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+}
+UNIT_ROUNDOFF = {"fp64": 2.0**-53, "fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}
+"""Half the distance between 1 and the next number."""
+SMALLEST_NORMAL = {"fp64": 2.0**-1022, "fp32": 2.0**-126, "fp16": 2.0**-14, "bf16": 2.0**-126}
+_INTEGER = {
+    torch.float64: torch.int64,
+    torch.float32: torch.int32,
+    torch.float16: torch.int16,
+    torch.bfloat16: torch.int16,
+}
+# Roundings, counted in [Note: Bounds].
+_DIVISION, _CLIPPING = 4, 4
+_ADAM_MEAN, _ADAM_SQUARE, _ADAM_WEIGHT = 4, 5, 15
+_SGD = 6
+
+
+@dataclass(slots=True)
+class Difference:
+    """The largest difference in everything that was compared; grows by `include`."""
+
+    max_abs: float = 0.0
+    """Largest absolute difference of two elements."""
+    max_rel: float = 0.0
+    """Largest absolute difference, over the largest magnitude in the reference's tensor."""
+    max_ulp: int = 0
+    """Largest number of representable values between two elements."""
+    bitwise: bool = True
+    """No difference at all, signs of zeros included."""
+    first_step: int | None = None
+    """First step in which anything differs."""
+    first_name: str = ""
+    """The tensor that differs there, first in the model's order."""
+
+    def include(
+        self, step: int, got: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None]
+    ) -> None:
+        """Compare two sets of tensors of one step; a tensor that only one side has counts as
+        zeros on the other."""
+        for name in dict.fromkeys([*expected, *got]):
+            a, b = got.get(name), expected.get(name)
+            if a is None and b is None:
+                continue
+            absolute, relative, ulp, equal = compare(a, b)
+            self.max_abs = max(self.max_abs, absolute)
+            self.max_rel = max(self.max_rel, relative)
+            self.max_ulp = max(self.max_ulp, ulp)
+            if not equal:
+                self.bitwise = False
+                if self.first_step is None:
+                    self.first_step, self.first_name = step, name
+
+    def include_number(self, step: int, name: str, got: float, expected: float) -> None:
+        """The same for one fp64 number of a step."""
+        self.include(
+            step,
+            {name: torch.tensor(got, dtype=torch.float64)},
+            {name: torch.tensor(expected, dtype=torch.float64)},
+        )
+
+
+def compare(got: Tensor | None, expected: Tensor | None) -> tuple[float, float, int, bool]:
+    """(absolute, relative, ulp, same bits) of two tensors; a missing one counts as zeros.
+
+    A number that is not finite on one side only is infinitely far away.
+    """
+    one = got if got is not None else expected
+    assert one is not None
+    a = torch.zeros_like(one) if got is None else got
+    b = torch.zeros_like(one) if expected is None else expected
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return float("inf"), float("inf"), 2**62, False
+    if not a.dtype.is_floating_point:
+        apart = float((a.double() - b.double()).abs().max()) if a.numel() else 0.0
+        return apart, apart, int(apart), torch.equal(a, b)
+    equal = got is not None and expected is not None and _same_bits(a, b)
+    if equal or not a.numel():
+        return 0.0, 0.0, 0, equal
+    same_value = (a == b) | (a.isnan() & b.isnan())
+    distance = torch.where(same_value, 0.0, (a.double() - b.double()).abs())
+    distance = torch.nan_to_num(distance, nan=float("inf"), posinf=float("inf"))
+    absolute = float(distance.max())
+    scale = float(torch.nan_to_num(b.double().abs(), nan=0.0, posinf=0.0).max())
+    relative = absolute / scale if scale else (0.0 if absolute == 0 else float("inf"))
+    return absolute, relative, max_ulp(a, b), equal
+
+
+def max_ulp(a: Tensor, b: Tensor) -> int:
+    """Largest number of steps from one representable value to the next between two elements.
+
+    Bit patterns of one sign are ordered like the numbers; across zero the two distances from it
+    add up (0.0 and -0.0 are the same number). Saturates at 2^63 - 1.
+    """
+    below_sign = 2 ** (8 * a.element_size() - 1) - 1
+    x, y = (t.contiguous().view(_INTEGER[t.dtype]).long() for t in (a, b))
+    from_zero_x, from_zero_y = x & below_sign, y & below_sign
+    limit = 2**63 - 1
+    across = torch.where(from_zero_x > limit - from_zero_y, limit, from_zero_x + from_zero_y)
+    return int(torch.where((x < 0) == (y < 0), (from_zero_x - from_zero_y).abs(), across).max())
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    if bool((a.isnan() & b.isnan()).all()):
+        return True
+    kind = _INTEGER[a.dtype]
+    return torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))
+
+
+def gamma(count: int, dtype: str) -> float:
+    """`n u / (1 - n u)`: how far `count` roundings in a row may carry a result, relatively."""
+    error = count * UNIT_ROUNDOFF[dtype]
+    assert error < 1, f"{count} roundings in {dtype} may lose everything"
+    return error / (1 - error)
+
+
+def gradient_factor(num_leaves: int, dtype: str, *, clipped: bool) -> float:
+    """Times `sum |g_i| / weight` it bounds the error of a mean gradient; see [Note: Bounds]."""
+    return gamma(max(num_leaves - 1, 0) + _DIVISION + _CLIPPING * clipped, dtype)
+
+
+def norm_factor(num_elements: int, dtype: str) -> float:
+    """Relative error of an L2 norm of `num_elements` numbers, summed in any order.
+
+    Squares do not cancel, so it is gamma_n on the sum, halved by the root; the root, the product
+    and one level of nesting are well inside of the other half. Beyond 1 / u elements the formula
+    says nothing: infinity.
+    """
+    count = num_elements + 4
+    return gamma(count, dtype) if count * UNIT_ROUNDOFF[dtype] < 1 else math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Exact:
+    """The mean gradient as it should be: sums over leaves, in fp64."""
+
+    total: dict[str, Tensor]
+    """Sum of the leaves' gradients."""
+    magnitude: dict[str, Tensor]
+    """Sum of their absolute values."""
+    terms: dict[str, int]
+    """Number of leaves that have one."""
+    dtype: dict[str, str]
+    """The dtype in which the run adds them."""
+    weight: float
+    """Targets."""
+    loss: float
+    """Mean loss."""
+    loss_bound: float
+    """Largest error of the mean loss."""
+
+    def mean(self, name: str) -> Tensor:
+        """The exact mean gradient of one parameter."""
+        return self.total[name] / self.weight
+
+    def means(self) -> dict[str, Tensor]:
+        """The exact mean gradients of all parameters."""
+        return {name: self.mean(name) for name in self.total}
+
+    def norm(self) -> float:
+        """L2 norm of the exact mean gradient."""
+        return _norm(self.total) / self.weight
+
+
+def _norm(tensors: Mapping[str, Tensor]) -> float:
+    return math.sqrt(sum(float(tensor.square().sum()) for tensor in tensors.values()))
+
+
+def add_up(results: Sequence[LeafResult]) -> Exact:
+    """The sums of some leaves (all of a step, or those of one rank)."""
+    total: dict[str, Tensor] = {}
+    magnitude: dict[str, Tensor] = {}
+    terms: dict[str, int] = {}
+    dtype: dict[str, str] = {}
+    for result in results:
+        for name, gradient in result.gradient.items():
+            wide = gradient.double()
+            total[name] = total[name] + wide if name in total else wide
+            size = wide.abs()
+            magnitude[name] = magnitude[name] + size if name in magnitude else size
+            terms[name] = terms.get(name, 0) + 1
+            dtype[name] = DTYPE_NAMES[gradient.dtype]
+    weight = float(sum(result.weight for result in results))
+    losses = [result.loss_sum for result in results]
+    # Losses are added and divided in fp64.
+    error = gamma(len(losses) + 1, "fp64") * math.fsum(map(abs, losses))
+    return Exact(
+        total=total,
+        magnitude=magnitude,
+        terms=terms,
+        dtype=dtype,
+        weight=weight,
+        loss=math.fsum(losses) / weight if weight else math.nan,
+        loss_bound=error / weight if weight else math.nan,
+    )
+
+
+def clip_factor(norm: float | None, clip_norm: float | None) -> float:
+    """The factor by which clipping multiplies gradients, given the norm that the run saw."""
+    if norm is None or clip_norm is None:
+        return 1.0
+    return min(1.0, clip_norm / (norm + 1e-6))
+
+
+def gradient_bounds(
+    exact: Exact, promise: Promise, world_size: int, *, clipped: bool
+) -> dict[str, Tensor]:
+    """Largest error of each element of the mean gradient before clipping, fp64."""
+    on_wire = underflow = 0.0
+    if promise.wire and world_size > 1:
+        on_wire = gamma(world_size + 1, promise.wire)
+        if promise.wire == "fp16":  # bf16 has fp32's range
+            sizes = [float(size.max()) for size in exact.magnitude.values() if size.numel()]
+            underflow = (world_size + 1) * world_size * 2.0**-39 * max(sizes, default=0.0)
+    bounds = {}
+    for name, size in exact.magnitude.items():
+        dtype = exact.dtype[name]
+        factor = gradient_factor(exact.terms[name], dtype, clipped=clipped) + on_wire
+        bounds[name] = (factor * size + underflow) / exact.weight + SMALLEST_NORMAL[dtype]
+    return bounds
+
+
+def part_of_bound(got: Tensor, expected: Tensor, bound: Tensor) -> float:
+    """Largest |got - expected| / bound; above 1 it cannot be rounding. nan counts as infinity."""
+    if not got.numel():
+        return 0.0
+    part = (got.double() - expected).abs() / bound
+    return float(torch.nan_to_num(part, nan=math.inf, posinf=math.inf).max())
+
+
+def norm_bound(exact: Exact, bounds: Mapping[str, Tensor]) -> float:
+    """Largest error of the norm before clipping."""
+    elements = sum(t.numel() for t in exact.total.values())
+    dtype = next(iter(exact.dtype.values()), "fp32")
+    # |a + e| <= |a| + |e|: the errors of the elements move the norm by at most their own norm.
+    moved = _norm(bounds)
+    return norm_factor(elements, dtype) * (exact.norm() + moved) + moved
+
+
+def update_bounds(
+    name: str,
+    *,
+    group: Mapping[str, Any],
+    weight: Tensor,
+    gradient: Tensor,
+    before: Tensors,
+    after: Tensors,
+) -> dict[str, Tensor]:
+    """Largest difference of weight ("") and each state tensor (its slot), elementwise, fp64.
+
+    Args:
+        name: of the parameter.
+        group: the optimizer's settings for it.
+        weight: before the step.
+        gradient: that the optimizer saw.
+        before, after: optimizer state as `slot/parameter`.
+    """
+    dtype = DTYPE_NAMES[weight.dtype]
+    w, g = weight.double().abs(), gradient.double().abs()
+    tiny = SMALLEST_NORMAL[dtype]
+
+    def old(slot: str) -> Tensor:
+        found = before.get(f"{slot}/{name}")
+        return torch.zeros_like(w) if found is None else found.double().abs()
+
+    if "betas" not in group:
+        total = group["momentum"] * old("momentum_buffer") + g + group["weight_decay"] * w
+        bound = gamma(_SGD, dtype) * total + tiny
+        return {"": gamma(_SGD, dtype) * w + group["lr"] * bound, "momentum_buffer": bound}
+    b1, b2 = group["betas"]
+    m = b1 * old("exp_avg") + (1 - b1) * g
+    v = b2 * old("exp_avg_sq") + (1 - b2) * g * g
+    step = float(after[f"step/{name}"])
+    root = (after[f"exp_avg_sq/{name}"].double() / (1 - b2**step)).sqrt() + group["eps"]
+    quotient = group["lr"] / (1 - b1**step) * m / root
+    return {
+        "": gamma(_ADAM_WEIGHT, dtype) * (w + quotient) + tiny,
+        "exp_avg": gamma(_ADAM_MEAN, dtype) * m + tiny,
+        "exp_avg_sq": gamma(_ADAM_SQUARE, dtype) * v + tiny,
+    }

@@ -1,0 +1,312 @@
+"""Runs of one problem with the library's own loop, recorded, from the start or a checkpoint.
+
+Every rank calls `train_traced`; `save` and `read` hand a recorded run's checkpoint to another run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradsync.checkpoint.optimizer_state import unpack_optimizer
+from gradsync.checkpoint.store import CheckpointStore, Snapshot
+from gradsync.checkpoint.weights import match_weights
+from gradsync.comm.base import Communicator
+from gradsync.comm.groups import Groups
+from gradsync.comm.groups import groups as make_groups
+from gradsync.comm.values import broadcast_json, broadcast_tensors
+from gradsync.data.loader import Loader, loader
+from gradsync.errors import CheckpointError
+from gradsync.runtime.seeds import seed_leaf
+from gradsync.sync.gradient_sync import GradientSync
+from gradsync.sync.registry import find_strategy
+from gradsync.sync.replicate import replicate
+from gradsync.verify.plan import PLAIN, Settings, Variant, promise_of
+from gradsync.verify.problem import LossSum, Problem, build_problem
+from gradsync.verify.record import Layout, Observer, Tensors, Trace
+from gradsync.world import World
+
+LEARNING_RATE = 1e-2
+INNER_STEPS = 2
+"""Steps of a round where ranks step alone and meet."""
+
+
+@dataclass(slots=True)
+class Parts:
+    """The parts of a training loop, handed to `prepare` before it starts."""
+
+    strategy: str
+    comm: Communicator
+    model: nn.Module
+    loss_sum: LossSum
+    optimizer: torch.optim.Optimizer
+    sync: GradientSync
+    loader: Any
+    """Iterating gives steps; iterating a step gives leaves."""
+    seed_leaf: Callable[[int, int, int], None] = seed_leaf
+    """`seed_leaf(seed, step, leaf)` before each forward."""
+
+
+Prepare = Callable[[Parts], Parts]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """A training run: its problem, its strategy and its settings."""
+
+    strategy: str
+    model: str
+    dtype: str
+    settings: Settings
+    variant: Variant = PLAIN
+
+    def build(self) -> Problem:
+        """A fresh problem, in the dtype of the weights."""
+        problem = build_problem(self.model, self.settings, self.variant)
+        return _in_double(problem) if self._used_dtype == "fp64" else problem
+
+    def settings_for(self, world_size: int) -> Settings:
+        """Settings with the number of leaves that the variant and the strategy need.
+
+        The data set stays the same, so that a checkpoint can go from one to the other.
+        """
+        settings = self.settings
+        equal_leaves = find_strategy(self.strategy).equal_leaves or settings.batch_norm == "sync"
+        num_leaves = -(-settings.num_leaves // world_size) * world_size
+        if self.variant.one_leaf_per_rank:
+            num_leaves = world_size
+        elif not equal_leaves:
+            return settings
+        size = settings.dataset_size
+        return replace(settings, num_samples=size, num_leaves=num_leaves, whole_steps=equal_leaves)
+
+    def autocast(self) -> torch.autocast:
+        """bf16 mixed precision, or nothing."""
+        return torch.autocast("cpu", dtype=torch.bfloat16, enabled=self._used_dtype == "bf16")
+
+    @property
+    def _used_dtype(self) -> str:
+        return self.variant.dtype or self.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A run's state after some steps, read back from its files."""
+
+    weights: Tensors
+    """Parameters, tied ones once."""
+    buffers: Tensors
+    """Persistent buffers."""
+    optimizer: tuple[Tensors, dict[str, Any]]
+    """Packed optimizer state."""
+    data: dict[str, Any]
+    """The loader's."""
+    strategy: str
+    """The strategy that saved it."""
+    extra: Tensors
+    """The state that this strategy itself keeps."""
+
+
+def train_traced(
+    task: Task,
+    comm: Communicator,
+    *,
+    groups: Groups | None = None,
+    prepare: Prepare | None = None,
+    saved: Saved | None = None,
+) -> Trace:
+    """Train on this rank's share; every rank of `comm` calls it.
+
+    Ranks above 0 start from other weights, so that a start that is not shared shows.
+
+    Args:
+        task: problem, strategy and settings.
+        comm: the ranks.
+        groups: inside and between hosts, for `hierarchical`; None on one rank makes them.
+        prepare: may replace any part of the loop before it starts; a seam for tests.
+        saved: the checkpoint to start from.
+    """
+    settings, problem = task.settings_for(comm.world_size), task.build()
+    layout = Layout(problem.model)
+    parts = _make_parts(task.strategy, problem, settings, comm, groups)
+    if saved is not None:
+        _load(saved, parts)
+    if prepare is not None:
+        parts = prepare(parts)
+    whole = not promise_of(task.strategy).local
+    observer = Observer(parts.model, layout, parts.optimizer, parts.sync.reducer, whole=whole)
+    try:
+        for step in islice(parts.loader, settings.num_steps - parts.loader.state_dict()["steps"]):
+            observer.begin(step.number)
+            for leaf in step:
+                with parts.sync.micro_step(last=leaf.is_last, index=leaf.index):
+                    parts.seed_leaf(settings.seed, leaf.step, leaf.index)
+                    observer.leaf(leaf)
+                    with task.autocast():
+                        output = parts.sync.forward(leaf.inputs)
+                        loss = parts.loss_sum(output, leaf.targets)
+                    parts.sync.backward(loss, leaf=leaf)
+            result = parts.sync.step(parts.optimizer, clip_norm=settings.clip_norm)
+            norm = None if result.grad_norm is None else float(result.grad_norm)
+            observer.end(float(result.mean_loss), result.weight, norm)
+            observer.trace.steps[-1].data = dict(parts.loader.state_dict())
+    finally:
+        observer.close()
+        parts.sync.close()
+    return observer.trace
+
+
+def _make_parts(
+    strategy: str,
+    problem: Problem,
+    settings: Settings,
+    comm: Communicator,
+    groups: Groups | None,
+) -> Parts:
+    if groups is None and comm.world_size == 1:
+        groups = make_groups(World())
+    _disturb(problem.model, comm.rank)
+    # Several buckets, compression and meetings from the start: a short run of a small model must
+    # show what the strategy does.
+    options: dict[str, Any] = {
+        "bucket_mb": 0.01,
+        "first_bucket_mb": 0.002,
+        "find_unused_parameters": not problem.uses_all,
+        "start_powerSGD_iter": 2,
+        "inner_steps": INNER_STEPS,
+    }
+    known = find_strategy(strategy).options
+    sync = replicate(
+        problem.model,
+        sync=strategy,
+        comm=comm,
+        groups=groups,
+        batch_norm=settings.batch_norm if problem.has_batch_norm else None,
+        **{name: value for name, value in options.items() if name in known},
+    )
+    return Parts(
+        strategy=strategy,
+        comm=comm,
+        model=problem.model,
+        loss_sum=problem.loss_sum,
+        optimizer=make_optimizer(problem.model, settings),
+        sync=sync,
+        loader=make_loader(problem, settings, comm.rank, comm.world_size),
+    )
+
+
+def make_loader(problem: Problem, settings: Settings, rank: int, world_size: int) -> Loader:
+    """The public loader of `problem` for one rank."""
+    return loader(
+        problem.dataset,
+        World(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size),
+        global_batch_size=settings.global_batch_size,
+        micro_batch_size=settings.leaf_size,
+        seed=settings.seed,
+        num_epochs=settings.num_epochs,
+    )
+
+
+def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
+    """AdamW or SGD with momentum, over what is trained."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if settings.optimizer == "adamw":
+        return torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.1)
+    return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=0.9, weight_decay=0.01)
+
+
+@torch.no_grad()
+def _disturb(model: nn.Module, rank: int) -> None:
+    """Other weights and buffers on each rank above 0: rank 0's must win."""
+    tensors = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}
+    for tensor in tensors.values():
+        if tensor.is_floating_point():
+            tensor.add_(rank)
+
+
+def _in_double(problem: Problem) -> Problem:
+    """The problem in fp64: model and floating inputs, wherever in them they are."""
+    model = problem.model.double()
+
+    def widen(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        return tuple(map(_widened, inputs)), _widened(named)
+
+    model.register_forward_pre_hook(widen, with_kwargs=True)
+    return replace(problem, model=model)
+
+
+def _widened(value: Any) -> Any:
+    """`value` with every floating tensor in it in fp64."""
+    if isinstance(value, torch.Tensor):
+        return value.double() if value.is_floating_point() else value
+    if isinstance(value, Mapping):
+        return {key: _widened(each) for key, each in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(_widened, value))
+    if isinstance(value, tuple | list):
+        return type(value)(map(_widened, value))
+    return value
+
+
+def _load(saved: Saved, parts: Parts) -> None:
+    """Put a checkpoint into a run that has not begun, with the calls of a training run that
+    resumes; all ranks call it."""
+    parts.loader.load_state_dict(saved.data)
+    weights = match_weights(parts.model, {**saved.weights, **saved.buffers})
+    parts.sync.load_full_weights(weights)
+    unpack_optimizer(parts.optimizer, list(parts.model.named_parameters()), *saved.optimizer)
+    parts.sync.scatter(parts.optimizer)
+    if saved.extra and parts.strategy == saved.strategy:
+        parts.sync.load_state_tensors(saved.extra)
+
+
+def save(directory: Path, strategy: str, trace: Trace, steps: int) -> None:
+    """Write what `trace` had after `steps` steps as an ordinary checkpoint."""
+    step = trace.steps[steps - 1]
+    CheckpointStore(directory).save(
+        Snapshot(
+            step=steps,
+            tensors={
+                "weights": step.after,
+                "buffers": {name: step.buffers[name] for name in trace.persistent},
+                "optimizer": step.state,
+                "extra": step.extra,
+            },
+            state={"optimizer": step.description, "data": step.data, "strategy": strategy},
+        )
+    )
+
+
+def read(directory: Path, comm: Communicator) -> Saved:
+    """Read a checkpoint back, checked; rank 0 reads and hands out, as in a training run.
+
+    Raises:
+        CheckpointError: nothing good is there.
+    """
+    state, tensors = None, {}
+    if comm.rank == 0:
+        store = CheckpointStore(directory)
+        info, problems = store.latest()
+        if info is None:
+            raise CheckpointError("; ".join([f"no checkpoint in {directory.name}", *problems]))
+        found = store.load(info.path)
+        state, tensors = found.state, found.tensors
+    state = broadcast_json(comm, state)
+    weights, buffers, optimizer, extra = (
+        broadcast_tensors(comm, tensors.get(part))
+        for part in ("weights", "buffers", "optimizer", "extra")
+    )
+    return Saved(
+        weights=weights,
+        buffers=buffers,
+        optimizer=(optimizer, state["optimizer"]),
+        data=state["data"],
+        strategy=state["strategy"],
+        extra=extra,
+    )

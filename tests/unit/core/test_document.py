@@ -1,0 +1,107 @@
+"""Files that people write: what is read, and that hostile ones end in one line, at once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gradsync.core.document import LARGEST_BYTES, read_document
+from gradsync.errors import ConfigError
+from gradsync.hardware.described.file import load_hardware
+from gradsync.hardware.described.links import load_network
+from gradsync.train.config_io import parse_config
+
+DIGITS = "9" * 5_000
+LEVELS = range(1, 9)
+BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{f'*a{i - 1},' * 10}]\n" for i in LEVELS)
+MERGED = "a0: &a0 {x: 1}\n" + "".join(
+    f"a{i}: &a{i} {{<<: [{f'*a{i - 1},' * 10}]}}\n" for i in LEVELS
+)
+
+HOSTILE = [
+    ("a.yaml", f"steps: {DIGITS}", ":1 does not parse: '999"),
+    ("a.yaml", f"steps: 0x{DIGITS}", "a whole number of 2"),
+    ("a.toml", f"steps = {DIGITS}", "Exceeds the limit"),
+    ("a.json", f'{{"steps": {DIGITS}}}', "a number of 5000 digits"),
+    ("a.toml", "out = 2026-13-45", "does not parse: "),
+    ("a.yaml", 'out: !!timestamp "x"', ":1 does not parse: !!timestamp: only text"),
+    ("a.yaml", 'a: 1\nlr: !!float "abc"', ":2 does not parse: 'abc' is no float"),
+    ("a.yaml", 'lr: !!int ""', "'' is no int"),
+    ("a.yaml", "out: !!python/object/apply:os.system [id]", "os.system: only text"),
+    ("a.yaml", "a: " + "[" * 5_000, ":1 does not parse: nested deeper than 20 levels"),
+    ("a.toml", "a = " + "[" * 100_000, "nested too deep"),
+    ("a.json", "[" * 100_000, "levels of nesting"),
+    ("a.toml", "a" + ".a" * 50_000 + " = 1", "more than 1000 dots (at line 1)"),
+    ("a.yaml", "a: &a [*a]", "a value contains itself"),
+    ("a.yaml", "a: &a {b: *a}", "a value contains itself"),
+    ("a.yaml", BOMB, "its aliases unfold into more than 131072 values"),
+    ("a.yaml", MERGED, "more than 1000 keys in one mapping"),
+    ("a.yaml", "a: 1\nb: 2\na: 3", ":3 does not parse: 'a' is there already, in line 1"),
+    ("a.yaml", "{a: 1, a: 2}", "'a' is there already"),
+    ("a.toml", "a = 1\na = 2", "does not parse"),
+    ("a.json", '{"a": 1, "a": 2}', "key 'a' twice in one object"),
+    ("a.yaml", "a: 1\n---\na: 2", ":2 does not parse: expected a single document"),
+    ("a.yaml", "a: 1\nb: \0", ":2 does not parse: '\\x00' is not allowed"),
+    ("a.yaml", 'a: "\\ud800"', "surrogates not allowed"),
+    ("a.yaml", b"\x00\xff" * 500, "is not UTF-8 text"),
+    ("a.yaml", "a: 1".encode("utf-16"), "is not UTF-8 text"),
+    ("a.yaml", "#" * (LARGEST_BYTES + 1), f"expected at most {LARGEST_BYTES}"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "words"), HOSTILE)
+@pytest.mark.timeout(5)
+def test_a_hostile_file_is_refused_in_one_line(
+    tmp_path: Path, name: str, content: str | bytes, words: str
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ConfigError) as caught:
+        read_document(path, "configuration")
+    message = str(caught.value)
+    assert words in message
+    assert str(path) in message
+    assert "\n" not in message
+    assert len(message) < 500
+
+
+def _pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _endless(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize("make", [_pipe, _endless, Path.mkdir])
+@pytest.mark.parametrize("read", [lambda path: parse_config([path]), load_hardware, load_network])
+@pytest.mark.timeout(5)
+def test_what_is_no_file_is_refused_at_once(
+    tmp_path: Path, read: Callable[[str], object], make: Callable[[Path], None]
+) -> None:
+    make(tmp_path / "a.yaml")
+    with pytest.raises(ConfigError, match=r"cannot read .*a\.yaml: is a (pipe|directory)"):
+        read(str(tmp_path / "a.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.yaml", "\ufeffday: 2026-13-45\nrate: 1e-3\nbase: &b {x: 1}\nother: {<<: *b, x: 2}\n"),
+        ("a.toml", 'day = "2026-13-45"\nrate = "1e-3"\nbase.x = 1\nother.x = 2\n'),
+        (
+            "a.json",
+            '{"day": "2026-13-45", "rate": "1e-3", "base": {"x": 1}, "other": {"x": 2}}',
+        ),
+    ],
+)
+def test_what_is_read(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    document = read_document(tmp_path / name, "configuration")
+    expected = {"day": "2026-13-45", "rate": "1e-3", "base": {"x": 1}, "other": {"x": 2}}
+    assert document.values == expected
+    where = f"configuration {tmp_path / name}"
+    assert document.at("other.x") == (f"{where}:4" if name == "a.yaml" else where)

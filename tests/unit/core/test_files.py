@@ -1,0 +1,154 @@
+"""Files and caches: what is read within bounds, what is written where, what is believed."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradsync.core.files import (
+    Filesystem,
+    StagedDirectory,
+    cache_entry,
+    parse_json,
+    read_bytes,
+    read_entry,
+    read_json,
+    replace_text,
+    write_entry,
+    write_text,
+)
+from gradsync.errors import RunError
+
+
+@pytest.mark.parametrize(
+    "value", [None, True, 0, -(2**63), 1.5, "ä", "\U0001f600", [], {"a": [{"b": 1e-300}]}]
+)
+def test_json_is_read_as_it_is(tmp_path: Path, value: Any) -> None:
+    import json
+
+    (tmp_path / "a.json").write_text(json.dumps(value))
+    assert read_json(tmp_path / "a.json") == value
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b"[" * 100_000, "more than 64 levels of nesting"),
+        (b"[" * 65 + b"]" * 65, "more than 64 levels of nesting"),
+        (b'{"a": 1, "b": 2, "a": 3}', "key 'a' twice in one object"),
+        (b"9" * 41, "a number of 41 digits"),
+        (b"NaN", "NaN where a finite number belongs"),
+        (b"[-Infinity]", "-Infinity where a finite number belongs"),
+        (b"1e999", "1e999 where a finite number belongs"),
+        (b'"\\ud800"', "surrogates not allowed"),
+        (b"\xff", "can't decode byte 0xff"),
+        (b"", "Expecting value"),
+        (b"1 2", "Extra data"),
+    ],
+)
+def test_json_that_is_refused(text: bytes, words: str) -> None:
+    with pytest.raises(ValueError, match=words) as caught:
+        parse_json(text)
+    assert "\n" not in str(caught.value)
+
+
+def test_sixty_four_levels_and_infinity_where_it_may_be() -> None:
+    assert parse_json(b"[" * 64 + b"]" * 64)
+    assert parse_json(b"Infinity", finite=False) == float("inf")
+
+
+def test_only_files_of_a_size_are_read(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"12345")
+    (tmp_path / "link").symlink_to("file")
+    os.mkfifo(tmp_path / "pipe")
+    assert read_bytes(tmp_path / "link", 5) == b"12345"
+    for name, words in (("file", "5 bytes, expected at most 4"), ("pipe", "is a pipe or a device")):
+        with pytest.raises(OSError, match=words):
+            read_bytes(tmp_path / name, 4)
+    with pytest.raises(OSError, match="is a directory"):
+        read_bytes(tmp_path)
+    with pytest.raises(OSError, match="is a pipe or a device"):
+        read_bytes(Path("/dev/zero"))
+
+
+def test_a_file_is_replaced_and_a_link_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("precious")
+    (tmp_path / "file").symlink_to("victim")
+    replace_text(tmp_path / "file", "text", mode=0o600)
+    assert (tmp_path / "file").read_text() == "text"
+    assert stat.S_IMODE((tmp_path / "file").lstat().st_mode) == 0o600
+    assert (tmp_path / "victim").read_text() == "precious"
+
+
+def test_a_temporary_file_cannot_be_foreseen(tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("precious")
+    for name in (f".tmp-file-{os.getpid()}", ".file.tmp"):
+        (tmp_path / name).symlink_to("victim")
+    write_text(tmp_path / "file", "text")
+    assert (tmp_path / "victim").read_text() == "precious"
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"", "cannot be used (Expecting value"),
+        (b"[]", "cannot be used (list indices"),
+        (b"{}", "cannot be used ('a' is missing)"),
+        (b'{"a": "x\\ny"}', "cannot be used (invalid literal for int() with base 10: 'x\\ny')"),
+        (None, "cannot be read (is a directory)"),
+    ],
+)
+def test_a_damaged_entry_counts_as_none_and_is_replaced(
+    tmp_path: Path, content: bytes | None, problem: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def build(value: Any) -> int:
+        return int(value["a"])
+
+    path = cache_entry(tmp_path / "cache", "a machine")
+    assert read_entry(path, build) is None
+    assert caplog.messages == []
+    assert write_entry(path, {"a": 1}) == path
+    assert read_entry(path, build) == 1
+    if content is None:
+        path.unlink()
+        path.mkdir()
+    else:
+        path.write_bytes(content)
+    assert read_entry(path, build) is None
+    [warning] = caplog.messages
+    assert warning.startswith(f"{path} {problem}")
+    assert "\n" not in warning
+    if content is not None:
+        assert read_entry(write_entry(path, {"a": 2}), build) == 2
+
+
+def test_a_cache_that_cannot_be_written_says_which_variable_names_another(tmp_path: Path) -> None:
+    (tmp_path / "cache").touch()
+    with pytest.raises(RunError, match=r"could not write .* GRADSYNC_CACHE can name another"):
+        write_entry(cache_entry(tmp_path / "cache", "a machine"), {"a": 1})
+
+
+def test_a_directory_that_cannot_be_committed_leaves_the_old_one(tmp_path: Path) -> None:
+    class Failing(Filesystem):
+        def rename(self, source: Path, target: Path) -> None:
+            if source == staged.path:
+                raise OSError(5, "Input/output error")
+            super().rename(source, target)
+
+    target = tmp_path / "there"
+    target.mkdir()
+    (target / "old").touch()
+    with (
+        pytest.raises(OSError, match="Input/output error"),
+        StagedDirectory(Failing(), tmp_path, "there") as staged,
+    ):
+        staged.commit(target, replace=True)
+    assert [path.name for path in tmp_path.rglob("*")] == ["there", "old"]
+    with StagedDirectory(Filesystem(), tmp_path, "there") as staged:
+        staged.commit(target, replace=True)
+    assert [path.name for path in tmp_path.rglob("*")] == ["there"]

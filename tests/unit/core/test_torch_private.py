@@ -1,0 +1,239 @@
+"""A canary for each private name of torch: what breaks when a release renames it."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+from torch.distributed.tensor.parallel.style import ParallelStyle
+from torch.nn.parallel import DistributedDataParallel
+
+from gradsync.backends.group import SharedMemoryGroup
+from gradsync.core import torch_private
+from gradsync.launch.agent import LocalAgent, build_agent
+from gradsync.parallel import tensor_shards
+from support.thread_ranks import run_thread_ranks
+
+
+def made_with(name: str, cls: type) -> object:
+    """An object with the attribute `name` if the constructor of `cls` sets it."""
+    return type("Made", (), {name: 1} if f"self.{name}" in inspect.getsource(cls.__init__) else {})
+
+
+def agent() -> LocalAgent:
+    return build_agent(["-c", ""], 1, log_dir=None, max_restarts=0, grace_s=1.0)
+
+
+def loss_node(**how: Any) -> object:
+    return F.cross_entropy(
+        torch.zeros(2, 3, requires_grad=True), torch.tensor([0, 1]), **how
+    ).grad_fn
+
+
+def step_hooks() -> object:
+    return torch.optim.SGD([torch.zeros(1)])
+
+
+def optimizer_module() -> object:
+    return importlib.import_module("torch.optim.optimizer")
+
+
+def divided() -> object:
+    return (torch.zeros(2, requires_grad=True) / 2.0).grad_fn
+
+
+def meaned() -> object:
+    return torch.zeros(2, requires_grad=True).mean().grad_fn
+
+
+def eval_frame() -> object:
+    return torch._C._dynamo.eval_frame
+
+
+CANARIES: dict[str, tuple[Callable[[], object], str]] = {
+    "_foreach_add_": (lambda: torch, "leaves add up along the tree"),
+    "_foreach_copy_": (lambda: torch, "gradients enter their buckets"),
+    "_foreach_mul_": (lambda: torch, "sums are divided, gradients are clipped"),
+    "_foreach_norm": (lambda: torch, "the norm of the gradient, and the search for nan"),
+    "_foreach_sub": (lambda: torch, "the outer step of diloco"),
+    "_foreach_zero_": (lambda: torch, "a leaf without gradients counts as zeros"),
+    "_version": (lambda: torch.Tensor, "weights and buffers written between steps are noticed"),
+    "_C": (lambda: torch, "the end of a backward, compiled code"),
+    "_current_graph_task_id": (lambda: torch._C, "the user's loop tells backwards apart"),
+    "_execution_engine": (lambda: torch.autograd.Variable, "the user's loop ends its backward"),
+    "_saved_reduction": (loss_node, "a mean that is taken for a sum is said"),
+    "_saved_total_weight": (loss_node, "a mean over another number of targets is said"),
+    "_saved_other": (divided, "a division that makes a mean is seen"),
+    "_saved_self_sym_numel": (meaned, "`.mean()` is seen"),
+    "_BatchNorm": (lambda: nn.modules.batchnorm, "BatchNorm layers are found"),
+    "_check_input_dim": (lambda: nn.BatchNorm1d, "synchronised BatchNorm refuses what torch does"),
+    "_apply": (lambda: nn.Module, "placing frozen parts on devices"),
+    "_optimizer_step_pre_hooks": (step_hooks, "hooks on an optimizer see the whole gradient"),
+    "_optimizer_step_post_hooks": (step_hooks, "hooks on an optimizer see the whole gradient"),
+    "_global_optimizer_pre_hooks": (optimizer_module, "the watch on optimizers"),
+    "_global_optimizer_post_hooks": (optimizer_module, "the watch on optimizers"),
+    "_shutdown_workers": (
+        lambda: torch.utils.data.dataloader._MultiProcessingDataLoaderIter,
+        "a closed loader leaves worker processes",
+    ),
+    "_rebuild_buckets": (lambda: dist.Reducer, "DDP is primed, so that a resumed run equals"),
+    "_has_rebuilt_buckets": (
+        lambda: made_with("_has_rebuilt_buckets", DistributedDataParallel),
+        "DDP is primed, so that a resumed run equals",
+    ),
+    "_active_ddp_module": (lambda: DistributedDataParallel, "a model inside DDP is refused"),
+    "_device_types": (lambda: dist.ProcessGroup, "tensors that a group does not take"),
+    "_get_backend": (lambda: dist.ProcessGroup, "names and timeouts of backends"),
+    "_register_backend": (lambda: dist.ProcessGroup, "the backend shm"),
+    "_set_default_backend": (lambda: dist.ProcessGroup, "the backend shm"),
+    "_timeout": (
+        lambda: dist.ProcessGroupGloo.Options,
+        "groups of ours wait as long as the main one",
+    ),
+    "_set_sequence_number_for_group": (lambda: dist.ProcessGroupGloo, "the backend shm"),
+    "_get_sequence_number_for_group": (lambda: dist.ProcessGroup, "`bench` counts operations"),
+    "_world": (lambda: c10d, "`bench` counts operations"),
+    "_abort_process_group": (lambda: c10d, "a failed run on GPUs ends"),
+    "_allgather_base": (lambda: dist.ProcessGroup, "every all-gather"),
+    "_reduce_scatter_base": (lambda: dist.ProcessGroup, "every reduce-scatter"),
+    "_start_coalescing": (lambda: dist.ProcessGroup, "messages through NCCL"),
+    "_end_coalescing": (lambda: dist.ProcessGroup, "messages through NCCL"),
+    "_pg_registry": (
+        lambda: made_with("_pg_registry", DeviceMesh),
+        "groups of fsdp and of tensor shards live for ever",
+    ),
+    "_pcontext": (agent, "`gradsync launch` sees its ranks"),
+    "_shutdown": (agent, "`gradsync launch` ends ranks that do not stop"),
+    "_remaining_restarts": (agent, "`gradsync launch` starts ranks again that were stopped"),
+    "_stdout": (lambda: made_with("_stdout", SubprocessHandler), "log files stay open"),
+    "_stderr": (lambda: made_with("_stderr", SubprocessHandler), "log files stay open"),
+    "_dynamo": (lambda: torch._C, "shm leaves graphs at the price of torch's wrapper"),
+    "_FrameAction": (eval_frame, "shm leaves graphs at the price of torch's wrapper"),
+    "_FrameExecStrategy": (
+        eval_frame,
+        "shm leaves compiled graphs at the price of torch's wrapper",
+    ),
+}
+
+OTHERWISE_TESTED = {
+    "_torchdynamo_disable",  # tests/ranks/test_shm_backend_waiting.py compiles
+    *("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"),  # below
+}
+
+
+@pytest.mark.parametrize("name", CANARIES)
+def test_torch_has_it_still(name: str) -> None:
+    holder, breaks = CANARIES[name]
+    assert hasattr(holder(), name), f"torch {torch.__version__} has no {name} there: {breaks}"
+
+
+def test_every_name_has_a_canary() -> None:
+    tree = ast.parse(Path(torch_private.__file__).read_text(encoding="utf-8"))
+    texts = [
+        *(node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)),
+        *(node.name for node in ast.walk(tree) if isinstance(node, ast.alias)),
+        *(str(node.value) for node in ast.walk(tree) if isinstance(node, ast.Constant)),
+    ]
+    found = {text for text in texts if text.isidentifier() and text[0] == "_" != text[1]}
+    known = {name for name in CANARIES if not name.startswith("_saved_")} | OTHERWISE_TESTED
+    assert found - {"_saved_"} == known
+
+
+@pytest.mark.parametrize(
+    ("cls", "name", "breaks"),
+    [
+        (LocalAgent, "_start_workers", "log files of ranks that are started again"),
+        (LocalAgent, "_monitor_workers", "signals and exit codes of `gradsync launch`"),
+        (SharedMemoryGroup, "_allgather_base", "torch's all-gathers go by gloo"),
+        (SharedMemoryGroup, "_reduce_scatter_base", "torch's reduce-scatters go by gloo"),
+        (SharedMemoryGroup, "_get_sequence_number_for_group", "`bench` counts operations"),
+        (tensor_shards._Cut, "_apply", "heads and columns are not divided"),
+        (tensor_shards._Enter, "_apply", "heads and columns are not divided"),
+    ],
+)
+def test_torch_calls_it_still(cls: type, name: str, breaks: str) -> None:
+    """Private methods of torch's classes that ours replace."""
+    assert name in vars(cls)
+    assert hasattr(super(cls, cls), name), f"torch {torch.__version__} has no {name}: {breaks}"
+    assert ParallelStyle in tensor_shards._Cut.__mro__
+
+
+def test_the_argument_that_leaves_buffers_alone() -> None:
+    known = inspect.signature(DistributedDataParallel).parameters
+    assert torch_private.ddp_without_buffer_sync().keys() <= known.keys()
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("_dynamo/eval_frame.py", "self._orig_mod = mod"),
+        ("distributed/fsdp/_common_utils.py", 'FSDP_WRAPPED_MODULE = "_fsdp_wrapped_module"'),
+        (
+            "distributed/algorithms/_checkpoint/checkpoint_wrapper.py",
+            '_CHECKPOINT_WRAPPED_MODULE = "_checkpoint_wrapped_module"',
+        ),
+    ],
+)
+def test_where_wrappers_keep_the_module(file: str, line: str) -> None:
+    """Read, not imported: the compiler alone takes a second."""
+    assert line in (Path(torch.__file__).parent / file).read_text(encoding="utf-8")
+    assert any(name in line for name in torch_private.WRAPPERS - {"module"})
+
+
+def test_a_tensor_counts_its_versions() -> None:
+    tensor = torch.zeros(2)
+    before = torch_private.version(tensor)
+    tensor.add_(1)
+    assert torch_private.version(tensor) == before + 1
+    tensor.data.add_(1)
+    assert torch_private.version(tensor) == before + 1
+
+
+def test_what_a_loss_keeps() -> None:
+    node = loss_node(reduction="mean")
+    assert torch_private.saved(node, "reduction") == 1
+    assert float(torch_private.saved(node, "total_weight")) == 2.0
+    assert torch_private.saved(divided(), "other") == 2.0
+    assert torch_private.saved(meaned(), "self_sym_numel") == 2
+    assert torch_private.saved(meaned(), "reduction") is None
+
+
+def test_a_backward_has_a_number_and_an_end() -> None:
+    seen: list[object] = []
+
+    def hook(_: torch.Tensor) -> None:
+        seen.append(torch_private.current_graph_task() >= 0)
+        torch_private.at_the_end_of_backward(lambda: seen.append("end"))
+
+    x = torch.zeros(2, requires_grad=True)
+    x.register_hook(hook)
+    x.sum().backward()
+    assert seen == [True, "end"]
+    assert torch_private.current_graph_task() == -1
+
+
+def test_a_group_made_of_backends() -> None:
+    def look(_: int, plain: dist.ProcessGroup) -> tuple[object, ...]:
+        made = dist.ProcessGroup(dist.HashStore(), 0, 1)
+        gloo = torch_private.backend_of(plain, "cpu")
+        torch_private.set_backends(made, {"cpu": gloo})
+        times = torch_private.timeout_of(made), torch_private.timeout_of(gloo)
+        whole, part = torch.zeros(2), torch.ones(2)
+        torch_private.all_gather_flat(made, whole, part).wait()
+        torch_private.reduce_scatter_flat(made, part, whole + 1, dist.ReduceScatterOptions()).wait()
+        kinds = torch_private.device_types(made)
+        return kinds, times[0] == times[1], whole.tolist(), part.tolist()
+
+    assert run_thread_ranks(look, 1) == [(["cpu"], True, [1.0, 1.0], [2.0, 2.0])]

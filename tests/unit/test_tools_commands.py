@@ -1,0 +1,69 @@
+"""What users may type is on a list, and nothing goes from it unseen."""
+
+from __future__ import annotations
+
+import json
+
+from compare_commands import LIST, commands_today, differences, read_help
+
+HELP = """\
+usage: gradsync bake [CAKE] [-h] [OPTIONS]
+
+Bakes. Two more flags: --dry-run shows the recipe, --json prints it.
+
+╭─ positional arguments ─────────────────────────────╮
+│ [CAKE]          Which one. (default: '')           │
+╰────────────────────────────────────────────────────╯
+╭─ options ──────────────────────────────────────────╮
+│ -h, --help      show this help message and exit    │
+│ --heat {low,high}                                  │
+│                 As said in --recipe. (default:     │
+│                 low)                               │
+│ --sugar, --no-sugar                                │
+│                 Sweet. (default: True)             │
+╰────────────────────────────────────────────────────╯
+╭─ oven options ─────────────────────────────────────╮
+│ Where it is baked.                                 │
+│ ────────────────────────────────────────────────── │
+│ --oven.fan-s {None}|FLOAT  Seconds. (required)     │
+╰────────────────────────────────────────────────────╯
+"""
+READ = {
+    "usage": "usage: gradsync bake [CAKE] [-h] [OPTIONS]",
+    "--dry-run": "",
+    "--json": "",
+    "-h": "",
+    "--help": "",
+    "--heat": "{low,high} (default: low)",
+    "--sugar": "(default: True)",
+    "--no-sugar": "(default: True)",
+    "--oven.fan-s": "{None}|FLOAT (required)",
+}
+
+
+def test_no_command_or_flag_is_lost() -> None:
+    """`python tools/compare_commands.py --write` takes in what was added or changed on purpose."""
+    assert differences(json.loads(LIST.read_text("utf-8"))["commands"], commands_today()) == []
+
+
+def test_a_help_text_is_read_with_frames_and_without() -> None:
+    assert read_help(HELP) == READ
+    assert read_help(HELP.translate(str.maketrans("│╭╮╰╯─", "     -"))) == READ
+
+
+def test_sub_commands_are_no_flags() -> None:
+    text = "usage: gradsync [options]\n\ncommands:\n  tune  what --sync auto takes\n\n--help\n"
+    assert read_help(text) == {"usage": "usage: gradsync [options]", "--help": ""}
+
+
+def test_differences_are_named() -> None:
+    stored = {"a": {"--x": "INT", "--y": "INT"}, "b": {}}
+    today = {"a": {"--y": "STR", "--z": ""}, "c": {}}
+    assert differences(stored, stored) == []
+    assert differences(stored, today) == [
+        ("missing", "a --x"),
+        ("changed", "a --y: 'INT' is 'STR' now"),
+        ("new", "a --z"),
+        ("missing", "b"),
+        ("new", "c"),
+    ]

@@ -22,8 +22,8 @@ CLASS_LIMIT = 250
 PACKAGES = REPOSITORY / "src" / "gradsync"
 BUDGETS = {
     **{"core": 950, "runtime": 3_700, "comm": 3_300, "sync": 9_900, "data": 3_000},
-    **{"checkpoint": 1_650, "models": 700, "parallel": 1_400, "hardware": 6_500, "train": 4_200},
-    **{"launch": 1_800, "faces": 1_250, "backends": 800, "verify": 3_850, "bench": 5_400},
+    **{"checkpoint": 1_650, "models": 700, "parallel": 1_400, "plan": 6_500, "train": 4_200},
+    **{"launch": 1_800, "compat": 1_250, "backends": 800, "verify": 3_850, "bench": 5_400},
     "cli": 3_850,
 }
 """Lines of each package, docstrings and blanks included. They only go down: raising one takes a

@@ -22,6 +22,17 @@ if TYPE_CHECKING:
     from gradsync.comm.groups import group as group
     from gradsync.comm.groups import groups as groups
     from gradsync.comm.reductions import all_reduce as all_reduce
+    from gradsync.compat.elastic_gpu import ElasticGPUConfig as ElasticGPUConfig
+    from gradsync.compat.frozen import frozen_parts as frozen_parts
+    from gradsync.compat.frozen import place_frozen as place_frozen
+    from gradsync.compat.functions import get_device as get_device
+    from gradsync.compat.functions import init_distributed as init_distributed
+    from gradsync.compat.functions import is_main_process as is_main_process
+    from gradsync.compat.functions import setup_distributed as setup_distributed
+    from gradsync.compat.gpu_memory import log_gpu_memory as log_gpu_memory
+    from gradsync.compat.manager import DDPManager as DDPManager
+    from gradsync.compat.naive_trainer import NaiveDDPTrainer as NaiveDDPTrainer
+    from gradsync.compat.naive_trainer import shard_batch as shard_batch
     from gradsync.data.dataset_loader import DatasetLoader as DatasetLoader
     from gradsync.data.loader import loader as loader
     from gradsync.data.streaming import stream_loader as stream_loader
@@ -34,18 +45,7 @@ if TYPE_CHECKING:
     from gradsync.errors import RendezvousError as RendezvousError
     from gradsync.errors import RunError as RunError
     from gradsync.errors import UsageError as UsageError
-    from gradsync.faces.elastic_gpu import ElasticGPUConfig as ElasticGPUConfig
-    from gradsync.faces.frozen import frozen_parts as frozen_parts
-    from gradsync.faces.frozen import place_frozen as place_frozen
-    from gradsync.faces.functions import get_device as get_device
-    from gradsync.faces.functions import init_distributed as init_distributed
-    from gradsync.faces.functions import is_main_process as is_main_process
-    from gradsync.faces.functions import setup_distributed as setup_distributed
-    from gradsync.faces.gpu_memory import log_gpu_memory as log_gpu_memory
-    from gradsync.faces.manager import DDPManager as DDPManager
-    from gradsync.faces.naive_trainer import NaiveDDPTrainer as NaiveDDPTrainer
-    from gradsync.faces.naive_trainer import shard_batch as shard_batch
-    from gradsync.hardware.placement import place_parts as place_parts
+    from gradsync.plan.placement import place_parts as place_parts
     from gradsync.runtime.resolve import explain_world as explain_world
     from gradsync.runtime.session import init as init
     from gradsync.sync.comm_hook import comm_hook as comm_hook
@@ -72,18 +72,18 @@ _HOMES = {
         "RunError",
         "UsageError",
     ),
-    "gradsync.faces.elastic_gpu": ("ElasticGPUConfig",),
-    "gradsync.faces.frozen": ("frozen_parts", "place_frozen"),
-    "gradsync.faces.functions": (
+    "gradsync.compat.elastic_gpu": ("ElasticGPUConfig",),
+    "gradsync.compat.frozen": ("frozen_parts", "place_frozen"),
+    "gradsync.compat.functions": (
         "get_device",
         "init_distributed",
         "is_main_process",
         "setup_distributed",
     ),
-    "gradsync.faces.gpu_memory": ("log_gpu_memory",),
-    "gradsync.faces.manager": ("DDPManager",),
-    "gradsync.faces.naive_trainer": ("NaiveDDPTrainer", "shard_batch"),
-    "gradsync.hardware.placement": ("place_parts",),
+    "gradsync.compat.gpu_memory": ("log_gpu_memory",),
+    "gradsync.compat.manager": ("DDPManager",),
+    "gradsync.compat.naive_trainer": ("NaiveDDPTrainer", "shard_batch"),
+    "gradsync.plan.placement": ("place_parts",),
     "gradsync.runtime.resolve": ("explain_world",),
     "gradsync.runtime.session": ("init",),
     "gradsync.sync.comm_hook": ("comm_hook",),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gradsync.faces import course
+from gradsync.compat import course
 from support.rank_session import open_session
 
 

@@ -7,12 +7,13 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from statistics import median_low
 from typing import Any
 
 import pytest
 
 from gradsync.bench.memory_plan import MemoryCase, MemoryRun
-from gradsync.hardware.memory.model import CPU_PROCESS
+from gradsync.plan.memory.model import CPU_PROCESS
 
 STRATEGIES = ("ddp", "invariant", "zero1", "zero2", "fsdp")
 # A processor without bf16 multiplies it sixty times slower: few tokens, or fp32.
@@ -31,7 +32,7 @@ NOTHING = MemoryCase(shape="nothing", strategy="ddp")
 @pytest.fixture(scope="module")
 def measured() -> dict[MemoryCase, int]:
     """Bytes of the larger rank above a process that trains nothing."""
-    cases = [NOTHING, *CASES]
+    cases = [NOTHING, *(case for case in CASES for _ in range(_times(case)))]
     runs = [asdict(MemoryRun(case=case, device="cpu", steps=2)) for case in cases]
     done = subprocess.run(
         [sys.executable, "-m", "support.memory_ranks", json.dumps(runs)],
@@ -43,7 +44,15 @@ def measured() -> dict[MemoryCase, int]:
     )
     assert done.returncode == 0, done.stderr
     peaks = [max(json.loads(line)) for line in done.stdout.splitlines()]
-    return {case: peak - peaks[0] for case, peak in zip(cases, peaks, strict=True)}
+    found: dict[MemoryCase, list[int]] = {}
+    for case, peak in zip(cases, peaks, strict=True):
+        found.setdefault(case, []).append(peak - peaks[0])
+    return {case: median_low(values) for case, values in found.items()}
+
+
+def _times(case: MemoryCase) -> int:
+    """`fsdp` gathers ahead as its threads happen to run: one run in ten peaks 12 % higher."""
+    return 3 if case.strategy == "fsdp" else 1
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.shape}, {case}")

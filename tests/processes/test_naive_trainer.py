@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gradsync.compat.naive_trainer import NaiveDDPTrainer, shard_batch
 from gradsync.errors import ConfigError, DataError, RunError
-from gradsync.faces.naive_trainer import NaiveDDPTrainer, shard_batch
 from support.rank_session import open_session
 
 STEPS = 4

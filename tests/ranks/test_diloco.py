@@ -174,7 +174,7 @@ def test_half_precision_weights_meet_in_fp32() -> None:
         # 1 + 2^-7 and 1 + 3 * 2^-7: neighbours in bf16 are 2^-7 apart.
         model.weight.data.add_(2**-7 if rank == 0 else 3 * 2**-7)
         reducer.after_step()
-        reducer.settle()
+        reducer.synchronize_replicas()
         return model.weight.detach()
 
     for weight in run_thread_ranks(work, 2):
@@ -194,7 +194,7 @@ def test_an_error_on_one_rank_reaches_the_others() -> None:
         try:
             if rank == 1:
                 raise ZeroDivisionError("planted")
-            reducer.settle()
+            reducer.synchronize_replicas()
         except RuntimeError:
             noticed.append(rank)
             raise

@@ -98,8 +98,8 @@ def test_traffic_is_the_weights_once_a_round() -> None:
         for step in range(7):
             train(sync, optimizer, [step], UNEVEN)
             operations.append(counted.operations.total())
-        sync.reducer.settle()
-        sync.reducer.settle()  # nothing more to do
+        sync.reducer.synchronize_replicas()
+        sync.reducer.synchronize_replicas()  # nothing more to do
         return operations, counted.operations.total(), counted.tensor_bytes["all_reduce"]
 
     trainable = sum(p.numel() for p in small_model().parameters() if p.requires_grad)

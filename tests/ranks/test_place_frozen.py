@@ -15,12 +15,12 @@ from torch.utils.data import TensorDataset
 from gradsync.comm.base import Communicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.single import SingleCommunicator
+from gradsync.compat.elastic_gpu import ElasticGPUConfig
+from gradsync.compat.frozen import frozen_parts, place_frozen
 from gradsync.data.loader import loader
 from gradsync.errors import ConfigError
-from gradsync.faces.elastic_gpu import ElasticGPUConfig
-from gradsync.faces.frozen import frozen_parts, place_frozen
-from gradsync.hardware.description import Device, Hardware, Host, Link
-from gradsync.hardware.placement import Part, Place, Placement, place_parts
+from gradsync.plan.description import Device, Hardware, Host, Link
+from gradsync.plan.placement import Part, Place, Placement, place_parts
 from gradsync.sync.replicate import replicate
 from gradsync.world import World
 from support.cpu_devices import CpuDevices

@@ -100,11 +100,13 @@ def train(
         for scheduler in parts[len(optimizers) :]:
             scheduler.step()
         assert all(parameter.grad is None for parameter in model.parameters())
-    held = sync.held_state(optimizers)
+    held = sync.sharded_state_dict(optimizers)
     if held is None:
         sync.check_replicas(optimizers)
     else:  # each rank's share, into a checkpoint and back
-        sync.keep_state(optimizers, {p: copy.deepcopy(state) for p, (_, state) in held.items()})
+        sync.load_sharded_state_dict(
+            optimizers, {p: copy.deepcopy(state) for p, (_, state) in held.items()}
+        )
     sync.gather(optimizers)
     found = copy.deepcopy([part.state_dict() for part in (model, *parts)])
     sync.scatter(optimizers)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from gradsync.hardware.description import Hardware
-from gradsync.hardware.detect.machine import (
+from gradsync.plan.description import Hardware
+from gradsync.plan.detect.machine import (
     DEFAULT_LINK,
     Interfaces,
     Processor,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from gradsync.hardware.description import Device, Hardware, Host, Kind, Link
-from gradsync.hardware.timing.alpha_beta import Fit
-from gradsync.hardware.timing.profile import BucketReady, StepProfile
-from gradsync.hardware.workload import Split, Workload
 from gradsync.models.config import GPTConfig
 from gradsync.parallel.layout import Layout
+from gradsync.plan.description import Device, Hardware, Host, Kind, Link
+from gradsync.plan.timing.alpha_beta import Fit
+from gradsync.plan.timing.profile import BucketReady, StepProfile
+from gradsync.plan.workload import Split, Workload
 
 MODEL = GPTConfig(n_layer=2, n_head=2, n_embd=8, vocab_size=16, block_size=8)
 NEAR = Link(name="near", alpha_s=1e-3, bytes_per_s=1e6)

@@ -93,7 +93,7 @@ def run_rounds(
     model = small_model()
     reducer = make(model, comm)
     train(GradientSync(model, comm, reducer), make_optimizer(model), range(steps), shares)
-    reducer.settle()
+    reducer.synchronize_replicas()
     return weights_of(model)
 
 

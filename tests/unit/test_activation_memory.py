@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from gradsync.hardware.memory.activations import FP32, Activations
-from gradsync.hardware.workload import Workload
 from gradsync.models.config import GPTConfig
 from gradsync.models.gpt import GPT
+from gradsync.plan.memory.activations import FP32, Activations
+from gradsync.plan.workload import Workload
 
 PLAIN = GPTConfig(n_layer=3, n_head=4, n_embd=64, vocab_size=96, block_size=32)
 GROUPED = replace(PLAIN, n_kv_head=2, dropout=0.1, hidden_dim=200)

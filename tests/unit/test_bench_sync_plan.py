@@ -27,10 +27,10 @@ from gradsync.cli import bench_sync, experiment
 from gradsync.cli.experiment import command_of
 from gradsync.cli.main import main
 from gradsync.errors import ConfigError
-from gradsync.hardware.memory.model import memory_need
-from gradsync.hardware.workload import Split, Workload
 from gradsync.models.presets import PRESETS
 from gradsync.parallel.layout import Layout
+from gradsync.plan.memory.model import memory_need
+from gradsync.plan.workload import Split, Workload
 from gradsync.world import World
 
 LOAD = Load(leaf_tokens=512, ranks=2, busy_ranks=2)

@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from gradsync.hardware.choice.candidate import Candidate, Models, Search, counts, obstacle, splits
-from gradsync.hardware.choice.choose import ERROR, MARGIN, Choice, choose, room_bytes
-from gradsync.hardware.choice.remedy import find_remedy
-from gradsync.hardware.choice.report import commands
-from gradsync.hardware.choice.words import gb, percent
-from gradsync.hardware.description import Device, Hardware, Host, Link
-from gradsync.hardware.memory.model import MemoryNeed
-from gradsync.hardware.timing.profile import BucketReady, StepProfile
-from gradsync.hardware.timing.step import StepTime
-from gradsync.hardware.workload import Split, Workload
 from gradsync.models.presets import preset
 from gradsync.parallel.layout import Layout
+from gradsync.plan.choice.candidate import Candidate, Models, Search, counts, obstacle, splits
+from gradsync.plan.choice.choose import ERROR, MARGIN, Choice, choose, room_bytes
+from gradsync.plan.choice.remedy import find_remedy
+from gradsync.plan.choice.report import commands
+from gradsync.plan.choice.words import gb, percent
+from gradsync.plan.description import Device, Hardware, Host, Link
+from gradsync.plan.memory.model import MemoryNeed
+from gradsync.plan.timing.profile import BucketReady, StepProfile
+from gradsync.plan.timing.step import StepTime
+from gradsync.plan.workload import Split, Workload
 
 GB = 10**9
 LINK = Link(name="fast", alpha_s=1e-6, bytes_per_s=1e11)

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import gradsync as gs
+from gradsync.compat.elastic_gpu import ElasticGPUConfig
 from gradsync.errors import ConfigError
-from gradsync.faces.elastic_gpu import ElasticGPUConfig
-from gradsync.hardware.description import Device, Hardware, Host, Link
-from gradsync.hardware.placement import Part, Place
+from gradsync.plan.description import Device, Hardware, Host, Link
+from gradsync.plan.placement import Part, Place
 
 GB = 10**9
 LINK = Link(name="nvlink4", alpha_s=1e-6, bytes_per_s=1e11)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gradsync.errors import ConfigError
-from gradsync.hardware.described.catalog import (
+from gradsync.plan.described.catalog import (
     GB,
     MAX_DEVICES,
     MODELS,
@@ -14,7 +14,7 @@ from gradsync.hardware.described.catalog import (
     estimated_flops,
     hardware_of,
 )
-from gradsync.hardware.described.links import LINKS, link_of, nvlink, pcie
+from gradsync.plan.described.links import LINKS, link_of, nvlink, pcie
 
 BOOST_HZ = {"h100": 1.83e9, "a100-40": 1.41e9, "t4": 1.59e9, "v100-16": 1.53e9, "rtx4090": 2.52e9}
 """From the architectures' white papers."""

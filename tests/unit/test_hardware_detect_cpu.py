@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from gradsync.errors import RunError
-from gradsync.hardware.detect import machine
-from gradsync.hardware.detect.machine import (
+from gradsync.plan.detect import machine
+from gradsync.plan.detect.machine import (
     DEFAULT_LINK,
     cpu_devices,
     cpu_link,
@@ -20,7 +20,7 @@ from gradsync.hardware.detect.machine import (
     read_interfaces,
     read_processor,
 )
-from gradsync.hardware.timing.alpha_beta import Fit
+from gradsync.plan.timing.alpha_beta import Fit
 from support.fake_machine import EPYC, GIB, WIRED, found
 
 

@@ -12,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradsync.errors import ConfigError
-from gradsync.hardware.described.catalog import GB, device_of, hardware_of
-from gradsync.hardware.described.file import (
+from gradsync.plan.described.catalog import GB, device_of, hardware_of
+from gradsync.plan.described.file import (
     dump_hardware,
     hardware_document,
     load_hardware,
     read_hardware,
 )
-from gradsync.hardware.described.links import LINKS, NETWORKS
-from gradsync.hardware.described.section import (
+from gradsync.plan.described.links import LINKS, NETWORKS
+from gradsync.plan.described.section import (
     FLOPS,
     RATES,
     SIZES,
@@ -31,7 +31,7 @@ from gradsync.hardware.described.section import (
     write_rate,
     write_time,
 )
-from gradsync.hardware.description import Device, Hardware, Host, Link
+from gradsync.plan.description import Device, Hardware, Host, Link
 
 texts = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), max_size=30)
 rates = st.floats(1e-3, 1e20, allow_nan=False)

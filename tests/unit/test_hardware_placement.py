@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gradsync.errors import ConfigError
-from gradsync.hardware.placement import Part, Place, place_parts
+from gradsync.plan.placement import Part, Place, place_parts
 
 GB = 10**9
 

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 
 from gradsync.errors import ConfigError
-from gradsync.hardware.memory.activations import Activations, rank_shape
-from gradsync.hardware.memory.model import (
+from gradsync.models.presets import PRESETS
+from gradsync.parallel.layout import Layout
+from gradsync.plan.memory.activations import Activations, rank_shape
+from gradsync.plan.memory.model import (
     CPU_PROCESS,
     leaves_in_flight,
     memory_need,
 )
-from gradsync.hardware.memory.strategies import FORMULAS, Case, most_open_nodes, strategy_memory
-from gradsync.hardware.workload import Split, Workload
-from gradsync.models.presets import PRESETS
-from gradsync.parallel.layout import Layout
+from gradsync.plan.memory.strategies import FORMULAS, Case, most_open_nodes, strategy_memory
+from gradsync.plan.workload import Split, Workload
 from gradsync.sync.registry import STRATEGIES
 
 MIB = 2**20

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from gradsync.hardware.micro_batch import (
+from gradsync.plan.micro_batch import (
     Trial,
     chosen_size,
     legal_sizes,

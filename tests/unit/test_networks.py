@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gradsync.errors import ConfigError
-from gradsync.hardware.described.links import NETWORKS, load_network
+from gradsync.plan.described.links import NETWORKS, load_network
 
 
 def test_every_name_has_a_source() -> None:

@@ -16,23 +16,23 @@ import tyro
 from gradsync.cli.main import main
 from gradsync.cli.plan import PlanOptions, hardware_of, request_of
 from gradsync.errors import ConfigError
-from gradsync.hardware.choice.candidate import obstacle, splits
-from gradsync.hardware.choice.choose import MARGIN, Choice, choose
-from gradsync.hardware.choice.costs import Costs
-from gradsync.hardware.choice.submodels import Submodels, parse_submodel, place_submodels
-from gradsync.hardware.described.file import load_hardware
-from gradsync.hardware.description import Hardware, Host, Link
-from gradsync.hardware.memory.model import memory_need
-from gradsync.hardware.timing.estimate import (
+from gradsync.models.presets import preset
+from gradsync.parallel.layout import Layout
+from gradsync.plan.choice.candidate import obstacle, splits
+from gradsync.plan.choice.choose import MARGIN, Choice, choose
+from gradsync.plan.choice.costs import Costs
+from gradsync.plan.choice.submodels import Submodels, parse_submodel, place_submodels
+from gradsync.plan.described.file import load_hardware
+from gradsync.plan.description import Hardware, Host, Link
+from gradsync.plan.memory.model import memory_need
+from gradsync.plan.timing.estimate import (
     estimate_profile,
     leaf_operations,
     probe_work,
     scaled_profile,
 )
-from gradsync.hardware.timing.profile import StepProfile
-from gradsync.hardware.workload import Split, Workload
-from gradsync.models.presets import preset
-from gradsync.parallel.layout import Layout
+from gradsync.plan.timing.profile import StepProfile
+from gradsync.plan.workload import Split, Workload
 from gradsync.sync.registry import STRATEGIES
 from gradsync.train.recipes import recipe
 from gradsync.train.split_check import check_layout, goes_with_parts
@@ -360,7 +360,7 @@ def test_a_leaf_is_measured_here(
     hardware = load_hardware(box)
     monkeypatch.setenv("GRADSYNC_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("gradsync.cli.plan.detect_hardware", lambda *_, **__: hardware)
-    monkeypatch.setattr("gradsync.hardware.timing.probe.probe_profile", probe)
+    monkeypatch.setattr("gradsync.plan.timing.probe.probe_profile", probe)
     monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
     assert run("tiny") == 0
     printed = capsys.readouterr().out

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from gradsync.compat.naive_trainer import shard_batch
 from gradsync.errors import ConfigError, DataError
-from gradsync.faces.naive_trainer import shard_batch
 
 
 class Pair(NamedTuple):

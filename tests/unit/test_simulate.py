@@ -11,21 +11,21 @@ from statistics import fmean
 import pytest
 
 from gradsync.errors import ConfigError
-from gradsync.hardware.described.links import load_network
-from gradsync.hardware.description import Device, Host
-from gradsync.hardware.simulate.failures import (
+from gradsync.models.presets import preset
+from gradsync.plan.described.links import load_network
+from gradsync.plan.description import Device, Host
+from gradsync.plan.simulate.failures import (
     Failures,
     daly_interval_s,
     goodput,
     simulated_goodput,
     young_interval_s,
 )
-from gradsync.hardware.simulate.play import Stragglers, order_of, step_s
-from gradsync.hardware.simulate.simulation import Simulation, crossovers, report_text, simulate
-from gradsync.hardware.timing.estimate import estimate_profile
-from gradsync.hardware.timing.step import Sending, predict_step, step_costs
-from gradsync.hardware.workload import Split
-from gradsync.models.presets import preset
+from gradsync.plan.simulate.play import Stragglers, order_of, step_s
+from gradsync.plan.simulate.simulation import Simulation, crossovers, report_text, simulate
+from gradsync.plan.timing.estimate import estimate_profile
+from gradsync.plan.timing.step import Sending, predict_step, step_costs
+from gradsync.plan.workload import Split
 from gradsync.sync.registry import STRATEGIES
 from support.planned_machines import FAR, hardware, profile, split, work
 

@@ -26,9 +26,9 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     winding = Clock()
-    faces = SimpleNamespace(perf_counter=lambda: winding.now)
-    monkeypatch.setattr(timing, "time", faces)
-    monkeypatch.setattr(stopwatch, "time", faces)
+    clock = SimpleNamespace(perf_counter=lambda: winding.now)
+    monkeypatch.setattr(timing, "time", clock)
+    monkeypatch.setattr(stopwatch, "time", clock)
     return winding
 
 

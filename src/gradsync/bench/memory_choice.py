@@ -1,6 +1,6 @@
 """Which model fits into memory, for measurements that may choose one. No torch here.
 
-A rank is counted as one of `ddp`, by the formulas of `hardware/memory/model.py`.
+A rank is counted as one of `ddp`, by the formulas of `plan/memory/model.py`.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gradsync.errors import ConfigError
-from gradsync.hardware.description import Kind
-from gradsync.hardware.memory.model import MemoryNeed, memory_need
-from gradsync.hardware.workload import Split, Workload
 from gradsync.models.config import GPTConfig
 from gradsync.models.presets import PRESETS, preset
 from gradsync.parallel.layout import Layout
+from gradsync.plan.description import Kind
+from gradsync.plan.memory.model import MemoryNeed, memory_need
+from gradsync.plan.workload import Split, Workload
 from gradsync.runtime.memory_limit import available_bytes
 
 DEVICES = ("auto", "cpu", "cuda")

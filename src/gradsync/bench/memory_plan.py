@@ -12,12 +12,12 @@ from typing import IO, Any, Literal
 
 from gradsync.bench.report import print_table, where
 from gradsync.errors import ConfigError
-from gradsync.hardware.description import Kind
-from gradsync.hardware.memory.model import MemoryNeed, memory_need
-from gradsync.hardware.workload import Split, Workload
 from gradsync.models.config import GPTConfig
 from gradsync.models.presets import PRESETS
 from gradsync.parallel.layout import Layout
+from gradsync.plan.description import Kind
+from gradsync.plan.memory.model import MemoryNeed, memory_need
+from gradsync.plan.workload import Split, Workload
 from gradsync.sync.registry import find_strategy
 
 SHAPES = {

@@ -36,16 +36,16 @@ from gradsync.bench.statistics import Spread, spread
 from gradsync.bench.sync_plan import Entry, Plan, SyncSettings, ranks_text, sizes_plan
 from gradsync.bench.sync_result import step_seconds
 from gradsync.errors import ConfigError
-from gradsync.hardware.description import Device, Hardware, Host, Link
-from gradsync.hardware.simulate.play import Stragglers, step_s
-from gradsync.hardware.timing.alpha_beta import Fit
-from gradsync.hardware.timing.collective_cost import OWN_ALGORITHMS
-from gradsync.hardware.timing.estimate import FORWARD_PART
-from gradsync.hardware.timing.profile import StepProfile, bucket_timeline
-from gradsync.hardware.timing.step import StepCosts, step_costs
-from gradsync.hardware.timing.traffic import INNER_STEPS, traffic_of
-from gradsync.hardware.workload import Split, Workload
 from gradsync.parallel.layout import Layout
+from gradsync.plan.description import Device, Hardware, Host, Link
+from gradsync.plan.simulate.play import Stragglers, step_s
+from gradsync.plan.timing.alpha_beta import Fit
+from gradsync.plan.timing.collective_cost import OWN_ALGORITHMS
+from gradsync.plan.timing.estimate import FORWARD_PART
+from gradsync.plan.timing.profile import StepProfile, bucket_timeline
+from gradsync.plan.timing.step import StepCosts, step_costs
+from gradsync.plan.timing.traffic import INNER_STEPS, traffic_of
+from gradsync.plan.workload import Split, Workload
 from gradsync.sync.registry import STRATEGIES
 
 _OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather")

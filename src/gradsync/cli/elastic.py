@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from gradsync.hardware.description import Hardware
-from gradsync.hardware.detect.machine import detect_hardware
+from gradsync.plan.description import Hardware
+from gradsync.plan.detect.machine import detect_hardware
 from gradsync.runtime import environ
 from gradsync.train.config import TrainConfig
 from gradsync.train.config_io import read_file, to_flags

@@ -15,11 +15,11 @@ import tyro
 from gradsync.bench.plot import check_plot
 from gradsync.cli.arguments import parse
 from gradsync.errors import ConfigError, RunError
-from gradsync.hardware.choice.candidate import Search
-from gradsync.hardware.choice.choose import Choice, choose
-from gradsync.hardware.choice.costs import Costs
-from gradsync.hardware.choice.remedy import find_remedy
-from gradsync.hardware.choice.report import (
+from gradsync.plan.choice.candidate import Search
+from gradsync.plan.choice.choose import Choice, choose
+from gradsync.plan.choice.costs import Costs
+from gradsync.plan.choice.remedy import find_remedy
+from gradsync.plan.choice.report import (
     commands,
     hardware_lines,
     pick_sections,
@@ -27,22 +27,22 @@ from gradsync.hardware.choice.report import (
     section,
     work_lines,
 )
-from gradsync.hardware.choice.submodels import parse_submodel, place_submodels
-from gradsync.hardware.choice.words import gb
-from gradsync.hardware.described.catalog import DEFAULT_NETWORK, check_size
-from gradsync.hardware.described.file import hardware_document, load_hardware
-from gradsync.hardware.described.links import NETWORKS, load_network
-from gradsync.hardware.description import Hardware
-from gradsync.hardware.detect.machine import detect_hardware
-from gradsync.hardware.memory.model import memory_need
-from gradsync.hardware.simulate.simulation import (
+from gradsync.plan.choice.submodels import parse_submodel, place_submodels
+from gradsync.plan.choice.words import gb
+from gradsync.plan.described.catalog import DEFAULT_NETWORK, check_size
+from gradsync.plan.described.file import hardware_document, load_hardware
+from gradsync.plan.described.links import NETWORKS, load_network
+from gradsync.plan.description import Hardware
+from gradsync.plan.detect.machine import detect_hardware
+from gradsync.plan.memory.model import memory_need
+from gradsync.plan.simulate.simulation import (
     DEFAULT_STRATEGIES,
     Simulation,
     report_text,
     simulate,
 )
-from gradsync.hardware.switches import speed_switches
-from gradsync.hardware.workload import Split, Workload
+from gradsync.plan.switches import speed_switches
+from gradsync.plan.workload import Split, Workload
 from gradsync.runtime import environ
 from gradsync.runtime.bounds import MOST_NODES, whole_number
 from gradsync.sync.registry import STRATEGIES, find_strategy

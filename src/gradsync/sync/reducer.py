@@ -150,7 +150,7 @@ class Reducer(ABC):
     def after_step(self) -> None:  # noqa: B027  optional
         """Called at the end of every step, gradients cleared (strategies that average weights)."""
 
-    def settle(self) -> None:  # noqa: B027  optional
+    def synchronize_replicas(self) -> None:  # noqa: B027  optional
         """Make replicas equal that a strategy lets drift on purpose; all ranks call it."""
 
     def gather(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027  optional
@@ -160,24 +160,24 @@ class Reducer(ABC):
     def scatter(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027  optional
         """Take this rank's part of a whole `optimizer.state`, after `gather` or loading."""
 
-    def held_state(self, optimizer: torch.optim.Optimizer) -> HeldState | None:
+    def sharded_state_dict(self, optimizer: torch.optim.Optimizer) -> HeldState | None:
         """This rank's part of `optimizer`'s state, sharing its memory; None where every rank has
         it whole. All ranks call it."""
         return None
 
-    def keep_state(
+    def load_sharded_state_dict(
         self, optimizer: torch.optim.Optimizer, states: Mapping[Any, dict[str, Any]]
     ) -> None:
-        """Restore a part from `held_state`, on the parameters' device."""
+        """Restore a part from `sharded_state_dict`, on the parameters' device."""
         raise RunError(f"sync={self.strategy!r} has whole state on every rank")
 
-    def held_weights(self) -> dict[str, tuple[Share, Tensor]] | None:
+    def sharded_weights(self) -> dict[str, tuple[Share, Tensor]] | None:
         """This rank's part of parameters and buffers by the names of `model.state_dict()`, flat,
         sharing their memory; None where every rank has them whole."""
         return None
 
-    def keep_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Overwrite this rank's part with one from `held_weights`."""
+    def load_sharded_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Overwrite this rank's part with one from `sharded_weights`."""
         raise RunError(f"sync={self.strategy!r} has whole weights on every rank")
 
     def state_tensors(self) -> dict[str, Tensor]:

@@ -26,10 +26,10 @@ class StateFace:
     reducer: Reducer
     _statistics: Statistics
 
-    def settle(self) -> None:
+    def synchronize_replicas(self) -> None:
         """Bring replicas together at the end of a run, on all ranks, under strategies that let them
         drift (`local_sgd`, `diloco`); does nothing under others."""
-        self.reducer.settle()
+        self.reducer.synchronize_replicas()
 
     def gather(self, optimizer: Optimizers) -> None:
         """Make each `optimizer.state` whole until `scatter`, for a checkpoint; all ranks call it.
@@ -45,30 +45,32 @@ class StateFace:
         for each in each_optimizer(optimizer):
             self.reducer.scatter(each)
 
-    def held_state(self, optimizer: Optimizers) -> HeldState | None:
-        """This rank's part of the state, see `Reducer.held_state`; None where it is whole."""
+    def sharded_state_dict(self, optimizer: Optimizers) -> HeldState | None:
+        """This rank's part, see `Reducer.sharded_state_dict`; None where the state is whole."""
         found: HeldState = {}
         for each in each_optimizer(optimizer):
-            held = self.reducer.held_state(each)
+            held = self.reducer.sharded_state_dict(each)
             if held is None:
                 return None
             # An optimizer that shares buckets lists the others' parameters too, without state.
             found |= {p: part for p, part in held.items() if part[1] or p not in found}
         return found
 
-    def keep_state(self, optimizer: Optimizers, states: Mapping[Any, dict[str, Any]]) -> None:
-        """Restore a part from `held_state`."""
+    def load_sharded_state_dict(
+        self, optimizer: Optimizers, states: Mapping[Any, dict[str, Any]]
+    ) -> None:
+        """Restore a part from `sharded_state_dict`."""
         for each in each_optimizer(optimizer):
             own = [p for group in each.param_groups for p in group["params"]]
-            self.reducer.keep_state(each, {p: states[p] for p in own if p in states})
+            self.reducer.load_sharded_state_dict(each, {p: states[p] for p in own if p in states})
 
-    def held_weights(self) -> dict[str, tuple[Share, Tensor]] | None:
+    def sharded_weights(self) -> dict[str, tuple[Share, Tensor]] | None:
         """This rank's part of parameters and buffers; None where they are whole."""
-        return self.reducer.held_weights()
+        return self.reducer.sharded_weights()
 
-    def keep_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Overwrite this rank's part with one from `held_weights`."""
-        self.reducer.keep_weights(weights)
+    def load_sharded_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Overwrite this rank's part with one from `sharded_weights`."""
+        self.reducer.load_sharded_weights(weights)
         self._statistics.refresh()
 
     def full_weights(self) -> dict[str, Tensor]:

@@ -66,7 +66,7 @@ def learnt(learner: Learner, weights: Mapping[str, Tensor]) -> Iterator[tuple[st
 
 def learnt_shares(learner: Learner, held: HeldState) -> Iterator[tuple[str, Tensor]]:
     """This rank's part of weights and optimizer state that ranks share out, by name."""
-    weights = learner.sync.held_weights()
+    weights = learner.sync.sharded_weights()
     if weights is None:
         yield from learner.model.state_dict().items()
     else:

@@ -14,15 +14,15 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from gradsync.errors import ConfigError, RunError
-from gradsync.hardware.choice.candidate import PROMISES, Candidate, Search
-from gradsync.hardware.choice.choose import ERROR, Choice, choose
-from gradsync.hardware.choice.costs import Costs
-from gradsync.hardware.choice.remedy import find_remedy
-from gradsync.hardware.description import Hardware
-from gradsync.hardware.micro_batch import legal_sizes
-from gradsync.hardware.switches import speed_switches
-from gradsync.hardware.workload import Workload
 from gradsync.models.config import GPTConfig
+from gradsync.plan.choice.candidate import PROMISES, Candidate, Search
+from gradsync.plan.choice.choose import ERROR, Choice, choose
+from gradsync.plan.choice.costs import Costs
+from gradsync.plan.choice.remedy import find_remedy
+from gradsync.plan.description import Hardware
+from gradsync.plan.micro_batch import legal_sizes
+from gradsync.plan.switches import speed_switches
+from gradsync.plan.workload import Workload
 from gradsync.sync.registry import find_strategy
 from gradsync.train.auto_sync import continued
 from gradsync.train.config import AUTO, SyncConfig, TrainConfig

@@ -199,7 +199,7 @@ class Trainer:
         In the middle of a round there is none yet: see [Note: A checkpoint ends the round].
         """
         with self._interval.paused():
-            self.learner.sync.settle()
+            self.learner.sync.synchronize_replicas()
             totals.val_loss = self._evaluate_now()
         self._progress.say(f"step {totals.step}: validation loss {totals.val_loss:.4f}")
         self._run_dir.log_metrics({"step": totals.step, "val/loss": totals.val_loss})
@@ -220,7 +220,7 @@ class Trainer:
         """
         learner = self.learner
         with self._interval.paused():
-            held = learner.sync.held_state(learner.optimizer)
+            held = learner.sync.sharded_state_dict(learner.optimizer)
             if held is not None:
                 check_finite(self.comm, step, learnt_shares(learner, held))
                 found = sharded_snapshot(

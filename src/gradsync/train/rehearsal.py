@@ -13,12 +13,12 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from gradsync.hardware.memory.model import memory_need
-from gradsync.hardware.memory.probe import Attempt
-from gradsync.hardware.workload import Split, Workload
 from gradsync.models.config import GPTConfig
 from gradsync.models.gpt import GPT, loss_sum
 from gradsync.parallel.layout import Layout
+from gradsync.plan.memory.model import memory_need
+from gradsync.plan.memory.probe import Attempt
+from gradsync.plan.workload import Split, Workload
 from gradsync.sync.registry import find_strategy
 from gradsync.train.config import AUTO, TrainConfig
 from gradsync.train.optimizer import build_optimizer

@@ -90,7 +90,7 @@ class Learner:
         Raises:
             CheckpointError: of another model, or another optimizer.
         """
-        held = self.sync.held_state(self.optimizer)
+        held = self.sync.sharded_state_dict(self.optimizer)
         if held is not None:
             load_sharded(
                 self.model,

@@ -59,12 +59,12 @@ def load_sharded(
     for key, (_, parameter, slot, device) in wanted.items():
         value = got[key] if layout[key].dim() else got[key].view(())
         states[parameter][slot] = value.to(device)
-    sync.keep_state(optimizer, states)
+    sync.load_sharded_state_dict(optimizer, states)
     sync.load_state_tensors(broadcast_tensors(comm, saved.get("sync")))
 
 
 def _load_weights(model: nn.Module, sync: GradientSync, comm: Communicator, whole: Whole) -> None:
-    held = sync.held_weights()
+    held = sync.sharded_weights()
     if held is None:
         sync.load_full_weights(match_weights(model, broadcast_tensors(comm, whole)))
         return
@@ -78,7 +78,7 @@ def _load_weights(model: nn.Module, sync: GradientSync, comm: Communicator, whol
         if source is not None
     }
     got = hand_out(comm, whole or layout, runs)
-    sync.keep_weights({name: got[source] for name, source in sources.items() if source})
+    sync.load_sharded_weights({name: got[source] for name, source in sources.items() if source})
 
 
 def _plan(

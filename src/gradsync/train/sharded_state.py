@@ -51,12 +51,12 @@ def sharded_snapshot(
         config: of the run.
         learner: what it trains.
         data: what it reads.
-        held: this rank's part of the optimizer's state, from `GradientSync.held_state`.
+        held: this rank's part of the optimizer's state, from `GradientSync.sharded_state_dict`.
         comm: all ranks.
         fingerprint: what the numbers depend on.
     """
     # First: after a forward FSDP2 may still have whole parameters in place of the sharded ones.
-    weights = learner.sync.held_weights()
+    weights = learner.sync.sharded_weights()
     named = list(learner.model.named_parameters())
     clean = clean_names(name for name, _ in named)
     names = {parameter: clean[name] for name, parameter in named}

@@ -10,8 +10,8 @@ in a step without a leaf it does not update, but still counts the step: all rank
 same number of steps.
 
 [Note: A checkpoint ends the round] In the middle of a round there are W models. A caller that needs
-one model (a checkpoint, an evaluation, the end of a run) calls `settle`: the round ends there, with
-as many inner steps as it had. A checkpoint also keeps one inner optimizer's state, rank 0's;
+one model (a checkpoint, an evaluation, the end of a run) calls `synchronize_replicas`: the round
+ends there, with as many inner steps as it had. A checkpoint also keeps one inner optimizer's state, rank 0's;
 `gather` copies it to all ranks. So a run that continues after a checkpoint and a run that resumes
 from it are the same run. The price: the interval between checkpoints is part of the run's
 definition, unless checkpoints fall on multiples of `inner_steps`, where rounds end anyway.
@@ -68,9 +68,9 @@ class RoundReducer(Reducer):
         """Count the step, even without data on this rank; meet when the round is full."""
         self.steps_in_round += 1
         if self.steps_in_round >= self.inner_steps:
-            self.settle()
+            self.synchronize_replicas()
 
-    def settle(self) -> None:
+    def synchronize_replicas(self) -> None:
         """End the round now, so that all ranks hold the same model; all ranks call it.
 
         Does nothing when no step was taken since the last meeting. See
@@ -91,12 +91,12 @@ class RoundReducer(Reducer):
 
     def gather(self, optimizer: torch.optim.Optimizer) -> None:
         """End the round; every rank continues with rank 0's inner state, as the checkpoint does."""
-        self.settle()
+        self.synchronize_replicas()
         take_state_of_rank_0(optimizer, self.comm)
 
     def full_weights(self) -> dict[str, Tensor]:
         """Return the weights that all ranks share; ends the round."""
-        self.settle()
+        self.synchronize_replicas()
         return super().full_weights()
 
     def load_full_weights(self, weights: Mapping[str, Tensor]) -> None:

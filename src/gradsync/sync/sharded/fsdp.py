@@ -216,8 +216,8 @@ class FsdpReducer(Reducer):
                 ):
                     state[name] = sharded_as(value, parameter)
 
-    def held_state(self, optimizer: torch.optim.Optimizer) -> HeldState:
-        """See `Reducer.held_state`."""
+    def sharded_state_dict(self, optimizer: torch.optim.Optimizer) -> HeldState:
+        """See `Reducer.sharded_state_dict`."""
         return {
             parameter: (self._share(parameter), flat_state(optimizer.state[parameter], parameter))
             if parameter in optimizer.state
@@ -226,10 +226,10 @@ class FsdpReducer(Reducer):
             for parameter in group["params"]
         }
 
-    def keep_state(
+    def load_sharded_state_dict(
         self, optimizer: torch.optim.Optimizer, states: Mapping[Any, dict[str, Any]]
     ) -> None:
-        """See `Reducer.keep_state`."""
+        """See `Reducer.load_sharded_state_dict`."""
         optimizer.state.clear()
         for parameter, state in states.items():
             if state:
@@ -237,15 +237,15 @@ class FsdpReducer(Reducer):
                     name: shaped_as(value, parameter) for name, value in state.items()
                 }
 
-    def held_weights(self) -> dict[str, tuple[Share, Tensor]]:
-        """See `Reducer.held_weights`."""
+    def sharded_weights(self) -> dict[str, tuple[Share, Tensor]]:
+        """See `Reducer.sharded_weights`."""
         return {
             name: (self._share(tensor), local(tensor).reshape(-1))
             for name, tensor in self.model.state_dict().items()
         }
 
-    def keep_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """See `Reducer.keep_weights`."""
+    def load_sharded_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """See `Reducer.load_sharded_weights`."""
         own = self.model.state_dict()
         for name, tensor in weights.items():
             here = local(own[name])

@@ -32,7 +32,7 @@ from gradsync.sync.sharded.elementwise import arguments_of, check_elementwise
 from gradsync.sync.sharded.layout import Layout, check_parameters, check_ranks_agree, layout_of
 from gradsync.sync.sharded.pieces import Piece
 from gradsync.sync.sharded.rounding import ThreadWarning
-from gradsync.sync.sharded.shares import HeldState, held_state, keep_state
+from gradsync.sync.sharded.shares import HeldState, load_sharded_state_dict, sharded_state_dict
 from gradsync.sync.sharded.state import State, gather_state, take_state
 from gradsync.world import World
 
@@ -198,11 +198,11 @@ class ShardedOptimizer(Optimizer):
         """This rank's part of the state; nothing is sent."""
         everything = [p for group in self._groups() for p in group["params"]]
         rest = {p: self._elsewhere.get(p, {}) for p in everything if id(p) not in self._covered}
-        return held_state(self._buckets, rest, self._comm.rank)
+        return sharded_state_dict(self._buckets, rest, self._comm.rank)
 
     def keep(self, states: Mapping[Any, State]) -> None:
         """Restore a part from `held`, replacing the present state; nothing is sent."""
-        self._elsewhere = keep_state(self._buckets, states)
+        self._elsewhere = load_sharded_state_dict(self._buckets, states)
 
     @property
     def state_bytes(self) -> int:

@@ -70,7 +70,7 @@ def share_of_rows(tensor: Tensor, rank: int, world_size: int) -> Share:
     )
 
 
-def held_state(
+def sharded_state_dict(
     buckets: Iterable[ShardedBucket], others: Mapping[Tensor, State], rank: int
 ) -> HeldState:
     """This rank's pieces of the state, sharing the optimizer's tensors.
@@ -96,8 +96,10 @@ def held_state(
     return found
 
 
-def keep_state(buckets: Sequence[ShardedBucket], states: Mapping[Any, State]) -> dict[Any, State]:
-    """Restore pieces from `held_state`; the buckets' previous state is dropped.
+def load_sharded_state_dict(
+    buckets: Sequence[ShardedBucket], states: Mapping[Any, State]
+) -> dict[Any, State]:
+    """Restore pieces from `sharded_state_dict`; the buckets' previous state is dropped.
 
     Returns:
         the state of parameters in no bucket, in their shapes.
@@ -122,7 +124,7 @@ def flat_state(state: Mapping[str, Any], like: Tensor) -> State:
     """Tensors of elements flattened, sharing memory; other values unchanged.
 
     Raises:
-        ConfigError: see `held_state`.
+        ConfigError: see `sharded_state_dict`.
     """
     return {name: _flat(name, value, like) for name, value in state.items()}
 

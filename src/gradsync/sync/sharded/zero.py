@@ -128,14 +128,14 @@ class ShardedEngine(Engine):
         if known:
             sharded.take_from(optimizer)
 
-    def held_state(self, optimizer: torch.optim.Optimizer) -> HeldState:
-        """See `Reducer.held_state`."""
+    def sharded_state_dict(self, optimizer: torch.optim.Optimizer) -> HeldState:
+        """See `Reducer.sharded_state_dict`."""
         return self._of(optimizer).held()
 
-    def keep_state(
+    def load_sharded_state_dict(
         self, optimizer: torch.optim.Optimizer, states: Mapping[Any, dict[str, Any]]
     ) -> None:
-        """See `Reducer.keep_state`."""
+        """See `Reducer.load_sharded_state_dict`."""
         self._of(optimizer).keep(states)
 
     def _of(self, optimizer: torch.optim.Optimizer) -> ShardedOptimizer:

@@ -1,0 +1,261 @@
+"""`ElasticGPUConfig`: what GPUs there are, and how to train on 1 to N of them.
+
+    config = ElasticGPUConfig(base_batch_size=64, model_size_gb=30, frozen=frozen_parts(model))
+    print(config)
+    batch = config.config["batch_size"]
+    config.place(model)
+    config.log_gpu_memory()
+
+Memory is what the driver says of these devices now. No name of a GPU stands for a size: an A100 has
+40 or 80 GB, a slice of one less.
+
+    devices    a replica fits on one      a replica fits on two
+    1          single                     (an error: by how many GB)
+    2          ddp                        model_split
+    3          ddp                        hybrid: 2 + 1
+    4          ddp                        hybrid_ddp: two replicas, each on two
+
+On several devices a replica has its frozen parts on devices of their own (`place`); what trains is
+on its first one, and is replicated. What trains and fits on no single device needs a strategy that
+shares it out: `gs.replicate(model, sync="fsdp")`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from gradsync.compat.frozen import PlacedParts, place_frozen
+from gradsync.compat.gpu_memory import log_gpu_memory
+from gradsync.data.plan import share
+from gradsync.errors import ConfigError
+from gradsync.plan.described.file import load_hardware
+from gradsync.plan.description import Device, Hardware
+from gradsync.plan.detect.machine import detect_hardware
+from gradsync.plan.placement import Part, Placement, place_parts
+from gradsync.plan.switches import Switches, speed_switches
+from gradsync.runtime import environ
+from gradsync.runtime.resolve import resolve
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+StrategyName = Literal["single", "ddp", "model_split", "hybrid", "hybrid_ddp"]
+_GB = 1e9
+
+
+class ElasticGPUConfig:
+    """Looks at the machine when it is made; nothing is set or started.
+
+    Args:
+        base_batch_size: samples of an optimizer step, over all devices; it stays the same on any
+            number of them.
+        model_size_gb: memory of one replica while it trains, GB (10**9 bytes), `frozen` included;
+            None: not known, only `frozen` is counted.
+        target_util: share of a device's free memory that may be planned with.
+        sample_gb: activations of one sample, GB; None: not known, a step is not cut further.
+        frozen: submodules that do not train (`frozen_parts(model)`), for placing them.
+        hardware: instead of this machine's: a name or a file as `gradsync plan --hardware` takes
+            it, such as "a100-40x3".
+
+    Raises:
+        ConfigError: numbers that cannot be; a replica that does not fit on all devices together,
+            and by how many GB.
+    """
+
+    def __init__(
+        self,
+        base_batch_size: int = 64,
+        model_size_gb: float | None = None,
+        target_util: float = 0.75,
+        *,
+        sample_gb: float | None = None,
+        frozen: Sequence[Part] = (),
+        hardware: Hardware | str | None = None,
+    ) -> None:
+        sized = model_size_gb is None or model_size_gb > 0
+        if base_batch_size < 1 or not sized or not 0 < target_util <= 1:
+            raise ConfigError(
+                "ElasticGPUConfig needs base_batch_size >= 1, model_size_gb > 0 and target_util in "
+                f"0..1; got {base_batch_size}, {model_size_gb}, {target_util}"
+            )
+        self.base_batch_size = base_batch_size
+        self.frozen = tuple(frozen)
+        frozen_gb = sum(part.num_bytes for part in self.frozen) / _GB
+        self.model_size_gb = frozen_gb if model_size_gb is None else model_size_gb
+        self.target_util = target_util
+        self.sample_gb = sample_gb
+        env = environ.snapshot()
+        if isinstance(hardware, str):
+            hardware = load_hardware(hardware)
+        self.hardware = detect_hardware(env) if hardware is None else hardware
+        self.switches: Switches = speed_switches(self.hardware, env)
+        self.groups = self._groups()
+        """Devices of each replica."""
+        self.placement: Placement | None = self._placement()
+        """Placement of the frozen parts over one replica's devices; None without frozen parts."""
+        self.config = self.configure()
+        """See `configure`."""
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """Devices of the ranks: GPUs, or where there is none, shares of the CPU."""
+        return self.hardware.devices
+
+    @property
+    def gpu_count(self) -> int:
+        """Number of GPUs; 0 on a CPU."""
+        return sum(device.kind == "cuda" for device in self.devices)
+
+    @property
+    def gpu_specs(self) -> list[dict[str, Any]]:
+        """Properties of each GPU: id, name, memory_gb, free_gb, compute_capability, mig, shared."""
+        return [
+            {
+                "id": index,
+                "name": device.name,
+                "memory_gb": device.memory_bytes / _GB,
+                "free_gb": device.usable_bytes / _GB,
+                "compute_capability": device.compute_capability,
+                "mig": device.mig,
+                "shared": device.shared,
+            }
+            for index, device in enumerate(self.devices)
+            if device.kind == "cuda"
+        ]
+
+    @property
+    def strategy(self) -> StrategyName:
+        """See the module's table."""
+        each, count = len(self.groups[0]), len(self.devices)
+        if each == 1:
+            return "single" if count == 1 else "ddp"
+        if len(self.groups) > 1:
+            return "hybrid_ddp"
+        return "model_split" if each == 2 else "hybrid"
+
+    def configure(self) -> dict[str, Any]:
+        """Batch sizes and strategy.
+
+        Returns:
+            strategy; batch_size: samples of one forward and backward of a replica, at most;
+            grad_accum_steps: of the replica with the most; effective_batch_size: always
+            `base_batch_size`; samples_per_replica: shares that differ by at most one sample, as
+            `gs.shard_batch` cuts a batch (where they are equal, `batch_size` divides them); device:
+            the first of this process's replica, "cpu" without GPUs.
+        """
+        replicas = len(self.groups)
+        if replicas > self.base_batch_size:
+            raise ConfigError(f"{replicas} replicas cannot share {self.base_batch_size} samples")
+        shares = [len(share(self.base_batch_size, r, replicas)) for r in range(replicas)]
+        batch_size = self._batch_size(shares)
+        return {
+            "strategy": self.strategy,
+            "batch_size": batch_size,
+            "grad_accum_steps": math.ceil(max(shares) / batch_size),
+            "effective_batch_size": self.base_batch_size,
+            "samples_per_replica": shares,
+            "device": self._replica_devices()[0],
+        }
+
+    def place(
+        self, model: nn.Module, devices: Sequence[torch.device | str] | None = None
+    ) -> PlacedParts:
+        """Move `model` to the devices of this process's replica, and let activations follow.
+
+        Frozen parts go where `placement` has them, everything else to the first device, where
+        inputs belong. The optimizer and `gs.replicate`, over what trains, come after it.
+
+        Args:
+            model: the one whose `frozen_parts` were given.
+            devices: of the replica; None takes those of `groups`.
+
+        Raises:
+            ConfigError: no frozen parts were given to a plan with several devices a replica, or
+                `model` has others.
+        """
+        if self.placement is None and len(self.groups[0]) > 1:
+            raise ConfigError(
+                f"strategy {self.strategy!r} places frozen parts, and none were given (frozen="
+                "gs.frozen_parts(model)); to share out what trains: gs.replicate(sync='fsdp')"
+            )
+        homes = self._replica_devices() if devices is None else devices
+        placement = self.placement or Placement(places={}, left=())
+        return place_frozen(model, placement, homes, rest=homes[0])
+
+    def log_gpu_memory(self, label: str = "") -> None:
+        """Print how much memory is in use; see `gs.log_gpu_memory`."""
+        log_gpu_memory(label)
+
+    def __str__(self) -> str:
+        config = self.config
+        names = ", ".join(dict.fromkeys(device.name for device in self.devices))
+        takes = f", a replica takes {self.model_size_gb:g} GB" if self.model_size_gb else ""
+        lines = [
+            f"{len(self.devices)} x {names}: {self._room(0) / _GB:.1f} GB each may be planned with"
+            + takes,
+            f"strategy {config['strategy']}: replicas on devices "
+            + ", ".join("+".join(map(str, group)) for group in self.groups),
+            f"batch {config['effective_batch_size']} = "
+            + " + ".join(map(str, config["samples_per_replica"]))
+            + f", up to {config['batch_size']} in one forward",
+            *self.switches.reasons,
+        ]
+        if self.placement is not None:
+            lines.append(self.placement.describe())
+        return "\n".join([*lines, *self.switches.suggestion_lines()])
+
+    def _replica_devices(self) -> list[str]:
+        """Devices of this process's replica, for torch."""
+        local_rank = resolve(environ.snapshot()).world.local_rank
+        group = self.groups[local_rank % len(self.groups)]
+        return [f"cuda:{index}" if self.gpu_count else "cpu" for index in group]
+
+    def _room(self, index: int) -> int:
+        return int(self.target_util * self.devices[index].usable_bytes)
+
+    def _groups(self) -> tuple[tuple[int, ...], ...]:
+        """As many replicas as there is memory for; what is left over joins the last one where a
+        replica needs several devices."""
+        count = len(self.devices)
+        room = [self._room(index) for index in range(count)]
+        wanted = int(self.model_size_gb * _GB)
+        for each in range(1, count + 1):
+            starts = range(0, count - each + 1, each)
+            if all(sum(room[start : start + each]) >= wanted for start in starts):
+                groups = [tuple(range(start, start + each)) for start in starts]
+                if each > 1:
+                    groups[-1] = tuple(range(groups[-1][0], count))
+                return tuple(groups)
+        missing = (wanted - sum(room)) / _GB
+        raise ConfigError(
+            f"a replica of {self.model_size_gb:g} GB does not fit on {count} device(s) with "
+            f"{sum(room) / _GB:.1f} GB to plan with: {missing:.1f} GB are missing"
+        )
+
+    def _placement(self) -> Placement | None:
+        if not self.frozen:
+            return None
+        room = [self._room(index) for index in self.groups[0]]
+        trains = int(self.model_size_gb * _GB) - sum(part.num_bytes for part in self.frozen)
+        if trains < 0:
+            raise ConfigError("frozen parts are larger than model_size_gb says of all")
+        return place_parts(self.frozen, room, replicated_bytes=trains)
+
+    def _batch_size(self, shares: Sequence[int]) -> int:
+        """Micro-batch that has room: a divisor of equal shares, an even cut of unequal ones."""
+        largest = most = max(shares)
+        if self.sample_gb is not None:
+            rooms = [sum(self._room(index) for index in group) for group in self.groups]
+            free = min(rooms) / _GB - self.model_size_gb
+            most = min(most, int(free / self.sample_gb))
+        if most < 1:
+            raise ConfigError(
+                f"no room for one sample of {self.sample_gb} GB beside a replica of "
+                f"{self.model_size_gb:g} GB"
+            )
+        if min(shares) < largest:
+            return math.ceil(largest / math.ceil(largest / most))
+        return max(size for size in range(1, most + 1) if largest % size == 0)

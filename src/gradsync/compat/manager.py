@@ -1,0 +1,316 @@
+"""`DDPManager`: start, wrap, load, reduce and stop, in one object."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from inspect import signature
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import DataLoader
+
+from gradsync.comm.base import Communicator
+from gradsync.comm.choose import communicator
+from gradsync.comm.single import SingleCommunicator
+from gradsync.compat.functions import backend_here
+from gradsync.data.loader import Loader, loader
+from gradsync.errors import ConfigError
+from gradsync.runtime.session import Session, SessionOptions
+from gradsync.world import World
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+    from torch import Tensor, nn
+
+    from gradsync.comm.supported import Op
+    from gradsync.sync.gradient_sync import GradientSync
+
+log = logging.getLogger("gradsync")
+
+_DDP_HAS_NO_MEANING = {
+    "find_unused_parameters": "parameters without a gradient are found in every step",
+    "gradient_as_bucket_view": "gradients lie in their buckets already",
+    "static_graph": "no step is planned from the first one",
+    "device_ids": "the model is on this rank's device",
+    "output_device": "outputs stay on this rank's device",
+    "broadcast_buffers": "buffers are averaged over the step, BatchNorm's as batch_norm= says",
+    "forward_sync_buffers": "buffers are averaged over the step, BatchNorm's as batch_norm= says",
+}
+_DDP_IS_CALLED = {
+    "process_group": "gs.replicate(model, comm=gs.group(ranks))",
+    "mixed_precision": "torch.autocast around the forward",
+    "bucket_cap_mb_list": "bucket_mb=, one size for all",
+}
+_DATA_LOADER_HAS_NO_MEANING = {
+    "pin_memory": "batches come on this rank's device",
+    "pin_memory_device": "batches come on this rank's device",
+    "drop_last": "a pass has whole batches only, and the next one begins with the rest",
+    "persistent_workers": "workers live from pass to pass of one iteration",
+    "prefetch_factor": "workers read ahead by themselves",
+    "in_order": "batches always come in order",
+}
+_DATA_LOADER_IS_CALLED = {
+    "sampler": "shuffle= and seed=: samples are dealt to ranks",
+    "batch_sampler": "shuffle= and seed=: samples are dealt to ranks",
+    "generator": "seed=",
+    "worker_init_fn": "the data set's own __getitem__",
+}
+
+
+class DDPManager:
+    """Everything a plain DDP script needs; also a context manager.
+
+    with DDPManager() as manager:
+        model = manager.wrap_model(build_model())
+        for batch in manager.get_dataloader(dataset, batch_size=8):
+            ...
+    """
+
+    def __init__(self) -> None:
+        self.world = World()
+        self._session: Session | None = None
+        self._comm: Communicator = SingleCommunicator()
+        self._handles: list[GradientSync] = []
+
+    def initialize(self, backend: str | None = None, timeout_mins: float = 30) -> World:
+        """Join the run this process was started in.
+
+        Args:
+            backend: torch backend; None takes gloo on CPU and gloo + nccl on CUDA, and so does
+                "nccl", which a CPU does not have.
+            timeout_mins: longest a collective may take, minutes.
+
+        Raises:
+            LaunchError, RendezvousError: as `gs.init`.
+        """
+        options = SessionOptions(backend=backend_here(backend), timeout_s=timeout_mins * 60)
+        self._session = Session(options)
+        self.world = self._session.open()
+        self._comm = communicator(self.world)
+        return self.world
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's device."""
+        import torch
+
+        return torch.device(self.world.device)
+
+    @property
+    def rank(self) -> int:
+        """Index of this process among all."""
+        return self.world.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self.world.world_size
+
+    @property
+    def local_rank(self) -> int:
+        """Index of this process on its host."""
+        return self.world.local_rank
+
+    @property
+    def is_main_process(self) -> bool:
+        """True on rank 0, the one that logs and saves."""
+        return self.world.is_main
+
+    def wrap_model(self, *models: nn.Module, sync: str = "invariant", **options: Any) -> Any:
+        """Move models to the device and synchronise what trains in them; returns them.
+
+        Nothing is wrapped (no `.module`), except under `sync="ddp"`, which returns torch's
+        DistributedDataParallel around one model. After that `loss.backward()` averages gradients
+        over ranks, as DDP does. Frozen parts are left alone; a model without trainable parameters
+        is only moved. Several models (an encoder, adapters, heads) share one engine, so that their
+        gradients travel in the same order on all ranks.
+
+        Args:
+            models: one or more modules.
+            sync: a strategy; `invariant`, `bucketed` … or `ddp`.
+            options: of `gs.replicate`, or of DistributedDataParallel. The latter's are taken under
+                `ddp`; elsewhere `bucket_cap_mb` is `bucket_mb`, and what has no meaning is ignored.
+
+        Returns:
+            The model, or a tuple when several were given.
+
+        Raises:
+            ConfigError: no model; several under `ddp`; unknown strategy or option, with what to use
+                in its place.
+        """
+        from torch import nn
+
+        from gradsync.sync.engine.recipe import check_value
+        from gradsync.sync.registry import find_strategy
+        from gradsync.sync.replicate import replicate
+
+        wrong = [type(model).__name__ for model in models if not isinstance(model, nn.Module)]
+        if wrong or not models:
+            raise ConfigError(f"wrap_model takes modules, one by one; got {wrong or 'none'}")
+        for model in models:
+            model.to(self.device)
+        trains = any(p.requires_grad for model in models for p in model.parameters())
+        if sync == "ddp":
+            if len(models) > 1:
+                raise ConfigError(
+                    f"sync='ddp' wraps one model, got {len(models)}: several torch DDP wrappers "
+                    "would reduce in an order that may differ between ranks; use sync='invariant'"
+                )
+            group = getattr(self._comm, "group", None)
+            if group is None or not trains:
+                return models[0]
+            options.setdefault("gradient_as_bucket_view", True)
+            if self.device.type == "cpu":  # where DDP refuses any
+                options |= {"device_ids": None, "output_device": None}
+            return nn.parallel.DistributedDataParallel(models[0], process_group=group, **options)
+        if trains:
+            known = find_strategy(sync).options
+            if (size := options.pop("bucket_cap_mb", None)) is not None:
+                check_value("bucket_cap_mb", size, "size")
+                options.setdefault("bucket_mb" if "bucket_mb" in known else "bucket_cap_mb", size)
+            options = _without(options, known, _DDP_HAS_NO_MEANING, _DDP_IS_CALLED)
+            whole = models[0] if len(models) == 1 else nn.ModuleList(models)
+            self._handles.append(replicate(whole, self.world, sync=sync, **options))
+        return models[0] if len(models) == 1 else models
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Only add up; enclose forward and backward of all micro-batches but the last."""
+        with ExitStack() as stack:
+            for handle in self._handles:
+                stack.enter_context(handle.no_sync())
+            yield
+
+    def get_dataloader(
+        self, dataset: Any, batch_size: int, *in_order: Any, seed: int = 0, **options: Any
+    ) -> BatchLoader:
+        """Batches of `batch_size` samples for this rank; in an epoch each sample comes once.
+
+        Args:
+            dataset: map-style.
+            batch_size: samples per rank and step (the global batch is `batch_size * world_size`).
+            in_order: options without their names (`shuffle`, …), as torch's `DataLoader` has them.
+            seed: names the order.
+            options: of `gs.loader`, such as `shuffle` (True: a new order each epoch, by itself),
+                `num_workers` or `collate_fn`. Those of torch's `DataLoader` that have no meaning
+                here (`pin_memory`, `drop_last`) are ignored.
+
+        Raises:
+            ConfigError: an option of `DataLoader` that has another name here, and which.
+        """
+        options |= zip([*signature(DataLoader).parameters][2:], in_order, strict=False)
+        options = _without(options, (), _DATA_LOADER_HAS_NO_MEANING, _DATA_LOADER_IS_CALLED)
+        steps = loader(
+            dataset,
+            self.world,
+            global_batch_size=batch_size * self.world.world_size,
+            micro_batch_size=batch_size,
+            seed=seed,
+            **options,
+        )
+        passes = max(len(dataset) // steps.plan.global_batch_size, 1)
+        return BatchLoader(steps, passes)
+
+    def all_reduce(
+        self,
+        tensor: Tensor,
+        op: Op | dist.ReduceOp | dist.ReduceOp.RedOpType = "mean",
+        *,
+        name: str | None = None,
+    ) -> Tensor:
+        """Combine `tensor` (any shape) over all ranks, in place, and return it.
+
+        Args:
+            tensor: same shape and dtype on all ranks.
+            op: mean, sum, min or max, or torch's `ReduceOp` of these.
+            name: tells this reduction from others, as in `gs.all_reduce`.
+
+        Raises:
+            ConfigError: unknown `op`; the mean of integers, which would not be one.
+            RunError: on all ranks: they call different reductions.
+        """
+        from gradsync.comm.reductions import all_reduce
+
+        return all_reduce(tensor, op, comm=self._comm, name=name)
+
+    def barrier(self) -> None:
+        """Return once every rank has called it."""
+        self._comm.barrier()
+
+    def cleanup(self, error: BaseException | None = None) -> None:
+        """Leave the run; safe to call twice."""
+        for handle in self._handles:
+            handle.close()
+        self._handles.clear()
+        session, self._session = self._session, None
+        self._comm = SingleCommunicator()
+        if session is not None:
+            session.close(error)
+
+    def __enter__(self) -> DDPManager:
+        if self._session is None:
+            self.initialize()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.cleanup(error)
+
+
+def _without(
+    options: Mapping[str, Any],
+    known: Collection[str],
+    has_no_meaning: Mapping[str, str],
+    is_called: Mapping[str, str],
+) -> dict[str, Any]:
+    """`options` without those of torch's that have no meaning here, and why not.
+
+    Raises:
+        ConfigError: one that has another name here.
+    """
+    kept = dict(options)
+    for name, value in options.items():
+        if name in known:
+            continue
+        if name in has_no_meaning:
+            log.debug("%s=%r is ignored: %s", name, kept.pop(name), has_no_meaning[name])
+        elif name in is_called and kept.pop(name) is not None:
+            raise ConfigError(f"{name}= of torch is {is_called[name]} here; got {value!r}")
+    return kept
+
+
+class BatchLoader:
+    """One pass gives `len(self)` batches, the same number on every rank, so that DDP cannot hang.
+
+    A pass is as many whole global batches as the data set holds. What is left over is not dropped:
+    the next pass begins with it, and the order changes by itself from epoch to epoch.
+    """
+
+    def __init__(self, steps: Loader, batches_per_pass: int) -> None:
+        self._steps = steps
+        self._batches = batches_per_pass
+
+    def __len__(self) -> int:
+        return self._batches
+
+    def __iter__(self) -> Iterator[Any]:
+        for count, step in enumerate(self._steps, start=1):
+            for leaf in step:
+                yield leaf.batch
+            if count == self._batches:
+                break
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the data stands: integers that are the same on all ranks."""
+        return dict(self._steps.state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there, also on another number of ranks."""
+        self._steps.load_state_dict(state)

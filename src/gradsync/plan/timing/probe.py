@@ -1,0 +1,173 @@
+"""The cost of a leaf and of an update on this device, measured in seconds on the real model.
+
+    clock   ├ forward ┤├ backward: p73, p72, ... p0 ┤├ clip, AdamW ┤     again and again
+
+A hook on every parameter looks at the clock when its gradient is there. So the profile has a bucket
+per parameter, out of which `step_costs` makes those of any strategy. On CUDA the clock is events in
+the stream, read when the device is done.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradsync.models.gpt import GPT
+from gradsync.plan.timing.estimate import load_profile, profile_path, save_profile
+from gradsync.plan.timing.profile import BucketReady, StepProfile
+from gradsync.plan.workload import Workload
+from gradsync.runtime.memory import keep_freed_memory
+from gradsync.runtime.threads import choose_threads, pin_threads
+
+CLIP_NORM = 1.0
+_WARM_UP = 2
+_FEWEST = 3
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def probe_profile(
+    work: Workload,
+    *,
+    device: str = "cpu",
+    ranks_per_host: int = 1,
+    repeats: int = 8,
+    budget_s: float = 8.0,
+    cached: bool = True,
+) -> StepProfile:
+    """Measure one rank alone: forward and backward of one leaf, clipping and fused AdamW.
+
+    On a CPU this process keeps freed memory from now on, as the trainer does
+    (`runtime.memory.keep_freed_memory`); torch's threads are put back afterwards.
+
+    Args:
+        work: model, leaf, dtype; a replica of it must fit into the device's memory.
+        device: cpu or cuda.
+        ranks_per_host: ranks that will share the host's cores, which decides the threads of each.
+        repeats: leaves to measure, at most.
+        budget_s: seconds to spend on them; where a leaf takes long, three are measured.
+        cached: whether what was measured before for this model on this machine will do, and whether
+            to keep what is measured now.
+    """
+    threads = choose_threads(ranks_per_host)
+    path = profile_path(work, device=device, threads=threads)
+    known = load_profile(path) if cached else None
+    if known is not None:
+        return known
+    if device == "cpu":
+        keep_freed_memory()
+    before = pin_threads(threads)
+    try:
+        profile = _measure(work, torch.device(device), repeats, budget_s)
+    finally:
+        pin_threads(before)
+    if cached:
+        save_profile(path, profile)
+    return profile
+
+
+@dataclass(slots=True)
+class _Marks:
+    """Moments of one leaf and update."""
+
+    begin: Any
+    forward: Any = None
+    backward: Any = None
+    update: Any = None
+    ready: dict[int, Any] = field(default_factory=dict)
+    """By parameter."""
+
+
+def _measure(work: Workload, device: torch.device, repeats: int, budget_s: float) -> StepProfile:
+    model = GPT(
+        work.model,
+        seed=0,
+        activation_checkpointing=work.activation_checkpointing,
+        loss_rows=work.loss_rows,
+    ).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    shape = (2, work.micro_batch_size, work.seq_len)
+    generator = torch.Generator().manual_seed(0)
+    tokens_BT, targets_BT = torch.randint(work.model.vocab_size, shape, generator=generator)
+    leaf = tokens_BT.to(device), targets_BT.to(device)
+    on_cuda = device.type == "cuda"
+    now: Callable[[], Any] = _cuda_event if on_cuda else time.perf_counter
+    between: Callable[[Any, Any], float] = _event_seconds if on_cuda else _seconds
+    found: list[_Marks] = []
+
+    def mark(number: int, _: Tensor) -> None:
+        found[-1].ready[number] = now()
+
+    for number, parameter in enumerate(model.parameters()):
+        parameter.register_post_accumulate_grad_hook(partial(mark, number))
+
+    def step() -> None:
+        found.append(_Marks(begin=now()))
+        dtype = _DTYPES.get(work.dtype)
+        with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
+            loss = model(*leaf) / leaf[0].numel()
+        found[-1].forward = now()
+        loss.backward()
+        found[-1].backward = now()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        found[-1].update = now()
+
+    def steps(count: int) -> None:
+        found.clear()
+        for _ in range(count):
+            step()
+        if on_cuda:
+            torch.cuda.synchronize()
+
+    steps(_WARM_UP)
+    one_s = between(found[-1].begin, found[-1].update)
+    steps(max(_FEWEST, min(repeats, int(budget_s / one_s))))
+    sizes = [parameter.numel() * parameter.element_size() for parameter in model.parameters()]
+    return _profile(found, sizes, between)
+
+
+def _profile(
+    found: Sequence[_Marks], sizes: Sequence[int], between: Callable[[Any, Any], float]
+) -> StepProfile:
+    """Medians over leaves; the jitter is that of whole leaves."""
+    backward_s = median(between(marks.forward, marks.backward) for marks in found)
+    ready = {
+        number: min(backward_s, median(between(m.forward, m.ready[number]) for m in found))
+        for number in range(len(sizes))
+    }
+    leaves = [between(marks.begin, marks.backward) for marks in found]
+    middle = median(leaves)
+    return StepProfile(
+        forward_s=median(between(marks.begin, marks.forward) for marks in found),
+        backward_s=backward_s,
+        update_s=median(between(marks.backward, marks.update) for marks in found),
+        buckets=tuple(
+            BucketReady(num_bytes=sizes[number], ready_s=ready[number])
+            for number in sorted(ready, key=ready.__getitem__)
+        ),
+        jitter=tuple(round(seconds / middle, 6) for seconds in leaves),
+        measured=True,
+    )
+
+
+def _cuda_event() -> torch.cuda.Event:
+    """The moment at which the stream gets there."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _event_seconds(first: torch.cuda.Event, last: torch.cuda.Event) -> float:
+    return first.elapsed_time(last) / 1000
+
+
+def _seconds(first: float, last: float) -> float:
+    return last - first

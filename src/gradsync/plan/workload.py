@@ -1,0 +1,64 @@
+"""The run to plan, and how it is divided over ranks; pure, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from gradsync.models.config import GPTConfig
+from gradsync.parallel.layout import Layout
+from gradsync.plan.description import Kind
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """One training run, without a word about ranks."""
+
+    model: GPTConfig
+    micro_batch_size: int
+    """Sequences of a leaf."""
+    seq_len: int
+    """Tokens of a sequence."""
+    num_leaves: int
+    """Leaves of an optimizer step, over all ranks."""
+    dtype: Literal["bf16", "fp32", "fp16"] = "bf16"
+    """bf16 and fp16 are autocast over fp32 weights."""
+    activation_checkpointing: bool = False
+    loss_rows: int | None = None
+    """Positions whose loss is computed at a time; None: all."""
+    kind: Kind = "cuda"
+    """The kind of device: a CPU process brings Python and torch into the sum."""
+
+    @property
+    def leaf_tokens(self) -> int:
+        """Tokens of one leaf."""
+        return self.micro_batch_size * self.seq_len
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of one optimizer step."""
+        return self.leaf_tokens * self.num_leaves
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Split:
+    """One way to divide a run over ranks."""
+
+    strategy: str
+    """A name in `sync.registry.STRATEGIES`: how the replicas keep together."""
+    layout: Layout = field(default_factory=Layout)
+    schedule: Literal["gpipe", "1f1b"] = "1f1b"
+    """A pipeline's."""
+    shared_weights: bool = False
+    """One copy of weights and optimizer state for all ranks of a host (CPU, shared memory)."""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks."""
+        return self.layout.world_size
+
+    def __str__(self) -> str:
+        layout = self.layout
+        names = (("dp", layout.dp), ("pp", layout.pp), ("tp", layout.tp))
+        sizes = [f"{name}={size}" for name, size in names if size > 1]
+        return " ".join([self.strategy, ",".join(sizes)]) if sizes else self.strategy

@@ -1,0 +1,439 @@
+"""The names that other guides know do what those guides expect."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gradsync import DDPManager, get_device, init_distributed, is_main_process, setup_distributed
+from gradsync.compat.functions import backend_here
+from gradsync.errors import ConfigError, PeerError, RunError
+from gradsync.world import World
+from support.launchers import run_python, run_torchrun
+from support.rank_session import open_session
+
+
+@contextmanager
+def started_by_mpirun(rank: int, world_size: int, store_path: str) -> Iterator[None]:
+    """The variables of a launcher, in this process's own environment."""
+    env = open_session(rank, world_size, store_path)._env
+    with mock.patch.dict(os.environ, env):
+        yield
+
+
+class Numbers:
+    """A data set whose samples are their own indices."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> int:
+        return int(index)
+
+
+# -- DDPManager -----------------------------------------------------------------------------------
+
+
+def use_every_method(rank: int, world_size: int, store_path: str) -> dict[str, Any]:
+    seen: dict[str, Any] = {}
+    with started_by_mpirun(rank, world_size, store_path):
+        manager = DDPManager()
+        seen["before"] = (manager.world == World(), manager.device.type, manager.is_main_process)
+        seen["world"] = manager.initialize(backend="nccl", timeout_mins=1.5)
+        assert manager.world is seen["world"]
+        assert manager._session is not None
+        seen["timeout_s"] = manager._session.options.timeout_s
+        seen["main"] = manager.is_main_process
+        seen["numbers"] = (manager.rank, manager.world_size, manager.local_rank)
+        seen["device"] = str(manager.device)
+        for op in ("sum", "mean", "min", "max"):
+            tensor = torch.tensor([1.0 + rank, 10.0 * rank])
+            assert manager.all_reduce(tensor, op) is tensor  # in place
+            seen[op] = tensor.tolist()
+        for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MIN, dist.ReduceOp.MAX):
+            seen[op.name] = manager.all_reduce(torch.tensor(1.0 + rank), op).item()
+        with pytest.raises(RunError, match=r"rank 0: .* named 'norm'; rank 1: .* named 'loss'"):
+            manager.all_reduce(torch.tensor(1.0), name="loss" if rank else "norm")
+        tensor = torch.tensor(float(rank))
+        seen["default"] = manager.all_reduce(tensor).item()
+        flag = Path(f"{store_path}-flag")
+        if rank == 1:
+            flag.touch()
+        manager.barrier()
+        seen["passed the barrier"] = flag.exists()
+        manager.cleanup()
+        manager.cleanup()
+        seen["group after"] = dist.is_initialized()
+    return seen
+
+
+def test_every_method_on_two_ranks(pool: Any) -> None:
+    for rank, seen in enumerate(pool.run(use_every_method, 2)):
+        assert seen["before"] == (True, "cpu", True)
+        assert (seen["world"].rank, seen["world"].world_size) == (rank, 2)
+        assert seen["timeout_s"] == 90.0
+        assert seen["main"] == (rank == 0)
+        assert seen["device"] == "cpu"
+        assert seen["sum"] == [3.0, 10.0]
+        assert seen["mean"] == [1.5, 5.0]
+        assert seen["min"] == [1.0, 0.0]
+        assert seen["max"] == [2.0, 10.0]
+        assert [seen[op] for op in ("SUM", "AVG", "MIN", "MAX")] == [3.0, 1.5, 1.0, 2.0]
+        assert seen["numbers"] == (rank, 2, rank)
+        assert seen["default"] == 0.5
+        assert seen["passed the barrier"]
+        assert not seen["group after"]
+
+
+def wrap_in_ddp(rank: int, world_size: int, store_path: str) -> dict[str, Any]:
+    with started_by_mpirun(rank, world_size, store_path), DDPManager() as manager:
+        torch.manual_seed(rank)  # ranks start differently: rank 0's weights must win
+        model = nn.Linear(2, 1, bias=False)
+        options = {"broadcast_buffers": False, "device_ids": [rank]}
+        wrapped = manager.wrap_model(model, sync="ddp", **options)
+        assert isinstance(wrapped, nn.parallel.DistributedDataParallel)
+        assert wrapped.module is model
+        assert wrapped.gradient_as_bucket_view
+        assert not wrapped.broadcast_buffers  # an option that came through
+        wrapped(torch.full((1, 2), 1.0 + rank)).sum().backward()
+        assert model.weight.grad is not None
+        gradient = model.weight.grad.clone()
+        plain = manager.wrap_model(model, sync="ddp", gradient_as_bucket_view=False)
+        with pytest.raises(ConfigError, match="wraps one model, got 2"):
+            manager.wrap_model(model, nn.Linear(2, 1), sync="ddp")
+        return {
+            "gradient": gradient.tolist(),
+            "weight": model.weight.tolist(),
+            "view": plain.gradient_as_bucket_view,
+        }
+
+
+def test_wrap_model_in_ddp(pool: Any) -> None:
+    first, second = pool.run(wrap_in_ddp, 2)
+    assert first == second
+    assert first["gradient"] == [[1.5, 1.5]]
+    assert first["view"] is False
+
+
+DDP_OPTIONS: dict[str, Any] = {
+    "device_ids": [0],
+    "output_device": 0,
+    "find_unused_parameters": True,
+    "gradient_as_bucket_view": True,
+    "bucket_cap_mb": 1.0,
+    "static_graph": True,
+    "broadcast_buffers": False,
+    "process_group": None,
+}
+
+
+def wrap_in_place(rank: int, world_size: int, store_path: str) -> dict[str, Any]:
+    with started_by_mpirun(rank, world_size, store_path), DDPManager() as manager:
+        torch.manual_seed(rank)
+        backbone = nn.Linear(2, 2).requires_grad_(False)
+        adapter, head = nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False)
+        assert manager.wrap_model(backbone) is backbone  # only moved
+        wrapped = manager.wrap_model(adapter, head, **DDP_OPTIONS)
+        (handle,) = manager._handles
+        assert handle.reducer.recipe.bucket_mb == 1.0
+        assert wrapped == (adapter, head)
+        optimizer = torch.optim.SGD([*adapter.parameters(), *head.parameters()], lr=0.1)
+        gradients = []
+        for step in range(3):
+            inputs = torch.full((1, 2), 1.0 + rank + step)
+            with manager.no_sync() if step == 0 else nullcontext():
+                head(adapter(inputs)).sum().backward()
+            gradients.append(None if adapter.weight.grad is None else adapter.weight.grad.tolist())
+            if step:
+                optimizer.step()
+                optimizer.zero_grad()
+        return {"gradients": gradients[1:], "weights": [p.tolist() for p in adapter.parameters()]}
+
+
+def test_wrap_model_in_place(pool: Any) -> None:
+    """Several modules beside a frozen one are one engine; gradients are means over ranks."""
+    first, second = pool.run(wrap_in_place, 2)
+    assert first == second
+    assert len(first["gradients"]) == 2
+
+
+def take_passes(
+    rank: int, world_size: int, store_path: str, size: int, passes: int, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    with started_by_mpirun(rank, world_size, store_path), DDPManager() as manager:
+        batches = manager.get_dataloader(Numbers(size), batch_size=2, **options)
+        taken = [[batch.tolist() for batch in batches] for _ in range(passes)]
+        return {"len": len(batches), "taken": taken, "state": batches.state_dict()}
+
+
+@pytest.mark.parametrize(("size", "batches"), [(11, 2), (8, 2), (3, 1), (4, 1)])
+def test_ranks_get_equal_numbers_of_batches(pool: Any, size: int, batches: int) -> None:
+    """With 4 samples a step: 11 is not divisible, 3 is less than a step."""
+    results = pool.run(take_passes, 2, size, size, {})
+    for seen in results:
+        assert seen["len"] == batches
+        assert [len(one_pass) for one_pass in seen["taken"]] == [batches] * size
+        assert {len(batch) for one_pass in seen["taken"] for batch in one_pass} == {2}
+        assert seen["state"]["samples"] == 4 * batches * size
+    # Whole epochs have gone by: every sample came equally often, on one rank or the other.
+    taken = [
+        sample
+        for seen in results
+        for one_pass in seen["taken"]
+        for batch in one_pass
+        for sample in batch
+    ]
+    assert sorted(taken) == sorted(list(range(size)) * (4 * batches))
+
+
+def test_the_order_is_the_data_sets_when_asked(pool: Any) -> None:
+    first, second = pool.run(take_passes, 2, 10, 2, {"shuffle": False})
+    # What is left over (8, 9) begins the second pass.
+    assert first["taken"] == [[[0, 1], [4, 5]], [[8, 9], [2, 3]]]
+    assert second["taken"] == [[[2, 3], [6, 7]], [[0, 1], [4, 5]]]
+
+
+def test_seeds_name_orders(pool: Any) -> None:
+    orders = [pool.run(take_passes, 1, 12, 2, {"seed": seed})[0]["taken"] for seed in (0, 0, 1)]
+    assert orders[0] == orders[1] != orders[2]
+    assert orders[0][0] != orders[0][1]  # another order in each epoch, by itself
+
+
+def double(batch: list[int]) -> Tensor:
+    return 2 * torch.tensor(batch)
+
+
+def test_options_reach_the_loader(pool: Any) -> None:
+    options = {"shuffle": False, "collate_fn": double}
+    assert pool.run(take_passes, 1, 4, 1, options)[0]["taken"] == [[[0, 2], [4, 6]]]
+
+
+def test_options_of_torch_are_taken_or_named(caplog: pytest.LogCaptureFixture) -> None:
+    """Those that mean nothing here are said in a debug line; others name what there is."""
+    with caplog.at_level(logging.DEBUG, "gradsync"), DDPManager() as manager:
+        batches = manager.get_dataloader(
+            Numbers(4), 2, shuffle=False, pin_memory=True, drop_last=True, sampler=None
+        )
+        assert [batch.tolist() for batch in batches] == [[0, 1], [2, 3]]
+        with pytest.raises(ConfigError, match="samples are dealt to ranks here; got"):
+            manager.get_dataloader(Numbers(4), 2, sampler=range(4))
+        for name, instead in (("process_group", "comm="), ("mixed_precision", "torch.autocast")):
+            with pytest.raises(ConfigError, match=f"{name}= of torch is .*{instead}"):
+                manager.wrap_model(nn.Linear(1, 1), **{name: 1})
+        with pytest.raises(ConfigError, match="sync='diloco' has no option 'bucket_cap_mb'"):
+            manager.wrap_model(nn.Linear(1, 1), sync="diloco", bucket_cap_mb=25)
+        with pytest.raises(ConfigError, match="bucket_cap_mb must be positive; got -1"):
+            manager.wrap_model(nn.Linear(1, 1), bucket_cap_mb=-1)
+        in_order = (False, None, None, 0, double, True)  # as torch's DataLoader takes them
+        batches = manager.get_dataloader(Numbers(4), 2, *in_order)
+        assert [batch.tolist() for batch in batches] == [[0, 2], [4, 6]]
+        with pytest.raises(ConfigError, match="samples are dealt to ranks here; got"):
+            manager.get_dataloader(Numbers(4), 2, False, range(4))
+    assert "pin_memory=True is ignored: batches come on this rank's device" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("models", "got"), [((), "none"), (("x",), "'str'"), ((nn.Linear(1, 1), []), "'list'")]
+)
+def test_what_is_no_model_is_refused(models: tuple[Any, ...], got: str) -> None:
+    with DDPManager() as manager, pytest.raises(ConfigError, match=f"wrap_model takes .*{got}"):
+        manager.wrap_model(*models)
+
+
+def test_nccl_without_a_gpu_is_gloo(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for available, said in ((False, 1), (True, 0)):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda there=available: there)
+        caplog.clear()
+        assert backend_here("nccl") is None
+        assert caplog.text.count("'nccl' needs a GPU, and there is none: gloo is used") == said
+    assert backend_here("gloo") == "gloo"
+
+
+def go_on(rank: int, world_size: int, store_path: str) -> tuple[list[Any], list[Any]]:
+    with started_by_mpirun(rank, world_size, store_path), DDPManager() as manager:
+        first = manager.get_dataloader(Numbers(11), batch_size=2, seed=3)
+        next(iter(first))  # a pass that is left in the middle
+        state = first.state_dict()
+        assert state["samples"] == 4
+        rest = [batch.tolist() for batch in first]
+        resumed = manager.get_dataloader(Numbers(11), batch_size=2, seed=3)
+        resumed.load_state_dict(state)
+        return rest, [batch.tolist() for batch in resumed]
+
+
+def test_a_loader_goes_on_from_its_state(pool: Any) -> None:
+    for undisturbed, resumed in pool.run(go_on, 2):
+        assert resumed == undisturbed
+        assert len(resumed) == 2
+
+
+def one_fails(rank: int, world_size: int, store_path: str) -> str:
+    try:
+        with started_by_mpirun(rank, world_size, store_path), DDPManager() as manager:
+            if rank == 1:
+                raise ZeroDivisionError("stumbled")
+            manager.barrier()
+    except (PeerError, ZeroDivisionError) as error:
+        assert not dist.is_initialized()
+        return f"{type(error).__name__} {error}"
+    return ""
+
+
+def test_a_failure_reaches_the_other_rank(pool: Any) -> None:
+    first, second = pool.run(one_fails, 2)
+    assert second == "ZeroDivisionError stumbled"
+    assert first.startswith("PeerError rank 1 on ")
+    assert "ZeroDivisionError: stumbled" in first
+
+
+def test_one_rank_needs_nothing_else() -> None:
+    with DDPManager() as manager:
+        assert manager.world == World(device=str(manager.device))
+        assert not dist.is_initialized()
+        model = nn.Linear(2, 2)
+        assert manager.wrap_model(model) is model
+        for op in ("sum", "mean", "min", "max", dist.ReduceOp.SUM):
+            assert manager.all_reduce(torch.tensor([3.0]), op).tolist() == [3.0]
+        manager.barrier()
+        batches = manager.get_dataloader(Numbers(5), batch_size=2, shuffle=False)
+        assert len(batches) == 2
+        assert [batch.tolist() for batch in batches] == [[0, 1], [2, 3]]
+
+
+def test_with_joins_only_once() -> None:
+    manager = DDPManager()
+    manager.initialize()
+    session = manager._session
+    with manager:
+        assert manager._session is session
+    assert manager._session is None
+
+
+# -- functions ------------------------------------------------------------------------------------
+
+
+def call_and_leave(
+    rank: int, world_size: int, store_path: str, join: Callable[[int, int, int], object], port: int
+) -> dict[str, Any]:
+    """Join by a function, and leave as the end of the process would."""
+    at_exit: list[Callable[[], None]] = []
+    with (
+        started_by_mpirun(rank, world_size, store_path),
+        mock.patch.object(atexit, "register", at_exit.append),
+    ):
+        outside = is_main_process()
+        seen: dict[str, Any] = {"joined": join(rank, world_size, port), "main": [outside]}
+        seen["group"] = (dist.get_rank(), dist.get_world_size(), dist.get_backend())
+        seen["main"].append(is_main_process())
+        seen["device"] = str(get_device())
+        value = torch.tensor(1.0 + rank)
+        dist.all_reduce(value)
+        seen["sum"] = value.item()
+        (leave,) = at_exit
+        leave()
+    return seen | {"group after": dist.is_initialized()}
+
+
+def by_init(rank: int, world_size: int, port: int) -> object:
+    return init_distributed()
+
+
+def by_setup(rank: int, world_size: int, port: int) -> object:
+    """Known numbers; what a launcher says does not matter."""
+    with mock.patch.dict(os.environ, {"OMPI_COMM_WORLD_SIZE": "9", "MASTER_PORT": str(port)}):
+        return setup_distributed(rank, world_size, "nccl")  # falls back to gloo here
+
+
+@pytest.mark.parametrize("join", [by_init, by_setup])
+def test_joining_by_a_function(pool: Any, join: Callable[[int, int, int], object]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    for rank, seen in enumerate(pool.run(call_and_leave, 2, join, port)):
+        assert seen["joined"] == ((rank, 2, rank) if join is by_init else None)
+        assert seen["group"][:2] == (rank, 2)
+        assert seen["main"] == [rank == 0] * 2
+        assert seen["device"] == "cpu"
+        assert seen["sum"] == 3.0
+        assert not seen["group after"]
+
+
+def test_the_device_needs_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert get_device() == torch.device("cpu" if not torch.cuda.is_available() else "cuda:0")
+    variables = {"RANK": "6", "WORLD_SIZE": "8", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    assert get_device() == torch.device("cuda:2")  # the local rank, not the rank
+    assert not is_main_process()
+
+
+def with_a_group_of_ones_own(rank: int, world_size: int, store_path: str) -> bool:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store_path}", rank=rank, world_size=world_size
+    )
+    main = is_main_process()
+    dist.barrier()  # who leaves first would close a connection that the other one is still making
+    dist.destroy_process_group()
+    return main
+
+
+def test_a_group_of_ones_own_says_who_is_main(pool: Any) -> None:
+    """No launcher variable is set here: without asking the group, all would be."""
+    assert pool.run(with_a_group_of_ones_own, 2) == [True, False]
+
+
+SCRIPT = """
+import os, sys
+import gradsync, torch
+words = [gradsync.get_device(), gradsync.is_main_process()]
+if "RANK" in os.environ:
+    # The tutorial's call: torchrun's agent serves the store, rank 0 must not bind its port.
+    gradsync.setup_distributed(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "nccl")
+    words += [torch.distributed.get_rank(), torch.distributed.get_world_size()]
+    value = torch.tensor(1.0)
+    torch.distributed.all_reduce(value)
+    words += [value.item()]
+else:
+    words += gradsync.init_distributed()
+words += [gradsync.is_main_process()]
+sys.stdout.write(" ".join(map(str, words)) + "\\n")  # at once: lines of two ranks do not mix
+"""
+
+
+def test_a_script_that_never_says_goodbye(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    alone = run_python([script]).ok()
+    assert alone.stdout == "cpu True 0 1 0 True\n"
+    assert alone.stderr == ""
+    done = run_torchrun(2, [script]).ok()
+    assert sorted(done.stdout.splitlines()) == ["cpu False 1 2 2.0 False", "cpu True 0 2 2.0 True"]
+    for complaint in ("destroy_process_group", "Traceback", "Error"):
+        assert complaint not in done.stderr
+
+
+def test_means_after_cleanup_and_of_integers() -> None:
+    manager = DDPManager()
+    manager.world = World(world_size=2, local_world_size=2)  # as it was before `cleanup`
+    assert manager.all_reduce(torch.tensor(4.0)).item() == 4.0
+    with pytest.raises(ConfigError, match=r"the mean of torch.int64 would be cut off"):
+        manager.all_reduce(torch.tensor(4))

@@ -12,8 +12,8 @@ same number of steps.
 [Note: A checkpoint ends the round] In the middle of a round there are W models. A caller that needs
 one model (a checkpoint, an evaluation, the end of a run) calls `synchronize_replicas`: the round
 ends there, with as many inner steps as it had. A checkpoint also keeps one inner optimizer's state,
-rank 0's; `gather` copies it to all ranks. So a run that continues after a checkpoint and a run that resumes
-from it are the same run. The price: the interval between checkpoints is part of the run's
+rank 0's; `gather` copies it to all ranks. So a run that continues after a checkpoint and a run that
+resumes from it are the same run. The price: the interval between checkpoints is part of the run's
 definition, unless checkpoints fall on multiples of `inner_steps`, where rounds end anyway.
 """
 

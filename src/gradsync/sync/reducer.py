@@ -1,9 +1,14 @@
-"""The interface of a strategy: the gradient sums over all ranks, and little else.
+"""The two halves of a strategy, in the words of a step's phases (step.py).
 
-Everything that strategies share (the loss, the one division, the order of calls) lives once in
-`GradientSync`; a `Reducer` turns each rank's local gradient sums into global ones. The methods
-below are in the order in which a step calls them. Those with a body here suit a strategy with whole
-replicas; sharded ones override the second half.
+    collect    `Reducer.leaf`, `collect`    hooks put each ready gradient where it is summed
+    reduce     `Reducer.launch`, `reduce`   the slices that a rank owns become the global mean
+    clip       `Replicas.clip`              the exact norm, on owned slices
+    update     `Replicas.update`            the optimizer, on owned slices
+    publish    `Replicas.publish`           whole weights everywhere again
+
+A `Reducer` collects and sums; its `shards` say what a rank owns of the result. `Replicas` owns
+everything, and is the base of what owns less: shards (ZeRO-1 and 2, FSDP2), a share of memory that
+a host's ranks have in common, or a replica that drifts between rounds.
 """
 
 from __future__ import annotations
@@ -11,54 +16,187 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from gradsync.comm.base import Communicator
+import torch
+
+from gradsync.comm.base import Communicator, Done, Work
+from gradsync.core.torch_private import foreach_mul_
 from gradsync.errors import RunError
+from gradsync.sync.clip import clip_gradients
 from gradsync.sync.nonfinite import NonFinite
 from gradsync.sync.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor, nn
+    from torch.optim import Optimizer
 
+    from gradsync.sync.buckets import Bucket
     from gradsync.sync.sharded.shares import HeldState, Share
 
 
-@dataclass(frozen=True, slots=True)
-class Reduction:
-    """Gradient sums left in `.grad` by `Reducer.reduce`, and the cost."""
+class Replicas:
+    """Every rank owns everything: whole gradients in `.grad`, weights and optimizer state.
 
-    divided_by: int
-    """1 for the plain sum over ranks; W when the mechanism has divided it by W already."""
-    exposed: Stopwatch
-    """Time of communication that nothing else overlapped."""
-    local: bool = False
-    """True when `.grad` is still this rank's own sum (strategies that average weights instead):
-    then it is divided by this rank's own weight."""
+    Args:
+        model: on its device; its replicas are equal.
+        parameters: its trainable parameters, tied ones once, in `named_parameters` order.
+    """
 
-
-class Reducer(ABC):
-    """One way of summing gradients over ranks, bound to one model whose replicas are equal."""
-
-    takes_scale = True
+    strategy = ""
+    """Name that users pass as `gs.replicate(sync=...)`; for messages."""
+    takes_scaler = True
     """False when a step with inf or nan gradients, which a GradScaler skips, would do damage."""
     equal_replicas = True
     """False when replicas drift between rounds (then the strategy averages buffers)."""
     whole_parameters = True
     """False when a rank holds a share of each parameter, so that all ranks take part in every
     forward, and make equally many."""
+
+    def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+        self.model, self.parameters = model, list(parameters)
+
+    # -- a step, in the order of its calls --------------------------------------------------------
+
+    def prepare(self, optimizers: Sequence[Optimizer], *, scaled: bool) -> None:
+        """Learn, before gradients are launched, which optimizers will step.
+
+        Args:
+            optimizers: [] in the user's training loop, and where a rank discards the step.
+            scaled: a GradScaler reads the gradients too.
+
+        Raises:
+            ConfigError: an optimizer that the strategy cannot work with.
+        """
+
+    def take(
+        self, buckets: Sequence[Bucket], used: Sequence[bool], factor: float | None, watch: Stopwatch
+    ) -> None:
+        """Make owned slices from sums in `buckets`, times `factor`; `None` where no rank has one.
+
+        Args:
+            buckets: `flat(0)` holds the sum over ranks, or this rank's part of it.
+            used: for each parameter, whether any rank has a gradient for it.
+            factor: from sums to the mean; None in a step that no rank updates in.
+            watch: to be stopped when nothing more is communicated.
+        """
+        watch.stop()
+        for bucket in buckets:
+            for place, slot in enumerate(bucket.plan.slots):
+                gradient = bucket.view(0, place) if used[slot.index] else None
+                self.parameters[slot.index].grad = gradient
+        self.scale(factor)
+
+    def scale(self, factor: float | None) -> None:
+        """Multiply `owned()` by `factor`: from sums to the mean."""
+        if factor not in (None, 1.0) and (gradients := self.owned()):
+            foreach_mul_(gradients, factor)
+
+    def owned(self) -> list[Tensor]:
+        """The gradient slices that this rank owns."""
+        return [p.grad for p in self.parameters if p.grad is not None]
+
+    def whole_gradients(self) -> list[Tensor | None]:
+        """Whole mean gradients of the parameters in their order, None where no rank had one.
+
+        All ranks call it, between `Reducer.reduce` and `update`; for observers.
+        """
+        return [parameter.grad for parameter in self.parameters]
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Scale the mean gradient to an L2 norm of at most `max_norm`; returns the old norm, []."""
+        return clip_gradients(self.owned(), max_norm)
+
+    def update(self, optimizers: Sequence[Optimizer]) -> None:
+        """Do one step of each optimizer on owned slices; they hold different parameters."""
+        for optimizer in optimizers:
+            optimizer.step()
+
+    def publish(self) -> Work:
+        """Make whole weights available on every rank, at the end of every step, gradients cleared.
+
+        The work must be waited for before the weights are read; here they are there already.
+        """
+        return Done()
+
+    # -- between steps; all ranks call each -------------------------------------------------------
+
+    def synchronize_replicas(self) -> None:
+        """Make replicas equal that a strategy lets drift on purpose."""
+
+    def gather(self, optimizer: Optimizer) -> None:
+        """Make `optimizer.state` whole on every rank, keyed by the model's parameters, for a
+        checkpoint; `scatter` undoes it."""
+
+    def scatter(self, optimizer: Optimizer) -> None:
+        """Take this rank's part of a whole `optimizer.state`, after `gather` or loading."""
+
+    def sharded_state_dict(self, optimizer: Optimizer) -> HeldState | None:
+        """This rank's part of `optimizer`'s state, sharing its memory; None where it is whole."""
+        return None
+
+    def load_sharded_state_dict(
+        self, optimizer: Optimizer, states: Mapping[Any, dict[str, Any]]
+    ) -> None:
+        """Restore a part from `sharded_state_dict`, on the parameters' device."""
+        raise RunError(f"sync={self.strategy!r} has whole state on every rank")
+
+    def sharded_weights(self) -> dict[str, tuple[Share, Tensor]] | None:
+        """This rank's part of parameters and buffers by the names of `model.state_dict()`, flat,
+        sharing their memory; None where every rank has them whole."""
+        return None
+
+    def load_sharded_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Overwrite this rank's part with one from `sharded_weights`."""
+        raise RunError(f"sync={self.strategy!r} has whole weights on every rank")
+
+    def full_weights(self) -> dict[str, Tensor]:
+        """Whole parameters and buffers by name, as `model.state_dict()`."""
+        return dict(self.model.state_dict())
+
+    def load_full_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Overwrite parameters and buffers with whole ones, equal on all ranks."""
+        own = self.model.state_dict()
+        with torch.no_grad():
+            for name, tensor in weights.items():
+                own[name].copy_(tensor)
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """The strategy's own state from step to step, equal on all ranks after `gather`."""
+        return {}
+
+    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Restore tensors from `state_tensors`.
+
+        Raises:
+            RunError: tensors of another strategy.
+        """
+        if tensors:
+            raise RunError(f"this strategy remembers nothing, got {', '.join(tensors)}")
+
+
+class Reducer(ABC):
+    """One way of summing gradients over ranks, bound to one model whose replicas are equal.
+
+    Args:
+        model: on its device.
+        comm: all ranks.
+        shards: what this rank owns; None: everything.
+    """
+
     strategy = ""
     """Name that users pass as `gs.replicate(sync=...)`."""
-    own_loop = False
+    user_loop = False
     """True when it supports the user's training loop (`loss.backward()`, `optimizer.step()`)."""
 
-    def __init__(self, model: nn.Module, comm: Communicator) -> None:
+    def __init__(
+        self, model: nn.Module, comm: Communicator, shards: Replicas | None = None
+    ) -> None:
         self.model = model
         self.comm = comm
         self.parameters: list[nn.Parameter] = [p for _, p in trainable(model)]
         """Trainable parameters, tied ones once, in `named_parameters` order."""
+        self.shards = Replicas(model, self.parameters) if shards is None else shards
         self.non_finite = NonFinite()
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
@@ -71,6 +209,16 @@ class Reducer(ABC):
         A resumed run would otherwise begin with another grouping of sums than the run it continues,
         and bits would change. `forward_backward` is one throwaway micro-step through `forward`.
         """
+
+    def watch(self, on_gradient: Callable[[nn.Parameter], bool]) -> list[Any]:
+        """Call `on_gradient(parameter)` for each gradient that comes outside of `leaf`.
+
+        It returns whether the backward in progress is the last one before gradients are used.
+
+        Returns:
+            Handles of the hooks.
+        """
+        return [p.register_post_accumulate_grad_hook(_as_hook(on_gradient)) for p in self.parameters]
 
     @contextmanager
     def micro_step(self, *, last: bool) -> Iterator[None]:
@@ -90,19 +238,13 @@ class Reducer(ABC):
         """
         yield
 
-    def forget(self) -> None:  # noqa: B027  optional
-        """Drop this rank's leaves, before `launch`; no rank will use the sums."""
+    def collect(self, *, discard: bool, user_loop: bool) -> None:  # noqa: B027  optional
+        """End this rank's leaves, before `launch` in every step.
 
-    def expect(  # noqa: B027  optional
-        self, optimizers: Sequence[torch.optim.Optimizer], *, scaled: bool
-    ) -> None:
-        """Announce the optimizers, before `launch` (`scaled`: a GradScaler reads gradients too)."""
-
-    def look(self, *, wanted: bool) -> None:
-        """Warn, before `launch` in every step, about nan or inf in gradients if `wanted`."""
-        if wanted:
-            self.non_finite.look(self.named_gradients(), on_cuda=self.parameters[0].is_cuda)
-        self.non_finite.step_ends(self.comm.rank)
+        Args:
+            discard: no rank will use the sums: drop this rank's leaves.
+            user_loop: gradients that are in `.grad` count, whoever put them there.
+        """
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """This rank's contribution to the sums, as far as it has not been sent."""
@@ -113,106 +255,41 @@ class Reducer(ABC):
         return [parameter.grad is not None for parameter in self.parameters]
 
     @abstractmethod
-    def reduce(self, used: list[bool]) -> Reduction:
-        """Finish: afterwards `.grad` of every used parameter is its sum over all ranks.
+    def reduce(self, used: list[bool], divisor: float | None) -> Stopwatch:
+        """Finish: the slices that this rank owns (`shards.owned()`) hold the sum over all ranks,
+        divided by `divisor`.
 
         Args:
             used: for each trainable parameter, whether any rank has a gradient for it.
+            divisor: the weight of the sum; None in a step that no rank updates in.
+
+        Returns:
+            Time of communication that nothing else overlapped.
         """
-
-    def gradients(self) -> list[Tensor]:
-        """Tensors that `divide` divides, once."""
-        return [p.grad for p in self.parameters if p.grad is not None]
-
-    def divide(self, factor: float) -> None:
-        """Multiply `gradients()` by `factor`, once: from sums to the mean."""
-        from gradsync.core.torch_private import foreach_mul_
-
-        if gradients := self.gradients():
-            foreach_mul_(gradients, factor)
-
-    def clip(self, max_norm: float) -> Tensor:
-        """Scale the mean gradient to an L2 norm of at most `max_norm`; returns the old norm, []."""
-        from gradsync.sync.clip import clip_gradients
-
-        return clip_gradients([p.grad for p in self.parameters if p.grad is not None], max_norm)
-
-    def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Do one step of each optimizer with the mean gradient; they hold different parameters."""
-        for optimizer in optimizers:
-            optimizer.step()
-
-    def clear_gradients(self) -> None:
-        """Set every `.grad` to None."""
-        for parameter in self.parameters:
-            parameter.grad = None
-
-    def after_step(self) -> None:  # noqa: B027  optional
-        """Called at the end of every step, gradients cleared (strategies that average weights)."""
-
-    def synchronize_replicas(self) -> None:  # noqa: B027  optional
-        """Make replicas equal that a strategy lets drift on purpose; all ranks call it."""
-
-    def gather(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027  optional
-        """Make `optimizer.state` whole on every rank, keyed by the model's parameters; all ranks
-        call it. For checkpoints; `scatter` undoes it."""
-
-    def scatter(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027  optional
-        """Take this rank's part of a whole `optimizer.state`, after `gather` or loading."""
-
-    def sharded_state_dict(self, optimizer: torch.optim.Optimizer) -> HeldState | None:
-        """This rank's part of `optimizer`'s state, sharing its memory; None where every rank has
-        it whole. All ranks call it."""
-        return None
-
-    def load_sharded_state_dict(
-        self, optimizer: torch.optim.Optimizer, states: Mapping[Any, dict[str, Any]]
-    ) -> None:
-        """Restore a part from `sharded_state_dict`, on the parameters' device."""
-        raise RunError(f"sync={self.strategy!r} has whole state on every rank")
-
-    def sharded_weights(self) -> dict[str, tuple[Share, Tensor]] | None:
-        """This rank's part of parameters and buffers by the names of `model.state_dict()`, flat,
-        sharing their memory; None where every rank has them whole."""
-        return None
-
-    def load_sharded_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Overwrite this rank's part with one from `sharded_weights`."""
-        raise RunError(f"sync={self.strategy!r} has whole weights on every rank")
-
-    def state_tensors(self) -> dict[str, Tensor]:
-        """The strategy's own state from step to step, equal on all ranks after `gather`."""
-        return {}
-
-    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore tensors from `state_tensors`.
-
-        Raises:
-            RunError: tensors of another strategy.
-        """
-        if tensors:
-            raise RunError(f"this strategy remembers nothing, got {', '.join(tensors)}")
-
-    def full_weights(self) -> dict[str, Tensor]:
-        """Whole parameters and buffers by name, as `model.state_dict()`; all ranks call it."""
-        return dict(self.model.state_dict())
-
-    def load_full_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Overwrite parameters and buffers with whole ones; all ranks call it, with equal ones."""
-        import torch
-
-        own = self.model.state_dict()
-        with torch.no_grad():
-            for name, tensor in weights.items():
-                own[name].copy_(tensor)
 
     def close(self) -> None:  # noqa: B027  optional
         """Release threads and hooks; the model stays usable."""
 
 
+class NaiveReducer(Reducer):
+    """`naive`: one blocking all-reduce for each parameter, after backward.
+
+    The shortest correct code, against which every other strategy is checked. Bytes per rank and
+    step: 2(W-1)/W x the gradients (a ring, Patarasuk & Yuan 2009); nothing overlaps.
+    """
+
+    user_loop = True
+
+    def reduce(self, used: list[bool], divisor: float | None) -> Stopwatch:
+        """See `Reducer.reduce`."""
+        watch = sum_gradients(self.parameters, used, self.comm)
+        self.shards.scale(divisor and 1 / divisor)
+        return watch
+
+
 def sum_gradients(
-    parameters: list[nn.Parameter], used: list[bool], comm: Communicator
-) -> Reduction:
+    parameters: Sequence[nn.Parameter], used: Sequence[bool], comm: Communicator
+) -> Stopwatch:
     """All-reduce every used parameter's gradient over the whole group, one after the other.
 
     A rank without a gradient for a used parameter (or without data) contributes zeros: all ranks
@@ -223,8 +300,6 @@ def sum_gradients(
         used: for each of them, whether any rank has a gradient for it.
         comm: the ranks.
     """
-    import torch
-
     watch = Stopwatch(on_cuda=any(parameter.is_cuda for parameter in parameters))
     watch.start()
     for parameter, any_rank in zip(parameters, used, strict=True):
@@ -234,9 +309,16 @@ def sum_gradients(
             # Whole group, the parameter's shape and dtype; overlaps nothing, on purpose.
             comm.all_reduce(parameter.grad).wait()
     watch.stop()
-    return Reduction(divided_by=1, exposed=watch)
+    return watch
 
 
 def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Trainable parameters with their names, tied ones once, in `named_parameters` order."""
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+
+
+def _as_hook(on_gradient: Callable[[nn.Parameter], bool]) -> Callable[[Any], None]:
+    def gradient_is_ready(parameter: Any) -> None:
+        on_gradient(parameter)
+
+    return gradient_is_ready

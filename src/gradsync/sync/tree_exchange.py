@@ -24,8 +24,10 @@ import torch
 
 from gradsync.comm.background import Background
 from gradsync.comm.base import Done, Messenger, Work
-from gradsync.sync.engine.bucket import Bucket
-from gradsync.sync.engine.leaf_tree import (
+from gradsync.sync.buckets import Bucket, Sums
+from gradsync.sync.exchange import Exchange
+from gradsync.sync.leaf_tree import (
+    FORGOTTEN,
     UNKNOWN,
     Node,
     checked_shares,
@@ -33,7 +35,6 @@ from gradsync.sync.engine.leaf_tree import (
     merges_of,
     root,
 )
-from gradsync.sync.engine.sums import FORGOTTEN, Sums
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,8 +51,8 @@ class Stage:
     """Nodes that the owners of their shards compute."""
 
 
-class TreeTransport:
-    """A `Transport` along the tree, see the module's picture.
+class TreeExchange(Exchange):
+    """Sums along the tree, see the module's picture.
 
     Args:
         comm: all ranks.
@@ -71,7 +72,7 @@ class TreeTransport:
         self._own: range = range(0)
 
     def begin(self, sums: Sums) -> None:
-        """Exchange the ranks' numbers of leaves; see `Transport.begin`."""
+        """Exchange the ranks' numbers of leaves; see `Exchange.begin`."""
         self._num_buffers = sums.num_buffers
         self._indexed = sums.first_leaf is not None
         first = UNKNOWN if sums.first_leaf is None else sums.first_leaf
@@ -82,7 +83,7 @@ class TreeTransport:
             self._background.submit(lambda: self._plan(self._share(mine)))
 
     def launch(self, bucket: Bucket) -> Work:
-        """See `Transport.launch`."""
+        """See `Exchange.launch`."""
         buffers = [bucket.flat(number) for number in range(max(self._num_buffers, 1))]
         if self._comm.world_size == 1:
             self._reduce(buffers)
@@ -148,14 +149,14 @@ class TreeTransport:
         elif values[0].data_ptr() != parts[-1].data_ptr():
             parts[-1].copy_(values[0])
         for stage, part in zip(reversed(self._stages), reversed(parts[:-1]), strict=True):
-            _hand_round(stage.comm, part)
+            _all_gather(stage.comm, part)
 
 
 def _add(values: list[Tensor], nodes: Sequence[Node], wanted: Sequence[Node]) -> list[Tensor]:
     """Add in tree order, in place; returns the values of the wanted nodes that exist."""
     merges, ends = merges_of(nodes, wanted)
-    for merge in merges:
-        values[merge.left].add_(values[merge.right])
+    for left, right in merges:
+        values[left].add_(values[right])
     return [values[end] for end in ends if end >= 0]
 
 
@@ -186,7 +187,7 @@ def _scatter_add(stage: Stage, values: list[Tensor], region: Tensor) -> list[Ten
     return _add(arrived, nodes, stage.wanted)
 
 
-def _hand_round(comm: Messenger, region: Tensor) -> None:
+def _all_gather(comm: Messenger, region: Tensor) -> None:
     """All-gather the shards of `region`, [n], in place, by messages of [n / ranks], its dtype."""
     ranks = range(comm.world_size)
     parts = [_part(region, rank, comm.world_size) for rank in ranks]

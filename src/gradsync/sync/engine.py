@@ -1,38 +1,39 @@
-"""The engine: hooks on parameters, flat buckets, and communication while backward still runs.
+"""The collector of gradsync's own strategies: hooks, flat buckets, and sums while backward runs.
 
     backward   ──[layer n]──[layer n-1]── … ──[layer 1]─┐
-    transport         ──[bucket 0]──[bucket 1]── … ──[last]── division, clipping, optimizer
+    exchange          ──[bucket 0]──[bucket 1]── … ──[last]── mean, clipping, optimizer
 
 Each trainable parameter has one hook, called when its gradient is ready. The gradient goes into a
 flat bucket (`Sums` decides how leaves are added there); when the last leaf has filled a bucket, its
-`Transport` starts. Buckets are launched in one order on all ranks, whatever order gradients come
+`Exchange` starts. Buckets are launched in one order on all ranks, whatever order gradients come
 in: a parameter that a rank does not use delays its bucket there until the step's end, and then
 contributes zeros. So nothing ever hangs, and nothing stays unsynchronised.
 """
 
 from __future__ import annotations
 
+import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from gradsync.comm.base import Communicator, Work
 from gradsync.errors import ConfigError
-from gradsync.sync.engine.bucket import Bucket
-from gradsync.sync.engine.plan import BucketPlan, Item, plan_buckets
-from gradsync.sync.engine.recipe import Recipe
-from gradsync.sync.engine.sums import Sums
-from gradsync.sync.engine.transport import Transport
-from gradsync.sync.engine.unused import UnusedWarning
-from gradsync.sync.reducer import Reducer, Reduction, trainable
+from gradsync.sync.buckets import Bucket, Sums
+from gradsync.sync.exchange import Exchange
+from gradsync.sync.layout import Item, plan_buckets
+from gradsync.sync.recipe import Recipe
+from gradsync.sync.reducer import Reducer, Replicas, trainable
 from gradsync.sync.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+log = logging.getLogger("gradsync")
 
 MIB = 2**20
 _FOLD_ELEMENTS = 65_536
@@ -40,35 +41,44 @@ _FOLD_ELEMENTS = 65_536
 
 
 class Engine(Reducer):
-    """Reducer for any recipe; made by `gradsync.sync.engine.build`."""
+    """Sums buckets for any recipe; made by build.py.
 
-    own_loop = True
+    Args:
+        model: on its device; its replicas are equal.
+        comm: all ranks.
+        buckets: from `lay_out_buckets`.
+        recipe: whether communication overlaps backward, and how buckets are grouped.
+        sums: adds up this rank's leaves.
+        exchange: sums buckets over ranks.
+        shards: what this rank owns of the sums.
+        learns: lay buckets out anew, once the order in which gradients become ready is known.
+    """
+
+    user_loop = True
 
     def __init__(
         self,
         model: nn.Module,
         comm: Communicator,
+        buckets: list[Bucket],
         *,
         recipe: Recipe,
         sums: Sums,
-        transport: Transport,
+        exchange: Exchange,
+        shards: Replicas | None = None,
+        learns: bool = False,
     ) -> None:
-        super().__init__(model, comm)
-        self.recipe = recipe
-        self.own_backward: Callable[[nn.Parameter], bool] | None = None
-        """Called with a parameter that got a gradient in a backward that `leaf` does not enclose;
-        returns whether it is the last backward before the gradients are used."""
+        super().__init__(model, comm, shards)
+        self.recipe, self.exchange = recipe, exchange
+        self._on_gradient: Callable[[nn.Parameter], bool] | None = None
         self._names = [name for name, _ in trainable(model)]
-        self._sums, self._transport = sums, transport
-        # Shards of optimizer state belong to places in buckets: then places must not change.
-        self._learning = recipe.grouping == "buckets" and recipe.shard == "none"
+        self._sums, self._learning = sums, learns
         self._ready_order: list[int] = []
         self._watch = Stopwatch(on_cuda=any(p.is_cuda for p in self.parameters))
         self._in_leaf = self._last = self._complete = self._begun = self._priming = False
-        self._own_leaf = False
+        self._user_leaf = False
         self._works: list[Work] = []
-        # Backward finishes the last layers first.
-        self._lay_out(list(reversed(range(len(self.parameters)))))
+        self._use(buckets)
         # The hooks must not hold `self`, which holds the parameters.
         engine: weakref.ref[Engine] = weakref.ref(self)
         self._handles = [
@@ -77,14 +87,17 @@ class Engine(Reducer):
         ]
         self._unused = UnusedWarning(self._names)
 
-    def _lay_out(self, order: list[int]) -> None:
-        plans = _plans(self.parameters, order, self.recipe, self.comm.world_size)
-        self._order = order
-        self.buckets = [Bucket(plan, self.parameters) for plan in plans]
-        self._places = [(self.buckets[0], 0)] * len(self.parameters)
-        for bucket in self.buckets:
+    def _use(self, buckets: list[Bucket]) -> None:
+        self.buckets = buckets
+        self._places = [(buckets[0], 0)] * len(self.parameters)
+        for bucket in buckets:
             for place, slot in enumerate(bucket.plan.slots):
                 self._places[slot.index] = (bucket, place)
+
+    def watch(self, on_gradient: Callable[[nn.Parameter], bool]) -> list[Any]:
+        """See `Reducer.watch`; this reducer's own hooks make the calls."""
+        self._on_gradient = on_gradient
+        return []
 
     # -- a leaf -----------------------------------------------------------------------------------
 
@@ -114,7 +127,7 @@ class Engine(Reducer):
             bucket.begin_leaf()
         self._sums.begin_leaf(index)
         if self._last:
-            self._begin_transport()
+            self._begin_exchange()
 
     def end_leaf(self) -> None:
         """End a leaf: all its gradients have come."""
@@ -134,7 +147,7 @@ class Engine(Reducer):
             self._ready_order.append(index)
             parameter.grad = None
             return
-        if not self._in_leaf and not self._own_leaf_begins(parameter):
+        if not self._in_leaf and not self._user_leaf_begins(parameter):
             return
         bucket, slot = self._places[index]
         _check_gradient(self._names[index], parameter, bucket, slot)
@@ -155,24 +168,33 @@ class Engine(Reducer):
             self._sums.fold(bucket, bucket.waiting)
             bucket.waiting, bucket.waiting_elements = [], 0
 
-    def _own_leaf_begins(self, parameter: nn.Parameter) -> bool:
+    def _user_leaf_begins(self, parameter: nn.Parameter) -> bool:
         """Begin a leaf in the user's training loop; False under no_sync, where autograd adds up in
         `.grad` and all of it becomes one leaf in the backward that synchronises."""
-        if self.own_backward is None or not self.own_backward(parameter):
+        if self._on_gradient is None or not self._on_gradient(parameter):
             return False
-        self._own_leaf = True
+        self._user_leaf = True
         self.begin_leaf(last=True)
         return True
 
-    def end_own_leaf(self, *, new: bool) -> None:
+    def collect(self, *, discard: bool, user_loop: bool) -> None:
+        """See `Reducer.collect`; a backward that raised may have left a leaf open."""
+        if discard:
+            self._in_leaf = False
+            if not self._begun:
+                self._sums.forget()
+        elif user_loop:
+            self._end_user_leaf()
+
+    def _end_user_leaf(self) -> None:
         """Accumulate gradients that were in `.grad` before, then end the leaf, if this rank has
-        one: a `new` backward, or gradients that the user put there. See `OwnLoop`."""
+        one: from a backward, or gradients that the user put there."""
         waiting = [
             (bucket, slot)
             for parameter, (bucket, slot) in zip(self.parameters, self._places, strict=True)
             if parameter.grad is not None and not bucket.touched[slot]
         ]
-        if not new and not waiting:
+        if not (waiting or self._in_leaf or self._begun):
             return
         if not self._in_leaf and not self._begun:
             self.begin_leaf(last=False)
@@ -181,26 +203,20 @@ class Engine(Reducer):
             bucket.waiting.append(slot)
         self.end_leaf()
 
-    def forget(self) -> None:
-        """See `Reducer.forget`; a backward that raised may have left a leaf open."""
-        self._in_leaf = False
-        if not self._begun:
-            self._sums.forget()
-
     # -- communication ----------------------------------------------------------------------------
 
-    def _begin_transport(self) -> None:
+    def _begin_exchange(self) -> None:
         if not self._begun:
             self._begun = True
-            self._transport.begin(self._sums)
+            self.exchange.begin(self._sums)
 
     def _launch_full(self) -> None:
         """Launch in bucket order, up to the first one that is not full."""
         while len(self._works) < len(self.buckets) and not self.buckets[len(self._works)].missing:
             bucket = self.buckets[len(self._works)]
-            if self._own_leaf:
+            if self._user_leaf:
                 self.non_finite.look(self._own_sums(bucket), on_cuda=bucket.flat(0).is_cuda)
-            self._works.append(self._transport.launch(bucket))
+            self._works.append(self.exchange.launch(bucket))
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """See `Reducer.named_gradients`."""
@@ -212,10 +228,10 @@ class Engine(Reducer):
     def launch(self) -> list[bool]:
         """See `Reducer.launch`."""
         self._watch.start()
-        self._begin_transport()
+        self._begin_exchange()
         for bucket in self.buckets[len(self._works) :]:
             self._clear_untouched(bucket)
-            self._works.append(self._transport.launch(bucket))
+            self._works.append(self.exchange.launch(bucket))
         return [bucket.touched[slot] for bucket, slot in self._places]
 
     def _clear_untouched(self, bucket: Bucket) -> None:
@@ -225,14 +241,14 @@ class Engine(Reducer):
                 if not touched:
                     bucket.view(0, slot).zero_()
 
-    def reduce(self, used: list[bool]) -> Reduction:
+    def reduce(self, used: list[bool], divisor: float | None) -> Stopwatch:
         """See `Reducer.reduce`."""
         for work in self._works:
             work.wait()
-        self._watch.stop()
-        self.publish(used)
+        # The one place that divides gradients: by the weight of the sum.
+        self.shards.take(self.buckets, used, divisor and 1 / divisor, self._watch)
         self._begin_step(used)
-        return Reduction(divided_by=1, exposed=self._watch.copy())
+        return self._watch.copy()
 
     def _begin_step(self, used: list[bool]) -> None:
         """Prepare for the next step's gradients, once this step's are summed."""
@@ -240,19 +256,12 @@ class Engine(Reducer):
             touched = [bucket.touched[slot] for bucket, slot in self._places]
             self._unused.say(used, touched, self.comm.rank)
         self._works.clear()
-        self._begun = self._complete = self._own_leaf = False
+        self._begun = self._complete = self._user_leaf = False
         for bucket in self.buckets:
             bucket.begin_step()
         self._sums.begin_step()
         if self._learning:
             self._learn()
-
-    def publish(self, used: list[bool]) -> None:
-        """Point `.grad` at the sums; `None` where no rank has a gradient."""
-        for parameter, (bucket, slot), any_rank in zip(
-            self.parameters, self._places, used, strict=True
-        ):
-            parameter.grad = bucket.view(0, slot) if any_rank else None
 
     # -- the order of buckets ---------------------------------------------------------------------
 
@@ -274,27 +283,40 @@ class Engine(Reducer):
         no order: then all ranks keep the one they have, and learn from the next step.
         """
         seen = set(self._ready_order)
-        rest = [index for index in self._order if index not in seen]
+        present = [slot.index for bucket in self.buckets for slot in bucket.plan.slots]
+        rest = [index for index in present if index not in seen]
         order = torch.tensor([len(seen), *dict.fromkeys(self._ready_order), *rest])
         self.comm.broadcast(order).wait()
         known, *agreed = order.tolist()
         self._ready_order = []
         if known:
             self._learning = False
-            if agreed != self._order:
-                self._lay_out(agreed)
+            if agreed != present:
+                self._use(
+                    lay_out_buckets(self.parameters, self.recipe, self.comm.world_size, agreed)
+                )
 
     def close(self) -> None:
         """Remove the hooks and end the transport's thread."""
         for handle in self._handles:
             handle.remove()
-        self._transport.close()
+        self.exchange.close()
 
 
-def _plans(
-    parameters: list[nn.Parameter], order: list[int], recipe: Recipe, world_size: int
-) -> tuple[BucketPlan, ...]:
-    """Group `parameters`, taken in `order`, by the recipe."""
+def lay_out_buckets(
+    parameters: list[nn.Parameter],
+    recipe: Recipe,
+    world_size: int,
+    order: Sequence[int] | None = None,
+) -> list[Bucket]:
+    """Group `parameters` by the recipe, taken in `order`.
+
+    Args:
+        parameters: trainable ones, each once.
+        recipe: how large a bucket is.
+        world_size: number of ranks.
+        order: indices of all parameters; None: the last first, as backward finishes them.
+    """
     in_buckets = recipe.grouping == "buckets"
     whole = 0.0 if recipe.grouping == "parameter" else float("inf")
     limit = recipe.bucket_mb * MIB if in_buckets else whole
@@ -302,13 +324,14 @@ def _plans(
         Item(numel=p.numel(), itemsize=p.element_size(), kind=(p.dtype, p.device))
         for p in parameters
     ]
-    return plan_buckets(
+    plans = plan_buckets(
         items,
-        order,
+        list(reversed(range(len(items)))) if order is None else order,
         bucket_bytes=limit,
         first_bucket_bytes=min(limit, recipe.first_bucket_mb * MIB) if in_buckets else None,
         world_size=world_size,
     )
+    return [Bucket(plan, parameters) for plan in plans]
 
 
 def _check_gradient(name: str, parameter: nn.Parameter, bucket: Bucket, slot: int) -> None:
@@ -347,3 +370,40 @@ def _hook(engine: weakref.ref[Engine], index: int) -> Callable[[torch.Tensor], N
         alive.gradient_ready(index)
 
     return gradient_is_ready
+
+
+class UnusedWarning:
+    """Warns once per parameter, in one line for all of a step.
+
+    Args:
+        names: of the parameters.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self._said: set[int] = set()
+
+    def say(self, used: Sequence[bool], touched: Sequence[bool], rank: int) -> None:
+        """Warn about parameters with a gradient on some rank and none on this one.
+
+        Args:
+            used: for each parameter, whether any rank has a gradient.
+            touched: for each parameter, whether this rank has one.
+            rank: this rank.
+        """
+        if list(used) == list(touched):
+            return
+        found = [
+            index
+            for index, (anywhere, here) in enumerate(zip(used, touched, strict=True))
+            if anywhere and not here and index not in self._said
+        ]
+        self._said.update(found)
+        if found:
+            first = self._names[found[0]]
+            more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+            log.warning(
+                "parameter %r%s got no gradient on rank %d in this step, but did on another one; "
+                "here that counts as zeros (said once)",
+                *(first, more, rank),
+            )

@@ -1,67 +1,66 @@
-"""Sums of full buckets over all ranks, into `bucket.flat(0)`, while other buckets fill."""
+"""Sums of full buckets over all ranks, into `bucket.flat(0)`, while other buckets fill.
+
+The exchanges that use a communicator's collectives or messages in rounds; sums along the tree are
+in tree_exchange.py, sums in memory that ranks share in shared_memory.py.
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from gradsync.comm.background import Background
 from gradsync.comm.base import Communicator, Done, Work
-from gradsync.sync.engine.bucket import Bucket
-from gradsync.sync.engine.sums import Sums
+from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
+from gradsync.comm.shared_memory.unavailable import SharedMemoryError
+from gradsync.sync.buckets import Bucket, Sums
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+LEAST_BYTES = 2**20
+"""Least size of a bucket that gets shared memory: a process can map only so many regions, and
+short tensors go through the small buffers as fast."""
 
-class Transport(Protocol):
+
+class Exchange:
     """A way to sum buckets; all ranks launch the same buckets in the same order."""
 
     def begin(self, sums: Sums) -> None:
         """Called once a step, before the first launch, when this rank's leaves are counted."""
-        ...
 
     def launch(self, bucket: Bucket) -> Work:
         """Start; after `wait` `bucket.flat(0)` holds the sum (or this rank's shard of it)."""
-        ...
+        raise NotImplementedError
 
     def close(self) -> None:
         """Release threads and memory."""
-        ...
 
 
-class AllReduce:
+class AllReduce(Exchange):
     """The communicator's own all_reduce: whole group, the bucket's [numel] and dtype, overlapping
     backward."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
 
-    def begin(self, sums: Sums) -> None:
-        """Do nothing: the sums do not depend on leaves."""
-
     def launch(self, bucket: Bucket) -> Work:
-        """See `Transport.launch`."""
+        """See `Exchange.launch`."""
         return self._comm.all_reduce(bucket.flat(0))
 
-    def close(self) -> None:
-        """Do nothing: there is nothing to release."""
 
-
-class Algorithm:
+class Algorithm(Exchange):
     """One of gradsync's all-reduces, by messages in rounds, on a thread beside backward."""
 
     def __init__(self, all_reduce: Callable[[Tensor], None], device: torch.device) -> None:
         self._all_reduce = all_reduce
         self._background = Background(device)
 
-    def begin(self, sums: Sums) -> None:
-        """Do nothing: the sums do not depend on leaves."""
-
     def launch(self, bucket: Bucket) -> Work:
-        """See `Transport.launch`."""
+        """See `Exchange.launch`."""
         flat = bucket.flat(0)
         return self._background.submit(lambda: self._all_reduce(flat))
 
@@ -70,7 +69,7 @@ class Algorithm:
         self._background.close()
 
 
-class ReduceScatter:
+class ReduceScatter(Exchange):
     """Reduce-scatter: each rank gets its own shard's sum, in place in `flat(0)`; half the bytes.
 
     Whole group, the bucket's [numel] and dtype in, [numel / W] out, overlapping backward.
@@ -79,11 +78,8 @@ class ReduceScatter:
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
 
-    def begin(self, sums: Sums) -> None:
-        """Do nothing: the sums do not depend on leaves."""
-
     def launch(self, bucket: Bucket) -> Work:
-        """See `Transport.launch`."""
+        """See `Exchange.launch`."""
         flat = bucket.flat(0)
         mine = bucket.plan.shard(self._comm.rank, self._comm.world_size)
         shard = flat[mine.start : mine.stop]
@@ -91,11 +87,8 @@ class ReduceScatter:
         result = torch.empty_like(shard)
         return Then(self._comm.reduce_scatter(result, flat), lambda: shard.copy_(result))
 
-    def close(self) -> None:
-        """Do nothing: there is nothing to release."""
 
-
-class HalfWire:
+class HalfWire(Exchange):
     """All-reduce in 16 bits: half the bytes; rounded when sent and at every addition.
 
     [Note: fp16 on the wire] Gradients here are sums over targets and would exceed 65,504, fp16's
@@ -110,11 +103,8 @@ class HalfWire:
         self._comm = comm
         self._dtype = dtype
 
-    def begin(self, sums: Sums) -> None:
-        """Do nothing: the sums do not depend on leaves."""
-
     def launch(self, bucket: Bucket) -> Work:
-        """See `Transport.launch`."""
+        """See `Exchange.launch`."""
         flat = bucket.flat(0)
         if self._comm.world_size == 1:
             return Done()  # nothing is sent, nothing is rounded
@@ -136,8 +126,57 @@ class HalfWire:
         scale = torch.exp2(torch.floor(torch.log2(limit / largest)).clamp(-120, 120))
         return torch.where(torch.isfinite(largest) & (largest > 0), scale, torch.ones_like(scale))
 
+class OverHosts(Exchange):
+    """Buckets in memory that a host's ranks share, summed over hosts on a thread beside backward.
+
+    Only the thread waits for other ranks; the main thread exchanges messages with those of the host
+    when a bucket is launched for the first time.
+
+    Args:
+        host: the ranks of this host, for this transport alone; closed with it.
+        all_reduce: over all hosts, in place, blocking; fastest on `host`'s memory.
+    """
+
+    def __init__(
+        self, host: SharedMemoryCommunicator, all_reduce: Callable[[Tensor], None]
+    ) -> None:
+        self._host, self._all_reduce = host, all_reduce
+        self._background = Background()
+        self._homes: list[tuple[weakref.ref[Bucket], Tensor]] = []
+        self._seen: weakref.WeakSet[Bucket] = weakref.WeakSet()
+
+    def launch(self, bucket: Bucket) -> Work:
+        """See `Exchange.launch`."""
+        if bucket not in self._seen:
+            self._seen.add(bucket)
+            self._move_in(bucket)
+        flat = bucket.flat(0)
+        return self._background.submit(lambda: self._all_reduce(flat))
+
+    def _move_in(self, bucket: Bucket) -> None:
+        """Move the bucket into shared memory, if that is worth it and enough is available."""
+        self._let_go()
+        flat = bucket.flat(0)
+        if flat.numel() * flat.element_size() < LEAST_BYTES:
+            return
+        try:
+            memory = self._host.allocate(flat.numel(), flat.dtype)
+        except SharedMemoryError:
+            return  # on all ranks of the host; there the bucket goes through small buffers
+        bucket.adopt(0, memory)
+        self._homes.append((weakref.ref(bucket), memory))
+
+    def _let_go(self) -> None:
+        """Release the memory of buckets that have been laid out again."""
+        for owner, memory in self._homes:
+            if owner() is None:
+                self._host.release(memory)
+        self._homes = [home for home in self._homes if home[0]() is not None]
+
     def close(self) -> None:
-        """Do nothing: there is nothing to release."""
+        """End the thread, and leave the host's other ranks."""
+        self._background.close()
+        self._host.close()
 
 
 class Then:

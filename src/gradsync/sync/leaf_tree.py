@@ -31,16 +31,15 @@ TREE_VERSION = 1
 UNKNOWN = -1
 """Placeholder for the index of a leaf that the caller did not give."""
 
+FORGOTTEN = -2
+"""Placeholder for the index of the first leaf of a rank that discards the step."""
+
 Node = tuple[int, int]
 """(level, index)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Merge:
-    """Add slot `right` to slot `left`."""
-
-    left: int
-    right: int
+Pair = tuple[int, int]
+"""(left, right): add operand `right` to operand `left`."""
 
 
 class LeafStack:
@@ -97,14 +96,14 @@ def checked_shares(told: Sequence[tuple[int, int]]) -> list[range]:
     return ranges
 
 
-def merges_of(nodes: Sequence[Node], wanted: Sequence[Node]) -> tuple[list[Merge], list[int]]:
+def merges_of(nodes: Sequence[Node], wanted: Sequence[Node]) -> tuple[list[Pair], list[int]]:
     """Plan how to add `nodes` (in leaf order, slot k holding nodes[k]) up to the `wanted` ones.
 
     Returns:
         The additions in a valid order of execution, and the slot in which each wanted node ends; -1
             for a node without leaves.
     """
-    merges: list[Merge] = []
+    merges: list[Pair] = []
 
     def value(level: int, index: int, first: int, last: int) -> int:
         """Slot that will hold node (level, index), made of slots first .. last-1."""
@@ -118,7 +117,7 @@ def merges_of(nodes: Sequence[Node], wanted: Sequence[Node]) -> tuple[list[Merge
         left = value(level - 1, 2 * index, first, middle)
         right = value(level - 1, 2 * index + 1, middle, last)
         if left >= 0 and right >= 0:
-            merges.append(Merge(left, right))
+            merges.append((left, right))
         return left if left >= 0 else right
 
     slots, first = [], 0
@@ -139,3 +138,42 @@ def root(num_leaves: int) -> Node:
 
 def _start(node: Node) -> int:
     return node[1] << node[0]
+
+
+@dataclass(frozen=True, slots=True)
+class SumPlan:
+    """Plan of a sum: the buffers that are added, along which pairs, and where the sum ends."""
+
+    operands: tuple[tuple[int, int], ...]
+    """(rank, buffer number on that rank)."""
+    pairs: tuple[Pair, ...]
+    """Pairs of operands, in a valid order of execution."""
+    end: int
+    """The operand that then holds the sum; -1: no rank had a leaf."""
+
+    @property
+    def num_buffers(self) -> int:
+        """Largest number of buffers of any rank."""
+        return max((number + 1 for _, number in self.operands), default=1)
+
+
+def plan_sum(told: Sequence[tuple[int, int]]) -> SumPlan:
+    """Plan the sum along the tree; with one leaf a rank, a balanced tree over ranks.
+
+    A rank has a buffer for each of its largest nodes, or for each leaf where indices are unknown.
+
+    Args:
+        told: (number of leaves, index of the first or `UNKNOWN`) of each rank.
+
+    Raises:
+        RunError: see `checked_shares`.
+    """
+    ranges = checked_shares(told)
+    brought: list[list[Node]] = [
+        [(0, leaf) for leaf in leaves] if first == UNKNOWN else largest_nodes(leaves)
+        for leaves, (_, first) in zip(ranges, told, strict=True)
+    ]
+    operands = [(rank, k) for rank, nodes in enumerate(brought) for k in range(len(nodes))]
+    nodes = [node for of_rank in brought for node in of_rank]
+    merges, ends = merges_of(nodes, [root(ranges[-1].stop)])
+    return SumPlan(tuple(operands), tuple(merges), ends[0])

@@ -1,0 +1,263 @@
+"""Flat memory of gradients, and the accumulation of a rank's own leaves in it.
+
+`Bucket` is the memory of gradients that are sent together. `PlainSums` adds leaves in the order in
+which they come; `TreeSums` adds them along the fixed tree, see [Note: The tree] in leaf_tree.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from gradsync.core.torch_private import foreach_add_, foreach_copy_, foreach_zero_
+from gradsync.errors import ConfigError
+from gradsync.sync.layout import BucketPlan
+from gradsync.sync.leaf_tree import FORGOTTEN, LeafStack
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+class Bucket:
+    """Gradients that are sent together.
+
+    `flat(0)` is the buffer in which sums over all ranks end up and into which `.grad` points. Other
+    buffers hold nodes that the tree order may not add yet; one leaf per rank needs none of them.
+    """
+
+    def __init__(self, plan: BucketPlan, parameters: list[nn.Parameter]) -> None:
+        self.plan = plan
+        self.parameters = [parameters[slot.index] for slot in plan.slots]
+        self.dtype = self.parameters[0].dtype
+        self.touched = [False] * len(plan.slots)
+        """Slots that got a gradient in this step."""
+        self.fired = [False] * len(plan.slots)
+        """Slots that got a gradient from the present leaf."""
+        self.missing = len(plan.slots)
+        """Number of slots that got no gradient from the present leaf."""
+        self.waiting: list[int] = []
+        """Slots whose gradient of the present leaf is still in `.grad`."""
+        self.waiting_elements = 0
+        self._flats: list[Tensor] = []
+        self._views: list[list[Tensor]] = []
+
+    def flat(self, number: int) -> Tensor:
+        """Buffer `number`, shape [plan.numel]; made when first asked for, padding zero."""
+        while len(self._flats) <= number:
+            like = self.parameters[0]
+            flat = torch.zeros(self.plan.numel, dtype=self.dtype, device=like.device)
+            self._flats.append(flat)
+            self._views.append(self._views_into(flat))
+        return self._flats[number]
+
+    def adopt(self, number: int, memory: Tensor) -> None:
+        """Put buffer `number` into `memory`, [plan.numel], with its contents if it has any.
+
+        It exists already, or is the next one.
+        """
+        if number < len(self._flats):
+            memory.copy_(self._flats[number])
+        else:
+            assert number == len(self._flats), "buffers are made one after the other"
+            self._flats.append(memory)
+            self._views.append([])
+        self._flats[number] = memory
+        self._views[number] = self._views_into(memory)
+
+    def _views_into(self, flat: Tensor) -> list[Tensor]:
+        return [
+            flat[slot.offset : slot.offset + slot.numel].view(parameter.shape)
+            for slot, parameter in zip(self.plan.slots, self.parameters, strict=True)
+        ]
+
+    def view(self, number: int, slot: int) -> Tensor:
+        """One parameter's part of buffer `number`, in the parameter's shape."""
+        if len(self._views) <= number:
+            self.flat(number)
+        return self._views[number][slot]
+
+    def views(self, number: int, slots: Sequence[int]) -> list[Tensor]:
+        """`view` of several parameters."""
+        if len(self._views) <= number:
+            self.flat(number)
+        views = self._views[number]
+        return [views[slot] for slot in slots]
+
+    def span(self, number: int, slots: Sequence[int]) -> Tensor | None:
+        """The part of buffer `number` that holds `slots` and nothing else but padding; None when
+        other slots lie between them."""
+        first, last = min(slots), max(slots)
+        if last - first + 1 != len(slots):
+            return None
+        start, end = self.plan.slots[first].offset, self.plan.slots[last]
+        return self.flat(number)[start : end.offset + end.numel]
+
+    def named_sums(self, names: Sequence[str], buffers: int) -> Iterator[tuple[str, Tensor]]:
+        """The parameters that have a gradient, with the contents of the first `buffers` buffers.
+
+        Args:
+            names: of all parameters of the model.
+            buffers: number of buffers in use.
+        """
+        for place, slot in enumerate(self.plan.slots):
+            for number in range(buffers if self.touched[place] else 0):
+                yield names[slot.index], self.view(number, place)
+
+    def mark(self, slot: int) -> bool:
+        """Note a gradient; False when this leaf has produced one for the slot already."""
+        if self.fired[slot]:
+            return False
+        self.fired[slot] = self.touched[slot] = True
+        self.missing -= 1
+        return True
+
+    def begin_leaf(self) -> None:
+        """Expect every slot again."""
+        self.missing = len(self.plan.slots)
+        self.fired = [False] * self.missing
+        self.waiting, self.waiting_elements = [], 0
+
+    def begin_step(self) -> None:
+        """Forget which slots were touched; the memory stays."""
+        self.touched = [False] * len(self.plan.slots)
+
+    def free(self) -> None:
+        """Free the memory; the next use allocates it again."""
+        self._flats.clear()
+        self._views.clear()
+
+
+class PlainSums:
+    """Accumulates leaves in the order of arrival, in one buffer; `.grad` is a view of it."""
+
+    num_buffers = 1
+    """Number of buffers of a bucket in use."""
+
+    def __init__(self) -> None:
+        self.num_leaves = 0
+        """Leaves begun in this step."""
+        self.first_leaf: int | None = None
+        """Global index of the first one; None when the caller gave none, or it does not matter."""
+
+    def begin_leaf(self, index: int | None) -> None:
+        """Begin leaf `index` of the global batch (None: unknown), for the gradients that follow."""
+        self.num_leaves += 1
+
+    def fold(self, bucket: Bucket, slots: Sequence[int]) -> None:
+        """Accumulate the gradients that have arrived in `.grad` of these parameters.
+
+        Copies new ones; after the first leaf autograd itself adds to the view. A `.grad` that is
+        not the view holds everything that counts: it is new, or was cleared in between.
+        """
+        views = bucket.views(0, slots)
+        parameters = [bucket.parameters[slot] for slot in slots]
+        fresh = [(p, v) for p, v in zip(parameters, views, strict=True) if p.grad is not v]
+        if fresh:
+            gradients = _gradients([parameter for parameter, _ in fresh])
+            foreach_copy_([view for _, view in fresh], gradients)
+            for parameter, view in fresh:
+                parameter.grad = view
+
+    def end_leaf(self, bucket: Bucket) -> None:
+        """Account for the slots without a gradient from this leaf: here they add nothing."""
+
+    def forget(self) -> None:
+        """Discard this rank's leaves of this step; the other ranks discard theirs, too."""
+        self.num_leaves, self.first_leaf = 0, FORGOTTEN
+
+    def begin_step(self) -> None:
+        """Start over with no leaves."""
+        self.num_leaves, self.first_leaf = 0, None
+
+
+class TreeSums:
+    """Accumulates leaves along the fixed tree; methods as `PlainSums`.
+
+    Without a leaf's global index, its nodes are known only once all ranks have exchanged their
+    numbers of leaves: until then every leaf keeps its own buffer.
+    """
+
+    def __init__(self) -> None:
+        self.begin_step()
+        self._top = self._target = 0
+
+    def begin_step(self) -> None:
+        """Start over with no leaves."""
+        self._stack = LeafStack()
+        self.num_leaves = 0
+        self.first_leaf: int | None = None
+
+    @property
+    def num_buffers(self) -> int:
+        """One per finished node, or one per leaf."""
+        return self.num_leaves if self.first_leaf is None else len(self._stack.nodes)
+
+    def begin_leaf(self, index: int | None) -> None:
+        """Begin a leaf; indices of a rank are consecutive.
+
+        Raises:
+            ConfigError: they are not.
+        """
+        if self.num_leaves == 0:
+            self.first_leaf = index
+        expected = None if self.first_leaf is None else self.first_leaf + self.num_leaves
+        if index != expected:
+            raise ConfigError(
+                f"leaf {index} came where leaf {expected} was due: a rank's leaves follow each "
+                "other, as gs.loader deals them, and sync.step() (or discard()) ends a step before "
+                "the next one's come"
+            )
+        self._top = self.num_buffers
+        self._target = self._top if index is None else self._stack.push(index)
+        self.num_leaves += 1
+
+    def fold(self, bucket: Bucket, slots: Sequence[int]) -> None:
+        """Push new gradients down the stack; `.grad` is empty afterwards."""
+        parameters = [bucket.parameters[slot] for slot in slots]
+        gradients = _gradients(parameters)
+        if self._target == self._top:
+            self._lay_down(bucket, slots, gradients)
+        else:
+            foreach_add_(bucket.views(self._top - 1, slots), gradients)
+            self._carry(bucket, slots)
+        for parameter in parameters:
+            parameter.grad = None
+
+    def _lay_down(self, bucket: Bucket, slots: Sequence[int], gradients: list[Tensor]) -> None:
+        """Store 0.0 + g, not a copy: it turns -0.0 into 0.0, which makes zeros neutral in sums."""
+        views = bucket.views(self._top, slots)
+        if len(slots) == 1:
+            torch.add(gradients[0], 0.0, out=views[0])
+            return
+        foreach_copy_(views, gradients)
+        span = bucket.span(self._top, slots)
+        foreach_add_(views if span is None else [span], 0.0)
+
+    def end_leaf(self, bucket: Bucket) -> None:
+        """Count a leaf without a gradient as zeros."""
+        if not bucket.missing:
+            return
+        slots = [slot for slot, fired in enumerate(bucket.fired) if not fired]
+        if self._target == self._top:
+            foreach_zero_(bucket.views(self._top, slots))
+        else:
+            self._carry(bucket, slots)
+
+    def _carry(self, bucket: Bucket, slots: Sequence[int]) -> None:
+        for number in range(self._top - 1, self._target, -1):
+            foreach_add_(bucket.views(number - 1, slots), bucket.views(number, slots))
+
+    def forget(self) -> None:
+        """Discard this rank's leaves; the other ranks learn of it in place of the first index."""
+        self.begin_step()
+        self.first_leaf = FORGOTTEN
+
+
+Sums = PlainSums | TreeSums
+
+
+def _gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    found = [parameter.grad for parameter in parameters]
+    return [g.detach() if g.requires_grad else g for g in found if g is not None]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradsync.comm.base import Communicator
 from gradsync.errors import RunError
-from gradsync.sync.nonfinite import NonFinite
+from gradsync.sync.clip import NonFinite
 from gradsync.sync.stopwatch import Stopwatch
 
 if TYPE_CHECKING:

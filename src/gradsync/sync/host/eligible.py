@@ -11,7 +11,7 @@ import torch
 from gradsync.core.torch_private import optimizer_post_hooks, optimizer_pre_hooks, step_hooks
 from gradsync.errors import ConfigError
 from gradsync.sync.host.state import slots_of
-from gradsync.sync.optimizer_watch import OptimizerWatch
+from gradsync.sync.optimizers import OptimizerWatch
 from gradsync.sync.sharded.elementwise import check_elementwise
 
 if TYPE_CHECKING:

@@ -16,8 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradsync.comm.groups import groups
 from gradsync.errors import ConfigError
 from gradsync.sync import comm_hook as module
-from gradsync.sync.bucket_worker import BucketWorker
-from gradsync.sync.comm_hook import STRATEGIES, comm_hook
+from gradsync.sync.comm_hook import STRATEGIES, BucketWorker, comm_hook
 from gradsync.world import World
 from support.rank_session import open_session
 

@@ -12,8 +12,7 @@ from gradsync.comm.base import Communicator
 from gradsync.comm.choose import communicator
 from gradsync.errors import ConfigError
 from gradsync.sync.gradient_sync import GradientSync
-from gradsync.sync.power_sgd import PowerSgdReducer
-from gradsync.sync.torch_ddp import TorchDdpReducer
+from gradsync.sync.torch_ddp import PowerSgdReducer, TorchDdpReducer
 from support.rank_session import open_session
 
 SIDE = 16

@@ -11,7 +11,7 @@ import pytest
 
 from gradsync.comm.base import Communicator
 from gradsync.comm.choose import communicator
-from gradsync.sync.replica_watch import ReplicaWatch
+from gradsync.sync.check_replicas import ReplicaWatch
 from gradsync.verify.cell import Setting, run_cell
 from gradsync.verify.plan import Cell, Settings, promise_of
 from gradsync.verify.run import Saved, read, save

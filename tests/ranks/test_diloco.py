@@ -14,8 +14,7 @@ from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.single import SingleCommunicator
 from gradsync.errors import CheckpointError, ConfigError
 from gradsync.sync.gradient_sync import GradientSync
-from gradsync.sync.periodic.diloco import DilocoReducer
-from gradsync.sync.periodic.local_sgd import LocalSgdReducer
+from gradsync.sync.periodic import DilocoReducer, LocalSgdReducer
 from support.recording import RecordingCommunicator
 from support.round_cases import (
     MakeOptimizer,

@@ -15,8 +15,8 @@ from gradsync.comm.single import SingleCommunicator
 from gradsync.errors import GradsyncError
 from gradsync.sync.engine.bucket import Bucket
 from gradsync.sync.engine.engine import Engine
+from gradsync.sync.exact_sum import NUM_BINS
 from gradsync.sync.gradient_sync import GradientSync
-from gradsync.sync.limbs import NUM_LIMBS
 from gradsync.sync.replicate import replicate
 from support.recording import RecordingCommunicator
 from support.thread_ranks import run_thread_ranks
@@ -287,7 +287,7 @@ def test_bytes_are_what_the_registry_says(sync: str, halves: int) -> None:
         formula = halves * share * 4 * numel
         # Three flags, the model's number and a digest's two with their squares, loss, weight, the
         # used parameter; then perhaps who has how many leaves.
-        small = 2 * share * 8 * (10 + 2 * NUM_LIMBS)
+        small = 2 * share * 8 * (10 + 2 * NUM_BINS)
         assert formula + small <= sent <= formula + small + 2 * share * 8 * world_size
 
 

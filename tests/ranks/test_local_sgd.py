@@ -14,7 +14,7 @@ from gradsync.comm.single import SingleCommunicator
 from gradsync.errors import ConfigError
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.naive import NaiveReducer
-from gradsync.sync.periodic.local_sgd import LocalSgdReducer
+from gradsync.sync.periodic import LocalSgdReducer
 from support.recording import RecordingCommunicator
 from support.round_cases import (
     MakeOptimizer,

@@ -19,7 +19,7 @@ from gradsync.comm.single import SingleCommunicator
 from gradsync.data.plan import share
 from gradsync.errors import ConfigError
 from gradsync.sync.gradient_sync import GradientSync
-from gradsync.sync.mean_loss import MeanCheck
+from gradsync.sync.loss import MeanCheck
 from gradsync.sync.replicate import replicate
 from support.thread_ranks import run_thread_ranks
 

@@ -18,9 +18,12 @@ from torch import Tensor, nn
 from gradsync.comm.base import Communicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.single import SingleCommunicator
+from gradsync.comm.values import all_sum
 from gradsync.data.plan import share
 from gradsync.errors import ConfigError
-from gradsync.sync.buffers import BufferSync, exact_sum, unchanged_buffers
+from gradsync.sync.batch_norm import choose_batch_norm
+from gradsync.sync.buffers import BufferSync
+from gradsync.sync.exact_sum import exact_sum
 from support.thread_ranks import run_thread_ranks
 
 _GLOBAL_RANDOM_STATE = threading.Lock()
@@ -67,14 +70,20 @@ def inputs_of(step: int, index: int) -> Tensor:
     return (1 + index) * torch.randn(3 + index % 3, 6, generator=generator) + index
 
 
+def end_step(sync: BufferSync, comm: Communicator | None = None) -> None:
+    """The calls that a handle makes at the end of a step."""
+    counts = sync.step_begins()
+    sync.step_ends(all_sum(comm or SingleCommunicator(), *counts) if counts else [])
+
+
 def train(comm: Communicator, model: nn.Module, forward: Any = None) -> dict[str, Tensor]:
     """Steps in which only buffers move; returns them."""
     sync = BufferSync(model, comm)
     for step, num_leaves in enumerate(NUM_LEAVES):
         for index in share(num_leaves, comm.rank, comm.world_size):
             (forward or model)(inputs_of(step, index)).square().sum().backward()
-            sync.end_leaf(counts=index != 1)
-        sync.step()
+            sync.leaf_ends(counts=index != 1)
+        end_step(sync, comm)
     sync.close()
     return {name: buffer.clone() for name, buffer in model.named_buffers()}
 
@@ -142,8 +151,8 @@ def test_every_leaf_starts_from_the_same_values() -> None:
     for _ in range(2):
         assert model.center.tolist() == [0.0] * 4
         model(torch.ones(3, 4, requires_grad=True)).sum().backward()
-        sync.end_leaf()
-    sync.step()
+        sync.leaf_ends()
+    end_step(sync)
     torch.testing.assert_close(model.center, torch.full((4,), 0.1))
 
 
@@ -161,8 +170,8 @@ def test_buffers_that_are_assigned_anew_are_seen() -> None:
     sync = BufferSync(model, SingleCommunicator())
     for value in (1.0, 3.0):
         model(torch.full((2,), value, requires_grad=True)).sum().backward()
-        sync.end_leaf()
-    sync.step()
+        sync.leaf_ends()
+    end_step(sync)
     assert model.level.item() == 2.0
 
 
@@ -172,10 +181,10 @@ def test_several_forwards_may_wait_for_one_backward() -> None:
     sync = BufferSync(model, SingleCommunicator())
     one, two = model(torch.randn(4, 3)), model(torch.randn(4, 3))
     one.square().sum().backward()
-    sync.end_leaf()
+    sync.leaf_ends()
     two.square().sum().backward()
-    sync.end_leaf()
-    sync.step()
+    sync.leaf_ends()
+    end_step(sync)
     assert model.num_batches_tracked == 2  # both forwards came before the first leaf's end
 
 
@@ -184,16 +193,16 @@ def test_what_is_not_a_leaf_leaves_no_trace() -> None:
     sync = BufferSync(model, SingleCommunicator())
     start = copy.deepcopy(model.state_dict())
     model(torch.randn(4, 3))  # no backward
-    sync.step()
+    end_step(sync)
     assert_same_bits(model.state_dict(), start)
     model.eval()(torch.randn(4, 3)).sum().backward()
-    sync.end_leaf()
-    sync.step()
+    sync.leaf_ends()
+    end_step(sync)
     model.train()(torch.randn(4, 3)).sum().backward()
-    sync.end_leaf(counts=False)
-    sync.step()
+    sync.leaf_ends(counts=False)
+    end_step(sync)
     assert_same_bits(model.state_dict(), start)
-    with unchanged_buffers(model):
+    with sync.untouched():
         model(torch.randn(4, 3))
         assert model.num_batches_tracked == 1
     assert_same_bits(model.state_dict(), start)
@@ -213,11 +222,11 @@ def test_changes_between_steps_are_the_new_start(how: str) -> None:
             x = torch.zeros(4, 3)
             outputs = model(x) if how != "loaded, submodules called" else model[1](layer(x))
             outputs.sum().backward()
-            sync.end_leaf()
-        sync.step()
+            sync.leaf_ends()
+        end_step(sync)
         torch.testing.assert_close(layer.running_mean, torch.full((3,), 0.9 * value))
     layer.running_mean.fill_(1.0)
-    sync.step()  # of a step in which nothing ran here
+    end_step(sync)  # of a step in which nothing ran here
     assert layer.running_mean.tolist() == [1.0] * 3
 
 
@@ -227,12 +236,12 @@ def test_copies_of_the_model_live_for_themselves() -> None:
     twin = copy.deepcopy(model)
     twin(torch.randn(4, 3))
     model.running_mean.fill_(9.0)  # by hand, and no forward of this model since
-    sync.step()
+    end_step(sync)
     assert model.running_mean.tolist() == [9.0] * 3
     model(torch.randn(4, 3)).sum().backward()
-    sync.end_leaf()
+    sync.leaf_ends()
     twin(torch.randn(4, 3)).sum().backward()
-    sync.step()
+    end_step(sync)
     assert (model.num_batches_tracked, twin.num_batches_tracked) == (1, 2)
     del sync
     model(torch.randn(4, 3))  # the hook finds nobody
@@ -245,18 +254,19 @@ def test_counts_may_travel_with_another_message() -> None:
             raise AssertionError("nothing may be sent")
 
     sync = BufferSync(nn.Linear(2, 2), Deaf())
-    sync.step()  # no buffers, no message
+    end_step(sync)  # no buffers, no message
     model = nn.BatchNorm1d(2)
     sync = BufferSync(model, Deaf())
-    assert sync.counts() == [0, 0, 0]
-    sync.step([0, 0, 0])
-    sync = BufferSync(model, Deaf(), skip=[model])
+    assert sync.step_begins() == [0, 0, 0]
+    sync.step_ends([0, 0, 0])
+    alone = SingleCommunicator()
+    sync = BufferSync(model, Deaf(), choose_batch_norm(model, alone, "sync"))
     model(torch.randn(3, 2))
-    assert sync.counts() == []
+    assert sync.step_begins() == []
     sync = BufferSync(model, SingleCommunicator())
     model(torch.randn(3, 2)).sum().backward()
-    sync.end_leaf()
-    assert sync.counts() == [1, 1, 1]
+    sync.leaf_ends()
+    assert sync.step_begins() == [1, 1, 1]
 
 
 def test_a_buffer_that_changes_its_shape_is_named() -> None:
@@ -264,10 +274,10 @@ def test_a_buffer_that_changes_its_shape_is_named() -> None:
     sync = BufferSync(model, SingleCommunicator())
     model.center = torch.zeros(5)
     with pytest.raises(ConfigError, match=r"buffer 'center' became \[5\] .* \(\[4\] "):
-        sync.end_leaf()
+        sync.leaf_ends()
     model.center = None
     with pytest.raises(ConfigError, match="buffer 'center' was removed"):
-        sync.end_leaf()
+        sync.leaf_ends()
 
 
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False, min_value=-1e200, max_value=1e200)

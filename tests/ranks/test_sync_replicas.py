@@ -13,8 +13,8 @@ from torch import nn
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.single import SingleCommunicator
 from gradsync.errors import RunError
-from gradsync.sync import replicas
-from gradsync.sync.replicas import check_replicas, hash_bits, replica_tensors
+from gradsync.sync import check_replicas as module
+from gradsync.sync.check_replicas import check_replicas, hash_bits, replica_tensors
 from support.thread_ranks import run_thread_ranks
 
 DTYPES = (
@@ -62,7 +62,7 @@ def test_swapped_elements_change_the_hash(
 
 
 def test_pieces_add_up_to_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replicas, "_PIECE", 8)
+    monkeypatch.setattr(module, "_PIECE", 8)
     numbers = torch.randint(-(2**31), 2**31 - 1, (29,), dtype=torch.int32)
     plain = sum(numbers.tolist())
     weighted = sum((i + 1) * x for i, x in enumerate(numbers.tolist()))

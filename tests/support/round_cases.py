@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gradsync.comm.base import Communicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.sync.gradient_sync import GradientSync
-from gradsync.sync.periodic.rounds import RoundReducer
+from gradsync.sync.periodic import RoundReducer
 from gradsync.sync.step import Optimizers, StepResult
 from support.thread_ranks import run_thread_ranks
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from gradsync.sync.structure import Entry, describe_model, first_difference, name_ranks
+from gradsync.sync.check_model import Entry, describe_model, first_difference, name_ranks
 
 
 def entry(name: str, **changes: object) -> Entry:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from gradsync.errors import ConfigError
-from gradsync.sync.hyperparameters import digest, refuse_closure, settings_of
+from gradsync.sync.optimizers import digest, refuse_closure, settings_of
 
 
 def settings(number: int = 0, **options: Any) -> dict[str, str]:

@@ -28,7 +28,7 @@ from gradsync.parallel.groups import SplitGroups
 from gradsync.parallel.split_sync import SplitSync
 from gradsync.parallel.stage_model import GPTStage
 from gradsync.runtime.seeds import seed_leaf
-from gradsync.sync.loss_sum import LossSum
+from gradsync.sync.loss import LossSum
 
 ScheduleName = Literal["1f1b", "gpipe"]
 SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}

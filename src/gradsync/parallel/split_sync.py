@@ -15,11 +15,11 @@ from gradsync.parallel.groups import SplitGroups
 from gradsync.parallel.partition import EMBEDDING, Part
 from gradsync.parallel.split_reducer import SplitReducer
 from gradsync.sync.batch_norm import choose_batch_norm
-from gradsync.sync.loss_sum import LossSum
+from gradsync.sync.buffers import BufferSync
+from gradsync.sync.check_replicas import check_replicas, hash_bits
+from gradsync.sync.loss import LossSum
 from gradsync.sync.registry import build_reducer, find_strategy
-from gradsync.sync.replicas import check_replicas, hash_bits
 from gradsync.sync.state_face import StateFace
-from gradsync.sync.statistics import Statistics
 from gradsync.sync.step import Optimizers, StepParts, StepResult, Update, take_step
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class SplitSync(StateFace):
         self._loss = LossSum(self.reducer.parameters[0].device)
         # Rotary tables are constants: nothing to keep equal.
         without = choose_batch_norm(model, groups.data, None)
-        self._statistics = Statistics(model, groups.data, without, equal_replicas=False)
+        self._statistics = BufferSync(model, groups.data, without, equal_replicas=False)
         self._parts = StepParts(self.reducer, groups.everyone, self._statistics, 0)
 
     @contextmanager

@@ -55,8 +55,8 @@ def agree(
         stop: whether this rank wants to stop.
         discard: whether this rank wants the gradients discarded.
         number: number of the handle; all ranks must be at the same one.
-        digest: two numbers below 2^20, equal on ranks that step alike; see `hyperparameters.py`.
-        changed: whether this rank's weights changed since the last step; see `replica_watch.py`.
+        digest: two numbers below 2^20, equal on ranks that step alike; see `optimizers.py`.
+        changed: whether this rank's weights changed since the last step; see `check_replicas.py`.
 
     Raises:
         RunError: ranks are at the steps of different models.

@@ -26,8 +26,8 @@ from gradsync.comm.base import Communicator
 from gradsync.comm.values import all_gather_numbers
 from gradsync.core.torch_private import BatchNorm, check_input
 from gradsync.errors import ConfigError
+from gradsync.sync.check_model import group_ranks, name_ranks
 from gradsync.sync.module_hook import ModuleHook
-from gradsync.sync.structure import group_ranks, name_ranks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,6 +66,11 @@ class BatchNormHandling:
         self.own_buffers: list[nn.Module] = []
         self._comm = comm
         self._undo: list[Callable[[], None]] = []
+
+    @property
+    def waits(self) -> bool:
+        """Whether ranks wait for each other in forwards: then `meet` compares their actions."""
+        return self.choice == "sync"
 
     def meet(self, turn: Turn) -> None:
         """Under `sync`, check before any other message that all ranks are about to do the same.

@@ -23,7 +23,6 @@ copy of all buffers is kept. Checkpoints need only the buffers themselves, taken
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,39 +32,47 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gradsync.comm.base import Communicator
-from gradsync.comm.values import all_sum
 from gradsync.core.torch_private import version
 from gradsync.errors import ConfigError
+from gradsync.sync.exact_sum import exact_sum
 from gradsync.sync.module_hook import ModuleHook
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-_NOTHING = -2000
-"""Exponent of 0: below those of all float64 numbers."""
-_NOT_FINITE = 5000
-"""Exponent of inf and nan: above all others."""
+    from gradsync.sync.batch_norm import BatchNormHandling
 
 
 class BufferSync:
     """Keeps the buffers of equal replicas equal, by the rule of [Note: Buffers].
 
-    Per leaf: forward, backward, `end_leaf`. Per step: `step`. All ranks call `step`, including
-    those without leaves.
+    Per leaf: forward, `leaf_begins`, backward, `leaf_ends`. Per step: `step_begins`, `step_ends`,
+    on all ranks, including those without leaves.
 
     Args:
         model: its buffers are equal on all ranks.
         comm: the ranks.
-        skip: modules that synchronise their own buffers.
+        batch_norm: from `choose_batch_norm`; its ranks meet at the same phases.
+        equal_replicas: False when replicas drift between rounds, and the strategy averages buffers
+            itself when ranks meet: nothing is watched here then.
     """
 
     def __init__(
-        self, model: nn.Module, comm: Communicator, *, skip: Collection[nn.Module] = ()
+        self,
+        model: nn.Module,
+        comm: Communicator,
+        batch_norm: BatchNormHandling | None = None,
+        *,
+        equal_replicas: bool = True,
     ) -> None:
-        self._comm = comm
-        self._buffers = _find_buffers(model, skip)
+        self._model, self._comm, self._batch_norm = model, comm, batch_norm
+        self._buffers: list[_Buffer] = []
         self._leaves: list[dict[int, Tensor]] = []  # of this step: changed buffers after each
         self._leaf_is_open = False
+        self._hooks: list[Any] = []
+        if not equal_replicas:
+            return
+        self._buffers = _find_buffers(model, batch_norm.own_buffers if batch_norm else ())
         # Hooks must not keep this object, which holds the model's buffers, alive.
         this, root = weakref.ref(self), weakref.ref(model)
 
@@ -74,17 +81,28 @@ class BufferSync:
                 return
             alive = this()
             if alive is not None and module.training and torch.is_grad_enabled():
-                alive.begin_leaf()
+                alive._forward_begins()
 
         def after_loading(module: nn.Module, _: Any) -> None:
             alive = this()
             if alive is not None and module is root():
                 alive.refresh()
 
-        self._hooks = [
+        self._hooks += [
             model.register_forward_pre_hook(ModuleHook(before_forward)),
             model.register_load_state_dict_post_hook(ModuleHook(after_loading)),
         ]
+
+    @contextmanager
+    def untouched(self) -> Iterator[None]:
+        """Restore all buffers of the model on exit: for throwaway forwards."""
+        before = [(buffer, buffer.detach().clone()) for buffer in self._model.buffers()]
+        try:
+            yield
+        finally:
+            for buffer, value in before:
+                buffer.data.copy_(value)
+        self.leaf_ends(counts=False)
 
     def refresh(self) -> None:
         """Read the start values again, after buffers were changed between steps.
@@ -95,18 +113,22 @@ class BufferSync:
         for index in self._changed():
             self._buffers[index].take_start()
 
-    def begin_leaf(self) -> None:
-        """Note the start of a training forward; the root module's hook calls it."""
+    def _forward_begins(self) -> None:
         if not self._leaf_is_open and not self._leaves:
             self.refresh()
         self._leaf_is_open = True
 
-    def end_leaf(self, *, counts: bool = True) -> None:
-        """Finish a leaf after its backward: keep its changes to buffers, and reset them.
+    def leaf_begins(self, *, last: bool) -> None:
+        """Begin a backward (`last`: communication begins in it).
 
-        Args:
-            counts: False for a leaf of weight 0.
+        Raises:
+            ConfigError: under batch_norm='sync', ranks with different numbers of leaves.
         """
+        if self._batch_norm is not None and self._batch_norm.waits:
+            self._batch_norm.meet("last backward" if last else "backward")
+
+    def leaf_ends(self, *, counts: bool = True) -> None:
+        """Keep the changes to buffers, unless the leaf has weight 0 (`counts=False`); reset."""
         changed = self._changed()
         if counts and changed:
             self._leaves.append({i: self._buffers[i].value.clone() for i in changed})
@@ -114,25 +136,18 @@ class BufferSync:
             self._buffers[index].set_back()
         self._leaf_is_open = False
 
-    def counts(self) -> list[int]:
+    def step_begins(self) -> list[int]:
         """For each buffer, the number of this rank's leaves that changed it in this step.
 
-        The caller sums them over all ranks, in a message it sends anyway, for `step`.
+        The caller sums them over all ranks, in a message it sends anyway, for `step_ends`.
         """
+        if self._batch_norm is not None and self._batch_norm.waits:
+            self._batch_norm.meet("step")
         return [sum(i in leaf for leaf in self._leaves) for i in range(len(self._buffers))]
 
     @torch.no_grad()
-    def step(self, counts: Sequence[float] | None = None) -> None:
-        """Finish the step: buffers take their new values, equal on all ranks.
-
-        Args:
-            counts: `counts()` summed over all ranks; None sums them here, by one all-reduce over
-                the whole group, float64 [number of buffers], which overlaps nothing.
-        """
-        if not self._buffers:
-            return
-        if counts is None:
-            counts = all_sum(self._comm, *self.counts())
+    def step_ends(self, counts: Sequence[float]) -> None:
+        """Set the buffers' new values, equal on all ranks; `counts` are `step_begins` summed."""
         if self._leaf_is_open:  # a forward without backward
             for index in self._changed():
                 self._buffers[index].set_back()
@@ -143,7 +158,9 @@ class BufferSync:
         self._leaf_is_open = False
 
     def close(self) -> None:
-        """Remove the hooks; buffers stay as they are."""
+        """Remove the hooks and restore BatchNorm's methods; buffers stay as they are."""
+        if self._batch_norm is not None:
+            self._batch_norm.close()
         for hook in self._hooks:
             hook.remove()
 
@@ -164,14 +181,12 @@ class BufferSync:
         leaves = self._leaves or [{}]
         moves = [self._flat_changes(leaf, moving, torch.float64, device) for leaf in leaves]
         jumps = [self._flat_changes(leaf, counting, torch.int64, device) for leaf in leaves]
-        sizes = [self._buffers[i].start.numel() for i in [*moving, *counting]]
-        totals, largest = exact_sum(
-            torch.stack(moves), torch.stack(jumps), self._comm, most=int(max(counts))
-        )
-        news = [*totals.split(sizes[: len(moving)]), *largest.split(sizes[len(moving) :])]
-        for index, change in zip([*moving, *counting], news, strict=True):
-            buffer = self._buffers[index]
-            buffer.move(change / counts[index] if buffer.is_floating else change)
+        sums = exact_sum(torch.stack(moves), torch.stack(jumps), self._comm, most=int(max(counts)))
+        for indices, flat in zip((moving, counting), sums, strict=True):
+            sizes = [self._buffers[index].start.numel() for index in indices]
+            for index, change in zip(indices, flat.split(sizes), strict=True):
+                buffer = self._buffers[index]
+                buffer.move(change / counts[index] if buffer.is_floating else change)
 
     def _flat_changes(
         self, leaf: dict[int, Tensor], indices: list[int], dtype: torch.dtype, device: torch.device
@@ -253,69 +268,15 @@ class _Buffer:
 
 def _find_buffers(model: nn.Module, skip: Collection[nn.Module]) -> list[_Buffer]:
     """All buffers outside of `skip`, tied ones once, in `named_buffers` order."""
-    skipped = {id(module) for module in skip}
-    found, ids = [], set()
+    found: list[_Buffer] = []
+    ids: set[int] = set()
     for prefix, module in model.named_modules():
-        if id(module) in skipped:
+        if any(module is other for other in skip):
             continue
         for key, tensor in module.named_buffers(recurse=False):
-            if tensor.numel() == 0 or id(tensor) in ids:
-                continue
-            ids.add(id(tensor))
-            name = f"{prefix}.{key}" if prefix else key
-            found.append(_Buffer(name, module, key, start=tensor, seen=tensor))
-            found[-1].take_start()
+            if tensor.numel() and id(tensor) not in ids:
+                ids.add(id(tensor))
+                name = f"{prefix}.{key}" if prefix else key
+                found.append(_Buffer(name, module, key, start=tensor, seen=tensor))
+                found[-1].take_start()
     return found
-
-
-@contextmanager
-def unchanged_buffers(model: nn.Module) -> Iterator[None]:
-    """Restore the model's buffers on exit: for throwaway forwards."""
-    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        for buffer, value in before:
-            buffer.data.copy_(value)
-
-
-def exact_sum(
-    values: Tensor, jumps: Tensor, comm: Communicator, *, most: int
-) -> tuple[Tensor, Tensor]:
-    """Sum `values` over leaves and ranks, and take the largest of `jumps`, on all ranks.
-
-    [Note: Sums without an order] Floating-point sums depend on their order, sums of integers do
-    not. So per element all ranks agree on the largest exponent, every value becomes an integer of
-    at most 62 - log2(most) bits on that scale, and the integers are added, wherever they are. For
-    up to 512 leaves that is at least as fine as float64 for the largest value. An element with an
-    infinite or undefined value sums to nan.
-
-    Two all-reduces over the whole group, int64 [n + m] and int64 [n]; nothing overlaps them.
-
-    Args:
-        values: float64 [L, n], L >= 1; a rank without leaves gives zeros.
-        jumps: int64 [L, m]; the smallest int64 stands for none.
-        comm: the ranks.
-        most: largest number of values that any element has over all ranks.
-
-    Returns:
-        float64 [n] and int64 [m].
-    """
-    num_values = values.shape[1]
-    exponents = torch.frexp(values).exponent.long().masked_fill(values == 0, _NOTHING)
-    exponents = exponents.masked_fill(~values.isfinite(), _NOT_FINITE)
-    largest = torch.cat([exponents.amax(0), jumps.amax(0)])
-    comm.all_reduce(largest, "max").wait()
-    exponent, largest_jump = largest[:num_values], largest[num_values:]
-    bits = 62 - math.ceil(math.log2(max(most, 1)))
-    shift = bits - exponent.clamp(-900, 1024)
-    scaled = torch.where(values.isfinite(), values, 0.0) * _power_of_two(shift)
-    total = scaled.round().long().sum(0)
-    comm.all_reduce(total, "sum").wait()
-    sums = total.double() * _power_of_two(-shift)
-    return sums.masked_fill(exponent == _NOT_FINITE, math.nan), largest_jump
-
-
-def _power_of_two(exponent: Tensor) -> Tensor:
-    """2.0 ** exponent, exactly, from its bits; float64, exponent in -1022 .. 1023."""
-    return ((exponent + 1023) << 52).view(torch.float64)

@@ -1,4 +1,29 @@
-"""`gs.comm_hook`: gradsync's reductions for `DistributedDataParallel`, Accelerate and Fabric.
+"""DDP's buckets on a worker thread: results as the futures that DDP waits for, errors included.
+
+`powersgd`: torch's PowerSGD on torch's DDP: low-rank gradients on the wire, with error feedback.
+
+Vogels, Karimireddy & Jaggi 2019 (arXiv 1905.13727). A gradient matrix M, [n, m], is sent as P,
+[n, r], and Q, [m, r]; the error is added to the next step's gradient:
+
+    backward   ──[layer n]──[layer n-1]── … ──[layer 1]─┐
+    bucket         M = gradient + error                 │
+    wire               ──[vectors]──[P]──[Q]── …        ┴── optimizer
+                   gradient = mean of P Q^T,  error = M - P Q^T
+
+Bytes per rank: 2(W-1)/W of r (n + m) per compressed matrix instead of n m; vectors, and matrices
+where that would save less than `min_compression_rate`, are sent whole. Three operations per bucket;
+memory: the error and a copy of the gradients (2 S), P and Q.
+
+[Note: The error's unit] Gradients here are sums over a rank's share, and so is the error. DDP turns
+their mean back into a sum over ranks, and the step divides by its own weight: so an error counts
+with the weight of the step that adds it. With the same number of targets in each step that is the
+paper's algorithm exactly. Gradients that are not finite would stay in the error for ever: fp16 loss
+scaling is not supported.
+
+The error is private to each rank and in no checkpoint: after a resume it is empty, and the first
+`start_powerSGD_iter` steps are sent whole again.
+
+`gs.comm_hook`: gradsync's reductions for `DistributedDataParallel`, Accelerate and Fabric.
 
     model = DistributedDataParallel(model)          # or accelerator.prepare, fabric.setup
     gs.comm_hook("ring").register(model)
@@ -14,26 +39,160 @@ Algorithms of several messages run on a worker thread; their errors are raised b
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from difflib import get_close_matches
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
+    PowerSGDState,
+    powerSGD_hook,
+)
 from torch.nn.parallel import DistributedDataParallel
 
+from gradsync.comm.background import Background
 from gradsync.comm.base import Communicator
 from gradsync.comm.groups import Groups
 from gradsync.comm.hierarchical import hierarchical_all_reduce
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.reductions import ALGORITHMS, Site
+from gradsync.core.torch_private import timeout_of
 from gradsync.errors import ConfigError
-from gradsync.sync.bucket_worker import BucketWorker, group_of_its_own
 from gradsync.sync.hook_state import HookState, average_bucket
-from gradsync.sync.power_sgd import PowerSgd
 from gradsync.world import World
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+class BucketWorker:
+    """Runs one bucket after the other beside backward, in the order in which DDP passes them.
+
+    After a failure nothing more runs: all later futures fail too, or backward would wait for them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._background = Background(device)
+        self._failure: BaseException | None = None
+
+    def submit(self, tensor: Tensor, fn: Callable[[], None]) -> torch.futures.Future[Tensor]:
+        """Run `fn()`, which leaves the result in `tensor`; its exception is raised by backward."""
+        devices: list[torch.device | int | str] = [tensor.device] if tensor.is_cuda else []
+        finished = torch.futures.Future[Any](devices=devices or None)
+        failed: list[BaseException] = []
+
+        # Not `set_exception`: DDP reads futures without the part of it that is written in Python.
+        # It does see an exception raised by a callback. And no exception inside of a future: its
+        # traceback refers to frames, these to the future, and the collector does not look into
+        # futures.
+        def outcome(_: torch.futures.Future[Any]) -> Tensor:
+            if failed:
+                raise failed[0]
+            return tensor
+
+        def run() -> None:
+            try:
+                if self._failure is not None:
+                    raise self._failure
+                fn()
+            except BaseException as failure:
+                self._failure = failure
+                failed.append(failure)
+            finished.set_result(None if failed else tensor)
+
+        result = finished.then(outcome)
+        self._background.submit(run)
+        return result
+
+
+def group_of_its_own(group: Any, device: torch.device) -> Any:
+    """Make a second group over the same ranks, for one thread's collectives; all its ranks call it.
+
+    Two threads would issue one group's collectives in different orders on different ranks.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    return dist.new_group(
+        ranks,
+        timeout=timeout_of(group, device),
+        # Without the others; then torch names the group after how many groups *this* rank has,
+        # which must be equal on its members. Not where all ranks are here anyway.
+        use_local_synchronization=len(ranks) < dist.get_world_size(),
+    )
+
+
+class PowerSgd:
+    """Torch's hook with its state, made when the first bucket shows the gradients' device.
+
+    [Note: PowerSGD on the CPU] Torch's hook waits for one all-reduce in the callback of another.
+    On NCCL that is a matter of streams. On Gloo it blocks one of the group's two worker threads:
+    with two buckets in progress both wait for ever, or ranks issue their all-reduces in different
+    orders. So on the CPU buckets go one after the other, on a separate thread and group.
+
+    Args:
+        options: of torch's `PowerSGDState`, with gradsync's defaults.
+
+    Raises:
+        ConfigError: an option that is unknown or out of its range.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        known = inspect.signature(PowerSGDState).parameters.keys() - {"process_group"}
+        for name in options:
+            if name not in known:
+                raise ConfigError(
+                    f"powersgd has no option {name!r} (it has: {', '.join(sorted(known))})"
+                )
+        defaults: dict[str, Any] = {
+            "start_powerSGD_iter": 10,
+            "random_seed": 0,
+            # Without it, a matrix whose gradient is all zero (an unused layer) becomes nan.
+            "orthogonalization_epsilon": 1e-8,
+        }
+        self._options: dict[str, Any] = {**defaults, **options}
+        for name, least in (("matrix_approximation_rank", 1), ("start_powerSGD_iter", 2)):
+            if (got := self._options.get(name, least)) < least:
+                why = ": DDP regroups its buckets after the first backward" if least == 2 else ""
+                raise ConfigError(f"{name} must be at least {least}, got {got}{why}")
+        self._state: PowerSGDState | None = None
+        self._worker: BucketWorker | None = None
+
+    def __call__(self, group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """A future of the bucket's buffer, averaged over `group` in place."""
+        tensor = bucket.buffer()
+        if self._state is None:
+            self._begin(group, tensor.device)
+        state, worker = self._state, self._worker
+        assert state is not None
+        if worker is None:
+            return powerSGD_hook(state, bucket)
+        return worker.submit(tensor, lambda: _run(state, bucket))
+
+    def _begin(self, group: Any, device: torch.device) -> None:
+        """Prepare thread and group; all ranks call it, at their first bucket."""
+        if device.type == "cpu":
+            if torch.cuda.is_available():
+                raise ConfigError(
+                    "torch's PowerSGD hook waits for the GPU wherever there is one, and fails with "
+                    "gradients on the CPU; train on the GPU, or hide it: CUDA_VISIBLE_DEVICES="
+                )
+            group = group_of_its_own(group, device)  # [Note: PowerSGD on the CPU]
+            self._worker = BucketWorker(device)
+        self._state = PowerSGDState(process_group=group, **self._options)
+
+    def forget(self) -> None:
+        """Restart the count of steps."""
+        if self._state is not None:
+            assert not self._state.error_dict, "something was compressed already"
+            self._state.iter = 0
+
+
+def _run(state: PowerSGDState, bucket: dist.GradBucket) -> None:
+    powerSGD_hook(state, bucket).wait()
+
 
 STRATEGIES = ("ring", "recursive_doubling", "hierarchical", "bf16", "fp16", "powersgd")
 """Strategies available as a DDP hook."""

@@ -11,15 +11,14 @@ from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
 from gradsync.errors import ConfigError, RunError
 from gradsync.runtime.gloo_group import wait_until_workers_sleep
 from gradsync.sync.batch_norm import BatchNormHandling, choose_batch_norm
-from gradsync.sync.hyperparameters import refuse_closure
-from gradsync.sync.loss_sum import LossSum, leaf_weight
-from gradsync.sync.mean_loss import MeanCheck, counts_for_nothing, to_sum
-from gradsync.sync.optimizer_watch import optimizer_watch
+from gradsync.sync.buffers import BufferSync
+from gradsync.sync.check_model import refuse_ddp_around
+from gradsync.sync.check_replicas import ReplicaWatch
+from gradsync.sync.loss import LossSum, MeanCheck, counts_for_nothing, leaf_weight, to_sum
+from gradsync.sync.optimizers import optimizer_watch, refuse_closure
 from gradsync.sync.own_loop import OwnLoop, OwnLoopFace
 from gradsync.sync.reducer import Reducer
-from gradsync.sync.replica_watch import ReplicaWatch
 from gradsync.sync.state_face import StateFace
-from gradsync.sync.statistics import Statistics
 from gradsync.sync.step import (
     Optimizers,
     StepParts,
@@ -28,7 +27,6 @@ from gradsync.sync.step import (
     each_optimizer,
     take_step,
 )
-from gradsync.sync.wrappers import refuse_ddp_around
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -70,7 +68,7 @@ class GradientSync(OwnLoopFace, StateFace):
         self._last = False
         self._index: int | None = None
         self._result: StepResult | None = None
-        self._statistics = Statistics(
+        self._statistics = BufferSync(
             model,
             comm,
             batch_norm or choose_batch_norm(model, comm, None),
@@ -202,7 +200,7 @@ class GradientSync(OwnLoopFace, StateFace):
         self._refuse_if_failed()
         for each in optimizers:
             refuse_closure(each)
-            self._own_loop.strangers.check(each)
+            self._own_loop.untracked.check(each)
         if not self._own_loop.leaves and self._own_loop.pending:
             raise ConfigError(
                 "loss.backward() is followed by optimizer.step(), and sync.step(optimizer) follows "

@@ -31,15 +31,19 @@ from gradsync.comm.base import Communicator
 from gradsync.core.torch_private import at_the_end_of_backward, current_graph_task
 from gradsync.errors import ConfigError, GradsyncError
 from gradsync.sync.agreement import Agreement, agree
+from gradsync.sync.buffers import BufferSync
+from gradsync.sync.check_replicas import ReplicaWatch
 from gradsync.sync.engine.engine import Engine, gone
-from gradsync.sync.hyperparameters import Settings, digest, settings_of
-from gradsync.sync.loss_sum import NO_LOSS
+from gradsync.sync.loss import NO_LOSS
 from gradsync.sync.module_hook import ModuleHook
-from gradsync.sync.optimizer_watch import optimizer_watch
+from gradsync.sync.optimizers import (
+    Settings,
+    UntrackedParameters,
+    digest,
+    optimizer_watch,
+    settings_of,
+)
 from gradsync.sync.reducer import Reducer
-from gradsync.sync.replica_watch import ReplicaWatch
-from gradsync.sync.statistics import Statistics
-from gradsync.sync.strangers import Strangers
 
 if TYPE_CHECKING:
     from torch import nn
@@ -108,7 +112,7 @@ class OwnLoop:
         model: nn.Module,
         comm: Communicator,
         reducer: Reducer,
-        statistics: Statistics,
+        statistics: BufferSync,
         watch: ReplicaWatch,
         *,
         number: int = 0,
@@ -135,7 +139,7 @@ class OwnLoop:
         self._stepped: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that used those
         self._settings = dict(_THE_CALL)  # their settings when they did
         self.parameter_ids = {id(parameter) for parameter in reducer.parameters}
-        self.strangers = Strangers(model, self.parameter_ids)
+        self.untracked = UntrackedParameters(model, self.parameter_ids)
         self._optimizers = optimizer_watch()
         self._optimizers.add(self)
         self._handles: list[Any] = _hooks(self, model, reducer)
@@ -228,7 +232,7 @@ class OwnLoop:
         """Take part in the step, as this rank may have had no backward; gradients are used next."""
         if self._enclosed:
             return
-        self.strangers.check(optimizer)
+        self.untracked.check(optimizer)
         if not self._is_ours(optimizer):
             return
         self._refuse_if_foreign()

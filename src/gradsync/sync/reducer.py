@@ -23,8 +23,7 @@ import torch
 from gradsync.comm.base import Communicator, Done, Work
 from gradsync.core.torch_private import foreach_mul_
 from gradsync.errors import RunError
-from gradsync.sync.clip import clip_gradients
-from gradsync.sync.nonfinite import NonFinite
+from gradsync.sync.clip import NonFinite, clip_gradients
 from gradsync.sync.stopwatch import Stopwatch
 
 if TYPE_CHECKING:

@@ -83,7 +83,7 @@ def _ddp(model: nn.Module, comm: Communicator, groups: Groups | None, **options:
 def _powersgd(
     model: nn.Module, comm: Communicator, groups: Groups | None, **options: Any
 ) -> Reducer:
-    from gradsync.sync.power_sgd import PowerSgdReducer
+    from gradsync.sync.torch_ddp import PowerSgdReducer
 
     return PowerSgdReducer(model, comm, **options)
 
@@ -91,13 +91,13 @@ def _powersgd(
 def _local_sgd(
     model: nn.Module, comm: Communicator, groups: Groups | None, **options: Any
 ) -> Reducer:
-    from gradsync.sync.periodic.local_sgd import LocalSgdReducer
+    from gradsync.sync.periodic import LocalSgdReducer
 
     return LocalSgdReducer(model, comm, **options)
 
 
 def _diloco(model: nn.Module, comm: Communicator, groups: Groups | None, **options: Any) -> Reducer:
-    from gradsync.sync.periodic.diloco import DilocoReducer
+    from gradsync.sync.periodic import DilocoReducer
 
     return DilocoReducer(model, comm, **options)
 

@@ -13,8 +13,9 @@ from gradsync.comm.shared_memory.choose import fastest, share_memory
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
 from gradsync.errors import ConfigError, RunError
 from gradsync.sync.batch_norm import NOT_INVARIANT, choose_batch_norm
+from gradsync.sync.check_model import broadcast_model, check_same_model, refuse_synchronised
 from gradsync.sync.gradient_sync import HANDLE, GradientSync
-from gradsync.sync.optimizer_watch import optimizer_watch
+from gradsync.sync.optimizers import optimizer_watch
 from gradsync.sync.reducer import trainable
 from gradsync.sync.registry import (
     Strategy,
@@ -23,8 +24,6 @@ from gradsync.sync.registry import (
     find_strategy,
     wants_groups,
 )
-from gradsync.sync.structure import broadcast_model, check_same_model
-from gradsync.sync.wrappers import refuse_synchronised
 from gradsync.world import World
 
 if TYPE_CHECKING:

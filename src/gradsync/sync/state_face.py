@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from gradsync.comm.base import Communicator
 from gradsync.errors import ConfigError
+from gradsync.sync.buffers import BufferSync
+from gradsync.sync.check_replicas import check_replicas, replica_tensors
 from gradsync.sync.reducer import Reducer
-from gradsync.sync.replicas import check_replicas, replica_tensors
-from gradsync.sync.statistics import Statistics
 from gradsync.sync.step import Optimizers, each_optimizer
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class StateFace:
     model: nn.Module
     comm: Communicator
     reducer: Reducer
-    _statistics: Statistics
+    _statistics: BufferSync
 
     def synchronize_replicas(self) -> None:
         """Bring replicas together at the end of a run, on all ranks, under strategies that let them

@@ -19,11 +19,11 @@ import torch
 from gradsync.comm.base import Communicator
 from gradsync.errors import ConfigError
 from gradsync.sync.agreement import Agreement, agree
-from gradsync.sync.hyperparameters import Settings, digest, settings_of
-from gradsync.sync.loss_sum import LossSum
+from gradsync.sync.buffers import BufferSync
+from gradsync.sync.check_replicas import ReplicaWatch
+from gradsync.sync.loss import LossSum
+from gradsync.sync.optimizers import Settings, digest, settings_of
 from gradsync.sync.reducer import Reducer
-from gradsync.sync.replica_watch import ReplicaWatch
-from gradsync.sync.statistics import Statistics
 from gradsync.sync.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class StepParts:
 
     reducer: Reducer
     comm: Communicator
-    statistics: Statistics
+    statistics: BufferSync
     number: int
     """Number of the model, the same on all ranks; see `agree`."""
     watch: ReplicaWatch | None = None

@@ -11,7 +11,7 @@ from gradsync.comm.values import all_sum
 from gradsync.data.evaluation import EvalLeaves
 from gradsync.errors import RunError
 from gradsync.models.gpt import GPT, loss_sum
-from gradsync.sync.loss_sum import LossSum
+from gradsync.sync.loss import LossSum
 
 
 @torch.no_grad()

@@ -1,4 +1,6 @@
-"""`fsdp`: torch's FSDP2, parameters, gradients and optimizer state all sharded (ZeRO stage 3).
+"""Submodules that FSDP2 gathers and frees as one: repeated blocks, and the root for the rest.
+
+`fsdp`: torch's FSDP2, parameters, gradients and optimizer state all sharded (ZeRO stage 3).
 
 Zhao et al. 2023, "PyTorch FSDP", arXiv 2304.11277. Parameters exist whole only while their block
 computes:
@@ -14,6 +16,7 @@ reports whether this is its last leaf, and `launch` is the answer "I have none".
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -28,7 +31,6 @@ from gradsync.core.torch_private import foreach_mul_, mesh_of
 from gradsync.errors import ConfigError
 from gradsync.sync.clip import gradient_norm
 from gradsync.sync.reducer import Reducer, Reduction, trainable
-from gradsync.sync.sharded.fsdp_units import blocks_of
 from gradsync.sync.sharded.seen import Seen
 from gradsync.sync.sharded.shares import HeldState, Share, flat_state, share_of_rows
 from gradsync.sync.sharded.whole import (
@@ -42,6 +44,36 @@ from gradsync.sync.sharded.whole import (
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+"""Containers without a forward of their own, so that nothing can be gathered before it."""
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The outermost children of `nn.ModuleList`s, in `modules()` order, each once.
+
+    A block that shares a parameter with a module outside of it stays with the root: in FSDP2 a
+    parameter belongs to one unit only.
+    """
+    everywhere = Counter(id(p) for p in _with_ties(model))
+    blocks: list[nn.Module] = []
+    inside: set[int] = set()
+    for module in model.modules():
+        if not isinstance(module, nn.ModuleList) or id(module) in inside:
+            continue
+        for child in module:
+            own = Counter(id(p) for p in _with_ties(child))
+            closed = all(everywhere[key] == count for key, count in own.items())
+            if own and closed and id(child) not in inside and not isinstance(child, _CONTAINERS):
+                blocks.append(child)
+                inside |= {id(part) for part in child.modules()}
+    return blocks
+
+
+def _with_ties(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Every place that holds a parameter, so tied ones as often as they are held."""
+    for module in model.modules():
+        yield from module.parameters(recurse=False)
 
 
 class FsdpReducer(Reducer):

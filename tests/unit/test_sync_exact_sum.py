@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradsync.comm.single import SingleCommunicator
-from gradsync.sync.limbs import NUM_LIMBS, join, split
-from gradsync.sync.loss_sum import LossSum
+from gradsync.sync.exact_sum import NUM_BINS, from_bins, to_bins
+from gradsync.sync.loss import LossSum
 
 NUMBERS = st.lists(
     st.floats(allow_nan=False, allow_infinity=False, min_value=-1e60, max_value=1e60),
@@ -22,34 +22,34 @@ NUMBERS = st.lists(
 )
 
 
-def limbs_of(numbers: list[float]) -> torch.Tensor:
-    return split(torch.tensor(numbers, dtype=torch.float64))
+def bins_of(numbers: list[float]) -> torch.Tensor:
+    return to_bins(torch.tensor(numbers, dtype=torch.float64))
 
 
 @given(NUMBERS, st.integers(0, 29), st.randoms(use_true_random=False))
 def test_neither_order_nor_grouping_shows(
     numbers: list[float], first: int, rng: random.Random
 ) -> None:
-    whole = limbs_of(numbers)
-    assert whole.shape == (NUM_LIMBS,)
+    whole = bins_of(numbers)
+    assert whole.shape == (NUM_BINS,)
     shuffled = numbers.copy()
     rng.shuffle(shuffled)
-    parts = limbs_of(shuffled[:first]) + limbs_of(shuffled[first:])
+    parts = bins_of(shuffled[:first]) + bins_of(shuffled[first:])
     assert torch.equal(parts, whole)
-    assert join(parts.tolist()) == join(whole.tolist())
+    assert from_bins(parts.tolist()) == from_bins(whole.tolist())
 
 
 @given(NUMBERS)
 def test_the_sum_is_rounded_once(numbers: list[float]) -> None:
     exact = sum(Fraction(number) for number in numbers)
     dropped = Fraction(len(numbers), 2**220)
-    error = abs(Fraction(join(limbs_of(numbers).tolist())) - exact)
+    error = abs(Fraction(from_bins(bins_of(numbers).tolist())) - exact)
     assert error <= abs(exact) / 2**53 + 2 * dropped
 
 
 @given(st.lists(st.floats(width=32, min_value=2.0**-40, max_value=2.0**40), max_size=30))
 def test_ordinary_losses_add_exactly(numbers: list[float]) -> None:
-    assert join(limbs_of(numbers).tolist()) == math.fsum(numbers)
+    assert from_bins(bins_of(numbers).tolist()) == math.fsum(numbers)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_ordinary_losses_add_exactly(numbers: list[float]) -> None:
     ],
 )
 def test_numbers_outside(numbers: list[float], expected: float) -> None:
-    found = join(limbs_of(numbers).tolist())
+    found = from_bins(bins_of(numbers).tolist())
     assert found == expected or (math.isnan(found) and math.isnan(expected))
 
 

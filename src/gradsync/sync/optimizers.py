@@ -1,8 +1,15 @@
-"""Comparison of all ranks' optimizers before any update, in the step's message.
+"""Notification of listeners before and after an optimizer's step.
+
+Torch offers hooks on all optimizers of the process, in one table. That table must not change while
+another thread steps, so one watch enters it once and stays; listeners come and go here.
+
+Comparison of all ranks' optimizers before any update, in the step's message.
 
 A rank that steps with another learning rate (`ReduceLROnPlateau` on its own loss, a checkpoint that
 only rank 0 loaded) trains another model; where ranks divide the update among themselves, all of
 them get one mixture of both, which no comparison of replicas can detect afterwards.
+
+Untracked parameters of a replicated model: replaced or unfrozen after `gs.replicate`.
 """
 
 from __future__ import annotations
@@ -10,23 +17,108 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import threading
+import weakref
 from array import array
 from collections.abc import Mapping, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from gradsync.comm.base import Communicator
 from gradsync.comm.values import all_gather_json
+from gradsync.core.torch_private import optimizer_pre_hooks
 from gradsync.errors import ConfigError
+from gradsync.sync.check_model import group_ranks, name_ranks
 from gradsync.sync.sharded.bucket import options
-from gradsync.sync.structure import group_ranks, name_ranks
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    import torch
+    from torch import Tensor, nn
     from torch.optim import Optimizer
+
+
+class Listener(Protocol):
+    """An object notified of optimizer steps."""
+
+    parameter_ids: set[int]
+    """Ids of the parameters that it synchronises."""
+    comm: Communicator
+    """The ranks that it communicates with."""
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Called before an optimizer uses gradients."""
+        ...
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Called after an optimizer has used gradients."""
+        ...
+
+
+class OptimizerWatch:
+    """The hooks; refers to its listeners weakly, in the order in which they were added: on all
+    ranks they must take part in a step in one order."""
+
+    def __init__(self) -> None:
+        self._listeners: list[weakref.ref[Any]] = []
+        self._lock = threading.Lock()
+        self.added = 0
+        """Number of listeners ever added."""
+        self.backwards: set[int] = set()
+        """Graph tasks of each `GradientSync.backward` that runs now."""
+
+    def add(self, listener: Listener) -> None:
+        """Notify `listener` as long as it lives."""
+        with self._lock:
+            self._listeners.append(weakref.ref(listener))
+            self.added += 1
+
+    def discard(self, listener: Listener) -> None:
+        """Stop notifying `listener`."""
+        with self._lock:
+            self._listeners = [ref for ref in self._listeners if ref() not in (None, listener)]
+
+    def owns(self, parameter: torch.Tensor) -> bool:
+        """Whether a listener synchronises this parameter."""
+        return any(id(parameter) in listener.parameter_ids for listener in self.present())
+
+    def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Notify listeners before a step."""
+        for listener in self.present():
+            listener.before_step(optimizer)
+
+    def after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Notify listeners after a step."""
+        for listener in self.present():
+            listener.after_step(optimizer)
+
+    def present(self) -> list[Listener]:
+        """Listeners that are alive, in order."""
+        with self._lock:
+            found = [(ref, ref()) for ref in self._listeners]
+            self._listeners = [ref for ref, listener in found if listener is not None]
+        return [listener for _, listener in found if listener is not None]
+
+
+def optimizer_watch() -> OptimizerWatch:
+    """The process's watch; the first call enters it into torch's table, where it stays."""
+    for hook in optimizer_pre_hooks():
+        if isinstance(hook, OptimizerWatch):
+            return hook
+    watch = OptimizerWatch()
+    register_optimizer_step_pre_hook(watch)
+    register_optimizer_step_post_hook(watch.after_step)
+    return watch
+
 
 Settings = dict[str, str]
 """Text by name, in the order in which messages look for the first difference."""
+
 
 _BITS = 20
 """Size of a digest's numbers: W n^2 is exact in float64 for up to 2^13 ranks."""
@@ -117,3 +209,40 @@ def _text(value: Any) -> str:
 
 def _hash(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=8).hexdigest()
+
+
+class UntrackedParameters:
+    """Checks the parameters that optimizers update: checking the model in every step costs much.
+
+    Args:
+        model: in its present state; it may have changed since `gs.replicate`.
+        known: ids of the parameters that are synchronised.
+    """
+
+    def __init__(self, model: nn.Module, known: set[int]) -> None:
+        self._model = model
+        self._known = known
+        self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check that `optimizer` is about to update synchronised parameters of the model only.
+
+        Raises:
+            ConfigError: names one that is not.
+        """
+        seen = optimizer in self._seen
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if seen and not any(id(p) in self._known for p in parameters):
+            return  # of another model
+        self._seen.add(optimizer)
+        strangers = {
+            id(p)
+            for p in parameters
+            if id(p) not in self._known and p.requires_grad and (p.grad is not None or not seen)
+        }
+        for name, parameter in self._model.named_parameters() if strangers else ():
+            if id(parameter) in strangers:
+                raise ConfigError(
+                    f"parameter {name!r} was replaced or became trainable after gs.replicate: it "
+                    "is not synchronised. Call close() on the handle and replicate the model again"
+                )

@@ -1,4 +1,6 @@
-"""Mean losses: recognised in the autograd graph, and harmless where they are over nothing.
+"""The step's loss and weight, over leaves and ranks.
+
+Mean losses: recognised in the autograd graph, and harmless where they are over nothing.
 
 [Note: Mean or sum] A step divides once, by the targets of the whole global batch, so it needs each
 leaf's *sum*. A mean, the default of torch's loss functions, is multiplied by the number of targets
@@ -16,19 +18,116 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from gradsync.comm.base import Communicator
 from gradsync.core.torch_private import saved
 from gradsync.errors import ConfigError
+from gradsync.sync.exact_sum import NUM_BINS, from_bins, to_bins
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+NO_LOSS = (0.0,) * (2 * NUM_BINS)
+"""Message of a rank whose loop gives no loss: of the others' length, since a rank that discards a
+step may not know how they end it."""
+
+
+class LossSum:
+    """This rank's loss and weight; sums over all ranks do not depend on the distribution of
+    leaves, see [Note: Fixed bins] in exact_sum.py.
+
+    Args:
+        device: device of the losses.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._losses: list[Tensor] = []
+        self._weights: list[float] = []
+
+    @property
+    def num_leaves(self) -> int:
+        """Number of leaves added."""
+        return len(self._losses)
+
+    @property
+    def weight(self) -> float:
+        """Number of targets (or samples) of this rank's leaves."""
+        return math.fsum(self._weights)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether this rank's losses are finite; unchecked on CUDA, where it would wait."""
+        return self._device.type == "cuda" or all(map(torch.isfinite, self._losses))
+
+    def add(self, loss_sum: Tensor, weight: float) -> None:
+        """Add one leaf's summed loss, [], and weight."""
+        self._losses.append(loss_sum.detach().to(self._device, torch.float64, copy=True))
+        self._weights.append(weight)
+
+    def clear(self) -> None:
+        """Start over with no leaves."""
+        self._losses.clear()
+        self._weights.clear()
+
+    def message(self) -> list[float]:
+        """This rank's part of the step's small message, [2 NUM_BINS]: the weight, and the loss
+        where that costs no wait, on a CPU."""
+        weights = to_bins(torch.tensor(self._weights, dtype=torch.float64)).tolist()
+        if self._device.type == "cuda":
+            return [*weights, *[0.0] * NUM_BINS]
+        return [*weights, *self._bins().tolist()]
+
+    def over_ranks(self, comm: Communicator, summed: Sequence[float]) -> tuple[Tensor, float]:
+        """Loss (float64 []) and weight over all ranks, from the sum of their messages.
+
+        On CUDA by one more all-reduce: whole group, float64 [NUM_BINS], on the device, overlaps
+        the buckets in progress.
+        """
+        weight = from_bins(summed[:NUM_BINS])
+        if self._device.type != "cuda":
+            return torch.tensor(from_bins(summed[NUM_BINS:]), dtype=torch.float64), weight
+        bins = self._bins()
+        comm.all_reduce(bins).wait()
+        return bins[:-1].flip(0).sum() + bins[-1], weight
+
+    def _bins(self) -> Tensor:
+        if not self._losses:
+            return torch.zeros(NUM_BINS, dtype=torch.float64, device=self._device)
+        return to_bins(torch.stack(self._losses))
+
+
+def leaf_weight(weight: float | Tensor | None, leaf: Any) -> float:
+    """Weight of a leaf: `weight`, or else the leaf's number of targets.
+
+    Raises:
+        TypeError: neither is given.
+        ConfigError: negative, infinite or undefined.
+    """
+    if weight is None:
+        if leaf is None:
+            raise TypeError("backward() needs weight= (the number of targets) or leaf=")
+        weight = leaf.num_targets
+    weight = float(weight)
+    if not 0 <= weight < math.inf:
+        raise ConfigError(f"backward(weight=...) must be a finite number >= 0, got {weight}")
+    return weight
+
 
 log = logging.getLogger("gradsync")
 
+
 _MEAN = 1
 """The `reduction` that a loss keeps's node: 0 none, 1 mean, 2 sum."""
+
+
 _LOOKED_AT = 100
+
+
 _PASSED = ("Add", "Sub", "Neg", "Mul", "Div", "ToCopy", "Clone", "Alias", "View", "Squeeze")
 """Operations between losses and `backward`'s argument: weighted sums, casts, other shapes."""
 

@@ -50,8 +50,8 @@ if TYPE_CHECKING:
     from gradsync.runtime.session import init as init
     from gradsync.sync.comm_hook import comm_hook as comm_hook
     from gradsync.sync.replicate import replicate as replicate
-    from gradsync.sync.sharded.optimizer import ShardedOptimizer as ShardedOptimizer
-    from gradsync.sync.sharded.whole import gather_weights as gather_weights
+    from gradsync.sync.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
+    from gradsync.sync.sharded_state import gather_weights as gather_weights
     from gradsync.world import World as World
 
 _HOMES = {
@@ -88,8 +88,8 @@ _HOMES = {
     "gradsync.runtime.session": ("init",),
     "gradsync.sync.comm_hook": ("comm_hook",),
     "gradsync.sync.replicate": ("replicate",),
-    "gradsync.sync.sharded.optimizer": ("ShardedOptimizer",),
-    "gradsync.sync.sharded.whole": ("gather_weights",),
+    "gradsync.sync.sharded_optimizer": ("ShardedOptimizer",),
+    "gradsync.sync.sharded_state": ("gather_weights",),
     "gradsync.world": ("World",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

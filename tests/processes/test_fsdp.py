@@ -22,8 +22,8 @@ from gradsync.data.plan import share
 from gradsync.errors import ConfigError
 from gradsync.runtime.gloo_group import wait_until_workers_sleep
 from gradsync.sync.gradient_sync import GradientSync
-from gradsync.sync.sharded.fsdp import FsdpReducer
-from gradsync.sync.sharded.whole import gather_weights
+from gradsync.sync.fsdp import FsdpReducer
+from gradsync.sync.sharded_state import gather_weights
 from support.rank_session import open_session
 from support.sync_cases import (
     NUM_STEPS,

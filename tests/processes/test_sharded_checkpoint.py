@@ -22,8 +22,8 @@ from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.core.files import Filesystem
 from gradsync.models.config import GPTConfig
 from gradsync.models.gpt import GPT
-from gradsync.sync.sharded.fsdp import FsdpReducer
-from gradsync.sync.sharded.optimizer import ShardedOptimizer
+from gradsync.sync.fsdp import FsdpReducer
+from gradsync.sync.sharded_optimizer import ShardedOptimizer
 from gradsync.train.config import CheckpointConfig, EvalConfig, OptimConfig, TrainConfig
 from gradsync.train.loop import Trainer
 from support.small_run import VOCAB, RankResult, losses, make_data, small_config, train_rank

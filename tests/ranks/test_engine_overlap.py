@@ -13,8 +13,8 @@ from gradsync.comm.base import Communicator, Done, Work
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.single import SingleCommunicator
 from gradsync.errors import GradsyncError
-from gradsync.sync.engine.bucket import Bucket
-from gradsync.sync.engine.engine import Engine
+from gradsync.sync.buckets import Bucket
+from gradsync.sync.engine import Engine
 from gradsync.sync.exact_sum import NUM_BINS
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.replicate import replicate

@@ -22,9 +22,9 @@ from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
 from gradsync.comm.shared_memory.unavailable import SharedMemoryError
 from gradsync.errors import ConfigError
 from gradsync.sync.gradient_sync import GradientSync
-from gradsync.sync.host.eligible import why_not_now
-from gradsync.sync.host.engine import HostEngine
-from gradsync.sync.host.tree import SharedTree
+from gradsync.sync.elementwise import why_not_now
+from gradsync.sync.shared_memory import HostEngine
+from gradsync.sync.shared_memory import SharedTree
 from gradsync.sync.replicate import replicate
 from support.thread_ranks import run_thread_ranks
 

@@ -13,7 +13,7 @@ from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.single import SingleCommunicator
 from gradsync.errors import ConfigError
 from gradsync.sync.gradient_sync import GradientSync
-from gradsync.sync.naive import NaiveReducer
+from gradsync.sync.reducer import NaiveReducer
 from gradsync.sync.periodic import LocalSgdReducer
 from support.recording import RecordingCommunicator
 from support.round_cases import (

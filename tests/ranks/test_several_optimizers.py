@@ -20,7 +20,7 @@ from gradsync.comm.single import SingleCommunicator
 from gradsync.data.plan import share
 from gradsync.errors import ConfigError
 from gradsync.sync.gradient_sync import GradientSync
-from gradsync.sync.host.engine import HostEngine
+from gradsync.sync.shared_memory import HostEngine
 from gradsync.sync.registry import STRATEGIES
 from gradsync.sync.replicate import replicate
 from support.engine_cases import global_random_state, raw

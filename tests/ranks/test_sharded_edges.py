@@ -17,11 +17,11 @@ from torch.optim import Optimizer
 from gradsync.comm.base import Communicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.errors import ConfigError
-from gradsync.sync.engine.build import build_engine
-from gradsync.sync.engine.recipe import Recipe
+from gradsync.sync.build import build_engine
+from gradsync.sync.recipe import Recipe
 from gradsync.sync.gradient_sync import GradientSync
-from gradsync.sync.sharded.layout import layout_of
-from gradsync.sync.sharded.optimizer import ShardedOptimizer
+from gradsync.sync.sharded_optimizer import layout_of
+from gradsync.sync.sharded_optimizer import ShardedOptimizer
 from support.thread_ranks import run_thread_ranks
 
 INVARIANT = Recipe(order="invariant", bucket_mb=0.0002)

@@ -17,8 +17,8 @@ from gradsync.comm.base import Communicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.single import SingleCommunicator
 from gradsync.errors import ConfigError
-from gradsync.sync.sharded.layout import layout_of
-from gradsync.sync.sharded.optimizer import ShardedOptimizer, step_together
+from gradsync.sync.sharded_optimizer import layout_of
+from gradsync.sync.sharded_optimizer import ShardedOptimizer, step_together
 from support.thread_ranks import run_thread_ranks
 
 SHAPES = ((70, 33), (5,), (), (129,), (64, 3), (1,), (7, 7, 7), (2, 1000))

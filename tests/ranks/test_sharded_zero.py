@@ -15,10 +15,10 @@ from gradsync.comm.base import Communicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.single import SingleCommunicator
 from gradsync.data.plan import share
-from gradsync.sync.engine.build import build_engine
-from gradsync.sync.engine.recipe import Recipe
+from gradsync.sync.build import build_engine
+from gradsync.sync.recipe import Recipe
 from gradsync.sync.gradient_sync import GradientSync
-from gradsync.sync.sharded.zero import ShardedEngine
+from gradsync.sync.zero import ShardedEngine
 from support.sync_cases import (
     CASES,
     MORE_CASES,

@@ -24,10 +24,10 @@ from gradsync.comm.shared_memory.staging import STAGE_BYTES
 from gradsync.comm.shared_memory.unavailable import SharedMemoryError
 from gradsync.errors import LostPeerError
 from gradsync.sync.engine import over_hosts
-from gradsync.sync.engine.bucket import Bucket
-from gradsync.sync.engine.engine import Engine
-from gradsync.sync.engine.over_hosts import OverHosts
-from gradsync.sync.engine.plan import BucketPlan, Slot
+from gradsync.sync.buckets import Bucket
+from gradsync.sync.engine import Engine
+from gradsync.sync.exchange import OverHosts
+from gradsync.sync.layout import BucketPlan, Slot
 from gradsync.sync.replicate import replicate
 from support.comm_cases import FLOATS, INTEGERS, OPS, check_all, lengths, rank_input
 from support.engine_cases import PROBLEMS, Way, groups_of, pretend_hosts, train

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradsync.sync.engine.leaf_tree import (
+from gradsync.sync.leaf_tree import (
     LeafStack,
     Node,
     largest_nodes,

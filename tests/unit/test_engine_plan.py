@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradsync.sync.engine.plan import ALIGNMENT, BucketPlan, Item, plan_buckets
+from gradsync.sync.layout import ALIGNMENT, BucketPlan, Item, plan_buckets
 
 SIZES = st.integers(0, 400)
 KINDS = st.sampled_from([("fp32", 4), ("bf16", 2), ("fp64", 8)])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gradsync.comm.reductions import ALGORITHMS
-from gradsync.sync.engine.recipe import Recipe
+from gradsync.sync.recipe import Recipe
 from gradsync.sync.registry import ENGINE_OPTIONS, STRATEGIES
 from support.launchers import run_python
 

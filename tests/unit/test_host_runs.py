@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradsync.sync.clip import BLOCK as NORM_BLOCK
-from gradsync.sync.engine.leaf_tree import UNKNOWN
-from gradsync.sync.engine.plan import Slot
-from gradsync.sync.host.operands import sum_of_leaves, sum_of_ranks
-from gradsync.sync.host.runs import BLOCK, blocks_of, runs_of, share_blocks
+from gradsync.sync.leaf_tree import UNKNOWN
+from gradsync.sync.layout import Slot
+from gradsync.sync.leaf_tree import sum_of_leaves, sum_of_ranks
+from gradsync.sync.layout import BLOCK, blocks_of, runs_of, share_blocks
 
 sizes = st.lists(st.integers(0, 3 * BLOCK), max_size=12)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis import given
 
-from gradsync.sync.engine.plan import ALIGNMENT, Item, plan_buckets
-from gradsync.sync.sharded.pieces import Piece, pieces_of
+from gradsync.sync.layout import ALIGNMENT, Item, plan_buckets
+from gradsync.sync.layout import Piece, pieces_of
 
 
 def test_a_bucket_of_two_parameters_on_three_ranks() -> None:

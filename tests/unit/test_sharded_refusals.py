@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from gradsync.errors import ConfigError
-from gradsync.sync.sharded.layout import layout_of
-from gradsync.sync.sharded.optimizer import ShardedOptimizer
+from gradsync.sync.sharded_optimizer import layout_of
+from gradsync.sync.sharded_optimizer import ShardedOptimizer
 
 
 class RowMeans(torch.optim.SGD):

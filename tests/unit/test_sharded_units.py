@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from gradsync.sync.sharded.fsdp import blocks_of
+from gradsync.sync.fsdp import blocks_of
 
 
 def names(model: nn.Module) -> list[str]:

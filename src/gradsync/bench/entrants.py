@@ -28,7 +28,7 @@ from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.models.gpt import GPT, loss_sum
 from gradsync.runtime import environ
 from gradsync.runtime.threads import pin_threads
-from gradsync.sync.engine.over_hosts import OverHosts
+from gradsync.sync.exchange import OverHosts
 from gradsync.sync.registry import STRATEGIES
 from gradsync.sync.replicate import replicate
 from gradsync.sync.torch_ddp import TorchDdpReducer
@@ -389,7 +389,7 @@ class Synchronised(Entrant):
         """See `Entrant.communicators`."""
         levels = self.site.groups
         found = [self.sync.comm] if levels is None else [self.sync.comm, levels.intra, levels.inter]
-        transport = getattr(self.sync.reducer, "_transport", None)
+        transport = getattr(self.sync.reducer, "exchange", None)
         if isinstance(transport, OverHosts):
             found.append(transport.host)
         unique: dict[int, Communicator] = {id(comm): comm for comm in found}
@@ -397,7 +397,7 @@ class Synchronised(Entrant):
 
     def weights(self) -> list[Tensor] | None:
         """See `Entrant.weights`."""
-        if not self.sync.reducer.whole_parameters or self.contestant.name in _DRIFTING:
+        if not self.sync.reducer.shards.whole_parameters or self.contestant.name in _DRIFTING:
             return None
         return super().weights()
 

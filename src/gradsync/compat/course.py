@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from gradsync.sync.replicate import replicate
-from gradsync.sync.sharded.optimizer import ShardedOptimizer
+from gradsync.sync.sharded_optimizer import ShardedOptimizer
 
 
 class SynchronisedModule(nn.Module):

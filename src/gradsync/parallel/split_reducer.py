@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from gradsync.comm.base import Work
 from gradsync.core.torch_private import foreach_mul_
 from gradsync.parallel.groups import SplitGroups
 from gradsync.parallel.norm_places import norm_places
 from gradsync.parallel.partition import EMBEDDING, Part
 from gradsync.parallel.transfer import join_weights
 from gradsync.sync.clip import BLOCK, clip_factor, norm_from_blocks, norms_of_blocks
-from gradsync.sync.reducer import Reducer, Reduction, trainable
+from gradsync.sync.reducer import Reducer, Replicas, trainable
+from gradsync.sync.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -35,15 +37,12 @@ class SplitReducer(Reducer):
         inner: sums over `groups.data`.
     """
 
-    whole_parameters = False
-
     def __init__(self, model: nn.Module, part: Part, groups: SplitGroups, inner: Reducer) -> None:
-        super().__init__(model, groups.everyone)
-        self.inner = inner
-        self.part, self._groups = part, groups
-        self._names = [name for name, _ in trainable(model)]
+        names = [name for name, _ in trainable(model)]
+        super().__init__(model, groups.everyone, SplitShards(model, part, groups, inner.shards))
+        self.inner, self.part = inner, part
+        self._names = names
         self._order = {weight.name: place for place, weight in enumerate(part.weights)}
-        self._places, self._num_blocks = norm_places(part, BLOCK)
 
     def prime(self, forward_backward: Callable[[], None]) -> None:
         """See `Reducer.prime`."""
@@ -55,9 +54,9 @@ class SplitReducer(Reducer):
         with self.inner.leaf(last=last, index=index):
             yield
 
-    def forget(self) -> None:
-        """See `Reducer.forget`."""
-        self.inner.forget()
+    def collect(self, *, discard: bool, user_loop: bool) -> None:
+        """See `Reducer.collect`."""
+        self.inner.collect(discard=discard, user_loop=user_loop)
 
     def launch(self) -> list[bool]:
         """Which of the *whole model's* parameters have gradients here: all ranks' lists are equally
@@ -67,12 +66,14 @@ class SplitReducer(Reducer):
             whole[self._order[name]] = here
         return whole
 
-    def reduce(self, used: list[bool]) -> Reduction:
-        """See `Reducer.reduce`, and [Note: Tied ends]."""
-        reduction = self.inner.reduce([used[self._order[name]] for name in self._names])
+    def reduce(self, used: list[bool], divisor: float | None) -> Stopwatch:
+        """See `Reducer.reduce`, and [Note: Tied ends]: the ends' sums are added before they are
+        divided, as on one rank."""
+        watch = self.inner.reduce([used[self._order[name]] for name in self._names], 1.0)
         if used[self._order[EMBEDDING]]:
             self._sum_tied_ends()
-        return reduction
+        self.shards.scale(divisor and 1 / divisor)
+        return watch
 
     def _sum_tied_ends(self) -> None:
         """One exchange between the two ends, shape and dtype of the embedding."""
@@ -86,13 +87,34 @@ class SplitReducer(Reducer):
         self.comm.exchange([(gradient.contiguous(), peer)], [(theirs, peer)]).wait()
         gradient.add_(theirs)
 
+    def close(self) -> None:
+        """See `Reducer.close`."""
+        self.inner.close()
+
+
+class SplitShards(Replicas):
+    """One part of the model, whole on each of its replicas.
+
+    Args:
+        model: this rank's part.
+        part, groups: which part, and who has the others.
+        inner: of the strategy over the part's replicas.
+    """
+
+    whole_parameters = False
+
+    def __init__(self, model: nn.Module, part: Part, groups: SplitGroups, inner: Replicas) -> None:
+        super().__init__(model, inner.parameters)
+        self._inner, self._part, self._groups = inner, part, groups
+        self._places, self._num_blocks = norm_places(part, BLOCK)
+
     def clip(self, max_norm: float) -> Tensor:
-        """See `Reducer.clip`; the norm is that of the whole model's gradient.
+        """See `Replicas.clip`; the norm is that of the whole model's gradient.
 
         One all-reduce over the ranks of a replica, float64 [blocks of 65,536 elements in the whole
         model]; nothing to overlap with: the factor depends on it.
         """
-        found = dict(zip(self._names, self.parameters, strict=True))
+        found = dict(trainable(self.model))
         norms = torch.zeros(self._num_blocks, dtype=torch.float64, device=self.parameters[0].device)
         for name, begin in self._places.items():
             gradient = found[name].grad
@@ -101,34 +123,26 @@ class SplitReducer(Reducer):
                 norms[begin : begin + len(blocks)] = blocks
         self._groups.model.all_reduce(norms).wait()
         norm = norm_from_blocks(norms, double=False)
-        if gradients := self.gradients():
+        if gradients := self.owned():
             foreach_mul_(gradients, clip_factor(norm, max_norm))
         return norm
 
     def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """See `Reducer.update`."""
-        self.inner.update(optimizers)
+        """See `Replicas.update`."""
+        self._inner.update(optimizers)
 
-    def clear_gradients(self) -> None:
-        """See `Reducer.clear_gradients`."""
-        self.inner.clear_gradients()
-
-    def after_step(self) -> None:
-        """See `Reducer.after_step`."""
-        self.inner.after_step()
+    def publish(self) -> Work:
+        """See `Replicas.publish`."""
+        return self._inner.publish()
 
     def full_weights(self) -> dict[str, Tensor]:
         """Whole weights by name in the whole model's order, on the CPU of rank 0; the other ranks
         get {}. All ranks call it: the others send what they own."""
-        return join_weights(self.part, self._groups, dict(self.model.named_parameters()))
+        return join_weights(self._part, self._groups, dict(self.model.named_parameters()))
 
     def load_full_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Overwrite this part's parameters with whole ones."""
-        own, pieces = dict(self.model.named_parameters()), self.part.pieces()
+        own, pieces = dict(self.model.named_parameters()), self._part.pieces()
         with torch.no_grad():
             for name, parameter in own.items():
                 parameter.copy_(weights[name][pieces[name].slices])
-
-    def close(self) -> None:
-        """See `Reducer.close`."""
-        self.inner.close()

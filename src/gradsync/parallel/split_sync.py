@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +19,15 @@ from gradsync.sync.buffers import BufferSync
 from gradsync.sync.check_replicas import check_replicas, hash_bits
 from gradsync.sync.loss import LossSum
 from gradsync.sync.registry import build_reducer, find_strategy
-from gradsync.sync.state_face import StateFace
-from gradsync.sync.step import Optimizers, StepParts, StepResult, Update, take_step
+from gradsync.sync.state_methods import StateMethods
+from gradsync.sync.step import (
+    Optimizers,
+    StepCall,
+    StepParts,
+    StepResult,
+    Update,
+    take_step,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,7 +35,7 @@ if TYPE_CHECKING:
     from gradsync.parallel.stage_model import GPTStage
 
 
-class SplitSync(StateFace):
+class SplitSync(StateMethods):
     """Per step: `leaf` around each backward, then `step` once, on all ranks.
 
     The step's small message goes over all ranks of the run, so the loss, the weight and a wish to
@@ -81,10 +88,14 @@ class SplitSync(StateFace):
     ) -> StepResult:
         """See `GradientSync.step`; `scale` must be None."""
         assert scale is None, "fp16 is refused: parts would have to agree on the scale"
-        update = Update(self.reducer, [optimizer])
-        result = take_step(
-            self._parts, self._loss, update, enclosed=nullcontext, clip_norm=clip_norm, stop=stop
+        call = StepCall(
+            loss=self._loss,
+            update=Update(self.reducer, [optimizer]),
+            settings={},
+            clip_norm=clip_norm,
+            stop=stop,
         )
+        result = take_step(self._parts, call)
         optimizer.zero_grad(set_to_none=True)
         return result
 
@@ -94,7 +105,7 @@ class SplitSync(StateFace):
         """The replicas of each part must hold the same bits, and both ends a tied embedding.
 
         Raises:
-            RunError: naming the tensor and the ranks, see `StateFace.check_replicas`.
+            RunError: naming the tensor and the ranks, see `StateMethods.check_replicas`.
         """
         layout, place = self._part.layout, self._part.place
         same = [replace(place, data=index) for index in range(layout.dp)]

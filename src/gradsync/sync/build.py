@@ -1,4 +1,4 @@
-"""Construction of an engine from a recipe."""
+"""From a recipe to what it names: sums, exchange and shards, composed in an `Engine`."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
 from gradsync.comm.shared_memory.hierarchy import all_reduce_over_hosts, share_hosts
 from gradsync.comm.shared_memory.unavailable import SharedMemoryError
 from gradsync.errors import ConfigError
-from gradsync.sync.engine.engine import Engine
-from gradsync.sync.engine.over_hosts import OverHosts
-from gradsync.sync.engine.recipe import Recipe
-from gradsync.sync.engine.sums import PlainSums, Sums, TreeSums
-from gradsync.sync.engine.transport import (
+from gradsync.sync.buckets import PlainSums, TreeSums
+from gradsync.sync.engine import Engine, lay_out_buckets
+from gradsync.sync.exchange import (
     Algorithm,
     AllReduce,
+    Exchange,
     HalfWire,
+    OverHosts,
     ReduceScatter,
-    Transport,
 )
-from gradsync.sync.engine.tree_transport import TreeTransport
-from gradsync.sync.host.engine import HostEngine
-from gradsync.sync.host.tree import SharedTree
-from gradsync.sync.sharded.zero import ShardedEngine
+from gradsync.sync.recipe import Recipe
+from gradsync.sync.reducer import Replicas, trainable
+from gradsync.sync.shared_memory import SharedMemoryExchange, SharedMemoryShards
+from gradsync.sync.tree_exchange import TreeExchange
+from gradsync.sync.zero import ZeroShards
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -49,65 +49,56 @@ def build_engine(
     Args:
         model: on its device; its replicas are equal already.
         comm: all ranks.
-        recipe: describes the engine.
+        recipe: describes the strategy.
         groups: ranks inside the host and between hosts, for `reduction='hierarchical'`.
 
     Raises:
         ConfigError: a hierarchical recipe without groups.
     """
-    device = next(p.device for p in model.parameters() if p.requires_grad)
-    invariant = recipe.order == "invariant"
-    sums = TreeSums if invariant else PlainSums
-    if isinstance(comm, SharedMemoryCommunicator) and (invariant or _by_host(recipe)):
+    parameters = [parameter for _, parameter in trainable(model)]
+    buckets = lay_out_buckets(parameters, recipe, comm.world_size)
+    invariant, exchange = recipe.order == "invariant", None
+    # What shared memory can do for the recipe beyond carrying messages.
+    plain = (recipe.shard, recipe.reduction, recipe.wire) == ("none", "backend", "same")
+    divides = plain and recipe.grouping == "buckets"
+    shards: Replicas | None = None
+    # With shards, or with memory held once, `optimizer.step()` would be the whole optimizer's.
+    user_loop = recipe.shard == "none"
+    if isinstance(comm, SharedMemoryCommunicator) and (invariant or divides):
         try:
-            return _on_one_host(model, comm, recipe, sums())
+            exchange = SharedMemoryExchange(comm, buckets, along_tree=invariant)
+            if divides:
+                shards = SharedMemoryShards(model, parameters, exchange, recipe)
+                user_loop = recipe.weights != "shared"
         except SharedMemoryError as error:
+            exchange, buckets = None, lay_out_buckets(parameters, recipe, comm.world_size)
             if comm.rank == 0:
                 log.warning("buckets by messages: %s", str(error))
-    return _kind(recipe)(
-        model,
-        comm,
-        recipe=recipe,
-        sums=sums(),
-        transport=_transport(comm, recipe, groups, device),
+    if recipe.shard != "none":
+        in_shards = recipe.shard == "gradients"
+        shards = ZeroShards(model, parameters, comm, buckets, gradients=in_shards)
+    engine = Engine(
+        *(model, comm, buckets),
+        # The core that would add beside backward computes.
+        recipe=recipe if exchange is None else replace(recipe, overlap=False),
+        sums=TreeSums() if invariant else PlainSums(),
+        exchange=exchange or _exchange(comm, recipe, groups, parameters[0].device),
+        shards=shards,
+        # Shards of optimizer state belong to places in buckets: then places must not change.
+        learns=recipe.grouping == "buckets" and recipe.shard == "none" and exchange is None,
     )
-
-
-def _on_one_host(
-    model: nn.Module, comm: SharedMemoryCommunicator, recipe: Recipe, sums: Sums
-) -> Engine:
-    """An engine whose gradients lie in memory that all ranks see."""
-    if _by_host(recipe):
-        return HostEngine(model, comm, recipe=recipe, sums=sums)
-    tree = SharedTree(comm)
-    recipe = replace(recipe, overlap=False)  # the core that would add beside backward computes
-    engine = _kind(recipe)(model, comm, recipe=recipe, sums=sums, transport=tree)
-    try:
-        tree.lay_out(engine.buckets)
-    except SharedMemoryError:
-        engine.close()
-        raise
+    engine.user_loop = user_loop
     return engine
 
 
-def _kind(recipe: Recipe) -> type[Engine]:
-    return Engine if recipe.shard == "none" else ShardedEngine
-
-
-def _by_host(recipe: Recipe) -> bool:
-    """Whether shared memory can do more for the recipe than carry messages."""
-    plain = (recipe.shard, recipe.reduction, recipe.wire) == ("none", "backend", "same")
-    return plain and recipe.grouping == "buckets"
-
-
-def _transport(
+def _exchange(
     comm: Communicator, recipe: Recipe, groups: Groups | None, device: torch.device
-) -> Transport:
+) -> Exchange:
     if recipe.order == "invariant":
         channel = draw_channel(comm)
         own = for_background(comm, device)
         levels = [Channel(level, channel) for level in _tree_levels(own, recipe, groups)]
-        return TreeTransport(Channel(own, channel), levels, device)
+        return TreeExchange(Channel(own, channel), levels, device)
     if recipe.shard == "gradients":
         return ReduceScatter(comm)
     if recipe.wire != "same":
@@ -115,9 +106,9 @@ def _transport(
     if recipe.reduction == "backend":
         return AllReduce(comm)
     if recipe.reduction == "hierarchical" and device.type == "cpu":
-        transport = _over_hosts(comm, recipe, _known(groups))
-        if transport is not None:
-            return transport
+        exchange = _over_hosts(comm, recipe, _known(groups))
+        if exchange is not None:
+            return exchange
     return Algorithm(_algorithm(for_background(comm, device), recipe, groups), device)
 
 

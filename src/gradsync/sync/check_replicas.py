@@ -34,9 +34,9 @@ from gradsync.comm.base import Communicator
 from gradsync.comm.values import all_gather_json, all_gather_numbers, same_on_all_ranks
 from gradsync.core.torch_private import version
 from gradsync.errors import RunError
-from gradsync.sync.agreement import Agreement
 from gradsync.sync.check_model import group_ranks, name_ranks
 from gradsync.sync.optimizers import Settings, refuse_difference
+from gradsync.sync.step_metadata import StepMetadata
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -218,7 +218,7 @@ class ReplicaWatch:
             self._edited = loaded or not same
         return self._edited
 
-    def refuse_unlike(self, agreed: Agreement, settings: Settings, why: str) -> None:
+    def refuse_unlike(self, agreed: StepMetadata, settings: Settings, why: str) -> None:
         """Raise on all ranks when they differ in the values that the step's message compared.
 
         Args:

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from gradsync.core.torch_private import optimizer_post_hooks, optimizer_pre_hooks, step_hooks
 from gradsync.errors import ConfigError
-from gradsync.sync.optimizer_watch import OptimizerWatch
+from gradsync.sync.optimizers import OptimizerWatch, options
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,9 +31,6 @@ log = logging.getLogger("gradsync")
 
 State = dict[str, Any]
 """Optimizer state of one parameter, by name."""
-
-NOT_OPTIONS = frozenset({"params", "param_names"})
-"""Entries of a parameter group that are not hyper-parameters."""
 
 _ONE_THREAD_TAKES = 32_768
 """Elements: torch's grain of work on a CPU (`at::internal::GRAIN_SIZE`)."""
@@ -107,11 +104,6 @@ def arguments_of(optimizer_class: type[Optimizer], options: dict[str, Any]) -> d
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values()):
         return dict(options)
     return {name: value for name, value in options.items() if name in known}
-
-
-def options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyper-parameters of a parameter group."""
-    return {name: value for name, value in group.items() if name not in NOT_OPTIONS}
 
 
 def members_of(optimizer: Optimizer) -> list[list[int]]:

@@ -301,6 +301,7 @@ class Engine(Reducer):
         for handle in self._handles:
             handle.remove()
         self.exchange.close()
+        self.shards.close()
 
 
 def lay_out_buckets(

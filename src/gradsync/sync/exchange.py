@@ -126,6 +126,7 @@ class HalfWire(Exchange):
         scale = torch.exp2(torch.floor(torch.log2(limit / largest)).clamp(-120, 120))
         return torch.where(torch.isfinite(largest) & (largest > 0), scale, torch.ones_like(scale))
 
+
 class OverHosts(Exchange):
     """Buckets in memory that a host's ranks share, summed over hosts on a thread beside backward.
 
@@ -140,7 +141,7 @@ class OverHosts(Exchange):
     def __init__(
         self, host: SharedMemoryCommunicator, all_reduce: Callable[[Tensor], None]
     ) -> None:
-        self._host, self._all_reduce = host, all_reduce
+        self.host, self._all_reduce = host, all_reduce
         self._background = Background()
         self._homes: list[tuple[weakref.ref[Bucket], Tensor]] = []
         self._seen: weakref.WeakSet[Bucket] = weakref.WeakSet()
@@ -160,7 +161,7 @@ class OverHosts(Exchange):
         if flat.numel() * flat.element_size() < LEAST_BYTES:
             return
         try:
-            memory = self._host.allocate(flat.numel(), flat.dtype)
+            memory = self.host.allocate(flat.numel(), flat.dtype)
         except SharedMemoryError:
             return  # on all ranks of the host; there the bucket goes through small buffers
         bucket.adopt(0, memory)
@@ -170,13 +171,13 @@ class OverHosts(Exchange):
         """Release the memory of buckets that have been laid out again."""
         for owner, memory in self._homes:
             if owner() is None:
-                self._host.release(memory)
+                self.host.release(memory)
         self._homes = [home for home in self._homes if home[0]() is not None]
 
     def close(self) -> None:
         """End the thread, and leave the host's other ranks."""
         self._background.close()
-        self._host.close()
+        self.host.close()
 
 
 class Then:

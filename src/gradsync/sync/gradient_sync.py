@@ -16,17 +16,19 @@ from gradsync.sync.check_model import refuse_ddp_around
 from gradsync.sync.check_replicas import ReplicaWatch
 from gradsync.sync.loss import LossSum, MeanCheck, counts_for_nothing, leaf_weight, to_sum
 from gradsync.sync.optimizers import optimizer_watch, refuse_closure
-from gradsync.sync.own_loop import OwnLoop, OwnLoopFace
 from gradsync.sync.reducer import Reducer
-from gradsync.sync.state_face import StateFace
+from gradsync.sync.state_methods import StateMethods
 from gradsync.sync.step import (
     Optimizers,
+    StepCall,
     StepParts,
     StepResult,
     Update,
     each_optimizer,
+    settings_of_step,
     take_step,
 )
+from gradsync.sync.user_loop import UserLoop, UserLoopMethods
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -35,7 +37,7 @@ HANDLE = "_gradsync"
 """Attribute by which a model refers to its handle; hooks do not keep it alive."""
 
 
-class GradientSync(OwnLoopFace, StateFace):
+class GradientSync(UserLoopMethods, StateMethods):
     """Handle of a replicated model, made by `gs.replicate`.
 
     Per step: `backward` for each leaf, then `step` once. Or, in the user's training loop:
@@ -68,16 +70,12 @@ class GradientSync(OwnLoopFace, StateFace):
         self._last = False
         self._index: int | None = None
         self._result: StepResult | None = None
-        self._statistics = BufferSync(
-            model,
-            comm,
-            batch_norm or choose_batch_norm(model, comm, None),
-            equal_replicas=reducer.equal_replicas,
-        )
-        equal = reducer.whole_parameters and reducer.equal_replicas
-        watch = ReplicaWatch(model, comm, equal=equal)
-        self._own_loop = OwnLoop(model, comm, reducer, self._statistics, watch, number=number)
-        self._parts = StepParts(reducer, comm, self._statistics, number, watch)
+        shards = reducer.shards
+        handling = batch_norm or choose_batch_norm(model, comm, None)
+        self._buffers = BufferSync(model, comm, handling, equal_replicas=shards.equal_replicas)
+        watch = ReplicaWatch(model, comm, equal=shards.whole_parameters and shards.equal_replicas)
+        self._parts = StepParts(reducer, comm, self._buffers, number, watch)
+        self._user_loop = UserLoop(model, self._parts, watch)
         self._ddp_watch = refuse_ddp_around(model, reducer)
         self._failed = False
 
@@ -85,6 +83,16 @@ class GradientSync(OwnLoopFace, StateFace):
     def mean_loss(self) -> float:
         """Global mean loss of the last step, nan before the first; waits for the device."""
         return float("nan") if self._result is None else float(self._result.mean_loss)
+
+    @property
+    def whole_parameters(self) -> bool:
+        """False when a rank holds a share of each parameter, so that every forward needs all."""
+        return self.reducer.shards.whole_parameters
+
+    @property
+    def equal_replicas(self) -> bool:
+        """False when replicas drift between rounds."""
+        return self.reducer.shards.equal_replicas
 
     @property
     def forward(self) -> Any:
@@ -96,7 +104,7 @@ class GradientSync(OwnLoopFace, StateFace):
 
     def prime(self, forward_backward: Callable[[], None]) -> None:
         """See `Reducer.prime`; call it before the first step when a resume must keep its bits."""
-        with self._statistics.untouched():
+        with self._buffers.untouched():
             self.reducer.prime(forward_backward)
 
     @contextmanager
@@ -111,13 +119,13 @@ class GradientSync(OwnLoopFace, StateFace):
             index: `leaf.index` of the loader, see `backward`.
         """
         self._last, self._index = last, index
-        self._own_loop.in_micro_step = True
+        self._user_loop.in_micro_step = True
         try:
             with self.reducer.micro_step(last=last):
                 yield
         finally:
             self._last, self._index = False, None
-            self._own_loop.in_micro_step = False
+            self._user_loop.in_micro_step = False
 
     def backward(
         self,
@@ -154,18 +162,18 @@ class GradientSync(OwnLoopFace, StateFace):
         loss_sum = to_sum(loss, weight, reduction)
         self._check_mean(loss, weight, leaf, reduction=reduction)
         nothing = reduction == "mean" and not weight
-        self._statistics.leaf_begins(last=last)
+        self._buffers.leaf_begins(last=last)
         root = loss_sum if scale is None else scale.scale(loss_sum)
         with (
-            self._own_loop.enclosed(root),
+            self._user_loop.enclosed(root),
             self.reducer.leaf(last=last, index=index),
             counts_for_nothing(loss) if nothing else nullcontext(),
         ):
-            self._own_loop.leaves += 1
+            self._user_loop.leaves += 1
             self._failed = True  # until the backward has succeeded
             root.backward()
         self._failed = False
-        self._statistics.leaf_ends(counts=weight > 0)
+        self._buffers.leaf_ends(counts=weight > 0)
         self._loss.add(loss_sum, weight)
 
     def step(
@@ -200,19 +208,27 @@ class GradientSync(OwnLoopFace, StateFace):
         self._refuse_if_failed()
         for each in optimizers:
             refuse_closure(each)
-            self._own_loop.untracked.check(each)
-        if not self._own_loop.leaves and self._own_loop.pending:
+            self._user_loop.untracked.check(each)
+        if not self._user_loop.leaves and self._user_loop.pending:
             raise ConfigError(
                 "loss.backward() is followed by optimizer.step(), and sync.step(optimizer) follows "
                 "sync.backward(loss_sum, weight=...): nobody told the weight of this loss"
             )
-        if scale is not None and not reducer.takes_scale:
+        if scale is not None and not reducer.shards.takes_scaler:
             raise ConfigError(
                 f"sync={reducer.strategy!r} cannot work with a GradScaler: a gradient that is not "
                 "finite would stay in what it remembers; use bf16, or another strategy"
             )
-        update = Update(reducer, optimizers)
-        result = self._end_step(update, clip_norm=clip_norm, stop=stop, scale=scale)
+        call = StepCall(
+            loss=self._loss,
+            update=Update(reducer, optimizers),
+            settings=settings_of_step(self._parts, optimizers),
+            enclosed=self._user_loop.enclosed,
+            clip_norm=clip_norm,
+            stop=stop,
+            scale=scale,
+        )
+        result = self._end_step(call)
         for each in optimizers:
             each.zero_grad(set_to_none=True)
         return result
@@ -225,23 +241,22 @@ class GradientSync(OwnLoopFace, StateFace):
         DDP (`ddp`, `powersgd`) cannot continue after a backward that raised.
         """
         self._refuse_if_closed()
-        if self._own_loop.pending and not self._own_loop.leaves:
-            self._own_loop.discard()
+        if self._user_loop.pending and not self._user_loop.leaves:
+            self._user_loop.discard()
             return
         if self._failed:
-            self._statistics.leaf_ends(counts=False)
+            self._buffers.leaf_ends(counts=False)
         self._failed = False
-        self._end_step(None)
+        settings = settings_of_step(self._parts, ())
+        self._end_step(StepCall(loss=self._loss, discard=True, settings=settings))
 
-    def _end_step(self, update: Update | None, **options: Any) -> StepResult:
-        """Synchronise, and `update` unless that is None on some rank; then reset."""
+    def _end_step(self, call: StepCall) -> StepResult:
+        """Take the step, then reset."""
         try:
-            self._result = take_step(
-                self._parts, self._loss, update, enclosed=self._own_loop.enclosed, **options
-            )
+            self._result = take_step(self._parts, call)
         finally:
             if not self._loss.num_leaves:
-                self._own_loop.leaves = 0
+                self._user_loop.leaves = 0
         return self._result
 
     def _refuse_if_failed(self) -> None:
@@ -258,10 +273,10 @@ class GradientSync(OwnLoopFace, StateFace):
         Before `destroy_process_group` it also lets gloo's workers finish: one that still needs
         Python's lock when the interpreter ends would abort the process.
         """
-        self._own_loop.close()
+        self._user_loop.close()
         self._ddp_watch.remove()
         self.reducer.close()
-        self._statistics.close()
+        self._buffers.close()
         for part in self.model.modules():
             if part.__dict__.get(HANDLE) is self:
                 del part.__dict__[HANDLE]

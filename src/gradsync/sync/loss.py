@@ -82,13 +82,18 @@ class LossSum:
             return [*weights, *[0.0] * NUM_BINS]
         return [*weights, *self._bins().tolist()]
 
+    @staticmethod
+    def weight_over_ranks(summed: Sequence[float]) -> float:
+        """Weight over all ranks, from the sum of their messages."""
+        return from_bins(summed[:NUM_BINS])
+
     def over_ranks(self, comm: Communicator, summed: Sequence[float]) -> tuple[Tensor, float]:
         """Loss (float64 []) and weight over all ranks, from the sum of their messages.
 
         On CUDA by one more all-reduce: whole group, float64 [NUM_BINS], on the device, overlaps
         the buckets in progress.
         """
-        weight = from_bins(summed[:NUM_BINS])
+        weight = self.weight_over_ranks(summed)
         if self._device.type != "cuda":
             return torch.tensor(from_bins(summed[NUM_BINS:]), dtype=torch.float64), weight
         bins = self._bins()

@@ -35,12 +35,20 @@ from gradsync.comm.values import all_gather_json
 from gradsync.core.torch_private import optimizer_pre_hooks
 from gradsync.errors import ConfigError
 from gradsync.sync.check_model import group_ranks, name_ranks
-from gradsync.sync.sharded.bucket import options
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
     from torch.optim import Optimizer
+
+
+NOT_OPTIONS = frozenset({"params", "param_names"})
+"""Entries of a parameter group that are not hyper-parameters."""
+
+
+def options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyper-parameters of a parameter group."""
+    return {name: value for name, value in group.items() if name not in NOT_OPTIONS}
 
 
 class Listener(Protocol):

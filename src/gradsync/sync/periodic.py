@@ -46,17 +46,17 @@ not the identity: the outer optimizer runs there, too.
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradsync.comm.base import Communicator
+from gradsync.comm.base import Communicator, Done, Work
 from gradsync.comm.values import broadcast_json, broadcast_tensors
 from gradsync.core.torch_private import foreach_copy_, foreach_sub
 from gradsync.errors import CheckpointError, ConfigError
-from gradsync.sync.reducer import Reducer, Reduction, trainable
+from gradsync.sync.reducer import Reducer, Replicas, trainable
 from gradsync.sync.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
@@ -199,8 +199,21 @@ def take_state_of_rank_0(optimizer: Optimizer, comm: Communicator) -> None:
             optimizer.state[parameter] = state[index]
 
 
-class RoundReducer(Reducer):
-    """A strategy whose ranks meet every `inner_steps` steps.
+class AloneReducer(Reducer):
+    """Sums nothing: a rank's gradient is the mean over its own leaves."""
+
+    def __init__(self, model: nn.Module, comm: Communicator, shards: PeriodicReplicas) -> None:
+        super().__init__(model, comm, shards)
+        self._periodic = shards
+
+    def reduce(self, used: list[bool], divisor: float | None) -> Stopwatch:
+        """Leave `.grad` to this rank; the step's cost is known after `publish`."""
+        self.shards.scale(divisor and 1 / divisor)
+        return self._periodic.begin_step()
+
+
+class PeriodicReplicas(Replicas, ABC):
+    """Replicas that drift, and meet every `inner_steps` steps.
 
     Args:
         model: on its device; its replicas are equal.
@@ -216,23 +229,25 @@ class RoundReducer(Reducer):
     def __init__(self, model: nn.Module, comm: Communicator, *, inner_steps: int) -> None:
         if inner_steps < 1:
             raise ConfigError(f"inner_steps must be at least 1, got {inner_steps}")
-        super().__init__(model, comm)
+        super().__init__(model, [p for _, p in trainable(model)])
+        self.comm = comm
         self.inner_steps = inner_steps
         self.steps_in_round = 0
         """Number of steps since the ranks last met."""
         self._watch = self._new_watch()
         self._note_buffers()
 
-    def reduce(self, used: list[bool]) -> Reduction:
-        """Leave `.grad` to this rank; the step's cost is known after `after_step`."""
+    def begin_step(self) -> Stopwatch:
+        """Begin a step, before the update; returns the watch that `publish` will use."""
         self._watch = self._new_watch()
-        return Reduction(divided_by=1, exposed=self._watch, local=True)
+        return self._watch
 
-    def after_step(self) -> None:
+    def publish(self) -> Work:
         """Count the step, even without data on this rank; meet when the round is full."""
         self.steps_in_round += 1
         if self.steps_in_round >= self.inner_steps:
             self.synchronize_replicas()
+        return Done()
 
     def synchronize_replicas(self) -> None:
         """End the round now, so that all ranks hold the same model; all ranks call it.
@@ -277,7 +292,7 @@ class RoundReducer(Reducer):
         return Stopwatch(on_cuda=any(parameter.is_cuda for parameter in self.parameters))
 
 
-class LocalSgdReducer(RoundReducer):
+class LocalSgdReplicas(PeriodicReplicas):
     """Averages weights, floating buffers and, if asked, the optimizer's momenta.
 
     Args:
@@ -323,7 +338,7 @@ class LocalSgdReducer(RoundReducer):
 _PREFIX = "outer_momentum/"
 
 
-class DilocoReducer(RoundReducer):
+class DilocoReplicas(PeriodicReplicas):
     """Outer SGD over the weights with which the round began.
 
     Args:
@@ -364,14 +379,14 @@ class DilocoReducer(RoundReducer):
             self._start, lr=outer_lr, momentum=outer_momentum, nesterov=outer_momentum > 0
         )
 
-    def reduce(self, used: list[bool]) -> Reduction:
-        """See `RoundReducer.reduce`; the first step of a round stores the weights it starts from.
+    def begin_step(self) -> Stopwatch:
+        """See `PeriodicReplicas.begin_step`; the first step of a round stores its start.
 
         Stored each time, not kept from the last meeting: weights may have been loaded since.
         """
         if not self.steps_in_round:
             foreach_copy_(self._start, [p.detach() for p in self.parameters])
-        return super().reduce(used)
+        return super().begin_step()
 
     def meet(self) -> None:
         """Take one outer step from the round's start, equal on all ranks."""

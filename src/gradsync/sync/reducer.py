@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from gradsync.sync.buckets import Bucket
-    from gradsync.sync.sharded.shares import HeldState, Share
+    from gradsync.sync.sharded_state import HeldState, Share
 
 
 class Replicas:
@@ -69,7 +69,11 @@ class Replicas:
         """
 
     def take(
-        self, buckets: Sequence[Bucket], used: Sequence[bool], factor: float | None, watch: Stopwatch
+        self,
+        buckets: Sequence[Bucket],
+        used: Sequence[bool],
+        factor: float | None,
+        watch: Stopwatch,
     ) -> None:
         """Make owned slices from sums in `buckets`, times `factor`; `None` where no rank has one.
 
@@ -88,7 +92,7 @@ class Replicas:
 
     def scale(self, factor: float | None) -> None:
         """Multiply `owned()` by `factor`: from sums to the mean."""
-        if factor not in (None, 1.0) and (gradients := self.owned()):
+        if factor is not None and factor != 1.0 and (gradients := self.owned()):
             foreach_mul_(gradients, factor)
 
     def owned(self) -> list[Tensor]:
@@ -117,6 +121,9 @@ class Replicas:
         The work must be waited for before the weights are read; here they are there already.
         """
         return Done()
+
+    def close(self) -> None:
+        """Leave whole weights and state in this rank's private memory."""
 
     # -- between steps; all ranks call each -------------------------------------------------------
 
@@ -217,7 +224,9 @@ class Reducer(ABC):
         Returns:
             Handles of the hooks.
         """
-        return [p.register_post_accumulate_grad_hook(_as_hook(on_gradient)) for p in self.parameters]
+        return [
+            p.register_post_accumulate_grad_hook(_as_hook(on_gradient)) for p in self.parameters
+        ]
 
     @contextmanager
     def micro_step(self, *, last: bool) -> Iterator[None]:

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from gradsync.comm.base import Communicator
 from gradsync.errors import ConfigError
-from gradsync.sync.engine.recipe import Kind, Recipe, check_value
-from gradsync.sync.reducer import Reducer
+from gradsync.sync.recipe import Kind, Recipe, check_value
 
 if TYPE_CHECKING:
     from torch import nn
 
     from gradsync.comm.groups import Groups
+    from gradsync.sync.reducer import Reducer
 
 Promise = Literal["bitwise", "rounding", "lossy"]
 
@@ -69,7 +69,7 @@ class Strategy:
 
 
 def _naive(model: nn.Module, comm: Communicator, groups: Groups | None) -> Reducer:
-    from gradsync.sync.naive import NaiveReducer
+    from gradsync.sync.reducer import NaiveReducer
 
     return NaiveReducer(model, comm)
 
@@ -83,29 +83,29 @@ def _ddp(model: nn.Module, comm: Communicator, groups: Groups | None, **options:
 def _powersgd(
     model: nn.Module, comm: Communicator, groups: Groups | None, **options: Any
 ) -> Reducer:
-    from gradsync.sync.torch_ddp import PowerSgdReducer
+    from gradsync.sync.torch_ddp import build_powersgd
 
-    return PowerSgdReducer(model, comm, **options)
+    return build_powersgd(model, comm, **options)
 
 
 def _local_sgd(
     model: nn.Module, comm: Communicator, groups: Groups | None, **options: Any
 ) -> Reducer:
-    from gradsync.sync.periodic import LocalSgdReducer
+    from gradsync.sync.periodic import AloneReducer, LocalSgdReplicas
 
-    return LocalSgdReducer(model, comm, **options)
+    return AloneReducer(model, comm, LocalSgdReplicas(model, comm, **options))
 
 
 def _diloco(model: nn.Module, comm: Communicator, groups: Groups | None, **options: Any) -> Reducer:
-    from gradsync.sync.periodic import DilocoReducer
+    from gradsync.sync.periodic import AloneReducer, DilocoReplicas
 
-    return DilocoReducer(model, comm, **options)
+    return AloneReducer(model, comm, DilocoReplicas(model, comm, **options))
 
 
 def _fsdp(model: nn.Module, comm: Communicator, groups: Groups | None, **options: Any) -> Reducer:
     import torch
 
-    from gradsync.sync.sharded.fsdp import FsdpReducer
+    from gradsync.sync.fsdp import FsdpReducer
 
     known = dict(zip(_DTYPES, (torch.bfloat16, torch.float16, torch.float32), strict=True))
     for name in _DTYPE_OPTIONS:
@@ -120,7 +120,7 @@ def _engine(*, name: str, summary: str, cost: str, promise: Promise, recipe: Rec
     def build(
         model: nn.Module, comm: Communicator, groups: Groups | None, **options: Any
     ) -> Reducer:
-        from gradsync.sync.engine.build import build_engine
+        from gradsync.sync.build import build_engine
 
         return build_engine(model, comm, replace(recipe, **options), groups)
 
@@ -301,7 +301,7 @@ def build_reducer(
     alone = strategy.needs_group and comm.world_size == 1
     build = _naive if alone else partial(strategy.build, **options)
     reducer = build(model, comm, groups)
-    reducer.strategy = strategy.name
+    reducer.strategy = reducer.shards.strategy = strategy.name
     return reducer
 
 

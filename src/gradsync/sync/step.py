@@ -1,37 +1,48 @@
-"""The end of a step: its phases in order, whatever the strategy.
+"""The end of a step, whatever the strategy and whoever runs the loop: its phases in order.
+
+    collect    end this rank's leaves; every gradient is where it is summed
+    agree      one small message: loss, weight, stop, discard, who used which parameter
+    reduce     the slices that this rank owns become the sum over ranks, divided once
+    clip       the exact norm, over fixed blocks in parameter order
+    update     the optimizer, on owned slices
+    publish    whole weights on every rank again
 
 [Note: Exact global mean] A rank's micro-steps add up gradients of *summed* losses. At the step's
 end one small all-reduce makes (loss sum, weight) global, the strategy makes the gradients global
 sums, and both are divided once by the global weight. So the mean is exact for unequal token
 counts, padding (weight 0), unequal shares and ranks without data: no mean of means anywhere.
+
+In the user's training loop (`loss.backward()`, `optimizer.step()`) no weight is known: the divisor
+is the number of ranks, as in torch's DDP, and the step ends with the reduction.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from gradsync.comm.base import Communicator
-from gradsync.errors import ConfigError
-from gradsync.sync.agreement import Agreement, agree
+from gradsync.errors import ConfigError, GradsyncError
 from gradsync.sync.buffers import BufferSync
 from gradsync.sync.check_replicas import ReplicaWatch
-from gradsync.sync.loss import LossSum
+from gradsync.sync.loss import NO_LOSS, LossSum
 from gradsync.sync.optimizers import Settings, digest, settings_of
 from gradsync.sync.reducer import Reducer
+from gradsync.sync.step_metadata import StepMetadata, agree_on_metadata
 from gradsync.sync.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.optim import Optimizer
 
 log = logging.getLogger("gradsync")
 
-_NOT_UPDATED = (
+NOT_UPDATED = (
     "no rank has updated its weights; give all ranks the same (a scheduler that looks at a loss: "
     "sync.mean_loss)"
 )
@@ -40,6 +51,40 @@ _NO_BACKWARD = (
     "several optimizers after one backward are one call, sync.step([a, b]); several models in one "
     "backward are one handle, gs.replicate(torch.nn.ModuleList([a, b]))"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class StepParts:
+    """Objects that take part in every step of one model."""
+
+    reducer: Reducer
+    comm: Communicator
+    buffers: BufferSync
+    number: int
+    """Number of the model, the same on all ranks; see `agree_on_metadata`."""
+    watch: ReplicaWatch | None = None
+    """None where ranks hold parts of a model: then neither weights nor optimizers are compared."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepCall:
+    """One rank's wishes for a step."""
+
+    loss: LossSum | None
+    """Loss and weight of this rank's leaves; None in the user's training loop."""
+    update: Update | None = None
+    """The optimizers; None where the user's training loop runs them, and to discard."""
+    discard: bool = False
+    """Throw all ranks' gradients away."""
+    settings: Settings
+    """Compared on all ranks before any update."""
+    why: str = NOT_UPDATED
+    """Consequence of settings that differ, for the message."""
+    enclosed: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Encloses the optimizer's own step, in which hooks have nothing to do."""
+    clip_norm: float | None = None
+    stop: bool = False
+    scale: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +104,131 @@ class StepResult:
     """Communication on this rank that nothing overlapped."""
     discarded: bool = False
     """True when a rank called `discard`: no rank has updated anything."""
+    had_gradients: bool = True
+    """False when no rank had a gradient for any parameter."""
+
+
+def take_step(parts: StepParts, call: StepCall) -> StepResult:
+    """Synchronise, and update unless the user's training loop does, or a rank discards the step.
+
+    Raises:
+        ConfigError: on all ranks: none of them had a backward; they step with different optimizers.
+        RunError: on all ranks: weights were changed on some of them, and differ now.
+    """
+    reducer, shards, loss = parts.reducer, parts.reducer.shards, call.loss
+    optimizers = () if call.update is None else call.update.optimizers
+    unheld = set() if call.update is None else call.update.unheld
+
+    # collect
+    if not call.discard:
+        shards.prepare(optimizers, scaled=call.scale is not None)
+    counts = parts.buffers.step_begins()
+    reducer.collect(discard=call.discard, user_loop=loss is None)
+    _warn_of_non_finite(reducer, call)
+    used = [here and index not in unheld for index, here in enumerate(reducer.launch())]
+
+    # agree
+    agreed = agree_on_metadata(
+        *(parts.comm, used, counts, NO_LOSS if loss is None else loss.message()),
+        stop=call.stop,
+        discard=call.discard,
+        number=parts.number,
+        digest=digest(call.settings),
+        changed=parts.watch is not None and parts.watch.changed(),
+    )
+    total_weight = _weight_over_ranks(parts, call, agreed)
+    # Where every rank steps alone, `.grad` holds this rank's sum, of its own weight.
+    alone = loss is not None and not shards.equal_replicas
+    weight = loss.weight if alone and loss is not None else total_weight
+    skip = agreed.discard or not weight  # no rank updates
+
+    # reduce: the sums are divided in here, once
+    exposed = reducer.reduce(agreed.used, None if skip else weight)
+    for index in unheld:  # they do not count in the norm
+        reducer.parameters[index].grad = None
+    norm = None
+    try:
+        if parts.watch is not None:
+            parts.watch.refuse_unlike(agreed, call.settings, call.why)
+        mean_loss = _mean_loss(parts, call, agreed, total_weight)
+        if call.update is not None and not skip:
+            norm = _clip_and_update(reducer, call.update, call)
+    except GradsyncError:
+        _clear_gradients(reducer)
+        raise
+    finally:
+        # Gradients, loss and weight are used up, also when a user's hook raises.
+        if loss is not None:
+            loss.clear()
+        if loss is not None or agreed.discard:
+            _clear_gradients(reducer)
+    parts.buffers.step_ends(agreed.counts)
+
+    # publish: waited for here, since code between two steps may read weights
+    if loss is not None:
+        shards.publish().wait()
+        if parts.watch is not None and not agreed.discard:
+            parts.watch.remember(*optimizers)
+    return StepResult(
+        *(mean_loss, total_weight, norm, agreed.stop, exposed),
+        discarded=agreed.discard,
+        had_gradients=any(agreed.used),
+    )
+
+
+def _warn_of_non_finite(reducer: Reducer, call: StepCall) -> None:
+    """Warn about nan or inf in this rank's gradients, where a loss is not finite or not known."""
+    wanted = not call.discard and (call.loss is None or not call.loss.is_finite)
+    if wanted and call.scale is None:
+        on_cuda = reducer.parameters[0].is_cuda
+        reducer.non_finite.look(reducer.named_gradients(), on_cuda=on_cuda)
+    reducer.non_finite.step_ends(reducer.comm.rank)
+
+
+def _weight_over_ranks(parts: StepParts, call: StepCall, agreed: StepMetadata) -> float:
+    """Divisor of the sums: the global batch's weight; the number of ranks where none is known."""
+    if agreed.discard:
+        return 0.0
+    if call.loss is not None:
+        return call.loss.weight_over_ranks(agreed.loss)
+    return float(parts.comm.world_size if any(agreed.used) else 0)
+
+
+def _mean_loss(
+    parts: StepParts, call: StepCall, agreed: StepMetadata, total_weight: float
+) -> Tensor:
+    """Global mean loss, float64 []; nan where there is none."""
+    if agreed.discard:
+        log.warning("a rank threw this step's gradients away: no rank updates its weights")
+    elif call.loss is not None:
+        if not total_weight and not any(agreed.used):
+            raise ConfigError(_NO_BACKWARD)
+        return call.loss.over_ranks(parts.comm, agreed.loss)[0] / total_weight
+    return torch.tensor(float("nan"), dtype=torch.float64)
+
+
+def _clip_and_update(reducer: Reducer, update: Update, call: StepCall) -> Tensor | None:
+    """Turn the mean gradient into new weights; returns its norm before clipping."""
+    if call.scale is not None:
+        call.scale.unscale_(update)
+    norm = None if call.clip_norm is None else reducer.shards.clip(call.clip_norm)
+    with call.enclosed():
+        update.step() if call.scale is None else call.scale.step(update)
+    if call.scale is not None:
+        call.scale.update()
+    return norm
+
+
+def _clear_gradients(reducer: Reducer) -> None:
+    for parameter in reducer.parameters:
+        parameter.grad = None
 
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 """One, or several that hold different parameters."""
 
 
-def each_optimizer(optimizers: Optimizers) -> list[torch.optim.Optimizer]:
+def each_optimizer(optimizers: Optimizers) -> list[Optimizer]:
     """Convert `optimizers` to a list.
 
     Raises:
@@ -95,10 +258,10 @@ class Update:
         ConfigError: two optimizers hold the same parameter.
     """
 
-    def __init__(self, reducer: Reducer, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def __init__(self, reducer: Reducer, optimizers: Sequence[Optimizer]) -> None:
         self.optimizers = optimizers
         self.param_groups = [group for o in optimizers for group in o.param_groups]
-        self._reducer = reducer
+        self._shards = reducer.shards
         held = [{id(p) for group in o.param_groups for p in group["params"]} for o in optimizers]
         either = set().union(*held)
         if len(either) < sum(map(len, held)):
@@ -111,7 +274,7 @@ class Update:
 
     def step(self) -> None:
         """Do one step with the mean gradient."""
-        self._reducer.update(self.optimizers)
+        self._shards.update(self.optimizers)
 
 
 def _held_twice(reducer: Reducer, held: Sequence[set[int]]) -> ConfigError:
@@ -123,131 +286,12 @@ def _held_twice(reducer: Reducer, held: Sequence[set[int]]) -> ConfigError:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class StepParts:
-    """Objects that take part in every step of one model."""
-
-    reducer: Reducer
-    comm: Communicator
-    statistics: BufferSync
-    number: int
-    """Number of the model, the same on all ranks; see `agree`."""
-    watch: ReplicaWatch | None = None
-    """None where ranks hold parts of a model: then neither weights nor optimizers are compared."""
-
-
-def take_step(
-    parts: StepParts,
-    loss: LossSum,
-    update: Update | None,
-    *,
-    enclosed: Callable[[], AbstractContextManager[None]],
-    clip_norm: float | None = None,
-    stop: bool = False,
-    scale: Any = None,
-) -> StepResult:
-    """Synchronise, divide once, clip, and `update` unless that is None on some rank.
-
-    Args:
-        parts: the model's objects.
-        loss: loss and weight of this rank's leaves.
-        update: None discards all ranks' gradients.
-        enclosed: encloses the optimizer's own step, in which hooks have nothing to do.
-        clip_norm, stop, scale: as for `GradientSync.step`.
-
-    Raises:
-        ConfigError: on all ranks: none of them had a backward; they step with different optimizers.
-        RunError: on all ranks: weights were changed on some of them, and differ now.
-    """
-    reducer, comm = parts.reducer, parts.comm
-    optimizers, unheld = ((), set()) if update is None else (update.optimizers, update.unheld)
-    if update is None:
-        reducer.forget()
-    else:
-        reducer.expect(update.optimizers, scaled=scale is not None)
-    counts = parts.statistics.step_begins()
-    reducer.look(wanted=update is not None and scale is None and not loss.is_finite)
-    used = [here and index not in unheld for index, here in enumerate(reducer.launch())]
-    agreed, settings = _agree(parts, loss, optimizers, used, counts, stop=stop)
-    reduction = reducer.reduce(agreed.used)
-    for index in unheld:  # they do not count in the norm
-        reducer.parameters[index].grad = None
-    norm = None
-    # From here on gradients, loss and weight are used up, also when a user's hook raises.
-    try:
-        if parts.watch is not None:
-            parts.watch.refuse_unlike(agreed, settings, _NOT_UPDATED)
-        total_loss, total_weight = torch.tensor(0.0, dtype=torch.float64), 0.0
-        if not agreed.discard:  # the user's training loop, which discards, gives no loss
-            total_loss, total_weight = loss.over_ranks(comm, agreed.loss)
-        # The weight of the sum in `.grad`: the global batch's, or only this rank's part of it.
-        weight = loss.weight if reduction.local else total_weight
-        if agreed.discard or update is None:
-            log.warning("a rank threw this step's gradients away: no rank updates its weights")
-        elif weight:
-            factor = reduction.divided_by / weight
-            norm = _update(reducer, update, factor, enclosed, clip_norm=clip_norm, scale=scale)
-        elif not total_weight and not any(agreed.used):
-            raise ConfigError(_NO_BACKWARD)
-    finally:
-        loss.clear()
-        reducer.clear_gradients()
-    parts.statistics.step_ends(agreed.counts)
-    reducer.after_step()
-    if parts.watch is not None and not agreed.discard:
-        parts.watch.remember(*optimizers)
-    return StepResult(
-        *(total_loss / total_weight, total_weight, norm, agreed.stop, reduction.exposed),
-        discarded=agreed.discard,
-    )
-
-
-def _agree(
-    parts: StepParts,
-    loss: LossSum,
-    optimizers: Sequence[torch.optim.Optimizer],
-    used: Sequence[bool],
-    counts: Sequence[int],
-    *,
-    stop: bool,
-) -> tuple[Agreement, Settings]:
-    """Send the step's small message; returns it and this rank's settings (it has their digest)."""
-    comm, watch, changed = parts.comm, parts.watch, False
+def settings_of_step(parts: StepParts, optimizers: Sequence[Optimizer]) -> Settings:
+    """Settings that must be equal on all ranks of a `sync.step`: its optimizers and their state."""
     settings: Settings = {}
-    if watch is not None and comm.world_size > 1:
+    if parts.watch is not None and parts.comm.world_size > 1:
         settings["the call"] = "sync.step()"
         for number, optimizer in enumerate(optimizers):
             settings |= settings_of(optimizer, parts.reducer.parameters, number=number)
-            settings[f"the state of optimizer {number}"] = watch.state_of(optimizer)
-        changed = watch.changed()
-    agreed = agree(
-        *(comm, used, counts, loss.message()),
-        stop=stop,
-        discard=not optimizers,
-        number=parts.number,
-        digest=digest(settings),
-        changed=changed,
-    )
-    return agreed, settings
-
-
-def _update(
-    reducer: Reducer,
-    update: Update,
-    factor: float,
-    enclosed: Callable[[], AbstractContextManager[None]],
-    *,
-    clip_norm: float | None,
-    scale: Any,
-) -> Tensor | None:
-    """Turn the sum of gradients into new weights; returns the norm before clipping."""
-    if scale is not None:
-        scale.unscale_(update)
-    # The one place that divides, whatever the strategy.
-    reducer.divide(factor)
-    norm = None if clip_norm is None else reducer.clip(clip_norm)
-    with enclosed():
-        update.step() if scale is None else scale.step(update)
-    if scale is not None:
-        scale.update()
-    return norm
+            settings[f"the state of optimizer {number}"] = parts.watch.state_of(optimizer)
+    return settings

@@ -44,11 +44,13 @@ from gradsync.comm.base import Communicator
 from gradsync.core.torch_private import ddp_without_buffer_sync, regroup_ddp_buckets
 from gradsync.errors import ConfigError
 from gradsync.sync.hook_state import HookState, average_bucket
-from gradsync.sync.reducer import Reducer, Reduction, sum_gradients
+from gradsync.sync.reducer import Reducer, sum_gradients
 from gradsync.sync.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from gradsync.sync.comm_hook import PowerSgd
 
 
 class TorchDdpReducer(Reducer):
@@ -61,9 +63,9 @@ class TorchDdpReducer(Reducer):
         find_unused_parameters: as in DDP; needed when a parameter gets no gradient in some step.
         compile_wrapper: `torch.compile` around DDP, as torch's documentation recommends; the
             alternative is to compile the model beforehand.
+        strategy: name for messages.
+        hook: averages buckets in DDP's place; it must not see inf, which would stay in its error.
     """
-
-    strategy = "ddp"
 
     def __init__(
         self,
@@ -73,13 +75,16 @@ class TorchDdpReducer(Reducer):
         bucket_mb: float = 25.0,
         find_unused_parameters: bool = False,
         compile_wrapper: bool = False,
+        strategy: str = "ddp",
+        hook: PowerSgd | None = None,
     ) -> None:
         group = getattr(comm, "group", None)
         if group is None:
             raise ConfigError(
-                f"sync={self.strategy!r} needs a torch process group; use sync='naive' here"
+                f"sync={strategy!r} needs a torch process group; use sync='naive' here"
             )
         super().__init__(model, comm)
+        self.strategy = strategy
         self.ddp = torch.nn.parallel.DistributedDataParallel(
             model,
             process_group=group,
@@ -90,6 +95,10 @@ class TorchDdpReducer(Reducer):
             **ddp_without_buffer_sync(),
             find_unused_parameters=find_unused_parameters,
         )
+        self.hook = hook
+        if hook is not None:
+            self.shards.takes_scaler = False
+            self.ddp.register_comm_hook(HookState(self.ddp.process_group, hook), average_bucket)
         self._called: Any = torch.compile(self.ddp) if compile_wrapper else self.ddp
         self._in_micro_step = False
         self._synchronised = self._regrouped = False
@@ -122,6 +131,8 @@ class TorchDdpReducer(Reducer):
             forward_backward()
         self._regroup()
         self._synchronised = False
+        if self.hook is not None:
+            self.hook.forget()  # the throwaway step does not count
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -156,20 +167,25 @@ class TorchDdpReducer(Reducer):
                 "torch DDP could not synchronise; call it in place of the model"
             )
 
-    def reduce(self, used: list[bool]) -> Reduction:
-        """Do nothing, unless no micro-step was the last one on all ranks.
+    def reduce(self, used: list[bool], divisor: float | None) -> Stopwatch:
+        """See `Reducer.reduce`; backward has summed, unless no micro-step was the last one on all
+        ranks.
 
         That happens in a step in which some rank has no leaf: DDP cannot take part without a
         backward, so all ranks sum after it, as `naive` does.
         """
-        if not self._synchronised:
-            return sum_gradients(self.parameters, used, self.comm)
-        self._synchronised = False
-        self._regroup()
-        return Reduction(divided_by=self.comm.world_size, exposed=self._watch.copy())
+        averaged, self._synchronised = self._synchronised, False
+        if averaged:
+            self._regroup()
+            watch = self._watch.copy()
+        else:
+            watch = sum_gradients(self.parameters, used, self.comm)
+        # DDP has divided by the number of ranks already.
+        self.shards.scale(divisor and (self.comm.world_size if averaged else 1) / divisor)
+        return watch
 
 
-class PowerSgdReducer(TorchDdpReducer):
+def build_powersgd(model: nn.Module, comm: Communicator, **options: Any) -> TorchDdpReducer:
     """DDP with torch's PowerSGD hook. Replicas stay equal; gradients are approximations.
 
     Until `start_powerSGD_iter`, and in a step in which some rank has no leaf, gradients are sent
@@ -178,48 +194,15 @@ class PowerSgdReducer(TorchDdpReducer):
     Args:
         model: on its device; its replicas are equal.
         comm: must be a process-group communicator.
-        matrix_approximation_rank: r above; torch's documentation suggests 1 to 4.
-        start_powerSGD_iter: first step that compresses; at least 2, since DDP regroups its buckets
-            after its first backward.
-        min_compression_rate: a matrix is compressed if that makes it smaller by this factor.
-        use_error_feedback: without it the result is biased; for comparison only.
-        warm_start: begin with the last step's Q (one power iteration a step, then enough).
-        ddp_options: of `TorchDdpReducer`.
+        options: of `PowerSgdOptions`.
 
     Raises:
         ConfigError: a number out of its range; tensors on the CPU where CUDA is present.
     """
+    from gradsync.sync.comm_hook import PowerSgd
 
-    strategy = "powersgd"
-    takes_scale = False  # inf would stay in the error memory for ever
+    ddp = {name: options.pop(name) for name in _DDP_OPTIONS if name in options}
+    return TorchDdpReducer(model, comm, strategy="powersgd", hook=PowerSgd(**options), **ddp)
 
-    def __init__(
-        self,
-        model: nn.Module,
-        comm: Communicator,
-        *,
-        matrix_approximation_rank: int = 1,
-        start_powerSGD_iter: int = 10,
-        min_compression_rate: float = 2.0,
-        use_error_feedback: bool = True,
-        warm_start: bool = True,
-        **ddp_options: Any,
-    ) -> None:
-        from gradsync.sync.comm_hook import PowerSgd
 
-        self._power_sgd = PowerSgd(
-            matrix_approximation_rank=matrix_approximation_rank,
-            start_powerSGD_iter=start_powerSGD_iter,
-            min_compression_rate=min_compression_rate,
-            use_error_feedback=use_error_feedback,
-            warm_start=warm_start,
-        )
-        super().__init__(model, comm, **ddp_options)
-        self.ddp.register_comm_hook(
-            HookState(self.ddp.process_group, self._power_sgd), average_bucket
-        )
-
-    def prime(self, forward_backward: Callable[[], None]) -> None:
-        """See `TorchDdpReducer.prime`; the throwaway step does not count."""
-        super().prime(forward_backward)
-        self._power_sgd.forget()
+_DDP_OPTIONS = ("bucket_mb", "find_unused_parameters", "compile_wrapper")

@@ -14,7 +14,7 @@ from gradsync.comm.base import Communicator
 from gradsync.comm.finite import non_finite
 from gradsync.comm.values import all_gather_json
 from gradsync.errors import DivergenceError
-from gradsync.sync.sharded.shares import HeldState
+from gradsync.sync.sharded_state import HeldState
 from gradsync.sync.step import StepResult
 from gradsync.train.setup import Learner
 
@@ -34,7 +34,7 @@ def why_diverged(result: StepResult, learner: Learner) -> str:
     if not math.isfinite(loss := float(result.mean_loss)):
         return f"the loss became {loss}"
     # A loss scaler skips such a step; and a rank that steps alone has a norm of its own.
-    counts = learner.scaler is None and learner.sync.reducer.equal_replicas
+    counts = learner.scaler is None and learner.sync.reducer.shards.equal_replicas
     norm = result.grad_norm if counts else None
     if norm is not None and not math.isfinite(norm := float(norm)):
         return f"the gradient's norm became {norm}"

@@ -16,7 +16,7 @@ from gradsync.core.files import one_line
 from gradsync.data.plan import BatchPlan
 from gradsync.errors import CheckpointError
 from gradsync.runtime import environ
-from gradsync.sync.engine.leaf_tree import TREE_VERSION
+from gradsync.sync.leaf_tree import TREE_VERSION
 from gradsync.sync.registry import find_strategy
 from gradsync.train.config import TrainConfig
 from gradsync.world import World

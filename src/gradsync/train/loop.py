@@ -210,7 +210,7 @@ class Trainer:
             self.data.val,
             self.comm,
             self._autocast,
-            equal_forwards=not self.learner.sync.reducer.whole_parameters,
+            equal_forwards=not self.learner.sync.reducer.shards.whole_parameters,
         )
 
     def _save(self, step: int) -> None:

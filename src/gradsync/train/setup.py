@@ -116,7 +116,7 @@ class Learner:
 
     def whole_model(self, weights: Mapping[str, torch.Tensor]) -> GPT:
         """A model that one rank can use alone: the trained one, or a copy of a spread one."""
-        if self.sync.reducer.whole_parameters:
+        if self.sync.reducer.shards.whole_parameters:
             return self.model
         model = GPT(self.model.config, seed=0)
         model.load_state_dict(weights)

@@ -20,7 +20,7 @@ from gradsync.comm.values import broadcast_json, broadcast_tensors
 from gradsync.errors import CheckpointError
 from gradsync.parallel.transfer import describe, hand_out, layout_of
 from gradsync.sync.gradient_sync import GradientSync
-from gradsync.sync.sharded.shares import HeldState, Share
+from gradsync.sync.sharded_state import HeldState, Share
 
 Whole = Mapping[str, Tensor]
 _Run = tuple[int, int]

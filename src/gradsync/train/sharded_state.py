@@ -24,7 +24,7 @@ from gradsync.checkpoint.store import Snapshot
 from gradsync.checkpoint.weights import pack_weights
 from gradsync.comm.base import Communicator
 from gradsync.parallel.transfer import collect
-from gradsync.sync.sharded.shares import HeldState, Share
+from gradsync.sync.sharded_state import HeldState, Share
 from gradsync.train.config import TrainConfig
 from gradsync.train.fingerprint import Fingerprint
 from gradsync.train.setup import Data, Learner

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from gradsync.checkpoint.names import clean_names
 from gradsync.checkpoint.optimizer_state import pack_optimizer
 from gradsync.checkpoint.tensor_file import tensor_bytes
+from gradsync.comm.base import Work
 from gradsync.data.leaf import Leaf
 from gradsync.errors import ConfigError
 from gradsync.sync.reducer import Reducer, trainable
-from gradsync.sync.sharded.whole import whole
+from gradsync.sync.sharded_state import whole
 
 Tensors = dict[str, Tensor]
 
@@ -186,12 +187,15 @@ class Observer:
     ) -> None:
         self._model, self._layout = model, layout
         self._optimizer = optimizer
-        self._strategy = reducer
-        self._reducer = reducer if whole else None
-        self._watched: Any = optimizer if reducer is None else reducer
+        self._shards = None if reducer is None else reducer.shards
+        self._whole = self._shards if whole else None
+        self._watched: Any = optimizer if reducer is None else reducer.shards
         self._method = "step" if reducer is None else "update"
         self._original = getattr(self._watched, self._method)
         setattr(self._watched, self._method, self._update)
+        if self._shards is not None:
+            self._publish_original = self._shards.publish
+            self._shards.publish = self._publish
         weights, buffers = self._weights()
         self.trace = Trace(layout.trainable, layout.persistent, start_buffers=buffers)
         self.trace.start_state = self._state()
@@ -215,21 +219,33 @@ class Observer:
         step.loss, step.weight, step.norm = loss, weight, norm
         step.after, step.buffers = self._weights()
         step.state, step.description = self._state()
-        if self._strategy is not None:
-            kept = self._strategy.state_tensors()
+        if self._shards is not None:
+            kept = self._shards.state_tensors()
             step.extra = {name: _copy(tensor) for name, tensor in kept.items()}
         self._next_weights = step.after
 
     def close(self) -> None:
         """Watch no longer."""
         delattr(self._watched, self._method)
+        if self._shards is not None:
+            delattr(self._shards, "publish")
 
     def _update(self, *arguments: Any) -> None:
         """Stand in for the optimizer's step: note gradients and weights around it."""
         self._step.gradient = self._gradients()
         self._step.at_step, _ = self._weights()
         self._original(*arguments)
-        self._step.updated, _ = self._weights()
+        # Where ranks are equal, weights are whole once published; where they drift, that is a mean.
+        if self._shards is None or not self._shards.equal_replicas:
+            self._step.updated, _ = self._weights()
+
+    def _publish(self) -> Work:
+        """Stand in for the strategy's `publish`: note the weights after it."""
+        work = self._publish_original()
+        if self._shards is not None and self._shards.equal_replicas and self._step.at_step:
+            work.wait()
+            self._step.updated, _ = self._weights()
+        return work
 
     def _gradients(self) -> dict[str, Tensor | None]:
         """Copies of the mean gradients of whole parameters; all ranks call it."""
@@ -242,9 +258,8 @@ class Observer:
                     f"a forward made parameter {name!r}, which no optimizer knows: make it in "
                     "__init__, or run a batch through the model in the factory"
                 )
-        from_shards = getattr(self._strategy, "whole_gradients", None)
-        if from_shards is not None:
-            found = from_shards()
+        if self._shards is not None:
+            found = self._shards.whole_gradients()
         else:
             found = [None if p.grad is None else whole(p.grad) for _, p in named]
         return {
@@ -254,7 +269,7 @@ class Observer:
 
     def _weights(self) -> tuple[Tensors, Tensors]:
         """Copies of parameters (tied ones once) and buffers."""
-        read = self._model.state_dict if self._reducer is None else self._reducer.full_weights
+        read = self._model.state_dict if self._whole is None else self._whole.full_weights
         state = read()
         state = {clean: state[name] for name, clean in clean_names(state).items()}
         buffers = dict(self._model.named_buffers())
@@ -265,12 +280,12 @@ class Observer:
 
     def _state(self) -> tuple[Tensors, dict[str, Any]]:
         """A copy of the optimizer's whole state by parameter name."""
-        if self._reducer is not None:
-            self._reducer.gather(self._optimizer)
+        if self._whole is not None:
+            self._whole.gather(self._optimizer)
         tensors, description = pack_optimizer(self._optimizer, self._model.named_parameters())
         copied = {name: _copy(tensor) for name, tensor in tensors.items()}
-        if self._reducer is not None:
-            self._reducer.scatter(self._optimizer)
+        if self._whole is not None:
+            self._whole.scatter(self._optimizer)
         return copied, description
 
 

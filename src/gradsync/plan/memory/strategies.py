@@ -22,9 +22,9 @@ from typing import NamedTuple
 from gradsync.data.plan import share
 from gradsync.plan.memory.activations import FP32, RankShape
 from gradsync.plan.workload import Split, Workload
-from gradsync.sync.engine.leaf_tree import LeafStack
-from gradsync.sync.engine.plan import Item, plan_buckets
-from gradsync.sync.engine.recipe import Recipe
+from gradsync.sync.layout import Item, plan_buckets
+from gradsync.sync.leaf_tree import LeafStack
+from gradsync.sync.recipe import Recipe
 from gradsync.sync.registry import find_strategy
 
 MIB = 2**20

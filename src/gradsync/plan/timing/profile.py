@@ -18,7 +18,7 @@ from gradsync.models.config import GPTConfig
 from gradsync.parallel.partition import EMBEDDING, weights_of
 from gradsync.plan.timing.traffic import Traffic
 from gradsync.plan.workload import Workload
-from gradsync.sync.engine.plan import BucketPlan, Item, plan_buckets
+from gradsync.sync.layout import BucketPlan, Item, plan_buckets
 
 MIB = 2**20
 GRADIENT_BYTES = 4

@@ -15,21 +15,21 @@ from gradsync.sync.step import Optimizers, each_optimizer
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from gradsync.sync.sharded.shares import HeldState, Share
+    from gradsync.sync.sharded_state import HeldState, Share
 
 
-class StateFace:
+class StateMethods:
     """The methods of `GradientSync` that a step does not need; all ranks call each of them."""
 
     model: nn.Module
     comm: Communicator
     reducer: Reducer
-    _statistics: BufferSync
+    _buffers: BufferSync
 
     def synchronize_replicas(self) -> None:
         """Bring replicas together at the end of a run, on all ranks, under strategies that let them
         drift (`local_sgd`, `diloco`); does nothing under others."""
-        self.reducer.synchronize_replicas()
+        self.reducer.shards.synchronize_replicas()
 
     def gather(self, optimizer: Optimizers) -> None:
         """Make each `optimizer.state` whole until `scatter`, for a checkpoint; all ranks call it.
@@ -38,18 +38,18 @@ class StateFace:
             optimizer: one, or the list that `step` takes; likewise below.
         """
         for each in each_optimizer(optimizer):
-            self.reducer.gather(each)
+            self.reducer.shards.gather(each)
 
     def scatter(self, optimizer: Optimizers) -> None:
         """Divide a whole `optimizer.state`, after a checkpoint or loading; all ranks call it."""
         for each in each_optimizer(optimizer):
-            self.reducer.scatter(each)
+            self.reducer.shards.scatter(each)
 
     def sharded_state_dict(self, optimizer: Optimizers) -> HeldState | None:
-        """This rank's part, see `Reducer.sharded_state_dict`; None where the state is whole."""
+        """This rank's part, see `Replicas.sharded_state_dict`; None where the state is whole."""
         found: HeldState = {}
         for each in each_optimizer(optimizer):
-            held = self.reducer.sharded_state_dict(each)
+            held = self.reducer.shards.sharded_state_dict(each)
             if held is None:
                 return None
             # An optimizer that shares buckets lists the others' parameters too, without state.
@@ -62,33 +62,34 @@ class StateFace:
         """Restore a part from `sharded_state_dict`."""
         for each in each_optimizer(optimizer):
             own = [p for group in each.param_groups for p in group["params"]]
-            self.reducer.load_sharded_state_dict(each, {p: states[p] for p in own if p in states})
+            mine = {p: states[p] for p in own if p in states}
+            self.reducer.shards.load_sharded_state_dict(each, mine)
 
     def sharded_weights(self) -> dict[str, tuple[Share, Tensor]] | None:
         """This rank's part of parameters and buffers; None where they are whole."""
-        return self.reducer.sharded_weights()
+        return self.reducer.shards.sharded_weights()
 
     def load_sharded_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Overwrite this rank's part with one from `sharded_weights`."""
-        self.reducer.load_sharded_weights(weights)
-        self._statistics.refresh()
+        self.reducer.shards.load_sharded_weights(weights)
+        self._buffers.refresh()
 
     def full_weights(self) -> dict[str, Tensor]:
         """Whole parameters and buffers by name, as `model.state_dict()`; all ranks call it."""
-        return self.reducer.full_weights()
+        return self.reducer.shards.full_weights()
 
     def state_tensors(self) -> dict[str, Tensor]:
         """The strategy's own state from step to step, for a checkpoint; after `gather`."""
-        return self.reducer.state_tensors()
+        return self.reducer.shards.state_tensors()
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore tensors from `state_tensors`, after weights and optimizer."""
-        self.reducer.load_state_tensors(tensors)
+        self.reducer.shards.load_state_tensors(tensors)
 
     def load_full_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Overwrite parameters and buffers with whole ones, by the names of `full_weights`."""
-        self.reducer.load_full_weights(weights)
-        self._statistics.refresh()
+        self.reducer.shards.load_full_weights(weights)
+        self._buffers.refresh()
 
     def check_replicas(
         self, optimizer: Optimizers | None = None, *, step: int | None = None
@@ -109,7 +110,7 @@ class StateFace:
             RunError: on every rank: names the first tensor that differs, the step and the ranks.
             ConfigError: under a strategy whose ranks differ on purpose.
         """
-        if not (self.reducer.whole_parameters and self.reducer.equal_replicas):
+        if not (self.reducer.shards.whole_parameters and self.reducer.shards.equal_replicas):
             raise ConfigError(
                 f"sync={self.reducer.strategy!r} lets ranks hold different values on purpose: "
                 "there is nothing to check"

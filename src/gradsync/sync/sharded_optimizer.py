@@ -9,38 +9,214 @@ the rest:
 
 The bits are those of the whole optimizer: pieces are cut at multiples of 64 elements inside their
 parameter, where vector loops end nowhere, and every element sees the same operations. One limit,
-for 16-bit parameters on a CPU with several threads: see `rounding.py`.
+for 16-bit parameters on a CPU with several threads: see elementwise.py.
 Bytes received per rank and step: (W-1)/W x the parameters; one operation per bucket.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
 
-from gradsync.comm.base import Communicator
+from gradsync.comm.base import AllOf, Communicator, Work
 from gradsync.comm.choose import communicator
 from gradsync.comm.single import SingleCommunicator
+from gradsync.core.torch_private import foreach_copy_
 from gradsync.errors import ConfigError
-from gradsync.sync.sharded.bucket import ShardedBucket, options
-from gradsync.sync.sharded.elementwise import arguments_of, check_elementwise
-from gradsync.sync.sharded.layout import Layout, check_parameters, check_ranks_agree, layout_of
-from gradsync.sync.sharded.pieces import Piece
-from gradsync.sync.sharded.rounding import ThreadWarning
-from gradsync.sync.sharded.shares import HeldState, load_sharded_state_dict, sharded_state_dict
-from gradsync.sync.sharded.state import State, gather_state, take_state
+from gradsync.sync.elementwise import (
+    PieceOptimizer,
+    State,
+    arguments_of,
+    check_elementwise,
+    group_numbers,
+    warn_of_threads,
+)
+from gradsync.sync.exchange import Then
+from gradsync.sync.layout import BucketPlan, Item, Piece, Slot, pieces_of_shard, plan_buckets
+from gradsync.sync.optimizers import options
+from gradsync.sync.sharded_state import (
+    HeldState,
+    gather_state,
+    load_sharded_state_dict,
+    sharded_state_dict,
+    take_state,
+)
 from gradsync.world import World
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+BUCKET_BYTES = 25 * 2**20
+"""Bytes of parameters that are gathered together by default."""
 _IN_FLIGHT = 2
 """Buckets gathered at once: enough to keep the network busy while the next is updated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Buckets, and the parameters that their slots refer to by index."""
+
+    parameters: Sequence[Tensor]
+    """Trainable parameters, each once."""
+    buckets: Sequence[BucketPlan]
+    """Buckets for the number of ranks that share the state."""
+
+
+def layout_of(
+    parameters: Sequence[Tensor], world_size: int, *, bucket_bytes: float = BUCKET_BYTES
+) -> Layout:
+    """Make buckets of about `bucket_bytes`, in the parameters' own order.
+
+    Args:
+        parameters: trainable ones, each once, any shapes.
+        world_size: number of ranks that share the state.
+        bucket_bytes: size at which a bucket is closed, bytes.
+    """
+    items = [
+        Item(numel=p.numel(), itemsize=p.element_size(), kind=(p.dtype, p.device))
+        for p in parameters
+    ]
+    plans = plan_buckets(items, range(len(items)), bucket_bytes=bucket_bytes, world_size=world_size)
+    return Layout(parameters, plans)
+
+
+def check_parameters(parameters: Sequence[Tensor], names: Sequence[str]) -> None:
+    """Refuse parameters that cannot be cut into flat pieces.
+
+    Raises:
+        ConfigError: names the parameter.
+    """
+    for parameter, name in zip(parameters, names, strict=True):
+        if hasattr(parameter, "placements"):
+            raise ConfigError(
+                f"{name} is a DTensor, sharded already: its optimizer state is too; use the plain "
+                "optimizer"
+            )
+        if not parameter.is_contiguous():
+            raise ConfigError(
+                f"{name}, shape {tuple(parameter.shape)}, strides {parameter.stride()}, is not "
+                "contiguous and cannot be sharded flat; make it so first: "
+                "parameter.data = parameter.data.contiguous()"
+            )
+
+
+def check_ranks_agree(layout: Layout, comm: Communicator) -> None:
+    """Check that all ranks shard the same parameters in the same order.
+
+    One all-reduce over the whole group, int64 [2], on the CPU, blocking.
+
+    Raises:
+        ConfigError: on every rank, when any two differ.
+    """
+    text = repr([(tuple(p.shape), str(p.dtype)) for p in layout.parameters]) + repr(layout.buckets)
+    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
+    smallest = torch.tensor([digest, -digest], dtype=torch.int64)
+    comm.all_reduce(smallest, "min").wait()
+    if smallest[0] != -smallest[1]:
+        raise ConfigError(
+            f"rank {comm.rank}: the ranks shard different parameters (number, order, shapes, "
+            f"dtypes or buckets differ); this rank has {len(layout.parameters)}"
+        )
+
+
+class ShardedBucket(PieceOptimizer):
+    """One bucket: update this rank's shard, then gather all shards.
+
+        rank 0   p[0:a] <- optimizer ─┐ all_gather ─► flat ─► copied into the parameters
+        rank 1   p[a:b] <- optimizer ─┘
+
+    Args:
+        plan: the bucket.
+        parameters: all parameters, by the indices of the bucket's slots.
+        groups: the user's parameter groups; parameters in none of them are not updated.
+        comm: the ranks that share the state.
+        optimizer_class, defaults: see `PieceOptimizer`.
+    """
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        parameters: Sequence[Tensor],
+        groups: Sequence[dict[str, Any]],
+        comm: Communicator,
+        *,
+        optimizer_class: type[Optimizer],
+        defaults: dict[str, Any],
+    ) -> None:
+        self.plan = plan
+        self.parameters = parameters
+        self._comm = comm
+        self.pieces = pieces_of_shard(plan, comm.rank, comm.world_size)
+        self.tensors = [_view(parameters[p.index], p) for p in self.pieces]
+        self._addresses = [parameters[p.index].data_ptr() for p in self.pieces]
+        numbers, pairs = group_numbers(groups), zip(self.pieces, self.tensors, strict=True)
+        own = [
+            (number, tensor)
+            for piece, tensor in pairs
+            if (number := numbers.get(id(parameters[piece.index]))) is not None
+        ]
+        super().__init__(optimizer_class, defaults, groups, own)
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of a shard, with padding."""
+        return self.plan.numel // self._comm.world_size
+
+    def is_cut(self, slot: Slot) -> bool:
+        """Whether a parameter lies in several ranks' shards."""
+        return slot.offset // self.shard_numel != (slot.offset + slot.numel - 1) // self.shard_numel
+
+    def empty(self, *, shard: bool, dtype: torch.dtype | None = None) -> Tensor:
+        """A flat tensor of the shard's or the bucket's length, not initialised."""
+        like = self.parameters[self.plan.slots[0].index]
+        numel = self.shard_numel if shard else self.plan.numel
+        return torch.empty(numel, dtype=dtype or like.dtype, device=like.device)
+
+    def update(
+        self, groups: Sequence[dict[str, Any]], gradient_of: Callable[[Piece], Tensor | None]
+    ) -> None:
+        """Run the optimizer over this rank's pieces; those without a gradient stay as they are.
+
+        Args:
+            groups: the user's groups, for the hyper-parameters as they are now.
+            gradient_of: returns the flat gradient of a piece, [piece.numel], or None.
+        """
+        for number, piece in enumerate(self.pieces):
+            parameter = self.parameters[piece.index]
+            if parameter.data_ptr() != self._addresses[number]:  # the user has set `.data`
+                self.tensors[number].data = _view(parameter, piece)
+                self._addresses[number] = parameter.data_ptr()
+        self.step(groups, zip(self.tensors, map(gradient_of, self.pieces), strict=True))
+
+    def launch_gather(self) -> Work:
+        """Start sending this rank's shard of the parameters; the work copies in the others'."""
+        shard = self.empty(shard=True)
+        if self.pieces:
+            places = [shard[p.offset : p.offset + p.numel] for p in self.pieces]
+            foreach_copy_(places, [tensor.detach() for tensor in self.tensors])
+        flat, work = self.gather(shard)
+        return Then(work, partial(self._take_over, flat))
+
+    @torch.no_grad()
+    def _take_over(self, flat: Tensor) -> None:
+        homes = [_flat(self.parameters[slot.index]) for slot in self.plan.slots]
+        found = [flat[slot.offset : slot.offset + slot.numel] for slot in self.plan.slots]
+        foreach_copy_(homes, found)
+
+    def gather(self, shard: Tensor) -> tuple[Tensor, Work]:
+        """Gather all shards in rank order, [plan.numel], available once the work is done."""
+        flat = self.empty(shard=False, dtype=shard.dtype)
+        # Whole group; the bucket (parameters or state) of any dtype, as bytes. Overlaps the update
+        # of the next bucket.
+        work = self._comm.all_gather(flat.view(torch.uint8), shard.view(torch.uint8))
+        return flat, work
 
 
 class ShardedOptimizer(Optimizer):
@@ -90,7 +266,7 @@ class ShardedOptimizer(Optimizer):
         self._elsewhere: dict[Any, State] = {}
         """State of parameters in no bucket (frozen ones), whole and unchanged."""
         self._built = False
-        self._thread_warning = ThreadWarning()
+        self._warned = False
         # A throw-away instance checks the options and completes them.
         complete = optimizer_class([torch.zeros(1)], **defaults).defaults
         super().__init__(_each_once(params), complete)
@@ -143,7 +319,7 @@ class ShardedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        step_together([self])
+        step_together([self]).wait()
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -207,7 +383,7 @@ class ShardedOptimizer(Optimizer):
     @property
     def state_bytes(self) -> int:
         """Bytes of optimizer state on this rank (tensors with elements, not single numbers)."""
-        inner = [bucket.inner.state for bucket in self._buckets if bucket.inner is not None]
+        inner = [bucket.state for bucket in self._buckets]
         return sum(
             value.numel() * value.element_size()
             for states in [*inner, self._elsewhere]
@@ -236,7 +412,11 @@ class ShardedOptimizer(Optimizer):
             if id(parameter) not in self._covered:
                 raise ConfigError(f"{name} is in the optimizer, but not in the plan it shards by")
         self._buckets += [
-            ShardedBucket(bucket, layout.parameters, self.param_groups, self._comm, self._make)
+            ShardedBucket(
+                *(bucket, layout.parameters, self.param_groups, self._comm),
+                optimizer_class=self._class,
+                defaults=self.defaults,
+            )
             for bucket in layout.buckets
         ]
         if not self._built:
@@ -249,10 +429,16 @@ class ShardedOptimizer(Optimizer):
             {**options(group), "params": [p for p in group["params"] if id(p) not in self._covered]}
             for group in self.param_groups
         ]
-        return dict(self._make(rest).state)
+        return dict(self._class(rest, **arguments_of(self._class, self.defaults)).state)
 
-    def _make(self, groups: list[dict[str, Any]]) -> Optimizer:
-        return self._class(groups, **arguments_of(self._class, self.defaults))
+    def _warn_of_threads(self) -> None:
+        """Warn once, on rank 0 (all ranks have the same plan), of cut 16-bit parameters."""
+        if not self._warned and self._comm.rank == 0:
+            self._warned = warn_of_threads(
+                (bucket.parameters[slot.index], bucket.is_cut(slot))
+                for bucket in self._buckets
+                for slot in bucket.plan.slots
+            )
 
 
 @torch.no_grad()
@@ -260,7 +446,7 @@ def step_together(
     optimizers: Sequence[ShardedOptimizer],
     shards: Sequence[Tensor] | None = None,
     used: Sequence[bool] = (),
-) -> None:
+) -> Work:
     """Do one step of optimizers with the same buckets and different parameters.
 
     Args:
@@ -268,10 +454,13 @@ def step_together(
         shards: for each bucket, the gradient of this rank's shard, flat, [bucket.numel /
             world_size], where the rest does not exist (ZeRO stage 2); None uses `grad`.
         used: with `shards`: for each parameter of the buckets, whether it has a gradient.
+
+    Returns:
+        The last gathers; parameters are whole once it is done.
     """
     for optimizer in optimizers if shards is None else ():
         _check_gradients(optimizer._groups(), optimizer._covered)
-        optimizer._thread_warning.say(optimizer._buckets, optimizer._comm)
+        optimizer._warn_of_threads()
 
     def gradient_of(bucket: ShardedBucket, number: int, piece: Piece) -> Tensor | None:
         if shards is None:
@@ -279,18 +468,17 @@ def step_together(
         mine = slice(piece.offset, piece.offset + piece.numel)
         return shards[number][mine] if used[piece.index] else None
 
-    under_way: deque[Callable[[], None]] = deque()
+    under_way: deque[Work] = deque()
     for number, same in enumerate(zip(*(o._buckets for o in optimizers), strict=True)):
         for optimizer, bucket in zip(optimizers, same, strict=True):
             bucket.update(optimizer._groups(), partial(gradient_of, bucket, number))
         under_way.append(same[0].launch_gather())
         if len(under_way) > _IN_FLIGHT:
-            under_way.popleft()()
-    for finish in under_way:
-        finish()
+            under_way.popleft().wait()
     for optimizer in optimizers:
         if optimizer._source is not None:
             _step_without_gradients(optimizer._source)
+    return AllOf(list(under_way))
 
 
 def _check_gradients(groups: Sequence[dict[str, Any]], covered: Container[int]) -> None:
@@ -366,3 +554,11 @@ def _default_communicator(world: World | None) -> Communicator:
     from gradsync.comm.process_group import ProcessGroupCommunicator
 
     return ProcessGroupCommunicator(dist.group.WORLD)
+
+
+def _flat(parameter: Tensor) -> Tensor:
+    return parameter.detach().view(-1)
+
+
+def _view(parameter: Tensor, piece: Piece) -> Tensor:
+    return _flat(parameter)[piece.start : piece.stop]

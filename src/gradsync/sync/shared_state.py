@@ -10,23 +10,37 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from gradsync.core.torch_private import version
 from gradsync.errors import ConfigError
-from gradsync.sync.engine.plan import ALIGNMENT
-from gradsync.sync.host.flat import Flat
-from gradsync.sync.host.pieces import Piece
-from gradsync.sync.sharded.bucket import options
-from gradsync.sync.sharded.elementwise import arguments_of
+from gradsync.sync.elementwise import State, group_numbers, state_like
+from gradsync.sync.layout import ALIGNMENT, Piece
+from gradsync.sync.optimizers import options
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-State = dict[str, Any]
+    from gradsync.sync.shared_memory import Flat
+
+
+@dataclass(slots=True, eq=False)
+class OwnedPiece:
+    """A piece with its elements and its optimizer's group."""
+
+    piece: Piece
+    flat: int
+    """Index of its flat."""
+    group: int
+    """Index of the optimizer's parameter group."""
+    tensor: Tensor
+    """The elements, [piece.numel]: a view of the weights."""
+    state_is_shared: bool = False
+    """Whether its optimizer state lies in shared memory already."""
 
 
 class _Place(NamedTuple):
@@ -34,8 +48,6 @@ class _Place(NamedTuple):
 
     flat: int
     """Index of the flat buffer."""
-    offset: int
-    """First element of the parameter in the flat buffer."""
     home: int
     """First element of its state: parameters of other optimizers take no memory there."""
 
@@ -45,7 +57,7 @@ class SharedState:
 
     Args:
         optimizer: the user's.
-        inner: over the pieces; None where this rank has none.
+        piece_state: `PieceOptimizer.state` of the pieces.
         pieces: of this rank.
         flats: the flat buffers of the parameters.
         parameters: the optimizer's parameters, by index.
@@ -54,12 +66,12 @@ class SharedState:
     def __init__(
         self,
         optimizer: Optimizer,
-        inner: Optimizer | None,
-        pieces: Sequence[Piece],
+        piece_state: dict[Any, State],
+        pieces: Sequence[OwnedPiece],
         flats: Sequence[Flat],
         parameters: Mapping[int, Tensor],
     ) -> None:
-        self._user, self._inner = weakref.ref(optimizer), inner
+        self._user, self._piece_state = weakref.ref(optimizer), piece_state
         self._hook = optimizer.register_state_dict_post_hook(_copies)
         self._pieces, self._flats, self._parameters = pieces, flats, parameters
         self._comm = flats[0].comm
@@ -69,18 +81,16 @@ class SharedState:
             for slot in flat.slots:
                 if slot.index in parameters:
                     home = self._sizes[number]
-                    self._places[slot.index] = _Place(number, slot.offset, home)
+                    self._places[slot.index] = _Place(number, home)
                     self._sizes[number] += -(-slot.numel // ALIGNMENT) * ALIGNMENT
         self._memory: dict[tuple[int, str], Tensor] = {}
         """(flat, name) -> state of the parameters there, [see `_Place`]."""
         self._numbers: dict[str, Tensor] = {}
         """name -> numbers, [parameters]."""
         self._kept: dict[tuple[int, int], dict[str, Tensor]] = {}
-        """(flat, parameter group) -> see `slots_of`."""
-        group_of = {
-            id(p): number for number, g in enumerate(optimizer.param_groups) for p in g["params"]
-        }
-        self._groups = {index: group_of[id(p)] for index, p in parameters.items()}
+        """(flat, parameter group) -> see `state_like`."""
+        numbers = group_numbers(optimizer.param_groups)
+        self._groups = {index: numbers[id(p)] for index, p in parameters.items()}
         self._settings: list[State] = []
         self._shown: set[int] = set()
         # `optimizer.state` as it was at the last check.
@@ -91,7 +101,7 @@ class SharedState:
     @property
     def _optimizer(self) -> Optimizer:
         optimizer = self._user()
-        assert optimizer is not None, "somebody steps it"
+        assert optimizer is not None, "the caller of the step holds it"
         return optimizer
 
     def prepare(self) -> None:
@@ -128,9 +138,8 @@ class SharedState:
     def show(self, used: Sequence[bool]) -> None:
         """Put new state into shared memory and `optimizer.state`, between a step and meeting."""
         for piece in self._pieces:
-            if used[piece.index] and not piece.state_is_shared:
-                assert self._inner is not None, "it has pieces"
-                self._share(piece, self._inner.state[piece.tensor])
+            if used[piece.piece.index] and not piece.state_is_shared:
+                self._share(piece, self._piece_state[piece.tensor])
         if len(self._shown) < len(self._parameters):
             for index in self._parameters:
                 if used[index] and index not in self._shown:
@@ -160,7 +169,7 @@ class SharedState:
         whether the names of the state have changed."""
         before = {place: kept.keys() for place, kept in self._kept.items()}
         for number, flat in enumerate(self._flats):
-            for group, kept in enumerate(slots_of(self._optimizer, flat.dtype) or []):
+            for group, kept in enumerate(state_like(self._optimizer, flat.dtype) or []):
                 self._kept[number, group] = kept
                 for name, like in kept.items():
                     if like.dim() and (number, name) not in self._memory:
@@ -175,20 +184,18 @@ class SharedState:
         """Copy this rank's part of `optimizer.state` to where it belongs."""
         state = self._optimizer.state
         for piece in self._pieces:
-            assert self._inner is not None, "it has pieces"
-            whole = state.get(self._parameters[piece.index])
-            self._inner.state.pop(piece.tensor, None)
+            whole = state.get(self._parameters[piece.piece.index])
+            self._piece_state.pop(piece.tensor, None)
             piece.state_is_shared = False
             if whole:
-                offset = self._places[piece.index].offset
-                here = slice(piece.start - offset, piece.stop - offset)
-                self._inner.state[piece.tensor] = {
+                here = slice(piece.piece.start, piece.piece.stop)
+                self._piece_state[piece.tensor] = {
                     name: value.detach().reshape(-1)[here]
                     if self._is_per_element(piece, name)
                     else value
                     for name, value in whole.items()
                 }
-                self._share(piece, self._inner.state[piece.tensor])
+                self._share(piece, self._piece_state[piece.tensor])
         self._comm.barrier()  # numbers that another rank writes are read below
         self._shown.clear()
         for index, parameter in self._parameters.items():
@@ -196,18 +203,16 @@ class SharedState:
                 self._show(index)
         self._remember()
 
-    def _share(self, piece: Piece, state: State) -> None:
+    def _share(self, piece: OwnedPiece, state: State) -> None:
         """Move the state of a piece into shared memory."""
         for name, value in state.items():
             if name not in self._kept[piece.flat, piece.group] or not torch.is_tensor(value):
                 continue  # not the optimizer's own: left as it is
             if self._is_per_element(piece, name):
-                place = self._places[piece.index]
-                start = piece.start - place.offset + place.home
-                stop = start + piece.stop - piece.start
-                home = self._memory[piece.flat, name][start:stop]
-            elif piece.is_first:
-                home = self._numbers[name][piece.index]
+                start = piece.piece.start + self._places[piece.piece.index].home
+                home = self._memory[piece.flat, name][start : start + piece.piece.numel]
+            elif piece.piece.start == 0:
+                home = self._numbers[name][piece.piece.index]
             else:
                 state[name] = value.detach().clone()
                 continue
@@ -216,7 +221,7 @@ class SharedState:
             state[name] = home
         piece.state_is_shared = True
 
-    def _is_per_element(self, piece: Piece, name: str) -> bool:
+    def _is_per_element(self, piece: OwnedPiece, name: str) -> bool:
         """Whether the state has elements; for a parameter [] any state looks like a number."""
         like = self._kept[piece.flat, piece.group].get(name)
         return like is not None and like.dim() > 0
@@ -248,29 +253,6 @@ def values_of(state: Mapping[Any, State]) -> list[Any]:
 def same_objects(left: Sequence[Any], right: Sequence[Any]) -> bool:
     """Whether both hold identical objects."""
     return len(left) == len(right) and all(map(operator.is_, left, right))
-
-
-def slots_of(optimizer: Optimizer, dtype: torch.dtype) -> list[dict[str, Tensor]] | None:
-    """The optimizer's state of a parameter in each group, by name: an example of 64 elements, or of
-    one number. None when some state is neither."""
-    found = [_kept(optimizer, group, dtype) for group in optimizer.param_groups]
-    for kept in found:
-        for value in kept.values():
-            if not isinstance(value, torch.Tensor) or value.shape not in ((), (64,)):
-                return None
-    return found
-
-
-def _kept(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> State:
-    """Find a group's state by a step on 64 zeros."""
-    trial = torch.nn.Parameter(torch.zeros(64, dtype=dtype))
-    trial.grad = torch.zeros(64, dtype=dtype)
-    kind = type(optimizer)
-    inner = kind(
-        [{**options(dict(group)), "params": [trial]}], **arguments_of(kind, optimizer.defaults)
-    )
-    inner.step()
-    return {name: value for name, value in inner.state[trial].items() if value is not None}
 
 
 def _copies(_: Optimizer, state_dict: State) -> State:

@@ -12,7 +12,7 @@ from gradsync.errors import RunError
 
 
 @dataclass(frozen=True, slots=True)
-class Agreement:
+class StepMetadata:
     """Result of the message, equal on all ranks."""
 
     loss: list[float]
@@ -31,7 +31,7 @@ class Agreement:
     """Whether any rank saw weights change between steps."""
 
 
-def agree(
+def agree_on_metadata(
     comm: Communicator,
     used: Sequence[bool],
     counts: Sequence[int] = (),
@@ -42,7 +42,7 @@ def agree(
     number: int = 0,
     digest: Sequence[int] = (0, 0),
     changed: bool = False,
-) -> Agreement:
+) -> StepMetadata:
     """Exchange the step's metadata: one all-reduce, whole group, on the CPU.
 
     float64 [9 + loss + parameters + counts]. Never waits for the device; overlaps the buckets.
@@ -77,6 +77,6 @@ def agree(
             "together, as one torch.nn.ModuleList"
         )
     any_used = [use > 0 for use in any_use]
-    return Agreement(
+    return StepMetadata(
         losses, stops > 0, discards > 0, any_used, sums, alike=equal, changed=changes > 0
     )

@@ -1,4 +1,12 @@
-"""Parameters in memory that the other ranks of the host can write."""
+"""The optimizer's step on the share of weights that a rank of the host owns.
+
+    rank 0   update own elements of the weights ─► write them into the others' replicas ─┐
+    rank 1   update own elements of the weights ─► write them into the others' replicas ─┴─ meet
+
+Every element goes through the operations of the whole optimizer, so the bits are the same
+(layout.py says where parameters may be cut). State lies in memory that all ranks share, once per
+host: `optimizer.state` is whole on every rank at any time, as it would be without gradsync.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +16,92 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
 from gradsync.core.torch_private import version
 from gradsync.errors import ConfigError
-from gradsync.sync.host.flat import Flat
+from gradsync.sync.elementwise import PieceOptimizer, group_numbers, members_of
+from gradsync.sync.shared_state import OwnedPiece, SharedState
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from gradsync.sync.shared_memory import Flat
+
+
+class SharedUpdate(PieceOptimizer):
+    """One optimizer's steps on this rank's pieces; made on all ranks together.
+
+    Args:
+        optimizer: the user's, elementwise; its options are read at every step.
+        flats: flat buffers of the gradients.
+        weights: memory of the parameters, for each of `flats`.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, flats: Sequence[Flat], weights: Sequence[SharedWeights]
+    ) -> None:
+        # Not the optimizer itself: deleting it must free its memory.
+        self._user = weakref.ref(optimizer)
+        self.members = members_of(optimizer)
+        groups = group_numbers(optimizer.param_groups)
+        self._pieces: list[OwnedPiece] = []
+        parameters: dict[int, Tensor] = {}
+        for number, (flat, home) in enumerate(zip(flats, weights, strict=True)):
+            for slot, parameter in zip(flat.slots, home.parameters, strict=True):
+                if id(parameter) in groups:
+                    parameters[slot.index] = parameter
+            for piece in flat.pieces:
+                if piece.index in parameters:
+                    group = groups[id(parameters[piece.index])]
+                    elements = home.memory[piece.offset : piece.offset + piece.numel]
+                    self._pieces.append(OwnedPiece(piece, number, group, elements))
+        super().__init__(
+            *(type(optimizer), optimizer.defaults, optimizer.param_groups),
+            [(piece.group, piece.tensor) for piece in self._pieces],
+        )
+        self._place: tuple[int, ...] = ()
+        self._parts: list[Tensor] = []
+        self._shared = SharedState(optimizer, self.state, self._pieces, flats, parameters)
+
+    @property
+    def _optimizer(self) -> Optimizer:
+        optimizer = self._user()
+        assert optimizer is not None, "the caller of the step holds it"
+        return optimizer
+
+    def step_pieces(self, gradients: Sequence[Tensor], used: Sequence[bool]) -> None:
+        """Update this rank's elements.
+
+        Args:
+            gradients: mean gradients of each flat, [flat.numel]; only this rank's part is read.
+            used: for each parameter, whether any rank has a gradient for it.
+        """
+        self._shared.prepare()
+        parts = zip(self._pieces, self._parts_of(gradients), strict=True)
+        self.step(
+            self._optimizer.param_groups,
+            ((p.tensor, part if used[p.piece.index] else None) for p, part in parts),
+        )
+        self._shared.show(used)
+        # Let a scheduler count the step, where it has wrapped the optimizer's own `step`.
+        if "step" in self._optimizer.__dict__:
+            self._optimizer.step()  # without gradients it changes nothing
+
+    def _parts_of(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Gradients of the pieces: most often the same memory in every step."""
+        place = tuple(flat.data_ptr() for flat in gradients)
+        if place != self._place:
+            self._place = place
+            self._parts = [
+                gradients[p.flat][p.piece.offset : p.piece.offset + p.piece.numel]
+                for p in self._pieces
+            ]
+        return self._parts
+
+    def release(self) -> None:
+        """Stop doing this optimizer's steps; the user's loop does them from now on."""
+        self._shared.release()
 
 
 class SharedWeights:
@@ -29,7 +117,7 @@ class SharedWeights:
     """
 
     def __init__(self, flat: Flat, parameters: Sequence[nn.Parameter], *, one_copy: bool) -> None:
-        self.comm = comm = flat.comm
+        comm: SharedMemoryCommunicator = flat.comm
         self._flat, self._one_copy = flat, one_copy
         self.parameters = [parameters[slot.index] for slot in flat.slots]
         if one_copy:
@@ -70,7 +158,7 @@ class SharedWeights:
             if not self.parameters[number].is_contiguous():
                 return "a parameter has become discontiguous"
             if self._bytes[number]() is not None:
-                return "a parameter's data was exchanged, and somebody holds what it was"
+                return "a parameter's data was exchanged, and something still holds what it was"
         return ""
 
     def _away(self) -> list[int]:

@@ -29,21 +29,26 @@ from torch.distributed.tensor import DTensor
 from gradsync.comm.base import Communicator
 from gradsync.core.torch_private import foreach_mul_, mesh_of
 from gradsync.errors import ConfigError
-from gradsync.sync.clip import gradient_norm
-from gradsync.sync.reducer import Reducer, Reduction, trainable
-from gradsync.sync.sharded.seen import Seen
-from gradsync.sync.sharded.shares import HeldState, Share, flat_state, share_of_rows
-from gradsync.sync.sharded.whole import (
+from gradsync.sync.clip import clip_factor, gradient_norm
+from gradsync.sync.reducer import Reducer, Replicas, trainable
+from gradsync.sync.seen import Seen
+from gradsync.sync.sharded_state import (
+    HeldState,
+    Share,
+    flat_state,
     gather_weights,
     load_whole_weights,
     local,
     shaped_as,
     sharded_as,
+    share_of_rows,
     whole,
 )
+from gradsync.sync.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.optim import Optimizer
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Containers without a forward of their own, so that nothing can be gathered before it."""
@@ -96,8 +101,7 @@ class FsdpReducer(Reducer):
         ConfigError: no process group; trainable parameters of different dtypes; an older torch.
     """
 
-    own_loop = True
-    whole_parameters = False
+    user_loop = True
 
     def __init__(
         self,
@@ -128,7 +132,7 @@ class FsdpReducer(Reducer):
         # A rank that did not use a parameter sends zeros: all must reduce the same ones.
         self._root.set_reduce_scatter_unused_params(True)
         self._seen.watch(self._units)
-        super().__init__(model, comm)
+        super().__init__(model, comm, FsdpShards(model, comm))
         assert [name for name, _ in trainable(model)] == names, "sharding keeps names and order"
         self._complete = self._averaged = False
         self._divide_by(comm.world_size)
@@ -193,110 +197,18 @@ class FsdpReducer(Reducer):
             return self._seen.take()
         return super().launch()  # no backward since the last time: no more gradients will come
 
-    def reduce(self, used: list[bool]) -> Reduction:
-        """Set unused zeros to None again; the reduction itself has happened in backward."""
+    def reduce(self, used: list[bool], divisor: float | None) -> Stopwatch:
+        """See `Reducer.reduce`; sets unused zeros to None again: backward has summed the others,
+        and divided them by the number of ranks outside of `micro_step`."""
         for parameter, any_rank in zip(self.parameters, used, strict=True):
             if not any_rank:
                 parameter.grad = None
-        divided_by = self.comm.world_size if self._averaged else 1
-        return Reduction(divided_by=divided_by, exposed=self._seen.stopwatch.copy())
-
-    def gradients(self) -> list[Tensor]:
-        """This rank's shards of the gradients."""
-        return [local(p.grad) for p in self.parameters if p.grad is not None]
-
-    def clip(self, max_norm: float) -> Tensor:
-        """See `Reducer.clip`; the norm is that of the whole gradient."""
-        shards = self.gradients()
-        square = torch.zeros((), dtype=torch.float64, device=self.parameters[0].device)
-        if shards:
-            square += gradient_norm(shards).double().square()
-        # Whole group, float64 []; overlaps nothing: the factor depends on it.
-        self.comm.all_reduce(square).wait()
-        norm = square.sqrt().float()
-        if shards:
-            foreach_mul_(shards, (max_norm / (norm + 1e-6)).clamp(max=1.0))
-        return norm
-
-    def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Update this rank's shards.
-
-        Raises:
-            ConfigError: see `_check_optimizer`.
-        """
-        ours = {id(parameter) for parameter in self.parameters}
-        for optimizer in optimizers:
-            _check_optimizer(optimizer, ours)
-        super().update(optimizers)
-
-    def gather(self, optimizer: torch.optim.Optimizer) -> None:
-        """See `Reducer.gather`: one all-gather per sharded state tensor, its shape and dtype."""
-        for state in _states(optimizer).values():
-            for name, value in state.items():
-                if isinstance(value, DTensor):
-                    state[name] = whole(value)
-
-    def scatter(self, optimizer: torch.optim.Optimizer) -> None:
-        """See `Reducer.scatter`; nothing is sent."""
-        for parameter, state in _states(optimizer).items():
-            for name, value in state.items():
-                if (
-                    isinstance(value, torch.Tensor)
-                    and isinstance(parameter, DTensor)
-                    and not isinstance(value, DTensor)
-                    and value.shape == parameter.shape
-                ):
-                    state[name] = sharded_as(value, parameter)
-
-    def sharded_state_dict(self, optimizer: torch.optim.Optimizer) -> HeldState:
-        """See `Reducer.sharded_state_dict`."""
-        return {
-            parameter: (self._share(parameter), flat_state(optimizer.state[parameter], parameter))
-            if parameter in optimizer.state
-            else (self._share(parameter), {})
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        }
-
-    def load_sharded_state_dict(
-        self, optimizer: torch.optim.Optimizer, states: Mapping[Any, dict[str, Any]]
-    ) -> None:
-        """See `Reducer.load_sharded_state_dict`."""
-        optimizer.state.clear()
-        for parameter, state in states.items():
-            if state:
-                optimizer.state[parameter] = {
-                    name: shaped_as(value, parameter) for name, value in state.items()
-                }
-
-    def sharded_weights(self) -> dict[str, tuple[Share, Tensor]]:
-        """See `Reducer.sharded_weights`."""
-        return {
-            name: (self._share(tensor), local(tensor).reshape(-1))
-            for name, tensor in self.model.state_dict().items()
-        }
-
-    def load_sharded_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """See `Reducer.load_sharded_weights`."""
-        own = self.model.state_dict()
-        for name, tensor in weights.items():
-            here = local(own[name])
-            here.copy_(tensor.view(here.shape))
-
-    def full_weights(self) -> dict[str, Tensor]:
-        """See `Reducer.full_weights`."""
-        return gather_weights(self.model)
-
-    def load_full_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """See `Reducer.load_full_weights`."""
-        load_whole_weights(self.model, weights)
+        self.shards.scale(divisor and (self.comm.world_size if self._averaged else 1) / divisor)
+        return self._seen.stopwatch.copy()
 
     def close(self) -> None:
         """Leave the model sharded: FSDP2 has no way back."""
         self._seen.close()
-
-    def _share(self, tensor: Tensor) -> Share:
-        return share_of_rows(tensor, self.comm.rank, self.comm.world_size)
 
     def _divide_by(self, factor: int) -> None:
         for unit in self._units:
@@ -319,6 +231,118 @@ class FsdpReducer(Reducer):
                 "the others. Choose a number of leaves that the world size divides, or another "
                 "strategy"
             )
+
+
+class FsdpShards(Replicas):
+    """Rows of every parameter, gradient and state, as FSDP2 cuts them.
+
+    Args:
+        model: sharded already.
+        comm: all ranks.
+    """
+
+    whole_parameters = False
+
+    def __init__(self, model: nn.Module, comm: Communicator) -> None:
+        super().__init__(model, [parameter for _, parameter in trainable(model)])
+        self.comm = comm
+
+    def owned(self) -> list[Tensor]:
+        """This rank's shards of the gradients."""
+        return [local(p.grad) for p in self.parameters if p.grad is not None]
+
+    def whole_gradients(self) -> list[Tensor | None]:
+        """See `Replicas.whole_gradients`: one all-gather per parameter, its shape and dtype."""
+        return [None if p.grad is None else whole(p.grad) for p in self.parameters]
+
+    def clip(self, max_norm: float) -> Tensor:
+        """See `Replicas.clip`; the norm is that of the whole gradient."""
+        shards = self.owned()
+        square = torch.zeros((), dtype=torch.float64, device=self.parameters[0].device)
+        if shards:
+            square += gradient_norm(shards).double().square()
+        # Whole group, float64 []; overlaps nothing: the factor depends on it.
+        self.comm.all_reduce(square).wait()
+        norm = square.sqrt().float()
+        if shards:
+            foreach_mul_(shards, clip_factor(norm, max_norm))
+        return norm
+
+    def update(self, optimizers: Sequence[Optimizer]) -> None:
+        """Update this rank's shards.
+
+        Raises:
+            ConfigError: see `_check_optimizer`.
+        """
+        ours = {id(parameter) for parameter in self.parameters}
+        for optimizer in optimizers:
+            _check_optimizer(optimizer, ours)
+        super().update(optimizers)
+
+    def gather(self, optimizer: Optimizer) -> None:
+        """See `Replicas.gather`: one all-gather per sharded state tensor, its shape and dtype."""
+        for state in _states(optimizer).values():
+            for name, value in state.items():
+                if isinstance(value, DTensor):
+                    state[name] = whole(value)
+
+    def scatter(self, optimizer: Optimizer) -> None:
+        """See `Replicas.scatter`; nothing is sent."""
+        for parameter, state in _states(optimizer).items():
+            for name, value in state.items():
+                if (
+                    isinstance(value, torch.Tensor)
+                    and isinstance(parameter, DTensor)
+                    and not isinstance(value, DTensor)
+                    and value.shape == parameter.shape
+                ):
+                    state[name] = sharded_as(value, parameter)
+
+    def sharded_state_dict(self, optimizer: Optimizer) -> HeldState:
+        """See `Replicas.sharded_state_dict`."""
+        return {
+            parameter: (self._share(parameter), flat_state(optimizer.state[parameter], parameter))
+            if parameter in optimizer.state
+            else (self._share(parameter), {})
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+
+    def load_sharded_state_dict(
+        self, optimizer: Optimizer, states: Mapping[Any, dict[str, Any]]
+    ) -> None:
+        """See `Replicas.load_sharded_state_dict`."""
+        optimizer.state.clear()
+        for parameter, state in states.items():
+            if state:
+                optimizer.state[parameter] = {
+                    name: shaped_as(value, parameter) for name, value in state.items()
+                }
+
+    def sharded_weights(self) -> dict[str, tuple[Share, Tensor]]:
+        """See `Replicas.sharded_weights`."""
+        return {
+            name: (self._share(tensor), local(tensor).reshape(-1))
+            for name, tensor in self.model.state_dict().items()
+        }
+
+    def load_sharded_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """See `Replicas.load_sharded_weights`."""
+        own = self.model.state_dict()
+        for name, tensor in weights.items():
+            here = local(own[name])
+            here.copy_(tensor.view(here.shape))
+
+    def full_weights(self) -> dict[str, Tensor]:
+        """See `Replicas.full_weights`."""
+        return gather_weights(self.model)
+
+    def load_full_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """See `Replicas.load_full_weights`."""
+        load_whole_weights(self.model, weights)
+
+    def _share(self, tensor: Tensor) -> Share:
+        return share_of_rows(tensor, self.comm.rank, self.comm.world_size)
 
 
 def _policy(

@@ -27,23 +27,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradsync.comm.base import Communicator
 from gradsync.core.torch_private import at_the_end_of_backward, current_graph_task
 from gradsync.errors import ConfigError, GradsyncError
-from gradsync.sync.agreement import Agreement, agree
-from gradsync.sync.buffers import BufferSync
 from gradsync.sync.check_replicas import ReplicaWatch
-from gradsync.sync.engine.engine import Engine, gone
-from gradsync.sync.loss import NO_LOSS
+from gradsync.sync.engine import gone
 from gradsync.sync.module_hook import ModuleHook
 from gradsync.sync.optimizers import (
-    Settings,
     UntrackedParameters,
-    digest,
     optimizer_watch,
     settings_of,
 )
 from gradsync.sync.reducer import Reducer
+from gradsync.sync.step import StepCall, StepParts, take_step
 
 if TYPE_CHECKING:
     from torch import nn
@@ -104,24 +99,24 @@ _DRIFTED = (
 )
 
 
-class OwnLoop:
-    """Watches backward, the forward of the root module, and optimizers over its parameters."""
+class UserLoop:
+    """Watches backward, the forward of the root module, and optimizers over its parameters.
+
+    Args:
+        model: the root module.
+        parts: of its steps.
+        watch: notices weights that change between steps.
+    """
 
     def __init__(
         self,
         model: nn.Module,
-        comm: Communicator,
-        reducer: Reducer,
-        statistics: BufferSync,
+        parts: StepParts,
         watch: ReplicaWatch,
-        *,
-        number: int = 0,
     ) -> None:
-        self._statistics = statistics
-        self._watch = watch
-        self.comm = comm
-        self._reducer = reducer
-        self._number = number
+        self._parts, self._watch = parts, watch
+        self._buffers, self._reducer = parts.buffers, parts.reducer
+        self.comm = parts.comm
         self.leaves = 0
         """Number of `GradientSync.backward`s since the last step."""
         self.in_micro_step = False
@@ -138,11 +133,11 @@ class OwnLoop:
         self._published: list[weakref.ref[torch.Tensor] | None] = []
         self._stepped: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that used those
         self._settings = dict(_THE_CALL)  # their settings when they did
-        self.parameter_ids = {id(parameter) for parameter in reducer.parameters}
+        self.parameter_ids = {id(parameter) for parameter in self._reducer.parameters}
         self.untracked = UntrackedParameters(model, self.parameter_ids)
         self._optimizers = optimizer_watch()
         self._optimizers.add(self)
-        self._handles: list[Any] = _hooks(self, model, reducer)
+        self._handles: list[Any] = _hooks(self, model, self._reducer)
 
     @contextmanager
     def enclosed(self, root: torch.Tensor | None = None) -> Iterator[None]:
@@ -168,7 +163,7 @@ class OwnLoop:
 
     @property
     def synchronises(self) -> bool:
-        """See `OwnLoopFace.require_backward_grad_sync`."""
+        """See `UserLoopMethods.require_backward_grad_sync`."""
         return not self._no_sync
 
     @synchronises.setter
@@ -186,16 +181,16 @@ class OwnLoop:
                 between a `GradientSync.backward` of this model and the step.
         """
         task = current_graph_task()
-        if self._in_backward and task == self._task:
+        if self._in_backward and task >= self._task:  # the same, or one inside of it
             return not self._no_sync
         if task in self._optimizers.backwards:
             self._drop(parameter, task)
             return False
-        if self.in_micro_step and self._reducer.own_loop:
+        if self.in_micro_step and self._reducer.user_loop:
             raise ConfigError(_PLAIN_IN_MICRO_STEP)
         if self.leaves:
             raise ConfigError(_PLAIN_BEFORE_STEP)
-        if not self._reducer.own_loop:
+        if not self._reducer.user_loop:
             return False
         self._backward_begins(task)
         return not self._no_sync
@@ -208,7 +203,7 @@ class OwnLoop:
         parameter.grad = None
         if task != self._others:
             self._others = task
-            self._statistics.leaf_ends(counts=False)
+            self._buffers.leaf_ends(counts=False)
 
     def _backward_begins(self, task: int) -> None:
         before, self._no_sync_in_forward = self._no_sync_in_forward, None
@@ -218,7 +213,7 @@ class OwnLoop:
         if task < self._task:
             raise ConfigError(_REENTRANT)
         self._task = task
-        self._statistics.leaf_begins(last=not self._no_sync)
+        self._buffers.leaf_begins(last=not self._no_sync)
         self._dirty = self._in_backward = True
         self._others = -1
         at_the_end_of_backward(self._backward_ended)
@@ -261,7 +256,7 @@ class OwnLoop:
         return next(_held(optimizer, self.parameter_ids), None) is not None
 
     def finish(self) -> None:
-        """See `OwnLoopFace.finish` and [Note: Who synchronises when]."""
+        """See `UserLoopMethods.finish` and [Note: Who synchronises when]."""
         self._refuse_if_foreign()
         self.refuse_if_failed()
         if self.leaves:
@@ -283,59 +278,31 @@ class OwnLoop:
 
     def _waiting(self, parameters: Iterable[torch.Tensor]) -> bool:
         waiting = self._dirty or (self._finished and not self._stepped)
-        waiting = waiting or not self._reducer.own_loop  # it has no hook that would notice them
+        waiting = waiting or not self._reducer.user_loop  # it has no hook that would notice them
         return self._in_backward or (waiting and _any_gradient(parameters))
 
     def _synchronise(self, *, discard: bool = False) -> None:
         reducer = self._reducer
         # All forwards of this rank's step are one leaf here: the end of a leaf is unknown.
-        self._statistics.leaf_ends(counts=self._dirty and not discard)
-        counts = self._statistics.step_begins()
+        self._buffers.leaf_ends(counts=self._dirty and not discard)
         # Without a backward: copies of the last step's gradients, out of the way.
         left = [] if self._dirty else _left_over(reducer, self._published)
         for parameter, _ in left:
             parameter.grad = None
-        if discard:
-            reducer.forget()
-        elif isinstance(reducer, Engine):
-            reducer.end_own_leaf(new=self._dirty)
-        reducer.look(wanted=not discard)
-        used = reducer.launch()
         settings, self._settings = self._settings, dict(_THE_CALL)
-        agreed = agree(
-            *(self.comm, used, counts, NO_LOSS),
-            discard=discard,
-            number=self._number,
-            digest=digest(settings),
-            changed=self._watch.changed(),
-        )
-        reduction = reducer.reduce(agreed.used)
-        self._refuse_unlike(agreed, settings)
-        self._discarded = agreed.discard
-        if agreed.discard:
-            log.warning("a rank threw this step's gradients away: no rank uses them")
-            reducer.clear_gradients()
-        elif not any(agreed.used):
-            for parameter, gradient in left:  # no rank had a backward: a step with the same ones
-                parameter.grad = gradient
-        # The one place that divides: by the number of ranks, since no weight was given.
-        else:
-            reducer.divide(reduction.divided_by / self.comm.world_size)
-        self._statistics.step_ends(agreed.counts)
-        if not isinstance(reducer, Engine):
-            grads = [p.grad for p in reducer.parameters]
-            self._published = [None if g is None else weakref.ref(g) for g in grads]
-        self._dirty, self._finished = False, True
-        self._stepped.clear()
-
-    def _refuse_unlike(self, agreed: Agreement, settings: Settings) -> None:
-        """See `ReplicaWatch.refuse_unlike`; a refusal leaves no gradients to continue with."""
+        call = StepCall(loss=None, discard=discard, settings=settings, why=_DRIFTED)
         try:
-            self._watch.refuse_unlike(agreed, settings, _DRIFTED)
-        except GradsyncError:
-            self._reducer.clear_gradients()
+            result = take_step(self._parts, call)
+        except GradsyncError:  # a refusal leaves no gradients to continue with
             self._dirty, self._finished, self._discarded = False, True, True
             raise
+        self._dirty, self._finished, self._discarded = False, True, result.discarded
+        self._stepped.clear()
+        if not result.discarded and not result.had_gradients:
+            for parameter, gradient in left:  # no rank had a backward: a step with the same ones
+                parameter.grad = gradient
+        grads = [p.grad for p in reducer.parameters]
+        self._published = [None if g is None else weakref.ref(g) for g in grads]
 
     def refuse_if_failed(self) -> None:
         """Raise when the last backward did not finish."""
@@ -343,7 +310,7 @@ class OwnLoop:
             raise ConfigError(_FAILED)
 
     def _refuse_if_foreign(self) -> None:
-        if not self._reducer.own_loop:
+        if not self._reducer.user_loop:
             raise ConfigError(f"sync={self._reducer.strategy!r} {_FOREIGN}")
 
     def close(self) -> None:
@@ -355,18 +322,18 @@ class OwnLoop:
 
 
 @contextmanager
-def _no_sync(own_loop: OwnLoop) -> Iterator[None]:
-    before = own_loop.synchronises
-    own_loop.synchronises = False
+def _no_sync(user_loop: UserLoop) -> Iterator[None]:
+    before = user_loop.synchronises
+    user_loop.synchronises = False
     try:
         yield
     finally:
-        own_loop.synchronises = before
+        user_loop.synchronises = before
 
 
-def _hooks(own_loop: OwnLoop, model: nn.Module, reducer: Reducer) -> list[Any]:
-    """Hooks that do not refer to `own_loop`, which refers to the model's parameters."""
-    loop: weakref.ref[OwnLoop] = weakref.ref(own_loop)
+def _hooks(user_loop: UserLoop, model: nn.Module, reducer: Reducer) -> list[Any]:
+    """Hooks that do not refer to `user_loop`, which refers to the model's parameters."""
+    loop: weakref.ref[UserLoop] = weakref.ref(user_loop)
 
     def before_forward(*_: Any) -> None:
         alive = loop()
@@ -376,38 +343,29 @@ def _hooks(own_loop: OwnLoop, model: nn.Module, reducer: Reducer) -> list[Any]:
         alive.refuse_if_failed()
         alive._no_sync_in_forward = alive._no_sync
 
-    def gradient_is_ready(parameter: torch.Tensor) -> None:
+    def gradient_is_ready(parameter: torch.Tensor) -> bool:
         alive = _alive(loop)
-        if not alive._enclosed and not alive._in_backward:
-            alive.gradient_came(parameter)
+        return False if alive._enclosed else alive.gradient_came(parameter)
 
     handles: list[Any] = []
-    if reducer.own_loop:
+    if reducer.user_loop:
         handles.append(model.register_forward_pre_hook(ModuleHook(before_forward)))
-    if isinstance(reducer, Engine):
-        reducer.own_backward = lambda parameter: _alive(loop).gradient_came(parameter)
-        return handles
-    return handles + [
-        p.register_post_accumulate_grad_hook(gradient_is_ready) for p in reducer.parameters
-    ]
+    return handles + reducer.watch(gradient_is_ready)
 
 
 def _left_over(
     reducer: Reducer, published: Iterable[weakref.ref[torch.Tensor] | None]
 ) -> list[tuple[nn.Parameter, torch.Tensor]]:
     """Copies of the gradients that the last synchronisation left, with their parameters."""
-    if isinstance(reducer, Engine):
-        found = [p for bucket in reducer.buckets for p in bucket.published()]
-    else:
-        pairs = zip(reducer.parameters, published, strict=False)
-        found = [p for p, ref in pairs if ref is not None and ref() is p.grad]
+    pairs = zip(reducer.parameters, published, strict=False)
+    found = [p for p, ref in pairs if ref is not None and ref() is p.grad]
     return [(p, p.grad.clone()) for p in found if p.grad is not None]
 
 
-class OwnLoopFace:
+class UserLoopMethods:
     """The methods of `GradientSync` for the user's training loop."""
 
-    _own_loop: OwnLoop
+    _user_loop: UserLoop
 
     def finish(self) -> None:
         """Make every `.grad` the mean over ranks, as torch's DDP does, in the user's training loop.
@@ -416,7 +374,7 @@ class OwnLoopFace:
         step, and for strategies without hooks. A second call does nothing.
         """
         self._refuse_if_closed()
-        self._own_loop.finish()
+        self._user_loop.finish()
 
     @property
     def require_backward_grad_sync(self) -> bool:
@@ -429,26 +387,26 @@ class OwnLoopFace:
         Raises:
             ConfigError: on setting, under strategies that do not support the user's training loop.
         """
-        return self._own_loop.synchronises
+        return self._user_loop.synchronises
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, wanted: bool) -> None:
         """Set it between two micro-batches."""
         self._refuse_if_closed()
-        self._own_loop.synchronises = wanted
+        self._user_loop.synchronises = wanted
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Only accumulate, in the user's training loop; enclose forward and backward of all
         micro-batches but the last."""
         self._refuse_if_closed()
-        return _no_sync(self._own_loop)
+        return _no_sync(self._user_loop)
 
     def _refuse_if_closed(self) -> None:
-        if self._own_loop.closed:
+        if self._user_loop.closed:
             raise ConfigError("this handle is closed: call gs.replicate again")
 
 
-def _alive(loop: weakref.ref[OwnLoop]) -> OwnLoop:
+def _alive(loop: weakref.ref[UserLoop]) -> UserLoop:
     found = loop()
     if found is None:
         raise gone()

@@ -1,0 +1,326 @@
+"""This rank's part of weights and optimizer state, whole tensors, and the ways between them.
+
+A `Share` is a run of elements of a whole tensor, row after row, as are the pieces of flat buckets
+and a DTensor's rows; checkpoints store shares separately.
+
+Whole optimizer state is gathered from flat shards, one all-gather per bucket and name. Single
+numbers (`step`) are equal in all pieces of a parameter and are sent in a short text beforehand,
+which also lists the state of each rank: a parameter that has never had a gradient has no state
+anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from gradsync.comm.base import Communicator
+from gradsync.comm.values import all_gather_json
+from gradsync.errors import ConfigError
+from gradsync.sync.elementwise import State
+
+if TYPE_CHECKING:
+    from gradsync.sync.sharded_optimizer import ShardedBucket
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """The elements of one whole tensor that this rank holds."""
+
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+    start: int
+    """First element of the flattened tensor."""
+    stop: int
+    """Element behind the last one."""
+    saves: bool = True
+    """False where another rank holds the same elements and saves them."""
+
+    @property
+    def saves_numbers(self) -> bool:
+        """Whether this one share saves the numbers that are equal in all shares of the tensor."""
+        return self.saves and self.start == 0
+
+
+HeldState = dict[Any, tuple[Share, State]]
+"""Parameter -> this rank's share of it, and the optimizer state there: tensors of elements are
+flat. A parameter without state yet has {}."""
+
+
+def whole_share(tensor: Tensor, rank: int) -> Share:
+    """The share of a tensor that every rank has whole: rank 0 saves it."""
+    return Share(shape=tuple(tensor.shape), start=0, stop=tensor.numel(), saves=rank == 0)
+
+
+def share_of_rows(tensor: Tensor, rank: int, world_size: int) -> Share:
+    """The share of a tensor that FSDP2 cut along its first dimension, as `torch.chunk` would: the
+    first ranks have ceil(rows / ranks) rows, the last ones fewer or none.
+
+    Args:
+        tensor: a parameter or its state; a plain tensor is a whole share.
+        rank: this rank.
+        world_size: number of ranks.
+    """
+    if not isinstance(tensor, DTensor):
+        return whole_share(tensor, rank)
+    assert tuple(tensor.placements) == (Shard(0),), "rows alone are contiguous"
+    rows, row, held = tensor.shape[0], prod(tensor.shape[1:]), tensor.to_local().numel()
+    start = min(rank * -(-rows // world_size), rows) * row
+    return Share(
+        shape=tuple(tensor.shape), start=start, stop=start + held, saves=held > 0 or rank == 0
+    )
+
+
+def sharded_state_dict(
+    buckets: Iterable[ShardedBucket], others: Mapping[Tensor, State], rank: int
+) -> HeldState:
+    """This rank's pieces of the state, sharing the optimizer's tensors.
+
+    Args:
+        buckets: of the sharded optimizer.
+        others: whole state of its parameters that are in no bucket.
+        rank: this rank.
+
+    Raises:
+        ConfigError: names state that is neither elementwise nor a single number.
+    """
+    found: HeldState = {
+        parameter: (whole_share(parameter, rank), flat_state(state, parameter))
+        for parameter, state in others.items()
+    }
+    for bucket in buckets:
+        for piece, tensor in zip(bucket.pieces, bucket.tensors, strict=True):
+            parameter = bucket.parameters[piece.index]
+            share = Share(shape=tuple(parameter.shape), start=piece.start, stop=piece.stop)
+            found[parameter] = share, flat_state(bucket.state.get(tensor, {}), tensor)
+    return found
+
+
+def load_sharded_state_dict(
+    buckets: Sequence[ShardedBucket], states: Mapping[Any, State]
+) -> dict[Any, State]:
+    """Restore pieces from `sharded_state_dict`; the buckets' previous state is dropped.
+
+    Returns:
+        the state of parameters in no bucket, in their shapes.
+    """
+    covered: set[int] = set()
+    for bucket in buckets:
+        covered |= {id(bucket.parameters[slot.index]) for slot in bucket.plan.slots}
+        bucket.state.clear()
+        for piece, tensor in zip(bucket.pieces, bucket.tensors, strict=True):
+            if state := states.get(bucket.parameters[piece.index]):
+                bucket.state[tensor] = dict(state)
+    return {
+        parameter: {name: shaped_as(value, parameter) for name, value in state.items()}
+        for parameter, state in states.items()
+        if state and id(parameter) not in covered
+    }
+
+
+def flat_state(state: Mapping[str, Any], like: Tensor) -> State:
+    """Tensors of elements flattened, sharing memory; other values unchanged.
+
+    Raises:
+        ConfigError: see `sharded_state_dict`.
+    """
+    return {name: _flat(name, value, like) for name, value in state.items()}
+
+
+def _flat(name: str, value: Any, like: Tensor) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.shape == like.shape:
+        return (value.to_local() if isinstance(value, DTensor) else value.detach()).reshape(-1)
+    if value.dim() == 0:
+        return value
+    raise not_elementwise(name, value.shape, like.shape)
+
+
+# -- whole state from pieces, and back ------------------------------------------------------------
+
+
+def gather_state(
+    buckets: Sequence[ShardedBucket], comm: Communicator
+) -> list[tuple[Tensor, State]]:
+    """Gather the whole state of every parameter that has one, on every rank; all ranks call it.
+
+    Raises:
+        ConfigError: names state that is neither elementwise nor a single number.
+    """
+    found: list[tuple[Tensor, State]] = []
+    parts = all_gather_json(comm, [_describe(bucket) for bucket in buckets])
+    for number, bucket in enumerate(buckets):
+        described: dict[str, State] = {}
+        for part in parts:
+            described |= part[number]
+        whole = {int(index): _small(bucket, entry) for index, entry in described.items()}
+        slots: dict[str, str] = {}
+        for entry in described.values():
+            slots |= {name: kind["elements"] for name, kind in entry.items() if "elements" in kind}
+        for name, dtype in sorted(slots.items()):
+            flat = _gather_slot(bucket, name, getattr(torch, dtype))
+            for slot in bucket.plan.slots:
+                if "elements" in described.get(str(slot.index), {}).get(name, ()):
+                    values = flat[slot.offset : slot.offset + slot.numel].clone()
+                    shape = bucket.parameters[slot.index].shape
+                    whole[slot.index][name] = values.view(shape)
+        found += [(bucket.parameters[index], state) for index, state in sorted(whole.items())]
+    return found
+
+
+def take_state(buckets: Sequence[ShardedBucket], whole: Mapping[Tensor, State]) -> None:
+    """Keep this rank's pieces of whole state; the buckets' previous state is dropped.
+
+    Raises:
+        ConfigError: a tensor that has neither its parameter's shape nor one element.
+    """
+    for bucket in buckets:
+        bucket.state.clear()
+        for piece, tensor in zip(bucket.pieces, bucket.tensors, strict=True):
+            parameter = bucket.parameters[piece.index]
+            if state := whole.get(parameter):
+                bucket.state[tensor] = {
+                    name: _part(name, value, parameter, piece.start, piece.stop)
+                    for name, value in state.items()
+                }
+
+
+def _part(name: str, value: Any, parameter: Tensor, start: int, stop: int) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.shape == parameter.shape:
+        return value.detach().reshape(-1)[start:stop].to(parameter.device, copy=True)
+    if value.dim() == 0:
+        return value.detach().clone()
+    raise not_elementwise(name, value.shape, parameter.shape)
+
+
+def _describe(bucket: ShardedBucket) -> dict[str, State]:
+    """Description for JSON: parameter index -> name -> kind of state, numbers included."""
+    described: dict[str, State] = {}
+    for piece, tensor in zip(bucket.pieces, bucket.tensors, strict=True):
+        entry: State = {}
+        for name, value in bucket.state.get(tensor, {}).items():
+            if not isinstance(value, torch.Tensor):
+                entry[name] = {"value": value}
+            elif value.shape == tensor.shape:
+                entry[name] = {"elements": _name(value.dtype)}
+            elif value.dim() == 0:
+                on_cpu = value.device.type == "cpu"
+                entry[name] = {"number": value.item(), "dtype": _name(value.dtype), "cpu": on_cpu}
+            else:
+                raise not_elementwise(name, value.shape, tensor.shape)
+        if entry:
+            described[str(piece.index)] = entry
+    return described
+
+
+def _small(bucket: ShardedBucket, entry: State) -> State:
+    """The state of one parameter; its tensors with elements are filled in later."""
+    state: State = {}
+    device = bucket.parameters[0].device
+    for name, kind in entry.items():
+        if "number" in kind:
+            state[name] = torch.tensor(
+                kind["number"],
+                dtype=getattr(torch, kind["dtype"]),
+                device="cpu" if kind["cpu"] else device,
+            )
+        else:
+            state[name] = kind.get("value")
+    return state
+
+
+def _gather_slot(bucket: ShardedBucket, name: str, dtype: torch.dtype) -> Tensor:
+    shard = bucket.empty(shard=True, dtype=dtype)
+    for piece, tensor in zip(bucket.pieces, bucket.tensors, strict=True):
+        value = bucket.state.get(tensor, {}).get(name)
+        if isinstance(value, torch.Tensor):
+            shard[piece.offset : piece.offset + piece.numel] = value
+    flat, work = bucket.gather(shard)
+    work.wait()
+    return flat
+
+
+def not_elementwise(name: str, got: torch.Size, shape: torch.Size) -> ConfigError:
+    """Make the error for state that cannot be divided among ranks.
+
+    Args:
+        name: of the state.
+        got: its shape.
+        shape: of its parameter.
+    """
+    return ConfigError(
+        f"optimizer state {name!r} has shape {tuple(got)} for a parameter of shape {tuple(shape)}: "
+        "neither elementwise nor a single number; this optimizer cannot be sharded"
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# -- sharded tensors (DTensor) and whole ones -----------------------------------------------------
+
+
+def gather_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Gather whole parameters and buffers by name, as `state_dict()` of the unsharded model.
+
+    Works on any model; under FSDP2 all ranks must call it, and each gets everything: one
+    all-gather per sharded parameter over its own group, shape and dtype of the masters.
+    """
+    return {name: whole(tensor) for name, tensor in model.state_dict().items()}
+
+
+def load_whole_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Overwrite parameters and buffers with whole ones, equal on all ranks; nothing is sent."""
+    own = model.state_dict()
+    with torch.no_grad():
+        for name, tensor in weights.items():
+            local(own[name]).copy_(part_of(tensor, own[name]))
+
+
+@torch.no_grad()
+def whole(tensor: Tensor) -> Tensor:
+    """Gather a sharded tensor on every rank; a plain one is returned as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+@torch.no_grad()
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part, sharing its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def part_of(tensor: Tensor, like: Tensor) -> Tensor:
+    """This rank's part of a whole tensor if it were sharded as `like`; nothing is sent."""
+    if not isinstance(like, DTensor) or isinstance(tensor, DTensor):
+        return local(tensor)
+    tensor = tensor.detach().to(like.device)
+    sharded = distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
+    return local(sharded)
+
+
+def shaped_as(value: Any, like: Tensor) -> Any:
+    """Place and shape this rank's flat elements as `like`; a number stays as it is."""
+    if not isinstance(value, Tensor) or value.dim() == 0:
+        return value
+    if not isinstance(like, DTensor):
+        return value.view(like.shape)
+    copy = torch.zeros_like(like, dtype=value.dtype)
+    local(copy).view(-1).copy_(value)
+    return copy
+
+
+def sharded_as(tensor: Tensor, like: Tensor) -> Tensor:
+    """Shard a copy of a whole tensor, placed as `like`; its dtype stays."""
+    copy = torch.zeros_like(like, dtype=tensor.dtype)
+    local(copy).copy_(part_of(tensor, like))
+    return copy

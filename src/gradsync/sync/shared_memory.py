@@ -1,0 +1,453 @@
+"""The step of ranks that share memory: each rank adds gradients and updates weights in its share.
+
+    backward    every rank fills its own buffers, nothing is sent
+    agree       the step's small message; now all buffers are full
+    reduce      each rank: add up its share over all ranks' buffers, divide, take its blocks' norms
+    clip        the norms of all ranks' blocks, added in parameter order; scale own share
+    update      each rank: the optimizer on its share of the weights
+    publish     write own share into the other ranks' replicas; meet
+
+Work per rank shrinks with their number: additions, division, norm and optimizer are done once per
+host, not once per rank. Each rank writes the values that it would have written anyway, in the
+memory of all. With a core for each rank nothing could be gained by communicating beside backward:
+there is no message to wait for, only additions, and the core that would do them is computing.
+
+In the user's training loop, and where the optimizer is not elementwise, every rank needs the whole
+gradient in its `.grad`: then the same additions are written into all ranks' buffers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+import torch
+
+from gradsync.comm.base import Done, Work
+from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
+from gradsync.comm.shared_memory.kernels import reduce_in_place
+from gradsync.core.torch_private import foreach_mul_
+from gradsync.errors import ConfigError
+from gradsync.sync.buckets import Bucket, Sums
+from gradsync.sync.clip import clip_factor, norm_from_blocks, norms_of_blocks
+from gradsync.sync.elementwise import members_of, why_not_now, why_whole
+from gradsync.sync.exchange import Exchange
+from gradsync.sync.layout import (
+    BLOCK,
+    Run,
+    blocks_of,
+    pieces_of_blocks,
+    runs_of,
+    share_blocks,
+)
+from gradsync.sync.leaf_tree import FORGOTTEN, UNKNOWN, SumPlan, plan_sum
+from gradsync.sync.recipe import Recipe
+from gradsync.sync.reducer import Replicas
+from gradsync.sync.shared_update import SharedUpdate, SharedWeights, can_move
+from gradsync.sync.stopwatch import Stopwatch
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+log = logging.getLogger("gradsync")
+
+
+class Flat:
+    """All buckets of one dtype, concatenated.
+
+    Args:
+        comm: the ranks of the host.
+        buckets: of one dtype; their buffers move into shared memory.
+    """
+
+    def __init__(self, comm: SharedMemoryCommunicator, buckets: Sequence[Bucket]) -> None:
+        self.comm = comm
+        self.buckets = list(buckets)
+        self.dtype = buckets[0].dtype
+        self.starts, numel = [], 0
+        for bucket in buckets:
+            self.starts.append(numel)
+            numel += bucket.plan.numel
+        self.numel = numel
+        self.slots = [
+            replace(slot, offset=slot.offset + start)
+            for bucket, start in zip(buckets, self.starts, strict=True)
+            for slot in bucket.plan.slots
+        ]
+        """Places of the parameters, in order."""
+        shares = share_blocks(blocks_of(self.slots), comm.world_size)
+        self.blocks = shares[comm.rank]
+        self.pieces = pieces_of_blocks(self.blocks)
+        """Parts of parameters that this rank owns."""
+        self.runs = list(runs_of(self.blocks))
+        """Runs of this rank."""
+        self.gradients: list[list[Tensor]] = []
+        """Buffer number -> rank -> [numel]."""
+
+    @property
+    def mine(self) -> slice:
+        """Elements of this rank."""
+        return slice(self.runs[0].start, self.runs[-1].stop) if self.runs else slice(0, 0)
+
+    def ensure(self, count: int) -> None:
+        """Allocate gradient buffers until each rank has `count`; all ranks call it.
+
+        Raises:
+            SharedMemoryError: on all ranks, when there is too little memory.
+        """
+        while len(self.gradients) < count:
+            number = len(self.gradients)
+            memory = self.comm.allocate(self.numel, self.dtype)
+            parts = self.comm.parts_of(memory)
+            assert parts is not None, "allocated just now"
+            self.comm.release(memory)  # it lives as long as this rank refers to it
+            self.gradients.append(parts)
+            for bucket, start in zip(self.buckets, self.starts, strict=True):
+                bucket.adopt(number, memory[start : start + bucket.plan.numel])
+
+
+def flats_of(comm: SharedMemoryCommunicator, buckets: Sequence[Bucket]) -> list[Flat]:
+    """One `Flat` per dtype, in order of first appearance."""
+    by_dtype: dict[torch.dtype, list[Bucket]] = {}
+    for bucket in buckets:
+        by_dtype.setdefault(bucket.dtype, []).append(bucket)
+    return [Flat(comm, group) for group in by_dtype.values()]
+
+
+class BlockNorms:
+    """Shared norms of a host's ranks, see [Note: Fixed blocks] in clip.py.
+
+    Args:
+        comm: the ranks of the host.
+        flats: the gradients' buffers.
+        parameters: in the order in which their norms are added.
+    """
+
+    def __init__(
+        self, comm: SharedMemoryCommunicator, flats: Sequence[Flat], parameters: Sequence[Tensor]
+    ) -> None:
+        self._counts = torch.tensor([-(-p.numel() // BLOCK) for p in parameters])
+        *firsts, count = [0, *self._counts.cumsum(0).tolist()]
+        self._norms = comm.allocate_once(max(count, 1), torch.float64)
+        self._places = [
+            {
+                run.start: torch.tensor([firsts[b.index] + b.number for b in run.blocks])
+                for run in flat.runs
+            }
+            for flat in flats
+        ]
+        self._blocks: dict[tuple[int, int], tuple[int, list[Tensor]]] = {}
+
+    def take(self, flat: int, run: Run, gradient: Tensor) -> None:
+        """Store the norms of one run's blocks.
+
+        Args:
+            flat: index of the flat buffer.
+            run: blocks of this rank.
+            gradient: the whole flat buffer, [flat.numel].
+        """
+        key, place = (flat, run.start), gradient.data_ptr()
+        if key not in self._blocks or self._blocks[key][0] != place:
+            blocks = [gradient[block.start : block.stop] for block in run.blocks]
+            self._blocks[key] = place, blocks  # most often the same memory in every step
+        norms = norms_of_blocks(self._blocks[key][1])
+        self._norms.index_copy_(0, self._places[flat][run.start], norms)
+
+    def total(self, used: Sequence[bool], *, double: bool) -> Tensor:
+        """The gradient's norm, []; call it after all ranks have stored theirs.
+
+        Args:
+            used: for each parameter, whether its gradient counts; the others are zeros.
+            double: a gradient is in fp64, so the norm is too.
+        """
+        norms = self._norms
+        if not all(used):
+            norms = norms.where(torch.tensor(used).repeat_interleave(self._counts), 0.0)
+        return norm_from_blocks(norms, double=double)
+
+
+class SharedMemoryExchange(Exchange):
+    """Sums in memory that all ranks see; the `Work` of all its buckets.
+
+    Nothing happens beside backward, so the recipe must not ask for it. The additions are those of
+    `TreeExchange`, which uses messages, and so are the bits.
+
+    Args:
+        comm: the ranks of the host.
+        buckets: their buffers move into shared memory.
+        along_tree: sum along the tree over leaves; False adds one buffer per rank.
+
+    Raises:
+        SharedMemoryError: on all ranks, when there is too little memory.
+    """
+
+    def __init__(
+        self, comm: SharedMemoryCommunicator, buckets: Sequence[Bucket], *, along_tree: bool
+    ) -> None:
+        self.comm, self._along_tree = comm, along_tree
+        self.flats = flats_of(comm, buckets)
+        for flat in self.flats:
+            flat.ensure(1)
+        self.divided = False
+        """Whether every rank wants the sum of its own share only; set before the first launch."""
+        self.plan: SumPlan | None = None
+        """The additions of this step; None when it is discarded."""
+        self._told: list[tuple[int, int]] = []
+        self._known: SumPlan | None = None
+        self._begun = False
+
+    def begin(self, sums: Sums) -> None:
+        """Publish the facts about this rank's leaves; peers read them after the step's message."""
+        first = UNKNOWN if sums.first_leaf is None else sums.first_leaf
+        self.comm.note([sums.num_leaves, first, self.divided])
+        self._begun = True
+
+    def launch(self, bucket: Bucket) -> SharedMemoryExchange:
+        """See `Exchange.launch`; all buckets are summed when the first one is waited for."""
+        return self
+
+    def wait(self) -> None:
+        """Plan this step's additions; make them, unless the step is divided: see `operands`."""
+        if not self._begun:
+            return
+        self._begun, self.plan = False, None
+        notes = self.comm.notes(3)
+        told = [(leaves, first) for leaves, first, _ in notes]
+        if any(first == FORGOTTEN for _, first in told):
+            return
+        # Made whole on all ranks if it is on one, whose hooks may look at gradients.
+        self.divided = all(divided for _, _, divided in notes)
+        if self._known is None or told != self._told:
+            one_each = [(1, UNKNOWN)] * len(told)
+            self._known, self._told = plan_sum(told if self._along_tree else one_each), told
+        self.plan = self._known
+        for flat in self.flats:
+            flat.ensure(self.plan.num_buffers)
+        if not self.divided:
+            # All ranks of the host, every bucket, each [numel] of its dtype; overlaps nothing.
+            self.comm.run(self._add_whole, "the sum of gradients that every rank sees whole").wait()
+
+    def _add_whole(self) -> None:
+        """Add up this rank's share, and write the sum into all ranks' buffers."""
+        assert self.plan is not None, "not discarded"
+        for flat in self.flats:
+            operands = [part[flat.mine] for part in self.operands(flat)]
+            copies = [part[flat.mine] for part in flat.gradients[0]]
+            reduce_in_place(operands, self.plan.pairs, self.plan.end, copies)
+
+    def operands(self, flat: Flat) -> list[Tensor]:
+        """The buffers that a step adds up, each [flat.numel], the same memory on all ranks."""
+        assert self.plan is not None, "not discarded"
+        return [flat.gradients[number][rank] for rank, number in self.plan.operands]
+
+
+class SharedMemoryShards(Replicas):
+    """A share of the gradients, weights and optimizer state that the ranks of a host hold once.
+
+    Args:
+        model, parameters: see `Replicas`.
+        exchange: with the memory of the gradients.
+        recipe: whether updates are divided, and weights held once or as replicas.
+
+    Raises:
+        SharedMemoryError: on all ranks, when there is too little memory.
+        ConfigError: weights='shared' for parameters that cannot move.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Sequence[nn.Parameter],
+        exchange: SharedMemoryExchange,
+        recipe: Recipe,
+    ) -> None:
+        super().__init__(model, parameters)
+        self._exchange, self._recipe = exchange, recipe
+        self._comm, self._flats = exchange.comm, exchange.flats
+        self._norms = BlockNorms(self._comm, self._flats, self.parameters)
+        self._weights = self._move_weights()
+        self._updates: WeakKeyDictionary[Optimizer, SharedUpdate] = WeakKeyDictionary()
+        self._said = self._clips = False
+        self._updated: list[SharedUpdate] = []
+        self._used: Sequence[bool] = ()
+
+    def _move_weights(self) -> list[SharedWeights]:
+        """Move weights into shared memory; [] when they cannot move (then updates are whole)."""
+        one_copy = self._recipe.weights == "shared"
+        ours = {id(parameter) for parameter in self.parameters}
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        if can_move(self.parameters, [t for t in tensors if id(t) not in ours]):
+            return [SharedWeights(f, self.parameters, one_copy=one_copy) for f in self._flats]
+        if one_copy:
+            raise ConfigError(
+                "weights='shared' needs parameters that are dense, contiguous and share their "
+                "memory with no other tensor; use weights='replicas'"
+            )
+        return []
+
+    # -- a step -----------------------------------------------------------------------------------
+
+    def prepare(self, optimizers: Sequence[Optimizer], *, scaled: bool) -> None:
+        """See `Replicas.prepare`; one optimizer that needs whole gradients makes the step whole."""
+        why = "a GradScaler looks at the whole gradient" if scaled else self._why_whole(optimizers)
+        self._exchange.divided = not why
+        if not why:
+            for optimizer in optimizers:
+                known = self._updates.get(optimizer)
+                if known is None or known.members != members_of(optimizer):
+                    self._updates[optimizer] = SharedUpdate(optimizer, self._flats, self._weights)
+            return
+        self._release()  # the user's training loop may be about to run whole optimizers
+        if self._recipe.weights == "shared":
+            raise ConfigError(f"weights='shared': {why}; use 'replicas'")
+
+    def _why_whole(self, optimizers: Sequence[Optimizer]) -> str:
+        """Reason why this step has to be whole, "" if it may be divided."""
+        dtypes = {flat.dtype for flat in self._flats}
+        if not optimizers:
+            return "the user's training loop reads .grad"
+        if self._recipe.update == "whole":
+            why = "update='whole'"
+        elif not self._weights:
+            why = "parameters share their memory with other tensors, or are not contiguous"
+        else:
+            now = [*map(why_not_now, optimizers), *(home.why_not_now() for home in self._weights)]
+            new = [optimizer for optimizer in optimizers if optimizer not in self._updates]
+            why = next(filter(None, now), "") or why_whole(new, self.parameters, dtypes)
+        if why:
+            if not self._said and self._comm.rank == 0:
+                log.info("every rank updates all weights: %s", why)
+            self._said = True
+        return why
+
+    def take(
+        self,
+        buckets: Sequence[Bucket],
+        used: Sequence[bool],
+        factor: float | None,
+        watch: Stopwatch,
+    ) -> None:
+        """See `Replicas.take`; a divided step makes the additions here, run by run, together with
+        the division and the norms, while a run is in the cache."""
+        if self._exchange.plan is not None and not self._exchange.divided:
+            self._release()
+            super().take(buckets, used, factor, watch)
+            return
+        self._used = used
+        for parameter in self.parameters:
+            parameter.grad = None
+        if factor is not None and self._exchange.plan is not None:
+            # All ranks of the host, every bucket, each [numel] of its dtype; overlaps nothing.
+            share = partial(self._mean, self._exchange.plan, factor)
+            self._comm.run(share, "the mean of gradients, a share per rank").wait()
+        watch.stop()
+
+    def _mean(self, plan: SumPlan, factor: float) -> None:
+        for number, flat in enumerate(self._flats):
+            operands = self._exchange.operands(flat)
+            for run in flat.runs:
+                parts = [operand[run.start : run.stop] for operand in operands]
+                for left, right in plan.pairs:
+                    parts[left].add_(parts[right])
+                # As `Replicas.scale` does: that rounds the factor to 16 bits, where mul_ does not.
+                foreach_mul_([parts[plan.end]], factor)
+                if self._clips:
+                    self._norms.take(number, run, operands[plan.end])
+
+    def _means(self) -> list[Tensor]:
+        """The mean gradient of each flat, [flat.numel], the same memory on all ranks."""
+        assert self._exchange.plan is not None, "not discarded"
+        return [self._exchange.operands(flat)[self._exchange.plan.end] for flat in self._flats]
+
+    def owned(self) -> list[Tensor]:
+        """See `Replicas.owned`; in a divided step, this rank's share of each flat."""
+        if not self._exchange.divided:
+            return super().owned()
+        return [mean[flat.mine] for flat, mean in zip(self._flats, self._means(), strict=True)]
+
+    def whole_gradients(self) -> list[Tensor | None]:
+        """See `Replicas.whole_gradients`."""
+        found = super().whole_gradients()
+        if self._exchange.divided:
+            self._comm.barrier()  # all have scaled their share
+            for flat, mean in zip(self._flats, self._means(), strict=True):
+                for slot in flat.slots:
+                    if self._used[slot.index]:
+                        part = mean[slot.offset : slot.offset + slot.numel]
+                        found[slot.index] = part.view(self.parameters[slot.index].shape)
+        return found
+
+    def clip(self, max_norm: float) -> Tensor:
+        """See `Replicas.clip`."""
+        if not self._exchange.divided:
+            return super().clip(max_norm)
+        if not self._clips:  # the first step that clips
+            self._clips = True
+            self._comm.run(self._take_norms, "the norm of a mean, a share per rank").wait()
+        pairs = zip(self.parameters, self._used, strict=True)
+        double = any(p.dtype == torch.float64 for p, used in pairs if used)
+        norm = self._norms.total(self._used, double=double)
+        factor = clip_factor(norm, max_norm)
+        if float(factor) != 1.0:
+            for flat, mean in zip(self._flats, self._means(), strict=True):
+                for run in flat.runs:
+                    mean[run.start : run.stop].mul_(factor)
+        return norm
+
+    def _take_norms(self) -> None:
+        for number, (flat, mean) in enumerate(zip(self._flats, self._means(), strict=True)):
+            for run in flat.runs:
+                self._norms.take(number, run, mean)
+
+    @torch.no_grad()
+    def update(self, optimizers: Sequence[Optimizer]) -> None:
+        """See `Replicas.update`."""
+        if not self._exchange.divided:
+            super().update(optimizers)
+            return
+        for home in self._weights:
+            home.check()
+            home.bring_home()
+        self._comm.barrier()  # a rank that reads weights until its own update finds the old ones
+        self._updated = [self._updates[optimizer] for optimizer in optimizers]  # see prepare
+        means = self._means()
+        for update in self._updated:
+            update.step_pieces(means, self._used)
+
+    def publish(self) -> Work:
+        """See `Replicas.publish`: write this rank's share into the other ranks' replicas."""
+        if self._updated:
+            for home in self._weights:
+                home.hand_out()
+            self._comm.barrier()  # no rank reads weights before all have written theirs
+            for home in self._weights:
+                # Autograd must see that a graph from before is stale.
+                torch.autograd.graph.increment_version(home.parameters)
+                home.remember()
+            self._updated = []
+        return Done()
+
+    # -- between steps ----------------------------------------------------------------------------
+
+    def _release(self) -> None:
+        while self._updates:
+            self._updates.popitem()[1].release()
+
+    def load_full_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """See `Replicas.load_full_weights`; ranks may overwrite a shared copy of the weights with
+        equal values."""
+        super().load_full_weights(weights)
+        for home in self._weights:
+            home.remember()
+
+    def close(self) -> None:
+        """Move weights and optimizer state to this rank's private memory."""
+        self._release()
+        if self._recipe.weights == "shared":
+            for parameter in self.parameters:
+                parameter.data = parameter.data.clone()

@@ -1,0 +1,176 @@
+"""Shards of ZeRO: each rank keeps and updates its part of the optimizer's state (zero1), and of the
+summed gradients too (zero2).
+
+    zero1   backward ─ sums of whole buckets ─► update own shard ─► all_gather parameters
+    zero2   backward ─ reduce_scatter buckets ► update own shard ─► all_gather parameters
+
+Rajbhandari et al. 2020, arXiv 1910.02054, stages 1 and 2. The optimizer remains the user's object:
+its hyper-parameters are read at each step, its state lives here, in pieces. Buckets keep the order
+of their first layout, since pieces belong to places in buckets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gradsync.comm.base import Communicator, Done, Work
+from gradsync.core.torch_private import foreach_mul_
+from gradsync.errors import ConfigError
+from gradsync.sync.buckets import Bucket
+from gradsync.sync.clip import clip_factor, gradient_norm
+from gradsync.sync.elementwise import check_elementwise, members_of
+from gradsync.sync.reducer import Replicas
+from gradsync.sync.sharded_optimizer import Layout, ShardedOptimizer, step_together
+from gradsync.sync.sharded_state import HeldState
+from gradsync.sync.stopwatch import Stopwatch
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+
+class ZeroShards(Replicas):
+    """Optimizer state in shards, one per rank.
+
+    Args:
+        model, parameters: see `Replicas`.
+        comm: all ranks.
+        buckets: of the gradients; a shard is a W-th of each.
+        gradients: keep only this rank's shard of the gradients too (stage 2).
+    """
+
+    takes_scaler = False  # a GradScaler looks for inf in whole gradients
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Sequence[nn.Parameter],
+        comm: Communicator,
+        buckets: Sequence[Bucket],
+        *,
+        gradients: bool,
+    ) -> None:
+        super().__init__(model, parameters)
+        self._comm, self._buckets, self._in_shards = comm, list(buckets), gradients
+        self._sharded: dict[int, ShardedOptimizer] = {}  # by the id of the user's optimizer
+        self._members: dict[int, list[list[int]]] = {}
+        self._shards: list[Tensor] = []
+        self._used: Sequence[bool] = ()
+        self._gathers: Work = Done()
+
+    def prepare(self, optimizers: Sequence[Optimizer], *, scaled: bool) -> None:
+        """See `Replicas.prepare`."""
+        for optimizer in optimizers:
+            try:
+                check_elementwise(type(optimizer), False)
+            except ConfigError as error:
+                raise ConfigError(
+                    f"sync={self.strategy!r} shares optimizers' state out element by element: "
+                    f"{error}. Use sync='invariant' or another strategy that keeps it whole"
+                ) from None
+
+    def take(
+        self,
+        buckets: Sequence[Bucket],
+        used: Sequence[bool],
+        factor: float | None,
+        watch: Stopwatch,
+    ) -> None:
+        """See `Replicas.take`; in stage 2 keeps the shards, and frees the buckets."""
+        if not self._in_shards:
+            super().take(buckets, used, factor, watch)
+            return
+        watch.stop()
+        self._used, self._shards = used, []
+        for bucket in buckets:
+            for place, slot in enumerate(bucket.plan.slots):
+                if not used[slot.index]:
+                    bucket.view(0, place).zero_()  # no optimizer holds it
+            mine = bucket.plan.shard(self._comm.rank, self._comm.world_size)
+            self._shards.append(bucket.flat(0)[mine.start : mine.stop].clone())
+            bucket.free()
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.scale(factor)
+
+    def owned(self) -> list[Tensor]:
+        """See `Replicas.owned`; parts of parameters that no rank used are zeros."""
+        return self._shards if self._in_shards else super().owned()
+
+    def whole_gradients(self) -> list[Tensor | None]:
+        """See `Replicas.whole_gradients`.
+
+        From shards: one all-gather per bucket, whole group, its [numel] and dtype; overlaps
+        nothing.
+        """
+        if not self._in_shards:
+            return super().whole_gradients()
+        found: list[Tensor | None] = [None] * len(self.parameters)
+        for bucket, shard in zip(self._buckets, self._shards, strict=True):
+            flat = torch.empty(bucket.plan.numel, dtype=shard.dtype, device=shard.device)
+            self._comm.all_gather(flat, shard).wait()
+            for slot in bucket.plan.slots:
+                if self._used[slot.index]:
+                    part = flat[slot.offset : slot.offset + slot.numel]
+                    found[slot.index] = part.view(self.parameters[slot.index].shape)
+        return found
+
+    def clip(self, max_norm: float) -> Tensor:
+        """See `Replicas.clip`; from shards the norm's last bits depend on where they are cut."""
+        if not self._in_shards:
+            return super().clip(max_norm)
+        square = gradient_norm(self._shards).double().square()
+        # Whole group, float64 []; overlaps nothing: the factor depends on it.
+        self._comm.all_reduce(square).wait()
+        norm = square.sqrt().float()
+        foreach_mul_(self._shards, clip_factor(norm, max_norm))
+        return norm
+
+    def update(self, optimizers: Sequence[Optimizer]) -> None:
+        """Update this rank's shards, and start gathering all ranks'."""
+        sharded = [self._of(optimizer) for optimizer in optimizers]
+        shards = self._shards if self._in_shards else None
+        self._gathers = step_together(sharded, shards, self._used)
+        self._shards = []
+
+    def publish(self) -> Work:
+        """See `Replicas.publish`: the last gathers of this step's update."""
+        gathers, self._gathers = self._gathers, Done()
+        return gathers
+
+    def gather(self, optimizer: Optimizer) -> None:
+        """See `Replicas.gather`."""
+        self._of(optimizer).gather_into(optimizer)
+
+    def scatter(self, optimizer: Optimizer) -> None:
+        """See `Replicas.scatter`."""
+        known = id(optimizer) in self._sharded
+        sharded = self._of(optimizer)  # a new one has taken the state already
+        if known:
+            sharded.take_from(optimizer)
+
+    def sharded_state_dict(self, optimizer: Optimizer) -> HeldState:
+        """See `Replicas.sharded_state_dict`."""
+        return self._of(optimizer).held()
+
+    def load_sharded_state_dict(
+        self, optimizer: Optimizer, states: Mapping[Any, dict[str, Any]]
+    ) -> None:
+        """See `Replicas.load_sharded_state_dict`."""
+        self._of(optimizer).keep(states)
+
+    def _of(self, optimizer: Optimizer) -> ShardedOptimizer:
+        """The sharded counterpart of the user's optimizer, made at first sight, and again when its
+        groups hold other parameters (`add_param_group`); all ranks call it together."""
+        members = members_of(optimizer)
+        known = self._sharded.get(id(optimizer))
+        if known is None or self._members[id(optimizer)] != members:
+            if known is not None:
+                known.gather_into(optimizer)
+            plan = Layout(self.parameters, [bucket.plan for bucket in self._buckets])
+            known = ShardedOptimizer.like(optimizer, comm=self._comm, plan=plan)
+            self._sharded[id(optimizer)], self._members[id(optimizer)] = known, members
+        return known

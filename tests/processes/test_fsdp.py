@@ -21,8 +21,8 @@ from gradsync.comm.single import SingleCommunicator
 from gradsync.data.plan import share
 from gradsync.errors import ConfigError
 from gradsync.runtime.gloo_group import wait_until_workers_sleep
-from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.fsdp import FsdpReducer
+from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.sharded_state import gather_weights
 from support.rank_session import open_session
 from support.sync_cases import (
@@ -117,7 +117,7 @@ def _train_case(comm: Communicator, case: Case) -> dict[str, Any]:
         norms.append(None if result.grad_norm is None else float(result.grad_norm))
         assert result.exposed.seconds() > 0
     assert all(parameter.grad is None for parameter in model.parameters())
-    return {"weights": sync.reducer.full_weights(), "losses": losses, "norms": norms}
+    return {"weights": sync.full_weights(), "losses": losses, "norms": norms}
 
 
 # Every rank has the same number of leaves here; unequal numbers are refused, see below.
@@ -248,10 +248,10 @@ def _save(rank: int, world_size: int, store_path: str) -> Any:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
         do_step(sync, optimizer, 0)
         do_step(sync, optimizer, 1)
-        sync.reducer.gather(optimizer)
+        sync.gather(optimizer)
         saved = copy.deepcopy(pack_optimizer(optimizer, model.named_parameters()))
-        weights = sync.reducer.full_weights()
-        sync.reducer.scatter(optimizer)
+        weights = sync.full_weights()
+        sync.scatter(optimizer)
         elements = sum(
             value.to_local().numel()
             for state in optimizer.state.values()
@@ -259,7 +259,7 @@ def _save(rank: int, world_size: int, store_path: str) -> Any:
             if isinstance(value, DTensor)
         )
         do_step(sync, optimizer, 2)
-        return saved, weights, elements, sync.reducer.full_weights()
+        return saved, weights, elements, sync.full_weights()
 
 
 def _load(rank: int, world_size: int, store_path: str, saved: Any, weights: Any) -> Any:
@@ -269,11 +269,11 @@ def _load(rank: int, world_size: int, store_path: str, saved: Any, weights: Any)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
         with torch.no_grad():  # an evaluation keeps the root whole: it must not be used again
             sync.forward(torch.ones(2, 6))
-        sync.reducer.load_full_weights(weights)
+        sync.load_full_weights(weights)
         unpack_optimizer(optimizer, model.named_parameters(), *saved)
-        sync.reducer.scatter(optimizer)
+        sync.scatter(optimizer)
         do_step(sync, optimizer, 2)
-        return sync.reducer.full_weights()
+        return sync.full_weights()
 
 
 def test_state_and_weights_move_between_numbers_of_ranks(pool: Any) -> None:

@@ -78,7 +78,7 @@ def _train(
                 _leaf(sync, seed, last=False)
                 _leaf(sync, seed + 1, last=True)
             losses.append(float(sync.step(optimizer).mean_loss) / SIDE)
-        state = sync.reducer._power_sgd._state if options is not None else None
+        state = sync.reducer.hook._state if options is not None else None
         size = 0 if state is None else sum(len(p) for p in state.p_memory_dict.values())
         return losses, gradients, [p.detach().clone() for p in model.parameters()], size
 

@@ -122,7 +122,7 @@ def _unlike(rank: int, world_size: int, store_path: str, name: str) -> list[str]
         model = nn.Linear(2, 2)
         sync = replicate(model, world, sync=name)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        whole = sync.reducer.whole_parameters
+        whole = sync.whole_parameters
         for mistake in ("rate", "plain", "weights")[: 3 if whole else 1]:
             optimizer.param_groups[0]["lr"] = 0.1 * (rank + 1) if mistake == "rate" else 0.1
             if (rank, mistake) == (0, "weights"):

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.single import SingleCommunicator
 from gradsync.errors import CheckpointError, ConfigError
-from gradsync.sync.gradient_sync import GradientSync
-from gradsync.sync.periodic import DilocoReducer, LocalSgdReducer
+from gradsync.sync.periodic import DilocoReplicas, LocalSgdReplicas
 from support.recording import RecordingCommunicator
 from support.round_cases import (
     MakeOptimizer,
     Shares,
     adamw,
+    alone,
     check_rounds,
     run_rounds,
     sgd,
@@ -52,8 +52,8 @@ def _outer_step(replicas: list[nn.Module], memory: dict[str, Any]) -> None:
             replica.get_parameter(name).data.copy_(theta.detach())
 
 
-def _reducer(inner_steps: int, **options: Any) -> Any:
-    return lambda model, comm: DilocoReducer(model, comm, inner_steps=inner_steps, **options)
+def _shards(inner_steps: int, **options: Any) -> Any:
+    return lambda model, comm: DilocoReplicas(model, comm, inner_steps=inner_steps, **options)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -67,7 +67,7 @@ def test_equals_replicas_in_plain_loops(
     """Seven steps: up to seven meetings, so that momentum counts."""
     check_rounds(
         world_size,
-        _reducer(inner_steps),
+        _shards(inner_steps),
         _outer_step,
         make_optimizer,
         shares,
@@ -81,8 +81,8 @@ def test_equals_replicas_in_plain_loops(
 def test_a_plain_outer_step_of_one_is_an_average(world_size: int) -> None:
     def work(rank: int, group: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         comm = ProcessGroupCommunicator(group)
-        plain = _reducer(2, outer_lr=1.0, outer_momentum=0.0)
-        averaged = lambda model, comm: LocalSgdReducer(model, comm, inner_steps=2)  # noqa: E731
+        plain = _shards(2, outer_lr=1.0, outer_momentum=0.0)
+        averaged = lambda model, comm: LocalSgdReplicas(model, comm, inner_steps=2)  # noqa: E731
         return (
             run_rounds(comm, plain, adamw, 5, UNEVEN),
             run_rounds(comm, averaged, adamw, 5, UNEVEN),
@@ -98,7 +98,7 @@ def test_traffic_is_the_weights_once_a_round() -> None:
         comm = ProcessGroupCommunicator(group)
         counted = RecordingCommunicator(comm)
         model = small_model()
-        sync = GradientSync(model, comm, DilocoReducer(model, counted, inner_steps=3))
+        sync = alone(DilocoReplicas(model, counted, inner_steps=3), comm)
         train(sync, adamw(model), range(7), UNEVEN)
         return counted.operations.total(), counted.tensor_bytes["all_reduce"]
 
@@ -115,23 +115,23 @@ def test_a_checkpoint_in_mid_round_resumes_to_the_same_bits(with_state: bool) ->
         ends = []
         model = small_model()
         optimizer = adamw(model)
-        reducer = DilocoReducer(model, comm, inner_steps=3)
-        sync = GradientSync(model, comm, reducer)
+        shards = DilocoReplicas(model, comm, inner_steps=3)
+        sync = alone(shards, comm)
         train(sync, optimizer, range(4), UNEVEN)
-        reducer.gather(optimizer)
+        shards.gather(optimizer)
         weights, inner = weights_of(model), copy.deepcopy(optimizer.state_dict())
-        outer = {name: tensor.clone() for name, tensor in reducer.state_tensors().items()}
+        outer = {name: tensor.clone() for name, tensor in shards.state_tensors().items()}
         for resumed in (False, True):
             if resumed:
                 model = small_model()
                 optimizer = adamw(model)
-                reducer = DilocoReducer(model, comm, inner_steps=3)
-                sync = GradientSync(model, comm, reducer)
-                model.load_state_dict(weights)  # past the reducer, as a checkpoint loader may
+                shards = DilocoReplicas(model, comm, inner_steps=3)
+                sync = alone(shards, comm)
+                model.load_state_dict(weights)  # past the shards, as a checkpoint loader may
                 optimizer.load_state_dict(inner)
-                reducer.load_state_tensors(outer if with_state else {})
+                shards.load_state_tensors(outer if with_state else {})
             train(sync, optimizer, range(4, 9), UNEVEN)
-            ends.append(reducer.full_weights())
+            ends.append(shards.full_weights())
         return ends[0], ends[1]
 
     results = run_thread_ranks(work, 2)
@@ -143,15 +143,15 @@ def test_a_checkpoint_in_mid_round_resumes_to_the_same_bits(with_state: bool) ->
 
 def test_outer_momentum_by_name() -> None:
     model = small_model()
-    reducer = DilocoReducer(model, SingleCommunicator(), inner_steps=1)
-    assert reducer.state_tensors() == {}  # nobody has met yet
-    train(GradientSync(model, SingleCommunicator(), reducer), sgd(model), [0], UNEVEN)
-    saved = reducer.state_tensors()
+    shards = DilocoReplicas(model, SingleCommunicator(), inner_steps=1)
+    assert shards.state_tensors() == {}  # nobody has met yet
+    train(alone(shards, SingleCommunicator()), sgd(model), [0], UNEVEN)
+    saved = shards.state_tensors()
     names = ("0.weight", "2.weight", "2.bias")  # the frozen one has none
     assert list(saved) == [f"outer_momentum/{name}" for name in names]
     assert saved["outer_momentum/0.weight"].shape == (4, 5)
 
-    other = DilocoReducer(small_model(), SingleCommunicator(), inner_steps=1)
+    other = DilocoReplicas(small_model(), SingleCommunicator(), inner_steps=1)
     with pytest.raises(CheckpointError, match=r"'2\.bias' is missing, expected \(3,\)"):
         other.load_state_tensors({n: t for n, t in saved.items() if not n.endswith("2.bias")})
     with pytest.raises(
@@ -166,14 +166,14 @@ def test_half_precision_weights_meet_in_fp32() -> None:
     def work(rank: int, group: Any) -> Tensor:
         model = nn.Linear(1, 1, bias=False).bfloat16()
         model.weight.data.fill_(1.0)
-        reducer = DilocoReducer(
+        shards = DilocoReplicas(
             model, ProcessGroupCommunicator(group), outer_lr=1.0, outer_momentum=0.0
         )
-        reducer.reduce([True])
+        shards.begin_step()
         # 1 + 2^-7 and 1 + 3 * 2^-7: neighbours in bf16 are 2^-7 apart.
         model.weight.data.add_(2**-7 if rank == 0 else 3 * 2**-7)
-        reducer.after_step()
-        reducer.synchronize_replicas()
+        shards.publish()
+        shards.synchronize_replicas()
         return model.weight.detach()
 
     for weight in run_thread_ranks(work, 2):
@@ -187,13 +187,13 @@ def test_an_error_on_one_rank_reaches_the_others() -> None:
     def work(rank: int, group: Any) -> None:
         comm = ProcessGroupCommunicator(group)
         model = small_model()
-        reducer = DilocoReducer(model, comm, inner_steps=2)
-        train(GradientSync(model, comm, reducer), adamw(model), [0], UNEVEN)
+        shards = DilocoReplicas(model, comm, inner_steps=2)
+        train(alone(shards, comm), adamw(model), [0], UNEVEN)
         trained.wait()
         try:
             if rank == 1:
                 raise ZeroDivisionError("planted")
-            reducer.synchronize_replicas()
+            shards.synchronize_replicas()
         except RuntimeError:
             noticed.append(rank)
             raise
@@ -213,4 +213,4 @@ def test_an_error_on_one_rank_reaches_the_others() -> None:
 )
 def test_numbers_out_of_range(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        DilocoReducer(small_model(), SingleCommunicator(), **options)
+        DilocoReplicas(small_model(), SingleCommunicator(), **options)

@@ -38,7 +38,7 @@ def order_of(engine: Engine) -> list[int]:
 
 def record_launches(engine: Engine, events: list[Any]) -> None:
     """Note the parameters of every bucket when it is launched."""
-    transport: Any = engine._transport
+    transport: Any = engine.exchange
     original = transport.launch
 
     def launch(bucket: Bucket) -> Work:

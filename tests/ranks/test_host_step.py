@@ -21,11 +21,10 @@ from gradsync.comm.shared_memory.choose import share_memory
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
 from gradsync.comm.shared_memory.unavailable import SharedMemoryError
 from gradsync.errors import ConfigError
-from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.elementwise import why_not_now
-from gradsync.sync.shared_memory import HostEngine
-from gradsync.sync.shared_memory import SharedTree
+from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.replicate import replicate
+from gradsync.sync.shared_memory import SharedMemoryExchange, SharedMemoryShards
 from support.thread_ranks import run_thread_ranks
 
 BLOCK = 65_536
@@ -107,8 +106,8 @@ def assert_equal(left: Any, right: Any) -> None:
 
 
 def was_divided(sync: GradientSync) -> bool:
-    assert isinstance(sync.reducer, HostEngine)
-    return bool(sync.reducer._updates)
+    assert isinstance(sync.reducer.shards, SharedMemoryShards)
+    return bool(sync.reducer.shards._updates)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -264,8 +263,8 @@ def test_betas_that_change_at_every_step_cost_nothing() -> None:
         sync = replicate(model, comm=ProcessGroupCommunicator(group))
         optimizer = OPTIMIZERS["adamw"](model.parameters())
         one_step(sync, optimizer, 0, rank)
-        (update,) = sync.reducer._updates.values()
-        update._state._make_room = mock.Mock(side_effect=AssertionError("tried again"))
+        (update,) = sync.reducer.shards._updates.values()
+        update._shared._make_room = mock.Mock(side_effect=AssertionError("tried again"))
         optimizer.param_groups[0] |= {"betas": (0.8, 0.99), "lr": 0.5, "weight_decay": 0.02}
         one_step(sync, optimizer, 1, rank)
         sync.close()
@@ -451,7 +450,7 @@ def test_too_little_memory_for_buckets_leaves_messages(sync: str) -> None:
         comm.allocate = full
         model = Net()
         sync_ = replicate(model, comm=comm, sync=sync)
-        assert not isinstance(sync_.reducer, HostEngine)
+        assert not isinstance(sync_.reducer.shards, SharedMemoryShards)
         optimizer = OPTIMIZERS["adamw"](model.parameters())
         one_step(sync_, optimizer, 0, rank)
         found = copy.deepcopy(model.state_dict())
@@ -489,7 +488,7 @@ def test_zero1_adds_in_shared_memory() -> None:
     def work(rank: int, group: dist.ProcessGroup) -> Any:
         model = Net()
         sync = replicate(model, comm=ProcessGroupCommunicator(group), sync="zero1")
-        assert isinstance(sync.reducer._transport, SharedTree)
+        assert isinstance(sync.reducer.exchange, SharedMemoryExchange)
         optimizer = OPTIMIZERS["adamw"](model.parameters())
         for leaves in (1, 3 - rank, 2 + rank):
             for leaf in range(leaves):
@@ -635,8 +634,8 @@ def test_memory_goes_with_who_uses_it() -> None:
         assert model.scale.untyped_storage().nbytes() == 4  # saved alone, it is that
         optimizer = OPTIMIZERS["adamw"](model.parameters())
         one_step(sync, optimizer, 0, rank)
-        (update,) = sync.reducer._updates.values()
-        memory = weakref.ref(update._state)
+        (update,) = sync.reducer.shards._updates.values()
+        memory = weakref.ref(update._shared)
         del update, optimizer
         gc.collect()
         assert memory() is None
@@ -651,8 +650,8 @@ def test_one_copy_of_the_weights_takes_in_loaded_ones() -> None:
         sync = replicate(model, comm=ProcessGroupCommunicator(group), weights="shared")
         optimizer = OPTIMIZERS["sgd"](model.parameters())
         one_step(sync, optimizer, 0, rank)
-        saved = {name: tensor * 0.5 for name, tensor in sync.reducer.full_weights().items()}
-        sync.reducer.load_full_weights(saved)
+        saved = {name: tensor * 0.5 for name, tensor in sync.full_weights().items()}
+        sync.load_full_weights(saved)
         one_step(sync, optimizer, 1, rank)
         sync.close()
 

@@ -13,13 +13,14 @@ from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.single import SingleCommunicator
 from gradsync.errors import ConfigError
 from gradsync.sync.gradient_sync import GradientSync
+from gradsync.sync.periodic import LocalSgdReplicas
 from gradsync.sync.reducer import NaiveReducer
-from gradsync.sync.periodic import LocalSgdReducer
 from support.recording import RecordingCommunicator
 from support.round_cases import (
     MakeOptimizer,
     Shares,
     adamw,
+    alone,
     check_rounds,
     mean_of,
     run_rounds,
@@ -43,8 +44,8 @@ def _average(replicas: list[nn.Module], memory: dict[str, Any]) -> None:
             replica.get_parameter(name).data.copy_(mean)
 
 
-def _reducer(inner_steps: int, **options: Any) -> Any:
-    return lambda model, comm: LocalSgdReducer(model, comm, inner_steps=inner_steps, **options)
+def _shards(inner_steps: int, **options: Any) -> Any:
+    return lambda model, comm: LocalSgdReplicas(model, comm, inner_steps=inner_steps, **options)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -58,7 +59,7 @@ def test_equals_replicas_in_plain_loops(
     """Five steps: with 2 and 3 inner steps the last round is short, with 9 the only one is."""
     check_rounds(
         world_size,
-        _reducer(inner_steps),
+        _shards(inner_steps),
         _average,
         make_optimizer,
         shares,
@@ -78,7 +79,7 @@ def test_one_inner_step_of_sgd_is_synchronous_sgd(world_size: int) -> None:
         model = small_model()
         naive = GradientSync(model, comm, NaiveReducer(model, comm))
         train(naive, sgd(model), range(3), shares)
-        return run_rounds(comm, _reducer(1), sgd, 3, shares), weights_of(model)
+        return run_rounds(comm, _shards(1), sgd, 3, shares), weights_of(model)
 
     for local, synchronous in run_thread_ranks(work, world_size):
         for name, tensor in synchronous.items():
@@ -92,14 +93,14 @@ def test_traffic_is_the_weights_once_a_round() -> None:
         comm = ProcessGroupCommunicator(group)
         counted = RecordingCommunicator(comm)
         model = small_model()
-        sync = GradientSync(model, comm, LocalSgdReducer(model, counted, inner_steps=3))
+        sync = alone(LocalSgdReplicas(model, counted, inner_steps=3), comm)
         optimizer = adamw(model)
         operations = []
         for step in range(7):
             train(sync, optimizer, [step], UNEVEN)
             operations.append(counted.operations.total())
-        sync.reducer.synchronize_replicas()
-        sync.reducer.synchronize_replicas()  # nothing more to do
+        sync.synchronize_replicas()
+        sync.synchronize_replicas()  # nothing more to do
         return operations, counted.operations.total(), counted.tensor_bytes["all_reduce"]
 
     trainable = sum(p.numel() for p in small_model().parameters() if p.requires_grad)
@@ -115,7 +116,7 @@ def test_what_a_step_tells() -> None:
     def work(rank: int, group: Any) -> list[tuple[float, float, bool]]:
         comm = ProcessGroupCommunicator(group)
         model = small_model()
-        sync = GradientSync(model, comm, LocalSgdReducer(model, comm, inner_steps=2))
+        sync = alone(LocalSgdReplicas(model, comm, inner_steps=2), comm)
         results = train(sync, sgd(model), range(4), UNEVEN)
         return [(float(r.mean_loss), r.weight, r.exposed.seconds() > 0) for r in results]
 
@@ -143,10 +144,10 @@ def test_buffers_are_averaged_and_counters_are_rank_0s() -> None:
         for name in ("running", "count", "coarse"):
             model.get_buffer(name).zero_()
         model.register_buffer("table", torch.linspace(0, 1, 40))
-        reducer = LocalSgdReducer(model, ProcessGroupCommunicator(group), inner_steps=1)
+        shards = LocalSgdReplicas(model, ProcessGroupCommunicator(group), inner_steps=1)
         for name, values in _WithBuffers(rank).named_buffers():
             model.get_buffer(name).copy_(values)  # what training made of them on this rank
-        reducer.after_step()
+        shards.publish()
         return model
 
     coarse = torch.stack([_WithBuffers(rank).coarse.float() for rank in range(4)]).mean(dim=0)
@@ -169,17 +170,17 @@ def test_optimizer_memory_is_averaged_when_asked(average: bool, optimizers: int)
         comm = ProcessGroupCommunicator(group)
         model = small_model()
         parts = [adamw(part) for part in ([model] if optimizers == 1 else [model[0], model[2]])]
-        reducer = LocalSgdReducer(model, comm, inner_steps=1, average_optimizer=average)
-        train(GradientSync(model, comm, reducer), parts, [0], UNEVEN)
+        shards = LocalSgdReplicas(model, comm, inner_steps=1, average_optimizer=average)
+        train(alone(shards, comm), parts, [0], UNEVEN)
         return [moment for part in parts for moment in _moments(model, part)]
 
-    def alone(rank: int) -> list[Tensor]:
+    def stepped_alone(rank: int) -> list[Tensor]:
         model = small_model()
         optimizer = adamw(model)
         step_alone(model, optimizer, 0, UNEVEN.of(rank, 2), UNEVEN)
         return _moments(model, optimizer)
 
-    results, expected = run_thread_ranks(work, 2), [alone(0), alone(1)]
+    results, expected = run_thread_ranks(work, 2), [stepped_alone(0), stepped_alone(1)]
     for index in range(3):
         mean = (expected[0][index] + expected[1][index]) / 2
         for rank in range(2):
@@ -192,8 +193,8 @@ def test_a_rank_that_never_stepped_has_no_memory_to_average() -> None:
         comm = ProcessGroupCommunicator(group)
         model = small_model()
         optimizer = adamw(model)
-        reducer = LocalSgdReducer(model, comm, inner_steps=1, average_optimizer=True)
-        train(GradientSync(model, comm, reducer), optimizer, [0], ONE_RANK_ONLY)
+        shards = LocalSgdReplicas(model, comm, inner_steps=1, average_optimizer=True)
+        train(alone(shards, comm), optimizer, [0], ONE_RANK_ONLY)
         return _moments(model, optimizer)
 
     first, second = run_thread_ranks(work, 2)
@@ -213,21 +214,21 @@ def test_a_checkpoint_in_mid_round_resumes_to_the_same_bits() -> None:
         ends = []
         model = small_model()
         optimizer = adamw(model)
-        sync = GradientSync(model, comm, LocalSgdReducer(model, comm, inner_steps=3))
+        sync = alone(LocalSgdReplicas(model, comm, inner_steps=3), comm)
         train(sync, optimizer, range(4), UNEVEN)
-        sync.reducer.gather(optimizer)
+        sync.gather(optimizer)
         weights = weights_of(model)
         state = copy.deepcopy(optimizer.state_dict())
-        sync.reducer.scatter(optimizer)
+        sync.scatter(optimizer)
         for resumed in (False, True):
             if resumed:
                 model = small_model()
                 optimizer = adamw(model)
-                sync = GradientSync(model, comm, LocalSgdReducer(model, comm, inner_steps=3))
-                sync.reducer.load_full_weights(weights)
+                sync = alone(LocalSgdReplicas(model, comm, inner_steps=3), comm)
+                sync.load_full_weights(weights)
                 optimizer.load_state_dict(state)
             train(sync, optimizer, range(4, 9), UNEVEN)
-            ends.append(sync.reducer.full_weights())
+            ends.append(sync.full_weights())
         return ends[0], ends[1]
 
     results = run_thread_ranks(work, 3)
@@ -249,7 +250,7 @@ def test_a_checkpoint_gives_rank_0s_memory_to_all() -> None:
             step_alone(model, optimizer, step, leaves, EVEN)
         if rank == 0:
             del optimizer.state[model[2].bias]
-        LocalSgdReducer(model, comm).gather(optimizer)
+        LocalSgdReplicas(model, comm).gather(optimizer)
         return optimizer.state_dict()["state"]
 
     first, *others = run_thread_ranks(work, 3)
@@ -269,7 +270,7 @@ def test_an_error_on_one_rank_reaches_the_others() -> None:
     def work(rank: int, group: Any) -> None:
         comm = ProcessGroupCommunicator(group)
         model = small_model()
-        sync = GradientSync(model, comm, LocalSgdReducer(model, comm, inner_steps=2))
+        sync = alone(LocalSgdReplicas(model, comm, inner_steps=2), comm)
         optimizer = sgd(model)
         try:
             train(sync, optimizer, [0], EVEN)
@@ -287,4 +288,4 @@ def test_an_error_on_one_rank_reaches_the_others() -> None:
 
 def test_a_round_needs_a_step() -> None:
     with pytest.raises(ConfigError, match="inner_steps must be at least 1, got 0"):
-        LocalSgdReducer(small_model(), SingleCommunicator(), inner_steps=0)
+        LocalSgdReplicas(small_model(), SingleCommunicator(), inner_steps=0)

@@ -20,9 +20,9 @@ from gradsync.comm.single import SingleCommunicator
 from gradsync.data.plan import share
 from gradsync.errors import ConfigError
 from gradsync.sync.gradient_sync import GradientSync
-from gradsync.sync.shared_memory import HostEngine
 from gradsync.sync.registry import STRATEGIES
 from gradsync.sync.replicate import replicate
+from gradsync.sync.shared_memory import SharedMemoryShards
 from support.engine_cases import global_random_state, raw
 from support.thread_ranks import run_thread_ranks
 
@@ -138,11 +138,12 @@ def test_elementwise_optimizers_share_the_step_out() -> None:
         for step in range(2):
             sync.backward(model(x_of(step, rank)).square().sum(), weight=3)
             sync.step(optimizers)
-        assert isinstance(sync.reducer, HostEngine)
-        updates = [sync.reducer._updates[optimizer] for optimizer in optimizers]
+        shards = sync.reducer.shards
+        assert isinstance(shards, SharedMemoryShards)
+        updates = [shards._updates[optimizer] for optimizer in optimizers]
         sync.close()
-        assert not sync.reducer._updates
-        moments = [m.numel() for u in updates for m in u._state._memory.values()]
+        assert not shards._updates
+        moments = [m.numel() for u in updates for m in u._shared._memory.values()]
         return len(updates), sum(moments)
 
     padded = [64 + 64, 64 + 64]  # each parameter begins at a multiple of 64 elements

@@ -18,10 +18,9 @@ from gradsync.comm.base import Communicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.errors import ConfigError
 from gradsync.sync.build import build_engine
-from gradsync.sync.recipe import Recipe
 from gradsync.sync.gradient_sync import GradientSync
-from gradsync.sync.sharded_optimizer import layout_of
-from gradsync.sync.sharded_optimizer import ShardedOptimizer
+from gradsync.sync.recipe import Recipe
+from gradsync.sync.sharded_optimizer import ShardedOptimizer, layout_of
 from support.thread_ranks import run_thread_ranks
 
 INVARIANT = Recipe(order="invariant", bucket_mb=0.0002)

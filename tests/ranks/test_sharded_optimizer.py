@@ -17,8 +17,7 @@ from gradsync.comm.base import Communicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.single import SingleCommunicator
 from gradsync.errors import ConfigError
-from gradsync.sync.sharded_optimizer import layout_of
-from gradsync.sync.sharded_optimizer import ShardedOptimizer, step_together
+from gradsync.sync.sharded_optimizer import ShardedOptimizer, layout_of, step_together
 from support.thread_ranks import run_thread_ranks
 
 SHAPES = ((70, 33), (5,), (), (129,), (64, 3), (1,), (7, 7, 7), (2, 1000))
@@ -300,7 +299,7 @@ def test_gradients_that_exist_as_shards_only() -> None:
                 shards.append(flat[own.start : own.stop])
             used = [parameter.grad is not None for parameter in parameters]
             held.zero_grad()
-            step_together([optimizer], shards, used)
+            step_together([optimizer], shards, used).wait()
         return [parameter.detach().clone() for parameter in parameters]
 
     for got in on_ranks(3, work):

@@ -16,9 +16,10 @@ from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.single import SingleCommunicator
 from gradsync.data.plan import share
 from gradsync.sync.build import build_engine
-from gradsync.sync.recipe import Recipe
+from gradsync.sync.engine import Engine
 from gradsync.sync.gradient_sync import GradientSync
-from gradsync.sync.zero import ShardedEngine
+from gradsync.sync.recipe import Recipe
+from gradsync.sync.zero import ZeroShards
 from support.sync_cases import (
     CASES,
     MORE_CASES,
@@ -163,16 +164,17 @@ def test_whole_gradients_do_not_outlive_backward_in_zero2() -> None:
         sync, optimizer = make(comm, ZERO2)
         kept = []
         reducer = sync.reducer
-        assert isinstance(reducer, ShardedEngine)
-        update = reducer.update
+        assert isinstance(reducer, Engine)
+        assert isinstance(reducer.shards, ZeroShards)
+        update = reducer.shards.update
 
         def watched(optimizer: Any) -> None:
             assert all(p.grad is None for p in reducer.parameters)
             assert not any(bucket._flats for bucket in reducer.buckets)
-            kept.append(sum(shard.numel() for shard in reducer.gradients()))
+            kept.append(sum(shard.numel() for shard in reducer.shards.owned()))
             update(optimizer)
 
-        with mock.patch.object(reducer, "update", watched):
+        with mock.patch.object(reducer.shards, "update", watched):
             do_step(sync, optimizer, 0)
         total = sum(bucket.plan.numel for bucket in reducer.buckets)
         sync.close()

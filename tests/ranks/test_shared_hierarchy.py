@@ -23,7 +23,7 @@ from gradsync.comm.shared_memory.hierarchy import all_reduce_over_hosts, share_h
 from gradsync.comm.shared_memory.staging import STAGE_BYTES
 from gradsync.comm.shared_memory.unavailable import SharedMemoryError
 from gradsync.errors import LostPeerError
-from gradsync.sync.engine import over_hosts
+from gradsync.sync import exchange
 from gradsync.sync.buckets import Bucket
 from gradsync.sync.engine import Engine
 from gradsync.sync.exchange import OverHosts
@@ -105,7 +105,7 @@ ON_TWO = Way(sync="hierarchical", ranks_a_host=2, options=SMALL)
 @pytest.fixture
 def in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also buckets of a few bytes."""
-    monkeypatch.setattr(over_hosts, "LEAST_BYTES", 0)
+    monkeypatch.setattr(exchange, "LEAST_BYTES", 0)
 
 
 def trained(world_size: int, way: Way = ON_TWO) -> str:
@@ -143,8 +143,8 @@ def test_buckets_lie_in_memory_of_the_host() -> None:
             sync.step(optimizer)
         engine = sync.reducer
         assert isinstance(engine, Engine)
-        assert isinstance(engine._transport, OverHosts)
-        host = engine._transport._host
+        assert isinstance(engine.exchange, OverHosts)
+        host = engine.exchange.host
         placed = [host.parts_of(bucket.flat(0)) is not None for bucket in engine.buckets]
         num_regions = len(host._regions)
         sync.close()

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a program, without 
 from torch import nn
 
 from gradsync.comm.base import Communicator
-from gradsync.sync.engine import over_hosts
+from gradsync.sync import exchange
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.replicate import replicate
 from support import killed_ranks
@@ -30,6 +30,6 @@ def on_hosts(model: nn.Module, *, comm: Communicator) -> GradientSync:
 
 
 if __name__ == "__main__":
-    over_hosts.LEAST_BYTES = 0
+    exchange.LEAST_BYTES = 0
     killed_ranks.replicate = on_hosts
     killed_ranks.main(int(sys.argv[1]), [int(move) for move in sys.argv[2].split(",")])

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gradsync.comm.base import Communicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.sync.gradient_sync import GradientSync
-from gradsync.sync.periodic import RoundReducer
+from gradsync.sync.periodic import AloneReducer, PeriodicReplicas
 from gradsync.sync.step import Optimizers, StepResult
 from support.thread_ranks import run_thread_ranks
 
@@ -82,24 +82,29 @@ def train(
     return results
 
 
+def alone(shards: PeriodicReplicas, comm: Communicator) -> GradientSync:
+    """A handle whose ranks step alone."""
+    return GradientSync(shards.model, comm, AloneReducer(shards.model, comm, shards))
+
+
 def run_rounds(
     comm: Communicator,
-    make: Callable[[nn.Module, Communicator], RoundReducer],
+    make: Callable[[nn.Module, Communicator], PeriodicReplicas],
     make_optimizer: MakeOptimizer,
     steps: int,
     shares: Shares,
 ) -> dict[str, Tensor]:
     """Train, end the last round, and return the weights."""
     model = small_model()
-    reducer = make(model, comm)
-    train(GradientSync(model, comm, reducer), make_optimizer(model), range(steps), shares)
-    reducer.synchronize_replicas()
+    sync = alone(make(model, comm), comm)
+    train(sync, make_optimizer(model), range(steps), shares)
+    sync.synchronize_replicas()
     return weights_of(model)
 
 
 def check_rounds(
     world_size: int,
-    make: Callable[[nn.Module, Communicator], RoundReducer],
+    make: Callable[[nn.Module, Communicator], PeriodicReplicas],
     meet: Meet,
     make_optimizer: MakeOptimizer,
     shares: Shares,

@@ -137,7 +137,7 @@ def train_case(case: Case, sync_name: str, comm: Communicator, **options: Any) -
         model = SmallNet(branch=case.branch_leaves is not None, wide_branch=case.two_dtypes)
     needed = options_for(sync_name, unused=case.branch_leaves is not None)
     sync = replicate(model, sync=sync_name, comm=comm, **{**needed, **options})
-    frozen = sync.reducer.full_weights()["frozen.weight"].clone()
+    frozen = sync.full_weights()["frozen.weight"].clone()
     optimizers = _optimizers(case, model)
     losses, norms = [], []
     for step in range(NUM_STEPS):
@@ -152,7 +152,7 @@ def train_case(case: Case, sync_name: str, comm: Communicator, **options: Any) -
         norms.append(None if result.grad_norm is None else float(result.grad_norm))
     assert all(parameter.grad is None for parameter in model.parameters())
     assert model.again.weight is model.inner.weight
-    whole = sync.reducer.full_weights()
+    whole = sync.full_weights()
     assert torch.equal(whole["frozen.weight"], frozen)
     weights = {name: tensor.detach().clone() for name, tensor in whole.items()}
     sync.close()

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from gradsync.data.leaf import Leaf
-from gradsync.sync.reducer import Reduction, sum_gradients, trainable
+from gradsync.sync.reducer import sum_gradients, trainable
+from gradsync.sync.stopwatch import Stopwatch
 from gradsync.verify.run import Parts
 
 
@@ -31,14 +32,16 @@ def _after_reduce(parts: Parts, change: Callable[[dict[str, Tensor], int], None]
     """Let `change(gradients before the reduction, calls so far)` act when gradients are global."""
     reducer: Any = parts.sync.reducer
     original, calls = reducer.reduce, []
-    reducer.expect = lambda *_, **__: None  # nobody says who updates: then gradients stay whole
+    prepare = reducer.shards.prepare
+    reducer.shards.prepare = lambda *_, **__: prepare([], scaled=False)  # gradients stay whole
 
-    def reduce(used: list[bool]) -> Reduction:
+    def reduce(used: list[bool], divisor: float | None) -> Stopwatch:
         before = _gradients(parts)
-        reduction = original(used)
+        watch = original(used, 1.0)
         change(before, len(calls))
         calls.append(1)
-        return reduction
+        reducer.shards.scale(divisor and 1 / divisor)
+        return watch
 
     reducer.reduce = reduce
     return parts
@@ -113,12 +116,12 @@ def mean_of_means(parts: Parts) -> Parts:
     reducer: Any = parts.sync.reducer
     original = reducer.reduce
 
-    def reduce(used: list[bool]) -> Reduction:
+    def reduce(used: list[bool], divisor: float | None) -> Stopwatch:
         total, busy = own.total_and_busy(parts)
         for parameter in parts.model.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(total / max(own.weight, 1.0) / busy)
-        return original(used)
+        return original(used, divisor)
 
     reducer.reduce = reduce
     return parts
@@ -249,7 +252,13 @@ def _with_hooks(parts: Parts, act: Callable[[nn.Parameter], None]) -> Parts:
     """Call `act` with what a post-accumulate hook is handed, in a rank's last leaf of a step; the
     author trusts the hooks and leaves gradients where they are."""
     reducer: Any = parts.sync.reducer
-    reducer.reduce = lambda used: sum_gradients([], [], parts.comm)
+
+    def reduce(used: list[bool], divisor: float | None) -> Stopwatch:
+        watch = sum_gradients([], [], parts.comm)
+        reducer.shards.scale(divisor and 1 / divisor)
+        return watch
+
+    reducer.reduce = reduce
     last_leaf: list[bool] = []
 
     @contextmanager
@@ -386,21 +395,21 @@ def other_learning_rate(parts: Parts) -> Parts:
 
 def no_meeting(parts: Parts) -> Parts:
     """Ranks that train alone never average their weights."""
-    reducer: Any = parts.sync.reducer
-    reducer.meet = lambda: None
+    shards: Any = parts.sync.reducer.shards
+    shards.meet = lambda: None
     return parts
 
 
 def meeting_at_rank_0(parts: Parts) -> Parts:
     """Ranks meet, but take rank 0's weights instead of the mean."""
-    reducer: Any = parts.sync.reducer
+    shards: Any = parts.sync.reducer.shards
 
     def meet() -> None:
         with torch.no_grad():
-            for parameter in reducer.parameters:
+            for parameter in shards.parameters:
                 parts.comm.broadcast(parameter.data).wait()
 
-    reducer.meet = meet
+    shards.meet = meet
     return parts
 
 

@@ -42,8 +42,8 @@ def add_up(
     """Carry out `merges_of`, as the transport does with tensors."""
     merges, ends = merges_of(nodes, wanted)
     values = list(values)
-    for merge in merges:
-        values[merge.left] = (values[merge.left], values[merge.right])
+    for left, right in merges:
+        values[left] = (values[left], values[right])
     return [None if end < 0 else values[end] for end in ends]
 
 

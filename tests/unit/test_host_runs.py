@@ -7,10 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradsync.sync.clip import BLOCK as NORM_BLOCK
-from gradsync.sync.leaf_tree import UNKNOWN
-from gradsync.sync.layout import Slot
-from gradsync.sync.leaf_tree import sum_of_leaves, sum_of_ranks
-from gradsync.sync.layout import BLOCK, blocks_of, runs_of, share_blocks
+from gradsync.sync.layout import BLOCK, Slot, blocks_of, runs_of, share_blocks
+from gradsync.sync.leaf_tree import UNKNOWN, plan_sum
 
 sizes = st.lists(st.integers(0, 3 * BLOCK), max_size=12)
 
@@ -65,7 +63,7 @@ def test_runs_hold_the_blocks_in_order_and_fit_the_cache(numels: list[int]) -> N
 
 
 def test_a_buffer_of_each_rank() -> None:
-    found = sum_of_ranks(3)
+    found = plan_sum([(1, UNKNOWN)] * 3)
     assert found.operands == ((0, 0), (1, 0), (2, 0))
     assert (found.pairs, found.end, found.num_buffers) == (((0, 1), (0, 2)), 0, 1)
 
@@ -87,6 +85,6 @@ def test_a_buffer_of_each_rank() -> None:
 def test_what_is_added_along_the_tree(
     told: list[tuple[int, int]], operands: int, pairs: tuple[tuple[int, int], ...], end: int
 ) -> None:
-    found = sum_of_leaves(told)
+    found = plan_sum(told)
     assert (len(found.operands), found.pairs, found.end) == (operands, pairs, end)
     assert list(found.operands) == sorted(found.operands)

@@ -12,7 +12,7 @@ from gradsync.comm.base import Communicator
 from gradsync.comm.choose import communicator
 from gradsync.errors import ConfigError
 from gradsync.sync.gradient_sync import GradientSync
-from gradsync.sync.torch_ddp import PowerSgdReducer, TorchDdpReducer
+from gradsync.sync.torch_ddp import TorchDdpReducer, build_powersgd
 from support.rank_session import open_session
 
 SIDE = 16
@@ -32,7 +32,7 @@ def _bind(
     )
     if options is None:
         return GradientSync(model, comm, TorchDdpReducer(model, comm, **TIGHT)), model
-    return GradientSync(model, comm, PowerSgdReducer(model, comm, **TIGHT, **options)), model
+    return GradientSync(model, comm, build_powersgd(model, comm, **TIGHT, **options)), model
 
 
 def _leaf(sync: GradientSync, seed: int, *, last: bool) -> None:
@@ -158,7 +158,7 @@ def _zero_gradient(rank: int, world_size: int, store_path: str) -> bool:
     with open_session(rank, world_size, store_path) as world:
         comm = communicator(world)
         model = nn.ModuleList([nn.Linear(SIDE, SIDE), nn.Linear(SIDE, SIDE)])
-        reducer = PowerSgdReducer(model, comm, start_powerSGD_iter=2, warm_start=False)
+        reducer = build_powersgd(model, comm, start_powerSGD_iter=2, warm_start=False)
         model.forward = lambda x_BC: model[0](x_BC) + 0.0 * model[1](x_BC)
         sync = GradientSync(model, comm, reducer)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -202,6 +202,6 @@ def test_numbers_out_of_range() -> None:
     with pytest.raises(
         ConfigError, match="start_powerSGD_iter must be at least 2, got 1: DDP regr"
     ):
-        PowerSgdReducer(model, comm, start_powerSGD_iter=1)
+        build_powersgd(model, comm, start_powerSGD_iter=1)
     with pytest.raises(ConfigError, match="matrix_approximation_rank must be at least 1, got 0"):
-        PowerSgdReducer(model, comm, matrix_approximation_rank=0)
+        build_powersgd(model, comm, matrix_approximation_rank=0)

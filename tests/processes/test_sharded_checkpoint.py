@@ -22,7 +22,7 @@ from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.core.files import Filesystem
 from gradsync.models.config import GPTConfig
 from gradsync.models.gpt import GPT
-from gradsync.sync.fsdp import FsdpReducer
+from gradsync.sync.fsdp import FsdpShards
 from gradsync.sync.sharded_optimizer import ShardedOptimizer
 from gradsync.train.config import CheckpointConfig, EvalConfig, OptimConfig, TrainConfig
 from gradsync.train.loop import Trainer
@@ -95,7 +95,7 @@ def train_in_shares(rank: int, world_size: int, store_path: str, run: TrainConfi
     never = mock.Mock(side_effect=AssertionError("state was brought together"))
     with (
         mock.patch.object(ShardedOptimizer, "gather_into", never),
-        mock.patch.object(FsdpReducer, "gather", never),
+        mock.patch.object(FsdpShards, "gather", never),
     ):
         return train_rank(rank, world_size, store_path, run)
 

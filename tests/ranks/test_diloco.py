@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.single import SingleCommunicator
 from gradsync.errors import CheckpointError, ConfigError
+from gradsync.sync.options import DilocoOptions, LocalSgdOptions
 from gradsync.sync.periodic import DilocoReplicas, LocalSgdReplicas
 from support.recording import RecordingCommunicator
 from support.round_cases import (
@@ -53,7 +54,9 @@ def _outer_step(replicas: list[nn.Module], memory: dict[str, Any]) -> None:
 
 
 def _shards(inner_steps: int, **options: Any) -> Any:
-    return lambda model, comm: DilocoReplicas(model, comm, inner_steps=inner_steps, **options)
+    return lambda model, comm: DilocoReplicas(
+        model, comm, DilocoOptions(inner_steps=inner_steps, **options)
+    )
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -82,7 +85,8 @@ def test_a_plain_outer_step_of_one_is_an_average(world_size: int) -> None:
     def work(rank: int, group: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         comm = ProcessGroupCommunicator(group)
         plain = _shards(2, outer_lr=1.0, outer_momentum=0.0)
-        averaged = lambda model, comm: LocalSgdReplicas(model, comm, inner_steps=2)  # noqa: E731
+        options = LocalSgdOptions(inner_steps=2)
+        averaged = lambda model, comm: LocalSgdReplicas(model, comm, options)  # noqa: E731
         return (
             run_rounds(comm, plain, adamw, 5, UNEVEN),
             run_rounds(comm, averaged, adamw, 5, UNEVEN),
@@ -98,7 +102,7 @@ def test_traffic_is_the_weights_once_a_round() -> None:
         comm = ProcessGroupCommunicator(group)
         counted = RecordingCommunicator(comm)
         model = small_model()
-        sync = alone(DilocoReplicas(model, counted, inner_steps=3), comm)
+        sync = alone(DilocoReplicas(model, counted, DilocoOptions(inner_steps=3)), comm)
         train(sync, adamw(model), range(7), UNEVEN)
         return counted.operations.total(), counted.tensor_bytes["all_reduce"]
 
@@ -115,7 +119,7 @@ def test_a_checkpoint_in_mid_round_resumes_to_the_same_bits(with_state: bool) ->
         ends = []
         model = small_model()
         optimizer = adamw(model)
-        shards = DilocoReplicas(model, comm, inner_steps=3)
+        shards = DilocoReplicas(model, comm, DilocoOptions(inner_steps=3))
         sync = alone(shards, comm)
         train(sync, optimizer, range(4), UNEVEN)
         shards.gather(optimizer)
@@ -125,7 +129,7 @@ def test_a_checkpoint_in_mid_round_resumes_to_the_same_bits(with_state: bool) ->
             if resumed:
                 model = small_model()
                 optimizer = adamw(model)
-                shards = DilocoReplicas(model, comm, inner_steps=3)
+                shards = DilocoReplicas(model, comm, DilocoOptions(inner_steps=3))
                 sync = alone(shards, comm)
                 model.load_state_dict(weights)  # past the shards, as a checkpoint loader may
                 optimizer.load_state_dict(inner)
@@ -143,7 +147,7 @@ def test_a_checkpoint_in_mid_round_resumes_to_the_same_bits(with_state: bool) ->
 
 def test_outer_momentum_by_name() -> None:
     model = small_model()
-    shards = DilocoReplicas(model, SingleCommunicator(), inner_steps=1)
+    shards = DilocoReplicas(model, SingleCommunicator(), DilocoOptions(inner_steps=1))
     assert shards.state_tensors() == {}  # nobody has met yet
     train(alone(shards, SingleCommunicator()), sgd(model), [0], UNEVEN)
     saved = shards.state_tensors()
@@ -151,7 +155,7 @@ def test_outer_momentum_by_name() -> None:
     assert list(saved) == [f"outer_momentum/{name}" for name in names]
     assert saved["outer_momentum/0.weight"].shape == (4, 5)
 
-    other = DilocoReplicas(small_model(), SingleCommunicator(), inner_steps=1)
+    other = DilocoReplicas(small_model(), SingleCommunicator(), DilocoOptions(inner_steps=1))
     with pytest.raises(CheckpointError, match=r"'2\.bias' is missing, expected \(3,\)"):
         other.load_state_tensors({n: t for n, t in saved.items() if not n.endswith("2.bias")})
     with pytest.raises(
@@ -167,7 +171,7 @@ def test_half_precision_weights_meet_in_fp32() -> None:
         model = nn.Linear(1, 1, bias=False).bfloat16()
         model.weight.data.fill_(1.0)
         shards = DilocoReplicas(
-            model, ProcessGroupCommunicator(group), outer_lr=1.0, outer_momentum=0.0
+            model, ProcessGroupCommunicator(group), DilocoOptions(outer_lr=1.0, outer_momentum=0.0)
         )
         shards.begin_step()
         # 1 + 2^-7 and 1 + 3 * 2^-7: neighbours in bf16 are 2^-7 apart.
@@ -187,7 +191,7 @@ def test_an_error_on_one_rank_reaches_the_others() -> None:
     def work(rank: int, group: Any) -> None:
         comm = ProcessGroupCommunicator(group)
         model = small_model()
-        shards = DilocoReplicas(model, comm, inner_steps=2)
+        shards = DilocoReplicas(model, comm, DilocoOptions(inner_steps=2))
         train(alone(shards, comm), adamw(model), [0], UNEVEN)
         trained.wait()
         try:
@@ -206,11 +210,11 @@ def test_an_error_on_one_rank_reaches_the_others() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"inner_steps": 0}, "inner_steps must be at least 1, got 0"),
+        ({"inner_steps": 0}, "inner_steps must be a whole number, at least 1; got 0"),
         ({"outer_lr": 0.0}, "outer_lr must be above 0"),
         ({"outer_momentum": 1.0}, "outer_momentum must be in 0 .. 1"),
     ],
 )
 def test_numbers_out_of_range(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        DilocoReplicas(small_model(), SingleCommunicator(), **options)
+        DilocoReplicas(small_model(), SingleCommunicator(), DilocoOptions(**options))

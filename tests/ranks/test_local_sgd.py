@@ -13,6 +13,7 @@ from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.single import SingleCommunicator
 from gradsync.errors import ConfigError
 from gradsync.sync.gradient_sync import GradientSync
+from gradsync.sync.options import LocalSgdOptions
 from gradsync.sync.periodic import LocalSgdReplicas
 from gradsync.sync.reducer import NaiveReducer
 from support.recording import RecordingCommunicator
@@ -45,7 +46,9 @@ def _average(replicas: list[nn.Module], memory: dict[str, Any]) -> None:
 
 
 def _shards(inner_steps: int, **options: Any) -> Any:
-    return lambda model, comm: LocalSgdReplicas(model, comm, inner_steps=inner_steps, **options)
+    return lambda model, comm: LocalSgdReplicas(
+        model, comm, LocalSgdOptions(inner_steps=inner_steps, **options)
+    )
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -93,7 +96,7 @@ def test_traffic_is_the_weights_once_a_round() -> None:
         comm = ProcessGroupCommunicator(group)
         counted = RecordingCommunicator(comm)
         model = small_model()
-        sync = alone(LocalSgdReplicas(model, counted, inner_steps=3), comm)
+        sync = alone(LocalSgdReplicas(model, counted, LocalSgdOptions(inner_steps=3)), comm)
         optimizer = adamw(model)
         operations = []
         for step in range(7):
@@ -116,7 +119,7 @@ def test_what_a_step_tells() -> None:
     def work(rank: int, group: Any) -> list[tuple[float, float, bool]]:
         comm = ProcessGroupCommunicator(group)
         model = small_model()
-        sync = alone(LocalSgdReplicas(model, comm, inner_steps=2), comm)
+        sync = alone(LocalSgdReplicas(model, comm, LocalSgdOptions(inner_steps=2)), comm)
         results = train(sync, sgd(model), range(4), UNEVEN)
         return [(float(r.mean_loss), r.weight, r.exposed.seconds() > 0) for r in results]
 
@@ -144,7 +147,9 @@ def test_buffers_are_averaged_and_counters_are_rank_0s() -> None:
         for name in ("running", "count", "coarse"):
             model.get_buffer(name).zero_()
         model.register_buffer("table", torch.linspace(0, 1, 40))
-        shards = LocalSgdReplicas(model, ProcessGroupCommunicator(group), inner_steps=1)
+        shards = LocalSgdReplicas(
+            model, ProcessGroupCommunicator(group), LocalSgdOptions(inner_steps=1)
+        )
         for name, values in _WithBuffers(rank).named_buffers():
             model.get_buffer(name).copy_(values)  # what training made of them on this rank
         shards.publish()
@@ -170,7 +175,9 @@ def test_optimizer_memory_is_averaged_when_asked(average: bool, optimizers: int)
         comm = ProcessGroupCommunicator(group)
         model = small_model()
         parts = [adamw(part) for part in ([model] if optimizers == 1 else [model[0], model[2]])]
-        shards = LocalSgdReplicas(model, comm, inner_steps=1, average_optimizer=average)
+        shards = LocalSgdReplicas(
+            model, comm, LocalSgdOptions(inner_steps=1, average_optimizer=average)
+        )
         train(alone(shards, comm), parts, [0], UNEVEN)
         return [moment for part in parts for moment in _moments(model, part)]
 
@@ -193,7 +200,9 @@ def test_a_rank_that_never_stepped_has_no_memory_to_average() -> None:
         comm = ProcessGroupCommunicator(group)
         model = small_model()
         optimizer = adamw(model)
-        shards = LocalSgdReplicas(model, comm, inner_steps=1, average_optimizer=True)
+        shards = LocalSgdReplicas(
+            model, comm, LocalSgdOptions(inner_steps=1, average_optimizer=True)
+        )
         train(alone(shards, comm), optimizer, [0], ONE_RANK_ONLY)
         return _moments(model, optimizer)
 
@@ -214,7 +223,7 @@ def test_a_checkpoint_in_mid_round_resumes_to_the_same_bits() -> None:
         ends = []
         model = small_model()
         optimizer = adamw(model)
-        sync = alone(LocalSgdReplicas(model, comm, inner_steps=3), comm)
+        sync = alone(LocalSgdReplicas(model, comm, LocalSgdOptions(inner_steps=3)), comm)
         train(sync, optimizer, range(4), UNEVEN)
         sync.gather(optimizer)
         weights = weights_of(model)
@@ -224,7 +233,7 @@ def test_a_checkpoint_in_mid_round_resumes_to_the_same_bits() -> None:
             if resumed:
                 model = small_model()
                 optimizer = adamw(model)
-                sync = alone(LocalSgdReplicas(model, comm, inner_steps=3), comm)
+                sync = alone(LocalSgdReplicas(model, comm, LocalSgdOptions(inner_steps=3)), comm)
                 sync.load_full_weights(weights)
                 optimizer.load_state_dict(state)
             train(sync, optimizer, range(4, 9), UNEVEN)
@@ -270,7 +279,7 @@ def test_an_error_on_one_rank_reaches_the_others() -> None:
     def work(rank: int, group: Any) -> None:
         comm = ProcessGroupCommunicator(group)
         model = small_model()
-        sync = alone(LocalSgdReplicas(model, comm, inner_steps=2), comm)
+        sync = alone(LocalSgdReplicas(model, comm, LocalSgdOptions(inner_steps=2)), comm)
         optimizer = sgd(model)
         try:
             train(sync, optimizer, [0], EVEN)
@@ -287,5 +296,5 @@ def test_an_error_on_one_rank_reaches_the_others() -> None:
 
 
 def test_a_round_needs_a_step() -> None:
-    with pytest.raises(ConfigError, match="inner_steps must be at least 1, got 0"):
-        LocalSgdReplicas(small_model(), SingleCommunicator(), inner_steps=0)
+    with pytest.raises(ConfigError, match="inner_steps must be a whole number, at least 1; got 0"):
+        LocalSgdReplicas(small_model(), SingleCommunicator(), LocalSgdOptions(inner_steps=0))

@@ -19,7 +19,7 @@ from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.errors import ConfigError
 from gradsync.sync.build import build_engine
 from gradsync.sync.gradient_sync import GradientSync
-from gradsync.sync.recipe import Recipe
+from gradsync.sync.options import Recipe
 from gradsync.sync.sharded_optimizer import ShardedOptimizer, layout_of
 from support.thread_ranks import run_thread_ranks
 

@@ -18,7 +18,7 @@ from gradsync.data.plan import share
 from gradsync.sync.build import build_engine
 from gradsync.sync.engine import Engine
 from gradsync.sync.gradient_sync import GradientSync
-from gradsync.sync.recipe import Recipe
+from gradsync.sync.options import Recipe
 from gradsync.sync.zero import ZeroShards
 from support.sync_cases import (
     CASES,

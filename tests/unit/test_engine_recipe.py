@@ -8,7 +8,7 @@ from typing import Any, get_args
 import pytest
 
 from gradsync.errors import ConfigError
-from gradsync.sync.recipe import Grouping, Order, Recipe, ReductionName, Shard, Wire
+from gradsync.sync.options import Grouping, Order, Recipe, ReductionName, Shard, Wire
 from gradsync.sync.registry import STRATEGIES, check_options, find_strategy, wants_groups
 
 REFUSALS = [

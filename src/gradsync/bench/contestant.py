@@ -24,7 +24,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from gradsync.errors import ConfigError
-from gradsync.sync.recipe import Kind, check_value
+from gradsync.sync.options import Kind, check_value
 from gradsync.sync.registry import STRATEGIES, check_options
 
 ALONE = "none"

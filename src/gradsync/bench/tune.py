@@ -39,7 +39,7 @@ from gradsync.bench.report import print_notes, print_table, spread_text, where
 from gradsync.bench.statistics import Spread, interval, ratios
 from gradsync.bench.sync_plan import SyncSettings
 from gradsync.errors import ConfigError
-from gradsync.sync.recipe import Recipe
+from gradsync.sync.options import Recipe
 from gradsync.sync.registry import STRATEGIES
 from gradsync.train.config import CompileOrder
 from gradsync.train.tuned import Choice

@@ -143,7 +143,7 @@ class DDPManager:
         """
         from torch import nn
 
-        from gradsync.sync.recipe import check_value
+        from gradsync.sync.options import check_value
         from gradsync.sync.registry import find_strategy
         from gradsync.sync.replicate import replicate
 

@@ -29,7 +29,7 @@ from gradsync.sync.exchange import (
     OverHosts,
     ReduceScatter,
 )
-from gradsync.sync.recipe import Recipe
+from gradsync.sync.options import Recipe
 from gradsync.sync.reducer import Replicas, trainable
 from gradsync.sync.shared_memory import SharedMemoryExchange, SharedMemoryShards
 from gradsync.sync.tree_exchange import TreeExchange

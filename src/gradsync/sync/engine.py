@@ -26,7 +26,7 @@ from gradsync.errors import ConfigError
 from gradsync.sync.buckets import Bucket, Sums
 from gradsync.sync.exchange import Exchange
 from gradsync.sync.layout import Item, plan_buckets
-from gradsync.sync.recipe import Recipe
+from gradsync.sync.options import Recipe
 from gradsync.sync.reducer import Reducer, Replicas, trainable
 from gradsync.sync.stopwatch import Stopwatch
 

@@ -55,7 +55,8 @@ import torch
 from gradsync.comm.base import Communicator, Done, Work
 from gradsync.comm.values import broadcast_json, broadcast_tensors
 from gradsync.core.torch_private import foreach_copy_, foreach_sub
-from gradsync.errors import CheckpointError, ConfigError
+from gradsync.errors import CheckpointError
+from gradsync.sync.options import DilocoOptions, LocalSgdOptions
 from gradsync.sync.reducer import Reducer, Replicas, trainable
 from gradsync.sync.stopwatch import Stopwatch
 
@@ -219,16 +220,11 @@ class PeriodicReplicas(Replicas, ABC):
         model: on its device; its replicas are equal.
         comm: all ranks.
         inner_steps: steps of a round.
-
-    Raises:
-        ConfigError: `inner_steps` below 1.
     """
 
     equal_replicas = False
 
     def __init__(self, model: nn.Module, comm: Communicator, *, inner_steps: int) -> None:
-        if inner_steps < 1:
-            raise ConfigError(f"inner_steps must be at least 1, got {inner_steps}")
         super().__init__(model, [p for _, p in trainable(model)])
         self.comm = comm
         self.inner_steps = inner_steps
@@ -298,21 +294,15 @@ class LocalSgdReplicas(PeriodicReplicas):
     Args:
         model: on its device; its replicas are equal.
         comm: all ranks.
-        inner_steps: steps between two averages (H in the papers).
-        average_optimizer: average momenta and second moments too. Off by default, as in the papers:
-            it doubles (SGD with momentum) or triples (Adam) the bytes.
+        options: of the strategy; None: its defaults.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        comm: Communicator,
-        *,
-        inner_steps: int = 8,
-        average_optimizer: bool = False,
+        self, model: nn.Module, comm: Communicator, options: LocalSgdOptions | None = None
     ) -> None:
-        super().__init__(model, comm, inner_steps=inner_steps)
-        self._average_optimizer = average_optimizer
+        options = options or LocalSgdOptions()
+        super().__init__(model, comm, inner_steps=options.inner_steps)
+        self._average_optimizer = options.average_optimizer
         self._optimizer_of: dict[nn.Parameter, torch.optim.Optimizer] = {}
 
     def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -344,30 +334,15 @@ class DilocoReplicas(PeriodicReplicas):
     Args:
         model: on its device; its replicas are equal.
         comm: all ranks.
-        inner_steps: steps of a round (H). The paper's 500 suits runs of many thousand steps.
-        outer_lr: learning rate of the outer SGD; 1.0 with `outer_momentum=0.0` averages weights.
-        outer_momentum: Nesterov momentum of the outer SGD, 0 .. 1.
-
-    Raises:
-        ConfigError: a number out of its range.
+        options: of the strategy; None: its defaults. The paper's 500 inner steps suit runs of many
+            thousand steps.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        comm: Communicator,
-        *,
-        inner_steps: int = 100,
-        outer_lr: float = 0.7,
-        outer_momentum: float = 0.9,
+        self, model: nn.Module, comm: Communicator, options: DilocoOptions | None = None
     ) -> None:
-        if outer_lr <= 0:
-            raise ConfigError(f"outer_lr must be above 0, got {outer_lr}")
-        if not 0 <= outer_momentum < 1:
-            raise ConfigError(
-                f"outer_momentum must be in 0 .. 1 (1 excluded), got {outer_momentum}"
-            )
-        super().__init__(model, comm, inner_steps=inner_steps)
+        options = options or DilocoOptions()
+        super().__init__(model, comm, inner_steps=options.inner_steps)
         with torch.no_grad():
             self._start = [
                 parameter.detach().to(
@@ -376,7 +351,10 @@ class DilocoReplicas(PeriodicReplicas):
                 for parameter in self.parameters
             ]
         self._outer = torch.optim.SGD(
-            self._start, lr=outer_lr, momentum=outer_momentum, nesterov=outer_momentum > 0
+            self._start,
+            lr=options.outer_lr,
+            momentum=options.outer_momentum,
+            nesterov=options.outer_momentum > 0,
         )
 
     def begin_step(self) -> Stopwatch:

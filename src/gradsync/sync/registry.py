@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from gradsync.comm.base import Communicator
 from gradsync.errors import ConfigError
-from gradsync.sync.recipe import Kind, Recipe, check_value
+from gradsync.sync.options import (
+    DdpOptions,
+    DilocoOptions,
+    FsdpOptions,
+    LocalSgdOptions,
+    Options,
+    PowerSgdOptions,
+    Recipe,
+    words_of_dtypes,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -20,27 +28,8 @@ if TYPE_CHECKING:
 
 Promise = Literal["bitwise", "rounding", "lossy"]
 
-
-ENGINE_OPTIONS = tuple(f.name for f in fields(Recipe))
-_DDP_OPTIONS = ("bucket_mb", "find_unused_parameters", "compile_wrapper")
-_KINDS: dict[str, Kind] = {
-    "bucket_mb": "size",
-    "find_unused_parameters": "flag",
-    "compile_wrapper": "flag",
-    "matrix_approximation_rank": "count",
-    "start_powerSGD_iter": "count",
-    "min_compression_rate": "number",
-    "use_error_feedback": "flag",
-    "warm_start": "flag",
-    "inner_steps": "count",
-    "average_optimizer": "flag",
-    "outer_lr": "number",
-    "outer_momentum": "number",
-}
-"""Kinds of the options of adapter strategies, where one name has one kind."""
-
-_DTYPES = ("bf16", "fp16", "fp32")
-_DTYPE_OPTIONS = ("compute_dtype", "reduce_dtype")
+Build = Callable[..., "Reducer"]
+"""`build(model, comm, groups, options)`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,86 +42,86 @@ class Strategy:
     """One line."""
     cost: str
     """Bytes per rank and step (S = size of the gradients, W = ranks), operations, memory."""
-    build: Callable[..., Reducer]
-    """`build(model, comm, groups, **options)`."""
+    build: Build
     promise: Promise = "rounding"
     """bitwise: one rank's bits; rounding: one rank's numbers but for the order of sums; lossy:
     rounds or omits something, on purpose."""
-    options: tuple[str, ...] = ()
-    """Names of the keyword arguments of `build`."""
-    recipe: Recipe | None = None
-    """The engine's recipe; None for strategies that do not use the engine."""
+    defaults: Options = field(default_factory=Options)
+    """The options that make it this strategy; users override each."""
     equal_leaves: bool = False
     """True when all ranks must have equally many leaves in a step."""
     needs_group: bool = False
     """True when one rank has no use for it (then `naive` runs, which does nothing there)."""
 
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Names of the options."""
+        return tuple(each.name for each in fields(self.defaults))
 
-def _naive(model: nn.Module, comm: Communicator, groups: Groups | None) -> Reducer:
+    @property
+    def recipe(self) -> Recipe | None:
+        """The engine's recipe; None for strategies that do not use the engine."""
+        return self.defaults if isinstance(self.defaults, Recipe) else None
+
+
+def _naive(model: nn.Module, comm: Communicator, *_: Any) -> Reducer:
     from gradsync.sync.reducer import NaiveReducer
 
     return NaiveReducer(model, comm)
 
 
-def _ddp(model: nn.Module, comm: Communicator, groups: Groups | None, **options: Any) -> Reducer:
+def _engine(
+    model: nn.Module, comm: Communicator, groups: Groups | None, options: Recipe
+) -> Reducer:
+    from gradsync.sync.build import build_engine
+
+    return build_engine(model, comm, options, groups)
+
+
+def _ddp(
+    model: nn.Module, comm: Communicator, groups: Groups | None, options: DdpOptions
+) -> Reducer:
     from gradsync.sync.torch_ddp import TorchDdpReducer
 
-    return TorchDdpReducer(model, comm, **options)
+    return TorchDdpReducer(model, comm, **asdict(options))
 
 
 def _powersgd(
-    model: nn.Module, comm: Communicator, groups: Groups | None, **options: Any
+    model: nn.Module, comm: Communicator, groups: Groups | None, options: PowerSgdOptions
 ) -> Reducer:
     from gradsync.sync.torch_ddp import build_powersgd
 
-    return build_powersgd(model, comm, **options)
+    return build_powersgd(model, comm, **asdict(options))
 
 
-def _local_sgd(
-    model: nn.Module, comm: Communicator, groups: Groups | None, **options: Any
+def _fsdp(
+    model: nn.Module, comm: Communicator, groups: Groups | None, options: FsdpOptions
 ) -> Reducer:
-    from gradsync.sync.periodic import AloneReducer, LocalSgdReplicas
-
-    return AloneReducer(model, comm, LocalSgdReplicas(model, comm, **options))
-
-
-def _diloco(model: nn.Module, comm: Communicator, groups: Groups | None, **options: Any) -> Reducer:
-    from gradsync.sync.periodic import AloneReducer, DilocoReplicas
-
-    return AloneReducer(model, comm, DilocoReplicas(model, comm, **options))
-
-
-def _fsdp(model: nn.Module, comm: Communicator, groups: Groups | None, **options: Any) -> Reducer:
     import torch
 
     from gradsync.sync.fsdp import FsdpReducer
 
-    known = dict(zip(_DTYPES, (torch.bfloat16, torch.float16, torch.float32), strict=True))
-    for name in _DTYPE_OPTIONS:
-        if isinstance(options.get(name), str):
-            options[name] = known[options[name]]
-    return FsdpReducer(model, comm, **options)
-
-
-def _engine(*, name: str, summary: str, cost: str, promise: Promise, recipe: Recipe) -> Strategy:
-    """A preset of the engine's recipe; options override each part of it."""
-
-    def build(
-        model: nn.Module, comm: Communicator, groups: Groups | None, **options: Any
-    ) -> Reducer:
-        from gradsync.sync.build import build_engine
-
-        return build_engine(model, comm, replace(recipe, **options), groups)
-
-    return Strategy(
-        name=name,
-        summary=summary,
-        cost=cost,
-        promise=promise,
-        build=build,
-        recipe=recipe,
-        options=ENGINE_OPTIONS,
+    known = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, None: None}
+    compute, reduce = known[options.compute_dtype], known[options.reduce_dtype]
+    return FsdpReducer(
+        model, comm, compute_dtype=compute, reduce_dtype=reduce, blocks=options.blocks
     )
+
+
+def _local_sgd(
+    model: nn.Module, comm: Communicator, groups: Groups | None, options: LocalSgdOptions
+) -> Reducer:
+    from gradsync.sync.periodic import AloneReducer, LocalSgdReplicas
+
+    return AloneReducer(model, comm, LocalSgdReplicas(model, comm, options))
+
+
+def _diloco(
+    model: nn.Module, comm: Communicator, groups: Groups | None, options: DilocoOptions
+) -> Reducer:
+    from gradsync.sync.periodic import AloneReducer, DilocoReplicas
+
+    return AloneReducer(model, comm, DilocoReplicas(model, comm, options))
 
 
 STRATEGIES: dict[str, Strategy] = {
@@ -144,81 +133,91 @@ STRATEGIES: dict[str, Strategy] = {
             cost="2(W-1)/W S bytes, one operation per parameter, no extra memory",
             build=_naive,
         ),
-        _engine(
+        Strategy(
             name="flat",
             summary="one all-reduce of everything after backward",
             cost="2(W-1)/W S bytes, one operation per dtype, no extra memory",
             promise="rounding",
-            recipe=Recipe(grouping="flat", overlap=False),
+            build=_engine,
+            defaults=Recipe(grouping="flat", overlap=False),
         ),
-        _engine(
+        Strategy(
             name="overlap",
             summary="one all-reduce per parameter, as soon as its gradient is ready",
             cost="2(W-1)/W S bytes, one operation per parameter, no extra memory",
             promise="rounding",
-            recipe=Recipe(grouping="parameter"),
+            build=_engine,
+            defaults=Recipe(grouping="parameter"),
         ),
-        _engine(
+        Strategy(
             name="bucketed",
             summary="buckets of bucket_mb, each all-reduced as soon as backward has filled it",
             cost="2(W-1)/W S bytes, one operation per bucket, no extra memory",
             promise="rounding",
-            recipe=Recipe(),
+            build=_engine,
+            defaults=Recipe(),
         ),
-        _engine(
+        Strategy(
             name="invariant",
             summary="bucketed, summed along a fixed tree over leaves: the same bits on any number "
             "of ranks",
             cost="2(W-1)/W S bytes with equal shares (more with uneven ones), two operations per "
             "bucket, S per open tree level (none with one leaf a rank)",
             promise="bitwise",
-            recipe=Recipe(order="invariant"),
+            build=_engine,
+            defaults=Recipe(order="invariant"),
         ),
-        _engine(
+        Strategy(
             name="ring",
             summary="bucketed, by our own ring: reduce-scatter, then all-gather, from sends",
             cost="2(W-1)/W S bytes, 2(W-1) operations per bucket, one chunk",
             promise="rounding",
-            recipe=Recipe(reduction="ring"),
+            build=_engine,
+            defaults=Recipe(reduction="ring"),
         ),
-        _engine(
+        Strategy(
             name="hierarchical",
             summary="bucketed, inside each host first, then between hosts shard by shard",
             cost="2(H-1)/H S/L bytes between H hosts of L ranks, 2(L-1)/L S inside, "
             "2(L-1) + 2(H-1) operations per bucket, one shard",
             promise="rounding",
-            recipe=Recipe(reduction="hierarchical"),
+            build=_engine,
+            defaults=Recipe(reduction="hierarchical"),
         ),
-        _engine(
+        Strategy(
             name="bf16",
             summary="bucketed, in bf16 on the wire",
             cost="(W-1)/W S bytes, one operation per bucket, S/2 for fp32 gradients",
             promise="lossy",
-            recipe=Recipe(wire="bf16"),
+            build=_engine,
+            defaults=Recipe(wire="bf16"),
         ),
-        _engine(
+        Strategy(
             name="fp16",
             summary="bucketed, in fp16 on the wire, scaled so that nothing overflows",
             cost="(W-1)/W S bytes, two operations per bucket, S/2 for fp32 gradients",
             promise="lossy",
-            recipe=Recipe(wire="fp16"),
+            build=_engine,
+            defaults=Recipe(wire="fp16"),
         ),
-        _engine(
+        Strategy(
             name="zero1",
             summary="as invariant, and each rank keeps and updates its share of the optimizer's "
             "state (ZeRO-1)",
             cost="3(W-1)/W S bytes, three operations per bucket, state/W instead of state",
             promise="bitwise",
-            recipe=Recipe(order="invariant", shard="optimizer"),
+            build=_engine,
+            defaults=Recipe(order="invariant", shard="optimizer"),
         ),
-        _engine(
+        Strategy(
             name="zero2",
             summary="reduce-scatter of each bucket; optimizer state and summed gradients in shares "
             "(ZeRO-2)",
             cost="2(W-1)/W S bytes (3 on gloo), two operations per bucket, state/W and S/W after "
             "backward",
             promise="rounding",
-            recipe=Recipe(shard="gradients"),
+            build=_engine,
+            defaults=Recipe(shard="gradients"),
         ),
         Strategy(
             name="fsdp",
@@ -227,7 +226,7 @@ STRATEGIES: dict[str, Strategy] = {
             cost="(W-1)/W S bytes per leaf for each of two gathers, and once for the "
             "reduce-scatter, three operations per block, everything/W plus two whole blocks",
             build=_fsdp,
-            options=("compute_dtype", "reduce_dtype", "blocks"),
+            defaults=FsdpOptions(),
             equal_leaves=True,
             needs_group=True,
         ),
@@ -236,7 +235,7 @@ STRATEGIES: dict[str, Strategy] = {
             summary="torch's DistributedDataParallel, buckets overlapped with backward",
             cost="2(W-1)/W S bytes, one operation per bucket, S bytes of buckets",
             build=_ddp,
-            options=_DDP_OPTIONS,
+            defaults=DdpOptions(),
             needs_group=True,
         ),
         Strategy(
@@ -246,14 +245,7 @@ STRATEGIES: dict[str, Strategy] = {
             "three operations per bucket, 2 S",
             promise="lossy",
             build=_powersgd,
-            options=(
-                "matrix_approximation_rank",
-                "start_powerSGD_iter",
-                "min_compression_rate",
-                "use_error_feedback",
-                "warm_start",
-                *_DDP_OPTIONS,
-            ),
+            defaults=PowerSgdOptions(),
             needs_group=True,
         ),
         Strategy(
@@ -263,7 +255,7 @@ STRATEGIES: dict[str, Strategy] = {
             "ranks meet",
             promise="lossy",
             build=_local_sgd,
-            options=("inner_steps", "average_optimizer"),
+            defaults=LocalSgdOptions(),
         ),
         Strategy(
             name="diloco",
@@ -272,7 +264,7 @@ STRATEGIES: dict[str, Strategy] = {
             "more while ranks meet",
             promise="lossy",
             build=_diloco,
-            options=("inner_steps", "outer_lr", "outer_momentum"),
+            defaults=DilocoOptions(),
         ),
     )
 }
@@ -297,16 +289,15 @@ def build_reducer(
     Raises:
         ConfigError: see `check_options`.
     """
-    check_options(strategy, options)
+    checked = check_options(strategy, options)
     alone = strategy.needs_group and comm.world_size == 1
-    build = _naive if alone else partial(strategy.build, **options)
-    reducer = build(model, comm, groups)
+    reducer = (_naive if alone else strategy.build)(model, comm, groups, checked)
     reducer.strategy = reducer.shards.strategy = strategy.name
     return reducer
 
 
-def check_options(strategy: Strategy, options: Mapping[str, Any]) -> None:
-    """Check options as far as possible before anything is built.
+def check_options(strategy: Strategy, options: Mapping[str, Any]) -> Options:
+    """The strategy's options with these in place of its own, checked before anything is built.
 
     Raises:
         ConfigError: an option that the strategy does not have, or values that conflict.
@@ -315,19 +306,14 @@ def check_options(strategy: Strategy, options: Mapping[str, Any]) -> None:
         if name not in strategy.options:
             known = ", ".join(strategy.options) or "none"
             raise ConfigError(f"sync={strategy.name!r} has no option {name!r} (it has: {known})")
-    if strategy.recipe is not None:
-        recipe = replace(strategy.recipe, **options)
-        if strategy.promise == "bitwise" and recipe.order != "invariant":
-            raise ConfigError(
-                f"sync={strategy.name!r} promises bits that do not depend on ranks, which "
-                f"order={recipe.order!r} cannot keep; sync='bucketed' takes the other options too"
-            )
-        return
-    for name, value in options.items():
-        if name in _KINDS:
-            check_value(name, value, _KINDS[name])
-        elif name in _DTYPE_OPTIONS and isinstance(value, str):  # torch's own are accepted too
-            check_value(name, value, _DTYPES)
+    checked = replace(strategy.defaults, **words_of_dtypes(options))
+    order = checked.order if isinstance(checked, Recipe) else None
+    if strategy.promise == "bitwise" and order != "invariant":
+        raise ConfigError(
+            f"sync={strategy.name!r} promises bits that do not depend on ranks, which "
+            f"order={order!r} cannot keep; sync='bucketed' takes the other options too"
+        )
+    return checked
 
 
 def find_strategy(name: str) -> Strategy:

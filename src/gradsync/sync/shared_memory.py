@@ -45,7 +45,7 @@ from gradsync.sync.layout import (
     share_blocks,
 )
 from gradsync.sync.leaf_tree import FORGOTTEN, UNKNOWN, SumPlan, plan_sum
-from gradsync.sync.recipe import Recipe
+from gradsync.sync.options import Recipe
 from gradsync.sync.reducer import Replicas
 from gradsync.sync.shared_update import SharedUpdate, SharedWeights, can_move
 from gradsync.sync.stopwatch import Stopwatch

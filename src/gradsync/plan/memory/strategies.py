@@ -24,7 +24,7 @@ from gradsync.plan.memory.activations import FP32, RankShape
 from gradsync.plan.workload import Split, Workload
 from gradsync.sync.layout import Item, plan_buckets
 from gradsync.sync.leaf_tree import LeafStack
-from gradsync.sync.recipe import Recipe
+from gradsync.sync.options import Recipe
 from gradsync.sync.registry import find_strategy
 
 MIB = 2**20

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from gradsync.errors import ConfigError
-from gradsync.sync.recipe import Grouping, Recipe
+from gradsync.sync.options import Grouping, Recipe
 from gradsync.sync.registry import Strategy, check_options, find_strategy
 
 INNER_STEPS = {"local_sgd": 8, "diloco": 100}

@@ -1,0 +1,253 @@
+"""Options of the strategies: the one place that declares them, with their defaults and checks.
+
+The registry, `gs.replicate`, the command line and configuration files derive theirs from here.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+
+from gradsync.errors import ConfigError
+
+Grouping = Literal["parameter", "flat", "buckets"]
+Order = Literal["any", "invariant"]
+ReductionName = Literal["backend", "ring", "recursive_doubling", "hierarchical"]
+Wire = Literal["same", "bf16", "fp16"]
+Shard = Literal["none", "optimizer", "gradients"]
+Collective = Literal["auto", "shared_memory", "backend"]
+Dtype = Literal["bf16", "fp16", "fp32"]
+Kind = Literal["size", "number", "count", "flag"] | tuple[str, ...]
+"""Values that an option accepts: a positive number, any number, a whole number from 1 on, true or
+false, or one of these words."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """Options of a strategy without any, and the base of the others.
+
+    Raises:
+        ConfigError: a value or a combination that does not exist, naming those that do.
+    """
+
+    POSITIVE: ClassVar[tuple[str, ...]] = ()
+    """Options that must be above 0."""
+
+    def __post_init__(self) -> None:
+        """Check each value, then their combination."""
+        kinds = kinds_of(type(self))
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if value is not None or each.default is not None:
+                check_value(each.name, value, kinds[each.name])
+        self.check()
+
+    def check(self) -> None:
+        """Check combinations of values."""
+
+    def given(self) -> dict[str, Any]:
+        """All values by name."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe(Options):
+    """Grouping x order x reduction x wire x sharding: gradsync's own strategies as one value."""
+
+    POSITIVE: ClassVar[tuple[str, ...]] = ("bucket_mb", "first_bucket_mb")
+
+    grouping: Grouping = "buckets"
+    """One message per parameter, one for everything, or buckets."""
+    bucket_mb: float = 25.0
+    """Size at which a bucket of gradients is closed, MiB."""
+    first_bucket_mb: float = 1.0
+    """The same for the first bucket, MiB: smaller, so that communication begins early."""
+    overlap: bool = True
+    """Communicate while backward still runs; False waits for its end."""
+    order: Order = "any"
+    """Order of sums: any, or the fixed tree over leaves, so that bits do not depend on ranks."""
+    reduction: ReductionName = "backend"
+    """The adder: the process group's all_reduce, or one of gradsync's algorithms."""
+    wire: Wire = "same"
+    """Dtype of gradients on the wire: their own, or 16 bits."""
+    shard: Shard = "none"
+    """Memory divided among the ranks: none, the optimizer's, or the gradients' too."""
+    collective: Collective = "auto"
+    """Carrier of sums, under reduction=backend and inside the hosts of hierarchical: the process
+    group, or memory that the ranks of one host share; auto takes the latter on CPUs where it is
+    available."""
+    update: Literal["auto", "whole"] = "auto"
+    """Through shared memory: auto lets each rank update its share of the weights, for all ranks of
+    the host, where the optimizer is elementwise; whole leaves the whole gradient in .grad on
+    every rank, for hooks that read it, and each rank updates everything."""
+    weights: Literal["replicas", "shared"] = "replicas"
+    """Through shared memory: one copy per rank, or one for all ranks of the host, which then only
+    sync.step may change."""
+
+    def check(self) -> None:
+        """See `Options.check`."""
+        if self.order == "invariant":
+            self._check_invariant()
+        if self.wire != "same" and self.reduction != "backend":
+            raise ConfigError(
+                f"wire={self.wire!r} goes with reduction='backend'; got {self.reduction!r}"
+            )
+        legal = ("any", "backend", "same")
+        if self.shard == "gradients" and (self.order, self.reduction, self.wire) != legal:
+            raise ConfigError(
+                "shard='gradients' goes with order='any', reduction='backend' and wire='same' "
+                "(the clipping norm is summed shard by shard); got "
+                f"order={self.order!r}, reduction={self.reduction!r}, wire={self.wire!r}; "
+                "shard='optimizer' goes with all of them"
+            )
+
+    def _check_invariant(self) -> None:
+        if self.reduction not in ("backend", "hierarchical"):
+            raise ConfigError(
+                f"order='invariant' adds along its own tree, which reduction={self.reduction!r} "
+                "cannot follow (a ring's order depends on the number of ranks); use "
+                "reduction='backend' or 'hierarchical'"
+            )
+        if self.wire != "same":
+            raise ConfigError(
+                f"order='invariant' cannot round on the wire (wire={self.wire!r}): how often a "
+                "sum is rounded would depend on the number of ranks; use wire='same'"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DdpOptions(Options):
+    """Options of torch's DistributedDataParallel."""
+
+    POSITIVE: ClassVar[tuple[str, ...]] = ("bucket_mb",)
+
+    bucket_mb: float = 25.0
+    """Size at which a bucket of gradients is closed, MiB."""
+    find_unused_parameters: bool = False
+    """ddp: look for parameters that get no gradient in a step."""
+    compile_wrapper: bool = False
+    """ddp: torch.compile around DDP, as torch's documentation recommends."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PowerSgdOptions(DdpOptions):
+    """Options of torch's PowerSGD hook, beside DDP's."""
+
+    matrix_approximation_rank: int = 1
+    """powersgd: rank of the approximation; torch's documentation suggests 1 to 4."""
+    start_powerSGD_iter: int = 10  # noqa: N815  torch's own name
+    """powersgd: first step that compresses; at least 2."""
+    min_compression_rate: float = 2.0
+    """powersgd: a matrix is compressed if that makes it smaller by this factor."""
+    use_error_feedback: bool = True
+    """powersgd: without it the result is biased; for comparison only."""
+    warm_start: bool = True
+    """powersgd: begin with the last step's Q (one power iteration a step, then enough)."""
+
+    def check(self) -> None:
+        """See `Options.check`."""
+        if self.start_powerSGD_iter < 2:
+            raise ConfigError(
+                f"start_powerSGD_iter must be at least 2, got {self.start_powerSGD_iter}: DDP "
+                "regroups its buckets after the first backward"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FsdpOptions(Options):
+    """Options of torch's FSDP2."""
+
+    compute_dtype: Dtype | None = None
+    """fsdp: dtype of gathered parameters and of compute; masters stay as they are."""
+    reduce_dtype: Dtype | None = None
+    """fsdp: dtype in which gradients are summed; None is fp32 where compute_dtype is set."""
+    blocks: bool = True
+    """fsdp: gather each child of an nn.ModuleList separately; False: everything at once."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalSgdOptions(Options):
+    """Options of `local_sgd`."""
+
+    inner_steps: int = 8
+    """local_sgd, diloco: optimizer steps between two averages. Evaluations and checkpoints need
+    one model: they end the round early, unless they fall on multiples of this."""
+    average_optimizer: bool = False
+    """local_sgd: average momenta and second moments too: twice (SGD with momentum) or three times
+    (Adam) the bytes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DilocoOptions(Options):
+    """Options of `diloco`."""
+
+    inner_steps: int = 100
+    """local_sgd, diloco: optimizer steps between two averages. Evaluations and checkpoints need
+    one model: they end the round early, unless they fall on multiples of this."""
+    outer_lr: float = 0.7
+    """diloco: learning rate of the outer optimizer; 1.0 with outer_momentum=0 averages weights."""
+    outer_momentum: float = 0.9
+    """diloco: its Nesterov momentum, 0 .. 1."""
+
+    def check(self) -> None:
+        """See `Options.check`."""
+        if self.outer_lr <= 0:
+            raise ConfigError(f"outer_lr must be above 0, got {self.outer_lr}")
+        if not 0 <= self.outer_momentum < 1:
+            raise ConfigError(
+                f"outer_momentum must be in 0 .. 1 (1 excluded), got {self.outer_momentum}"
+            )
+
+
+def kinds_of(options: type[Options]) -> dict[str, Kind]:
+    """The values that each option accepts, by name."""
+    hints = get_type_hints(options)
+    return {each.name: _kind(each.name, hints[each.name], options) for each in fields(options)}
+
+
+def _kind(name: str, hint: Any, options: type[Options]) -> Kind:
+    if get_origin(hint) is Literal:
+        return get_args(hint)
+    if hint is bool:
+        return "flag"
+    if hint is int:
+        return "count"
+    if hint is float:
+        return "size" if name in options.POSITIVE else "number"
+    return get_args(get_args(hint)[0])  # a Literal or None
+
+
+def check_value(name: str, value: Any, kind: Kind) -> None:
+    """Check that an option can have this value.
+
+    Args:
+        name: of the option.
+        value: to check.
+        kind: values that the option accepts.
+
+    Raises:
+        ConfigError: it cannot; the message says which values it can.
+    """
+    if isinstance(kind, tuple):
+        fits, wanted = value in kind, f"one of {', '.join(kind)}"
+    elif kind == "flag":
+        fits, wanted = isinstance(value, bool), "true or false"
+    elif kind == "count":
+        fits = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        wanted = "a whole number, at least 1"
+    else:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        fits = is_number and abs(value) <= sys.float_info.max and (kind == "number" or value > 0)
+        wanted = "a finite number"
+        if kind == "size":
+            wanted = "a positive, finite number" if not is_number or value > 0 else "positive"
+    if not fits:
+        raise ConfigError(f"{name} must be {wanted}; got {value!r}")
+
+
+def words_of_dtypes(options: Mapping[str, Any]) -> dict[str, Any]:
+    """`options` with torch's own dtypes by their short names."""
+    short = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32"}
+    return {name: short.get(str(value), value) for name, value in options.items()}

@@ -23,10 +23,7 @@ import torch
 
 from gradsync.comm.base import Communicator
 from gradsync.comm.values import all_gather_json, same_on_all_ranks
-from gradsync.core.torch_private import active_ddp
 from gradsync.errors import ConfigError
-from gradsync.sync.module_hook import ModuleHook
-from gradsync.sync.reducer import Reducer
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -163,7 +160,6 @@ def broadcast_model(model: nn.Module, comm: Communicator) -> None:
     One asynchronous broadcast per tensor over the whole group, as bytes (so every dtype is sent
     with its bits, NaN payloads too), all waited for at the end. `check_same_model` comes first.
     """
-    import torch
 
     under_way: list[Callable[[], None]] = []
     for tensor in [*model.parameters(), *model.buffers()]:
@@ -226,7 +222,7 @@ def _differing(row: Sequence[Entry]) -> list[str]:
 log = logging.getLogger("gradsync")
 
 
-_ADVICE = {
+ADVICE = {
     "DistributedDataParallel": (
         "torch's DistributedDataParallel synchronises this model already (Accelerate, Fabric and "
         "transformers' Trainer wrap models in it): train the plain model that gs.replicate was "
@@ -243,7 +239,7 @@ _ADVICE = {
 _KINDS = {
     "DDP": "DistributedDataParallel",  # of torch.distributed._composable.replicate
     "FSDPModule": "FullyShardedDataParallel",  # of fully_shard
-} | {name: name for name in _ADVICE}
+} | {name: name for name in ADVICE}
 
 
 def refuse_synchronised(model: nn.Module) -> None:
@@ -257,25 +253,10 @@ def refuse_synchronised(model: nn.Module) -> None:
         classes = [c for c in type(part).__mro__ if c.__module__.startswith(known)]
         names = {each.__name__ for each in classes}
         if found := names & _KINDS.keys():
-            raise ConfigError(_ADVICE[_KINDS[found.pop()]])
+            raise ConfigError(ADVICE[_KINDS[found.pop()]])
         if "DataParallel" in names:
             log.warning(
                 "torch's DataParallel splits each leaf over all GPUs that this process sees, which "
                 "other ranks of this host use too: give gs.replicate the plain model, and start "
                 "one rank for each GPU"
             )
-
-
-def refuse_ddp_around(model: nn.Module, reducer: Reducer) -> Any:
-    """Watch for forwards of `model` through torch's DDP, whenever that was wrapped around it;
-    returns the hook's handle, to remove it."""
-    parameter, own = reducer.parameters[0], getattr(reducer, "ddp", None)
-
-    def before_forward(*_: Any) -> None:
-        ddp = active_ddp()
-        if ddp is None or ddp is own or not torch.is_grad_enabled():
-            return
-        if any(parameter is its for its in ddp.module.parameters()):
-            raise ConfigError(_ADVICE["DistributedDataParallel"])
-
-    return model.register_forward_pre_hook(ModuleHook(before_forward))

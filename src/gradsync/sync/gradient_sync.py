@@ -12,7 +12,6 @@ from gradsync.errors import ConfigError, RunError
 from gradsync.runtime.gloo_group import wait_until_workers_sleep
 from gradsync.sync.batch_norm import BatchNormHandling, choose_batch_norm
 from gradsync.sync.buffers import BufferSync
-from gradsync.sync.check_model import refuse_ddp_around
 from gradsync.sync.check_replicas import ReplicaWatch
 from gradsync.sync.loss import LossSum, MeanCheck, counts_for_nothing, leaf_weight, to_sum
 from gradsync.sync.optimizers import optimizer_watch, refuse_closure
@@ -28,7 +27,7 @@ from gradsync.sync.step import (
     settings_of_step,
     take_step,
 )
-from gradsync.sync.user_loop import UserLoop, UserLoopMethods
+from gradsync.sync.user_loop import UserLoop, UserLoopMethods, refuse_ddp_around
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -28,21 +28,18 @@ from torch.optim import Optimizer
 from gradsync.comm.base import AllOf, Communicator, Work
 from gradsync.comm.choose import communicator
 from gradsync.comm.single import SingleCommunicator
-from gradsync.core.torch_private import foreach_copy_
 from gradsync.errors import ConfigError
 from gradsync.sync.elementwise import (
-    PieceOptimizer,
     State,
     arguments_of,
     check_elementwise,
-    group_numbers,
     warn_of_threads,
 )
-from gradsync.sync.exchange import Then
-from gradsync.sync.layout import BucketPlan, Item, Piece, Slot, pieces_of_shard, plan_buckets
+from gradsync.sync.layout import BucketPlan, Item, Piece, plan_buckets
 from gradsync.sync.optimizers import options
 from gradsync.sync.sharded_state import (
     HeldState,
+    ShardedBucket,
     gather_state,
     load_sharded_state_dict,
     sharded_state_dict,
@@ -124,99 +121,6 @@ def check_ranks_agree(layout: Layout, comm: Communicator) -> None:
             f"rank {comm.rank}: the ranks shard different parameters (number, order, shapes, "
             f"dtypes or buckets differ); this rank has {len(layout.parameters)}"
         )
-
-
-class ShardedBucket(PieceOptimizer):
-    """One bucket: update this rank's shard, then gather all shards.
-
-        rank 0   p[0:a] <- optimizer ─┐ all_gather ─► flat ─► copied into the parameters
-        rank 1   p[a:b] <- optimizer ─┘
-
-    Args:
-        plan: the bucket.
-        parameters: all parameters, by the indices of the bucket's slots.
-        groups: the user's parameter groups; parameters in none of them are not updated.
-        comm: the ranks that share the state.
-        optimizer_class, defaults: see `PieceOptimizer`.
-    """
-
-    def __init__(
-        self,
-        plan: BucketPlan,
-        parameters: Sequence[Tensor],
-        groups: Sequence[dict[str, Any]],
-        comm: Communicator,
-        *,
-        optimizer_class: type[Optimizer],
-        defaults: dict[str, Any],
-    ) -> None:
-        self.plan = plan
-        self.parameters = parameters
-        self._comm = comm
-        self.pieces = pieces_of_shard(plan, comm.rank, comm.world_size)
-        self.tensors = [_view(parameters[p.index], p) for p in self.pieces]
-        self._addresses = [parameters[p.index].data_ptr() for p in self.pieces]
-        numbers, pairs = group_numbers(groups), zip(self.pieces, self.tensors, strict=True)
-        own = [
-            (number, tensor)
-            for piece, tensor in pairs
-            if (number := numbers.get(id(parameters[piece.index]))) is not None
-        ]
-        super().__init__(optimizer_class, defaults, groups, own)
-
-    @property
-    def shard_numel(self) -> int:
-        """Elements of a shard, with padding."""
-        return self.plan.numel // self._comm.world_size
-
-    def is_cut(self, slot: Slot) -> bool:
-        """Whether a parameter lies in several ranks' shards."""
-        return slot.offset // self.shard_numel != (slot.offset + slot.numel - 1) // self.shard_numel
-
-    def empty(self, *, shard: bool, dtype: torch.dtype | None = None) -> Tensor:
-        """A flat tensor of the shard's or the bucket's length, not initialised."""
-        like = self.parameters[self.plan.slots[0].index]
-        numel = self.shard_numel if shard else self.plan.numel
-        return torch.empty(numel, dtype=dtype or like.dtype, device=like.device)
-
-    def update(
-        self, groups: Sequence[dict[str, Any]], gradient_of: Callable[[Piece], Tensor | None]
-    ) -> None:
-        """Run the optimizer over this rank's pieces; those without a gradient stay as they are.
-
-        Args:
-            groups: the user's groups, for the hyper-parameters as they are now.
-            gradient_of: returns the flat gradient of a piece, [piece.numel], or None.
-        """
-        for number, piece in enumerate(self.pieces):
-            parameter = self.parameters[piece.index]
-            if parameter.data_ptr() != self._addresses[number]:  # the user has set `.data`
-                self.tensors[number].data = _view(parameter, piece)
-                self._addresses[number] = parameter.data_ptr()
-        self.step(groups, zip(self.tensors, map(gradient_of, self.pieces), strict=True))
-
-    def launch_gather(self) -> Work:
-        """Start sending this rank's shard of the parameters; the work copies in the others'."""
-        shard = self.empty(shard=True)
-        if self.pieces:
-            places = [shard[p.offset : p.offset + p.numel] for p in self.pieces]
-            foreach_copy_(places, [tensor.detach() for tensor in self.tensors])
-        flat, work = self.gather(shard)
-        return Then(work, partial(self._take_over, flat))
-
-    @torch.no_grad()
-    def _take_over(self, flat: Tensor) -> None:
-        homes = [_flat(self.parameters[slot.index]) for slot in self.plan.slots]
-        found = [flat[slot.offset : slot.offset + slot.numel] for slot in self.plan.slots]
-        foreach_copy_(homes, found)
-
-    def gather(self, shard: Tensor) -> tuple[Tensor, Work]:
-        """Gather all shards in rank order, [plan.numel], available once the work is done."""
-        flat = self.empty(shard=False, dtype=shard.dtype)
-        # Whole group; the bucket (parameters or state) of any dtype, as bytes. Overlaps the update
-        # of the next bucket.
-        work = self._comm.all_gather(flat.view(torch.uint8), shard.view(torch.uint8))
-        return flat, work
 
 
 class ShardedOptimizer(Optimizer):
@@ -554,11 +458,3 @@ def _default_communicator(world: World | None) -> Communicator:
     from gradsync.comm.process_group import ProcessGroupCommunicator
 
     return ProcessGroupCommunicator(dist.group.WORLD)
-
-
-def _flat(parameter: Tensor) -> Tensor:
-    return parameter.detach().view(-1)
-
-
-def _view(parameter: Tensor, piece: Piece) -> Tensor:
-    return _flat(parameter)[piece.start : piece.stop]

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -39,15 +38,11 @@ from gradsync.sync.exchange import Exchange
 from gradsync.sync.layout import (
     BLOCK,
     Run,
-    blocks_of,
-    pieces_of_blocks,
-    runs_of,
-    share_blocks,
 )
 from gradsync.sync.leaf_tree import FORGOTTEN, UNKNOWN, SumPlan, plan_sum
 from gradsync.sync.options import Recipe
 from gradsync.sync.reducer import Replicas
-from gradsync.sync.shared_update import SharedUpdate, SharedWeights, can_move
+from gradsync.sync.shared_update import Flat, SharedUpdate, SharedWeights, can_move, flats_of
 from gradsync.sync.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
@@ -55,68 +50,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 log = logging.getLogger("gradsync")
-
-
-class Flat:
-    """All buckets of one dtype, concatenated.
-
-    Args:
-        comm: the ranks of the host.
-        buckets: of one dtype; their buffers move into shared memory.
-    """
-
-    def __init__(self, comm: SharedMemoryCommunicator, buckets: Sequence[Bucket]) -> None:
-        self.comm = comm
-        self.buckets = list(buckets)
-        self.dtype = buckets[0].dtype
-        self.starts, numel = [], 0
-        for bucket in buckets:
-            self.starts.append(numel)
-            numel += bucket.plan.numel
-        self.numel = numel
-        self.slots = [
-            replace(slot, offset=slot.offset + start)
-            for bucket, start in zip(buckets, self.starts, strict=True)
-            for slot in bucket.plan.slots
-        ]
-        """Places of the parameters, in order."""
-        shares = share_blocks(blocks_of(self.slots), comm.world_size)
-        self.blocks = shares[comm.rank]
-        self.pieces = pieces_of_blocks(self.blocks)
-        """Parts of parameters that this rank owns."""
-        self.runs = list(runs_of(self.blocks))
-        """Runs of this rank."""
-        self.gradients: list[list[Tensor]] = []
-        """Buffer number -> rank -> [numel]."""
-
-    @property
-    def mine(self) -> slice:
-        """Elements of this rank."""
-        return slice(self.runs[0].start, self.runs[-1].stop) if self.runs else slice(0, 0)
-
-    def ensure(self, count: int) -> None:
-        """Allocate gradient buffers until each rank has `count`; all ranks call it.
-
-        Raises:
-            SharedMemoryError: on all ranks, when there is too little memory.
-        """
-        while len(self.gradients) < count:
-            number = len(self.gradients)
-            memory = self.comm.allocate(self.numel, self.dtype)
-            parts = self.comm.parts_of(memory)
-            assert parts is not None, "allocated just now"
-            self.comm.release(memory)  # it lives as long as this rank refers to it
-            self.gradients.append(parts)
-            for bucket, start in zip(self.buckets, self.starts, strict=True):
-                bucket.adopt(number, memory[start : start + bucket.plan.numel])
-
-
-def flats_of(comm: SharedMemoryCommunicator, buckets: Sequence[Bucket]) -> list[Flat]:
-    """One `Flat` per dtype, in order of first appearance."""
-    by_dtype: dict[torch.dtype, list[Bucket]] = {}
-    for bucket in buckets:
-        by_dtype.setdefault(bucket.dtype, []).append(bucket)
-    return [Flat(comm, group) for group in by_dtype.values()]
 
 
 class BlockNorms:

@@ -27,8 +27,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradsync.core.torch_private import at_the_end_of_backward, current_graph_task
+from gradsync.core.torch_private import active_ddp, at_the_end_of_backward, current_graph_task
 from gradsync.errors import ConfigError, GradsyncError
+from gradsync.sync.check_model import ADVICE
 from gradsync.sync.check_replicas import ReplicaWatch
 from gradsync.sync.engine import gone
 from gradsync.sync.module_hook import ModuleHook
@@ -351,6 +352,21 @@ def _hooks(user_loop: UserLoop, model: nn.Module, reducer: Reducer) -> list[Any]
     if reducer.user_loop:
         handles.append(model.register_forward_pre_hook(ModuleHook(before_forward)))
     return handles + reducer.watch(gradient_is_ready)
+
+
+def refuse_ddp_around(model: nn.Module, reducer: Reducer) -> Any:
+    """Watch for forwards of `model` through torch's DDP, whenever that was wrapped around it;
+    returns the hook's handle, to remove it."""
+    parameter, own = reducer.parameters[0], getattr(reducer, "ddp", None)
+
+    def before_forward(*_: Any) -> None:
+        ddp = active_ddp()
+        if ddp is None or ddp is own or not torch.is_grad_enabled():
+            return
+        if any(parameter is its for its in ddp.module.parameters()):
+            raise ConfigError(ADVICE["DistributedDataParallel"])
+
+    return model.register_forward_pre_hook(ModuleHook(before_forward))
 
 
 def _left_over(

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gradsync.data.leaf import Leaf
-from gradsync.sync.reducer import sum_gradients, trainable
-from gradsync.sync.stopwatch import Stopwatch
+from gradsync.sync.reducer import Stopwatch, sum_gradients, trainable
 from gradsync.verify.run import Parts
 
 

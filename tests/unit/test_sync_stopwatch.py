@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from gradsync.sync.stopwatch import Stopwatch
+from gradsync.sync.reducer import Stopwatch
 
 
 def test_a_copy_keeps_its_reading(monkeypatch: pytest.MonkeyPatch) -> None:

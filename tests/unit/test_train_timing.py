@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from gradsync.sync import stopwatch
-from gradsync.sync.stopwatch import Stopwatch
+from gradsync.sync import reducer as stopwatch
+from gradsync.sync.reducer import Stopwatch
 from gradsync.train import timing
 from gradsync.train.timing import Interval
 

@@ -15,8 +15,7 @@ from gradsync.parallel.norm_places import norm_places
 from gradsync.parallel.partition import EMBEDDING, Part
 from gradsync.parallel.transfer import join_weights
 from gradsync.sync.clip import BLOCK, clip_factor, norm_from_blocks, norms_of_blocks
-from gradsync.sync.reducer import Reducer, Replicas, trainable
-from gradsync.sync.stopwatch import Stopwatch
+from gradsync.sync.reducer import Reducer, Replicas, Stopwatch, trainable
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -113,6 +113,12 @@ class Bucket:
         self.missing -= 1
         return True
 
+    def clear_untouched(self) -> None:
+        """Zero the slots without a gradient, which still hold the last step's sum."""
+        for slot, touched in enumerate(self.touched):
+            if not touched:
+                self.view(0, slot).zero_()
+
     def begin_leaf(self) -> None:
         """Expect every slot again."""
         self.missing = len(self.plan.slots)

@@ -27,8 +27,7 @@ from gradsync.sync.buckets import Bucket, Sums
 from gradsync.sync.exchange import Exchange
 from gradsync.sync.layout import Item, plan_buckets
 from gradsync.sync.options import Recipe
-from gradsync.sync.reducer import Reducer, Replicas, trainable
-from gradsync.sync.stopwatch import Stopwatch
+from gradsync.sync.reducer import Reducer, Replicas, Stopwatch, trainable
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -44,13 +43,11 @@ class Engine(Reducer):
     """Sums buckets for any recipe; made by build.py.
 
     Args:
-        model: on its device; its replicas are equal.
-        comm: all ranks.
+        model, comm, shards: see `Reducer`.
         buckets: from `lay_out_buckets`.
         recipe: whether communication overlaps backward, and how buckets are grouped.
         sums: adds up this rank's leaves.
         exchange: sums buckets over ranks.
-        shards: what this rank owns of the sums.
         learns: lay buckets out anew, once the order in which gradients become ready is known.
     """
 
@@ -112,11 +109,7 @@ class Engine(Reducer):
         self.end_leaf()
 
     def begin_leaf(self, *, last: bool, index: int | None = None) -> None:
-        """Begin a leaf: gradients that come now belong to it.
-
-        Raises:
-            ConfigError: the last leaf of this step is over already.
-        """
+        """Begin a leaf: gradients that come now belong to it."""
         if self._complete or self._begun:
             raise ConfigError(
                 "a leaf came after the last one of its step: sync.step() was not called in between "
@@ -137,11 +130,7 @@ class Engine(Reducer):
             self._sums.end_leaf(bucket)
 
     def gradient_ready(self, index: int) -> None:
-        """Process a gradient; called by the hook of parameter `index`.
-
-        Raises:
-            ConfigError: see `_check_gradient`.
-        """
+        """Process a gradient; called by the hook of parameter `index`."""
         parameter = self.parameters[index]
         if self._priming:
             self._ready_order.append(index)
@@ -230,16 +219,10 @@ class Engine(Reducer):
         self._watch.start()
         self._begin_exchange()
         for bucket in self.buckets[len(self._works) :]:
-            self._clear_untouched(bucket)
+            if self._sums.num_buffers == 1:
+                bucket.clear_untouched()
             self._works.append(self.exchange.launch(bucket))
         return [bucket.touched[slot] for bucket, slot in self._places]
-
-    def _clear_untouched(self, bucket: Bucket) -> None:
-        """Zero the slots without a gradient, which still hold the last step's sum."""
-        if self._sums.num_buffers == 1:
-            for slot, touched in enumerate(bucket.touched):
-                if not touched:
-                    bucket.view(0, slot).zero_()
 
     def reduce(self, used: list[bool], divisor: float | None) -> Stopwatch:
         """See `Reducer.reduce`."""

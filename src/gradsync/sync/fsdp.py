@@ -31,7 +31,7 @@ from gradsync.comm.base import Communicator
 from gradsync.core.torch_private import foreach_mul_, mesh_of
 from gradsync.errors import ConfigError
 from gradsync.sync.clip import clip_factor, gradient_norm
-from gradsync.sync.reducer import Reducer, Replicas, trainable
+from gradsync.sync.reducer import Reducer, Replicas, Stopwatch, trainable
 from gradsync.sync.sharded_state import (
     HeldState,
     Share,
@@ -44,7 +44,6 @@ from gradsync.sync.sharded_state import (
     share_of_rows,
     whole,
 )
-from gradsync.sync.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -84,16 +84,6 @@ class GradientSync(UserLoopMethods, StateMethods):
         return float("nan") if self._result is None else float(self._result.mean_loss)
 
     @property
-    def whole_parameters(self) -> bool:
-        """False when a rank holds a share of each parameter, so that every forward needs all."""
-        return self.reducer.shards.whole_parameters
-
-    @property
-    def equal_replicas(self) -> bool:
-        """False when replicas drift between rounds."""
-        return self.reducer.shards.equal_replicas
-
-    @property
     def forward(self) -> Any:
         """Call this in place of the model: `logits = sync.forward(inputs)`.
 

@@ -57,8 +57,7 @@ from gradsync.comm.values import broadcast_json, broadcast_tensors
 from gradsync.core.torch_private import foreach_copy_, foreach_sub
 from gradsync.errors import CheckpointError
 from gradsync.sync.options import DilocoOptions, LocalSgdOptions
-from gradsync.sync.reducer import Reducer, Replicas, trainable
-from gradsync.sync.stopwatch import Stopwatch
+from gradsync.sync.reducer import Reducer, Replicas, Stopwatch, trainable
 
 if TYPE_CHECKING:
     import torch

@@ -13,6 +13,7 @@ a host's ranks have in common, or a replica that drifts between rounds.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,7 +25,6 @@ from gradsync.comm.base import Communicator, Done, Work
 from gradsync.core.torch_private import foreach_mul_
 from gradsync.errors import RunError
 from gradsync.sync.clip import NonFinite, clip_gradients
-from gradsync.sync.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -32,6 +32,52 @@ if TYPE_CHECKING:
 
     from gradsync.sync.buckets import Bucket
     from gradsync.sync.sharded_state import HeldState, Share
+
+
+class Stopwatch:
+    """Measures one interval: `start`, `stop`, and later `seconds()`.
+
+    On CUDA it records events and reads them only when asked, so that measuring does not
+    synchronise the step; wall-clock time there would measure the launch, not the work.
+    """
+
+    def __init__(self, *, on_cuda: bool) -> None:
+        self._on_cuda = on_cuda
+        self._marks: list[Any] = [None, None]
+
+    def start(self) -> None:
+        """Mark the beginning."""
+        self._marks[0] = self._now()
+
+    def stop(self) -> None:
+        """Mark the end."""
+        self._marks[1] = self._now()
+
+    def copy(self) -> Stopwatch:
+        """Copy this reading, so that it survives later measurements."""
+        other = Stopwatch(on_cuda=self._on_cuda)
+        other._marks = list(self._marks)
+        return other
+
+    def seconds(self) -> float:
+        """Time from `start` to `stop`, in seconds; waits until the GPU has reached `stop`.
+
+        0.0 when one of the two has never happened.
+        """
+        first, last = self._marks
+        if first is None or last is None:
+            return 0.0
+        if not self._on_cuda:
+            return last - first
+        last.synchronize()
+        return first.elapsed_time(last) / 1000
+
+    def _now(self) -> Any:
+        if not self._on_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
 
 class Replicas:

@@ -41,9 +41,8 @@ from gradsync.sync.layout import (
 )
 from gradsync.sync.leaf_tree import FORGOTTEN, UNKNOWN, SumPlan, plan_sum
 from gradsync.sync.options import Recipe
-from gradsync.sync.reducer import Replicas
+from gradsync.sync.reducer import Replicas, Stopwatch
 from gradsync.sync.shared_update import Flat, SharedUpdate, SharedWeights, can_move, flats_of
-from gradsync.sync.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -26,6 +26,16 @@ class StateMethods:
     reducer: Reducer
     _buffers: BufferSync
 
+    @property
+    def whole_parameters(self) -> bool:
+        """False when a rank holds a share of each parameter, so that every forward needs all."""
+        return self.reducer.shards.whole_parameters
+
+    @property
+    def equal_replicas(self) -> bool:
+        """False when replicas drift between rounds."""
+        return self.reducer.shards.equal_replicas
+
     def synchronize_replicas(self) -> None:
         """Bring replicas together at the end of a run, on all ranks, under strategies that let them
         drift (`local_sgd`, `diloco`); does nothing under others."""

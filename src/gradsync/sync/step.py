@@ -32,9 +32,8 @@ from gradsync.sync.buffers import BufferSync
 from gradsync.sync.check_replicas import ReplicaWatch
 from gradsync.sync.loss import NO_LOSS, LossSum
 from gradsync.sync.optimizers import Settings, digest, settings_of
-from gradsync.sync.reducer import Reducer
+from gradsync.sync.reducer import Reducer, Stopwatch
 from gradsync.sync.step_metadata import StepMetadata, agree_on_metadata
-from gradsync.sync.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -44,8 +44,7 @@ from gradsync.comm.base import Communicator
 from gradsync.core.torch_private import ddp_without_buffer_sync, regroup_ddp_buckets
 from gradsync.errors import ConfigError
 from gradsync.sync.hook_state import HookState, average_bucket
-from gradsync.sync.reducer import Reducer, sum_gradients
-from gradsync.sync.stopwatch import Stopwatch
+from gradsync.sync.reducer import Reducer, Stopwatch, sum_gradients
 
 if TYPE_CHECKING:
     from torch import nn

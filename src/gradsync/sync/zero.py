@@ -22,10 +22,9 @@ from gradsync.errors import ConfigError
 from gradsync.sync.buckets import Bucket
 from gradsync.sync.clip import clip_factor, gradient_norm
 from gradsync.sync.elementwise import check_elementwise, members_of
-from gradsync.sync.reducer import Replicas
+from gradsync.sync.reducer import Replicas, Stopwatch
 from gradsync.sync.sharded_optimizer import Layout, ShardedOptimizer, step_together
 from gradsync.sync.sharded_state import HeldState
-from gradsync.sync.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

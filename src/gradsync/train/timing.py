@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from gradsync.sync.stopwatch import Stopwatch
+from gradsync.sync.reducer import Stopwatch
 
 T = TypeVar("T")
 

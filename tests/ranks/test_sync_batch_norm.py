@@ -194,9 +194,9 @@ def test_unequal_numbers_of_forwards_are_an_error_not_a_hang() -> None:
         try:
             for _ in range(2 if rank == 1 else 1):
                 loss = model(torch.randn(2, 2, 5, 5)).sum()
-                handling.meet("backward")
+                handling.meet("a backward")
                 loss.backward()
-            handling.meet("step")
+            handling.meet("the step's end")
         except ConfigError as error:
             return str(error)
         return ""
@@ -213,7 +213,7 @@ def test_evaluation_on_one_rank_waits_for_nobody() -> None:
         handling = choose_batch_norm(model, ProcessGroupCommunicator(group), "sync")
         if rank == 0:
             model.eval()(torch.randn(2, 2, 5, 5))
-        handling.meet("step")
+        handling.meet("the step's end")
 
     run_thread_ranks(work, 2)
 

@@ -124,8 +124,8 @@ class BufferSync:
         Raises:
             ConfigError: under batch_norm='sync', ranks with different numbers of leaves.
         """
-        if self._batch_norm is not None and self._batch_norm.waits:
-            self._batch_norm.meet("last backward" if last else "backward")
+        if self._batch_norm is not None and self._batch_norm.choice == "sync":
+            self._batch_norm.meet("the backward of the last leaf" if last else "a backward")
 
     def leaf_ends(self, *, counts: bool = True) -> None:
         """Keep the changes to buffers, unless the leaf has weight 0 (`counts=False`); reset."""
@@ -141,8 +141,8 @@ class BufferSync:
 
         The caller sums them over all ranks, in a message it sends anyway, for `step_ends`.
         """
-        if self._batch_norm is not None and self._batch_norm.waits:
-            self._batch_norm.meet("step")
+        if self._batch_norm is not None and self._batch_norm.choice == "sync":
+            self._batch_norm.meet("the step's end")
         return [sum(i in leaf for leaf in self._leaves) for i in range(len(self._buffers))]
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""`ddp`: torch's own DistributedDataParallel, the reference.
+"""`ddp`: torch's own DistributedDataParallel, the reference; `powersgd`: the same with a hook.
 
 Buckets of `bucket_mb` are all-reduced while backward still runs (Li et al. 2020, arXiv 2006.15704):
 
@@ -7,29 +7,6 @@ Buckets of `bucket_mb` are all-reduced while backward still runs (Li et al. 2020
 
 DDP must know *before the forward* whether the coming backward shall synchronise: set between
 forward and backward, the flag is ignored and replicas drift apart silently. Hence `micro_step`.
-
-`powersgd`: torch's PowerSGD on torch's DDP: low-rank gradients on the wire, with error feedback.
-
-Vogels, Karimireddy & Jaggi 2019 (arXiv 1905.13727). A gradient matrix M, [n, m], is sent as P,
-[n, r], and Q, [m, r]; the error is added to the next step's gradient:
-
-    backward   ──[layer n]──[layer n-1]── … ──[layer 1]─┐
-    bucket         M = gradient + error                 │
-    wire               ──[vectors]──[P]──[Q]── …        ┴── optimizer
-                   gradient = mean of P Q^T,  error = M - P Q^T
-
-Bytes per rank: 2(W-1)/W of r (n + m) per compressed matrix instead of n m; vectors, and matrices
-where that would save less than `min_compression_rate`, are sent whole. Three operations per bucket;
-memory: the error and a copy of the gradients (2 S), P and Q.
-
-[Note: The error's unit] Gradients here are sums over a rank's share, and so is the error. DDP turns
-their mean back into a sum over ranks, and the step divides by its own weight: so an error counts
-with the weight of the step that adds it. With the same number of targets in each step that is the
-paper's algorithm exactly. Gradients that are not finite would stay in the error for ever: fp16 loss
-scaling is not supported.
-
-The error is private to each rank and in no checkpoint: after a resume it is empty, and the first
-`start_powerSGD_iter` steps are sent whole again.
 """
 
 from __future__ import annotations
@@ -43,7 +20,6 @@ import torch
 from gradsync.comm.base import Communicator
 from gradsync.core.torch_private import ddp_without_buffer_sync, regroup_ddp_buckets
 from gradsync.errors import ConfigError
-from gradsync.sync.hook_state import HookState, average_bucket
 from gradsync.sync.reducer import Reducer, Reduction, sum_gradients
 from gradsync.sync.stopwatch import Stopwatch
 
@@ -94,11 +70,10 @@ class TorchDdpReducer(Reducer):
         self._in_micro_step = False
         self._synchronised = self._regrouped = False
         self._forwards = 0
-        self._watch = Stopwatch(on_cuda=any(p.is_cuda for p in self.parameters))
         # The last gradient to be ready marks the end of this rank's own work; the time that
         # backward still waits after that is exposed communication.
-        watch = self._watch  # the hooks must not hold `self`, which holds the parameters
-        for parameter in self.parameters:
+        self._watch = watch = Stopwatch(on_cuda=any(p.is_cuda for p in self.parameters))
+        for parameter in self.parameters:  # hooks must not hold `self`, which holds the parameters
             parameter.register_post_accumulate_grad_hook(lambda _: watch.start())
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
@@ -122,11 +97,10 @@ class TorchDdpReducer(Reducer):
             forward_backward()
         self._regroup()
         self._synchronised = False
-        for parameter in self.parameters:
-            parameter.grad = None
+        self.clear_gradients()
 
     def _regroup(self) -> None:
-        """Make DDP regroup its buckets now, on all ranks.
+        """Make DDP regroup its buckets now, on all ranks, if it has not done so.
 
         By itself it does so, with a broadcast, in the forward after its first synchronised
         backward; a rank without a leaf in that step makes no forward, and the others would wait.
@@ -175,16 +149,16 @@ class PowerSgdReducer(TorchDdpReducer):
     Until `start_powerSGD_iter`, and in a step in which some rank has no leaf, gradients are sent
     whole; the latter affects neither error nor count.
 
+    [Note: The error's unit] Gradients here are sums over a rank's share, and so is the error. DDP
+    turns their mean back into a sum over ranks, and the step divides by its own weight: so an error
+    counts with the weight of the step that adds it. With the same number of targets in each step
+    that is the paper's algorithm exactly.
+
     Args:
         model: on its device; its replicas are equal.
         comm: must be a process-group communicator.
-        matrix_approximation_rank: r above; torch's documentation suggests 1 to 4.
-        start_powerSGD_iter: first step that compresses; at least 2, since DDP regroups its buckets
-            after its first backward.
-        min_compression_rate: a matrix is compressed if that makes it smaller by this factor.
-        use_error_feedback: without it the result is biased; for comparison only.
-        warm_start: begin with the last step's Q (one power iteration a step, then enough).
-        ddp_options: of `TorchDdpReducer`.
+        bucket_mb, find_unused_parameters, compile_wrapper: as for `TorchDdpReducer`.
+        power_sgd: as for `PowerSgd`.
 
     Raises:
         ConfigError: a number out of its range; tensors on the CPU where CUDA is present.
@@ -198,26 +172,22 @@ class PowerSgdReducer(TorchDdpReducer):
         model: nn.Module,
         comm: Communicator,
         *,
-        matrix_approximation_rank: int = 1,
-        start_powerSGD_iter: int = 10,
-        min_compression_rate: float = 2.0,
-        use_error_feedback: bool = True,
-        warm_start: bool = True,
-        **ddp_options: Any,
+        bucket_mb: float = 25.0,
+        find_unused_parameters: bool = False,
+        compile_wrapper: bool = False,
+        **power_sgd: Any,
     ) -> None:
-        from gradsync.sync.comm_hook import PowerSgd
+        from gradsync.sync.comm_hook import CommHook, PowerSgd
 
-        self._power_sgd = PowerSgd(
-            matrix_approximation_rank=matrix_approximation_rank,
-            start_powerSGD_iter=start_powerSGD_iter,
-            min_compression_rate=min_compression_rate,
-            use_error_feedback=use_error_feedback,
-            warm_start=warm_start,
+        self._power_sgd = PowerSgd(**power_sgd)
+        super().__init__(
+            model,
+            comm,
+            bucket_mb=bucket_mb,
+            find_unused_parameters=find_unused_parameters,
+            compile_wrapper=compile_wrapper,
         )
-        super().__init__(model, comm, **ddp_options)
-        self.ddp.register_comm_hook(
-            HookState(self.ddp.process_group, self._power_sgd), average_bucket
-        )
+        CommHook(None, self._power_sgd).register(self.ddp)
 
     def prime(self, forward_backward: Callable[[], None]) -> None:
         """See `TorchDdpReducer.prime`; the throwaway step does not count."""

@@ -1,6 +1,4 @@
-"""Submodules that FSDP2 gathers and frees as one: repeated blocks, and the root for the rest.
-
-`fsdp`: torch's FSDP2, parameters, gradients and optimizer state all sharded (ZeRO stage 3).
+"""`fsdp`: torch's FSDP2, parameters, gradients and optimizer state all sharded (ZeRO stage 3).
 
 Zhao et al. 2023, "PyTorch FSDP", arXiv 2304.11277. Parameters exist whole only while their block
 computes:
@@ -29,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from gradsync.comm.base import Communicator
 from gradsync.core.torch_private import foreach_mul_, mesh_of
 from gradsync.errors import ConfigError
-from gradsync.sync.clip import gradient_norm
+from gradsync.sync.clip import clip_factor, gradient_norm
 from gradsync.sync.reducer import Reducer, Reduction, trainable
 from gradsync.sync.sharded.seen import Seen
 from gradsync.sync.sharded.shares import HeldState, Share, flat_state, share_of_rows
@@ -47,33 +45,6 @@ if TYPE_CHECKING:
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Containers without a forward of their own, so that nothing can be gathered before it."""
-
-
-def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The outermost children of `nn.ModuleList`s, in `modules()` order, each once.
-
-    A block that shares a parameter with a module outside of it stays with the root: in FSDP2 a
-    parameter belongs to one unit only.
-    """
-    everywhere = Counter(id(p) for p in _with_ties(model))
-    blocks: list[nn.Module] = []
-    inside: set[int] = set()
-    for module in model.modules():
-        if not isinstance(module, nn.ModuleList) or id(module) in inside:
-            continue
-        for child in module:
-            own = Counter(id(p) for p in _with_ties(child))
-            closed = all(everywhere[key] == count for key, count in own.items())
-            if own and closed and id(child) not in inside and not isinstance(child, _CONTAINERS):
-                blocks.append(child)
-                inside |= {id(part) for part in child.modules()}
-    return blocks
-
-
-def _with_ties(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Every place that holds a parameter, so tied ones as often as they are held."""
-    for module in model.modules():
-        yield from module.parameters(recurse=False)
 
 
 class FsdpReducer(Reducer):
@@ -111,13 +82,23 @@ class FsdpReducer(Reducer):
         group = getattr(comm, "group", None)
         if group is None:
             raise ConfigError("sync='fsdp' needs a torch process group; use sync='naive' here")
-        names = [name for name, _ in trainable(model)]
-        _check_dtypes(model)
+        named = trainable(model)
+        own_dtype = named[0][1].dtype
+        for name, parameter in named:
+            if parameter.dtype != own_dtype:
+                raise ConfigError(
+                    f"sync='fsdp' needs one dtype for all trainable parameters: {named[0][0]!r} is "
+                    f"{own_dtype}, {name!r} is {parameter.dtype}"
+                )
         self._seen = Seen(model)
         mesh = mesh_of(group, next(model.parameters()).device, self)
         self._units: list[Any] = []  # modules of class `FSDPModule` now
         for unit in [*(blocks_of(model) if blocks else []), model]:
-            policy = _policy(model, compute_dtype, reduce_dtype, is_root=unit is model)
+            policy = MixedPrecisionPolicy(
+                param_dtype=compute_dtype,
+                reduce_dtype=reduce_dtype or (compute_dtype and torch.float32),
+                output_dtype=own_dtype if compute_dtype and unit is model else None,
+            )
             sharded = fully_shard(unit, mesh=mesh, mp_policy=policy)
             # Sums, with gradsync's division: gloo knows no mean, and PREMUL_SUM is NCCL's alone.
             sharded.set_force_sum_reduction_for_comms(True)
@@ -129,7 +110,8 @@ class FsdpReducer(Reducer):
         self._root.set_reduce_scatter_unused_params(True)
         self._seen.watch(self._units)
         super().__init__(model, comm)
-        assert [name for name, _ in trainable(model)] == names, "sharding keeps names and order"
+        kept = [name for name, _ in trainable(model)] == [name for name, _ in named]
+        assert kept, "sharding keeps names and order"
         self._complete = self._averaged = False
         self._divide_by(comm.world_size)
 
@@ -215,15 +197,11 @@ class FsdpReducer(Reducer):
         self.comm.all_reduce(square).wait()
         norm = square.sqrt().float()
         if shards:
-            foreach_mul_(shards, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+            foreach_mul_(shards, clip_factor(norm, max_norm))
         return norm
 
     def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Update this rank's shards.
-
-        Raises:
-            ConfigError: see `_check_optimizer`.
-        """
+        """Update this rank's shards; raises ConfigError for an optimizer that cannot."""
         ours = {id(parameter) for parameter in self.parameters}
         for optimizer in optimizers:
             _check_optimizer(optimizer, ours)
@@ -250,12 +228,11 @@ class FsdpReducer(Reducer):
 
     def sharded_state_dict(self, optimizer: torch.optim.Optimizer) -> HeldState:
         """See `Reducer.sharded_state_dict`."""
+        states = _states(optimizer)
         return {
-            parameter: (self._share(parameter), flat_state(optimizer.state[parameter], parameter))
-            if parameter in optimizer.state
-            else (self._share(parameter), {})
+            p: (self._share(p), flat_state(states[p], p) if p in states else {})
             for group in optimizer.param_groups
-            for parameter in group["params"]
+            for p in group["params"]
         }
 
     def load_sharded_state_dict(
@@ -321,33 +298,6 @@ class FsdpReducer(Reducer):
             )
 
 
-def _policy(
-    model: nn.Module,
-    compute_dtype: torch.dtype | None,
-    reduce_dtype: torch.dtype | None,
-    *,
-    is_root: bool,
-) -> MixedPrecisionPolicy:
-    if compute_dtype is None:
-        return MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
-    own = next(p.dtype for _, p in trainable(model))
-    return MixedPrecisionPolicy(
-        param_dtype=compute_dtype,
-        reduce_dtype=reduce_dtype or torch.float32,
-        output_dtype=own if is_root else None,
-    )
-
-
-def _check_dtypes(model: nn.Module) -> None:
-    first, *others = trainable(model)
-    for name, parameter in others:
-        if parameter.dtype != first[1].dtype:
-            raise ConfigError(
-                f"sync='fsdp' needs one dtype for all trainable parameters: {first[0]!r} is "
-                f"{first[1].dtype}, {name!r} is {parameter.dtype}"
-            )
-
-
 def _check_optimizer(optimizer: torch.optim.Optimizer, ours: set[int]) -> None:
     """Refuse parameters from before sharding, and optimizers that fail on some shapes of shards."""
     if not any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
@@ -370,3 +320,31 @@ def _states(optimizer: torch.optim.Optimizer) -> dict[Any, dict[str, Any]]:
         for parameter in group["params"]
         if parameter in optimizer.state
     }
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """Submodules that FSDP2 gathers and frees as one; the root takes the rest.
+
+    They are the outermost children of `nn.ModuleList`s, in `modules()` order, each once. A block
+    that shares a parameter with a module outside of it stays with the root: in FSDP2 a parameter
+    belongs to one unit only.
+    """
+    everywhere = Counter(id(p) for p in _with_ties(model))
+    blocks: list[nn.Module] = []
+    inside: set[int] = set()
+    for module in model.modules():
+        if not isinstance(module, nn.ModuleList) or id(module) in inside:
+            continue
+        for child in module:
+            own = Counter(id(p) for p in _with_ties(child))
+            closed = all(everywhere[key] == count for key, count in own.items())
+            if own and closed and id(child) not in inside and not isinstance(child, _CONTAINERS):
+                blocks.append(child)
+                inside |= {id(part) for part in child.modules()}
+    return blocks
+
+
+def _with_ties(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Every place that holds a parameter, so tied ones as often as they are held."""
+    for module in model.modules():
+        yield from module.parameters(recurse=False)

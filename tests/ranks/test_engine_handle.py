@@ -21,8 +21,10 @@ from torch.utils.checkpoint import checkpoint
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.errors import ConfigError
 from gradsync.sync.gradient_sync import GradientSync
+from gradsync.sync.registry import STRATEGIES
 from gradsync.sync.replicate import replicate
-from support.sync_cases import SmallNet
+from support.engine_cases import pretend_hosts
+from support.sync_cases import SmallNet, options_for
 from support.thread_ranks import run_thread_ranks
 
 ENGINE = ("bucketed", "invariant")
@@ -313,13 +315,15 @@ def test_frozen_parts_are_left_alone(name: str) -> None:
     assert len(sync.reducer.parameters) == 3, "the tied weight once, two biases"
 
 
-@pytest.mark.parametrize("name", [*OWN_LOOP, "flat", "overlap", "ring", "bf16", "fp16"])
+@pytest.mark.parametrize("name", [name for name, s in STRATEGIES.items() if not s.needs_group])
 def test_an_error_on_one_rank_reaches_the_others(name: str) -> None:
     """Rank 1 dies between two leaves, with buckets under way; nobody hangs."""
 
     def work(rank: int, group: dist.ProcessGroup) -> None:
         model = nn.Linear(6, 6)
-        sync = replicate(model, sync=name, comm=ProcessGroupCommunicator(group))
+        comm = ProcessGroupCommunicator(group)
+        options = options_for(name) | {"groups": pretend_hosts(comm, 1)}
+        sync = replicate(model, sync=name, comm=comm, **options)
         try:
             for step in range(3):
                 for last in (False, True):

@@ -1,4 +1,4 @@
-"""Every strategy of the engine on ranks as threads: its promise, on every case."""
+"""Every strategy on ranks as threads: its promise, on every case."""
 
 from __future__ import annotations
 
@@ -12,10 +12,20 @@ from torch import Tensor, nn
 
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.single import SingleCommunicator
-from gradsync.sync.registry import STRATEGIES
+from gradsync.errors import ConfigError, RunError
+from gradsync.sync.registry import STRATEGIES, find_strategy
 from gradsync.sync.replicate import replicate
 from support.engine_cases import pretend_hosts
-from support.sync_cases import Case, assert_keeps_its_promise, cases_for, train_case
+from support.sync_cases import (
+    CASES,
+    Case,
+    SmallNet,
+    assert_keeps_its_promise,
+    cases_for,
+    one_rank,
+    train_case,
+    train_plainly,
+)
 from support.thread_ranks import run_thread_ranks
 
 ENGINE = [name for name, strategy in STRATEGIES.items() if strategy.recipe is not None]
@@ -37,12 +47,14 @@ def _train_all(name: str, world_size: int, **options: Any) -> list[tuple[Case, l
     ("name", "world_size", "collective"),
     [
         *((name, 3, "backend") for name in ENGINE),
+        *(("naive", world_size, None) for world_size in (2, 3, 4)),
         ("hierarchical", 4, "backend"),
         *((name, 3, "shared_memory") for name in ("bucketed", "invariant", "zero1", "zero2")),
     ],
 )
-def test_keeps_its_promise(name: str, world_size: int, collective: str) -> None:
-    for case, results in _train_all(name, world_size, collective=collective, **TINY):
+def test_keeps_its_promise(name: str, world_size: int, collective: str | None) -> None:
+    options = {"collective": collective, **TINY} if collective else {}
+    for case, results in _train_all(name, world_size, **options):
         assert_keeps_its_promise(case, name, results)
 
 
@@ -61,13 +73,13 @@ def test_options_make_other_strategies(world_size: int, options: dict[str, Any])
         assert_keeps_its_promise(case, "bucketed", results)
 
 
-@pytest.mark.parametrize("name", ENGINE)
+@pytest.mark.parametrize("name", STRATEGIES)
 def test_on_one_rank(name: str) -> None:
-    """No group, no thread, nothing rounded away that need not be."""
+    """No group, no thread, nothing rounded away that need not be; `diloco` steps twice even so."""
     for case in cases_for(name):
         comm = SingleCommunicator()
         result = train_case(case, name, comm, groups=pretend_hosts(comm, 1))
-        assert_keeps_its_promise(case, "naive", [result])
+        assert_keeps_its_promise(case, "diloco" if name == "diloco" else "naive", [result])
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
@@ -135,3 +147,69 @@ def test_all_zero_gradients(name: str) -> None:
 
     for found in run_thread_ranks(work, 2):
         assert torch.equal(found, torch.zeros(3))
+
+
+@pytest.mark.parametrize("case", cases_for("naive"), ids=lambda case: case.name)
+def test_the_oracle_is_plain_torch(case: Case) -> None:
+    """One rank of the twin against a loop without gradsync: everything else leans on it."""
+    expected = train_plainly(case)
+    found = one_rank(case)
+    for name, tensor in expected["weights"].items():
+        torch.testing.assert_close(found["weights"][name], tensor, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found["losses"], expected["losses"], rtol=1e-5, atol=0.0)
+
+
+def test_an_unused_parameter_stays_as_it_was() -> None:
+    """Weight decay must not touch what nobody used: its gradient stays None, not zero."""
+    case = next(case for case in CASES if case.branch_leaves == ())
+    results = run_thread_ranks(
+        lambda _, group: train_case(case, "naive", ProcessGroupCommunicator(group)), 2
+    )
+    torch.manual_seed(1000)
+    start = SmallNet(branch=True).state_dict()["branch.weight"]
+    assert torch.equal(results[1]["weights"]["branch.weight"], start)
+
+
+def test_any_rank_may_ask_to_stop() -> None:
+    def work(rank: int, group: object) -> list[bool]:
+        model = nn.Linear(2, 1)
+        sync = replicate(model, sync="naive", comm=ProcessGroupCommunicator(group))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        stops = []
+        for step in range(3):
+            sync.backward(model(torch.ones(1, 2)).sum(), weight=1)
+            stops.append(sync.step(optimizer, stop=(rank, step) == (1, 1)).stop)
+        return stops
+
+    assert run_thread_ranks(work, 3) == [[False, True, False]] * 3
+
+
+def test_a_step_without_any_target_changes_nothing() -> None:
+    model = nn.Linear(2, 1)
+    before = model.weight.detach().clone()
+    sync = replicate(model, sync="naive")
+    sync.backward(0.0 * model(torch.ones(1, 2)).sum(), weight=0)
+    sync.step(torch.optim.AdamW(model.parameters(), lr=1.0))
+    assert torch.equal(model.weight, before)
+    assert sync.mean_loss != sync.mean_loss  # nan: there is no mean over nothing
+
+
+def test_bad_requests() -> None:
+    with pytest.raises(
+        ConfigError, match="unknown sync strategy 'naiv'; perhaps you meant 'naive'"
+    ):
+        find_strategy("naiv")
+    with pytest.raises(ConfigError, match=r"sync='naive' has no option 'bucket_mb' \(it has: none"):
+        replicate(nn.Linear(2, 2), sync="naive", bucket_mb=1.0)
+    with pytest.raises(ConfigError, match=r"no option 'bucket_size' .it has: bucket_mb"):
+        replicate(nn.Linear(2, 2), sync="ddp", bucket_size=1.0)
+    with pytest.raises(RunError, match="no trainable parameter"):
+        replicate(nn.Linear(2, 2).requires_grad_(False), sync="naive")
+
+
+def test_every_strategy_says_what_it_costs() -> None:
+    for name, strategy in STRATEGIES.items():
+        assert strategy.name == name
+        assert "bytes" in strategy.cost
+        assert "operation" in strategy.cost
+        assert strategy.summary

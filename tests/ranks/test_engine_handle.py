@@ -142,17 +142,12 @@ class _TwiceReentrant(nn.Module):
 
 
 @pytest.mark.parametrize("name", ENGINE)
-def test_reentrant_checkpointing_is_named(name: str) -> None:
+def test_reentrant_checkpointing_is_named_and_the_other_works(name: str) -> None:
     sync = replicate(_TwiceReentrant(use_reentrant=True), sync=name)
     with pytest.raises(
         ConfigError, match=r"'layer\.\w+' got a gradient twice .*use_reentrant=False"
     ):
         one_step(sync)
-
-
-@pytest.mark.parametrize("name", ENGINE)
-def test_the_other_checkpointing_works(name: str) -> None:
-    torch.manual_seed(0)
     model = _TwiceReentrant(use_reentrant=False)
     plain = copy.deepcopy(model)
     one_step(replicate(model, sync=name))
@@ -196,23 +191,6 @@ def test_reentrant_checkpointing_in_an_own_loop(name: str, inner: int) -> None:
         torch.testing.assert_close(a.grad, b.grad)
 
 
-@pytest.mark.parametrize("name", OWN_LOOP)
-def test_a_model_is_replicated_once(name: str) -> None:
-    model = nn.Linear(6, 6)
-    sync = replicate(model, sync=name)
-    with pytest.raises(ConfigError, match=r"replicated already; call close\(\)"):
-        replicate(model, sync="bucketed")
-    one_step(sync)
-
-
-@pytest.mark.parametrize("name", OWN_LOOP)
-def test_after_close_another_strategy_may_have_it(name: str) -> None:
-    """As the message above says."""
-    model = nn.Linear(6, 6)
-    replicate(model, sync=name).close()
-    one_step(replicate(model, sync="invariant"))
-
-
 # -- its life -------------------------------------------------------------------------------------
 
 
@@ -254,19 +232,18 @@ def test_a_copy_is_a_plain_model(name: str) -> None:
     one_step(sync)
 
 
-@pytest.mark.parametrize("how", ["pickle", "torch.save"])
 @pytest.mark.parametrize("name", OWN_LOOP)
-def test_a_replicated_model_can_be_saved_whole(name: str, how: str) -> None:
+@pytest.mark.parametrize(
+    ("save", "load"),
+    [(pickle.dump, pickle.load), (torch.save, partial(torch.load, weights_only=False))],
+)
+def test_a_replicated_model_can_be_saved_whole(name: str, save: Any, load: Any) -> None:
     """It comes back as the plain model that it was."""
     model = nn.Linear(6, 6)
     one_step(replicate(model, sync=name))
     file = io.BytesIO()
-    if how == "pickle":
-        pickle.dump(model, file)
-    else:
-        torch.save(model, file)
+    save(model, file)
     file.seek(0)
-    load = {"pickle": pickle.load, "torch.save": partial(torch.load, weights_only=False)}[how]
     back = load(file)
     assert torch.equal(back.weight, model.weight)
     back(X).sum().backward()

@@ -59,13 +59,10 @@ class BatchNormHandling:
         self._comm = comm
 
     def meet(self, turn: Turn) -> None:
-        """Check, where layers wait for other ranks, that all ranks are about to do the same.
+        """Refuse on every rank, under `sync`, that ranks are about to do different things: one with
+        fewer forwards would leave the others waiting in the middle of one.
 
-        A rank with fewer forwards than the others would leave them waiting in the middle of one.
         Called before any other message of the action. One all-gather, whole group, int64 [1].
-
-        Raises:
-            ConfigError: on every rank, with the action of each rank.
         """
         words = get_args(Turn)
         turns = all_gather_numbers(self._comm, words.index(turn))
@@ -90,12 +87,10 @@ def choose_batch_norm(
 ) -> BatchNormHandling:
     """Apply `choice` to the model's BatchNorm layers, in place; names and values stay.
 
-    Layers in eval mode within a model that trains need no choice.
-
     Args:
         model: on its device already.
         comm: the ranks over which `sync` sums.
-        choice: one of `CHOICES`; None is for models without BatchNorm.
+        choice: one of `CHOICES`; None is for models without BatchNorm, or with layers in eval mode.
 
     Raises:
         ConfigError: unknown choice; None though some layers train; `freeze` for a layer without

@@ -94,12 +94,8 @@ def check_same_model(
     """Check that names, shapes, dtypes, trainability, ties and kinds of device are equal.
 
     One all-reduce, int64 [2]; two all-gathers (`all_gather_json`) when something differs. However
-    different the ranks' models are, it never hangs.
-
-    Args:
-        model: on its device already.
-        comm: the ranks that compare.
-        settings: arguments that must be equal too, such as `{"sync": "bucketed"}`.
+    different the ranks' models are, it never hangs. `settings` are arguments that must be equal
+    too, such as `{"sync": "bucketed"}`.
 
     Raises:
         ConfigError: on every rank, names the first difference and the ranks on each side; or a

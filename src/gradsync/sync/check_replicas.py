@@ -62,7 +62,7 @@ def check_replicas(
     differences never make it hang. Waits for the device once.
 
     Args:
-        tensors: such as `model.named_parameters()`, or `replica_tensors(model, [optimizer])`.
+        tensors: such as `replica_tensors(model, [optimizer])`.
         comm: the ranks that hold replicas.
         step: for the message.
         ranks: names of the ranks of `comm` in messages, where that is not the whole run.
@@ -146,13 +146,8 @@ def _difference(
 
 
 class ReplicaWatch:
-    """This rank's replica after the last step, see [Note: Signs of an edit].
-
-    Args:
-        model: all of its parameters, frozen ones too.
-        comm: the ranks that hold replicas.
-        equal: False where ranks hold different weights on purpose: these are not watched then.
-    """
+    """This rank's replica after the last step, see [Note: Signs of an edit]; frozen parameters
+    too. Not `equal` are ranks that hold different weights on purpose: these are not watched."""
 
     def __init__(self, model: nn.Module, comm: Communicator, *, equal: bool) -> None:
         self._comm = comm
@@ -189,17 +184,9 @@ class ReplicaWatch:
         return self._edited
 
     def refuse_unlike(self, agreed: Agreement, settings: Settings, why: str) -> None:
-        """Raise on all ranks when they differ in the values that the step's message compared.
-
-        Args:
-            agreed: the same on all ranks; nothing is compared in a step that is discarded.
-            settings: this rank's settings, whose digest was in the message.
-            why: see `refuse_difference`.
-
-        Raises:
-            ConfigError: other settings, see `refuse_difference`.
-            RunError: hashes of all weights differ, compared when weights have changed on some rank.
-        """
+        """Raise on all ranks when they differ in what the step's message compared: in `settings`
+        (ConfigError, see `refuse_difference`), or in all weights (RunError), which are compared
+        when they have changed on some rank. Not in a step that is discarded."""
         if agreed.discard:
             return
         if not agreed.alike:

@@ -62,13 +62,8 @@ class CommHook:
         return iter((self, average_bucket))
 
     def register(self, model: nn.Module) -> None:
-        """Register with the DDP that `model` is or contains; once, before the first forward.
-
-        Does nothing without one (Accelerate and Fabric do not wrap on one rank).
-
-        Raises:
-            ConfigError: no DDP although there are several ranks, or more than one DDP.
-        """
+        """Register with the one DDP that `model` is or contains, before the first forward; does
+        nothing on one rank without DDP (Accelerate and Fabric do not wrap there)."""
         found = [part for part in model.modules() if isinstance(part, DistributedDataParallel)]
         if not found and not (dist.is_initialized() and dist.get_world_size() > 1):
             return
@@ -154,8 +149,7 @@ def _averaging(
     """Make `average(tensor)` over the ranks of `comm`: in place, blocking, by messages alone."""
     site, levels = Site(comm=comm), None
     if algorithm == "hierarchical":
-        # Before `from_process_group`, which asks all ranks: those outside of the group do not
-        # answer.
+        # `from_process_group` asks all ranks: those outside of the group do not answer.
         if groups is None and comm.world_size != dist.get_world_size():
             raise ConfigError(
                 f"comm_hook('hierarchical'): the model's group has {comm.world_size} of "

@@ -41,12 +41,8 @@ _PASSED = ("Add", "Sub", "Neg", "Mul", "Div", "ToCopy", "Clone", "Alias", "View"
 
 
 class LossSum:
-    """This rank's loss and weight in a step; sums over all ranks do not depend on the distribution
-    of leaves, see [Note: Fixed bins].
-
-    Args:
-        device: device of the losses.
-    """
+    """This rank's losses (on `device`) and weights in a step; sums over all ranks do not depend on
+    the distribution of leaves, see [Note: Fixed bins]."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -105,12 +101,7 @@ class LossSum:
 
 
 def leaf_weight(weight: float | Tensor | None, leaf: Any) -> float:
-    """Weight of a leaf: `weight`, or else the leaf's number of targets.
-
-    Raises:
-        TypeError: neither is given.
-        ConfigError: negative, infinite or undefined.
-    """
+    """Weight of a leaf, a finite number >= 0: `weight`, or else the leaf's number of targets."""
     if weight is None:
         if leaf is None:
             raise TypeError("backward() needs weight= (the number of targets) or leaf=")
@@ -122,11 +113,8 @@ def leaf_weight(weight: float | Tensor | None, leaf: Any) -> float:
 
 
 def to_sum(loss: Tensor, weight: float, reduction: str | None) -> Tensor:
-    """Convert a leaf's loss, [], to the sum over its `weight` targets, see [Note: Mean or sum].
-
-    Raises:
-        ConfigError: a reduction that is not "sum", "mean" or None (a sum).
-    """
+    """Convert a leaf's loss, [], to the sum over its `weight` targets, see [Note: Mean or sum];
+    `reduction` None is "sum"."""
     if reduction not in (None, "sum", "mean"):
         raise ConfigError(f"backward(reduction=...) must be 'sum' or 'mean', got {reduction!r}")
     if reduction != "mean":
@@ -158,12 +146,9 @@ def _zeros(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
 
 
 class MeanCheck:
-    """Warns, once, of a mean that is used as a sum, or that was taken over another number of
-    targets than its weight. Checks the first leaves only: a program's loss keeps its form.
-
-    Args:
-        said: whether this rank warns; the others have the same loss.
-    """
+    """Warns, once and on one rank (`said`), of a mean that is used as a sum, or that was taken over
+    another number of targets than its weight. Checks the first leaves only: a program's loss keeps
+    its form."""
 
     def __init__(self, *, said: bool) -> None:
         self._leaves_left = 8 if said else 0

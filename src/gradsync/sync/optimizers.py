@@ -119,12 +119,8 @@ def optimizer_watch() -> OptimizerWatch:
 
 class UntrackedParameters:
     """Finds parameters of the model that were replaced or unfrozen after `gs.replicate`, among
-    those that optimizers update: checking the model in every step costs much.
-
-    Args:
-        model: in its present state.
-        known: ids of the parameters that are synchronised.
-    """
+    those that optimizers update: checking the model in every step costs much. `known` are the ids
+    of the parameters that are synchronised."""
 
     def __init__(self, model: nn.Module, known: set[int]) -> None:
         self._model = model
@@ -167,12 +163,8 @@ def settings_of(optimizer: Optimizer, parameters: Sequence[Tensor], *, number: i
     """Class, hyper-parameters and parameters of each group; equal on ranks that step alike.
 
     Waits for tensors on a device. Objects count by their class, functions by their name: neither
-    has a text that is the same on all ranks.
-
-    Args:
-        optimizer: in its current state.
-        parameters: of the model, in the order that all ranks have.
-        number: its position among the optimizers that step together.
+    has a text that is the same on all ranks. `parameters` are the model's, in the order that all
+    ranks have; `number` is the optimizer's place among those that step together.
     """
     places = {id(parameter): place for place, parameter in enumerate(parameters)}
     which = f" of optimizer {number}" if number else ""

@@ -44,16 +44,7 @@ _PREFIX = "outer_momentum/"
 
 
 class RoundReducer(Reducer):
-    """A strategy whose ranks meet every `inner_steps` steps.
-
-    Args:
-        model: on its device; its replicas are equal.
-        comm: all ranks.
-        inner_steps: steps of a round.
-
-    Raises:
-        ConfigError: `inner_steps` below 1.
-    """
+    """A strategy whose ranks meet every `inner_steps` steps, at least 1."""
 
     equal_replicas = False
 
@@ -79,11 +70,8 @@ class RoundReducer(Reducer):
             self.synchronize_replicas()
 
     def synchronize_replicas(self) -> None:
-        """End the round now, so that all ranks hold the same model; all ranks call it.
-
-        Does nothing when no step was taken since the last meeting. See
-        [Note: A checkpoint ends the round].
-        """
+        """End the round now, unless no step was taken in it ([Note: A checkpoint ends the round]);
+        all ranks call it."""
         if not self.steps_in_round:
             return
         self._watch.start()
@@ -130,8 +118,7 @@ class LocalSgdReducer(RoundReducer):
     it need not train as well: that depends on the problem and on `inner_steps`.
 
     Args:
-        model: on its device; its replicas are equal.
-        comm: all ranks.
+        model, comm: as for `Reducer`.
         inner_steps: steps between two averages (H in the papers).
         average_optimizer: average momenta and second moments too. Off by default, as in the papers:
             it doubles (SGD with momentum) or triples (Adam) the bytes.
@@ -179,8 +166,7 @@ class DilocoReducer(RoundReducer):
     from round to round. On one rank it is not the identity: the outer optimizer runs there, too.
 
     Args:
-        model: on its device; its replicas are equal.
-        comm: all ranks.
+        model, comm: as for `Reducer`.
         inner_steps: steps of a round (H). The paper's 500 suits runs of many thousand steps.
         outer_lr: learning rate of the outer SGD; 1.0 with `outer_momentum=0.0` averages weights.
         outer_momentum: Nesterov momentum of the outer SGD, 0 .. 1.
@@ -211,10 +197,8 @@ class DilocoReducer(RoundReducer):
         )
 
     def reduce(self, used: list[bool]) -> Reduction:
-        """See `RoundReducer.reduce`; the first step of a round stores the weights it starts from.
-
-        Stored each time, not kept from the last meeting: weights may have been loaded since.
-        """
+        """See `RoundReducer.reduce`; the first step of a round stores the weights it starts from:
+        not kept from the last meeting, since others may have been loaded."""
         if not self.steps_in_round:
             foreach_copy_(self._start, [p.detach() for p in self.parameters])
         return super().reduce(used)
@@ -239,11 +223,8 @@ class DilocoReducer(RoundReducer):
         }
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore a saved outer momentum; an empty mapping begins without one.
-
-        Raises:
-            CheckpointError: a parameter is missing or has another shape.
-        """
+        """Restore a saved outer momentum; an empty mapping begins without one. Raises
+        CheckpointError when a parameter is missing or has another shape."""
         self._outer.state.clear()
         self.steps_in_round = 0
         if not tensors:
@@ -262,12 +243,8 @@ class DilocoReducer(RoundReducer):
 def average(tensors: Sequence[Tensor], comm: Communicator) -> None:
     """Set each tensor to its mean over all ranks of `comm`, the same bits on each rank.
 
-    One flat all-reduce for each dtype, one division. Half precision is summed in fp32 and rounded
-    once, at the end. Memory: one copy of `tensors`.
-
-    Args:
-        tensors: floating point, any shapes; the same shapes and dtypes on all ranks.
-        comm: all ranks call it.
+    One flat all-reduce for each (floating) dtype, one division. Half precision is summed in fp32
+    and rounded once, at the end. Memory: one copy of `tensors`.
     """
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
@@ -291,13 +268,9 @@ def average_buffers(
 ) -> None:
     """Make buffers equal on all ranks: floating ones their mean, counters and masks rank 0's.
 
-    The mean is taken of the changes since `starts`: the mean of three equal numbers need not be
-    that number, and a table that no rank changes must keep its bits.
-
-    Args:
-        buffers: any shapes; the same shapes and dtypes on all ranks.
-        starts: earlier values of `buffers`, equal on all ranks.
-        comm: the ranks.
+    The mean is taken of the changes since `starts`, earlier values that were equal on all ranks:
+    the mean of three equal numbers need not be that number, and a table that no rank changes must
+    keep its bits.
     """
     floating = [(b, s) for b, s in zip(buffers, starts, strict=True) if b.is_floating_point()]
     changes = [b.to(_wide_dtype(b)) - s.to(_wide_dtype(s)) for b, s in floating]
@@ -323,11 +296,6 @@ def average_state(
 
     Step counts stay different between ranks. A parameter that some rank has not stepped on yet is
     left alone on all ranks.
-
-    Args:
-        optimizer_of: the optimizer of each parameter.
-        parameters: the same list on all ranks.
-        comm: the ranks.
     """
     states = [optimizer_of[p].state.get(p, {}) if p in optimizer_of else {} for p in parameters]
     memories = [

@@ -9,8 +9,8 @@ from typing import Any
 class Stopwatch:
     """Measures one interval: `start`, `stop`, and later `seconds()`.
 
-    On CUDA it records events and reads them only when asked, so that measuring does not
-    synchronise the step; wall-clock time there would measure the launch, not the work.
+    On CUDA it records events and reads them only when asked: wall-clock time would measure the
+    launch, not the work, and waiting would synchronise the step.
     """
 
     def __init__(self, *, on_cuda: bool) -> None:
@@ -32,10 +32,7 @@ class Stopwatch:
         return other
 
     def seconds(self) -> float:
-        """Time from `start` to `stop`, in seconds; waits until the GPU has reached `stop`.
-
-        0.0 when one of the two has never happened.
-        """
+        """Time from `start` to `stop`, waited for; 0.0 when one of the two has never happened."""
         first, last = self._marks
         if first is None or last is None:
             return 0.0

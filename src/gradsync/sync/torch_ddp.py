@@ -28,10 +28,11 @@ if TYPE_CHECKING:
 
 
 class TorchDdpReducer(Reducer):
-    """Adapter around `torch.nn.parallel.DistributedDataParallel`.
+    """Adapter around `torch.nn.parallel.DistributedDataParallel`; the model stays unwrapped for all
+    other code (names, checkpoints).
 
     Args:
-        model: on its device already; stays unwrapped for all other code (names, checkpoints).
+        model: on its device already.
         comm: must be a process-group communicator.
         bucket_mb: `bucket_cap_mb` of DDP, MiB.
         find_unused_parameters: as in DDP; needed when a parameter gets no gradient in some step.
@@ -79,9 +80,8 @@ class TorchDdpReducer(Reducer):
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Run the model through DDP; counted, so that a forward past it is noticed.
 
-        Raises:
-            ConfigError: outside of `micro_step` while gradients are recorded: DDP would synchronise
-                in every backward, and hang once ranks have different numbers of leaves.
+        Refused outside of `micro_step` while gradients are recorded: DDP would synchronise in every
+        backward, and hang once ranks have different numbers of leaves.
         """
         if torch.is_grad_enabled() and not self._in_micro_step:
             raise ConfigError(
@@ -155,13 +155,8 @@ class PowerSgdReducer(TorchDdpReducer):
     that is the paper's algorithm exactly.
 
     Args:
-        model: on its device; its replicas are equal.
-        comm: must be a process-group communicator.
-        bucket_mb, find_unused_parameters, compile_wrapper: as for `TorchDdpReducer`.
-        power_sgd: as for `PowerSgd`.
-
-    Raises:
-        ConfigError: a number out of its range; tensors on the CPU where CUDA is present.
+        model, comm, bucket_mb, find_unused_parameters, compile_wrapper: as for `TorchDdpReducer`.
+        power_sgd: options of `PowerSgd`.
     """
 
     strategy = "powersgd"

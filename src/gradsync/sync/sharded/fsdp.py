@@ -119,8 +119,7 @@ class FsdpReducer(Reducer):
     def micro_step(self, *, last: bool) -> Iterator[None]:
         """Enclose one leaf: its gradients are added up locally, and reduced in the last backward.
 
-        Raises:
-            ConfigError: on every rank, when some ranks have no leaf left.
+        Refused on every rank, when some ranks have no leaf left.
         """
         self._roll_call(1 if last else 2)
         self._root.set_requires_gradient_sync(last)
@@ -139,11 +138,7 @@ class FsdpReducer(Reducer):
 
     @contextmanager
     def leaf(self, *, last: bool, index: int | None = None) -> Iterator[None]:
-        """Enclose a backward, only inside of `micro_step`, which gets `last` before the forward.
-
-        Raises:
-            ConfigError: outside of it.
-        """
+        """Enclose a backward, only inside of `micro_step`, which gets `last` before the forward."""
         if not self._seen.enclosed:
             raise ConfigError(
                 "sync='fsdp': enclose forward and backward of each leaf in "
@@ -158,9 +153,7 @@ class FsdpReducer(Reducer):
     def launch(self) -> list[bool]:
         """Start nothing; answers the other ranks' roll call.
 
-        Raises:
-            ConfigError: on every rank, when another one has one leaf more; when no micro-step was
-                the last.
+        Refused on every rank when another one has one leaf more, or no micro-step was the last.
         """
         complete, self._complete = self._complete, False
         if not self._seen.outside:
@@ -280,11 +273,8 @@ class FsdpReducer(Reducer):
             unit.set_gradient_divide_factor(float(factor))
 
     def _roll_call(self, leaves: int) -> None:
-        """Compare ranks, see [Note: A forward is a collective]. Whole group, int64 [W], on the CPU.
-
-        Args:
-            leaves: number of leaves left on this rank: 0, 1 or 2 for more than one.
-        """
+        """Compare how many leaves are left on each rank: 0, 1 or 2 for more than one; see
+        [Note: A forward is a collective]. Whole group, int64 [W], on the CPU."""
         call = torch.zeros(self.comm.world_size, dtype=torch.int64)
         call[self.comm.rank] = leaves
         self.comm.all_reduce(call).wait()

@@ -249,7 +249,16 @@ def test_on_one_rank_without_ddp_there_is_nothing_to_do() -> None:
         ("invariant", {}, "others need more than DDP's buckets: use gs.replicate"),
         ("ring", {"rank": 1}, r"comm_hook\('ring'\) has no option 'rank'"),
         ("powersgd", {"rank": 1}, r"powersgd has no option 'rank' \(it has: .*start_powerSGD_iter"),
-        ("powersgd", {"start_powerSGD_iter": 1}, "start_powerSGD_iter must be at least 2, got 1"),
+        (
+            "powersgd",
+            {"start_powerSGD_iter": 1},
+            "start_powerSGD_iter must be at least 2, got 1:",
+        ),
+        (
+            "powersgd",
+            {"matrix_approximation_rank": 0},
+            "_rank must be at least 1, got 0",
+        ),
     ],
 )
 def test_bad_requests(strategy: str, options: dict[str, Any], message: str) -> None:

@@ -51,18 +51,19 @@ def test_keeps_its_promise(pool: Any, name: str, world_size: int) -> None:
 def _fail_on_one_rank(
     rank: int, world_size: int, store_path: str, name: str
 ) -> tuple[str, list[str]]:
-    """Rank 1 raises between two leaves of step 1; what each rank got, and threads left."""
+    """Rank 1 raises between two leaves of step 3; what each rank got, and threads left."""
     got = "nothing"
+    options = {"start_powerSGD_iter": 2} if name == "powersgd" else {}
     try:
         with open_session(rank, world_size, store_path) as world:
             model = nn.Linear(4, 4)
-            sync = replicate(model, world, sync=name)
+            sync = replicate(model, world, sync=name, **options)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            for step in range(3):
+            for step in range(5):
                 for last in (False, True):
                     with sync.micro_step(last=last):
                         loss = sync.forward(torch.ones(2, 4)).square().sum()
-                        if (rank, step, last) == (1, 1, True):
+                        if (rank, step, last) == (1, 3, True):
                             raise ValueError("injected")
                         sync.backward(loss, weight=2)
                 sync.step(optimizer)

@@ -24,7 +24,7 @@ from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.registry import STRATEGIES
 from gradsync.sync.replicate import replicate
 from support.engine_cases import pretend_hosts
-from support.sync_cases import SmallNet, options_for
+from support.sync_cases import SmallNet, on_handles, options_for
 from support.thread_ranks import run_thread_ranks
 
 ENGINE = ("bucketed", "invariant")
@@ -41,6 +41,10 @@ def one_step(sync: GradientSync, **named: Any) -> None:
     sync.step(sgd(sync.model))
 
 
+def branched() -> SmallNet:
+    return SmallNet(branch=True)
+
+
 def background_threads() -> list[threading.Thread]:
     return [t for t in threading.enumerate() if t.name == "gradsync-background"]
 
@@ -52,13 +56,11 @@ def background_threads() -> list[threading.Thread]:
 def test_unused_parameters_are_named_once(name: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, logger="gradsync")
 
-    def work(rank: int, group: dist.ProcessGroup) -> None:
-        sync = replicate(SmallNet(branch=True), sync=name, comm=ProcessGroupCommunicator(group))
+    def work(sync: GradientSync, _: Any) -> None:
         for _ in range(3):
-            one_step(sync, use_branch=rank == 1)
-        sync.close()
+            one_step(sync, use_branch=sync.comm.rank == 1)
 
-    run_thread_ranks(work, 3)
+    on_handles(work, branched, 3, sync=name)
     said = sorted(record.getMessage() for record in caplog.records)
     assert said == [
         f"parameter 'branch.weight' and 1 more got no gradient on rank {rank} in this step, but "
@@ -72,20 +74,16 @@ def test_nothing_is_said_of_what_nobody_uses(name: str, caplog: pytest.LogCaptur
     """Nor of a rank that has no leaf: there it is not the model's doing."""
     caplog.set_level(logging.WARNING, logger="gradsync")
 
-    def work(rank: int, group: dist.ProcessGroup) -> bool:
-        sync = replicate(SmallNet(branch=True), sync=name, comm=ProcessGroupCommunicator(group))
+    def work(sync: GradientSync, optimizer: Any) -> bool:
         used = []
-        optimizer = sgd(sync.model)
-        optimizer.register_step_pre_hook(
-            lambda *_: used.append(sync.model.branch.weight.grad is not None)
-        )
-        if rank != 2:
+        weight = sync.model.branch.weight
+        optimizer.register_step_pre_hook(lambda *_: used.append(weight.grad is not None))
+        if sync.comm.rank != 2:
             sync.backward(sync.forward(X, use_branch=False).square().sum(), weight=2)
         sync.step(optimizer)
-        sync.close()
         return used[0]
 
-    assert run_thread_ranks(work, 3) == [False] * 3
+    assert on_handles(work, branched, 3, sync=name) == [False] * 3
     assert not caplog.records
 
 
@@ -93,22 +91,19 @@ def test_nothing_is_said_of_what_nobody_uses(name: str, caplog: pytest.LogCaptur
 def test_a_stale_sum_does_not_come_back(name: str) -> None:
     """Used by all in step 1, by rank 1 only in step 2, by nobody in step 3."""
 
-    def work(rank: int, group: dist.ProcessGroup) -> list[Tensor | None]:
-        sync = replicate(SmallNet(branch=True), sync=name, comm=ProcessGroupCommunicator(group))
+    def work(sync: GradientSync, optimizer: Any) -> list[Tensor | None]:
         seen: list[Tensor | None] = []
-        optimizer = torch.optim.SGD(sync.model.parameters(), lr=0.0)
         bias = sync.model.branch.bias
         optimizer.register_step_pre_hook(
             lambda *_: seen.append(None if bias.grad is None else bias.grad.clone())
         )
         for users in ((0, 1), (1,), ()):
-            out = sync.forward(X, use_branch=rank in users)
+            out = sync.forward(X, use_branch=sync.comm.rank in users)
             sync.backward(out.sum(), weight=1)
             sync.step(optimizer)
-        sync.close()
         return seen
 
-    for first, second, third in run_thread_ranks(work, 2):
+    for first, second, third in on_handles(work, branched, sync=name):
         assert torch.equal(first, torch.full((6,), 2.0))
         assert torch.equal(second, torch.full((6,), 1.0))
         assert third is None
@@ -196,11 +191,8 @@ def test_reentrant_checkpointing_in_an_own_loop(name: str, inner: int) -> None:
 
 @pytest.mark.parametrize("name", ["invariant", "ring"])
 def test_close_removes_hooks_and_ends_threads(name: str) -> None:
-    def work(rank: int, group: dist.ProcessGroup) -> None:
-        model = nn.Linear(6, 6)
-        comm = ProcessGroupCommunicator(group)
-        sync = replicate(model, sync=name, comm=comm, collective="backend")
-        optimizer = sgd(model)
+    def work(sync: GradientSync, optimizer: Any) -> None:
+        model: Any = sync.model
         one_step(sync)
         assert background_threads()
         sync.close()
@@ -208,7 +200,7 @@ def test_close_removes_hooks_and_ends_threads(name: str) -> None:
         done.wait()
         assert not background_threads()
         # From here on it is torch alone: no messages, or rank 0 would wait for ever.
-        if rank == 0:
+        if sync.comm.rank == 0:
             loss = model(X).square().sum()
             expected = torch.autograd.grad(loss, model.weight, retain_graph=True)[0]
             loss.backward()
@@ -216,7 +208,7 @@ def test_close_removes_hooks_and_ends_threads(name: str) -> None:
             assert torch.equal(model.weight.grad, expected)
 
     done = threading.Barrier(2)
-    run_thread_ranks(work, 2, timeout_s=10)
+    on_handles(work, lambda: nn.Linear(6, 6), sync=name, collective="backend")
 
 
 @pytest.mark.parametrize("name", OWN_LOOP)

@@ -10,16 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.single import SingleCommunicator
 from gradsync.errors import ConfigError
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.replicate import replicate
 from support.engine_cases import Leaf
-from support.thread_ranks import run_thread_ranks
+from support.sync_cases import on_handles
 
 every_engine = pytest.mark.parametrize("name", ["invariant", "bucketed"])
 every_strategy = pytest.mark.parametrize("name", ["invariant", "bucketed", "naive"])
@@ -44,13 +42,13 @@ class FailsOnce(torch.autograd.Function):
 class Fragile(nn.Module):
     """Two layers; between them a backward may fail."""
 
-    def __init__(self, failures: int = 0) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 1)
         generator = torch.Generator().manual_seed(5)
         for parameter in self.parameters():
             nn.init.normal_(parameter, generator=generator)
-        self.left = [failures]
+        self.left = [0]
 
     def forward(self, x: Tensor) -> Tensor:
         return self.b(FailsOnce.apply(torch.tanh(self.a(x)), self.left))
@@ -217,33 +215,28 @@ def test_plain_backwards_in_micro_step_are_refused(name: str) -> None:
     """Uneven shares: each backward would be a step of its own, and ranks would pair different
     ones."""
 
-    def work(rank: int, group: dist.ProcessGroup) -> str:
-        model = two_layers()
-        sync = replicate(model, sync=name, comm=ProcessGroupCommunicator(group))
-        with sync.micro_step(last=rank == 2), pytest.raises(ConfigError) as caught:
-            model(X).sum().backward()
-        sync.close()
+    def work(sync: GradientSync, _: Any) -> str:
+        last = sync.comm.rank == 2
+        with sync.micro_step(last=last), pytest.raises(ConfigError) as caught:
+            sync.model(X).sum().backward()
         return str(caught.value)
 
-    for said in run_thread_ranks(work, 3):
+    for said in on_handles(work, two_layers, 3, sync=name):
         assert "write sync.backward(loss_sum, leaf=leaf) there and sync.step(optimizer)" in said
 
 
 @every_engine
 @pytest.mark.parametrize("collective", ["auto", "backend"])
 def test_a_skipped_step_is_named(name: str, collective: str) -> None:
-    def work(rank: int, group: dist.ProcessGroup) -> None:
-        model = two_layers()
-        comm = ProcessGroupCommunicator(group)
-        sync = replicate(model, sync=name, comm=comm, collective=collective)
-        for leaf in (Leaf(2 * rank, False, 4), Leaf(2 * rank + 1, True, 4)):
-            sync.backward(model(X).sum(), leaf=leaf)
-        loss = model(X).sum()
+    def work(sync: GradientSync, _: Any) -> None:
+        first = 2 * sync.comm.rank
+        for leaf in (Leaf(first, False, 4), Leaf(first + 1, True, 4)):
+            sync.backward(sync.model(X).sum(), leaf=leaf)
+        loss = sync.model(X).sum()
         with pytest.raises(ConfigError, match=r"sync.step\(\) was not called in between"):
-            sync.backward(loss, leaf=Leaf(2 * rank, False, 4))
-        sync.close()
+            sync.backward(loss, leaf=Leaf(first, False, 4))
 
-    run_thread_ranks(work, 2)
+    on_handles(work, two_layers, sync=name, collective=collective)
 
 
 @every_strategy
@@ -300,11 +293,9 @@ def test_a_failed_backward_is_thrown_away(
     """One of two leaves fails in the second of four steps; that step is done again."""
 
     def work(
-        rank: int, group: dist.ProcessGroup, steps: tuple[int, ...]
+        sync: GradientSync, optimizer: Any, steps: tuple[int, ...]
     ) -> tuple[Tensor, list[bool]]:
-        model = Fragile()
-        sync = replicate(model, sync=name, comm=ProcessGroupCommunicator(group))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, rank = sync.model, sync.comm.rank
         discarded = []
         for step in steps:
             try:
@@ -321,11 +312,10 @@ def test_a_failed_backward_is_thrown_away(
                 discarded.append(True)
             else:
                 discarded.append(sync.step(optimizer).discarded)
-        sync.close()
         return model.a.weight.detach(), discarded
 
-    expected, _ = run_thread_ranks(partial(work, steps=(0, 1, 2, 3)), 2)[0]
-    for weight, discarded in run_thread_ranks(partial(work, steps=AGAIN), 2):
+    expected, _ = on_handles(partial(work, steps=(0, 1, 2, 3)), Fragile, sync=name)[0]
+    for weight, discarded in on_handles(partial(work, steps=AGAIN), Fragile, sync=name):
         assert discarded == [False, True, False, False, False]
         assert torch.equal(weight, expected)
 
@@ -346,10 +336,9 @@ def test_leaves_can_be_thrown_away(name: str) -> None:
 
 @every_strategy
 def test_a_failed_backward_in_a_loop_of_ones_own(name: str) -> None:
-    def work(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor | None]:
-        model = Fragile(failures=int(rank == 1))
-        sync = replicate(model, sync=name, comm=ProcessGroupCommunicator(group))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    def work(sync: GradientSync, optimizer: Any) -> tuple[Tensor, Tensor | None]:
+        model, rank = sync.model, sync.comm.rank
+        model.left[0] = int(rank == 1)
         loss = model(X * (rank + 1)).square().sum()
         if rank == 1:
             with pytest.raises(FloatingPointError, match="injected"):
@@ -363,16 +352,14 @@ def test_a_failed_backward_in_a_loop_of_ones_own(name: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
         model(X * (rank + 1)).square().sum().backward()
-        gradient = model.a.weight.grad.clone()
-        sync.close()
-        return gradient, lost
+        return model.a.weight.grad.clone(), lost
 
     grads = []
     for rank in range(2):
         model = Fragile()
         model(X * (rank + 1)).square().sum().backward()
         grads.append(model.a.weight.grad)
-    for gradient, lost in run_thread_ranks(work, 2):
+    for gradient, lost in on_handles(work, Fragile, sync=name):
         assert lost is None
         torch.testing.assert_close(gradient, (grads[0] + grads[1]) / 2)
 
@@ -382,10 +369,8 @@ def test_a_failed_backward_in_a_loop_of_ones_own(name: str) -> None:
 def test_a_rank_whose_forward_failed_discards(name: str, own: bool) -> None:
     """In the first step, before anything tells which of the two ways the program goes."""
 
-    def work(rank: int, group: dist.ProcessGroup) -> Tensor:
-        model = two_layers()
-        sync = replicate(model, sync=name, comm=ProcessGroupCommunicator(group))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    def work(sync: GradientSync, optimizer: Any) -> Tensor:
+        model, rank = sync.model, sync.comm.rank
         before = model[0].weight.detach().clone()
         if rank == 1:
             sync.discard()
@@ -395,10 +380,9 @@ def test_a_rank_whose_forward_failed_discards(name: str, own: bool) -> None:
         else:
             sync.backward(model(X).square().sum(), weight=4)
             assert sync.step(optimizer).discarded
-        sync.close()
         return model[0].weight.detach() - before
 
-    for moved in run_thread_ranks(work, 2, timeout_s=10.0):
+    for moved in on_handles(work, two_layers, sync=name):
         assert not moved.any()
 
 
@@ -415,13 +399,10 @@ def test_sync_batch_norm_meets_once_a_backward_under_no_sync() -> None:
             hidden = self.norm(self.a(x))
             return self.c(hidden) + (self.d(hidden) if both else 0.0)
 
-    def work(rank: int, group: dist.ProcessGroup) -> None:
-        model = Net()
-        comm = ProcessGroupCommunicator(group)
-        sync = replicate(model, sync="bucketed", comm=comm, batch_norm="sync")
+    def work(sync: GradientSync, _: Any) -> None:
+        both = sync.comm.rank == 0
         with sync.no_sync():
-            model(X, rank == 0).square().sum().backward()
-        model(X, rank == 0).square().sum().backward()
-        sync.close()
+            sync.model(X, both).square().sum().backward()
+        sync.model(X, both).square().sum().backward()
 
-    run_thread_ranks(work, 2)
+    on_handles(work, Net, sync="bucketed", batch_norm="sync")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.single import SingleCommunicator
 from gradsync.errors import ConfigError, RunError
+from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.registry import STRATEGIES, find_strategy
 from gradsync.sync.replicate import replicate
 from support.engine_cases import pretend_hosts
@@ -22,6 +23,7 @@ from support.sync_cases import (
     SmallNet,
     assert_keeps_its_promise,
     cases_for,
+    on_handles,
     one_rank,
     train_case,
     train_plainly,
@@ -119,33 +121,31 @@ def test_16_bits_on_the_wire(name: str) -> None:
             assert bool(((found.double() - sum(gradients)).abs() <= bound).all()), (dtype, size)
 
 
+def three_ones() -> nn.Module:
+    return nn.ParameterList([nn.Parameter(torch.ones(3))])
+
+
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 def test_what_is_not_finite_stays_so(name: str, bad: float) -> None:
     """On all ranks, so that a gradient scaler or the loop can see it everywhere."""
 
-    def work(rank: int, group: dist.ProcessGroup) -> list[bool]:
-        model = nn.ParameterList([nn.Parameter(torch.zeros(3))])
-        sync = replicate(model, sync=name, comm=ProcessGroupCommunicator(group))
-        values = torch.tensor([1.0, bad if rank else 1.0, 1.0])
-        (model[0] * values).sum().backward()
-        sync.close()
-        return model[0].grad.isfinite().tolist()
+    def work(sync: GradientSync, _: Any) -> list[bool]:
+        values = torch.tensor([1.0, bad if sync.comm.rank else 1.0, 1.0])
+        (sync.model[0] * values).sum().backward()
+        return sync.model[0].grad.isfinite().tolist()
 
-    for finite in run_thread_ranks(work, 3):
+    for finite in on_handles(work, three_ones, 3, sync=name):
         assert not finite[1]
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
 def test_all_zero_gradients(name: str) -> None:
-    def work(_: int, group: dist.ProcessGroup) -> Tensor:
-        model = nn.ParameterList([nn.Parameter(torch.ones(3))])
-        sync = replicate(model, sync=name, comm=ProcessGroupCommunicator(group))
-        (model[0] * 0.0).sum().backward()
-        sync.close()
-        return model[0].grad
+    def work(sync: GradientSync, _: Any) -> Tensor:
+        (sync.model[0] * 0.0).sum().backward()
+        return sync.model[0].grad
 
-    for found in run_thread_ranks(work, 2):
+    for found in on_handles(work, three_ones, sync=name):
         assert torch.equal(found, torch.zeros(3))
 
 
@@ -171,17 +171,15 @@ def test_an_unused_parameter_stays_as_it_was() -> None:
 
 
 def test_any_rank_may_ask_to_stop() -> None:
-    def work(rank: int, group: object) -> list[bool]:
-        model = nn.Linear(2, 1)
-        sync = replicate(model, sync="naive", comm=ProcessGroupCommunicator(group))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    def work(sync: GradientSync, optimizer: Any) -> list[bool]:
         stops = []
         for step in range(3):
-            sync.backward(model(torch.ones(1, 2)).sum(), weight=1)
-            stops.append(sync.step(optimizer, stop=(rank, step) == (1, 1)).stop)
+            sync.backward(sync.model(torch.ones(1, 2)).sum(), weight=1)
+            stops.append(sync.step(optimizer, stop=(sync.comm.rank, step) == (1, 1)).stop)
         return stops
 
-    assert run_thread_ranks(work, 3) == [[False, True, False]] * 3
+    found = on_handles(work, lambda: nn.Linear(2, 1), 3, sync="naive")
+    assert found == [[False, True, False]] * 3
 
 
 def test_a_step_without_any_target_changes_nothing() -> None:

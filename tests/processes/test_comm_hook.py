@@ -131,6 +131,39 @@ def test_the_group_is_ddps_own(pool: Any) -> None:
     assert pool.run(_subgroup, 3) == [0.0, 1.5, 1.5]
 
 
+def _hierarchical_on_two_of_three(rank: int, world_size: int, store_path: str) -> str:
+    """Rank 2 takes no part, so nothing may wait for it."""
+    with open_session(rank, world_size, store_path, timeout_s=20.0):
+        group = dist.new_group([0, 1])
+        if rank == 2:
+            return ""
+        ddp = DistributedDataParallel(nn.Linear(1, 1, bias=False), process_group=group)
+        comm_hook("hierarchical").register(ddp)
+        with pytest.raises(ConfigError) as caught:
+            ddp(torch.ones(1, 1)).sum().backward()
+        return str(caught.value)
+
+
+def test_hierarchical_says_that_the_group_is_not_everybody(pool: Any) -> None:
+    first, second, _ = pool.run(_hierarchical_on_two_of_three, 3)
+    for message in (first, second):
+        assert "the model's group has 2 of 3 ranks; give groups= that cover it" in message
+
+
+def _tuple_with_group(rank: int, world_size: int, store_path: str) -> float:
+    with open_session(rank, world_size, store_path):
+        groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+        model, group = nn.Linear(1, 1, bias=False), groups[rank // 2]
+        ddp = DistributedDataParallel(model, process_group=group)
+        ddp.register_comm_hook(*comm_hook("ring", group=group))
+        ddp(torch.full((1, 1), float(rank))).sum().backward()
+        return float(model.weight.grad)
+
+
+def test_registered_by_hand_it_averages_over_the_group_it_is_given(pool: Any) -> None:
+    assert pool.run(_tuple_with_group, 4) == [0.5, 0.5, 2.5, 2.5]
+
+
 def _one_rank_fails(rank: int, world_size: int, store_path: str, where: str) -> str:
     """Rank 1 fails in its first bucket of several and leaves; rank 0 must not wait for ever."""
     planted = mock.patch.object(module, "_averaging", _planted if where == "worker" else _refusing)
@@ -216,7 +249,16 @@ def test_on_one_rank_without_ddp_there_is_nothing_to_do() -> None:
         ("invariant", {}, "others need more than DDP's buckets: use gs.replicate"),
         ("ring", {"rank": 1}, r"comm_hook\('ring'\) has no option 'rank'"),
         ("powersgd", {"rank": 1}, r"powersgd has no option 'rank' \(it has: .*start_powerSGD_iter"),
-        ("powersgd", {"start_powerSGD_iter": 1}, "start_powerSGD_iter must be at least 2, got 1"),
+        (
+            "powersgd",
+            {"start_powerSGD_iter": 1},
+            "start_powerSGD_iter must be at least 2, got 1:",
+        ),
+        (
+            "powersgd",
+            {"matrix_approximation_rank": 0},
+            "_rank must be at least 1, got 0",
+        ),
     ],
 )
 def test_bad_requests(strategy: str, options: dict[str, Any], message: str) -> None:

@@ -5,7 +5,7 @@ The process group is made by the program itself, as in a script that knows nothi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradsync as gs
 from support.sync_cases import SmallNet
 
-OWN_LOOP = ("invariant", "bucketed", "naive", "overlap", "ring")
+OWN_LOOP = ("invariant", "bucketed", "naive", "flat", "overlap", "ring")
 TURNS = 5
 
 
@@ -45,61 +45,46 @@ def inputs(rank: int, turn: int) -> Tensor:
     return torch.randn(3, 6, generator=torch.Generator().manual_seed(100 * turn + rank))
 
 
-# -- loops; `call` is the model or DDP around it ---------------------------------------------------
-
-Loop = Callable[[int, nn.Module, Any, Any, torch.optim.Optimizer], None]
-"""(rank, model, call, handle or DDP: it has `no_sync`, optimizer)."""
-
-
-def plain(rank: int, model: nn.Module, call: Any, handle: Any, optimizer: Any) -> None:
-    for turn in range(TURNS):
-        optimizer.zero_grad()
-        call(inputs(rank, turn)).square().mean().backward()
-        optimizer.step()
+LOOPS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "keeps memory": {"set_to_none": False},
+    "clips": {"clip_norm": 0.1},
+    "accumulates": {"accumulates": 2},
+    "never clears": {"clears": False},
+    "two losses": {"two_losses": True},
+}
 
 
-def keeps_memory(rank: int, model: nn.Module, call: Any, handle: Any, optimizer: Any) -> None:
-    for turn in range(TURNS):
-        optimizer.zero_grad(set_to_none=False)
-        call(inputs(rank, turn)).square().mean().backward()
-        optimizer.step()
+def loop(
+    rank: int,
+    call: Any,
+    handle: Any,
+    optimizer: torch.optim.Optimizer,
+    *,
+    clears: bool = True,
+    set_to_none: bool = True,
+    clip_norm: float | None = None,
+    accumulates: int = 0,
+    two_losses: bool = False,
+) -> None:
+    """`call` is the model, or DDP around it; `handle` ours or DDP's: it has `no_sync`."""
 
-
-def clips(rank: int, model: nn.Module, call: Any, handle: Any, optimizer: Any) -> None:
-    for turn in range(TURNS):
-        optimizer.zero_grad()
-        call(inputs(rank, turn)).square().mean().backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-
-
-def accumulates(rank: int, model: nn.Module, call: Any, handle: Any, optimizer: Any) -> None:
-    for step in range(TURNS):
-        optimizer.zero_grad()
-        for turn in (2 * step, 2 * step + 1):
-            with handle.no_sync():
-                (call(inputs(rank, turn)).square().mean() / 3).backward()
-        (call(inputs(rank, 50 + step)).square().mean() / 3).backward()
-        optimizer.step()
-
-
-def never_clears(rank: int, model: nn.Module, call: Any, handle: Any, optimizer: Any) -> None:
-    for turn in range(TURNS):
-        call(inputs(rank, turn)).square().mean().backward()
-        if turn % 2:
-            optimizer.step()
-
-
-def two_losses(rank: int, model: nn.Module, call: Any, handle: Any, optimizer: Any) -> None:
-    """One forward, one backward, over a sum of several uses of the model's output."""
-    for turn in range(TURNS):
-        optimizer.zero_grad()
+    def backward(turn: int) -> None:
         output = call(inputs(rank, turn))
-        (output.square().mean() + output.abs().mean()).backward()
-        optimizer.step()
+        loss = output.square().mean() + (output.abs().mean() if two_losses else 0.0)
+        (loss / (accumulates + 1)).backward()
 
-
-LOOPS = (plain, keeps_memory, clips, accumulates, never_clears, two_losses)
+    for turn in range(TURNS):
+        if clears:
+            optimizer.zero_grad(set_to_none=set_to_none)
+        for more in range(accumulates):
+            with handle.no_sync():
+                backward(50 + 2 * turn + more)
+        backward(turn)
+        if clip_norm is not None:
+            nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], 0.1)
+        if clears or turn % 2:
+            optimizer.step()
 
 
 def _run(
@@ -108,7 +93,7 @@ def _run(
     """For each loop: weights with DDP, weights with us."""
     found = {}
     with group_of_somebody_else(rank, world_size, store_path):
-        for loop in LOOPS:
+        for loop_name, options in LOOPS.items():
             pair = []
             for use_ddp in (True, False):
                 torch.manual_seed(rank)
@@ -116,24 +101,26 @@ def _run(
                 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
                 if use_ddp:
                     handle: Any = DistributedDataParallel(model)
-                    loop(rank, model, handle, handle, optimizer)
+                    loop(rank, handle, handle, optimizer, **options)
                 else:
                     handle = gs.replicate(model, sync=name)
-                    loop(rank, model, model, handle, optimizer)
+                    loop(rank, model, handle, optimizer, **options)
                     handle.close()
                 pair.append({k: v.detach().clone() for k, v in model.named_parameters()})
-            found[loop.__name__] = tuple(pair)
+            found[loop_name] = tuple(pair)
     return found
 
 
 @pytest.mark.parametrize("name", OWN_LOOP)
 def test_equals_ddp(pool: Any, name: str) -> None:
     first, *others = pool.run(_run, 3, name)
-    for loop, (ddp, ours) in first.items():
+    for loop_name, (ddp, ours) in first.items():
         for key, expected in ddp.items():
-            torch.testing.assert_close(ours[key], expected, rtol=1e-4, atol=1e-5, msg=loop + key)
+            torch.testing.assert_close(
+                ours[key], expected, rtol=1e-4, atol=1e-5, msg=loop_name + key
+            )
         for other in others:
-            assert all(torch.equal(other[loop][1][key], ours[key]) for key in ours), loop
+            assert all(torch.equal(other[loop_name][1][key], ours[key]) for key in ours)
 
 
 def _world(rank: int, world_size: int, store_path: str) -> tuple[int, int, list[float]]:
@@ -154,13 +141,9 @@ def test_on_a_group_of_somebody_else(pool: Any) -> None:
         assert gradient == pytest.approx([1.0] * 3)
 
 
-def _without_group(rank: int, world_size: int, store_path: str) -> list[float]:
+def test_without_any_group_one_rank() -> None:
     model = nn.Linear(3, 1)
     handle = gs.replicate(model)
     model(torch.ones(1, 3)).sum().backward()
     handle.close()
-    return model.weight.grad.flatten().tolist()
-
-
-def test_without_any_group_one_rank(pool: Any) -> None:
-    assert pool.run(_without_group, 1) == [[1.0] * 3]
+    assert model.weight.grad.flatten().tolist() == [1.0] * 3

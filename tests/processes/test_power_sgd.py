@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from gradsync.comm.base import Communicator
 from gradsync.comm.choose import communicator
-from gradsync.errors import ConfigError
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.torch_ddp import TorchDdpReducer, build_powersgd
 from support.rank_session import open_session
@@ -171,37 +170,3 @@ def _zero_gradient(rank: int, world_size: int, store_path: str) -> bool:
 def test_a_matrix_without_gradient_stays_finite(pool: Any) -> None:
     """Torch's default divides the zero columns by their length."""
     assert pool.run(_zero_gradient, 2) == [True, True]
-
-
-def _one_rank_fails(rank: int, world_size: int, store_path: str) -> str:
-    with open_session(rank, world_size, store_path) as world:
-        sync, model = _bind(communicator(world), 0, {"start_powerSGD_iter": 2})
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        try:
-            for step in range(4):
-                if (rank, step) == (1, 3):
-                    return "left"
-                _leaf(sync, step, last=True)
-                sync.step(optimizer)
-        except RuntimeError as error:
-            return str(error)
-    return ""
-
-
-def test_a_rank_that_leaves_is_noticed_in_backward(pool: Any) -> None:
-    first, second = pool.run(_one_rank_fails, 2)
-    assert second == "left"
-    assert "left" not in first
-    assert first
-
-
-def test_numbers_out_of_range() -> None:
-    from gradsync.comm.single import SingleCommunicator
-
-    model, comm = nn.Linear(2, 2), SingleCommunicator()
-    with pytest.raises(
-        ConfigError, match="start_powerSGD_iter must be at least 2, got 1: DDP regr"
-    ):
-        build_powersgd(model, comm, start_powerSGD_iter=1)
-    with pytest.raises(ConfigError, match="matrix_approximation_rank must be at least 1, got 0"):
-        build_powersgd(model, comm, matrix_approximation_rank=0)

@@ -13,20 +13,15 @@ from torch import nn
 
 from gradsync.comm.choose import communicator
 from gradsync.comm.groups import groups
-from gradsync.comm.single import SingleCommunicator
 from gradsync.errors import ConfigError, GradsyncError
 from gradsync.sync.reducer import sum_gradients
 from gradsync.sync.registry import STRATEGIES
 from gradsync.sync.replicate import replicate
-from support.engine_cases import pretend_hosts
 from support.rank_session import open_session
 from support.sync_cases import (
     CASES,
-    LOSSY_LOSS_RTOL,
-    assert_equal_to_one_rank,
     assert_keeps_its_promise,
     cases_for,
-    one_rank,
     options_for,
     train_case,
 )
@@ -53,35 +48,22 @@ def test_keeps_its_promise(pool: Any, name: str, world_size: int) -> None:
         assert_keeps_its_promise(case, name, results)
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_one_rank_needs_no_group(name: str) -> None:
-    comm = SingleCommunicator()
-    result = train_case(CASES[0], name, comm, groups=pretend_hosts(comm, 1))
-    assert_keeps_its_promise(CASES[0], name, [result])
-    if name != "diloco":  # its outer step is one on a single rank, too
-        assert_equal_to_one_rank([result], one_rank(CASES[0]))
-
-
-def test_every_lossy_strategy_says_how_lossy() -> None:
-    lossy = {name for name, strategy in STRATEGIES.items() if strategy.promise == "lossy"}
-    assert set(LOSSY_LOSS_RTOL) == lossy
-
-
 def _fail_on_one_rank(
     rank: int, world_size: int, store_path: str, name: str
 ) -> tuple[str, list[str]]:
-    """Rank 1 raises between two leaves of step 1; what each rank got, and threads left."""
+    """Rank 1 raises between two leaves of step 3; what each rank got, and threads left."""
     got = "nothing"
+    options = {"start_powerSGD_iter": 2} if name == "powersgd" else {}
     try:
         with open_session(rank, world_size, store_path) as world:
             model = nn.Linear(4, 4)
-            sync = replicate(model, world, sync=name)
+            sync = replicate(model, world, sync=name, **options)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            for step in range(3):
+            for step in range(5):
                 for last in (False, True):
                     with sync.micro_step(last=last):
                         loss = sync.forward(torch.ones(2, 4)).square().sum()
-                        if (rank, step, last) == (1, 1, True):
+                        if (rank, step, last) == (1, 3, True):
                             raise ValueError("injected")
                         sync.backward(loss, weight=2)
                 sync.step(optimizer)
@@ -91,28 +73,32 @@ def _fail_on_one_rank(
     return got, [t.name for t in threading.enumerate() if t.name.startswith("gradsync")]
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", ON_PROCESSES_ONLY)
 def test_an_error_on_one_rank_is_no_hang(pool: Any, name: str) -> None:
     survivor, failed = pool.run(_fail_on_one_rank, 2, name, timeout_s=20.0)
     assert failed[0] == "ValueError"
     assert survivor[0] not in ("nothing", "ValueError")
 
 
-def _forward_past_ddp(rank: int, world_size: int, store_path: str) -> str:
+def _misuse_ddp(rank: int, world_size: int, store_path: str) -> list[str]:
+    said = []
     with open_session(rank, world_size, store_path) as world:
         model = nn.Linear(2, 2)
         sync = replicate(model, world, sync="ddp")
-        try:
-            with sync.micro_step(last=True):
-                sync.backward(model(torch.ones(1, 2)).sum(), weight=1)
-        except ConfigError as error:
-            return str(error)
-    return ""
+        with torch.no_grad():
+            assert sync.forward(torch.ones(1, 2)).isfinite().all()  # evaluation may
+        with pytest.raises(ConfigError) as outside:
+            sync.backward(sync.forward(torch.ones(1, 2)).sum(), weight=1)
+        with pytest.raises(ConfigError) as past, sync.micro_step(last=True):
+            sync.backward(model(torch.ones(1, 2)).sum(), weight=1)
+        said += [str(outside.value), str(past.value)]
+    return said
 
 
-def test_a_forward_past_ddp_is_named(pool: Any) -> None:
-    for message in pool.run(_forward_past_ddp, 2):
-        assert "the forward did not go through `sync.forward(...)`" in message
+def test_misuse_of_ddp_is_named(pool: Any) -> None:
+    for outside, past in pool.run(_misuse_ddp, 2):
+        assert "`with sync.micro_step(last=leaf.is_last):`" in outside
+        assert "the forward did not go through `sync.forward(...)`" in past
 
 
 def _unlike(rank: int, world_size: int, store_path: str, name: str) -> list[str]:
@@ -149,46 +135,6 @@ def test_ranks_that_differ_are_refused(pool: Any, name: str) -> None:
     for said in pool.run(_unlike, 2, name):
         assert len(said) == (1 if name == "fsdp" else 3)
         assert all(text.startswith(begin) for text, begin in zip(said, expected, strict=False))
-
-
-def _without_micro_step(rank: int, world_size: int, store_path: str) -> tuple[str, bool]:
-    with open_session(rank, world_size, store_path) as world:
-        sync = replicate(nn.Linear(2, 2), world, sync="ddp")
-        with torch.no_grad():
-            finite = bool(sync.forward(torch.ones(1, 2)).isfinite().all())  # evaluation may
-        try:
-            sync.backward(sync.forward(torch.ones(1, 2)).sum(), weight=1)
-        except ConfigError as error:
-            return str(error), finite
-    return "", finite
-
-
-def test_a_leaf_outside_of_micro_step_is_refused(pool: Any) -> None:
-    for message, evaluated in pool.run(_without_micro_step, 2):
-        assert "`with sync.micro_step(last=leaf.is_last):`" in message
-        assert evaluated
-
-
-def _flag_after_forward(rank: int, world_size: int, store_path: str) -> float:
-    """The known trap: synchronisation switched off for the backward only."""
-    with open_session(rank, world_size, store_path) as world:
-        torch.manual_seed(0)
-        model = nn.Linear(4, 4)
-        sync = replicate(model, world, sync="ddp")
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(3):
-            for last in (False, True):
-                inputs = torch.full((2, 4), float(rank + step))
-                with sync.micro_step(last=last):
-                    sync.backward(sync.forward(inputs).square().sum(), weight=2)
-            sync.step(optimizer)
-        other = model.weight.detach().clone()
-        communicator(world).broadcast(other).wait()
-        return float((other - model.weight.detach()).abs().max())
-
-
-def test_accumulation_keeps_replicas_equal(pool: Any) -> None:
-    assert pool.run(_flag_after_forward, 2) == [0.0, 0.0]
 
 
 def _exposed(rank: int, world_size: int, store_path: str) -> dict[str, list[int]]:

@@ -21,8 +21,10 @@ from torch.utils.checkpoint import checkpoint
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.errors import ConfigError
 from gradsync.sync.gradient_sync import GradientSync
+from gradsync.sync.registry import STRATEGIES
 from gradsync.sync.replicate import replicate
-from support.sync_cases import SmallNet
+from support.engine_cases import pretend_hosts
+from support.sync_cases import SmallNet, on_handles, options_for
 from support.thread_ranks import run_thread_ranks
 
 ENGINE = ("bucketed", "invariant")
@@ -39,6 +41,10 @@ def one_step(sync: GradientSync, **named: Any) -> None:
     sync.step(sgd(sync.model))
 
 
+def branched() -> SmallNet:
+    return SmallNet(branch=True)
+
+
 def background_threads() -> list[threading.Thread]:
     return [t for t in threading.enumerate() if t.name == "gradsync-background"]
 
@@ -50,13 +56,11 @@ def background_threads() -> list[threading.Thread]:
 def test_unused_parameters_are_named_once(name: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, logger="gradsync")
 
-    def work(rank: int, group: dist.ProcessGroup) -> None:
-        sync = replicate(SmallNet(branch=True), sync=name, comm=ProcessGroupCommunicator(group))
+    def work(sync: GradientSync, _: Any) -> None:
         for _ in range(3):
-            one_step(sync, use_branch=rank == 1)
-        sync.close()
+            one_step(sync, use_branch=sync.comm.rank == 1)
 
-    run_thread_ranks(work, 3)
+    on_handles(work, branched, 3, sync=name)
     said = sorted(record.getMessage() for record in caplog.records)
     assert said == [
         f"parameter 'branch.weight' and 1 more got no gradient on rank {rank} in this step, but "
@@ -70,20 +74,16 @@ def test_nothing_is_said_of_what_nobody_uses(name: str, caplog: pytest.LogCaptur
     """Nor of a rank that has no leaf: there it is not the model's doing."""
     caplog.set_level(logging.WARNING, logger="gradsync")
 
-    def work(rank: int, group: dist.ProcessGroup) -> bool:
-        sync = replicate(SmallNet(branch=True), sync=name, comm=ProcessGroupCommunicator(group))
+    def work(sync: GradientSync, optimizer: Any) -> bool:
         used = []
-        optimizer = sgd(sync.model)
-        optimizer.register_step_pre_hook(
-            lambda *_: used.append(sync.model.branch.weight.grad is not None)
-        )
-        if rank != 2:
+        weight = sync.model.branch.weight
+        optimizer.register_step_pre_hook(lambda *_: used.append(weight.grad is not None))
+        if sync.comm.rank != 2:
             sync.backward(sync.forward(X, use_branch=False).square().sum(), weight=2)
         sync.step(optimizer)
-        sync.close()
         return used[0]
 
-    assert run_thread_ranks(work, 3) == [False] * 3
+    assert on_handles(work, branched, 3, sync=name) == [False] * 3
     assert not caplog.records
 
 
@@ -91,22 +91,19 @@ def test_nothing_is_said_of_what_nobody_uses(name: str, caplog: pytest.LogCaptur
 def test_a_stale_sum_does_not_come_back(name: str) -> None:
     """Used by all in step 1, by rank 1 only in step 2, by nobody in step 3."""
 
-    def work(rank: int, group: dist.ProcessGroup) -> list[Tensor | None]:
-        sync = replicate(SmallNet(branch=True), sync=name, comm=ProcessGroupCommunicator(group))
+    def work(sync: GradientSync, optimizer: Any) -> list[Tensor | None]:
         seen: list[Tensor | None] = []
-        optimizer = torch.optim.SGD(sync.model.parameters(), lr=0.0)
         bias = sync.model.branch.bias
         optimizer.register_step_pre_hook(
             lambda *_: seen.append(None if bias.grad is None else bias.grad.clone())
         )
         for users in ((0, 1), (1,), ()):
-            out = sync.forward(X, use_branch=rank in users)
+            out = sync.forward(X, use_branch=sync.comm.rank in users)
             sync.backward(out.sum(), weight=1)
             sync.step(optimizer)
-        sync.close()
         return seen
 
-    for first, second, third in run_thread_ranks(work, 2):
+    for first, second, third in on_handles(work, branched, sync=name):
         assert torch.equal(first, torch.full((6,), 2.0))
         assert torch.equal(second, torch.full((6,), 1.0))
         assert third is None
@@ -140,17 +137,12 @@ class _TwiceReentrant(nn.Module):
 
 
 @pytest.mark.parametrize("name", ENGINE)
-def test_reentrant_checkpointing_is_named(name: str) -> None:
+def test_reentrant_checkpointing_is_named_and_the_other_works(name: str) -> None:
     sync = replicate(_TwiceReentrant(use_reentrant=True), sync=name)
     with pytest.raises(
         ConfigError, match=r"'layer\.\w+' got a gradient twice .*use_reentrant=False"
     ):
         one_step(sync)
-
-
-@pytest.mark.parametrize("name", ENGINE)
-def test_the_other_checkpointing_works(name: str) -> None:
-    torch.manual_seed(0)
     model = _TwiceReentrant(use_reentrant=False)
     plain = copy.deepcopy(model)
     one_step(replicate(model, sync=name))
@@ -194,33 +186,13 @@ def test_reentrant_checkpointing_in_an_own_loop(name: str, inner: int) -> None:
         torch.testing.assert_close(a.grad, b.grad)
 
 
-@pytest.mark.parametrize("name", OWN_LOOP)
-def test_a_model_is_replicated_once(name: str) -> None:
-    model = nn.Linear(6, 6)
-    sync = replicate(model, sync=name)
-    with pytest.raises(ConfigError, match=r"replicated already; call close\(\)"):
-        replicate(model, sync="bucketed")
-    one_step(sync)
-
-
-@pytest.mark.parametrize("name", OWN_LOOP)
-def test_after_close_another_strategy_may_have_it(name: str) -> None:
-    """As the message above says."""
-    model = nn.Linear(6, 6)
-    replicate(model, sync=name).close()
-    one_step(replicate(model, sync="invariant"))
-
-
 # -- its life -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["invariant", "ring"])
 def test_close_removes_hooks_and_ends_threads(name: str) -> None:
-    def work(rank: int, group: dist.ProcessGroup) -> None:
-        model = nn.Linear(6, 6)
-        comm = ProcessGroupCommunicator(group)
-        sync = replicate(model, sync=name, comm=comm, collective="backend")
-        optimizer = sgd(model)
+    def work(sync: GradientSync, optimizer: Any) -> None:
+        model: Any = sync.model
         one_step(sync)
         assert background_threads()
         sync.close()
@@ -228,7 +200,7 @@ def test_close_removes_hooks_and_ends_threads(name: str) -> None:
         done.wait()
         assert not background_threads()
         # From here on it is torch alone: no messages, or rank 0 would wait for ever.
-        if rank == 0:
+        if sync.comm.rank == 0:
             loss = model(X).square().sum()
             expected = torch.autograd.grad(loss, model.weight, retain_graph=True)[0]
             loss.backward()
@@ -236,7 +208,7 @@ def test_close_removes_hooks_and_ends_threads(name: str) -> None:
             assert torch.equal(model.weight.grad, expected)
 
     done = threading.Barrier(2)
-    run_thread_ranks(work, 2, timeout_s=10)
+    on_handles(work, lambda: nn.Linear(6, 6), sync=name, collective="backend")
 
 
 @pytest.mark.parametrize("name", OWN_LOOP)
@@ -252,19 +224,18 @@ def test_a_copy_is_a_plain_model(name: str) -> None:
     one_step(sync)
 
 
-@pytest.mark.parametrize("how", ["pickle", "torch.save"])
 @pytest.mark.parametrize("name", OWN_LOOP)
-def test_a_replicated_model_can_be_saved_whole(name: str, how: str) -> None:
+@pytest.mark.parametrize(
+    ("save", "load"),
+    [(pickle.dump, pickle.load), (torch.save, partial(torch.load, weights_only=False))],
+)
+def test_a_replicated_model_can_be_saved_whole(name: str, save: Any, load: Any) -> None:
     """It comes back as the plain model that it was."""
     model = nn.Linear(6, 6)
     one_step(replicate(model, sync=name))
     file = io.BytesIO()
-    if how == "pickle":
-        pickle.dump(model, file)
-    else:
-        torch.save(model, file)
+    save(model, file)
     file.seek(0)
-    load = {"pickle": pickle.load, "torch.save": partial(torch.load, weights_only=False)}[how]
     back = load(file)
     assert torch.equal(back.weight, model.weight)
     back(X).sum().backward()
@@ -313,13 +284,15 @@ def test_frozen_parts_are_left_alone(name: str) -> None:
     assert len(sync.reducer.parameters) == 3, "the tied weight once, two biases"
 
 
-@pytest.mark.parametrize("name", [*OWN_LOOP, "flat", "overlap", "ring", "bf16", "fp16"])
+@pytest.mark.parametrize("name", [name for name, s in STRATEGIES.items() if not s.needs_group])
 def test_an_error_on_one_rank_reaches_the_others(name: str) -> None:
     """Rank 1 dies between two leaves, with buckets under way; nobody hangs."""
 
     def work(rank: int, group: dist.ProcessGroup) -> None:
         model = nn.Linear(6, 6)
-        sync = replicate(model, sync=name, comm=ProcessGroupCommunicator(group))
+        comm = ProcessGroupCommunicator(group)
+        options = options_for(name) | {"groups": pretend_hosts(comm, 1)}
+        sync = replicate(model, sync=name, comm=comm, **options)
         try:
             for step in range(3):
                 for last in (False, True):

@@ -104,17 +104,10 @@ def test_buckets_travel_while_backward_runs(sync: str) -> None:
 def test_without_overlap_after_backward(options: dict[str, Any], last: bool) -> None:
     handle, events = _chain(SingleCommunicator(), "bucketed", bucket_mb=TINY_MB, **options)
     optimizer = torch.optim.SGD(handle.model.parameters(), lr=0.0)
+    _leaf(handle, last=False)
     _leaf(handle, last=last)
     assert not [event for event in events if isinstance(event, list)]
     handle.step(optimizer)
-    assert [event for event in events if isinstance(event, list)] == [[2], [1], [0]]
-
-
-def test_only_the_last_leaf_communicates() -> None:
-    handle, events = _chain(SingleCommunicator(), "bucketed", bucket_mb=TINY_MB)
-    for last in (False, False, True):
-        assert not [event for event in events if isinstance(event, list)]
-        _leaf(handle, last=last)
     assert [event for event in events if isinstance(event, list)] == [[2], [1], [0]]
 
 

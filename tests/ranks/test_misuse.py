@@ -4,33 +4,23 @@ from __future__ import annotations
 
 import copy
 import gc
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.single import SingleCommunicator
-from gradsync.errors import ConfigError, RunError
+from gradsync.errors import ConfigError
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.replicate import replicate
-from support.own_loops import assert_gradients, gradients, loss_of, mean_gradients, on_ranks
-from support.thread_ranks import run_thread_ranks
+from support.engine_cases import Leaf
+from support.sync_cases import on_handles
 
 every_engine = pytest.mark.parametrize("name", ["invariant", "bucketed"])
 every_strategy = pytest.mark.parametrize("name", ["invariant", "bucketed", "naive"])
-
-
-@dataclass
-class Leaf:
-    """What a loader tells of a leaf."""
-
-    index: int
-    is_last: bool
-    num_targets: int = 4
 
 
 class FailsOnce(torch.autograd.Function):
@@ -52,13 +42,13 @@ class FailsOnce(torch.autograd.Function):
 class Fragile(nn.Module):
     """Two layers; between them a backward may fail."""
 
-    def __init__(self, failures: int = 0) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 1)
         generator = torch.Generator().manual_seed(5)
         for parameter in self.parameters():
             nn.init.normal_(parameter, generator=generator)
-        self.left = [failures]
+        self.left = [0]
 
     def forward(self, x: Tensor) -> Tensor:
         return self.b(FailsOnce.apply(torch.tanh(self.a(x)), self.left))
@@ -80,23 +70,6 @@ def two_layers() -> nn.Sequential:
 
 
 # -- what the model becomes after gs.replicate -----------------------------------------------------
-
-
-@every_strategy
-def test_parts_of_a_container_that_is_gone_stay_synchronised(name: str) -> None:
-    def work(rank: int, group: dist.ProcessGroup) -> Tensor:
-        first, second = two_layers()
-        comm = ProcessGroupCommunicator(group)
-        replicate(nn.ModuleList([first, second]), sync=name, comm=comm)
-        gc.collect()
-        optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
-        second(first(X * (rank + 1))).square().sum().backward()
-        optimizer.step()
-        first._gradsync.close()
-        return first.weight.detach()
-
-    first, second = run_thread_ranks(work, 2)
-    assert torch.equal(first, second)
 
 
 @every_strategy
@@ -149,15 +122,17 @@ def test_parameters_frozen_later_are_left_alone() -> None:
     sync.close()
 
 
+@every_strategy
 @pytest.mark.parametrize("part", [True, False])
-def test_a_parameter_has_one_handle(part: bool) -> None:
+def test_a_parameter_has_one_handle(name: str, part: bool) -> None:
     model = two_layers()
-    sync = alone(model if part else model[1])
-    name = "'weight'" if part else "'1.weight'"
-    with pytest.raises(ConfigError, match=rf"parameter {name} of this model is replicated already"):
-        alone(model[1] if part else model)
+    whole, other = (model, model[1]) if part else (model[1], model)
+    sync = alone(whole, sync=name)
+    said = "'weight'" if part else "'1.weight'"
+    with pytest.raises(ConfigError, match=rf"parameter {said} .* replicated already; call close"):
+        alone(other)
     sync.close()
-    alone(model[1] if part else model).close()
+    alone(other).close()
 
 
 @every_engine
@@ -173,21 +148,65 @@ def test_another_dtype_is_named(name: str) -> None:
 # -- two ways of stepping, mixed -------------------------------------------------------------------
 
 
+Program = Callable[[nn.Sequential, GradientSync, torch.optim.Optimizer], object]
+"""(model, its handle, an SGD over all of it): ends with what is refused."""
+REFUSED: dict[str, tuple[Program, str]] = {}
+
+
+def refused(message: str) -> Callable[[Program], Program]:
+    def enter(program: Program) -> Program:
+        REFUSED[program.__name__] = program, message
+        return program
+
+    return enter
+
+
+@refused(r"loss.backward\(\) is followed by optimizer.step\(\)")
+def sync_step_after_loss_backward(model: Any, sync: GradientSync, optimizer: Any) -> None:
+    model(X).sum().backward()
+    sync.step(optimizer)
+
+
+@refused(r"sync.backward\(\) is followed by sync.step\(optimizer")
+def optimizer_step_after_sync_backward(model: Any, sync: GradientSync, optimizer: Any) -> None:
+    sync.backward(model(X).sum(), weight=4)
+    optimizer.step()
+
+
+@refused(r"a backward that is not sync.backward\(\) reached")
+def loss_backward_after_sync_backward(model: Any, sync: GradientSync, optimizer: Any) -> None:
+    sync.backward(model(X).sum(), weight=4)
+    model(X).sum().backward()
+
+
+@refused(r"by sync.step\(optimizer\), not by sync.finish")
+def finish_after_sync_backward(model: Any, sync: GradientSync, optimizer: Any) -> None:
+    sync.backward(model(X).sum(), weight=4)
+    sync.finish()
+
+
+@refused(r"sync.step\(\) cannot run LBFGS, whose step evaluates")
+def an_optimizer_that_evaluates_the_loss(model: Any, sync: GradientSync, _: Any) -> None:
+    sync.backward(model(X).sum(), weight=4)
+    sync.step(torch.optim.LBFGS(model.parameters()))
+
+
+@refused(r"without a backward on any rank .* sync.step\(\[a, b\]\)")
+def a_second_step_for_a_second_optimizer(model: Any, sync: GradientSync, _: Any) -> None:
+    first, second = (torch.optim.SGD(part.parameters(), lr=0.1) for part in model)
+    sync.backward(model(X).sum(), weight=4)
+    sync.step(first)
+    sync.step(second)
+
+
 @every_strategy
-def test_the_two_ways_are_not_mixed(name: str) -> None:
+@pytest.mark.parametrize("program", REFUSED)
+def test_ways_of_stepping_are_not_mixed(name: str, program: str) -> None:
     model = two_layers()
     sync = alone(model, sync=name)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(X).sum().backward()
-    with pytest.raises(ConfigError, match=r"loss.backward\(\) is followed by optimizer.step\(\)"):
-        sync.step(optimizer)
-    optimizer.zero_grad()
-    sync.backward(model(X).sum(), weight=4)
-    with pytest.raises(ConfigError, match=r"sync.backward\(\) is followed by sync.step\(optimizer"):
-        optimizer.step()
-    loss = model(X).sum()
-    with pytest.raises(ConfigError, match=r"a backward that is not sync.backward\(\) reached"):
-        loss.backward()
+    run, message = REFUSED[program]
+    with pytest.raises(ConfigError, match=message):
+        run(model, sync, torch.optim.SGD(model.parameters(), lr=0.1))
     sync.close()
 
 
@@ -196,66 +215,28 @@ def test_plain_backwards_in_micro_step_are_refused(name: str) -> None:
     """Uneven shares: each backward would be a step of its own, and ranks would pair different
     ones."""
 
-    def work(rank: int, group: dist.ProcessGroup) -> str:
-        model = two_layers()
-        sync = replicate(model, sync=name, comm=ProcessGroupCommunicator(group))
-        with sync.micro_step(last=rank == 2), pytest.raises(ConfigError) as caught:
-            model(X).sum().backward()
-        sync.close()
+    def work(sync: GradientSync, _: Any) -> str:
+        last = sync.comm.rank == 2
+        with sync.micro_step(last=last), pytest.raises(ConfigError) as caught:
+            sync.model(X).sum().backward()
         return str(caught.value)
 
-    for said in run_thread_ranks(work, 3):
+    for said in on_handles(work, two_layers, 3, sync=name):
         assert "write sync.backward(loss_sum, leaf=leaf) there and sync.step(optimizer)" in said
-
-
-@every_strategy
-def test_a_sum_is_not_finished_as_a_mean(name: str) -> None:
-    model = two_layers()
-    sync = alone(model, sync=name)
-    sync.backward(model(X).sum(), weight=4)
-    with pytest.raises(ConfigError, match=r"by sync.step\(optimizer\), not by sync.finish"):
-        sync.finish()
-    sync.close()
 
 
 @every_engine
 @pytest.mark.parametrize("collective", ["auto", "backend"])
 def test_a_skipped_step_is_named(name: str, collective: str) -> None:
-    def work(rank: int, group: dist.ProcessGroup) -> None:
-        model = two_layers()
-        comm = ProcessGroupCommunicator(group)
-        sync = replicate(model, sync=name, comm=comm, collective=collective)
-        for leaf in (Leaf(2 * rank, False), Leaf(2 * rank + 1, True)):
-            sync.backward(model(X).sum(), leaf=leaf)
-        loss = model(X).sum()
+    def work(sync: GradientSync, _: Any) -> None:
+        first = 2 * sync.comm.rank
+        for leaf in (Leaf(first, False, 4), Leaf(first + 1, True, 4)):
+            sync.backward(sync.model(X).sum(), leaf=leaf)
+        loss = sync.model(X).sum()
         with pytest.raises(ConfigError, match=r"sync.step\(\) was not called in between"):
-            sync.backward(loss, leaf=Leaf(2 * rank, False))
-        sync.close()
+            sync.backward(loss, leaf=Leaf(first, False, 4))
 
-    run_thread_ranks(work, 2)
-
-
-@every_strategy
-def test_an_optimizer_that_evaluates_the_loss_is_refused(name: str) -> None:
-    model = two_layers()
-    sync = alone(model, sync=name)
-    sync.backward(model(X).sum(), weight=4)
-    with pytest.raises(ConfigError, match=r"sync.step\(\) cannot run LBFGS, whose step evaluates"):
-        sync.step(torch.optim.LBFGS(model.parameters()))
-    sync.close()
-
-
-def test_a_second_step_for_a_second_optimizer_is_refused() -> None:
-    model = two_layers()
-    sync = alone(model)
-    first, second = (torch.optim.SGD(part.parameters(), lr=0.1) for part in model)
-    sync.backward(model(X).sum(), weight=4)
-    sync.step(first)
-    with pytest.raises(
-        ConfigError, match=r"without a backward on any rank .* sync.step\(\[a, b\]\)"
-    ):
-        sync.step(second)
-    sync.close()
+    on_handles(work, two_layers, sync=name, collective=collective)
 
 
 @every_strategy
@@ -297,6 +278,9 @@ def test_a_closed_handle_says_so() -> None:
             call()
 
 
+AGAIN = (0, 1, 1, 2, 3)
+"""Steps of a run whose second one is discarded."""
+
 # -- a backward that raises ------------------------------------------------------------------------
 
 
@@ -308,17 +292,16 @@ def test_a_failed_backward_is_thrown_away(
 ) -> None:
     """One of two leaves fails in the second of four steps; that step is done again."""
 
-    def work(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, list[bool]]:
-        comm = ProcessGroupCommunicator(group)
-        model = Fragile()
-        sync = replicate(model, sync=name, comm=comm)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    def work(
+        sync: GradientSync, optimizer: Any, steps: tuple[int, ...]
+    ) -> tuple[Tensor, list[bool]]:
+        model, rank = sync.model, sync.comm.rank
         discarded = []
-        for step in (0, 1, 1, 2, 3):
+        for step in steps:
             try:
                 for leaf in range(2):
-                    fails = len(discarded) == 1 and rank in failing and leaf == failing_leaf
-                    model.left[0] = int(fails)
+                    fails = steps == AGAIN and len(discarded) == 1 and rank in failing
+                    model.left[0] = int(fails and leaf == failing_leaf)
                     with sync.micro_step(last=leaf == 1, index=2 * rank + leaf):
                         loss = model(X * (step + rank + leaf)).square().sum()
                         sync.backward(loss, weight=4)
@@ -329,23 +312,10 @@ def test_a_failed_backward_is_thrown_away(
                 discarded.append(True)
             else:
                 discarded.append(sync.step(optimizer).discarded)
-        sync.close()
         return model.a.weight.detach(), discarded
 
-    def undisturbed(rank: int, group: dist.ProcessGroup) -> Tensor:
-        model = Fragile()
-        sync = replicate(model, sync=name, comm=ProcessGroupCommunicator(group))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(4):
-            for leaf in range(2):
-                with sync.micro_step(last=leaf == 1, index=2 * rank + leaf):
-                    sync.backward(model(X * (step + rank + leaf)).square().sum(), weight=4)
-            sync.step(optimizer)
-        sync.close()
-        return model.a.weight.detach()
-
-    expected = run_thread_ranks(undisturbed, 2)[0]
-    for weight, discarded in run_thread_ranks(work, 2):
+    expected, _ = on_handles(partial(work, steps=(0, 1, 2, 3)), Fragile, sync=name)[0]
+    for weight, discarded in on_handles(partial(work, steps=AGAIN), Fragile, sync=name):
         assert discarded == [False, True, False, False, False]
         assert torch.equal(weight, expected)
 
@@ -366,10 +336,9 @@ def test_leaves_can_be_thrown_away(name: str) -> None:
 
 @every_strategy
 def test_a_failed_backward_in_a_loop_of_ones_own(name: str) -> None:
-    def work(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor | None]:
-        model = Fragile(failures=int(rank == 1))
-        sync = replicate(model, sync=name, comm=ProcessGroupCommunicator(group))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    def work(sync: GradientSync, optimizer: Any) -> tuple[Tensor, Tensor | None]:
+        model, rank = sync.model, sync.comm.rank
+        model.left[0] = int(rank == 1)
         loss = model(X * (rank + 1)).square().sum()
         if rank == 1:
             with pytest.raises(FloatingPointError, match="injected"):
@@ -383,16 +352,14 @@ def test_a_failed_backward_in_a_loop_of_ones_own(name: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
         model(X * (rank + 1)).square().sum().backward()
-        gradient = model.a.weight.grad.clone()
-        sync.close()
-        return gradient, lost
+        return model.a.weight.grad.clone(), lost
 
     grads = []
     for rank in range(2):
         model = Fragile()
         model(X * (rank + 1)).square().sum().backward()
         grads.append(model.a.weight.grad)
-    for gradient, lost in run_thread_ranks(work, 2):
+    for gradient, lost in on_handles(work, Fragile, sync=name):
         assert lost is None
         torch.testing.assert_close(gradient, (grads[0] + grads[1]) / 2)
 
@@ -402,10 +369,8 @@ def test_a_failed_backward_in_a_loop_of_ones_own(name: str) -> None:
 def test_a_rank_whose_forward_failed_discards(name: str, own: bool) -> None:
     """In the first step, before anything tells which of the two ways the program goes."""
 
-    def work(rank: int, group: dist.ProcessGroup) -> Tensor:
-        model = two_layers()
-        sync = replicate(model, sync=name, comm=ProcessGroupCommunicator(group))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    def work(sync: GradientSync, optimizer: Any) -> Tensor:
+        model, rank = sync.model, sync.comm.rank
         before = model[0].weight.detach().clone()
         if rank == 1:
             sync.discard()
@@ -415,151 +380,10 @@ def test_a_rank_whose_forward_failed_discards(name: str, own: bool) -> None:
         else:
             sync.backward(model(X).square().sum(), weight=4)
             assert sync.step(optimizer).discarded
-        sync.close()
         return model[0].weight.detach() - before
 
-    for moved in run_thread_ranks(work, 2, timeout_s=10.0):
+    for moved in on_handles(work, two_layers, sync=name):
         assert not moved.any()
-
-
-# -- ranks that do different things, once more -----------------------------------------------------
-
-
-@every_strategy
-@pytest.mark.parametrize("by", ["step", "finish"])
-def test_a_rank_without_a_backward_after_a_skipped_step(name: str, by: str) -> None:
-    def loop(rank: int, sync: GradientSync, optimizer: Any) -> dict[str, Tensor | None]:
-        optimizer.param_groups[0]["lr"] = 0.0
-        loss_of(sync.model, rank, 0).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        loss_of(sync.model, rank, 1).backward()
-        optimizer.zero_grad()  # and no step
-        if rank != 1:
-            loss_of(sync.model, rank, 2).backward()
-        elif by == "finish":
-            sync.finish()
-        optimizer.step()
-        return gradients(sync.model)
-
-    for found in on_ranks(name, loop):
-        assert_gradients(found, mean_gradients(2, users=(0, 2)))
-
-
-@every_strategy
-def test_a_rank_without_a_backward_gives_nothing_of_the_last_step(name: str) -> None:
-    """It did not clear its gradients, since it had no backward to clear them for."""
-
-    def loop(rank: int, sync: GradientSync, optimizer: Any) -> dict[str, Tensor | None]:
-        optimizer.param_groups[0]["lr"] = 0.0
-        loss_of(sync.model, rank, 0).backward()
-        optimizer.step()
-        if rank != 1:
-            optimizer.zero_grad()
-            loss_of(sync.model, rank, 2).backward()
-        optimizer.step()
-        return gradients(sync.model)
-
-    for found in on_ranks(name, loop):
-        assert_gradients(found, mean_gradients(2, users=(0, 2)))
-
-
-@every_strategy
-def test_two_steps_with_the_same_gradients(name: str) -> None:
-    """No rank had a backward in between: then the last gradients are used again, as without us."""
-
-    def loop(rank: int, sync: GradientSync, optimizer: Any) -> list[dict[str, Tensor | None]]:
-        loss_of(sync.model, rank).backward()
-        optimizer.step()
-        first = gradients(sync.model)
-        optimizer.step()
-        return [first, gradients(sync.model)]
-
-    for first, second in on_ranks(name, loop):
-        assert_gradients(first, mean_gradients(0))
-        assert all(torch.equal(second[key], first[key]) for key in first if first[key] is not None)
-
-
-@every_strategy
-def test_gradients_put_there_by_hand_are_averaged(name: str) -> None:
-    """In every step, also when no hook has seen a backward."""
-
-    def loop(rank: int, sync: GradientSync, optimizer: Any) -> list[Tensor]:
-        found = []
-        for step in range(2):
-            for parameter in sync.reducer.parameters:
-                parameter.grad = torch.full_like(parameter, float(rank + step))
-            optimizer.step()
-            found.append(sync.reducer.parameters[0].grad.clone())
-        return found
-
-    for first, second in on_ranks(name, loop):
-        torch.testing.assert_close(first, torch.ones_like(first))
-        torch.testing.assert_close(second, torch.full_like(second, 2.0))
-
-
-@every_strategy
-def test_optimizers_on_schedules_of_their_own(name: str) -> None:
-    def work(rank: int, group: dist.ProcessGroup) -> Tensor:
-        model = two_layers()
-        sync = replicate(model, sync=name, comm=ProcessGroupCommunicator(group))
-        often, seldom = (torch.optim.SGD(part.parameters(), lr=0.1) for part in model)
-        for step in range(2):
-            if (rank, step) != (1, 1):
-                model(X * (rank + step + 1)).square().sum().backward()
-            if step == 1:
-                seldom.step()
-            often.step()
-            often.zero_grad()
-            seldom.zero_grad()
-        sync.close()
-        return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-
-    first, second = run_thread_ranks(work, 2)
-    assert torch.equal(first, second)
-
-
-@every_strategy
-def test_models_take_part_in_the_order_of_their_handles(name: str) -> None:
-    """One rank has no backward: its one optimizer takes part for four models."""
-
-    def work(rank: int, group: dist.ProcessGroup) -> Tensor:
-        junk = [object() for _ in range(1000 * rank)]
-        comm = ProcessGroupCommunicator(group)
-        models = [nn.Linear(4 + i, 3) for i in range(4)]
-        handles = [replicate(model, sync=name, comm=comm) for model in models]
-        parameters = [p for model in models for p in model.parameters()]
-        optimizer = torch.optim.SGD(parameters, lr=0.1)
-        for _ in range(2):
-            if rank == 0:
-                for i, model in enumerate(models):
-                    model(torch.ones(2, 4 + i)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        for handle in handles:
-            handle.close()
-        del junk
-        return torch.cat([p.detach().flatten() for p in parameters])
-
-    first, second = run_thread_ranks(work, 2)
-    assert torch.equal(first, second)
-
-
-def test_gradients_are_not_swapped_between_models() -> None:
-    """Ranks that go through two models in different orders would add one's to the other's."""
-
-    def work(rank: int, group: dist.ProcessGroup) -> None:
-        comm = ProcessGroupCommunicator(group)
-        models = [nn.Linear(3, 3) for _ in range(2)]
-        handles = [replicate(model, sync="bucketed", comm=comm) for model in models]
-        try:
-            with pytest.raises(RunError, match="ranks synchronise different models"):
-                models[rank](X).sum().backward()
-        finally:
-            for handle in handles:
-                handle.close()
-
-    run_thread_ranks(work, 2)
 
 
 def test_sync_batch_norm_meets_once_a_backward_under_no_sync() -> None:
@@ -575,13 +399,10 @@ def test_sync_batch_norm_meets_once_a_backward_under_no_sync() -> None:
             hidden = self.norm(self.a(x))
             return self.c(hidden) + (self.d(hidden) if both else 0.0)
 
-    def work(rank: int, group: dist.ProcessGroup) -> None:
-        model = Net()
-        comm = ProcessGroupCommunicator(group)
-        sync = replicate(model, sync="bucketed", comm=comm, batch_norm="sync")
+    def work(sync: GradientSync, _: Any) -> None:
+        both = sync.comm.rank == 0
         with sync.no_sync():
-            model(X, rank == 0).square().sum().backward()
-        model(X, rank == 0).square().sum().backward()
-        sync.close()
+            sync.model(X, both).square().sum().backward()
+        sync.model(X, both).square().sum().backward()
 
-    run_thread_ranks(work, 2)
+    on_handles(work, Net, sync="bucketed", batch_norm="sync")

@@ -24,6 +24,7 @@ from gradsync.sync.registry import STRATEGIES
 from gradsync.sync.replicate import replicate
 from gradsync.sync.shared_memory import SharedMemoryShards
 from support.engine_cases import global_random_state, raw
+from support.sync_cases import on_handles
 from support.thread_ranks import run_thread_ranks
 
 LEAVES = 5
@@ -207,45 +208,36 @@ def test_what_is_no_list_of_optimizers(wrong: Any, message: str) -> None:
 
 @pytest.mark.parametrize("name", ["zero1", "zero2"])
 def test_muon_cannot_be_shared_out(name: str) -> None:
-    def work(rank: int, group: dist.ProcessGroup) -> str:
-        model = net()
-        sync = replicate(model, sync=name, comm=ProcessGroupCommunicator(group))
-        sync.backward(model(x_of(0, rank)).square().sum(), weight=3)
+    def work(sync: GradientSync, _: Any) -> str:
+        sync.backward(sync.model(x_of(0, sync.comm.rank)).square().sum(), weight=3)
         with pytest.raises(ConfigError) as caught:
-            sync.step(muon_and_adamw(model))
-        sync.close()
+            sync.step(muon_and_adamw(sync.model))
         return str(caught.value)
 
-    for message in run_thread_ranks(work, 2):
+    for message in on_handles(work, net, sync=name):
         assert "Muon cannot be sharded: it orthogonalises whole matrices" in message
         assert "sync='invariant'" in message
 
 
 def test_ranks_that_differ_in_one_of_them() -> None:
-    def work(rank: int, group: dist.ProcessGroup) -> None:
-        model = net()
-        sync = replicate(model, comm=ProcessGroupCommunicator(group))
-        optimizers = adam_and_sgd(model)
+    def work(sync: GradientSync, _: Any) -> None:
+        rank = sync.comm.rank
+        optimizers = adam_and_sgd(sync.model)
         optimizers[1].param_groups[0]["lr"] = 0.1 * (rank + 1)
-        sync.backward(model(x_of(0, rank)).square().sum(), weight=3)
+        sync.backward(sync.model(x_of(0, rank)).square().sum(), weight=3)
         with pytest.raises(ConfigError, match=r"lr of group 0 of optimizer 1 differs: rank 0 0.1"):
             sync.step(optimizers)
-        sync.close()
 
-    run_thread_ranks(work, 2)
+    on_handles(work, net)
 
 
 def test_one_copy_of_the_weights_needs_shares() -> None:
-    def work(rank: int, group: dist.ProcessGroup) -> None:
-        model = net()
-        comm = ProcessGroupCommunicator(group)
-        sync = replicate(model, comm=comm, weights="shared", collective="shared_memory")
-        sync.backward(model(x_of(0, rank)).square().sum(), weight=3)
+    def work(sync: GradientSync, _: Any) -> None:
+        sync.backward(sync.model(x_of(0, sync.comm.rank)).square().sum(), weight=3)
         with pytest.raises(ConfigError, match=r"weights='shared': Muon .*; use 'replicas'"):
-            sync.step(muon_and_adamw(model))
-        sync.close()
+            sync.step(muon_and_adamw(sync.model))
 
-    run_thread_ranks(work, 2)
+    on_handles(work, net, weights="shared", collective="shared_memory")
 
 
 # -- several steps over one batch ------------------------------------------------------------------

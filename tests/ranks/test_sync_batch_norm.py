@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import re
 from typing import Any
 
@@ -14,6 +15,7 @@ from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.single import SingleCommunicator
 from gradsync.errors import ConfigError
 from gradsync.sync.batch_norm import CHOICES, NOT_INVARIANT, choose_batch_norm
+from gradsync.sync.replicate import replicate
 from support.thread_ranks import run_thread_ranks
 
 ALONE = SingleCommunicator()
@@ -194,9 +196,9 @@ def test_unequal_numbers_of_forwards_are_an_error_not_a_hang() -> None:
         try:
             for _ in range(2 if rank == 1 else 1):
                 loss = model(torch.randn(2, 2, 5, 5)).sum()
-                handling.meet("backward")
+                handling.meet("a backward")
                 loss.backward()
-            handling.meet("step")
+            handling.meet("the step's end")
         except ConfigError as error:
             return str(error)
         return ""
@@ -213,7 +215,7 @@ def test_evaluation_on_one_rank_waits_for_nobody() -> None:
         handling = choose_batch_norm(model, ProcessGroupCommunicator(group), "sync")
         if rank == 0:
             model.eval()(torch.randn(2, 2, 5, 5))
-        handling.meet("step")
+        handling.meet("the step's end")
 
     run_thread_ranks(work, 2)
 
@@ -235,3 +237,40 @@ def test_compiled_models_synchronise_too() -> None:
     torch.testing.assert_close(outputs, expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(model[0].weight.grad, plain[0].weight.grad, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(model[1].running_var, plain[1].running_var)
+
+
+# -- saved whole, a model comes back an ordinary one -----------------------------------------------
+
+
+def saved_and_loaded(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_a_loaded_model_is_an_ordinary_one(choice: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    handle = replicate(model, batch_norm=choice, sync="bucketed")
+    loaded = saved_and_loaded(model)
+    again = saved_and_loaded(copy.deepcopy(loaded))
+    handle.close()
+    plain = copy.deepcopy(model).train()
+    inputs = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
+    for each in (loaded, again):
+        assert each.train()[1].training
+        assert torch.equal(each(inputs), copy.deepcopy(plain)(inputs))
+        assert not torch.equal(each[1].running_mean, torch.zeros(3))
+        assert not each.eval()[1].training
+
+
+def test_a_loaded_model_can_be_handled_again() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3))
+    choose_batch_norm(model, ALONE, "freeze")
+    loaded = saved_and_loaded(model.train())
+    handling = choose_batch_norm(loaded.train(), ALONE, "freeze")
+    assert not loaded.train()[0].training
+    handling.close()
+    assert loaded.train()[0].training
+    assert not model.train()[0].training

@@ -145,36 +145,6 @@ def test_compiled_models_follow_the_same_rule() -> None:
         torch.testing.assert_close(result[name], tensor, msg=name)
 
 
-def test_every_leaf_starts_from_the_same_values() -> None:
-    model = Habits()
-    sync = BufferSync(model, SingleCommunicator())
-    for _ in range(2):
-        assert model.center.tolist() == [0.0] * 4
-        model(torch.ones(3, 4, requires_grad=True)).sum().backward()
-        sync.leaf_ends()
-    end_step(sync)
-    torch.testing.assert_close(model.center, torch.full((4,), 0.1))
-
-
-def test_buffers_that_are_assigned_anew_are_seen() -> None:
-    class Assigns(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("level", torch.zeros(1))
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.level = self.level + x.detach().mean()
-            return 2 * x
-
-    model = Assigns()
-    sync = BufferSync(model, SingleCommunicator())
-    for value in (1.0, 3.0):
-        model(torch.full((2,), value, requires_grad=True)).sum().backward()
-        sync.leaf_ends()
-    end_step(sync)
-    assert model.level.item() == 2.0
-
-
 def test_several_forwards_may_wait_for_one_backward() -> None:
     """Setting back must not trip autograd over what batch_norm saved."""
     model = nn.BatchNorm1d(3)

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gradsync.comm.process_group import ProcessGroupCommunicator
-from gradsync.comm.single import SingleCommunicator
 from gradsync.errors import RunError
 from gradsync.sync import check_replicas as module
 from gradsync.sync.check_replicas import check_replicas, hash_bits, replica_tensors
@@ -95,37 +94,38 @@ def flip(tensor: torch.Tensor, bit: int = 0) -> None:
     tensor.detach().view(-1).view(torch.int32)[1] ^= 1 << bit
 
 
-def test_the_minority_is_named_on_all_ranks() -> None:
-    def change(rank: int, model: nn.Module) -> None:
-        if rank == 2:
-            flip(model[1].weight)
-            flip(model[1].bias)
-
-    assert (
-        verdicts(change, 4)
-        == [
-            "replicas differ after step 12, first in '1.weight' (2 of 4 tensors): rank 2 holds "
-            "other bits than ranks 0,1,3; go back to a checkpoint from before"
-        ]
-        * 4
-    )
-
-
-def test_two_ranks_cannot_say_who_is_right() -> None:
-    told = verdicts(lambda rank, model: flip(model[0].bias) if rank else None, 2)
-    assert "first in '0.bias' (1 of 4 tensors): rank 0 / rank 1 hold different bits" in told[0]
-    assert "nobody can say which is right" in told[1]
-
-
-def test_several_odd_ranks_are_named_when_most_agree() -> None:
-    told = verdicts(lambda r, model: flip(model[0].weight, r) if r in (0, 3) else None, 4)
-    assert "rank 0 / ranks 1,2 / rank 3 hold different bits" in told[0]  # 2 of 4 are no majority
+@pytest.mark.parametrize(
+    ("world_size", "flips", "said"),
+    [
+        (
+            4,
+            {2: ((1, "weight"), (1, "bias"))},
+            "first in '1.weight' (2 of 4 tensors): rank 2 holds other bits than ranks 0,1,3; go",
+        ),
+        (3, {1: ((0, "weight"),)}, "rank 1 holds other bits than ranks 0,2;"),
+        (
+            2,
+            {1: ((0, "bias"),)},
+            "first in '0.bias' (1 of 4 tensors): rank 0 / rank 1 hold different bits, and without "
+            "a majority nobody can say which is right",
+        ),
+        (4, {0: ((0, "weight"),), 3: ((0, "weight"),)}, "rank 0 / ranks 1,2 / rank 3 hold diff"),
+    ],
+)
+def test_the_minority_is_named_on_all_ranks(
+    world_size: int, flips: dict[int, tuple[tuple[int, str], ...]], said: str
+) -> None:
+    """Two of four are no majority."""
 
     def change(rank: int, model: nn.Module) -> None:
-        if rank == 1:
-            flip(model[0].weight)
+        for layer, name in flips.get(rank, ()):
+            flip(model.get_submodule(str(layer)).get_parameter(name), rank)
 
-    assert "rank 1 holds other bits than ranks 0,2;" in verdicts(change, 3)[0]
+    told = verdicts(change, world_size)
+    assert told == [told[0]] * world_size
+    assert told[0].startswith("replicas differ after step 12, first in ")
+    assert said in told[0]
+    assert told[0].endswith("; go back to a checkpoint from before")
 
 
 @pytest.mark.parametrize(
@@ -187,8 +187,3 @@ def test_optimizer_state_and_buffers_are_replicas_too() -> None:
         return str(caught.value)
 
     assert "first in 'exp_avg_sq of bias' (1 of 11 tensors)" in run_thread_ranks(work, 2)[0]
-
-
-def test_one_rank_agrees_with_itself() -> None:
-    check_replicas(nn.Linear(2, 2).named_parameters(), SingleCommunicator())
-    check_replicas([], SingleCommunicator())

@@ -37,18 +37,6 @@ def test_equal_models_pass_with_other_values() -> None:
     assert complaints(lambda rank: nn.Linear(3, 2), settings=lambda rank: {"sync": "a"}) == [""] * 3
 
 
-def test_a_mismatch_is_named_on_all_ranks() -> None:
-    told = complaints(lambda rank: nn.Sequential(nn.ReLU(), nn.Linear(4, 3 if rank == 1 else 2)))
-    assert (
-        told
-        == [
-            "ranks do not start alike: parameter '1.weight' is [2, 4] float32 on ranks 0,2 but "
-            "[3, 4] float32 on rank 1; run the same script with the same arguments on every rank"
-        ]
-        * 3
-    )
-
-
 @pytest.mark.parametrize(
     ("build", "expected"),
     [
@@ -69,6 +57,9 @@ def test_whatever_differs_all_ranks_say_the_same(
     told = complaints(build)
     assert expected in told[0]
     assert told == [told[0]] * 3
+    if "has no values" not in expected:
+        assert told[0].startswith("ranks do not start alike: ")
+        assert told[0].endswith("; run the same script with the same arguments on every rank")
 
 
 def test_settings_are_compared_too() -> None:
@@ -134,14 +125,6 @@ def test_ranks_with_other_strides_still_exchange_the_same_elements() -> None:
         return model.weight.tolist()
 
     assert run_thread_ranks(work, 2) == [[[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]] * 2
-
-
-def test_one_rank_is_no_special_case() -> None:
-    model, comm = zoo(0), SingleCommunicator()
-    check_same_model(model, comm, {"sync": "naive"})
-    before = {name: bits(tensor) for name, tensor in model.state_dict().items()}
-    broadcast_model(model, comm)
-    assert {name: bits(tensor) for name, tensor in model.state_dict().items()} == before
 
 
 def test_values_of_all_ranks_are_gathered() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.registry import STRATEGIES
 from gradsync.sync.replicate import replicate
 from support.engine_cases import pretend_hosts
+from support.sync_cases import on_handles
 from support.thread_ranks import run_thread_ranks
 
 Case = tuple[str, dict[str, Any]]
@@ -205,31 +205,25 @@ def test_what_else_can_differ() -> None:
 
 
 def test_who_only_looks_at_a_state_has_loaded_none() -> None:
-    def work(rank: int, group: dist.ProcessGroup) -> None:
-        model = net()
-        sync = replicate(model, comm=ProcessGroupCommunicator(group))
-        optimizer = adamw(model)
-        if rank == 0:
-            assert not any(optimizer.state[parameter] for parameter in model.parameters())
+    def work(sync: GradientSync, _: Any) -> None:
+        optimizer = adamw(sync.model)
+        if sync.comm.rank == 0:
+            assert not any(optimizer.state[parameter] for parameter in sync.model.parameters())
         step(sync, optimizer, False)
-        sync.close()
 
-    run_thread_ranks(work, 2)
+    on_handles(work, net)
 
 
 def test_a_step_goes_on_once_ranks_are_alike() -> None:
-    def work(rank: int, group: dist.ProcessGroup) -> Tensor:
-        model = net()
-        sync = replicate(model, comm=ProcessGroupCommunicator(group))
-        optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1 * (rank + 1)))
+    def work(sync: GradientSync, optimizer: Any) -> Tensor:
+        optimizer.param_groups[0]["lr"] = torch.tensor(0.1 * (sync.comm.rank + 1))
         with pytest.raises(ConfigError, match=r"lr of group 0 differs: rank 0 0\.1\d+, rank 1 0"):
             step(sync, optimizer, False)
         optimizer.param_groups[0]["lr"].fill_(0.5)
         step(sync, optimizer, False)
-        sync.close()
-        return model[0].weight.detach()
+        return sync.model[0].weight.detach()
 
-    first, second = run_thread_ranks(work, 2)
+    first, second = on_handles(work, net)
     assert torch.equal(first, second)
     assert not torch.equal(first, net()[0].weight)
 
@@ -237,9 +231,8 @@ def test_a_step_goes_on_once_ranks_are_alike() -> None:
 def test_a_step_that_is_thrown_away_compares_nothing() -> None:
     """Nor does a rank that wants to stop, or has no leaf, change the message's length."""
 
-    def work(rank: int, group: dist.ProcessGroup) -> list[bool]:
-        model = net()
-        sync = replicate(model, comm=ProcessGroupCommunicator(group))
+    def work(sync: GradientSync, _: Any) -> list[bool]:
+        model, rank = sync.model, sync.comm.rank
         optimizer = adamw(model)
         if rank:
             sync.backward(model(torch.ones(1, 3)).sum(), weight=1)
@@ -252,27 +245,21 @@ def test_a_step_that_is_thrown_away_compares_nothing() -> None:
         if rank:
             sync.backward(model(torch.ones(1, 3)).sum(), weight=1)
         result = sync.step(optimizer, stop=rank == 1)
-        sync.close()
         return [*found, result.discarded, result.stop]
 
-    assert run_thread_ranks(work, 2) == [[True, False, True]] * 2
+    assert on_handles(work, net) == [[True, False, True]] * 2
 
 
 def test_the_two_ways_to_step_do_not_meet() -> None:
     """One rank has no leaf and takes part by `optimizer.step()`: it would divide by another number
     than the others."""
 
-    def work(rank: int, group: dist.ProcessGroup) -> str:
-        model = net()
-        sync = replicate(model, comm=ProcessGroupCommunicator(group))
-        optimizer = adamw(model)
-        take_part = optimizer.step if rank else partial(step, sync, optimizer, own=False)
+    def work(sync: GradientSync, optimizer: Any) -> str:
         with pytest.raises(ConfigError) as caught:
-            take_part()
-        sync.close()
+            optimizer.step() if sync.comm.rank else step(sync, optimizer, own=False)
         return str(caught.value)
 
-    for said in run_thread_ranks(work, 2):
+    for said in on_handles(work, net):
         assert "the call differs: rank 0 sync.step(), rank 1 loss.backward() or optimizer" in said
 
 
@@ -280,17 +267,14 @@ def test_the_two_ways_to_step_do_not_meet() -> None:
 
 
 def test_a_handle_overwrites_weights_on_all_ranks() -> None:
-    def work(rank: int, group: dist.ProcessGroup) -> Tensor:
-        model = net()
-        sync = replicate(model, comm=ProcessGroupCommunicator(group))
-        optimizer = adamw(model)
+    def work(sync: GradientSync, _: Any) -> Tensor:
+        optimizer = adamw(sync.model)
         step(sync, optimizer, False)
         sync.load_full_weights({name: p * 2 for name, p in net().state_dict().items()})
         step(sync, optimizer, False)
-        sync.close()
-        return model[0].weight.detach()
+        return sync.model[0].weight.detach()
 
-    first, second = run_thread_ranks(work, 2)
+    first, second = on_handles(work, net)
     assert torch.equal(first, second)
 
 
@@ -298,16 +282,13 @@ def test_samples_go_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """A change past the counters in one of more parameters than are looked into at once."""
     monkeypatch.setattr("gradsync.sync.check_replicas._SAMPLED", 2)
 
-    def work(rank: int, group: dist.ProcessGroup) -> None:
-        model = net()
-        sync = replicate(model, comm=ProcessGroupCommunicator(group))
-        optimizer = adamw(model)
+    def work(sync: GradientSync, _: Any) -> None:
+        optimizer = adamw(sync.model)
         for _ in range(2):  # after the first it looks into 2.*, then into 0.*
             step(sync, optimizer, False)
-            if rank:
-                model[0].bias.data.mul_(0.5)
+            if sync.comm.rank:
+                sync.model[0].bias.data.mul_(0.5)
         with pytest.raises(RunError, match=r"'0.bias' .* changed on rank 1, not"):
             step(sync, optimizer, False)
-        sync.close()
 
-    run_thread_ranks(work, 2)
+    on_handles(work, net)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import torch
 from torch import nn
@@ -43,51 +43,30 @@ NOT_INVARIANT = {
 }
 """Choices that the invariant order must refuse, and why."""
 
-Turn = Literal["forward", "backward", "last backward", "step"]
-_TURNS: dict[Turn, str] = {
-    "forward": "a forward",
-    "backward": "a backward",
-    "last backward": "the backward of the last leaf",
-    "step": "the step's end",
-}
-"""Next actions of a rank, and their names in messages."""
+Turn = Literal["a forward", "a backward", "the backward of the last leaf", "the step's end"]
+"""Next action of a rank."""
 
 
 class BatchNormHandling:
-    """BatchNorm's handling in one model; made by `choose_batch_norm`.
-
-    Attributes:
-        choice: the user's choice; None when no layer of the model needs one.
-        own_buffers: layers that keep their buffers equal on all ranks by themselves.
-    """
+    """BatchNorm's handling in one model; made by `choose_batch_norm`."""
 
     def __init__(self, choice: str | None, comm: Communicator) -> None:
         self.choice = choice
+        """The user's choice; None when no layer of the model needs one."""
         self.own_buffers: list[nn.Module] = []
+        """Layers that keep their buffers equal on all ranks by themselves."""
+        self.undo: list[Callable[[], None]] = []
         self._comm = comm
-        self._undo: list[Callable[[], None]] = []
-
-    @property
-    def waits(self) -> bool:
-        """Whether ranks wait for each other in forwards: then `meet` compares their actions."""
-        return self.choice == "sync"
 
     def meet(self, turn: Turn) -> None:
-        """Under `sync`, check before any other message that all ranks are about to do the same.
+        """Refuse on every rank, under `sync`, that ranks are about to do different things: one with
+        fewer forwards would leave the others waiting in the middle of one.
 
-        A rank with fewer forwards than the others would leave them waiting in the middle of one.
-        The root module's forward calls this with "forward"; "backward" is for the beginning of each
-        leaf's backward ("last backward" when communication begins in it), "step" for the beginning
-        of the step. One all-gather, whole group, int64 [1]; without `sync`, nothing.
-
-        Raises:
-            ConfigError: on every rank, with the action of each rank.
+        Called before any other message of the action. One all-gather, whole group, int64 [1].
         """
-        if self.choice != "sync":
-            return
-        turns = all_gather_numbers(self._comm, list(_TURNS).index(turn))
+        words = get_args(Turn)
+        turns = all_gather_numbers(self._comm, words.index(turn))
         if len(set(turns)) > 1:
-            words = list(_TURNS.values())
             sides = " but ".join(
                 f"{name_ranks(ranks)} came to {words[index]}"
                 for index, ranks in group_ranks(turns).items()
@@ -99,8 +78,8 @@ class BatchNormHandling:
 
     def close(self) -> None:
         """Restore the layers' own methods; values stay as they are."""
-        while self._undo:
-            self._undo.pop()()
+        while self.undo:
+            self.undo.pop()()
 
 
 def choose_batch_norm(
@@ -108,12 +87,10 @@ def choose_batch_norm(
 ) -> BatchNormHandling:
     """Apply `choice` to the model's BatchNorm layers, in place; names and values stay.
 
-    Layers in eval mode within a model that trains need no choice.
-
     Args:
         model: on its device already.
         comm: the ranks over which `sync` sums.
-        choice: one of `CHOICES`; None is for models without BatchNorm.
+        choice: one of `CHOICES`; None is for models without BatchNorm, or with layers in eval mode.
 
     Raises:
         ConfigError: unknown choice; None though some layers train; `freeze` for a layer without
@@ -134,40 +111,28 @@ def choose_batch_norm(
                 f"batch_norm='freeze': no running statistics to keep in {_some(without)} "
                 "(track_running_stats=False); say 'sync' or 'local'"
             )
-        for layer in layers.values():
-            handling._undo.append(_freeze(layer))
+        handling.undo += [_freeze(layer) for layer in layers.values()]
     elif choice == "sync" and layers:
         forward = _synced_forward(comm)
-        for layer in layers.values():
-            handling._undo.append(_replace(layer, forward))
-        handling.own_buffers = list(layers.values())
-        handling._undo.append(
-            model.register_forward_pre_hook(ModuleHook(_meeting(handling))).remove
-        )
+        handling.own_buffers += layers.values()
+        handling.undo += [_replace(layer, forward) for layer in layers.values()]
+
+        @torch.compiler.disable
+        def before_forward(*_: Any) -> None:
+            if any(layer.training for layer in handling.own_buffers):
+                handling.meet("a forward")
+
+        handling.undo.append(model.register_forward_pre_hook(ModuleHook(before_forward)).remove)
     return handling
 
 
-def _meeting(handling: BatchNormHandling) -> Callable[[nn.Module, Any], None]:
-    """Make the hook that compares ranks before a forward in which they wait for each other."""
-
-    @torch.compiler.disable
-    def before_forward(model: nn.Module, _: Any) -> None:
-        if any(layer.training for layer in handling.own_buffers):
-            handling.meet("forward")
-
-    return before_forward
-
-
 def _freeze(layer: nn.Module) -> Callable[[], None]:
-    """Keep a layer in eval mode: `train()` of the layer, and so of the model, does not change it.
-
-    Weight and bias of the layer still train.
-    """
+    """Keep a layer in eval mode, whatever the model's `train()` says; weight and bias train."""
     was_training = layer.training
     layer.eval()
 
     def train(self: nn.Module, mode: bool = True) -> nn.Module:
-        """Replace the layer's own `train` and, through it, `eval`: leave the mode as it is."""
+        """Leave the mode as it is; `eval` calls this too."""
         return self
 
     give_back = _replace(layer, train)
@@ -291,7 +256,7 @@ def _gradients(ctx: Any, grad_y: Tensor) -> Any:
     normal = (wide - _like(mean, wide)) * _like(inv_std, wide)
     own_bias = grad.sum(_all_but_channels(x))
     own_weight = (grad * normal).sum(_all_but_channels(x))
-    grad_x = grad_weight = grad_bias = None
+    grad_x = None
     if ctx.needs_input_grad[0]:
         # Whole group, float64 [2C]: as in forward, nothing overlaps.
         sums = torch.cat([own_bias.double(), own_weight.double()])
@@ -300,10 +265,8 @@ def _gradients(ctx: Any, grad_y: Tensor) -> Any:
         scale = inv_std if weight is None else inv_std * weight.double()
         grad_x = grad - _like(of_grad, wide) - normal * _like(of_product, wide)
         grad_x = (grad_x * _like(scale, wide)).to(x.dtype)
-    if ctx.needs_input_grad[1]:
-        grad_weight = own_weight.to(weight.dtype)
-    if ctx.needs_input_grad[2]:
-        grad_bias = own_bias.to(weight.dtype)
+    grad_weight = own_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None
+    grad_bias = own_bias.to(weight.dtype) if ctx.needs_input_grad[2] else None
     return grad_x, grad_weight, grad_bias, None
 
 

@@ -50,8 +50,7 @@ class BufferSync:
     on all ranks, including those without leaves.
 
     Args:
-        model: its buffers are equal on all ranks.
-        comm: the ranks.
+        model, comm: buffers are equal on all ranks.
         batch_norm: from `choose_batch_norm`; its ranks meet at the same phases.
         equal_replicas: False when replicas drift between rounds, and the strategy averages buffers
             itself when ranks meet: nothing is watched here then.
@@ -119,13 +118,9 @@ class BufferSync:
         self._leaf_is_open = True
 
     def leaf_begins(self, *, last: bool) -> None:
-        """Begin a backward (`last`: communication begins in it).
-
-        Raises:
-            ConfigError: under batch_norm='sync', ranks with different numbers of leaves.
-        """
-        if self._batch_norm is not None and self._batch_norm.waits:
-            self._batch_norm.meet("last backward" if last else "backward")
+        """Begin a backward (`last`: communication begins in it)."""
+        if self._batch_norm is not None and self._batch_norm.choice == "sync":
+            self._batch_norm.meet("the backward of the last leaf" if last else "a backward")
 
     def leaf_ends(self, *, counts: bool = True) -> None:
         """Keep the changes to buffers, unless the leaf has weight 0 (`counts=False`); reset."""
@@ -141,8 +136,8 @@ class BufferSync:
 
         The caller sums them over all ranks, in a message it sends anyway, for `step_ends`.
         """
-        if self._batch_norm is not None and self._batch_norm.waits:
-            self._batch_norm.meet("step")
+        if self._batch_norm is not None and self._batch_norm.choice == "sync":
+            self._batch_norm.meet("the step's end")
         return [sum(i in leaf for leaf in self._leaves) for i in range(len(self._buffers))]
 
     @torch.no_grad()
@@ -221,11 +216,7 @@ class _Buffer:
 
     @property
     def current(self) -> Tensor:
-        """The buffer as it is now.
-
-        Raises:
-            ConfigError: it was removed, or has another shape or dtype than at the start.
-        """
+        """The buffer as it is now; it must keep its shape and dtype."""
         now = self.owner._buffers.get(self.key)
         if now is None or now.shape != self.seen.shape or now.dtype != self.seen.dtype:
             what = "was removed" if now is None else f"became {list(now.shape)} {now.dtype}"

@@ -1,6 +1,4 @@
-"""Comparison of all replicas, bit for bit; cheap enough to run every K steps.
-
-About 2 ns per parameter on a CPU core, plus one small message.
+"""Replicas that differ: a comparison of all bits, and a watch for edits between steps.
 
 [Note: Replica hash] A tensor's bits are read as integers x_0 .. x_{n-1} (of 1, 2 or 4 bytes; longer
 elements as several). Its hash is the pair (sum of x_i, sum of (i + 1) x_i), both modulo 2**64.
@@ -8,18 +6,15 @@ One flipped bit changes the first sum by a power of two below 2**32, never by a 
 Two swapped unequal integers change the second by (x_i - x_j)(j - i), which for n < 2**31 is not 0
 either. Bits are compared, not numbers: 0.0 and -0.0 differ, and so do two NaNs with other payloads.
 
-Detection of weights that change between steps: on each rank alone; compared once one noticed.
-
-An edit on one rank (a checkpoint that only rank 0 loads, `weight.mul_` in one rank's branch) makes
-replicas that differ. Where ranks divide the update among themselves the next step mixes them, and
-they are equal again: so it must be detected before the update. Cheap signs of an edit:
+[Note: Signs of an edit] A checkpoint that only rank 0 loads, or `weight.mul_` in one rank's branch,
+makes replicas that differ. Where ranks divide the update among themselves the next step mixes them,
+and they are equal again: so it must be detected before the update. Each rank looks for cheap signs,
+and all compare once one has found some; `check_replicas` finds the edits that these miss.
 
     version counters       any in-place operation of autograd, `load_state_dict`
     addresses              `parameter.data = other`
     samples, on a CPU      `parameter.data.mul_`, a NumPy array over the memory: some elements of
                            each of `_SAMPLED` parameters, others after every step
-
-`check_replicas` reads everything, and finds the edits that these miss.
 """
 
 from __future__ import annotations
@@ -44,10 +39,12 @@ if TYPE_CHECKING:
 
 _PIECE = 1 << 17
 """Number of integers widened to 64 bits at a time: 1 MiB stays in the cache."""
-
-
 _INTEGERS = {1: torch.uint8, 2: torch.int16}
 """Dtype used to read elements of 1 or 2 bytes; longer ones are read as int32."""
+_SAMPLED = 64
+"""Parameters that are sampled after a step, and before the next; about 3 us each."""
+_ELEMENTS = 8
+"""Elements sampled of each parameter."""
 
 
 def check_replicas(
@@ -60,12 +57,12 @@ def check_replicas(
 ) -> None:
     """Check that all ranks hold the same bits in the same named tensors.
 
-    One all-gather, int64 [1], of a digest over all hashes ([Note: Replica hash]); two more
-    (`all_gather_json`) only when digests differ, so that differences never make it hang. Waits for
-    the device once.
+    About 2 ns per element on a CPU core. One all-gather, int64 [1], of a digest over all hashes
+    ([Note: Replica hash]); two more (`all_gather_json`) only when digests differ, so that
+    differences never make it hang. Waits for the device once.
 
     Args:
-        tensors: such as `model.named_parameters()`, or `replica_tensors(model, [optimizer])`.
+        tensors: such as `replica_tensors(model, [optimizer])`.
         comm: the ranks that hold replicas.
         step: for the message.
         ranks: names of the ranks of `comm` in messages, where that is not the whole run.
@@ -75,15 +72,11 @@ def check_replicas(
         RunError: on every rank, names the first tensor that differs and the ranks in the
             minority; without a majority (always so on two ranks) both sides are named.
     """
-    names, hashes = [], []
-    for name, tensor in tensors:
-        names.append(name)
-        hashes.append(hash_bits(tensor))
-    table = torch.stack(hashes).cpu() if hashes else torch.zeros(0, 2, dtype=torch.int64)
-    if same_on_all_ranks(comm, table.numpy().tobytes() + "\n".join(names).encode()):
-        return
-    mine = dict(zip(names, table.tolist(), strict=True))
-    raise RunError(describe_difference(all_gather_json(comm, mine), step, ranks, edited))
+    hashes = [(name, hash_bits(tensor)) for name, tensor in tensors]
+    table = torch.stack([each for _, each in hashes]).cpu().tolist() if hashes else []
+    mine = {name: row for (name, _), row in zip(hashes, table, strict=True)}
+    if not same_on_all_ranks(comm, repr(mine).encode()):
+        raise RunError(_difference(all_gather_json(comm, mine), step, ranks, edited))
 
 
 def hash_bits(tensor: Tensor) -> Tensor:
@@ -101,38 +94,31 @@ def hash_bits(tensor: Tensor) -> Tensor:
 
 
 def replica_tensors(
-    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = ()
+    model: nn.Module, optimizers: Sequence[Optimizer] = ()
 ) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, buffers and the state of `optimizers`, with names.
-
-    Under a sharded optimizer ranks hold different parts of the state: omit it there.
-    """
+    """Parameters, buffers and the state of `optimizers` (not of sharded ones), with names."""
     yield from model.named_parameters()
     yield from model.named_buffers()
     for optimizer in optimizers:
         for name, parameter in model.named_parameters():
-            state = optimizer.state.get(parameter, {})
-            for key in sorted(state):
-                if isinstance(state[key], torch.Tensor):
-                    yield f"{key} of {name}", state[key]
+            for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+                if isinstance(value, torch.Tensor):
+                    yield f"{key} of {name}", value
 
 
-def describe_difference(
+def _difference(
     by_rank: list[dict[str, list[int]]],
     step: int | None,
-    ranks: Sequence[int] | None = None,
-    edited: Sequence[int] = (),
+    ranks: Sequence[int] | None,
+    edited: Sequence[int],
 ) -> str:
-    """Message about differing hashes.
-
-    Args:
-        by_rank: hashes by tensor name for each rank; at least two differ.
-        step: number of the step; None leaves it out.
-        ranks: see `check_replicas`.
-        edited: see `check_replicas`.
-    """
+    """Message about the ranks' hashes by tensor; the other arguments as for `check_replicas`."""
     names = list(dict.fromkeys(name for hashes in by_rank for name in hashes))
-    differing = [name for name in names if len(_sides(by_rank, name)) > 1]
+    sides_of = {
+        name: list(group_ranks([tuple(hashes.get(name, ())) for hashes in by_rank]).values())
+        for name in names
+    }
+    differing = [name for name, sides in sides_of.items() if len(sides) > 1]
     when = "" if step is None else f" after step {step}"
     if not differing:
         return f"replicas differ{when}: ranks list their tensors in another order"
@@ -145,13 +131,12 @@ def describe_difference(
             "all ranks alike"
         )
     known = range(len(by_rank)) if ranks is None else ranks
-    found = _sides(by_rank, differing[0]).values()
-    sides = sorted(([known[index] for index in side] for side in found), key=len)
-    *minority, largest = sides
+    sides = [[known[index] for index in side] for side in sides_of[differing[0]]]
+    largest = max(sides, key=len)
     if 2 * len(largest) > len(by_rank):
-        odd = sorted(rank for side in minority for rank in side)
-        verdict = f"{name_ranks(odd)} holds other bits than {name_ranks(largest)}"
-        verdict = verdict if len(odd) == 1 else verdict.replace("holds", "hold", 1)
+        odd = sorted(rank for side in sides if side is not largest for rank in side)
+        verb = "holds" if len(odd) == 1 else "hold"
+        verdict = f"{name_ranks(odd)} {verb} other bits than {name_ranks(largest)}"
     else:
         parts = " / ".join(name_ranks(side) for side in sorted(sides))
         verdict = (
@@ -160,27 +145,9 @@ def describe_difference(
     return f"{where}: {verdict}; go back to a checkpoint from before"
 
 
-def _sides(by_rank: list[dict[str, list[int]]], name: str) -> dict[tuple[int, ...], list[int]]:
-    """Ranks by their hash of one tensor; () stands for not having it."""
-    return group_ranks([tuple(hashes.get(name, ())) for hashes in by_rank])
-
-
-_SAMPLED = 64
-"""Parameters that are sampled after a step, and before the next; about 3 us each."""
-
-
-_ELEMENTS = 8
-"""Elements sampled of each parameter."""
-
-
 class ReplicaWatch:
-    """State of this rank's replica after the last step.
-
-    Args:
-        model: all of its parameters, frozen ones too.
-        comm: the ranks that hold replicas.
-        equal: False where ranks hold different weights on purpose: these are not watched then.
-    """
+    """This rank's replica after the last step, see [Note: Signs of an edit]; frozen parameters
+    too. Not `equal` are ranks that hold different weights on purpose: these are not watched."""
 
     def __init__(self, model: nn.Module, comm: Communicator, *, equal: bool) -> None:
         self._comm = comm
@@ -194,9 +161,8 @@ class ReplicaWatch:
 
     def remember(self, *optimizers: Optimizer) -> None:
         """Accept weights, and the state of `optimizers`, as they are on this rank."""
-        self._marks = self._marks_now()
         self._turn += 1
-        self._sample = self._sample_now()
+        self._signs = self._signs_now()
         for optimizer in optimizers:
             self._states[optimizer] = optimizer.state
 
@@ -214,49 +180,32 @@ class ReplicaWatch:
         were found so before, and never compared."""
         if not self._edited:
             loaded = any(self.state_of(optimizer).startswith("loaded") for optimizer in optimizers)
-            same = self._marks == self._marks_now() and self._sample == self._sample_now()
-            self._edited = loaded or not same
+            self._edited = loaded or self._signs != self._signs_now()
         return self._edited
 
     def refuse_unlike(self, agreed: StepMetadata, settings: Settings, why: str) -> None:
-        """Raise on all ranks when they differ in the values that the step's message compared.
-
-        Args:
-            agreed: the same on all ranks; nothing is compared in a step that is discarded.
-            settings: this rank's settings, whose digest was in the message.
-            why: see `refuse_difference`.
-
-        Raises:
-            ConfigError: other settings, see `refuse_difference`.
-            RunError: weights that were changed on some ranks, see `_compare`.
-        """
+        """Raise on all ranks when they differ in what the step's message compared: in `settings`
+        (ConfigError, see `refuse_difference`), or in all weights (RunError), which are compared
+        when they have changed on some rank. Not in a step that is discarded."""
         if agreed.discard:
             return
         if not agreed.alike:
             refuse_difference(self._comm, settings, why)
         if agreed.changed:
-            self._compare()
+            # Whole group, int64 [1], then the cost of `check_replicas`.
+            told = all_gather_numbers(self._comm, int(self._edited))
+            self._edited = True
+            edited = [rank for rank, number in enumerate(told) if number]
+            check_replicas(self._named, self._comm, edited=edited)
+            self._edited = False
 
-    def _compare(self) -> None:
-        """Raise unless hashes of all weights are equal on all ranks.
-
-        One all-gather, int64 [1], whole group, and the cost of `check_replicas`.
-        """
-        told = all_gather_numbers(self._comm, int(self._edited))
-        self._edited = True
-        edited = [rank for rank, number in enumerate(told) if number]
-        check_replicas(self._named, self._comm, edited=edited)
-        self._edited = False
-
-    def _marks_now(self) -> tuple[list[int], list[int]]:
-        return [version(w) for w in self._weights], [w.data_ptr() for w in self._weights]
-
-    def _sample_now(self) -> bytes:
-        """The bits of a few elements of some parameters."""
-        count = len(self._weights)
+    def _signs_now(self) -> tuple[list[int], list[int], bytes]:
+        """Versions and addresses of all weights, and the bits of a few elements of some."""
+        weights, count = self._weights, len(self._weights)
         first = self._turn * _SAMPLED % count if count > _SAMPLED else 0
-        parts = [_few(w.detach()) for w in self._weights[first : first + _SAMPLED] if _readable(w)]
-        return torch.cat(parts).view(torch.uint8).numpy().tobytes() if parts else b""
+        parts = [_few(w.detach()) for w in weights[first : first + _SAMPLED] if _readable(w)]
+        sample = torch.cat(parts).view(torch.uint8).numpy().tobytes() if parts else b""
+        return [version(w) for w in weights], [w.data_ptr() for w in weights], sample
 
 
 def _is_plain(weight: Tensor) -> bool:

@@ -1,11 +1,9 @@
-"""The gradient's L2 norm, with bits that do not depend on ranks, buckets or shards.
+"""The gradient's L2 norm, clipping by it, and the warning of gradients that are not finite.
 
 [Note: Fixed blocks] A norm is a sum, and a sum's bits depend on how it is grouped: per parameter,
 flat and sharded norms of the same gradient gave four different values. So the grouping is fixed:
 each parameter is cut into blocks of 65,536 elements, each block's norm is taken alone (fp32), and
 the squares are added in float64 in parameter order. Buckets, shards and ranks do not appear.
-
-Gradients with nan or inf: reported by the rank that has them, before sums hide it.
 """
 
 from __future__ import annotations
@@ -22,16 +20,17 @@ from gradsync.core.torch_private import foreach_mul_, foreach_norm
 if TYPE_CHECKING:
     from torch import Tensor
 
+log = logging.getLogger("gradsync")
+
 BLOCK = 65_536
 """Elements of a block; a block never spans two parameters."""
+_CUDA_STEPS = 100
+"""Steps between two looks at the gradients on CUDA, where each waits for the device."""
 
 
 def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
     """L2 norm over all `gradients` (any shapes), fp32 [] (fp64 if any of them is), see
-    [Note: Fixed blocks].
-
-    On CUDA nothing is read back: the result stays on the device.
-    """
+    [Note: Fixed blocks]; on CUDA it stays on the device."""
     if not gradients:
         return torch.zeros(())
     double = any(gradient.dtype == torch.float64 for gradient in gradients)
@@ -67,15 +66,9 @@ def clip_gradients(gradients: Sequence[Tensor], max_norm: float) -> Tensor:
     return norm
 
 
-log = logging.getLogger("gradsync")
-
-
-_CUDA_STEPS = 100
-"""Steps between two checks on CUDA, where each check waits for the device."""
-
-
 class NonFinite:
-    """One warning when this rank's gradients become nan or inf, until they are finite again.
+    """Warns when this rank's gradients become nan or inf, before sums hide whose they are; once,
+    until they are finite again.
 
     Per step: `look` before gradients are sent, in one or several parts; then `step_ends`.
     """

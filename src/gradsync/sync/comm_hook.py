@@ -1,29 +1,4 @@
-"""DDP's buckets on a worker thread: results as the futures that DDP waits for, errors included.
-
-`powersgd`: torch's PowerSGD on torch's DDP: low-rank gradients on the wire, with error feedback.
-
-Vogels, Karimireddy & Jaggi 2019 (arXiv 1905.13727). A gradient matrix M, [n, m], is sent as P,
-[n, r], and Q, [m, r]; the error is added to the next step's gradient:
-
-    backward   ──[layer n]──[layer n-1]── … ──[layer 1]─┐
-    bucket         M = gradient + error                 │
-    wire               ──[vectors]──[P]──[Q]── …        ┴── optimizer
-                   gradient = mean of P Q^T,  error = M - P Q^T
-
-Bytes per rank: 2(W-1)/W of r (n + m) per compressed matrix instead of n m; vectors, and matrices
-where that would save less than `min_compression_rate`, are sent whole. Three operations per bucket;
-memory: the error and a copy of the gradients (2 S), P and Q.
-
-[Note: The error's unit] Gradients here are sums over a rank's share, and so is the error. DDP turns
-their mean back into a sum over ranks, and the step divides by its own weight: so an error counts
-with the weight of the step that adds it. With the same number of targets in each step that is the
-paper's algorithm exactly. Gradients that are not finite would stay in the error for ever: fp16 loss
-scaling is not supported.
-
-The error is private to each rank and in no checkpoint: after a resume it is empty, and the first
-`start_powerSGD_iter` steps are sent whole again.
-
-`gs.comm_hook`: gradsync's reductions for `DistributedDataParallel`, Accelerate and Fabric.
+"""`gs.comm_hook`: gradsync's reductions for `DistributedDataParallel`, Accelerate and Fabric.
 
     model = DistributedDataParallel(model)          # or accelerator.prepare, fabric.setup
     gs.comm_hook("ring").register(model)
@@ -37,12 +12,12 @@ A hook has to average: DDP does not divide for it. This one sums first and divid
 Algorithms of several messages run on a worker thread; their errors are raised by `backward()`.
 """
 
-from __future__ import annotations
+# No `from __future__ import annotations` here: DDP compares the hook's annotations as objects.
 
 import inspect
 from collections.abc import Callable, Iterator
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -62,11 +37,215 @@ from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.reductions import ALGORITHMS, Site
 from gradsync.core.torch_private import timeout_of
 from gradsync.errors import ConfigError
-from gradsync.sync.hook_state import HookState, average_bucket
 from gradsync.world import World
 
-if TYPE_CHECKING:
-    from torch import Tensor, nn
+STRATEGIES = ("ring", "recursive_doubling", "hierarchical", "bf16", "fp16", "powersgd")
+"""Strategies available as a DDP hook."""
+Average = Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]
+"""`average(group, bucket)`: a future of the bucket's buffer, averaged over the group in place."""
+
+
+class CommHook:
+    """A hook of one DDP model, and its state between buckets.
+
+    Use it by `hook.register(model)`, which asks DDP for the ranks to average over. It also unpacks
+    into the arguments of DDP's own method, `ddp.register_comm_hook(*hook)`; but DDP tells a hook
+    nothing about its process group, so that way averages over torch's *default* group unless
+    `comm_hook(group=)` was given. For a DDP over some of the ranks pass the same `group`.
+    """
+
+    def __init__(self, group: Any, average: Average) -> None:
+        self.group = group
+        self.average = average
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self, average_bucket))
+
+    def register(self, model: nn.Module) -> None:
+        """Register with the one DDP that `model` is or contains, before the first forward; does
+        nothing on one rank without DDP (Accelerate and Fabric do not wrap there)."""
+        found = [part for part in model.modules() if isinstance(part, DistributedDataParallel)]
+        if not found and not (dist.is_initialized() and dist.get_world_size() > 1):
+            return
+        if len(found) != 1:
+            raise ConfigError(
+                f"a communication hook belongs to one DistributedDataParallel; {len(found)} in "
+                f"{type(model).__name__} (register after DDP, accelerator.prepare or fabric.setup)"
+            )
+        if self.group is None:
+            self.group = found[0].process_group
+        found[0].register_comm_hook(*self)
+
+
+def average_bucket(state: CommHook, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """The function that DDP calls for each bucket."""
+    return state.average(state.group or dist.group.WORLD, bucket)
+
+
+def comm_hook(
+    strategy: str = "ring",
+    *,
+    group: Any = None,
+    groups: Groups | None = None,
+    **options: Any,
+) -> CommHook:
+    """Make a communication hook for `DistributedDataParallel`; one for each DDP model.
+
+    Args:
+        strategy: ring, recursive_doubling, hierarchical (see `gs.all_reduce`); bf16, fp16 (torch's
+            hooks); powersgd (torch's hook).
+        group: process group to average over; None is the model's own when registered by `register`,
+            but torch's default one when by DDP's `register_comm_hook(*hook)`.
+        groups: from `gs.groups(world)`, for hierarchical; None exchanges the ranks' hosts when the
+            first bucket comes.
+        options: of powersgd, as `PowerSgd`'s.
+
+    Raises:
+        ConfigError: unknown strategy or option, or an option out of its range.
+    """
+    if strategy not in STRATEGIES:
+        near = get_close_matches(strategy, STRATEGIES, n=1)
+        hint = f"; perhaps you meant {near[0]!r}" if near else ""
+        raise ConfigError(
+            f"comm_hook has no strategy {strategy!r}{hint} (it has: {', '.join(STRATEGIES)}; "
+            "others need more than DDP's buckets: use gs.replicate)"
+        )
+    if strategy == "powersgd":
+        return CommHook(group, PowerSgd(**options))
+    if options:
+        raise ConfigError(f"comm_hook({strategy!r}) has no option {next(iter(options))!r}")
+    if strategy in ("bf16", "fp16"):
+        # Called from `average_bucket`: DDP refuses torch's bf16 hook by its name without NCCL.
+        half = default_hooks.bf16_compress_hook, default_hooks.fp16_compress_hook
+        return CommHook(group, half[strategy == "fp16"])
+    return CommHook(group, _OnWorker(strategy, groups))
+
+
+class _OnWorker:
+    """An algorithm made of messages, on a worker thread beside backward."""
+
+    def __init__(self, algorithm: str, groups: Groups | None) -> None:
+        self._algorithm = algorithm
+        self._groups = groups
+        self._worker: BucketWorker | None = None
+        self._average: Callable[[Tensor], None] | None = None
+
+    def __call__(self, group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        tensor = bucket.buffer()
+        if self._worker is None:  # the first bucket, on the thread that all ranks have in step
+            if tensor.is_cuda:  # NCCL runs a group's messages and collectives in one order
+                group = group_of_its_own(group, tensor.device)
+            comm = ProcessGroupCommunicator(group)
+            self._average = _averaging(self._algorithm, comm, self._groups, tensor.device)
+            self._worker = BucketWorker(tensor.device)
+        average = self._average
+        assert average is not None
+        return self._worker.submit(tensor, lambda: average(tensor))
+
+
+def _averaging(
+    algorithm: str, comm: Communicator, groups: Groups | None, device: torch.device
+) -> Callable[[Tensor], None]:
+    """Make `average(tensor)` over the ranks of `comm`: in place, blocking, by messages alone."""
+    site, levels = Site(comm=comm), None
+    if algorithm == "hierarchical":
+        # `from_process_group` asks all ranks: those outside of the group do not answer.
+        if groups is None and comm.world_size != dist.get_world_size():
+            raise ConfigError(
+                f"comm_hook('hierarchical'): the model's group has {comm.world_size} of "
+                f"{dist.get_world_size()} ranks; give groups= that cover it"
+            )
+        world = None if groups is not None else World.from_process_group()
+        levels = Site(comm=comm, world=world, groups=groups).levels(device)
+
+    def average(tensor: Tensor) -> None:
+        if levels is None:
+            ALGORITHMS[algorithm].run(site, tensor, "sum")
+        else:
+            intra, inter, equal_nodes = levels
+            hierarchical_all_reduce(intra, inter, tensor, equal_nodes=equal_nodes)
+        tensor.div_(comm.world_size)  # the one division
+
+    return average
+
+
+class PowerSgd:
+    """Torch's PowerSGD hook with its state, made when the first bucket shows the device.
+
+    Low-rank gradients on the wire, with error feedback: Vogels, Karimireddy & Jaggi 2019 (arXiv
+    1905.13727). A gradient matrix M, [n, m], is sent as P, [n, r], and Q, [m, r]:
+
+        bucket     M = gradient + error of the last step
+        wire       [vectors] ─ [P] ─ [Q]
+        then       gradient = mean of P Q^T,  error = M - P Q^T
+
+    Bytes per rank: 2(W-1)/W of r (n + m) per compressed matrix instead of n m; vectors, and
+    matrices where that would save less than `min_compression_rate`, are sent whole. Three
+    operations per bucket; memory: the error and a copy of the gradients (2 S), P and Q. The error
+    is private to each rank and in no checkpoint: after a resume it is empty, and the first
+    `start_powerSGD_iter` steps are sent whole again.
+
+    [Note: PowerSGD on the CPU] Torch's hook waits for one all-reduce in the callback of another.
+    On NCCL that is a matter of streams. On Gloo it blocks one of the group's two worker threads:
+    with two buckets in progress both wait for ever, or ranks issue their all-reduces in different
+    orders. So on the CPU buckets go one after the other, on a separate thread and group.
+
+    Args:
+        options: of torch's `PowerSGDState`. `matrix_approximation_rank` (r above, 1) should be 1 to
+            4; `start_powerSGD_iter` (10) is the first step that compresses, at least 2, since DDP
+            regroups its buckets after its first backward; `min_compression_rate` (2): a matrix is
+            compressed if that makes it smaller by this factor; without `use_error_feedback` (True)
+            the result is biased; `warm_start` (True): begin with the last step's Q (one power
+            iteration a step, then enough).
+
+    Raises:
+        ConfigError: an option that is unknown or out of its range.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        known = inspect.signature(PowerSGDState).parameters.keys() - {"process_group"}
+        for name in options:
+            if name not in known:
+                raise ConfigError(
+                    f"powersgd has no option {name!r} (it has: {', '.join(sorted(known))})"
+                )
+        self._options: dict[str, Any] = {
+            "start_powerSGD_iter": 10,
+            "random_seed": 0,
+            # Without it, a matrix whose gradient is all zero (an unused layer) becomes nan.
+            "orthogonalization_epsilon": 1e-8,
+        } | options
+        for name, least in (("matrix_approximation_rank", 1), ("start_powerSGD_iter", 2)):
+            if (got := self._options.get(name, least)) < least:
+                why = ": DDP regroups its buckets after the first backward" if least == 2 else ""
+                raise ConfigError(f"{name} must be at least {least}, got {got}{why}")
+        self._state: PowerSGDState | None = None
+        self._worker: BucketWorker | None = None
+
+    def __call__(self, group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """A future of the bucket's buffer, averaged over `group` in place."""
+        tensor = bucket.buffer()
+        if self._state is None:  # thread and group; all ranks make them at their first bucket
+            if tensor.device.type == "cpu":
+                if torch.cuda.is_available():
+                    raise ConfigError(
+                        "torch's PowerSGD hook waits for the GPU wherever there is one, and fails "
+                        "with gradients on the CPU; train on the GPU, or hide it: "
+                        "CUDA_VISIBLE_DEVICES="
+                    )
+                group = group_of_its_own(group, tensor.device)  # [Note: PowerSGD on the CPU]
+                self._worker = BucketWorker(tensor.device)
+            self._state = PowerSGDState(process_group=group, **self._options)
+        state = self._state
+        if self._worker is None:
+            return powerSGD_hook(state, bucket)
+        return self._worker.submit(tensor, lambda: powerSGD_hook(state, bucket).wait())
+
+    def forget(self) -> None:
+        """Restart the count of steps."""
+        if self._state is not None:
+            assert not self._state.error_dict, "something was compressed already"
+            self._state.iter = 0
 
 
 class BucketWorker:
@@ -79,7 +258,7 @@ class BucketWorker:
         self._background = Background(device)
         self._failure: BaseException | None = None
 
-    def submit(self, tensor: Tensor, fn: Callable[[], None]) -> torch.futures.Future[Tensor]:
+    def submit(self, tensor: Tensor, fn: Callable[[], object]) -> torch.futures.Future[Tensor]:
         """Run `fn()`, which leaves the result in `tensor`; its exception is raised by backward."""
         devices: list[torch.device | int | str] = [tensor.device] if tensor.is_cuda else []
         finished = torch.futures.Future[Any](devices=devices or None)
@@ -121,209 +300,4 @@ def group_of_its_own(group: Any, device: torch.device) -> Any:
         # Without the others; then torch names the group after how many groups *this* rank has,
         # which must be equal on its members. Not where all ranks are here anyway.
         use_local_synchronization=len(ranks) < dist.get_world_size(),
-    )
-
-
-class PowerSgd:
-    """Torch's hook with its state, made when the first bucket shows the gradients' device.
-
-    [Note: PowerSGD on the CPU] Torch's hook waits for one all-reduce in the callback of another.
-    On NCCL that is a matter of streams. On Gloo it blocks one of the group's two worker threads:
-    with two buckets in progress both wait for ever, or ranks issue their all-reduces in different
-    orders. So on the CPU buckets go one after the other, on a separate thread and group.
-
-    Args:
-        options: of torch's `PowerSGDState`, with gradsync's defaults.
-
-    Raises:
-        ConfigError: an option that is unknown or out of its range.
-    """
-
-    def __init__(self, **options: Any) -> None:
-        known = inspect.signature(PowerSGDState).parameters.keys() - {"process_group"}
-        for name in options:
-            if name not in known:
-                raise ConfigError(
-                    f"powersgd has no option {name!r} (it has: {', '.join(sorted(known))})"
-                )
-        defaults: dict[str, Any] = {
-            "start_powerSGD_iter": 10,
-            "random_seed": 0,
-            # Without it, a matrix whose gradient is all zero (an unused layer) becomes nan.
-            "orthogonalization_epsilon": 1e-8,
-        }
-        self._options: dict[str, Any] = {**defaults, **options}
-        for name, least in (("matrix_approximation_rank", 1), ("start_powerSGD_iter", 2)):
-            if (got := self._options.get(name, least)) < least:
-                why = ": DDP regroups its buckets after the first backward" if least == 2 else ""
-                raise ConfigError(f"{name} must be at least {least}, got {got}{why}")
-        self._state: PowerSGDState | None = None
-        self._worker: BucketWorker | None = None
-
-    def __call__(self, group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """A future of the bucket's buffer, averaged over `group` in place."""
-        tensor = bucket.buffer()
-        if self._state is None:
-            self._begin(group, tensor.device)
-        state, worker = self._state, self._worker
-        assert state is not None
-        if worker is None:
-            return powerSGD_hook(state, bucket)
-        return worker.submit(tensor, lambda: _run(state, bucket))
-
-    def _begin(self, group: Any, device: torch.device) -> None:
-        """Prepare thread and group; all ranks call it, at their first bucket."""
-        if device.type == "cpu":
-            if torch.cuda.is_available():
-                raise ConfigError(
-                    "torch's PowerSGD hook waits for the GPU wherever there is one, and fails with "
-                    "gradients on the CPU; train on the GPU, or hide it: CUDA_VISIBLE_DEVICES="
-                )
-            group = group_of_its_own(group, device)  # [Note: PowerSGD on the CPU]
-            self._worker = BucketWorker(device)
-        self._state = PowerSGDState(process_group=group, **self._options)
-
-    def forget(self) -> None:
-        """Restart the count of steps."""
-        if self._state is not None:
-            assert not self._state.error_dict, "something was compressed already"
-            self._state.iter = 0
-
-
-def _run(state: PowerSGDState, bucket: dist.GradBucket) -> None:
-    powerSGD_hook(state, bucket).wait()
-
-
-STRATEGIES = ("ring", "recursive_doubling", "hierarchical", "bf16", "fp16", "powersgd")
-"""Strategies available as a DDP hook."""
-
-
-class CommHook:
-    """A hook and its state.
-
-    Use it by `hook.register(model)`, which asks DDP for the ranks to average over. It also unpacks
-    into the arguments of DDP's own method, `ddp.register_comm_hook(*hook)`; but DDP tells a hook
-    nothing about its process group, so that way averages over torch's *default* group unless
-    `comm_hook(group=)` was given. For a DDP over some of the ranks pass the same `group`.
-    """
-
-    def __init__(self, state: HookState) -> None:
-        self.state = state
-        self.hook = average_bucket
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter((self.state, self.hook))
-
-    def register(self, model: nn.Module) -> None:
-        """Register with the DDP that `model` is or contains; once, before the first forward.
-
-        Does nothing without one (Accelerate and Fabric do not wrap on one rank).
-
-        Raises:
-            ConfigError: no DDP although there are several ranks, or more than one DDP.
-        """
-        found = [part for part in model.modules() if isinstance(part, DistributedDataParallel)]
-        if not found and not (dist.is_initialized() and dist.get_world_size() > 1):
-            return
-        if len(found) != 1:
-            raise ConfigError(
-                f"a communication hook belongs to one DistributedDataParallel; {len(found)} in "
-                f"{type(model).__name__} (register after DDP, accelerator.prepare or fabric.setup)"
-            )
-        if self.state.group is None:
-            self.state.group = found[0].process_group
-        found[0].register_comm_hook(self.state, self.hook)
-
-
-def comm_hook(
-    strategy: str = "ring",
-    *,
-    group: Any = None,
-    groups: Groups | None = None,
-    **options: Any,
-) -> CommHook:
-    """Make a communication hook for `DistributedDataParallel`; one for each DDP model.
-
-    Args:
-        strategy: ring, recursive_doubling, hierarchical (see `gs.all_reduce`); bf16, fp16 (torch's
-            hooks); powersgd (torch's hook).
-        group: process group to average over; None is the model's own when registered by `register`,
-            but torch's default one when by DDP's `register_comm_hook(*hook)`.
-        groups: from `gs.groups(world)`, for hierarchical; None exchanges the ranks' hosts when the
-            first bucket comes.
-        options: of powersgd, as `PowerSgdReducer`'s, or others of torch's `PowerSGDState`.
-
-    Raises:
-        ConfigError: unknown strategy or option, or an option out of its range.
-    """
-    if strategy not in STRATEGIES:
-        raise ConfigError(_unknown(strategy))
-    if strategy == "powersgd":
-        return CommHook(HookState(group, PowerSgd(**options)))
-    if options:
-        raise ConfigError(f"comm_hook({strategy!r}) has no option {next(iter(options))!r}")
-    if strategy in ("bf16", "fp16"):
-        # Called from this function: DDP refuses torch's bf16 hook by its name without NCCL.
-        half = default_hooks.bf16_compress_hook, default_hooks.fp16_compress_hook
-        return CommHook(HookState(group, half[strategy == "fp16"]))
-    return CommHook(HookState(group, _OnWorker(strategy, groups)))
-
-
-class _OnWorker:
-    """An algorithm made of messages, on a worker thread beside backward."""
-
-    def __init__(self, algorithm: str, groups: Groups | None) -> None:
-        self._algorithm = algorithm
-        self._groups = groups
-        self._worker: BucketWorker | None = None
-        self._average: Callable[[Tensor], None] | None = None
-
-    def __call__(self, group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        tensor = bucket.buffer()
-        if self._worker is None:  # the first bucket, on the thread that all ranks have in step
-            if tensor.is_cuda:  # NCCL runs a group's messages and collectives in one order
-                group = group_of_its_own(group, tensor.device)
-            comm = ProcessGroupCommunicator(group)
-            self._average = _averaging(self._algorithm, comm, self._groups, tensor.device)
-            self._worker = BucketWorker(tensor.device)
-        average = self._average
-        assert average is not None
-        return self._worker.submit(tensor, lambda: average(tensor))
-
-
-def _averaging(
-    algorithm: str, comm: Communicator, groups: Groups | None, device: torch.device
-) -> Callable[[Tensor], None]:
-    """Make `average(tensor)` over the ranks of `comm`: in place, blocking, by messages alone."""
-    if algorithm != "hierarchical":
-        site = Site(comm=comm)
-
-        def average(tensor: Tensor) -> None:
-            ALGORITHMS[algorithm].run(site, tensor, "sum")
-            tensor.div_(comm.world_size)  # the one division
-
-        return average
-
-    # Before `from_process_group`, which asks all ranks: those outside of the group do not answer.
-    if groups is None and comm.world_size != dist.get_world_size():
-        raise ConfigError(
-            f"comm_hook('hierarchical'): the model's group has {comm.world_size} of "
-            f"{dist.get_world_size()} ranks; give groups= that cover it"
-        )
-    world = None if groups is not None else World.from_process_group()
-    intra, inter, equal_nodes = Site(comm=comm, world=world, groups=groups).levels(device)
-
-    def average_in_levels(tensor: Tensor) -> None:
-        hierarchical_all_reduce(intra, inter, tensor, equal_nodes=equal_nodes)
-        tensor.div_(comm.world_size)  # the one division
-
-    return average_in_levels
-
-
-def _unknown(strategy: str) -> str:
-    near = get_close_matches(strategy, STRATEGIES, n=1)
-    hint = f"; perhaps you meant {near[0]!r}" if near else ""
-    return (
-        f"comm_hook has no strategy {strategy!r}{hint} (it has: {', '.join(STRATEGIES)}; others "
-        "need more than DDP's buckets: use gs.replicate)"
     )

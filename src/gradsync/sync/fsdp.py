@@ -1,6 +1,4 @@
-"""Submodules that FSDP2 gathers and frees as one: repeated blocks, and the root for the rest.
-
-`fsdp`: torch's FSDP2, parameters, gradients and optimizer state all sharded (ZeRO stage 3).
+"""`fsdp`: torch's FSDP2, parameters, gradients and optimizer state all sharded (ZeRO stage 3).
 
 Zhao et al. 2023, "PyTorch FSDP", arXiv 2304.11277. Parameters exist whole only while their block
 computes:
@@ -53,33 +51,6 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Containers without a forward of their own, so that nothing can be gathered before it."""
 
 
-def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The outermost children of `nn.ModuleList`s, in `modules()` order, each once.
-
-    A block that shares a parameter with a module outside of it stays with the root: in FSDP2 a
-    parameter belongs to one unit only.
-    """
-    everywhere = Counter(id(p) for p in _with_ties(model))
-    blocks: list[nn.Module] = []
-    inside: set[int] = set()
-    for module in model.modules():
-        if not isinstance(module, nn.ModuleList) or id(module) in inside:
-            continue
-        for child in module:
-            own = Counter(id(p) for p in _with_ties(child))
-            closed = all(everywhere[key] == count for key, count in own.items())
-            if own and closed and id(child) not in inside and not isinstance(child, _CONTAINERS):
-                blocks.append(child)
-                inside |= {id(part) for part in child.modules()}
-    return blocks
-
-
-def _with_ties(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Every place that holds a parameter, so tied ones as often as they are held."""
-    for module in model.modules():
-        yield from module.parameters(recurse=False)
-
-
 class FsdpReducer(Reducer):
     """Shards `model` in place with FSDP2; its parameters are `DTensor`s from then on.
 
@@ -114,13 +85,23 @@ class FsdpReducer(Reducer):
         group = getattr(comm, "group", None)
         if group is None:
             raise ConfigError("sync='fsdp' needs a torch process group; use sync='naive' here")
-        names = [name for name, _ in trainable(model)]
-        _check_dtypes(model)
+        named = trainable(model)
+        own_dtype = named[0][1].dtype
+        for name, parameter in named:
+            if parameter.dtype != own_dtype:
+                raise ConfigError(
+                    f"sync='fsdp' needs one dtype for all trainable parameters: {named[0][0]!r} is "
+                    f"{own_dtype}, {name!r} is {parameter.dtype}"
+                )
         self._seen = Seen(model)
         mesh = mesh_of(group, next(model.parameters()).device, self)
         self._units: list[Any] = []  # modules of class `FSDPModule` now
         for unit in [*(blocks_of(model) if blocks else []), model]:
-            policy = _policy(model, compute_dtype, reduce_dtype, is_root=unit is model)
+            policy = MixedPrecisionPolicy(
+                param_dtype=compute_dtype,
+                reduce_dtype=reduce_dtype or (compute_dtype and torch.float32),
+                output_dtype=own_dtype if compute_dtype and unit is model else None,
+            )
             sharded = fully_shard(unit, mesh=mesh, mp_policy=policy)
             # Sums, with gradsync's division: gloo knows no mean, and PREMUL_SUM is NCCL's alone.
             sharded.set_force_sum_reduction_for_comms(True)
@@ -131,8 +112,9 @@ class FsdpReducer(Reducer):
         # A rank that did not use a parameter sends zeros: all must reduce the same ones.
         self._root.set_reduce_scatter_unused_params(True)
         self._seen.watch(self._units)
-        super().__init__(model, comm, FsdpShards(model, comm))
-        assert [name for name, _ in trainable(model)] == names, "sharding keeps names and order"
+        super().__init__(model, comm)
+        kept = [name for name, _ in trainable(model)] == [name for name, _ in named]
+        assert kept, "sharding keeps names and order"
         self._complete = self._averaged = False
         self._divide_by(comm.world_size)
 
@@ -140,8 +122,7 @@ class FsdpReducer(Reducer):
     def micro_step(self, *, last: bool) -> Iterator[None]:
         """Enclose one leaf: its gradients are added up locally, and reduced in the last backward.
 
-        Raises:
-            ConfigError: on every rank, when some ranks have no leaf left.
+        Refused on every rank, when some ranks have no leaf left.
         """
         self._roll_call(1 if last else 2)
         self._root.set_requires_gradient_sync(last)
@@ -160,11 +141,7 @@ class FsdpReducer(Reducer):
 
     @contextmanager
     def leaf(self, *, last: bool, index: int | None = None) -> Iterator[None]:
-        """Enclose a backward, only inside of `micro_step`, which gets `last` before the forward.
-
-        Raises:
-            ConfigError: outside of it.
-        """
+        """Enclose a backward, only inside of `micro_step`, which gets `last` before the forward."""
         if not self._seen.enclosed:
             raise ConfigError(
                 "sync='fsdp': enclose forward and backward of each leaf in "
@@ -179,9 +156,7 @@ class FsdpReducer(Reducer):
     def launch(self) -> list[bool]:
         """Start nothing; answers the other ranks' roll call.
 
-        Raises:
-            ConfigError: on every rank, when another one has one leaf more; when no micro-step was
-                the last.
+        Refused on every rank when another one has one leaf more, or no micro-step was the last.
         """
         complete, self._complete = self._complete, False
         if not self._seen.outside:
@@ -214,11 +189,8 @@ class FsdpReducer(Reducer):
             unit.set_gradient_divide_factor(float(factor))
 
     def _roll_call(self, leaves: int) -> None:
-        """Compare ranks, see [Note: A forward is a collective]. Whole group, int64 [W], on the CPU.
-
-        Args:
-            leaves: number of leaves left on this rank: 0, 1 or 2 for more than one.
-        """
+        """Compare how many leaves are left on each rank: 0, 1 or 2 for more than one; see
+        [Note: A forward is a collective]. Whole group, int64 [W], on the CPU."""
         call = torch.zeros(self.comm.world_size, dtype=torch.int64)
         call[self.comm.rank] = leaves
         self.comm.all_reduce(call).wait()
@@ -268,11 +240,7 @@ class FsdpShards(Replicas):
         return norm
 
     def update(self, optimizers: Sequence[Optimizer]) -> None:
-        """Update this rank's shards.
-
-        Raises:
-            ConfigError: see `_check_optimizer`.
-        """
+        """Update this rank's shards; raises ConfigError for an optimizer that cannot."""
         ours = {id(parameter) for parameter in self.parameters}
         for optimizer in optimizers:
             _check_optimizer(optimizer, ours)
@@ -299,12 +267,11 @@ class FsdpShards(Replicas):
 
     def sharded_state_dict(self, optimizer: Optimizer) -> HeldState:
         """See `Replicas.sharded_state_dict`."""
+        states = _states(optimizer)
         return {
-            parameter: (self._share(parameter), flat_state(optimizer.state[parameter], parameter))
-            if parameter in optimizer.state
-            else (self._share(parameter), {})
+            p: (self._share(p), flat_state(states[p], p) if p in states else {})
             for group in optimizer.param_groups
-            for parameter in group["params"]
+            for p in group["params"]
         }
 
     def load_sharded_state_dict(
@@ -416,34 +383,7 @@ class Seen:
         self.stopwatch.start()
 
 
-def _policy(
-    model: nn.Module,
-    compute_dtype: torch.dtype | None,
-    reduce_dtype: torch.dtype | None,
-    *,
-    is_root: bool,
-) -> MixedPrecisionPolicy:
-    if compute_dtype is None:
-        return MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
-    own = next(p.dtype for _, p in trainable(model))
-    return MixedPrecisionPolicy(
-        param_dtype=compute_dtype,
-        reduce_dtype=reduce_dtype or torch.float32,
-        output_dtype=own if is_root else None,
-    )
-
-
-def _check_dtypes(model: nn.Module) -> None:
-    first, *others = trainable(model)
-    for name, parameter in others:
-        if parameter.dtype != first[1].dtype:
-            raise ConfigError(
-                f"sync='fsdp' needs one dtype for all trainable parameters: {first[0]!r} is "
-                f"{first[1].dtype}, {name!r} is {parameter.dtype}"
-            )
-
-
-def _check_optimizer(optimizer: torch.optim.Optimizer, ours: set[int]) -> None:
+def _check_optimizer(optimizer: Optimizer, ours: set[int]) -> None:
     """Refuse parameters from before sharding, and optimizers that fail on some shapes of shards."""
     if not any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
         raise ConfigError(
@@ -457,7 +397,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, ours: set[int]) -> None:
         )
 
 
-def _states(optimizer: torch.optim.Optimizer) -> dict[Any, dict[str, Any]]:
+def _states(optimizer: Optimizer) -> dict[Any, dict[str, Any]]:
     """State of the parameters, in the order of the groups: gathering is a collective."""
     return {
         parameter: optimizer.state[parameter]
@@ -465,3 +405,31 @@ def _states(optimizer: torch.optim.Optimizer) -> dict[Any, dict[str, Any]]:
         for parameter in group["params"]
         if parameter in optimizer.state
     }
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """Submodules that FSDP2 gathers and frees as one; the root takes the rest.
+
+    They are the outermost children of `nn.ModuleList`s, in `modules()` order, each once. A block
+    that shares a parameter with a module outside of it stays with the root: in FSDP2 a parameter
+    belongs to one unit only.
+    """
+    everywhere = Counter(id(p) for p in _with_ties(model))
+    blocks: list[nn.Module] = []
+    inside: set[int] = set()
+    for module in model.modules():
+        if not isinstance(module, nn.ModuleList) or id(module) in inside:
+            continue
+        for child in module:
+            own = Counter(id(p) for p in _with_ties(child))
+            closed = all(everywhere[key] == count for key, count in own.items())
+            if own and closed and id(child) not in inside and not isinstance(child, _CONTAINERS):
+                blocks.append(child)
+                inside |= {id(part) for part in child.modules()}
+    return blocks
+
+
+def _with_ties(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Every place that holds a parameter, so tied ones as often as they are held."""
+    for module in model.modules():
+        yield from module.parameters(recurse=False)

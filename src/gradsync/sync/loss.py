@@ -1,6 +1,4 @@
-"""The step's loss and weight, over leaves and ranks.
-
-Mean losses: recognised in the autograd graph, and harmless where they are over nothing.
+"""A step's loss and weight over leaves and ranks, and means in place of sums.
 
 [Note: Mean or sum] A step divides once, by the targets of the whole global batch, so it needs each
 leaf's *sum*. A mean, the default of torch's loss functions, is multiplied by the number of targets
@@ -8,8 +6,9 @@ it was taken over: with `reduction="mean"`, loss = mean x weight. For cross-entr
 that gives the sum's gradient bit for bit (weight / weight is 1), for `mse_loss` and similar ones to
 rounding, as those divide by the number of elements first.
 
-Torch names a graph's nodes and their saved values without documenting the names; the tests go
-through all losses of `torch.nn.functional`. A loss that is not recognised causes no warning.
+A mean that is used as a sum is recognised in the autograd graph. Torch names a graph's nodes and
+their saved values without documenting the names; the tests go through all losses of
+`torch.nn.functional`. A loss that is not recognised causes no warning.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,21 +27,22 @@ from gradsync.core.torch_private import saved
 from gradsync.errors import ConfigError
 from gradsync.sync.exact_sum import NUM_BINS, from_bins, to_bins
 
-if TYPE_CHECKING:
-    from torch import Tensor
+log = logging.getLogger("gradsync")
 
 NO_LOSS = (0.0,) * (2 * NUM_BINS)
 """Message of a rank whose loop gives no loss: of the others' length, since a rank that discards a
 step may not know how they end it."""
+_MEAN = 1
+"""The `reduction` that a loss's node keeps: 0 none, 1 mean, 2 sum."""
+_LOOKED_AT = 100
+"""Nodes of a graph that are looked at for a mean."""
+_PASSED = ("Add", "Sub", "Neg", "Mul", "Div", "ToCopy", "Clone", "Alias", "View", "Squeeze")
+"""Operations between losses and `backward`'s argument: weighted sums, casts, other shapes."""
 
 
 class LossSum:
-    """This rank's loss and weight; sums over all ranks do not depend on the distribution of
-    leaves, see [Note: Fixed bins] in exact_sum.py.
-
-    Args:
-        device: device of the losses.
-    """
+    """This rank's losses (on `device`) and weights in a step; sums over all ranks do not depend on
+    the distribution of leaves, see [Note: Fixed bins]."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -78,9 +78,8 @@ class LossSum:
         """This rank's part of the step's small message, [2 NUM_BINS]: the weight, and the loss
         where that costs no wait, on a CPU."""
         weights = to_bins(torch.tensor(self._weights, dtype=torch.float64)).tolist()
-        if self._device.type == "cuda":
-            return [*weights, *[0.0] * NUM_BINS]
-        return [*weights, *self._bins().tolist()]
+        losses = [0.0] * NUM_BINS if self._device.type == "cuda" else self._bins().tolist()
+        return weights + losses
 
     @staticmethod
     def weight_over_ranks(summed: Sequence[float]) -> float:
@@ -107,12 +106,7 @@ class LossSum:
 
 
 def leaf_weight(weight: float | Tensor | None, leaf: Any) -> float:
-    """Weight of a leaf: `weight`, or else the leaf's number of targets.
-
-    Raises:
-        TypeError: neither is given.
-        ConfigError: negative, infinite or undefined.
-    """
+    """Weight of a leaf, a finite number >= 0: `weight`, or else the leaf's number of targets."""
     if weight is None:
         if leaf is None:
             raise TypeError("backward() needs weight= (the number of targets) or leaf=")
@@ -123,31 +117,9 @@ def leaf_weight(weight: float | Tensor | None, leaf: Any) -> float:
     return weight
 
 
-log = logging.getLogger("gradsync")
-
-
-_MEAN = 1
-"""The `reduction` that a loss keeps's node: 0 none, 1 mean, 2 sum."""
-
-
-_LOOKED_AT = 100
-
-
-_PASSED = ("Add", "Sub", "Neg", "Mul", "Div", "ToCopy", "Clone", "Alias", "View", "Squeeze")
-"""Operations between losses and `backward`'s argument: weighted sums, casts, other shapes."""
-
-
 def to_sum(loss: Tensor, weight: float, reduction: str | None) -> Tensor:
-    """Convert a leaf's loss to the sum over its targets, see [Note: Mean or sum].
-
-    Args:
-        loss: [].
-        weight: number of targets.
-        reduction: "sum" or None returns `loss`; "mean" multiplies it by `weight`.
-
-    Raises:
-        ConfigError: an unknown reduction.
-    """
+    """Convert a leaf's loss, [], to the sum over its `weight` targets, see [Note: Mean or sum];
+    `reduction` None is "sum"."""
     if reduction not in (None, "sum", "mean"):
         raise ConfigError(f"backward(reduction=...) must be 'sum' or 'mean', got {reduction!r}")
     if reduction != "mean":
@@ -155,13 +127,33 @@ def to_sum(loss: Tensor, weight: float, reduction: str | None) -> Tensor:
     return loss * weight if weight else loss.nan_to_num(0.0, 0.0, 0.0) * 0.0
 
 
-class MeanCheck:
-    """Warns, once, of a mean that is used as a sum, or that was taken over another number of
-    targets than its weight. Checks the first leaves only: a program's loss keeps its form.
+@contextmanager
+def counts_for_nothing(loss: Tensor) -> Iterator[None]:
+    """Enclose the backward of a mean over nothing: every gradient in its graph is zero, where
+    0 / 0 would make it nan. The backward must happen all the same: torch's DDP and FSDP
+    communicate in it."""
+    nodes, seen = [loss.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [inner for inner, _ in node.next_functions]
+    hooks = [node.register_prehook(_zeros) for node in seen]
+    try:
+        yield
+    finally:
+        for hook in hooks:  # a parameter's node outlives the graph
+            hook.remove()
 
-    Args:
-        said: whether this rank warns; the others have the same loss.
-    """
+
+def _zeros(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    return tuple(None if g is None else torch.zeros_like(g) for g in gradients)
+
+
+class MeanCheck:
+    """Warns, once and on one rank (`said`), of a mean that is used as a sum, or that was taken over
+    another number of targets than its weight. Checks the first leaves only: a program's loss keeps
+    its form."""
 
     def __init__(self, *, said: bool) -> None:
         self._leaves_left = 8 if said else 0
@@ -178,8 +170,7 @@ class MeanCheck:
 
 
 def _taken_for_a_sum(loss: Tensor, weight: float, leaf: Any) -> str:
-    counts = (weight, getattr(leaf, "num_samples", weight))
-    found = list(_reductions(loss, counts))
+    found = list(_reductions(loss, (weight, getattr(leaf, "num_samples", weight))))
     # torch's own losses say it for the rest: a penalty beside them may be a mean.
     means = [mean for node, mean in found if saved(node, "reduction") is not None]
     means = means or [mean for _, mean in found]
@@ -236,26 +227,3 @@ def _divisor(node: Any) -> float:
     other = saved(node, "other")
     one = not isinstance(other, Tensor) or other.numel() == 1
     return 0.0 if other is None or not one else float(other)
-
-
-@contextmanager
-def counts_for_nothing(loss: Tensor) -> Iterator[None]:
-    """Enclose the backward of a mean over nothing: every gradient in its graph is zero, where
-    0 / 0 would make it nan. The backward must happen all the same: torch's DDP and FSDP
-    communicate in it."""
-    nodes, seen = [loss.grad_fn], set()
-    while nodes:
-        node = nodes.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            nodes += [inner for inner, _ in node.next_functions]
-    hooks = [node.register_prehook(_zeros) for node in seen]
-    try:
-        yield
-    finally:
-        for hook in hooks:  # a parameter's node outlives the graph
-            hook.remove()
-
-
-def _zeros(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    return tuple(None if g is None else torch.zeros_like(g) for g in gradients)

@@ -1,15 +1,12 @@
-"""Notification of listeners before and after an optimizer's step.
+"""The user's optimizers: notification of their steps, and what is checked before an update.
 
 Torch offers hooks on all optimizers of the process, in one table. That table must not change while
 another thread steps, so one watch enters it once and stays; listeners come and go here.
 
-Comparison of all ranks' optimizers before any update, in the step's message.
-
 A rank that steps with another learning rate (`ReduceLROnPlateau` on its own loss, a checkpoint that
 only rank 0 loaded) trains another model; where ranks divide the update among themselves, all of
-them get one mixture of both, which no comparison of replicas can detect afterwards.
-
-Untracked parameters of a replicated model: replaced or unfrozen after `gs.replicate`.
+them get one mixture of both, which no comparison of replicas can detect afterwards. So settings are
+compared before any update, by a digest in the step's message.
 """
 
 from __future__ import annotations
@@ -24,7 +21,6 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -37,9 +33,14 @@ from gradsync.errors import ConfigError
 from gradsync.sync.check_model import group_ranks, name_ranks
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor, nn
     from torch.optim import Optimizer
+
+Settings = dict[str, str]
+"""Text by name, in the order in which messages look for the first difference."""
+
+_BITS = 20
+"""Size of a digest's numbers: W n^2 is exact in float64 for up to 2^13 ranks."""
 
 
 NOT_OPTIONS = frozenset({"params", "param_names"})
@@ -59,11 +60,11 @@ class Listener(Protocol):
     comm: Communicator
     """The ranks that it communicates with."""
 
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def before_step(self, optimizer: Optimizer) -> None:
         """Called before an optimizer uses gradients."""
         ...
 
-    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def after_step(self, optimizer: Optimizer) -> None:
         """Called after an optimizer has used gradients."""
         ...
 
@@ -91,16 +92,16 @@ class OptimizerWatch:
         with self._lock:
             self._listeners = [ref for ref in self._listeners if ref() not in (None, listener)]
 
-    def owns(self, parameter: torch.Tensor) -> bool:
+    def owns(self, parameter: Tensor) -> bool:
         """Whether a listener synchronises this parameter."""
         return any(id(parameter) in listener.parameter_ids for listener in self.present())
 
-    def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def __call__(self, optimizer: Optimizer, *_: Any) -> None:
         """Notify listeners before a step."""
         for listener in self.present():
             listener.before_step(optimizer)
 
-    def after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def after_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Notify listeners after a step."""
         for listener in self.present():
             listener.after_step(optimizer)
@@ -124,24 +125,54 @@ def optimizer_watch() -> OptimizerWatch:
     return watch
 
 
-Settings = dict[str, str]
-"""Text by name, in the order in which messages look for the first difference."""
+class UntrackedParameters:
+    """Finds parameters of the model that were replaced or unfrozen after `gs.replicate`, among
+    those that optimizers update: checking the model in every step costs much. `known` are the ids
+    of the parameters that are synchronised."""
+
+    def __init__(self, model: nn.Module, known: set[int]) -> None:
+        self._model = model
+        self._known = known
+        self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Raise ConfigError when `optimizer` is about to update a parameter of the model that is
+        not synchronised."""
+        seen = optimizer in self._seen
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if seen and not any(id(p) in self._known for p in parameters):
+            return  # of another model
+        self._seen.add(optimizer)
+        untracked = {
+            id(p)
+            for p in parameters
+            if id(p) not in self._known and p.requires_grad and (p.grad is not None or not seen)
+        }
+        for name, parameter in self._model.named_parameters() if untracked else ():
+            if id(parameter) in untracked:
+                raise ConfigError(
+                    f"parameter {name!r} was replaced or became trainable after gs.replicate: it "
+                    "is not synchronised. Call close() on the handle and replicate the model again"
+                )
 
 
-_BITS = 20
-"""Size of a digest's numbers: W n^2 is exact in float64 for up to 2^13 ranks."""
+def refuse_closure(optimizer: Optimizer) -> None:
+    """Raise ConfigError for an optimizer that evaluates the loss itself, such as LBFGS."""
+    arguments = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
+    if any(a.default is a.empty and a.kind is a.POSITIONAL_OR_KEYWORD for a in arguments):
+        raise ConfigError(
+            f"sync.step() cannot run {type(optimizer).__name__}, whose step evaluates the loss "
+            "again and again, by a closure; in a loop of your own call optimizer.step(closure), "
+            "with loss.backward() in the closure, which must return the same loss on all ranks"
+        )
 
 
 def settings_of(optimizer: Optimizer, parameters: Sequence[Tensor], *, number: int = 0) -> Settings:
     """Class, hyper-parameters and parameters of each group; equal on ranks that step alike.
 
     Waits for tensors on a device. Objects count by their class, functions by their name: neither
-    has a text that is the same on all ranks.
-
-    Args:
-        optimizer: in its current state.
-        parameters: of the model, in the order that all ranks have.
-        number: its position among the optimizers that step together.
+    has a text that is the same on all ranks. `parameters` are the model's, in the order that all
+    ranks have; `number` is the optimizer's place among those that step together.
     """
     places = {id(parameter): place for place, parameter in enumerate(parameters)}
     which = f" of optimizer {number}" if number else ""
@@ -165,14 +196,10 @@ def digest(settings: Settings) -> tuple[int, int]:
 
 
 def refuse_difference(comm: Communicator, settings: Settings, why: str) -> None:
-    """Raise, on all ranks, since their digests differ; two all-gathers (`all_gather_json`).
+    """Raise ConfigError on all ranks, since the digests of their `settings` differ: name the first
+    that differs and each rank's value, then `why` (the consequence, and what to do).
 
-    Args:
-        settings: this rank's.
-        why: the consequence, and what to do; ends the message.
-
-    Raises:
-        ConfigError: names the first setting that differs and each rank's value.
+    Two all-gathers (`all_gather_json`).
     """
     by_rank: list[Settings] = all_gather_json(comm, settings)
     for name in dict.fromkeys(name for settings in by_rank for name in settings):
@@ -181,17 +208,6 @@ def refuse_difference(comm: Communicator, settings: Settings, why: str) -> None:
             values = ", ".join(f"{name_ranks(ranks)} {value}" for value, ranks in sides.items())
             raise ConfigError(f"{name} differs: {values}; {why}")
     raise ConfigError(f"ranks list their optimizers' options in another order; {why}")
-
-
-def refuse_closure(optimizer: Optimizer) -> None:
-    """Raise ConfigError for an optimizer that evaluates the loss itself, such as LBFGS."""
-    arguments = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
-    if any(a.default is a.empty and a.kind is a.POSITIONAL_OR_KEYWORD for a in arguments):
-        raise ConfigError(
-            f"sync.step() cannot run {type(optimizer).__name__}, whose step evaluates the loss "
-            "again and again, by a closure; in a loop of your own call optimizer.step(closure), "
-            "with loss.backward() in the closure, which must return the same loss on all ranks"
-        )
 
 
 def _text(value: Any) -> str:
@@ -217,40 +233,3 @@ def _text(value: Any) -> str:
 
 def _hash(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=8).hexdigest()
-
-
-class UntrackedParameters:
-    """Checks the parameters that optimizers update: checking the model in every step costs much.
-
-    Args:
-        model: in its present state; it may have changed since `gs.replicate`.
-        known: ids of the parameters that are synchronised.
-    """
-
-    def __init__(self, model: nn.Module, known: set[int]) -> None:
-        self._model = model
-        self._known = known
-        self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
-
-    def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check that `optimizer` is about to update synchronised parameters of the model only.
-
-        Raises:
-            ConfigError: names one that is not.
-        """
-        seen = optimizer in self._seen
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if seen and not any(id(p) in self._known for p in parameters):
-            return  # of another model
-        self._seen.add(optimizer)
-        strangers = {
-            id(p)
-            for p in parameters
-            if id(p) not in self._known and p.requires_grad and (p.grad is not None or not seen)
-        }
-        for name, parameter in self._model.named_parameters() if strangers else ():
-            if id(parameter) in strangers:
-                raise ConfigError(
-                    f"parameter {name!r} was replaced or became trainable after gs.replicate: it "
-                    "is not synchronised. Call close() on the handle and replicate the model again"
-                )

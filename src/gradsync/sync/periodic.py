@@ -1,8 +1,4 @@
-"""The mean of tensors over ranks: one flat all-reduce for each dtype, one division.
-
-The inner optimizer's state, private to each rank: its average, or a copy of rank 0's.
-
-Rounds of the periodic strategies: ranks step alone for a while, then meet.
+"""Periodic strategies: ranks step alone for a while, then meet.
 
     rank 0   step ─ step ─ … ─ step ─┐             ┌─ step ─ step ─ …
     rank 1   step ─ step ─ … ─ step ─┴─ one mean ──┴─ step ─ step ─ …
@@ -11,7 +7,11 @@ Rounds of the periodic strategies: ranks step alone for a while, then meet.
 Between two meetings each rank has different weights, and no gradient crosses the wire: a step sends
 only its small message (loss, weight, stop flag). A rank's gradient is the mean over its own leaves;
 in a step without a leaf it does not update, but still counts the step: all ranks meet after the
-same number of steps.
+same number of steps. All have the same weight in the mean, whatever their numbers of targets.
+
+Bytes per rank: 2(W-1)/W S every `inner_steps` steps, S = size of the weights and floating buffers;
+one operation per dtype; one copy of the weights while ranks meet (`diloco`: 2 S always for the
+round's start and the outer momentum, 2 S more while ranks meet).
 
 [Note: A checkpoint ends the round] In the middle of a round there are W models. A caller that needs
 one model (a checkpoint, an evaluation, the end of a run) calls `synchronize_replicas`: the round
@@ -19,29 +19,6 @@ ends there, with as many inner steps as it had. A checkpoint also keeps one inne
 rank 0's; `gather` copies it to all ranks. So a run that continues after a checkpoint and a run that
 resumes from it are the same run. The price: the interval between checkpoints is part of the run's
 definition, unless checkpoints fall on multiples of `inner_steps`, where rounds end anyway.
-
-`local_sgd`: step alone, average weights every `inner_steps` steps.
-
-Stich 2018 (arXiv 1805.09767); Lin et al. 2018 (arXiv 1808.07217). See `rounds.py` for the picture.
-Bytes per rank: 2(W-1)/W S every `inner_steps` steps, S = size of the weights and floating buffers;
-one operation per dtype; one copy of the weights while ranks meet. With `inner_steps=1`, plain SGD
-and equal shares this is synchronous SGD to rounding; with momentum or Adam it is not, and it need
-not train as well: that depends on the problem and on `inner_steps`.
-
-All ranks have the same weight in the mean, as in the papers, whatever their numbers of targets.
-
-`diloco`: an inner optimizer on each rank, an outer one with Nesterov momentum when they meet.
-
-Douillard et al. 2023 (arXiv 2311.08105), algorithm 1, with t a round and i a rank:
-
-    theta_i      <- inner optimizer from theta, `inner_steps` steps on rank i's own data
-    delta        =  1/W sum_i (theta - theta_i)             the outer gradient
-    theta        <- SGD(lr=outer_lr, momentum=outer_momentum, nesterov=True) with delta
-
-The inner optimizer is the user's (AdamW in the paper), its state private to each rank, kept from
-round to round. Bytes per rank: 2(W-1)/W S every `inner_steps` steps, one operation per dtype;
-memory: 2 S (the round's start, the outer momentum), 2 S more while ranks meet. On one rank it is
-not the identity: the outer optimizer runs there, too.
 """
 
 from __future__ import annotations
@@ -60,143 +37,10 @@ from gradsync.sync.options import DilocoOptions, LocalSgdOptions
 from gradsync.sync.reducer import Reducer, Replicas, Stopwatch, trainable
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-
-def mean_over_ranks(tensors: Sequence[Tensor], comm: Communicator) -> list[Tensor]:
-    """The mean of each tensor over all ranks of `comm`, as new tensors, the same bits on each rank.
-
-    Half precision is summed and returned in fp32, so that it is rounded once, when the caller
-    copies the mean back. Memory: one copy of `tensors`.
-
-    Args:
-        tensors: floating point, any shapes; the same shapes and dtypes on all ranks.
-        comm: all ranks call it.
-    """
-    members: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        wire = torch.promote_types(tensor.dtype, torch.float32)
-        members.setdefault((wire, tensor.device), []).append(index)
-    under_way = []
-    for (wire, _), indices in members.items():
-        flat = torch.cat([tensors[index].detach().reshape(-1).to(wire) for index in indices])
-        # Whole group, [all elements of one dtype], fp32 or fp64; overlaps only its own kind.
-        under_way.append((comm.all_reduce(flat), flat, indices))
-    means: dict[int, Tensor] = {}
-    for work, flat, indices in under_way:
-        work.wait()
-        flat.div_(comm.world_size)
-        parts = flat.split([tensors[index].numel() for index in indices])
-        for index, part in zip(indices, parts, strict=True):
-            means[index] = part.view(tensors[index].shape)
-    return [means[index] for index in range(len(tensors))]
-
-
-def average_buffers(
-    buffers: Sequence[Tensor], starts: Sequence[Tensor], comm: Communicator
-) -> None:
-    """Make buffers equal on all ranks: floating ones their mean, counters and masks rank 0's.
-
-    The mean is taken of the changes since `starts`: the mean of three equal numbers need not be
-    that number, and a table that no rank changes must keep its bits.
-
-    Args:
-        buffers: any shapes; the same shapes and dtypes on all ranks.
-        starts: earlier values of `buffers`, equal on all ranks.
-        comm: the ranks.
-    """
-    floating = [(b, s) for b, s in zip(buffers, starts, strict=True) if b.is_floating_point()]
-    with torch.no_grad():
-        means = mean_over_ranks([_wide(b) - _wide(s) for b, s in floating], comm)
-        for (buffer, start), change in zip(floating, means, strict=True):
-            buffer.copy_(_wide(start) + change)
-        for buffer in buffers:
-            if not buffer.is_floating_point():
-                comm.broadcast(buffer).wait()  # whole group, the buffer's shape and dtype
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    """Convert to fp32 at least: half precision shall be rounded once."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-
-
-def average_state(
-    optimizer_of: Mapping[nn.Parameter, Optimizer],
-    parameters: list[nn.Parameter],
-    comm: Communicator,
-) -> None:
-    """Average the optimizers' state of each parameter (momenta, second moments) over ranks.
-
-    Step counts stay different between ranks. A parameter that some rank has not stepped on yet is
-    left alone on all ranks.
-
-    Args:
-        optimizer_of: the optimizer of each parameter.
-        parameters: the same list on all ranks.
-        comm: the ranks.
-    """
-    memories = [_memory(optimizer_of.get(parameter), parameter) for parameter in parameters]
-    counts = torch.tensor([len(memory) for memory in memories], dtype=torch.float64)
-    extremes = torch.cat([counts, -counts])
-    # Whole group, float64 [2 x parameters], blocking: the least and the (negated) largest counts.
-    comm.all_reduce(extremes, "min").wait()
-    least, most = extremes.chunk(2)
-    everywhere = least == -most
-    tensors = [
-        tensor
-        for memory, same in zip(memories, everywhere, strict=True)
-        if same
-        for tensor in memory
-    ]
-    with torch.no_grad():
-        for tensor, mean in zip(tensors, mean_over_ranks(tensors, comm), strict=True):
-            tensor.copy_(mean)
-
-
-def _memory(optimizer: Optimizer | None, parameter: nn.Parameter) -> list[Tensor]:
-    """State tensors of the parameter's own shape, by name."""
-    state = {} if optimizer is None else optimizer.state.get(parameter, {})
-    return [
-        value
-        for name, value in sorted(state.items())
-        if name != "step" and isinstance(value, torch.Tensor) and value.shape == parameter.shape
-    ]
-
-
-def take_state_of_rank_0(optimizer: Optimizer, comm: Communicator) -> None:
-    """Replace the optimizer's state on every rank by rank 0's; all ranks call it.
-
-    For checkpoints, which keep one state: afterwards the run that continues and a run that resumes
-    are the same run. Sent through the CPU.
-    """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    tensors: dict[str, Tensor] = {}
-    values: dict[str, Any] = {}
-    beside: list[str] = []
-    for index, parameter in enumerate(parameters):
-        for name, value in optimizer.state.get(parameter, {}).items():
-            key = f"{index}/{name}"
-            if not isinstance(value, torch.Tensor):
-                values[key] = value
-                continue
-            tensors[key] = value.detach().cpu()
-            if value.device == parameter.device:
-                beside.append(key)  # Adam keeps `step` on the CPU, unless it is fused
-    values, beside = broadcast_json(comm, [values, beside])
-    tensors = broadcast_tensors(comm, tensors)
-    if comm.rank == 0:
-        return
-    state: dict[int, dict[str, Any]] = {}
-    for key, value in (values | tensors).items():
-        index, name = key.split("/", 1)
-        home = parameters[int(index)].device
-        state.setdefault(int(index), {})[name] = value.to(home) if key in beside else value
-    for index, parameter in enumerate(parameters):
-        optimizer.state.pop(parameter, None)
-        if index in state:
-            optimizer.state[parameter] = state[index]
+_PREFIX = "outer_momentum/"
 
 
 class AloneReducer(Reducer):
@@ -213,18 +57,12 @@ class AloneReducer(Reducer):
 
 
 class PeriodicReplicas(Replicas, ABC):
-    """Replicas that drift, and meet every `inner_steps` steps.
-
-    Args:
-        model: on its device; its replicas are equal.
-        comm: all ranks.
-        inner_steps: steps of a round.
-    """
+    """Replicas that drift, and meet every `inner_steps` steps, at least 1."""
 
     equal_replicas = False
 
     def __init__(self, model: nn.Module, comm: Communicator, *, inner_steps: int) -> None:
-        super().__init__(model, [p for _, p in trainable(model)])
+        super().__init__(model, [parameter for _, parameter in trainable(model)])
         self.comm = comm
         self.inner_steps = inner_steps
         self.steps_in_round = 0
@@ -245,15 +83,13 @@ class PeriodicReplicas(Replicas, ABC):
         return Done()
 
     def synchronize_replicas(self) -> None:
-        """End the round now, so that all ranks hold the same model; all ranks call it.
-
-        Does nothing when no step was taken since the last meeting. See
-        [Note: A checkpoint ends the round].
-        """
+        """End the round now, unless no step was taken in it ([Note: A checkpoint ends the round]);
+        all ranks call it."""
         if not self.steps_in_round:
             return
         self._watch.start()
-        self.meet()
+        with torch.no_grad():
+            self.meet()
         average_buffers(list(self.model.buffers()), self._buffer_starts, self.comm)
         self._note_buffers()
         self._watch.stop()
@@ -261,9 +97,9 @@ class PeriodicReplicas(Replicas, ABC):
 
     @abstractmethod
     def meet(self) -> None:
-        """Make the parameters equal on all ranks."""
+        """Make the parameters equal on all ranks; called without autograd."""
 
-    def gather(self, optimizer: torch.optim.Optimizer) -> None:
+    def gather(self, optimizer: Optimizer) -> None:
         """End the round; every rank continues with rank 0's inner state, as the checkpoint does."""
         self.synchronize_replicas()
         take_state_of_rank_0(optimizer, self.comm)
@@ -288,11 +124,14 @@ class PeriodicReplicas(Replicas, ABC):
 
 
 class LocalSgdReplicas(PeriodicReplicas):
-    """Averages weights, floating buffers and, if asked, the optimizer's momenta.
+    """`local_sgd`: averages weights, floating buffers and, if asked, the optimizer's momenta.
+
+    Stich 2018 (arXiv 1805.09767); Lin et al. 2018 (arXiv 1808.07217). With `inner_steps=1`, plain
+    SGD and equal shares this is synchronous SGD to rounding; with momentum or Adam it is not, and
+    it need not train as well: that depends on the problem and on `inner_steps`.
 
     Args:
-        model: on its device; its replicas are equal.
-        comm: all ranks.
+        model, comm: as for `Reducer`.
         options: of the strategy; None: its defaults.
     """
 
@@ -302,9 +141,9 @@ class LocalSgdReplicas(PeriodicReplicas):
         options = options or LocalSgdOptions()
         super().__init__(model, comm, inner_steps=options.inner_steps)
         self._average_optimizer = options.average_optimizer
-        self._optimizer_of: dict[nn.Parameter, torch.optim.Optimizer] = {}
+        self._optimizer_of: dict[nn.Parameter, Optimizer] = {}
 
-    def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def update(self, optimizers: Sequence[Optimizer]) -> None:
         """Do one step on this rank alone."""
         self._optimizer_of |= {
             p: optimizer
@@ -316,23 +155,25 @@ class LocalSgdReplicas(PeriodicReplicas):
 
     def meet(self) -> None:
         """Set every parameter to its mean over ranks."""
-        with torch.no_grad():
-            means = mean_over_ranks(self.parameters, self.comm)
-            for parameter, mean in zip(self.parameters, means, strict=True):
-                parameter.copy_(mean)
+        average(self.parameters, self.comm)
         if self._average_optimizer:
             average_state(self._optimizer_of, self.parameters, self.comm)
 
 
-_PREFIX = "outer_momentum/"
-
-
 class DilocoReplicas(PeriodicReplicas):
-    """Outer SGD over the weights with which the round began.
+    """`diloco`: an inner optimizer on each rank, an outer one with momentum when ranks meet.
+
+    Douillard et al. 2023 (arXiv 2311.08105), algorithm 1, with t a round and i a rank:
+
+        theta_i   <- inner optimizer from theta, `inner_steps` steps on rank i's own data
+        delta     =  1/W sum_i (theta - theta_i)             the outer gradient
+        theta     <- SGD(lr=outer_lr, momentum=outer_momentum, nesterov=True) with delta
+
+    The inner optimizer is the user's (AdamW in the paper), its state private to each rank, kept
+    from round to round. On one rank it is not the identity: the outer optimizer runs there, too.
 
     Args:
-        model: on its device; its replicas are equal.
-        comm: all ranks.
+        model, comm: as for `Reducer`.
         options: of the strategy; None: its defaults. The paper's 500 inner steps suit runs of many
             thousand steps.
     """
@@ -342,13 +183,7 @@ class DilocoReplicas(PeriodicReplicas):
     ) -> None:
         options = options or DilocoOptions()
         super().__init__(model, comm, inner_steps=options.inner_steps)
-        with torch.no_grad():
-            self._start = [
-                parameter.detach().to(
-                    torch.promote_types(parameter.dtype, torch.float32), copy=True
-                )
-                for parameter in self.parameters
-            ]
+        self._start = [p.detach().to(_wide_dtype(p), copy=True) for p in self.parameters]
         self._outer = torch.optim.SGD(
             self._start,
             lr=options.outer_lr,
@@ -357,25 +192,22 @@ class DilocoReplicas(PeriodicReplicas):
         )
 
     def begin_step(self) -> Stopwatch:
-        """See `PeriodicReplicas.begin_step`; the first step of a round stores its start.
-
-        Stored each time, not kept from the last meeting: weights may have been loaded since.
-        """
+        """See `PeriodicReplicas.begin_step`; the first step of a round stores the weights it starts
+        from: not kept from the last meeting, since others may have been loaded."""
         if not self.steps_in_round:
             foreach_copy_(self._start, [p.detach() for p in self.parameters])
         return super().begin_step()
 
     def meet(self) -> None:
         """Take one outer step from the round's start, equal on all ranks."""
-        with torch.no_grad():
-            deltas = foreach_sub(self._start, [p.detach() for p in self.parameters])
-            for start, delta in zip(self._start, mean_over_ranks(deltas, self.comm), strict=True):
-                start.grad = delta
-            del deltas
-            self._outer.step()
-            self._outer.zero_grad(set_to_none=True)
-            for parameter, start in zip(self.parameters, self._start, strict=True):
-                parameter.copy_(start)
+        deltas = foreach_sub(self._start, [p.detach() for p in self.parameters])
+        average(deltas, self.comm)
+        for start, delta in zip(self._start, deltas, strict=True):
+            start.grad = delta
+        self._outer.step()
+        self._outer.zero_grad(set_to_none=True)
+        for parameter, start in zip(self.parameters, self._start, strict=True):
+            parameter.copy_(start)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """The outer momentum by parameter, equal on all ranks; nothing before the first meeting."""
@@ -386,11 +218,8 @@ class DilocoReplicas(PeriodicReplicas):
         }
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore a saved outer momentum; an empty mapping begins without one.
-
-        Raises:
-            CheckpointError: a parameter is missing or has another shape.
-        """
+        """Restore a saved outer momentum; an empty mapping begins without one. Raises
+        CheckpointError when a parameter is missing or has another shape."""
         self._outer.state.clear()
         self.steps_in_round = 0
         if not tensors:
@@ -403,3 +232,110 @@ class DilocoReplicas(PeriodicReplicas):
                     f"outer momentum of parameter {name!r} is {got}, expected {tuple(start.shape)}"
                 )
             self._outer.state[start]["momentum_buffer"] = saved.to(start, copy=True)
+
+
+@torch.no_grad()
+def average(tensors: Sequence[Tensor], comm: Communicator) -> None:
+    """Set each tensor to its mean over all ranks of `comm`, the same bits on each rank.
+
+    One flat all-reduce for each (floating) dtype, one division. Half precision is summed in fp32
+    and rounded once, at the end. Memory: one copy of `tensors`.
+    """
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((_wide_dtype(tensor), tensor.device), []).append(tensor)
+    under_way = []
+    for (wire, _), members in kinds.items():
+        flat = torch.cat([tensor.reshape(-1).to(wire) for tensor in members])
+        # Whole group, [all elements of one dtype], fp32 or fp64; overlaps only its own kind.
+        under_way.append((comm.all_reduce(flat), flat, members))
+    for work, flat, members in under_way:
+        work.wait()
+        flat.div_(comm.world_size)
+        parts = flat.split([tensor.numel() for tensor in members])
+        for tensor, part in zip(members, parts, strict=True):
+            tensor.copy_(part.view(tensor.shape))
+
+
+@torch.no_grad()
+def average_buffers(
+    buffers: Sequence[Tensor], starts: Sequence[Tensor], comm: Communicator
+) -> None:
+    """Make buffers equal on all ranks: floating ones their mean, counters and masks rank 0's.
+
+    The mean is taken of the changes since `starts`, earlier values that were equal on all ranks:
+    the mean of three equal numbers need not be that number, and a table that no rank changes must
+    keep its bits.
+    """
+    floating = [(b, s) for b, s in zip(buffers, starts, strict=True) if b.is_floating_point()]
+    changes = [b.to(_wide_dtype(b)) - s.to(_wide_dtype(s)) for b, s in floating]
+    average(changes, comm)
+    for (buffer, start), change in zip(floating, changes, strict=True):
+        buffer.copy_(start.to(change.dtype) + change)
+    for buffer in buffers:
+        if not buffer.is_floating_point():
+            comm.broadcast(buffer).wait()  # whole group, the buffer's shape and dtype
+
+
+def _wide_dtype(tensor: Tensor) -> torch.dtype:
+    """Its dtype, or fp32 for half precision."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def average_state(
+    optimizer_of: Mapping[nn.Parameter, Optimizer],
+    parameters: Sequence[nn.Parameter],
+    comm: Communicator,
+) -> None:
+    """Average the optimizers' state of each parameter (momenta, second moments) over ranks.
+
+    Step counts stay different between ranks. A parameter that some rank has not stepped on yet is
+    left alone on all ranks.
+    """
+    states = [optimizer_of[p].state.get(p, {}) if p in optimizer_of else {} for p in parameters]
+    memories = [
+        [
+            value
+            for name, value in sorted(state.items())
+            if name != "step" and isinstance(value, torch.Tensor) and value.shape == p.shape
+        ]
+        for p, state in zip(parameters, states, strict=True)
+    ]
+    counts = torch.tensor([len(memory) for memory in memories], dtype=torch.float64)
+    extremes = torch.cat([counts, -counts])
+    # Whole group, float64 [2 x parameters], blocking: the least and the (negated) largest counts.
+    comm.all_reduce(extremes, "min").wait()
+    least, most = extremes.chunk(2)
+    everywhere = zip(memories, least == -most, strict=True)
+    average([tensor for memory, same in everywhere if same for tensor in memory], comm)
+
+
+def take_state_of_rank_0(optimizer: Optimizer, comm: Communicator) -> None:
+    """Replace the optimizer's state on every rank by rank 0's, through the CPU; all ranks call it.
+
+    Not by `load_state_dict`, which would cast the state to the parameters' dtype.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    tensors: dict[str, Tensor] = {}
+    values: dict[str, Any] = {}
+    beside: list[str] = []
+    for index, parameter in enumerate(parameters):
+        for name, value in optimizer.state.get(parameter, {}).items():
+            key = f"{index}/{name}"
+            if not isinstance(value, torch.Tensor):
+                values[key] = value
+                continue
+            tensors[key] = value.detach().cpu()
+            if value.device == parameter.device:
+                beside.append(key)  # Adam keeps `step` on the CPU, unless it is fused
+    values, beside = broadcast_json(comm, [values, beside])
+    tensors = broadcast_tensors(comm, tensors)
+    if comm.rank == 0:
+        return
+    for parameter in parameters:
+        optimizer.state.pop(parameter, None)
+    for key, value in (values | tensors).items():
+        index, name = key.split("/", 1)
+        parameter = parameters[int(index)]
+        here = value.to(parameter.device) if key in beside else value
+        optimizer.state[parameter][name] = here

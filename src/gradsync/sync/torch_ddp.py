@@ -1,4 +1,4 @@
-"""`ddp`: torch's own DistributedDataParallel, the reference.
+"""`ddp`: torch's own DistributedDataParallel, the reference; `powersgd`: the same with a hook.
 
 Buckets of `bucket_mb` are all-reduced while backward still runs (Li et al. 2020, arXiv 2006.15704):
 
@@ -7,35 +7,13 @@ Buckets of `bucket_mb` are all-reduced while backward still runs (Li et al. 2020
 
 DDP must know *before the forward* whether the coming backward shall synchronise: set between
 forward and backward, the flag is ignored and replicas drift apart silently. Hence `micro_step`.
-
-`powersgd`: torch's PowerSGD on torch's DDP: low-rank gradients on the wire, with error feedback.
-
-Vogels, Karimireddy & Jaggi 2019 (arXiv 1905.13727). A gradient matrix M, [n, m], is sent as P,
-[n, r], and Q, [m, r]; the error is added to the next step's gradient:
-
-    backward   ──[layer n]──[layer n-1]── … ──[layer 1]─┐
-    bucket         M = gradient + error                 │
-    wire               ──[vectors]──[P]──[Q]── …        ┴── optimizer
-                   gradient = mean of P Q^T,  error = M - P Q^T
-
-Bytes per rank: 2(W-1)/W of r (n + m) per compressed matrix instead of n m; vectors, and matrices
-where that would save less than `min_compression_rate`, are sent whole. Three operations per bucket;
-memory: the error and a copy of the gradients (2 S), P and Q.
-
-[Note: The error's unit] Gradients here are sums over a rank's share, and so is the error. DDP turns
-their mean back into a sum over ranks, and the step divides by its own weight: so an error counts
-with the weight of the step that adds it. With the same number of targets in each step that is the
-paper's algorithm exactly. Gradients that are not finite would stay in the error for ever: fp16 loss
-scaling is not supported.
-
-The error is private to each rank and in no checkpoint: after a resume it is empty, and the first
-`start_powerSGD_iter` steps are sent whole again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,7 +21,7 @@ import torch
 from gradsync.comm.base import Communicator
 from gradsync.core.torch_private import ddp_without_buffer_sync, regroup_ddp_buckets
 from gradsync.errors import ConfigError
-from gradsync.sync.hook_state import HookState, average_bucket
+from gradsync.sync.options import DdpOptions
 from gradsync.sync.reducer import Reducer, Stopwatch, sum_gradients
 
 if TYPE_CHECKING:
@@ -53,10 +31,11 @@ if TYPE_CHECKING:
 
 
 class TorchDdpReducer(Reducer):
-    """Adapter around `torch.nn.parallel.DistributedDataParallel`.
+    """Adapter around `torch.nn.parallel.DistributedDataParallel`; the model stays unwrapped for all
+    other code (names, checkpoints).
 
     Args:
-        model: on its device already; stays unwrapped for all other code (names, checkpoints).
+        model: on its device already.
         comm: must be a process-group communicator.
         bucket_mb: `bucket_cap_mb` of DDP, MiB.
         find_unused_parameters: as in DDP; needed when a parameter gets no gradient in some step.
@@ -96,25 +75,25 @@ class TorchDdpReducer(Reducer):
         )
         self.hook = hook
         if hook is not None:
+            from gradsync.sync.comm_hook import CommHook
+
             self.shards.takes_scaler = False
-            self.ddp.register_comm_hook(HookState(self.ddp.process_group, hook), average_bucket)
+            CommHook(None, hook).register(self.ddp)
         self._called: Any = torch.compile(self.ddp) if compile_wrapper else self.ddp
         self._in_micro_step = False
         self._synchronised = self._regrouped = False
         self._forwards = 0
-        self._watch = Stopwatch(on_cuda=any(p.is_cuda for p in self.parameters))
         # The last gradient to be ready marks the end of this rank's own work; the time that
         # backward still waits after that is exposed communication.
-        watch = self._watch  # the hooks must not hold `self`, which holds the parameters
-        for parameter in self.parameters:
+        self._watch = watch = Stopwatch(on_cuda=any(p.is_cuda for p in self.parameters))
+        for parameter in self.parameters:  # hooks must not hold `self`, which holds the parameters
             parameter.register_post_accumulate_grad_hook(lambda _: watch.start())
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Run the model through DDP; counted, so that a forward past it is noticed.
 
-        Raises:
-            ConfigError: outside of `micro_step` while gradients are recorded: DDP would synchronise
-                in every backward, and hang once ranks have different numbers of leaves.
+        Refused outside of `micro_step` while gradients are recorded: DDP would synchronise in every
+        backward, and hang once ranks have different numbers of leaves.
         """
         if torch.is_grad_enabled() and not self._in_micro_step:
             raise ConfigError(
@@ -136,7 +115,7 @@ class TorchDdpReducer(Reducer):
             parameter.grad = None
 
     def _regroup(self) -> None:
-        """Make DDP regroup its buckets now, on all ranks.
+        """Make DDP regroup its buckets now, on all ranks, if it has not done so.
 
         By itself it does so, with a broadcast, in the forward after its first synchronised
         backward; a rank without a leaf in that step makes no forward, and the others would wait.
@@ -190,18 +169,16 @@ def build_powersgd(model: nn.Module, comm: Communicator, **options: Any) -> Torc
     Until `start_powerSGD_iter`, and in a step in which some rank has no leaf, gradients are sent
     whole; the latter affects neither error nor count.
 
-    Args:
-        model: on its device; its replicas are equal.
-        comm: must be a process-group communicator.
-        options: of `PowerSgdOptions`.
+    [Note: The error's unit] Gradients here are sums over a rank's share, and so is the error. DDP
+    turns their mean back into a sum over ranks, and the step divides by its own weight: so an error
+    counts with the weight of the step that adds it. With the same number of targets in each step
+    that is the paper's algorithm exactly.
 
-    Raises:
-        ConfigError: a number out of its range; tensors on the CPU where CUDA is present.
+    Args:
+        model, comm: as for `TorchDdpReducer`.
+        options: of `PowerSgdOptions`.
     """
     from gradsync.sync.comm_hook import PowerSgd
 
-    ddp = {name: options.pop(name) for name in _DDP_OPTIONS if name in options}
+    ddp = {each.name: options.pop(each.name) for each in fields(DdpOptions) if each.name in options}
     return TorchDdpReducer(model, comm, strategy="powersgd", hook=PowerSgd(**options), **ddp)
-
-
-_DDP_OPTIONS = ("bucket_mb", "find_unused_parameters", "compile_wrapper")

@@ -1,4 +1,4 @@
-"""Every strategy of the engine on ranks as threads: its promise, on every case."""
+"""Every strategy on ranks as threads: its promise, on every case."""
 
 from __future__ import annotations
 
@@ -12,10 +12,22 @@ from torch import Tensor, nn
 
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.single import SingleCommunicator
-from gradsync.sync.registry import STRATEGIES
+from gradsync.errors import ConfigError, RunError
+from gradsync.sync.gradient_sync import GradientSync
+from gradsync.sync.registry import STRATEGIES, find_strategy
 from gradsync.sync.replicate import replicate
 from support.engine_cases import pretend_hosts
-from support.sync_cases import Case, assert_keeps_its_promise, cases_for, train_case
+from support.sync_cases import (
+    CASES,
+    Case,
+    SmallNet,
+    assert_keeps_its_promise,
+    cases_for,
+    on_handles,
+    one_rank,
+    train_case,
+    train_plainly,
+)
 from support.thread_ranks import run_thread_ranks
 
 ENGINE = [name for name, strategy in STRATEGIES.items() if strategy.recipe is not None]
@@ -37,12 +49,14 @@ def _train_all(name: str, world_size: int, **options: Any) -> list[tuple[Case, l
     ("name", "world_size", "collective"),
     [
         *((name, 3, "backend") for name in ENGINE),
+        *(("naive", world_size, None) for world_size in (2, 3, 4)),
         ("hierarchical", 4, "backend"),
         *((name, 3, "shared_memory") for name in ("bucketed", "invariant", "zero1", "zero2")),
     ],
 )
-def test_keeps_its_promise(name: str, world_size: int, collective: str) -> None:
-    for case, results in _train_all(name, world_size, collective=collective, **TINY):
+def test_keeps_its_promise(name: str, world_size: int, collective: str | None) -> None:
+    options = {"collective": collective, **TINY} if collective else {}
+    for case, results in _train_all(name, world_size, **options):
         assert_keeps_its_promise(case, name, results)
 
 
@@ -61,13 +75,13 @@ def test_options_make_other_strategies(world_size: int, options: dict[str, Any])
         assert_keeps_its_promise(case, "bucketed", results)
 
 
-@pytest.mark.parametrize("name", ENGINE)
+@pytest.mark.parametrize("name", STRATEGIES)
 def test_on_one_rank(name: str) -> None:
-    """No group, no thread, nothing rounded away that need not be."""
+    """No group, no thread, nothing rounded away that need not be; `diloco` steps twice even so."""
     for case in cases_for(name):
         comm = SingleCommunicator()
         result = train_case(case, name, comm, groups=pretend_hosts(comm, 1))
-        assert_keeps_its_promise(case, "naive", [result])
+        assert_keeps_its_promise(case, "diloco" if name == "diloco" else "naive", [result])
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
@@ -107,31 +121,93 @@ def test_16_bits_on_the_wire(name: str) -> None:
             assert bool(((found.double() - sum(gradients)).abs() <= bound).all()), (dtype, size)
 
 
+def three_ones() -> nn.Module:
+    return nn.ParameterList([nn.Parameter(torch.ones(3))])
+
+
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 def test_what_is_not_finite_stays_so(name: str, bad: float) -> None:
     """On all ranks, so that a gradient scaler or the loop can see it everywhere."""
 
-    def work(rank: int, group: dist.ProcessGroup) -> list[bool]:
-        model = nn.ParameterList([nn.Parameter(torch.zeros(3))])
-        sync = replicate(model, sync=name, comm=ProcessGroupCommunicator(group))
-        values = torch.tensor([1.0, bad if rank else 1.0, 1.0])
-        (model[0] * values).sum().backward()
-        sync.close()
-        return model[0].grad.isfinite().tolist()
+    def work(sync: GradientSync, _: Any) -> list[bool]:
+        values = torch.tensor([1.0, bad if sync.comm.rank else 1.0, 1.0])
+        (sync.model[0] * values).sum().backward()
+        return sync.model[0].grad.isfinite().tolist()
 
-    for finite in run_thread_ranks(work, 3):
+    for finite in on_handles(work, three_ones, 3, sync=name):
         assert not finite[1]
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
 def test_all_zero_gradients(name: str) -> None:
-    def work(_: int, group: dist.ProcessGroup) -> Tensor:
-        model = nn.ParameterList([nn.Parameter(torch.ones(3))])
-        sync = replicate(model, sync=name, comm=ProcessGroupCommunicator(group))
-        (model[0] * 0.0).sum().backward()
-        sync.close()
-        return model[0].grad
+    def work(sync: GradientSync, _: Any) -> Tensor:
+        (sync.model[0] * 0.0).sum().backward()
+        return sync.model[0].grad
 
-    for found in run_thread_ranks(work, 2):
+    for found in on_handles(work, three_ones, sync=name):
         assert torch.equal(found, torch.zeros(3))
+
+
+@pytest.mark.parametrize("case", cases_for("naive"), ids=lambda case: case.name)
+def test_the_oracle_is_plain_torch(case: Case) -> None:
+    """One rank of the twin against a loop without gradsync: everything else leans on it."""
+    expected = train_plainly(case)
+    found = one_rank(case)
+    for name, tensor in expected["weights"].items():
+        torch.testing.assert_close(found["weights"][name], tensor, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found["losses"], expected["losses"], rtol=1e-5, atol=0.0)
+
+
+def test_an_unused_parameter_stays_as_it_was() -> None:
+    """Weight decay must not touch what nobody used: its gradient stays None, not zero."""
+    case = next(case for case in CASES if case.branch_leaves == ())
+    results = run_thread_ranks(
+        lambda _, group: train_case(case, "naive", ProcessGroupCommunicator(group)), 2
+    )
+    torch.manual_seed(1000)
+    start = SmallNet(branch=True).state_dict()["branch.weight"]
+    assert torch.equal(results[1]["weights"]["branch.weight"], start)
+
+
+def test_any_rank_may_ask_to_stop() -> None:
+    def work(sync: GradientSync, optimizer: Any) -> list[bool]:
+        stops = []
+        for step in range(3):
+            sync.backward(sync.model(torch.ones(1, 2)).sum(), weight=1)
+            stops.append(sync.step(optimizer, stop=(sync.comm.rank, step) == (1, 1)).stop)
+        return stops
+
+    found = on_handles(work, lambda: nn.Linear(2, 1), 3, sync="naive")
+    assert found == [[False, True, False]] * 3
+
+
+def test_a_step_without_any_target_changes_nothing() -> None:
+    model = nn.Linear(2, 1)
+    before = model.weight.detach().clone()
+    sync = replicate(model, sync="naive")
+    sync.backward(0.0 * model(torch.ones(1, 2)).sum(), weight=0)
+    sync.step(torch.optim.AdamW(model.parameters(), lr=1.0))
+    assert torch.equal(model.weight, before)
+    assert sync.mean_loss != sync.mean_loss  # nan: there is no mean over nothing
+
+
+def test_bad_requests() -> None:
+    with pytest.raises(
+        ConfigError, match="unknown sync strategy 'naiv'; perhaps you meant 'naive'"
+    ):
+        find_strategy("naiv")
+    with pytest.raises(ConfigError, match=r"sync='naive' has no option 'bucket_mb' \(it has: none"):
+        replicate(nn.Linear(2, 2), sync="naive", bucket_mb=1.0)
+    with pytest.raises(ConfigError, match=r"no option 'bucket_size' .it has: bucket_mb"):
+        replicate(nn.Linear(2, 2), sync="ddp", bucket_size=1.0)
+    with pytest.raises(RunError, match="no trainable parameter"):
+        replicate(nn.Linear(2, 2).requires_grad_(False), sync="naive")
+
+
+def test_every_strategy_says_what_it_costs() -> None:
+    for name, strategy in STRATEGIES.items():
+        assert strategy.name == name
+        assert "bytes" in strategy.cost
+        assert "operation" in strategy.cost
+        assert strategy.summary

@@ -416,8 +416,8 @@ def test_outer_momentum_by_name() -> None:
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        ("local_sgd", {"inner_steps": 0}, "inner_steps must be at least 1, got 0"),
-        ("diloco", {"inner_steps": 0}, "inner_steps must be at least 1, got 0"),
+        ("local_sgd", {"inner_steps": 0}, "inner_steps must be a whole number, at least 1; got 0"),
+        ("diloco", {"inner_steps": 0}, "inner_steps must be a whole number, at least 1; got 0"),
         ("diloco", {"outer_lr": 0.0}, "outer_lr must be above 0"),
         ("diloco", {"outer_momentum": 1.0}, "outer_momentum must be in 0 .. 1"),
     ],

@@ -112,7 +112,7 @@ class FsdpReducer(Reducer):
         # A rank that did not use a parameter sends zeros: all must reduce the same ones.
         self._root.set_reduce_scatter_unused_params(True)
         self._seen.watch(self._units)
-        super().__init__(model, comm)
+        super().__init__(model, comm, FsdpShards(model, comm))
         kept = [name for name, _ in trainable(model)] == [name for name, _ in named]
         assert kept, "sharding keeps names and order"
         self._complete = self._averaged = False

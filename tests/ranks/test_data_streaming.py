@@ -228,7 +228,7 @@ def test_samples_may_differ_on_purpose() -> None:
 
 
 def test_tensors_and_images_are_compared() -> None:
-    from gradsync.data.stream_source import digest_of
+    from gradsync.data.streaming import digest_of
 
     values = [torch.zeros(2), torch.zeros(2).bfloat16(), torch.ones(2), torch.zeros(2).numpy()]
     values += [b"a", b"b", "a", 1, 1.5, None, {"a": [1]}, {"a": [2]}, torch.zeros(1, 2)]

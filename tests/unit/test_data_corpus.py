@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from gradsync.data import corpus as corpus_file
-from gradsync.data.corpus import default_corpus
+from gradsync.data import prepare as prepare_file
 from gradsync.data.meta import read_meta
+from gradsync.data.prepare import default_corpus
 from gradsync.data.tokens import open_dataset
 from gradsync.errors import DataError, RunError
 
@@ -25,7 +25,7 @@ def small_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (library / name).parent.mkdir(parents=True, exist_ok=True)
         (library / name).write_text(f"# {name}\n" * 100)
     (library / "data.txt").write_text("no source")
-    monkeypatch.setattr(corpus_file.sysconfig, "get_path", lambda _: str(library))
+    monkeypatch.setattr(prepare_file.sysconfig, "get_path", lambda _: str(library))
     monkeypatch.setenv("GRADSYNC_CACHE", str(tmp_path / "cache"))
     return library
 
@@ -57,7 +57,7 @@ def test_another_library_gets_another_directory(small_library: Path) -> None:
 def test_processes_that_prepare_at_once_end_with_one_directory(tmp_path: Path) -> None:
     """Both wait for a line on stdin, then start together."""
     code = (
-        "import sys; from gradsync.data.corpus import default_corpus; "
+        "import sys; from gradsync.data.prepare import default_corpus; "
         "print('ready', flush=True); sys.stdin.readline(); print(default_corpus())"
     )
     environment = {"GRADSYNC_CACHE": str(tmp_path / "cache"), "PATH": "/usr/bin:/bin"}
@@ -87,13 +87,13 @@ def test_the_loser_of_a_race_uses_what_the_winner_made(
     small_library: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Deterministic: the winner finishes while the loser is between its check and its work."""
-    real = corpus_file.prepare
+    real = prepare_file.prepare
 
     def after_a_winner(*arguments: object, **options: object) -> object:
         real(*arguments, **options)
         return real(*arguments, **options)
 
-    monkeypatch.setattr(corpus_file, "prepare", after_a_winner)
+    monkeypatch.setattr(prepare_file, "prepare", after_a_winner)
     assert read_meta(default_corpus()) is not None
 
 

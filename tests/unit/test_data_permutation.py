@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradsync.data.permutation import derive_key, permute
+from gradsync.data.order import derive_key, permute
 
 
 @pytest.mark.parametrize("key", [0, 1, derive_key(7, 3)])

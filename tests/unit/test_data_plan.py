@@ -2,8 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradsync.data.plan import BatchPlan, share, solve_batch_plan
-from gradsync.data.spans import cut_step
+from gradsync.data.plan import BatchPlan, cut_step, share, solve_batch_plan
 from gradsync.errors import ConfigError
 
 

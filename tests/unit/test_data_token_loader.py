@@ -9,9 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradsync.data.dataset_loader import DatasetLoader
-from gradsync.data.evaluation import eval_leaves
-from gradsync.data.loader import loader
+from gradsync.data.loader import DatasetLoader, EvalLeaves, loader
 from gradsync.data.tokens import TokenDataset
 from gradsync.errors import ConfigError, DataError
 from gradsync.world import World
@@ -62,7 +60,7 @@ def test_evaluation_sees_each_sample_once_on_one_rank(
     seen, places = [], []
     for rank in range(world_size):
         world = World(rank=rank, world_size=world_size)
-        leaves = eval_leaves(data, world, micro, max_samples=most)
+        leaves = EvalLeaves(data, world, micro, max_samples=most)
         for _ in range(2):  # it may be gone through again
             found = list(leaves)
         assert len(found) == len(leaves)
@@ -78,9 +76,9 @@ def test_evaluation_sees_each_sample_once_on_one_rank(
 
 def test_evaluation_refuses_senseless_numbers() -> None:
     with pytest.raises(ConfigError, match="max_samples must be at least 1; got 0"):
-        eval_leaves([1], World(), 1, max_samples=0)
+        EvalLeaves([1], World(), 1, max_samples=0)
     with pytest.raises(ConfigError, match="micro_batch_size must be at least 1"):
-        eval_leaves([1], World(), 0)
+        EvalLeaves([1], World(), 0)
 
 
 def test_dataset_loaders_of_one_call_are_disjoint_and_together_complete(directory: Path) -> None:

@@ -12,8 +12,7 @@ from gradsync.data import documents as documents_file
 from gradsync.data import prepare as prepare_file
 from gradsync.data.documents import Document, Documents
 from gradsync.data.meta import Meta, read_meta
-from gradsync.data.prepare import entropy_nats, prepare
-from gradsync.data.split import choose_validation
+from gradsync.data.prepare import choose_validation, entropy_nats, prepare
 from gradsync.data.tokenizer import load_tokenizer
 from gradsync.errors import ConfigError, DataError, RunError
 

@@ -46,13 +46,7 @@ def test_sequences_are_those_of_a_prepared_directory(tmp_path: Path, seq_len: in
     prepare([data], tmp_path / "out", val_fraction=0)
     known = open_dataset(tmp_path / "out", "train", seq_len)
     stream = opened(data, seq_len=seq_len)
-    whole = TextStream(
-        open_texts(data, "text"),
-        stream.tokenizer,
-        seq_len,
-        first_document=0,
-        fingerprint="",
-    )
+    whole = TextStream(open_texts(data, "text"), stream.tokenizer, seq_len, "", 0)
     assert rows(iter(whole)) == rows([known[index] for index in range(len(known))])
     inputs, targets = next(iter(whole))
     assert (inputs.dtype, targets.dtype) == (torch.int64, torch.int64)

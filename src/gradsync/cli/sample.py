@@ -97,8 +97,8 @@ def sample(path: Path, config: SampleConfig) -> tuple[Path, str]:
 
 
 def _tokenizer(directory: str, trained_with: str | None) -> Any:
-    from gradsync.data.corpus import default_corpus
     from gradsync.data.meta import read_meta
+    from gradsync.data.prepare import default_corpus
     from gradsync.data.tokenizer import load_tokenizer
 
     path = Path(directory) if directory else default_corpus()

@@ -30,11 +30,8 @@ def is_stream(data: str) -> bool:
 
 
 def json_lines(data: str) -> list[Path]:
-    """The `.jsonl` files that a file's name, a pattern or a folder stands for, sorted.
-
-    Raises:
-        DataError: there are none, or something else is among them.
-    """
+    """The `.jsonl` files that a file's name, a pattern or a folder stands for, sorted; DataError
+    when there are none, or something else is among them."""
     path = Path(data)
     if path.is_file():
         paths = [path]
@@ -143,9 +140,15 @@ class Documents:
                     raise DataError(f"{path}:{number}: nests too deeply") from None
                 text = row.get(self.text_key) if isinstance(row, dict) else None
                 if not isinstance(text, str):
+                    if not isinstance(row, dict):
+                        found = f"it is a {type(row).__name__}"
+                    elif self.text_key in row:
+                        found = "something else is there"
+                    else:
+                        found = f"its keys are {', '.join(map(repr, row))[:200] or 'none'}"
                     raise DataError(
                         f"{path}:{number}: needs an object with a string under {self.text_key!r}; "
-                        f"{_found(row, self.text_key)}; another key is named with --text-key"
+                        f"{found}; another key is named with --text-key"
                     )
                 if text:
                     # Half of a surrogate pair is legal in JSON and nowhere else.
@@ -154,14 +157,6 @@ class Documents:
 
 def _unreadable(error: OSError) -> None:
     raise DataError(f"{error.filename}: {error.strerror}") from error
-
-
-def _found(row: object, key: str) -> str:
-    if isinstance(row, dict) and key in row:
-        return "something else is there"
-    if isinstance(row, dict):
-        return f"its keys are {', '.join(map(repr, row))[:200] or 'none'}"
-    return f"it is a {type(row).__name__}"
 
 
 def _is_binary(path: Path) -> bool:

@@ -7,6 +7,7 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -29,20 +30,19 @@ Sample = tuple[Tensor, Tensor]
 
 
 class Texts(NamedTuple):
-    """Documents in a fixed order."""
+    """Documents in a fixed order.
+
+    `read(n)` gives all from the n-th on, anew at each call; an empty one counts as one.
+    `fingerprint` names the content, as well as it can be known.
+    """
 
     read: Callable[[int], Iterator[bytes]]
-    """All documents from the n-th on, anew at each call; an empty one counts as one."""
     fingerprint: str
-    """Names the content, as well as it can be known."""
 
 
 def open_texts(data: str, text_key: str) -> Texts:
-    """The documents that `data` names, see `is_stream`.
-
-    Args:
-        data: `hf:NAME[:CONFIG]`, `hf:json:FILES` (or csv, parquet, arrow, text), or JSON lines.
-        text_key: field of the text.
+    """The documents that `data` names: `hf:NAME[:CONFIG]`, `hf:json:FILES` (or csv, parquet, arrow,
+    text), or JSON lines with the text under `text_key`.
 
     Raises:
         ConfigError: the extra is missing.
@@ -110,24 +110,13 @@ class TextStream:
     Iterating gives inputs and targets, int64, shape [T] each. What is left at the end of a pass
     and too short for a sequence is left out.
 
-    Args:
-        texts: the documents.
-        tokenizer: makes tokens of them.
-        seq_len: T, tokens of a sequence.
-        first_document: where a pass begins.
-        fingerprint: names content, tokens and sequences.
+    A pass begins with document `first_document`; `name` is of content, tokens and sequences.
     """
 
     def __init__(
-        self,
-        texts: Texts,
-        tokenizer: Tokenizer,
-        seq_len: int,
-        *,
-        first_document: int,
-        fingerprint: str,
+        self, texts: Texts, tokenizer: Tokenizer, seq_len: int, name: str, first_document: int
     ) -> None:
-        self.fingerprint = fingerprint
+        self.fingerprint = f"{name} from document {first_document}"
         self._texts, self._tokenizer, self._seq_len = texts, tokenizer, seq_len
         self._start = self._at = {"document": first_document, "token": 0}
 
@@ -165,15 +154,13 @@ class TextStream:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamedText:
-    """A stream as a run needs it."""
+    """A stream as a run needs it: `val` are the sequences of the first documents, `train` has all
+    others; `identity` names the tokenizer, as `Meta.tokenizer_identity` does."""
 
     train: TextStream
-    """All but the first documents."""
     val: list[Sample]
-    """The sequences of the first documents, which are never trained on."""
     tokenizer: Tokenizer
     identity: str
-    """Names the tokenizer, as `Meta.tokenizer_identity` does."""
 
 
 def open_streamed_text(
@@ -196,12 +183,7 @@ def open_streamed_text(
     texts = open_texts(data, text_key)
     name = f"{texts.fingerprint}, {text_key!r} by {identity} in {seq_len}"
 
-    def stream(first_document: int) -> TextStream:
-        fingerprint = f"{name} from document {first_document}"
-        return TextStream(
-            texts, encoder, seq_len, first_document=first_document, fingerprint=fingerprint
-        )
-
+    stream = partial(TextStream, texts, encoder, seq_len, name)
     held_out = stream(0)
     val = list(islice(held_out, val_sequences))
     first = held_out.state_dict()["document"] + 1
@@ -215,11 +197,7 @@ def open_streamed_text(
 
 
 def stream_tokenizer(directory: str) -> tuple[Tokenizer, str]:
-    """The tokenizer of a prepared data directory, or of bytes for "", and its identity.
-
-    Raises:
-        DataError: the directory does not say which it has.
-    """
+    """The tokenizer of a prepared data directory, or of bytes for "", and its identity."""
     if not directory:
         return ByteTokenizer(), f"{ByteTokenizer.name} {ByteTokenizer.vocab_size}"
     meta = read_meta(Path(directory))

@@ -84,23 +84,20 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
     def read_batch(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
         """Inputs and targets of several samples, int64, shape [B, T] each.
 
-        Raises:
-            DataError: when a token is not below `vocab_size`; on a GPU the embedding would only
-                give an asynchronous assertion.
+        A token that is not below `vocab_size` is a DataError: on a GPU the embedding would only
+        give an asynchronous assertion.
         """
         rows = self._windows[indices]
         if self.vocab_size is not None and rows.size and int(rows.max()) >= self.vocab_size:
-            self._raise_bad_token(indices, rows, self.vocab_size)
+            row, column = np.argwhere(rows >= self.vocab_size)[0]
+            position = int(indices[row]) * self.seq_len + int(column)
+            raise DataError(
+                f"{self.path}: token {int(rows[row, column])} at position {position} is outside "
+                f"the vocabulary of {self.vocab_size}; wrong dtype ({self.dtype}) or wrong "
+                "vocabulary?"
+            )
         inputs_BT = torch.from_numpy(rows[:, :-1].astype(np.int64))
         return inputs_BT, torch.from_numpy(rows[:, 1:].astype(np.int64))
-
-    def _raise_bad_token(self, indices: np.ndarray, rows: np.ndarray, vocab_size: int) -> None:
-        row, column = np.argwhere(rows >= vocab_size)[0]
-        position = int(indices[row]) * self.seq_len + int(column)
-        raise DataError(
-            f"{self.path}: token {int(rows[row, column])} at position {position} is outside the "
-            f"vocabulary of {vocab_size}; wrong dtype ({self.dtype}) or wrong vocabulary?"
-        )
 
     def max_token(self) -> int:
         """The largest token id (reads the whole file): the vocabulary is at least one more."""
@@ -121,11 +118,8 @@ def open_dataset(directory: Path | str, split: str, seq_len: int) -> TokenDatase
     """Open one split ("train" or "val") of a data directory, checked against its `meta.json`.
 
     nanoGPT's own directories, without `meta.json`, are taken as uint16 with an unknown vocabulary
-    (their `meta.pkl` is never loaded: unpickling runs code).
-
-    Raises:
-        DataError: when anything is missing or not what `meta.json` says. The SHA-256 is compared
-            for files up to 1 GiB, the size always.
+    (their `meta.pkl` is never loaded: unpickling runs code). Anything that is missing or not what
+    `meta.json` says is a DataError; the SHA-256 is compared for files up to 1 GiB, the size always.
     """
     directory = Path(directory)
     if not directory.is_dir():

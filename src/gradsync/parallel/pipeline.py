@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from gradsync.comm.values import all_sum
-from gradsync.data.evaluation import EvalLeaves
 from gradsync.data.leaf import Leaf
+from gradsync.data.loader import EvalLeaves
 from gradsync.errors import RunError
 from gradsync.parallel.groups import SplitGroups
 from gradsync.parallel.split_sync import SplitSync

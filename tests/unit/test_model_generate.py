@@ -7,8 +7,7 @@ import torch
 
 from gradsync.errors import ConfigError
 from gradsync.models.config import GPTConfig
-from gradsync.models.generate import generate
-from gradsync.models.gpt import GPT
+from gradsync.models.gpt import GPT, generate
 
 CONFIG = GPTConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=40, block_size=8)
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from gradsync.errors import ConfigError
 from gradsync.models.config import GPTConfig
-from gradsync.models.gpt import GPT, loss_sum
-from gradsync.models.loss import loss_sum_in_rows
+from gradsync.models.gpt import GPT, loss_sum, loss_sum_in_rows
 from gradsync.train.config import TrainConfig
 
 SHAPE = GPTConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=37, block_size=8)
@@ -61,7 +60,7 @@ def test_no_more_than_its_rows_are_in_memory(monkeypatch: pytest.MonkeyPatch) ->
         seen.append((len(x), weight.dtype))
         return x @ weight.T
 
-    monkeypatch.setattr("gradsync.models.loss.F.linear", linear)
+    monkeypatch.setattr("gradsync.models.gpt.F.linear", linear)
     x = torch.randn(23, 4, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = loss_sum_in_rows(x, torch.randn(11, 4), torch.zeros(23, dtype=torch.int64), 10)

@@ -66,8 +66,7 @@ def sample(path: Path, config: SampleConfig) -> tuple[Path, str]:
     from gradsync.checkpoint.store import CheckpointStore, resolve
     from gradsync.checkpoint.weights import load_weights
     from gradsync.data.documents import is_stream
-    from gradsync.models.generate import generate
-    from gradsync.models.gpt import GPT
+    from gradsync.models.gpt import GPT, generate
     from gradsync.runtime.device import choose_device
     from gradsync.train.state import check_state, saved_model
 

@@ -9,8 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.core.torch_private import mesh_of
-from gradsync.models.gpt import GPT, Block, initial_weight, loss_sum, rope_tables
-from gradsync.models.loss import loss_sum_in_rows
+from gradsync.models.gpt import GPT, Block, initial_weight, loss_sum, loss_sum_in_rows, rope_tables
 from gradsync.parallel.groups import SplitGroups
 from gradsync.parallel.partition import Part
 from gradsync.parallel.tensor_shards import divide_block

@@ -25,9 +25,8 @@ from gradsync.data.text_stream import open_streamed_text
 from gradsync.data.tokenizer import Tokenizer, load_tokenizer
 from gradsync.data.tokens import open_dataset
 from gradsync.errors import ConfigError
-from gradsync.models.config import GPTConfig
+from gradsync.models.config import GPTConfig, preset
 from gradsync.models.gpt import GPT
-from gradsync.models.presets import preset
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.registry import STRATEGIES
 from gradsync.sync.replicate import replicate

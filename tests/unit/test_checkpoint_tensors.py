@@ -9,9 +9,8 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from gradsync.checkpoint.names import clean_name
 from gradsync.checkpoint.tensor_file import encode_tensors
-from gradsync.checkpoint.weights import load_weights, pack_weights, weights_sha256
+from gradsync.checkpoint.weights import clean_name, load_weights, pack_weights, weights_sha256
 from gradsync.errors import CheckpointError
 
 DTYPES = [

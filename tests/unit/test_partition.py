@@ -11,16 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradsync.checkpoint.optimizer_state import pack_optimizer
-from gradsync.checkpoint.pieces import PartFiles, part_stem, places_of
-from gradsync.checkpoint.reshard import plan_reshard, whole_piece
+from gradsync.checkpoint.pieces import PartFiles, join, part_stem, places_of
 from gradsync.checkpoint.store import CheckpointStore, Snapshot
 from gradsync.errors import CheckpointError, ConfigError
 from gradsync.models.config import GPTConfig
 from gradsync.models.gpt import GPT
-from gradsync.parallel.layout import Layout
-from gradsync.parallel.norm_places import norm_places
-from gradsync.parallel.optimizer_parts import join_states, state_of_part
-from gradsync.parallel.partition import Part, check_divisible, cut_tensors, place_tensors
+from gradsync.parallel.layout import (
+    Layout,
+    Part,
+    check_divisible,
+    cut_tensors,
+    join_states,
+    norm_places,
+    place_tensors,
+    state_of_part,
+)
 from gradsync.train.config import OptimConfig
 from gradsync.train.optimizer import build_optimizer
 
@@ -53,7 +58,7 @@ def test_what_a_replica_owns_is_the_model_once(layout: Layout, tie_head: bool) -
         owned = [part.owned() for part in parts]
         for weight in parts[0].weights:
             saved = [pieces[weight.name] for pieces in owned if weight.name in pieces]
-            plan_reshard(saved, whole_piece(weight.shape))  # raises unless filled exactly
+            join(weight.name, [(piece, torch.empty(piece.shape)) for piece in saved])  # or raises
         for part in parts:
             assert part.owned().items() <= part.pieces().items()
         assert sum(len(part.blocks) for part in parts) == layout.tp * SHAPE.n_layer

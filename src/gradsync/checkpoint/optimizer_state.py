@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradsync.checkpoint.names import clean_names
+from gradsync.checkpoint.weights import clean_names
 from gradsync.errors import CheckpointError
 
 # Options of how a step is computed, not of its result: the loading run keeps its own.
@@ -32,17 +32,10 @@ NamedParams = Iterable[tuple[str, Tensor]]
 def pack_optimizer(
     optimizer: Optimizer, named_params: NamedParams
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Extract the state of an optimizer.
+    """The state of any torch optimizer with dense tensors, numbers or None as state: the tensors
+    (its own, not copies), and a dict fit for JSON.
 
-    Args:
-        optimizer: any torch optimizer with dense tensors, numbers or None as state.
-        named_params: as from `model.named_parameters()`; names are cleaned of wrappers.
-
-    Returns:
-        The tensors (the optimizer's own, not copies), and a dict fit for JSON.
-
-    Raises:
-        CheckpointError: the optimizer holds a parameter that is not in `named_params`.
+    Names are cleaned of wrappers; CheckpointError for a parameter that is not in `named_params`.
     """
     tensors: dict[str, Tensor] = {}
     params: dict[str, Any] = {}
@@ -70,16 +63,10 @@ def unpack_optimizer(
     tensors: Mapping[str, Tensor],
     state: Mapping[str, Any],
 ) -> None:
-    """Restore packed state; the next step then has the same bits as it would have had.
+    """Restore what `pack_optimizer` gave; the next step then has the bits it would have had.
 
     Everything is checked before anything changes. Tensors are copied to their parameter's device;
     `step` stays on the CPU unless the group is fused or capturable, as torch expects.
-
-    Args:
-        optimizer: receives the state.
-        named_params: as from `model.named_parameters()`; names are cleaned of wrappers.
-        tensors: from `pack_optimizer`.
-        state: from `pack_optimizer`.
 
     Raises:
         CheckpointError: another optimizer class, other groups, or a parameter that is missing,
@@ -103,19 +90,11 @@ def unpack_settings(
     names: Collection[str],
     state: Mapping[str, Any],
 ) -> dict[str, tuple[Tensor, dict[str, Any]]]:
-    """Restore the settings, everything but the parameters' state, once all is checked.
-
-    Args:
-        optimizer: see `unpack_optimizer`.
-        named_params: see `unpack_optimizer`.
-        names: names of the packed tensors.
-        state: see `unpack_optimizer`.
+    """Restore the settings, everything but the parameters' state, once all is checked as by
+    `unpack_optimizer`; `names` are those of the packed tensors.
 
     Returns:
         each parameter and its group, by clean name.
-
-    Raises:
-        CheckpointError: see `unpack_optimizer`.
     """
     layout = _Layout.of(optimizer, named_params)
     _check(optimizer, layout, names, state)
@@ -131,11 +110,8 @@ def unpack_settings(
 
 
 def check_packed(state: Any) -> None:
-    """Check that a value read from a file has the form of packed state.
-
-    Raises:
-        CheckpointError: names the part that has not.
-    """
+    """Check that a value read from a file has the form of packed state; CheckpointError names the
+    part that has not."""
     is_object = isinstance(state, dict)
     groups, params = (state.get("groups"), state.get("params")) if is_object else (None, None)
     if not isinstance(groups, list) or not isinstance(params, dict) or "class" not in state:
@@ -161,13 +137,7 @@ def _are_texts(value: Any) -> bool:
 
 
 def state_device(slot: str, param: Tensor, group: Mapping[str, Any]) -> torch.device:
-    """Device of a parameter's state: see `unpack_optimizer` about `step`.
-
-    Args:
-        slot: name of the state, such as "exp_avg".
-        param: the parameter.
-        group: its parameter group.
-    """
+    """Device of a parameter's state `slot` ("exp_avg" …); see `unpack_optimizer` about `step`."""
     on_device = slot != "step" or bool(group.get("fused") or group.get("capturable"))
     return param.device if on_device else torch.device("cpu")
 

@@ -24,8 +24,7 @@ from gradsync.comm.values import all_sum
 from gradsync.data.leaf import Leaf
 from gradsync.data.loader import EvalLeaves
 from gradsync.errors import RunError
-from gradsync.parallel.groups import SplitGroups
-from gradsync.parallel.split_sync import SplitSync
+from gradsync.parallel.split_sync import SplitGroups, SplitSync
 from gradsync.parallel.stage_model import GPTStage
 from gradsync.runtime.seeds import seed_leaf
 from gradsync.sync.loss_sum import LossSum

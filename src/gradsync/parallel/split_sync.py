@@ -1,21 +1,26 @@
-"""The handle of one part of a split model: what `GradientSync` is for a whole one."""
+"""Synchronisation of one part of a split model: the groups of a layout, a strategy over the
+replicas of the part, and the handle, which is what `GradientSync` is for a whole model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gradsync.comm.base import Communicator
+from gradsync.comm.groups import new_group
 from gradsync.comm.subset import Subset
+from gradsync.core.torch_private import foreach_mul_
 from gradsync.errors import RunError
-from gradsync.parallel.groups import SplitGroups
-from gradsync.parallel.partition import EMBEDDING, Part
-from gradsync.parallel.split_reducer import SplitReducer
+from gradsync.parallel.layout import EMBEDDING, Coordinates, Layout, Part, norm_places
+from gradsync.parallel.transfer import join_weights
 from gradsync.sync.batch_norm import choose_batch_norm
+from gradsync.sync.clip import BLOCK, clip_factor, norm_from_blocks, norms_of_blocks
 from gradsync.sync.loss_sum import LossSum
+from gradsync.sync.reducer import Reducer, Reduction, trainable
 from gradsync.sync.registry import build_reducer, find_strategy
 from gradsync.sync.replicas import check_replicas, hash_bits
 from gradsync.sync.state_face import StateFace
@@ -23,9 +28,167 @@ from gradsync.sync.statistics import Statistics
 from gradsync.sync.step import Optimizers, StepParts, StepResult, Update, take_step
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from gradsync.parallel.stage_model import GPTStage
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SplitGroups:
+    """This rank's groups; members stand in the order of their index."""
+
+    everyone: Communicator
+    """All ranks."""
+    data: Communicator
+    """Ranks that hold the same part of the model, one of each replica."""
+    model: Communicator
+    """Ranks of one replica: stage by stage, in each shard by shard."""
+    stages: Communicator
+    """Ranks of one replica with the same shard index, stage by stage."""
+    shards: Communicator
+    """Ranks of one stage of one replica."""
+
+
+def split_groups(layout: Layout, place: Coordinates, everyone: Communicator) -> SplitGroups:
+    """Make them; every rank calls it at the same point, with its own `place`.
+
+    Groups with equal members are one, a group of one needs no process group.
+    """
+    known: dict[tuple[int, ...], Communicator | None] = {}
+
+    def mine(key: Callable[[Coordinates], Any]) -> Communicator:
+        """The group of the ranks with the same `key` as this one; all ranks make all groups."""
+        members: dict[Any, list[int]] = {}
+        for rank in range(layout.world_size):
+            members.setdefault(key(layout.coordinates(rank)), []).append(rank)
+        for ranks in members.values():
+            if tuple(ranks) not in known:
+                known[tuple(ranks)] = new_group(ranks)
+        found = known[tuple(members[key(place)])]
+        assert found is not None, "this rank is a member"
+        return found
+
+    return SplitGroups(
+        everyone=everyone,
+        data=mine(lambda at: (at.stage, at.shard)),
+        model=mine(lambda at: at.data),
+        stages=mine(lambda at: (at.data, at.shard)),
+        shards=mine(lambda at: (at.data, at.stage)),
+    )
+
+
+class SplitReducer(Reducer):
+    """`inner` over the replicas of this rank's part, and what the whole model needs besides.
+
+    [Note: Tied ends] A tied head is the embedding's weight, which lies on both ends of a pipeline.
+    Each end sums its own gradient over leaves and replicas; then they exchange the sums, and both
+    add them. The same two numbers, so the same bits on both, and AdamW keeps the weights equal. One
+    rank adds the two gradients leaf by leaf instead: another order, so a tied model's losses equal
+    one rank's to rounding; one with a head of its own gives the same bits.
+
+    Args:
+        model: this rank's part.
+        part, groups: which part, and who has the others.
+        inner: sums over `groups.data`.
+    """
+
+    whole_parameters = False
+
+    def __init__(self, model: nn.Module, part: Part, groups: SplitGroups, inner: Reducer) -> None:
+        super().__init__(model, groups.everyone)
+        self.inner = inner
+        self.part, self._groups = part, groups
+        self._names = [name for name, _ in trainable(model)]
+        self._order = {weight.name: place for place, weight in enumerate(part.weights)}
+        self._places, self._num_blocks = norm_places(part, BLOCK)
+
+    def prime(self, forward_backward: Callable[[], None]) -> None:
+        """See `Reducer.prime`."""
+        self.inner.prime(forward_backward)
+
+    @contextmanager
+    def leaf(self, *, last: bool, index: int | None = None) -> Iterator[None]:
+        """See `Reducer.leaf`."""
+        with self.inner.leaf(last=last, index=index):
+            yield
+
+    def forget(self) -> None:
+        """See `Reducer.forget`."""
+        self.inner.forget()
+
+    def launch(self) -> list[bool]:
+        """Which of the *whole model's* parameters have gradients here: all ranks' lists are equally
+        long, so that one message serves all parts."""
+        whole = [False] * len(self._order)
+        for name, here in zip(self._names, self.inner.launch(), strict=True):
+            whole[self._order[name]] = here
+        return whole
+
+    def reduce(self, used: list[bool]) -> Reduction:
+        """See `Reducer.reduce`, and [Note: Tied ends]."""
+        reduction = self.inner.reduce([used[self._order[name]] for name in self._names])
+        if used[self._order[EMBEDDING]]:
+            self._sum_tied_ends()
+        return reduction
+
+    def _sum_tied_ends(self) -> None:
+        """One exchange between the two ends, shape and dtype of the embedding."""
+        ends = self.part.tied_ends
+        if not ends:
+            return
+        gradient = self.parameters[self._names.index(EMBEDDING)].grad
+        assert gradient is not None, "the head used it"
+        theirs = torch.empty_like(gradient)
+        peer = ends[0] if self.part.is_last else ends[1]
+        self.comm.exchange([(gradient.contiguous(), peer)], [(theirs, peer)]).wait()
+        gradient.add_(theirs)
+
+    def clip(self, max_norm: float) -> Tensor:
+        """See `Reducer.clip`; the norm is that of the whole model's gradient.
+
+        One all-reduce over the ranks of a replica, float64 [blocks of 65,536 elements in the whole
+        model]; nothing to overlap with: the factor depends on it.
+        """
+        found = dict(zip(self._names, self.parameters, strict=True))
+        norms = torch.zeros(self._num_blocks, dtype=torch.float64, device=self.parameters[0].device)
+        for name, begin in self._places.items():
+            gradient = found[name].grad
+            if gradient is not None:
+                blocks = norms_of_blocks(gradient.contiguous().view(-1).split(BLOCK))
+                norms[begin : begin + len(blocks)] = blocks
+        self._groups.model.all_reduce(norms).wait()
+        norm = norm_from_blocks(norms, double=False)
+        if gradients := self.gradients():
+            foreach_mul_(gradients, clip_factor(norm, max_norm))
+        return norm
+
+    def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """See `Reducer.update`."""
+        self.inner.update(optimizers)
+
+    def clear_gradients(self) -> None:
+        """See `Reducer.clear_gradients`."""
+        self.inner.clear_gradients()
+
+    def after_step(self) -> None:
+        """See `Reducer.after_step`."""
+        self.inner.after_step()
+
+    def full_weights(self) -> dict[str, Tensor]:
+        """Whole weights by name in the whole model's order, on the CPU of rank 0; the other ranks
+        get {}. All ranks call it: the others send what they own."""
+        return join_weights(self.part, self._groups.model, dict(self.model.named_parameters()))
+
+    def load_full_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Overwrite this part's parameters with whole ones."""
+        own, pieces = dict(self.model.named_parameters()), self.part.pieces()
+        with torch.no_grad():
+            for name, parameter in own.items():
+                parameter.copy_(weights[name][pieces[name].slices])
+
+    def close(self) -> None:
+        """See `Reducer.close`."""
+        self.inner.close()
 
 
 class SplitSync(StateFace):

@@ -13,13 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradsync.checkpoint.pieces import join
-from gradsync.checkpoint.reshard import Piece
+from gradsync.checkpoint.pieces import Piece, join
 from gradsync.checkpoint.tensor_file import ArrivingTensors, file_order
 from gradsync.comm.base import Communicator
 from gradsync.comm.values import all_gather_json, broadcast_json
-from gradsync.parallel.groups import SplitGroups
-from gradsync.parallel.partition import Part, cut_tensors
+from gradsync.parallel.layout import Part, cut_tensors
 
 Described = list[tuple[str, list[int], str]]
 """Name, shape and dtype of tensors."""
@@ -150,14 +148,15 @@ def hand_out(
 
 
 def join_weights(
-    part: Part, groups: SplitGroups, parameters: Mapping[str, Tensor]
+    part: Part, replica: Communicator, parameters: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Whole weights in the whole model's order on rank 0, {} elsewhere; all ranks call it."""
+    """Whole weights in the whole model's order on rank 0, {} elsewhere; all ranks call it, with the
+    communicator of their replica."""
     if part.place.data:
         return {}
     owned = part.owned()
     mine = {name: parameters[name].detach() for name in owned}
-    notes, parts = collect(groups.model, mine, {name: list(p.start) for name, p in owned.items()})
+    notes, parts = collect(replica, mine, {name: list(p.start) for name, p in owned.items()})
     shapes = {weight.name: weight.shape for weight in part.weights}
     saved: dict[str, list[tuple[Piece, Tensor]]] = {name: [] for name in shapes}
     for starts, tensors in zip(notes, parts, strict=False):
@@ -165,6 +164,6 @@ def join_weights(
             start, shape = tuple(starts[name]), tuple(tensor.shape)
             piece = Piece(whole=shapes[name], start=start, shape=shape)
             saved[name].append((piece, tensor))
-    if groups.model.rank:
+    if replica.rank:
         return {}
     return {name: join(name, pieces) for name, pieces in saved.items()}

@@ -13,12 +13,9 @@ from gradsync.comm.base import Communicator
 from gradsync.errors import CheckpointError
 from gradsync.models.config import GPTConfig
 from gradsync.models.gpt import GPT
-from gradsync.parallel.groups import SplitGroups, split_groups
-from gradsync.parallel.layout import Layout
-from gradsync.parallel.optimizer_parts import state_of_part
-from gradsync.parallel.partition import Part
+from gradsync.parallel.layout import Layout, Part, state_of_part
 from gradsync.parallel.pipeline import LeafShape, Pipeline
-from gradsync.parallel.split_sync import SplitSync
+from gradsync.parallel.split_sync import SplitGroups, SplitSync, split_groups
 from gradsync.parallel.stage_model import GPTStage
 from gradsync.parallel.transfer import distribute
 from gradsync.sync.registry import find_strategy

@@ -11,11 +11,10 @@ import hashlib
 import itertools
 import os
 import platform
+import shutil
 import sysconfig
 from array import array
 from collections.abc import Iterator, Sequence
-from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -86,9 +85,15 @@ def prepare(
         hashes, text_bytes = _scan(documents)
         if not text_bytes:
             raise DataError(f"no text in {', '.join(map(str, paths))}")
-        encoder = _make_tokenizer(tokenizer, vocab_size, documents)
+        encoder: Tokenizer = ByteTokenizer()
+        if tokenizer == "bpe":
+            chunks = (chunk for document in documents for chunk in document.chunks())
+            size = DEFAULT_BPE_VOCAB_SIZE if vocab_size is None else vocab_size
+            encoder = BpeTokenizer.train(chunks, size)
         target.parent.mkdir(parents=True, exist_ok=True)
-        with StagedDirectory(_Shared(), target.parent, target.name) as staged:
+        fs = Filesystem()
+        fs.dir_mode = 0o777  # as open to others as the umask lets it be
+        with StagedDirectory(fs, target.parent, target.name) as staged:
             written = _write(staged.path, documents, hashes, encoder, val_fraction)
             meta = Meta(
                 **written,
@@ -101,12 +106,6 @@ def prepare(
     except OSError as error:
         raise RunError(f"preparing {target} failed: {error}") from error
     return meta
-
-
-class _Shared(Filesystem):
-    """Prepared data is as open to others as the umask lets it be."""
-
-    dir_mode = 0o777
 
 
 def _check_target(out: Path, *, overwrite: bool) -> None:
@@ -173,13 +172,6 @@ def choose_validation(hashes: np.ndarray, val_fraction: float) -> np.ndarray | N
     return None if held_out.all() else held_out
 
 
-def _make_tokenizer(name: str, vocab_size: int | None, documents: Documents) -> Tokenizer:
-    if name == "byte":
-        return ByteTokenizer()
-    chunks = (chunk for document in documents for chunk in document.chunks())
-    return BpeTokenizer.train(chunks, DEFAULT_BPE_VOCAB_SIZE if vocab_size is None else vocab_size)
-
-
 def _write(
     folder: Path,
     documents: Documents,
@@ -195,35 +187,32 @@ def _write(
         held_out = np.zeros(len(hashes), dtype=bool)
     counts = np.zeros(tokenizer.vocab_size, dtype=np.int64)
     end_of_text = np.array([tokenizer.end_of_text_id])
-    with (
-        closing(_TokenFile(folder / "train.bin", dtype)) as train,
-        closing(_TokenFile(folder / "val.bin", dtype)) as val,
-    ):
+    train, val = folder / "train.bin", folder / "val.bin"
+    with train.open("wb") as train_file, val.open("wb") as val_file:
         for group in _groups(documents, held_out):
-            encoded = tokenizer.encode_batch([piece.text for piece in group])
-            counts += np.bincount(np.concatenate(encoded), minlength=len(counts))
-            counts[end_of_text] += sum(piece.ends for piece in group)
-            for piece, ids in zip(group, encoded, strict=True):
-                file = val if piece.held_out else train
-                file.append(ids)
-                if piece.ends:
-                    file.append(end_of_text)
+            encoded = iter(tokenizer.encode_batch([text for text, _ in group if text is not None]))
+            tokens = [end_of_text if text is None else next(encoded) for text, _ in group]
+            counts += np.bincount(np.concatenate(tokens), minlength=len(counts))
+            for (_, is_held_out), ids in zip(group, tokens, strict=True):
+                file = val_file if is_held_out else train_file
+                file.write(ids.astype(DTYPES[dtype]).tobytes())
     if split_by == "tail":
-        _move_tail(train, val, max(1, round(train.num_tokens * val_fraction)))
-    splits = {"train": train, "val": val}
-    if split_by == "none":
-        splits.pop("val").path.unlink()
+        _move_tail(train, val, val_fraction, DTYPES[dtype].itemsize)
+    elif split_by == "none":
+        val.unlink()
     if isinstance(tokenizer, BpeTokenizer):
         tokenizer.save(folder / tokenizer_file.FILE_NAME)
+    files = {path.name: _describe(path) for path in sorted(folder.iterdir())}
+    sizes = {path.stem: path.stat().st_size for path in (train, val) if path.name in files}
     return {
         "dtype": dtype,
         "vocab_size": tokenizer.vocab_size,
         "tokenizer": tokenizer.name,
         "documents": len(hashes),
-        "tokens": {name: split.num_tokens for name, split in splits.items()},
+        "tokens": {split: size // DTYPES[dtype].itemsize for split, size in sizes.items()},
         "split_by": split_by,
         "unigram_entropy_nats": entropy_nats(counts),
-        "files": {path.name: _describe(path) for path in sorted(folder.iterdir())},
+        "files": files,
     }
 
 
@@ -233,63 +222,35 @@ def entropy_nats(counts: np.ndarray) -> float:
     return float(-(shares * np.log(shares)).sum())
 
 
-@dataclass(slots=True)
-class _Piece:
-    """Part of a document on its way to a file."""
-
-    text: bytes
-    held_out: bool
-    ends: bool
-    """True for the last piece of a document."""
-
-
-def _groups(documents: Documents, held_out: np.ndarray) -> Iterator[list[_Piece]]:
-    """Pieces in order, a few MiB at a time, so that a tokenizer may use all cores."""
-    group: list[_Piece] = []
+def _groups(
+    documents: Documents, held_out: np.ndarray
+) -> Iterator[list[tuple[bytes | None, bool]]]:
+    """Parts of documents in order, each with whether it is held out; None stands for the end of a
+    document. A few MiB at a time, so that a tokenizer may use all cores."""
+    group: list[tuple[bytes | None, bool]] = []
     num_bytes = 0
     for document, is_held_out in itertools.zip_longest(documents, held_out):
         if document is None or is_held_out is None:
             raise DataError("the input changed while it was read; prepare it again")
-        for chunk in document.chunks():
-            group.append(_Piece(chunk, bool(is_held_out), ends=False))
-            num_bytes += len(chunk) + _PIECE_BYTES
-            if num_bytes >= _GROUP_BYTES and len(group) > 1:
-                # The newest piece stays: only the next one tells whether it ends its document.
-                yield group[:-1]
-                group, num_bytes = group[-1:], len(chunk)
-        if group:
-            group[-1].ends = True
+        for chunk in itertools.chain(document.chunks(), [None]):
+            group.append((chunk, bool(is_held_out)))
+            num_bytes += len(chunk or b"") + _PIECE_BYTES
+            if num_bytes >= _GROUP_BYTES:
+                yield group
+                group, num_bytes = [], 0
     if group:
         yield group
 
 
-class _TokenFile:
-    """A `.bin` file while it is written."""
-
-    def __init__(self, path: Path, dtype: str) -> None:
-        self.path = path
-        self.dtype = DTYPES[dtype]
-        self.num_tokens = 0
-        self._stream = path.open("wb")
-
-    def append(self, tokens: np.ndarray) -> None:
-        self._stream.write(tokens.astype(self.dtype).tobytes())
-        self.num_tokens += len(tokens)
-
-    def close(self) -> None:
-        self._stream.close()
-
-
-def _move_tail(train: _TokenFile, val: _TokenFile, count: int) -> None:
-    """Move the last `count` tokens (but never all) from the end of `train` to `val`."""
-    count = min(count, train.num_tokens - 1)
-    keep = (train.num_tokens - count) * train.dtype.itemsize
-    with train.path.open("rb") as source, val.path.open("wb") as target:
+def _move_tail(train: Path, val: Path, fraction: float, itemsize: int) -> None:
+    """Move the last tokens (one at least, but never all) from the end of `train` to `val`."""
+    num_tokens = train.stat().st_size // itemsize
+    count = min(max(1, round(num_tokens * fraction)), num_tokens - 1)
+    keep = (num_tokens - count) * itemsize
+    with train.open("rb") as source, val.open("wb") as target:
         source.seek(keep)
-        while block := source.read(_GROUP_BYTES):
-            target.write(block)
-    os.truncate(train.path, keep)
-    train.num_tokens, val.num_tokens = train.num_tokens - count, count
+        shutil.copyfileobj(source, target, _GROUP_BYTES)
+    os.truncate(train, keep)
 
 
 def _describe(path: Path) -> FileMeta:

@@ -105,11 +105,6 @@ class CheckpointInfo:
         """Number of optimizer steps done."""
         return self.manifest.step
 
-    @property
-    def size_bytes(self) -> int:
-        """Size of all its files, without the manifest."""
-        return sum(record.size for record in self.manifest.files.values())
-
 
 class CheckpointStore:
     """Saves, finds and loads the checkpoints of one run. One process writes; any may read.
@@ -162,12 +157,6 @@ class CheckpointStore:
         self._verified.add(target)
         self._clean_up()
         return target
-
-    def list(self) -> list[CheckpointInfo]:
-        """Checkpoints with a sound manifest and files of the right sizes, newest first. Contents
-        are not read; `latest` and `load` do that."""
-        found = (self._examine(path, contents=False) for path in self._newest_first())
-        return [info for info in found if isinstance(info, CheckpointInfo)]
 
     def latest(self) -> tuple[CheckpointInfo | None, Problems]:
         """The newest good checkpoint, every byte of it checked, or None; and a line for each newer

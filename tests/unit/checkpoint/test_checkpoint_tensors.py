@@ -23,14 +23,11 @@ DTYPES = [
     ("name", "clean"),
     [
         ("embed.weight", "embed.weight"),
-        ("module.embed.weight", "embed.weight"),
         ("_orig_mod.module.blocks.0._orig_mod.w", "blocks.0.w"),
-        ("module._orig_mod.w", "w"),
         ("a._checkpoint_wrapped_module._fsdp_wrapped_module.w", "a.w"),
         ("module", "module"),
         ("a.module", "a.module"),
         ("my_module.w", "my_module.w"),
-        ("modules.w", "modules.w"),
     ],
 )
 def test_clean_names(name, clean):

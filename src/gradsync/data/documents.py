@@ -5,8 +5,7 @@ from __future__ import annotations
 import glob
 import json
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from gradsync.errors import DataError
@@ -47,32 +46,9 @@ def json_lines(data: str) -> list[Path]:
     return paths
 
 
-@dataclass(frozen=True, slots=True)
-class Document:
-    """One text, in pieces of a few MiB so that a large file never lies in memory as a whole."""
-
-    path: Path
-    text: bytes | None = None
-    """The whole text; None means the content of `path`."""
-
-    def chunks(self) -> Iterator[bytes]:
-        """The text in order; pieces end at a line end where there is one."""
-        if self.text is not None:
-            yield self.text
-            return
-        rest = b""
-        with self.path.open("rb") as stream:
-            while block := stream.read(_BLOCK_BYTES):
-                block = rest + block
-                cut = _cut_point(block)
-                yield block[:cut]
-                rest = block[cut:]
-        if rest:
-            yield rest
-
-
 class Documents:
-    """All documents under `paths`, in a fixed order; may be iterated more than once.
+    """All documents under `paths`, in a fixed order, each as its pieces; may be iterated more than
+    once. Pieces are of a few MiB, so that a large file never lies in memory as a whole.
 
     A `.jsonl` file holds one document a line, under `text_key`; any other file is one document.
     Folders are read with everything below them, sorted by name; hidden and binary files in them
@@ -120,14 +96,14 @@ class Documents:
                 else:
                     yield path
 
-    def __iter__(self) -> Iterator[Document]:
+    def __iter__(self) -> Iterator[Iterable[bytes]]:
         for path in self.files:
             if path.suffix == _JSON_LINES:
                 yield from self._json_lines(path)
             elif path.stat().st_size:
-                yield Document(path)
+                yield _pieces(path)
 
-    def _json_lines(self, path: Path) -> Iterator[Document]:
+    def _json_lines(self, path: Path) -> Iterator[Iterable[bytes]]:
         with path.open("rb") as stream:
             for number, line in enumerate(stream, start=1):
                 if not line.strip():
@@ -152,7 +128,7 @@ class Documents:
                     )
                 if text:
                     # Half of a surrogate pair is legal in JSON and nowhere else.
-                    yield Document(path, text.encode(errors="replace"))
+                    yield [text.encode(errors="replace")]
 
 
 def _unreadable(error: OSError) -> None:
@@ -166,6 +142,19 @@ def _is_binary(path: Path) -> bool:
             return b"\0" in stream.read(_PROBE_BYTES)
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from error
+
+
+def _pieces(path: Path) -> Iterator[bytes]:
+    """The content of a file in order; pieces end at a line end where there is one."""
+    rest = b""
+    with path.open("rb") as stream:
+        while block := stream.read(_BLOCK_BYTES):
+            block = rest + block
+            cut = _cut_point(block)
+            yield block[:cut]
+            rest = block[cut:]
+    if rest:
+        yield rest
 
 
 def _cut_point(block: bytes) -> int:

@@ -112,7 +112,7 @@ class Loader:
         self._seed_leaves = seed_leaves
         self._stop = math.inf if num_epochs is None else num_epochs * self._order.num_samples
         self._samples = self._steps = 0
-        self._source: _BatchSource | None = None
+        self._batches: Iterator[Any] | None = None  # of the iteration in progress
 
     @property
     def epoch(self) -> float:
@@ -121,28 +121,34 @@ class Loader:
 
     def __iter__(self) -> Iterator[Step]:
         self.close()
-        source = self._source = self._open_source()
+        batches = self._batches = self._open_batches()
         try:
             for span, stop in self._spans(self._samples):
                 number = self._steps
                 self._samples, self._steps = stop, number + 1
                 step = Step(
-                    self._leaves(span, number, source),
+                    self._leaves(span, number, batches),
                     number=number,
                     num_leaves=span.num_leaves,
                     num_local_leaves=len(span.leaves),
                 )
                 yield step
-                source.check_open()
+                self._check_current(batches)
                 step.drain()
         finally:
-            source.close()
+            if self._batches is batches:
+                self.close()
 
     def close(self) -> None:
         """End the iteration in progress and its worker processes, if there are any."""
-        if self._source is not None:
-            self._source.close()
-            self._source = None
+        batches, self._batches = self._batches, None
+        end_workers(batches)
+
+    def _check_current(self, batches: Iterator[Any]) -> None:
+        if self._batches is not batches:
+            raise RuntimeError(
+                "this iteration of the loader is over: it was closed, began anew or was moved"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader stands, after the last step that was handed out: the same on all ranks,
@@ -180,36 +186,35 @@ class Loader:
             yield span, stop
             start = stop
 
-    def _open_source(self) -> _BatchSource:
+    def _open_batches(self) -> Iterator[Any]:
         leaves = (leaf for span, _ in self._spans(self._samples) for leaf in span.leaves)
         index_lists = (self._order.indices(leaf.start, leaf.count) for leaf in leaves)
         if not self._num_workers:
-            return _BatchSource(map(self._reader.__getitem__, index_lists))
+            return map(self._reader.__getitem__, index_lists)
         # A generator of its own: DataLoader would draw from the global one, and `num_workers`
         # would change the model's dropout.
         generator = torch.Generator()
         generator.manual_seed(derive_key(self._order.seed, self._samples, self._rank) >> 1)
-        return _BatchSource(
-            iter(
-                DataLoader(
-                    self._reader,
-                    sampler=index_lists,
-                    batch_size=None,  # an index list is one item: the reader makes the batch
-                    collate_fn=_unchanged,
-                    num_workers=self._num_workers,
-                    pin_memory=self._device.type == "cuda",
-                    generator=generator,
-                )
+        return iter(
+            DataLoader(
+                self._reader,
+                sampler=index_lists,
+                batch_size=None,  # an index list is one item: the reader makes the batch
+                collate_fn=_unchanged,
+                num_workers=self._num_workers,
+                pin_memory=self._device.type == "cuda",
+                generator=generator,
             )
         )
 
-    def _leaves(self, span: StepSpan, step: int, source: _BatchSource) -> Iterator[Leaf]:
+    def _leaves(self, span: StepSpan, step: int, batches: Iterator[Any]) -> Iterator[Leaf]:
         for place, leaf in enumerate(span.leaves, start=1):
             # Before the read: what a data set draws in this process is keyed by the leaf, too.
             if self._seed_leaves:
                 seed_leaf(self._order.seed, step, leaf.index)
+            self._check_current(batches)
             yield make_leaf(
-                source.take(),
+                next(batches),
                 index=leaf.index,
                 step=step,
                 num_samples=leaf.count,
@@ -220,28 +225,6 @@ class Loader:
 
 loader = Loader
 """The name in training loops: `for step in gs.loader(...)`."""
-
-
-class _BatchSource:
-    """Collated batches in order. Everything else holds this and not the iterator inside, so that
-    `close` ends the workers at once, whoever still keeps a step."""
-
-    def __init__(self, batches: Iterator[Any]) -> None:
-        self._batches: Iterator[Any] | None = batches
-
-    def take(self) -> Any:
-        return next(self.check_open())
-
-    def check_open(self) -> Iterator[Any]:
-        if self._batches is None:
-            raise RuntimeError(
-                "this iteration of the loader is over: it was closed, began anew or was moved"
-            )
-        return self._batches
-
-    def close(self) -> None:
-        batches, self._batches = self._batches, None
-        end_workers(batches)
 
 
 def _unchanged(batch: Any) -> Any:

@@ -87,7 +87,7 @@ def prepare(
             raise DataError(f"no text in {', '.join(map(str, paths))}")
         encoder: Tokenizer = ByteTokenizer()
         if tokenizer == "bpe":
-            chunks = (chunk for document in documents for chunk in document.chunks())
+            chunks = (chunk for document in documents for chunk in document)
             size = DEFAULT_BPE_VOCAB_SIZE if vocab_size is None else vocab_size
             encoder = BpeTokenizer.train(chunks, size)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -144,7 +144,7 @@ def _scan(documents: Documents) -> tuple[np.ndarray, int]:
     hashes, text_bytes = array("Q"), 0
     for document in documents:
         digest = hashlib.sha256()
-        for chunk in document.chunks():
+        for chunk in document:
             digest.update(chunk)
             text_bytes += len(chunk)
         hashes.append(int.from_bytes(digest.digest()[:8], "big"))
@@ -232,7 +232,7 @@ def _groups(
     for document, is_held_out in itertools.zip_longest(documents, held_out):
         if document is None or is_held_out is None:
             raise DataError("the input changed while it was read; prepare it again")
-        for chunk in itertools.chain(document.chunks(), [None]):
+        for chunk in itertools.chain(document, [None]):
             group.append((chunk, bool(is_held_out)))
             num_bytes += len(chunk or b"") + _PIECE_BYTES
             if num_bytes >= _GROUP_BYTES:

@@ -58,7 +58,7 @@ def open_texts(data: str, text_key: str) -> Texts:
     def read(start: int) -> Iterator[bytes]:
         try:
             for document in islice(documents, start, None):
-                yield b"".join(document.chunks())
+                yield b"".join(document)
         except OSError as error:
             raise RunError(f"{error.filename}: {error.strerror}") from error
 

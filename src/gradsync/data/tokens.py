@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -64,12 +65,7 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
     def _open(self) -> np.ndarray:
         """The file as overlapping rows, shape [len, T+1]; no copy, T tokens from row to row."""
         tokens = np.memmap(self.path, dtype=DTYPES[self.dtype], mode="r", shape=(self.num_tokens,))
-        return np.lib.stride_tricks.as_strided(
-            tokens,
-            shape=(len(self), self.seq_len + 1),
-            strides=(self.seq_len * tokens.itemsize, tokens.itemsize),
-            writeable=False,
-        )
+        return sliding_window_view(tokens, self.seq_len + 1)[:: self.seq_len]
 
     def __len__(self) -> int:
         return (self.num_tokens - 1) // self.seq_len

@@ -16,7 +16,7 @@ import pytest
 from gradsync.cli import prepare as command
 from gradsync.data import documents as documents_file
 from gradsync.data import prepare as prepare_file
-from gradsync.data.documents import Document, Documents
+from gradsync.data.documents import Documents
 from gradsync.data.meta import read_meta
 from gradsync.data.prepare import choose_validation, default_corpus, entropy_nats, prepare
 from gradsync.data.tokenizer import load_tokenizer
@@ -136,7 +136,7 @@ def test_large_files_pass_in_pieces_and_give_the_same_tokens(
     whole = prepare([tmp_path], tmp_path / "whole")
     monkeypatch.setattr(documents_file, "_BLOCK_BYTES", 64)
     monkeypatch.setattr(prepare_file, "_GROUP_BYTES", 100)
-    pieces = list(Document(tmp_path / "big.txt").chunks())
+    (pieces,) = map(list, Documents([tmp_path / "big.txt"]))
     assert len(pieces) > 50
     assert "".join(piece.decode() for piece in pieces) == text  # no character was cut
     assert prepare([tmp_path / "big.txt", tmp_path / "small.txt"], tmp_path / "parts").files == (

@@ -109,13 +109,8 @@ class CheckpointInfo:
 class CheckpointStore:
     """Saves, finds and loads the checkpoints of one run. One process writes; any may read.
 
-    Args:
-        directory: contains the `step-…` directories; made at the first save.
-        keep_last: number of good checkpoints to keep.
-        fs: the file operations of a save; replaced in tests.
-
-    Raises:
-        ConfigError: `keep_last` below 1.
+    `directory` contains the `step-…` directories, and is made at the first save; the last
+    `keep_last` good ones are kept. `fs` are the file operations of a save, replaced in tests.
     """
 
     def __init__(
@@ -135,11 +130,10 @@ class CheckpointStore:
         checkpoint, whose directory is returned, is on the device. See [Note: replacing a step] for
         a step that exists.
 
-        Raises:
-            CheckpointError: it could not be written (disk full, I/O error); the message names the
-                last good one, which is untouched, and nothing half-written stays. Or the model, the
-                optimizer's state or the strategy's has nan or inf: such a checkpoint would push out
-                one from which a run can resume.
+        CheckpointError where it could not be written (disk full, I/O error): the message names the
+        last good one, which is untouched, and nothing half-written stays. Or where the model, the
+        optimizer's state or the strategy's has nan or inf: such a checkpoint would push out one
+        from which a run can resume.
         """
         if snapshot.step < 0:
             raise ConfigError(f"step: got {snapshot.step}, expected 0 or more")

@@ -51,17 +51,11 @@ class Documents:
     once. Pieces are of a few MiB, so that a large file never lies in memory as a whole.
 
     A `.jsonl` file holds one document a line, under `text_key`; any other file is one document.
-    Folders are read with everything below them, sorted by name; hidden and binary files in them
-    are passed over and counted. Texts without a byte are left out.
+    Folders are read with everything below them but `exclude`, sorted by name; hidden and binary
+    files in them are passed over and counted. Texts without a byte are left out.
 
-    Args:
-        paths: files and folders.
-        text_key: key of the text in JSON lines.
-        exclude: a folder to leave out, such as the output.
-
-    Raises:
-        DataError: when a path does not exist or cannot be read, or a file named by itself is
-            binary; while iterating, for a line that is not as it should be (`file:line` is named).
+    DataError when a path does not exist or cannot be read, or a file named by itself is binary;
+    while iterating, for a line that is not as it should be (`file:line` is named).
     """
 
     def __init__(

@@ -163,11 +163,8 @@ class Loader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`, whatever the world size that saved it. Ends an iteration in progress.
-
-        Raises:
-            DataError: when the state is malformed, or of another data set, seed or order.
-        """
+        """Go on from `state`, whatever the world size that saved it; an iteration in progress ends.
+        DataError when the state is malformed, or of another data set, seed or order."""
         check_state(state, self.state_dict(), ("samples", "steps"), ("dataset", "seed", "shuffle"))
         self.close()
         self._samples, self._steps = state["samples"], state["steps"]
@@ -237,14 +234,8 @@ def check_state(
     counters: Sequence[str],
     fixed: Sequence[str],
 ) -> None:
-    """Check the state of a loader before it is taken; a DataError names the key.
-
-    Args:
-        state: what was saved.
-        mine: the state of the loader that shall take it.
-        counters: keys that must hold numbers of at least 0.
-        fixed: keys whose values must be equal.
-    """
+    """Check a saved state before a loader takes it whose state is `mine`: `counters` must hold
+    numbers of at least 0, what is `fixed` must be equal. A DataError names the key."""
     for name in fixed:
         if state.get(name) != mine[name]:
             what = "data set" if name == "dataset" else name
@@ -294,22 +285,12 @@ def fingerprint_of(dataset: Any) -> str:
 
 class EvalLeaves:
     """The first `max_samples` samples (or all) in order, each once, without padding, split over the
-    ranks by whole leaves; may be iterated again.
+    ranks by whole leaves, of which the last may be shorter; may be iterated again.
 
     Ranks may have different numbers of leaves, or none: do not communicate inside the loop. Add up
     (sum, count) after it, and compare the count with `total_samples`.
 
-    Args:
-        dataset: anything with `__len__` and `__getitem__`.
-        world: who we are.
-        micro_batch_size: samples in a leaf; the last leaf may be shorter.
-        max_samples: samples over all ranks; None is all.
-        device: where batches go; None is the world's device.
-        collate_fn: list of samples to batch; None is torch's `default_collate`.
-
-    Raises:
-        ConfigError: when a number is below 1.
-        DataError: when the data set is not map-style.
+    The arguments are those of `Loader`; `max_samples` are over all ranks.
     """
 
     def __init__(
@@ -366,13 +347,7 @@ class DatasetLoader:
         dataset_dir: a data directory, see `open_dataset`.
         device: where batches go.
         split: "train" or "val".
-        seed: names the order, and the random streams of batches.
-        seed_leaves: seed torch's generators by (seed, step, process) before each batch, as
-            `loader` does, so that processes draw unlike dropout masks; False leaves them alone.
-
-    Raises:
-        ConfigError: when a number is out of its range.
-        DataError: when the data cannot be used.
+        seed, seed_leaves: as for `Loader`; a leaf is a process's batch.
     """
 
     def __init__(  # noqa: PLR0917  the call that readers of other guides know
@@ -416,7 +391,6 @@ class DatasetLoader:
         return self._loader.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`, whatever the number of processes that saved it; DataError when it is
-        of another data set or seed."""
+        """Go on from `state`, whatever the number of processes that saved it."""
         self._loader.load_state_dict(state)
         self._steps = iter(self._loader)

@@ -47,8 +47,7 @@ class Meta:
     split_by: str
     """"documents" (whole documents, chosen by content), "tail" (the last tokens) or "none"."""
     unigram_entropy_nats: float
-    """Entropy of the token frequencies over all splits, in nats: the loss of a model that knows
-    only how often each token occurs."""
+    """Of the token frequencies over all splits: the loss of a model that knows nothing else."""
     skipped_files: int
     """Hidden and binary files that were passed over in folders."""
     source: str

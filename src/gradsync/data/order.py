@@ -75,16 +75,8 @@ def derive_key(*parts: int) -> int:
 
 
 def permute(positions: np.ndarray, n: int, key: int) -> np.ndarray:
-    """Where `positions` go under the permutation of `range(n)` that `key` names.
-
-    Args:
-        positions: integers in 0..n-1, any shape; ValueError for others.
-        n: size of the set, at least 1.
-        key: 64 bits, see `derive_key`; another key gives another permutation.
-
-    Returns:
-        int64 array of the same shape, values in 0..n-1, distinct for distinct positions.
-    """
+    """Where `positions` (integers in 0..n-1, any shape) go under the permutation of `range(n)` that
+    the 64-bit `key` names: int64 of the same shape, distinct for distinct positions."""
     if n < 1:
         raise ValueError(f"cannot permute {n} items")
     positions = np.asarray(positions, dtype=np.int64)

@@ -138,18 +138,11 @@ def solve_batch_plan(
     seq_len: int | None = None,
     global_batch_size: int | None = None,
 ) -> BatchPlan:
-    """The plan for a step of `tokens_per_update` tokens, or of `global_batch_size` samples.
+    """The plan for a step of `global_batch_size` samples over all ranks, or of `tokens_per_update`
+    tokens in samples of `seq_len`.
 
-    Args:
-        micro_batch_size: samples in a leaf.
-        world_size: ranks that share the leaves.
-        tokens_per_update: tokens in a step, over all ranks; needs `seq_len`.
-        seq_len: tokens in a sample.
-        global_batch_size: samples in a step, over all ranks; instead of `tokens_per_update`.
-
-    Raises:
-        ConfigError: when the numbers do not fit exactly (the nearest legal values are named), or
-            when there are more ranks than leaves.
+    ConfigError when the numbers do not fit exactly (the nearest legal values are named), or when
+    there are more ranks than leaves.
     """
     if (tokens_per_update is None) == (global_batch_size is None):
         raise ConfigError("give either tokens_per_update or global_batch_size")

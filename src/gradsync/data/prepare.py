@@ -155,15 +155,8 @@ def choose_validation(hashes: np.ndarray, val_fraction: float) -> np.ndarray | N
     """Mark the documents with the smallest content hashes, `val_fraction` of them and at least one.
 
     The choice does not change with the order of the documents, and equal documents go the same
-    way, so none is both trained on and validated with.
-
-    Args:
-        hashes: one uint64 content hash a document.
-        val_fraction: share of the documents to hold out, above 0.
-
-    Returns:
-        bool array, True for validation; or None when documents cannot be split (too few, or all
-        the same).
+    way, so none is both trained on and validated with. None when documents cannot be split (too
+    few, or all the same).
     """
     if len(hashes) < _FEWEST_DOCUMENTS:
         return None

@@ -124,10 +124,8 @@ class StreamLoader:
 
         A data set with a state of its own continues from that; any other one, and a shuffle
         buffer of `datasets`, is read from the beginning of the pass and dropped up to there.
-
-        Raises:
-            DataError: when the state is malformed, of another data set or seed, or when the stream
-                has other samples at that place than it had.
+        DataError when the state is malformed, of another data set or seed, or when the stream has
+        other samples at that place than it had.
         """
         counters = ("samples", "steps", "epoch", "epoch_samples", "last_leaf", "last_samples")
         check_state(state, self._state, counters, ("dataset", "seed"))
@@ -260,14 +258,13 @@ def _check_whole(dataset: Any, num_epochs: int | None) -> None:
 
 
 class _Place(NamedTuple):
-    """A place between two samples of a stream; the same on every rank."""
+    """A place between two samples of a stream, the same on every rank: passes that are complete,
+    samples taken of the one in progress, and the data set's own state there, in JSON's types (None
+    where it has none that can be used)."""
 
     epoch: int
-    """Passes over the data set that are complete."""
     taken: int
-    """Samples taken of the pass in progress."""
     state: Any = None
-    """The data set's own state there, in JSON's types; None where it has none that can be used."""
 
 
 class _Source:

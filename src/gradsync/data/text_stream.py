@@ -44,10 +44,8 @@ def open_texts(data: str, text_key: str) -> Texts:
     """The documents that `data` names: `hf:NAME[:CONFIG]`, `hf:json:FILES` (or csv, parquet, arrow,
     text), or JSON lines with the text under `text_key`.
 
-    Raises:
-        ConfigError: the extra is missing.
-        DataError: nothing is there, or it has no such field; while reading, for a line or row that
-            is not as it should be.
+    ConfigError where the extra is missing; DataError where nothing is there, or it has no such
+    field, and while reading, for a line or row that is not as it should be.
     """
     if data.startswith(HUGGING_FACE):
         return _hugging_face(data, text_key)
@@ -166,18 +164,11 @@ class StreamedText:
 def open_streamed_text(
     data: str, *, text_key: str, tokenizer: str, seq_len: int, val_sequences: int
 ) -> StreamedText:
-    """Open a stream, and hold its first documents out for validation.
+    """Open a stream (see `open_texts`), and hold its first documents out for `val_sequences`
+    sequences of validation: whole documents.
 
-    Args:
-        data: see `open_texts`.
-        text_key: field of the text.
-        tokenizer: a prepared data directory, whose tokenizer is taken; "" for bytes.
-        seq_len: T, tokens of a sequence.
-        val_sequences: sequences of validation; documents are held out as a whole.
-
-    Raises:
-        ConfigError: the extra is missing.
-        DataError: see `open_texts`; or the text is too short for validation and one sequence more.
+    `tokenizer` is a prepared data directory, or "" for bytes. DataError as from `open_texts`, or
+    where the text is too short for validation and one sequence more.
     """
     encoder, identity = stream_tokenizer(tokenizer)
     texts = open_texts(data, text_key)

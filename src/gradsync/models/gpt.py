@@ -44,10 +44,7 @@ def rope_tables(config: GPTConfig) -> tuple[Tensor, Tensor]:
     """Cosine and sine of every position's angles, always computed in fp32 on the CPU.
 
     Half the frequencies are written twice, side by side, for the rotate-half convention
-    (arXiv 2104.09864, in the layout of Llama).
-
-    Returns:
-        cos_TK, sin_TK: `(block_size, head_dim)`, fp32.
+    (arXiv 2104.09864, in the layout of Llama): cos_TK, sin_TK, T is `block_size`.
     """
     # Named device and dtype: neither a default device nor a default dtype may reach these values.
     exponent = torch.arange(0, config.head_dim, 2, dtype=torch.int64, device="cpu").float()
@@ -233,18 +230,8 @@ class GPT(nn.Module):
         self.rope_sin.copy_(sin_TK)
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
-        """Logits of the next token at every position, or the loss where targets are given.
-
-        Args:
-            tokens_BT: token ids, int64, `T <= block_size`.
-            targets_BT: as for `loss_sum`.
-
-        Returns:
-            logits_BTV, or the summed loss, fp32, 0-dim.
-
-        Raises:
-            ConfigError: more tokens than `block_size`.
-        """
+        """Logits of the next token at every position, logits_BTV, or the loss where targets are
+        given, see `loss_sum`. Token ids are int64; ConfigError where T exceeds `block_size`."""
         x_BTC = self.features(tokens_BT)
         if targets_BT is None:
             return self.logits(x_BTC)
@@ -255,12 +242,10 @@ class GPT(nn.Module):
         )
 
     def features(self, tokens_BT: Tensor, caches: Sequence[KeyValueCache] | None = None) -> Tensor:
-        """Input of the head: `tokens_BT -> x_BTC`, after the last norm. Raises as `forward`.
+        """Input of the head: `tokens_BT -> x_BTC`, after the last norm.
 
-        Args:
-            tokens_BT: as for `forward`.
-            caches: one for each block; they hold the positions before these, and then these too.
-                Where they hold some, one token at a time.
+        `caches`, one for each block, hold the positions before these, and then these too. Where
+        they hold some, one token at a time.
         """
         first = 0 if caches is None else caches[0].length
         T = first + tokens_BT.shape[1]
@@ -294,14 +279,8 @@ def loss_sum(logits_BTV: Tensor, targets_BT: Tensor, ignore_index: int = -100) -
     """Cross-entropy summed over the targets that count, in nats.
 
     A sum, not a mean: sums of leaves add up to the sum of the batch however it was cut, and one
-    division by the global number of targets makes the exact mean.
-
-    Args:
-        logits_BTV: any float dtype; computed in fp32.
-        targets_BT: int64 token ids; `ignore_index` where there is nothing to predict.
-
-    Returns:
-        fp32, 0-dim.
+    division by the global number of targets makes the exact mean. Targets are int64 token ids,
+    `ignore_index` where there is nothing to predict. Computed in fp32; 0-dim.
     """
     return F.cross_entropy(
         logits_BTV.float().flatten(0, 1),  # a bf16 sum over thousands of targets stops growing

@@ -38,7 +38,6 @@ class SplitGroups:
     """This rank's groups; members stand in the order of their index."""
 
     everyone: Communicator
-    """All ranks."""
     data: Communicator
     """Ranks that hold the same part of the model, one of each replica."""
     model: Communicator
@@ -86,10 +85,7 @@ class SplitReducer(Reducer):
     rank adds the two gradients leaf by leaf instead: another order, so a tied model's losses equal
     one rank's to rounding; one with a head of its own gives the same bits.
 
-    Args:
-        model: this rank's part.
-        part, groups: which part, and who has the others.
-        inner: sums over `groups.data`.
+    `inner` sums over `groups.data`.
     """
 
     whole_parameters = False
@@ -197,11 +193,7 @@ class SplitSync(StateFace):
     The step's small message goes over all ranks of the run, so the loss, the weight and a wish to
     stop are the same everywhere; gradients are summed over the replicas of a part.
 
-    Args:
-        model: this rank's part.
-        part, groups: which part, and who has the others.
-        sync: a strategy of `STRATEGIES` that keeps whole replicas.
-        options: of the strategy.
+    `sync` is a strategy of `STRATEGIES` that keeps whole replicas, with its options.
     """
 
     def __init__(
@@ -254,11 +246,8 @@ class SplitSync(StateFace):
     def check_replicas(
         self, optimizer: Optimizers | None = None, *, step: int | None = None
     ) -> None:
-        """The replicas of each part must hold the same bits, and both ends a tied embedding.
-
-        Raises:
-            RunError: naming the tensor and the ranks, see `StateFace.check_replicas`.
-        """
+        """The replicas of each part must hold the same bits, and both ends a tied embedding;
+        RunError names the tensor and the ranks, see `StateFace.check_replicas`."""
         layout, place = self._part.layout, self._part.place
         same = [replace(place, data=index) for index in range(layout.dp)]
         ranks = [layout.rank(at) for at in same]

@@ -42,11 +42,7 @@ class GPTStage(nn.Module):
     Nothing of the other parts is ever in memory, apart from one matrix at a time while start values
     are drawn: the generator has to pass through all of them.
 
-    Args:
-        part: which blocks, which shard.
-        groups: of the layout; shards sum over `groups.shards` in each block.
-        seed, activation_checkpointing, loss_rows: as for `GPT`.
-        device: where it lives.
+    Shards sum over `groups.shards` in each block; the other arguments are those of `GPT`.
     """
 
     rope_cos: Tensor
@@ -122,12 +118,8 @@ class GPTStage(nn.Module):
 
     def pass_over_dropout(self, like_BTC: Tensor, branch_dtype: torch.dtype) -> None:
         """Draw what the stages before this one draw for a leaf, so that this one's dropout is the
-        whole model's: one mask of the embedding, two of each block.
-
-        Args:
-            like_BTC: of the residual stream's shape and dtype.
-            branch_dtype: of what a block's branches give.
-        """
+        whole model's: one mask of the embedding, two of each block. `like_BTC` has the shape and
+        dtype of the residual stream, a block's branches give `branch_dtype`."""
         first = self.part.blocks.start
         if self.part.is_first or not self.config.dropout or not self.training:
             return

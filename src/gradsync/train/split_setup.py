@@ -53,7 +53,7 @@ class SplitLearner(Learner):
             for kind in ("model", "optimizer")
             for name, tensor in saved.get(kind, {}).items()
         }
-        got = distribute(comm, self.parts(), tensors)
+        got = distribute(comm, self.part, tensors)
         kept = {
             name.removeprefix("optimizer/"): tensor
             for name, tensor in got.items()
@@ -75,12 +75,6 @@ class SplitLearner(Learner):
         model = GPT(self.part.config, seed=0)
         model.load_state_dict(weights)
         return model
-
-    def parts(self) -> list[Part]:
-        """Parts of the model, by rank."""
-        layout, shape = self.part.layout, self.part.config
-        places = map(layout.coordinates, range(layout.world_size))
-        return [Part(config=shape, layout=layout, place=place) for place in places]
 
 
 def build_split_learner(

@@ -290,7 +290,7 @@ class EvalLeaves:
     Ranks may have different numbers of leaves, or none: do not communicate inside the loop. Add up
     (sum, count) after it, and compare the count with `total_samples`.
 
-    The arguments are those of `Loader`; `max_samples` are over all ranks.
+    `max_samples` are over all ranks.
     """
 
     def __init__(
@@ -299,9 +299,6 @@ class EvalLeaves:
         world: World,
         micro_batch_size: int,
         max_samples: int | None = None,
-        *,
-        device: torch.device | str | None = None,
-        collate_fn: Collate | None = None,
     ) -> None:
         require_at_least(1, micro_batch_size=micro_batch_size, max_samples=max_samples)
         num_samples = size_of(dataset)
@@ -316,8 +313,8 @@ class EvalLeaves:
         )
         self.most = math.ceil(self._span.num_leaves / world.world_size)
         """Leaves of the rank that has most of them."""
-        self._reader = _LeafReader(dataset, collate_fn)
-        self._device = torch.device(world.device if device is None else device)
+        self._reader = _LeafReader(dataset, None)
+        self._device = torch.device(world.device)
 
     def __len__(self) -> int:
         return len(self._span.leaves)

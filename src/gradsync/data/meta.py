@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -85,6 +86,12 @@ class Meta:
     def to_json(self) -> str:
         """The text of `meta.json`."""
         return json.dumps(asdict(self), indent=2) + "\n"
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file's content, hexadecimal."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def read_meta(directory: Path) -> Meta | None:

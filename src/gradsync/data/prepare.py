@@ -24,7 +24,7 @@ from gradsync.core.files import Filesystem, StagedDirectory
 from gradsync.data import meta as meta_file
 from gradsync.data import tokenizer as tokenizer_file
 from gradsync.data.documents import Documents
-from gradsync.data.meta import DTYPES, FileMeta, Meta, read_meta
+from gradsync.data.meta import DTYPES, FileMeta, Meta, file_sha256, read_meta
 from gradsync.data.tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer
 from gradsync.errors import ConfigError, DataError, RunError
 from gradsync.runtime import environ
@@ -195,14 +195,21 @@ def _write(
         val.unlink()
     if isinstance(tokenizer, BpeTokenizer):
         tokenizer.save(folder / tokenizer_file.FILE_NAME)
-    files = {path.name: _describe(path) for path in sorted(folder.iterdir())}
-    sizes = {path.stem: path.stat().st_size for path in (train, val) if path.name in files}
+    files = {
+        path.name: FileMeta(num_bytes=path.stat().st_size, sha256=file_sha256(path))
+        for path in sorted(folder.iterdir())
+    }
+    tokens_of = {
+        path.stem: files[path.name].num_bytes // DTYPES[dtype].itemsize
+        for path in (train, val)
+        if path.name in files
+    }
     return {
         "dtype": dtype,
         "vocab_size": tokenizer.vocab_size,
         "tokenizer": tokenizer.name,
         "documents": len(hashes),
-        "tokens": {split: size // DTYPES[dtype].itemsize for split, size in sizes.items()},
+        "tokens": tokens_of,
         "split_by": split_by,
         "unigram_entropy_nats": entropy_nats(counts),
         "files": files,
@@ -244,12 +251,6 @@ def _move_tail(train: Path, val: Path, fraction: float, itemsize: int) -> None:
         source.seek(keep)
         shutil.copyfileobj(source, target, _GROUP_BYTES)
     os.truncate(train, keep)
-
-
-def _describe(path: Path) -> FileMeta:
-    with path.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    return FileMeta(num_bytes=path.stat().st_size, sha256=digest)
 
 
 def default_corpus() -> Path:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from gradsync.core.files import open_regular
-from gradsync.data.meta import DTYPES, FileMeta, Meta, read_meta
+from gradsync.data.meta import DTYPES, FileMeta, Meta, file_sha256, read_meta
 from gradsync.errors import DataError
 
 _LARGEST_HASHED_BYTES = 1 << 30
@@ -29,16 +29,14 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
     first is a target exactly once. The rest after the last full sample is left out.
 
     Args:
-        path: the `.bin` file: little-endian token ids, no header.
+        path: the `.bin` file: little-endian token ids, no header. DataError where it is missing,
+            empty, cut off or too short for one sample.
         seq_len: T, tokens in a sample.
         dtype: "uint16" or "uint32"; None takes it from `meta.json` beside the file, or "uint16"
             (what nanoGPT writes) when there is none.
         vocab_size: every token must be below it; None takes it from `meta.json`, or leaves it
             unchecked when there is none.
         content: a name of the content for the fingerprint (its SHA-256); None samples the file.
-
-    Raises:
-        DataError: when the file is missing, empty, cut off or too short for one sample.
     """
 
     def __init__(
@@ -95,12 +93,6 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
         inputs_BT = torch.from_numpy(rows[:, :-1].astype(np.int64))
         return inputs_BT, torch.from_numpy(rows[:, 1:].astype(np.int64))
 
-    def max_token(self) -> int:
-        """The largest token id (reads the whole file): the vocabulary is at least one more."""
-        tokens = np.memmap(self.path, dtype=DTYPES[self.dtype], mode="r")
-        block = _BLOCK_BYTES * 64
-        return max(int(tokens[at : at + block].max()) for at in range(0, len(tokens), block))
-
     def __getstate__(self) -> dict[str, Any]:
         """A memory map would be pickled as a copy of the file; workers open their own."""
         return {name: value for name, value in self.__dict__.items() if name != "_windows"}
@@ -140,11 +132,7 @@ def _check_file(path: Path, file: FileMeta, meta: Meta) -> None:
             f"{path}: has {num_bytes} bytes, meta.json says {file.num_bytes} "
             f"({meta.tokens[path.stem]} tokens): cut off or replaced; prepare the data again"
         )
-    if num_bytes > _LARGEST_HASHED_BYTES:
-        return
-    with path.open("rb") as stream:
-        found = hashlib.file_digest(stream, "sha256").hexdigest()
-    if found != file.sha256:
+    if num_bytes <= _LARGEST_HASHED_BYTES and (found := file_sha256(path)) != file.sha256:
         raise DataError(
             f"{path}: SHA-256 is {found[:12]}…, meta.json says {file.sha256[:12]}…: "
             "damaged or replaced; prepare the data again"

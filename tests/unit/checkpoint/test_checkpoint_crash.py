@@ -141,31 +141,6 @@ def test_any_operation_may_fail(tmp_path, recorded, caplog):
             assert not list(directory.glob(".tmp-*")), at
 
 
-def test_order_of_operations(recorded):
-    log, returned = recorded
-    first = log[: returned[1]]
-    temporary = next(path for operation, path, _ in first if path.name.startswith(".tmp-"))
-    commit = next(i for i, (operation, *_) in enumerate(first) if operation == "rename")
-    assert first[commit][1:] == (temporary, temporary.with_name("step-00000001"))
-    files = [path for operation, path, _ in first if operation == "create"]
-    assert {path.name for path in files} == {
-        *("model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"),
-    }
-    before = [(operation, path) for operation, path, _ in first[:commit]]
-    for path in files:
-        synced = before.index(("sync_file", path))
-        assert ("write", path) not in before[synced:]
-    assert before[-1] == ("sync_dir", temporary)
-    assert ("sync_dir", temporary.parent) in [entry[:2] for entry in first[commit:]]
-    # The directories that had to be made are on the device, too.
-    assert before[:4] == [
-        ("make_dir", Path("run")),
-        ("sync_dir", Path()),
-        ("make_dir", Path("run/checkpoints")),
-        ("sync_dir", Path("run")),
-    ]
-
-
 @dataclass
 class File:
     durable: bytes = b""

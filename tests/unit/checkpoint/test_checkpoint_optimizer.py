@@ -13,19 +13,9 @@ from gradsync.checkpoint.store import CheckpointStore, Snapshot
 from gradsync.errors import CheckpointError
 
 
-class Wrapper(nn.Module):
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
-
-
 def build():
-    generator = torch.Generator().manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3), nn.Linear(3, 2))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator))
-    return model
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3), nn.Linear(3, 2))
 
 
 def groups(model, reverse=False):
@@ -61,8 +51,7 @@ def same_bits(first, second):
     return all(torch.equal(a[name].view(torch.int32), b[name].view(torch.int32)) for name in a)
 
 
-@pytest.mark.parametrize("kind", MAKERS)
-@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize(("kind", "steps"), [("adamw", 0), *((kind, 3) for kind in MAKERS)])
 def test_roundtrip_through_disk_keeps_the_next_steps_bits(kind, steps, tmp_path):
     make = MAKERS[kind]
     model = build()
@@ -70,7 +59,8 @@ def test_roundtrip_through_disk_keeps_the_next_steps_bits(kind, steps, tmp_path)
     for number in range(steps):
         step(model, optimizer, number, frozen=True)  # "0.weight" has no state yet
     optimizer.param_groups[0]["lr"] = 0.007
-    tensors, state = pack_optimizer(optimizer, Wrapper(model).named_parameters())
+    wrapped = nn.ModuleDict({"module": model})
+    tensors, state = pack_optimizer(optimizer, wrapped.named_parameters())
     assert not [name for name in tensors if "module" in name]
     store = CheckpointStore(tmp_path)
     path = store.save(Snapshot(step=1, tensors={"optimizer": tensors}, state={"o": state}))
@@ -94,9 +84,9 @@ def test_roundtrip_through_disk_keeps_the_next_steps_bits(kind, steps, tmp_path)
         assert same_bits(model, other), number
 
 
-def packed(kind="adamw"):
+def packed():
     model = build()
-    optimizer = MAKERS[kind](groups(model))
+    optimizer = MAKERS["adamw"](groups(model))
     step(model, optimizer, 0)
     tensors, state = pack_optimizer(optimizer, model.named_parameters())
     return model, optimizer, tensors, json.loads(json.dumps(state))

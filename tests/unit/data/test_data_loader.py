@@ -165,24 +165,20 @@ def test_leaves_that_nobody_read_do_not_shift_the_following_steps(num_workers: i
     one.close()
 
 
-def test_a_step_is_read_once_and_not_after_the_next_began() -> None:
-    steps = iter(make(9, global_batch_size=2, micro_batch_size=1))
+def test_what_comes_too_late_says_so() -> None:
+    """A step read twice, or after the next began; an iteration that was overtaken or moved."""
+    one = make(9, global_batch_size=2, micro_batch_size=1)
+    steps = iter(one)
     first = next(steps)
     list(first)
     with pytest.raises(RuntimeError, match="leaves of step 0 can be read once"):
         list(first)
-    second = next(steps)
-    next(steps)
+    second, third = next(steps), next(steps)
     with pytest.raises(RuntimeError, match="leaves of step 1 can be read once"):
         list(second)
-
-
-def test_an_iteration_that_was_overtaken_says_so() -> None:
-    one = make(9, global_batch_size=2, micro_batch_size=1)
-    old, new = iter(one), iter(one)
-    step = next(old)
+    new = iter(one)
     next(new)
-    for late in (lambda: list(step), lambda: next(old)):
+    for late in (lambda: list(third), lambda: next(steps)):
         with pytest.raises(RuntimeError, match="this iteration of the loader is over"):
             late()
     one.load_state_dict(one.state_dict())
@@ -206,12 +202,8 @@ def test_workers_change_nothing_and_what_they_read_ahead_is_not_counted(stop: in
     resumed.load_state_dict(helped.state_dict())
     assert list(map(numbers, read(resumed))) == list(map(numbers, read(plain)))
     assert multiprocessing.active_children() == []
-
-
-def test_workers_draw_nothing_from_the_global_generator() -> None:
-    state = torch.get_rng_state()
-    options = {"global_batch_size": 2, "micro_batch_size": 2, "seed_leaves": False}
-    read(make(8, num_workers=1, **options), 2)
+    state = torch.get_rng_state()  # workers draw nothing from the global generator
+    read(make(8, num_workers=1, seed_leaves=False, **options), 1)
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -321,10 +313,7 @@ def test_batches_go_to_the_device_after_their_targets_were_counted(num_workers: 
     assert (leaf.num_samples, leaf.num_targets) == (2, 4)
     (leaf,) = read(loader(Pairs(4), World(device="meta"), device="cpu", **options), 1)[0]
     assert leaf.inputs.shape == leaf.targets.shape == (2, 3)
-
-
-def test_a_collate_function_makes_the_batch() -> None:
-    one = make(4, global_batch_size=2, micro_batch_size=2, collate_fn=sorted, shuffle=False)
+    one = make(4, collate_fn=sorted, shuffle=False, **options)  # makes the batch
     assert read(one, 1)[0][0].batch == [0, 1]
 
 
@@ -554,16 +543,12 @@ def test_a_dataset_loader_goes_on_with_another_number_of_processes(directory: Pa
         ({"split": "val"}, r"val.bin does not exist"),
     ],
 )
-def test_a_dataset_loader_checks_its_arguments(
+def test_senseless_arguments_are_refused(
     directory: Path, changes: dict[str, Any], message: str
 ) -> None:
     arguments = {"batch": 1, "seq_len": 4, "process_rank": 0, "num_processes": 2}
     with pytest.raises((ConfigError, DataError), match=message):
         DatasetLoader(**(arguments | changes), dataset_dir=directory)
-
-
-def test_evaluation_refuses_senseless_numbers() -> None:
-    with pytest.raises(ConfigError, match="max_samples must be at least 1; got 0"):
-        EvalLeaves([1], World(), 1, max_samples=0)
-    with pytest.raises(ConfigError, match="micro_batch_size must be at least 1"):
-        EvalLeaves([1], World(), 0)
+    for micro, most in ((0, None), (1, 0)):
+        with pytest.raises(ConfigError, match="must be at least 1; got 0"):
+            EvalLeaves([1], World(), micro, most)

@@ -318,14 +318,10 @@ def test_the_loser_of_a_race_uses_what_the_winner_made(
         return real(*arguments, **options)
 
     monkeypatch.setattr(prepare_file, "prepare", after_a_winner)
-    assert read_meta(default_corpus()) is not None
-
-
-def test_a_cache_that_cannot_be_written_is_an_error(
-    small_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("GRADSYNC_CACHE", str(tmp_path / "file"))
+    directory = default_corpus()
+    assert read_meta(directory) is not None
+    # A cache that cannot be written is an error.
+    monkeypatch.setenv("GRADSYNC_CACHE", str(directory / "meta.json"))
     with pytest.raises(RunError, match=r"preparing .* failed: .*GRADSYNC_CACHE can name"):
         default_corpus()
 
@@ -333,16 +329,11 @@ def test_a_cache_that_cannot_be_written_is_an_error(
 # -- the command -----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "a.txt"
-    path.write_text("to be or not to be " * 20)
-    return path
-
-
 def test_the_command_says_what_was_read_and_written(
-    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    text = tmp_path / "a.txt"
+    text.write_text("to be or not to be " * 20)
     assert command.run([str(text), "--out", str(tmp_path / "plain")]) == 0
     printed = capsys.readouterr().out
     assert "1 documents, 380 bytes" in printed
@@ -356,12 +347,10 @@ def test_the_command_says_what_was_read_and_written(
     assert printed["out"] == str(tmp_path / "out")
     written = json.loads((tmp_path / "out" / "meta.json").read_text())
     assert printed == {"out": str(tmp_path / "out"), **written}
-
-
-def test_overwrite_and_text_key_are_passed_on(tmp_path: Path) -> None:
+    # Overwrite and text key are passed on.
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"body": "hello"}\n')
-    arguments = [str(rows), "--out", str(tmp_path / "out"), "--text-key", "body"]
+    arguments = [str(rows), "--out", str(tmp_path / "rows"), "--text-key", "body"]
     assert command.run(arguments) == 0
     with pytest.raises(DataError, match="--overwrite"):
         command.run(arguments)

@@ -54,15 +54,8 @@ def run(argv: list[str]) -> int:
 
 
 def sample(path: Path, config: SampleConfig) -> tuple[Path, str]:
-    """Continue `config.prompt` with the model under `path`.
-
-    Returns:
-        The checkpoint used, and prompt and continuation as text.
-
-    Raises:
-        ConfigError, CheckpointError: no checkpoint, or no good one, is there.
-        DataError: the data directory, and with it the tokenizer, is gone.
-    """
+    """Continue `config.prompt` with the model under `path`: the checkpoint used, and prompt and
+    continuation as text."""
     from gradsync.checkpoint.store import CheckpointStore, resolve
     from gradsync.checkpoint.weights import load_weights
     from gradsync.data.documents import is_stream

@@ -4,7 +4,7 @@ replicas of the part, and the handle, which is what `GradientSync` is for a whol
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -215,11 +215,9 @@ class SplitSync(StateFace):
         self._statistics = Statistics(model, groups.data, without, equal_replicas=False)
         self._parts = StepParts(self.reducer, groups.everyone, self._statistics, 0)
 
-    @contextmanager
-    def leaf(self, *, last: bool, index: int) -> Iterator[None]:
+    def leaf(self, *, last: bool, index: int) -> AbstractContextManager[None]:
         """Enclose one leaf's backward through this part; see `Reducer.leaf`."""
-        with self.reducer.leaf(last=last, index=index):
-            yield
+        return self.reducer.leaf(last=last, index=index)
 
     def add_loss(self, loss_sum: Tensor, weight: float) -> None:
         """One leaf's summed loss, [], and targets; told once of each replica."""

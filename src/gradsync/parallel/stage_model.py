@@ -89,14 +89,16 @@ class GPTStage(nn.Module):
             drawn = initial_weight(weight.name, weight.shape, self.config.n_layer, generator)
             if weight.name in own:
                 own[weight.name].copy_(drawn[pieces[weight.name].slices])
-        for buffer, table in zip(
-            (self.rope_cos, self.rope_sin), rope_tables(self.config), strict=True
-        ):
-            buffer.copy_(table)
+        cos_TK, sin_TK = rope_tables(self.config)
+        self.rope_cos.copy_(cos_TK)
+        self.rope_sin.copy_(sin_TK)
 
     def forward(self, x: Tensor) -> Tensor:
         """From tokens_BT (first stage) or x_BTC to x_BTC, on the last stage behind the norm."""
-        x_BTC = x if self.embed is None or not self.part.is_first else self._embedded(x)
+        x_BTC = x
+        if self.part.is_first:
+            assert self.embed is not None
+            x_BTC = self.dropout(self.embed(x))
         T = x_BTC.shape[1]
         cos_TK, sin_TK = self.rope_cos[:T], self.rope_sin[:T]
         recompute = self.activation_checkpointing and self.training and torch.is_grad_enabled()
@@ -127,10 +129,6 @@ class GPTStage(nn.Module):
         branch = torch.zeros_like(like_BTC, dtype=branch_dtype)
         for _ in range(2 * first):
             self.dropout(branch)
-
-    def _embedded(self, tokens_BT: Tensor) -> Tensor:
-        assert self.embed is not None
-        return self.dropout(self.embed(tokens_BT))
 
 
 def divide_block(block: Block, mesh: DeviceMesh, comm: Communicator) -> None:

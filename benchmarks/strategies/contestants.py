@@ -14,9 +14,8 @@ from wire import CountedCommunicator
 
 from gradsync.comm.choose import communicator
 from gradsync.comm.groups import Groups
-from gradsync.models.config import GPTConfig
+from gradsync.models.config import GPTConfig, preset
 from gradsync.models.gpt import GPT, loss_sum
-from gradsync.models.presets import preset
 from gradsync.sync.registry import STRATEGIES
 from gradsync.sync.replicate import replicate
 from gradsync.world import World

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from gradsync.compat.manager import DDPManager as DDPManager
     from gradsync.compat.naive_trainer import NaiveDDPTrainer as NaiveDDPTrainer
     from gradsync.compat.naive_trainer import shard_batch as shard_batch
-    from gradsync.data.dataset_loader import DatasetLoader as DatasetLoader
+    from gradsync.data.loader import DatasetLoader as DatasetLoader
     from gradsync.data.loader import loader as loader
     from gradsync.data.streaming import stream_loader as stream_loader
     from gradsync.errors import CheckpointError as CheckpointError
@@ -58,8 +58,7 @@ _HOMES = {
     "gradsync.checkpoint.weights": ("weights_sha256",),
     "gradsync.comm.groups": ("group", "groups"),
     "gradsync.comm.reductions": ("all_reduce",),
-    "gradsync.data.dataset_loader": ("DatasetLoader",),
-    "gradsync.data.loader": ("loader",),
+    "gradsync.data.loader": ("DatasetLoader", "loader"),
     "gradsync.data.streaming": ("stream_loader",),
     "gradsync.errors": (
         "CheckpointError",

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from gradsync.models.config import GPTConfig
-from gradsync.models.generate import generate
-from gradsync.models.gpt import GPT, loss_sum
+from gradsync.models.gpt import GPT, generate, loss_sum
 
 pytestmark = pytest.mark.gpu
 

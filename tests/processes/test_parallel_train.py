@@ -47,15 +47,16 @@ class Outcome:
     weights_sha256: str
 
 
+OneRank = Callable[[GPTConfig], Outcome]
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")
-def one_rank(
-    pool: Any, data: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[GPTConfig], Outcome]:
+def one_rank(pool: Any, data: Path, tmp_path_factory: pytest.TempPathFactory) -> OneRank:
     """One rank's undisturbed run, once for all tests."""
 
     @cache
@@ -88,7 +89,7 @@ def test_a_pipeline_has_one_ranks_bits(
     pool: Any,
     data: Path,
     tmp_path: Path,
-    one_rank: Callable[[GPTConfig], Outcome],
+    one_rank: OneRank,
     ranks: int,
     changes: dict[str, Any],
 ) -> None:
@@ -114,7 +115,7 @@ def test_a_split_model_has_one_ranks_losses(
     pool: Any,
     data: Path,
     tmp_path: Path,
-    one_rank: Callable[[GPTConfig], Outcome],
+    one_rank: OneRank,
     ranks: int,
     changes: dict[str, Any],
 ) -> None:
@@ -122,6 +123,12 @@ def test_a_split_model_has_one_ranks_losses(
     expected = one_rank(TIED)
     assert found.losses == pytest.approx(expected.losses, rel=ROUNDING)
     assert found.val_loss == pytest.approx(expected.val_loss, rel=ROUNDING)
+    if changes == {"parallel": "tp=2"}:  # the manifest says where each piece lies
+        text = (tmp_path / "checkpoints" / "step-00000004" / "manifest.json").read_text()
+        places = json.loads(text)["manifest"]["places"]["part-00001-of-00002"]
+        piece = places["model/blocks.0.attention.out.weight"]
+        assert piece == {"whole": [32, 32], "start": [0, 16]}
+        assert "model/embed.weight" not in places  # the first shard's
 
 
 @pytest.mark.parametrize(
@@ -133,7 +140,7 @@ def test_a_run_goes_on_with_another_layout(
     pool: Any,
     data: Path,
     tmp_path: Path,
-    one_rank: Callable[[GPTConfig], Outcome],
+    one_rank: OneRank,
     first: tuple[int, str],
     then: tuple[int, str],
 ) -> None:
@@ -213,12 +220,3 @@ def test_replicas_that_differ_are_named(
     errors = [result.error for result in results]
     assert all(errors)
     assert re.search(message, errors[victim]), errors[victim]
-
-
-def test_the_manifest_says_where_each_piece_lies(pool: Any, data: Path, tmp_path: Path) -> None:
-    run = config(tmp_path, data, TIED, parallel="tp=2", steps=1)
-    finished(tmp_path, pool.run(train_rank, 2, run))
-    text = (tmp_path / "checkpoints" / "step-00000001" / "manifest.json").read_text()
-    places = json.loads(text)["manifest"]["places"]["part-00001-of-00002"]
-    assert places["model/blocks.0.attention.out.weight"] == {"whole": [32, 32], "start": [0, 16]}
-    assert "model/embed.weight" not in places  # the first shard's

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
-from gradsync.data.step import Step
+from gradsync.data.leaf import Step
 from gradsync.sync.registry import STRATEGIES
 from gradsync.train.config import SyncConfig, TrainConfig
 from gradsync.train.loop import Trainer

@@ -13,8 +13,7 @@ from gradsync.bench.sync_plan import SyncSettings
 from gradsync.bench.tune import Decision, TuneRequest
 from gradsync.bench.tune_worker import Tuner
 from gradsync.cli.train import _named_sync
-from gradsync.models.config import GPTConfig
-from gradsync.models.presets import PRESETS
+from gradsync.models.config import PRESETS, GPTConfig
 from gradsync.runtime import environ
 from gradsync.train.auto_sync import conditions_of
 from gradsync.train.tuned import Choice, Tuned, save_tuned

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.single import SingleCommunicator
-from gradsync.data.evaluation import EvalLeaves, eval_leaves
+from gradsync.data.loader import EvalLeaves
 from gradsync.errors import RunError
 from gradsync.models.config import GPTConfig
 from gradsync.models.gpt import GPT
@@ -41,7 +41,7 @@ class Samples:
 
 def leaves_of(rank: int, world_size: int, micro_batch_size: int) -> EvalLeaves:
     world = World(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size)
-    return eval_leaves(Samples(), world, micro_batch_size)
+    return EvalLeaves(Samples(), world, micro_batch_size)
 
 
 def one_rank(micro_batch_size: int) -> float:

@@ -14,7 +14,7 @@ from unittest import mock
 
 import numpy as np
 
-from gradsync.data.step import Step
+from gradsync.data.leaf import Step
 from gradsync.models.config import GPTConfig
 from gradsync.train.config import CheckpointConfig, EvalConfig, OptimConfig, TrainConfig
 from gradsync.train.loop import Trainer

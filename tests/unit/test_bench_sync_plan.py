@@ -27,7 +27,7 @@ from gradsync.cli import bench_sync, experiment
 from gradsync.cli.experiment import command_of
 from gradsync.cli.main import main
 from gradsync.errors import ConfigError
-from gradsync.models.presets import PRESETS
+from gradsync.models.config import PRESETS
 from gradsync.parallel.layout import Layout
 from gradsync.plan.memory.model import memory_need
 from gradsync.plan.workload import Split, Workload

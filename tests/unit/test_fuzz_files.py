@@ -100,7 +100,6 @@ def test_manifest(checkpoint: Path) -> None:
             content = seal(other)
         with in_place_of(path, content):
             with read_or_refused():
-                store.list()
                 store.latest()
             with read_or_refused():
                 store.load(checkpoint)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gradsync.errors import ConfigError
-from gradsync.models.presets import PRESETS
+from gradsync.models.config import PRESETS
 from gradsync.parallel.layout import Layout
 from gradsync.plan.memory.activations import Activations, rank_shape
 from gradsync.plan.memory.model import (

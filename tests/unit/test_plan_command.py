@@ -16,7 +16,7 @@ import tyro
 from gradsync.cli.main import main
 from gradsync.cli.plan import PlanOptions, hardware_of, request_of
 from gradsync.errors import ConfigError
-from gradsync.models.presets import preset
+from gradsync.models.config import preset
 from gradsync.parallel.layout import Layout
 from gradsync.plan.choice.candidate import obstacle, splits
 from gradsync.plan.choice.choose import MARGIN, Choice, choose

@@ -13,8 +13,7 @@ import pytest
 
 from gradsync.data.plan import solve_batch_plan
 from gradsync.errors import ConfigError
-from gradsync.models.config import GPTConfig
-from gradsync.models.presets import PRESETS
+from gradsync.models.config import PRESETS, GPTConfig
 from gradsync.train import config as config_module
 from gradsync.train.config import (
     CheckpointConfig,

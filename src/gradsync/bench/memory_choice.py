@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gradsync.errors import ConfigError
-from gradsync.models.config import GPTConfig
-from gradsync.models.presets import PRESETS, preset
+from gradsync.models.config import PRESETS, GPTConfig, preset
 from gradsync.parallel.layout import Layout
 from gradsync.plan.description import Kind
 from gradsync.plan.memory.model import MemoryNeed, memory_need

@@ -12,8 +12,7 @@ from typing import IO, Any, Literal
 
 from gradsync.bench.report import print_table, where
 from gradsync.errors import ConfigError
-from gradsync.models.config import GPTConfig
-from gradsync.models.presets import PRESETS
+from gradsync.models.config import PRESETS, GPTConfig
 from gradsync.parallel.layout import Layout
 from gradsync.plan.description import Kind
 from gradsync.plan.memory.model import MemoryNeed, memory_need

@@ -18,8 +18,7 @@ from typing import Any
 from gradsync.bench.contestant import Contestant
 from gradsync.bench.memory_choice import DEVICES, Load, fits
 from gradsync.errors import ConfigError
-from gradsync.models.config import GPTConfig
-from gradsync.models.presets import PRESETS, preset
+from gradsync.models.config import PRESETS, GPTConfig, preset
 from gradsync.plan.description import Kind
 from gradsync.plan.timing.estimate import leaf_operations, probe_work, scaled_profile
 from gradsync.plan.workload import Workload
@@ -41,7 +40,7 @@ class SyncSettings:
     """
 
     model_size: str
-    """A preset of `gradsync.models.presets`."""
+    """A preset of `gradsync.models.config`."""
     vocab_size: int | None = None
     """Number of token ids; None takes the preset's."""
     context_length: int | None = None

@@ -15,7 +15,6 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from gradsync.errors import CheckpointError, ConfigError
 MANIFEST_NAME = "manifest.json"
 TENSORS_SUFFIX = ".safetensors"
 FORMAT_VERSION = 1
-_CHUNK_BYTES = 1 << 22
 _SMALL_BYTES, _LARGE_BYTES = 1 << 20, 1 << 28
 # Names stay inside the directory: no separator, no leading dot.
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
@@ -62,11 +60,8 @@ class Manifest:
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
-        """Read the manifest of a checkpoint directory.
-
-        Raises:
-            CheckpointError: missing, unreadable, changed, or of a newer format.
-        """
+        """Read the manifest of a checkpoint directory; CheckpointError where it is missing,
+        unreadable, changed, or of a newer format."""
         path = directory / MANIFEST_NAME
         try:
             return cls._parse(read_bytes(path, _largest(directory)))
@@ -100,11 +95,8 @@ class Manifest:
         return cls(files=files, **body)
 
     def verify(self, directory: Path, *, contents: bool = True) -> None:
-        """Check every file's size and, with `contents`, its hash.
-
-        Raises:
-            CheckpointError: names the first file that differs, with the value found and expected.
-        """
+        """Check every file's size and, with `contents`, its hash; CheckpointError names the first
+        file that differs, with the value found and expected."""
         for name, record in self.files.items():
             path = directory / name
             try:
@@ -112,7 +104,9 @@ class Manifest:
                     size = os.fstat(file.fileno()).st_size
                     if size != record.size:
                         raise CheckpointError(f"{path}: {size} bytes, expected {record.size}")
-                    digest = _digest(file) if contents else record.sha256
+                    digest = record.sha256
+                    if contents:
+                        digest = hashlib.file_digest(file, "sha256").hexdigest()
             except FileNotFoundError:
                 raise CheckpointError(f"{path}: missing, expected {record.size} bytes") from None
             except OSError as error:
@@ -136,10 +130,6 @@ def _is_mapping(value: object, is_right: Callable[[Any], bool]) -> bool:
     return isinstance(value, dict) and all(map(is_right, value.values()))
 
 
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
 def _is_record(value: object) -> bool:
     return (
         isinstance(value, dict)
@@ -161,10 +151,10 @@ def _is_place(value: object) -> bool:
 _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "step": (_is_count, "a number >= 0"),
     "sequence": (_is_count, "a number >= 0"),
-    "created": (_is_text, "a text"),
+    "created": (lambda v: isinstance(v, str), "a text"),
     "files": (lambda v: _is_mapping(v, _is_record), "the size and SHA-256 of each file"),
     "aliases": (
-        lambda v: _is_mapping(v, lambda names: _is_mapping(names, _is_text)),
+        lambda v: _is_mapping(v, lambda names: _is_mapping(names, lambda x: isinstance(x, str))),
         "a name for each name, by file",
     ),
     "fingerprint": (
@@ -186,15 +176,10 @@ def check_file_name(name: str) -> str:
 
 
 def json_bytes(value: object, what: str) -> bytes:
-    """Encode `value` as JSON text that reads back equal.
+    """Encode `value` as JSON text that reads back equal; `what` is its name in errors.
 
-    Args:
-        value: dicts with text keys, lists, text, numbers, booleans, None.
-        what: its name in errors.
-
-    Raises:
-        CheckpointError: a value that JSON would change (a tuple, a key that is a number) or cannot
-            hold, named by its path.
+    CheckpointError for a value that JSON would change (a tuple, a key that is a number) or cannot
+    hold, named by its path.
     """
     _check_json(value, what)
     return json.dumps(value, indent=1).encode()
@@ -222,10 +207,3 @@ def seal(body: Mapping[str, Any]) -> bytes:
     inner = text[:-1].replace(b"\n", b"\n ")  # one level deeper
     digest = hashlib.sha256(text).hexdigest().encode()
     return b'{\n "manifest": ' + inner + b',\n "sha256": "' + digest + b'"\n}\n'
-
-
-def _digest(file: BufferedReader) -> str:
-    digest = hashlib.sha256()
-    while chunk := file.read(_CHUNK_BYTES):
-        digest.update(chunk)
-    return digest.hexdigest()

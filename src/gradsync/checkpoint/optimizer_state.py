@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradsync.checkpoint.names import clean_names
+from gradsync.checkpoint.weights import clean_names
 from gradsync.errors import CheckpointError
 
 # Options of how a step is computed, not of its result: the loading run keeps its own.
@@ -32,22 +31,15 @@ NamedParams = Iterable[tuple[str, Tensor]]
 def pack_optimizer(
     optimizer: Optimizer, named_params: NamedParams
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Extract the state of an optimizer.
+    """The state of any torch optimizer with dense tensors, numbers or None as state: the tensors
+    (its own, not copies), and a dict fit for JSON.
 
-    Args:
-        optimizer: any torch optimizer with dense tensors, numbers or None as state.
-        named_params: as from `model.named_parameters()`; names are cleaned of wrappers.
-
-    Returns:
-        The tensors (the optimizer's own, not copies), and a dict fit for JSON.
-
-    Raises:
-        CheckpointError: the optimizer holds a parameter that is not in `named_params`.
+    Names are cleaned of wrappers; CheckpointError for a parameter that is not in `named_params`.
     """
     tensors: dict[str, Tensor] = {}
     params: dict[str, Any] = {}
-    layout = _Layout.of(optimizer, named_params)
-    for name, param in layout.params.items():
+    by_group = _by_group(optimizer, named_params)
+    for name, param in (item for group in by_group for item in group.items()):
         entry: dict[str, Any] = {"shape": list(param.shape), "slots": [], "values": {}}
         for slot, value in optimizer.state.get(param, {}).items():
             if isinstance(value, Tensor):
@@ -57,9 +49,9 @@ def pack_optimizer(
                 entry["values"][slot] = value
         params[name] = entry
     groups = [
-        {"params": names}
+        {"params": list(members)}
         | {key: _to_json(v) for key, v in group.items() if key not in _IMPLEMENTATION}
-        for names, group in zip(layout.groups, optimizer.param_groups, strict=True)
+        for members, group in zip(by_group, optimizer.param_groups, strict=True)
     ]
     return tensors, {"class": type(optimizer).__name__, "groups": groups, "params": params}
 
@@ -70,20 +62,12 @@ def unpack_optimizer(
     tensors: Mapping[str, Tensor],
     state: Mapping[str, Any],
 ) -> None:
-    """Restore packed state; the next step then has the same bits as it would have had.
+    """Restore what `pack_optimizer` gave; the next step then has the bits it would have had.
 
     Everything is checked before anything changes. Tensors are copied to their parameter's device;
     `step` stays on the CPU unless the group is fused or capturable, as torch expects.
-
-    Args:
-        optimizer: receives the state.
-        named_params: as from `model.named_parameters()`; names are cleaned of wrappers.
-        tensors: from `pack_optimizer`.
-        state: from `pack_optimizer`.
-
-    Raises:
-        CheckpointError: another optimizer class, other groups, or a parameter that is missing,
-            unknown or of another shape; the message names it.
+    CheckpointError for another optimizer class, other groups, or a parameter that is missing,
+    unknown or of another shape; the message names it.
     """
     for name, (param, group) in unpack_settings(optimizer, named_params, tensors, state).items():
         entry = state["params"][name]
@@ -103,39 +87,25 @@ def unpack_settings(
     names: Collection[str],
     state: Mapping[str, Any],
 ) -> dict[str, tuple[Tensor, dict[str, Any]]]:
-    """Restore the settings, everything but the parameters' state, once all is checked.
-
-    Args:
-        optimizer: see `unpack_optimizer`.
-        named_params: see `unpack_optimizer`.
-        names: names of the packed tensors.
-        state: see `unpack_optimizer`.
-
-    Returns:
-        each parameter and its group, by clean name.
-
-    Raises:
-        CheckpointError: see `unpack_optimizer`.
-    """
-    layout = _Layout.of(optimizer, named_params)
-    _check(optimizer, layout, names, state)
+    """Restore the settings, everything but the parameters' state, once all is checked as by
+    `unpack_optimizer`; `names` are those of the packed tensors. Returns each parameter and its
+    group, by clean name."""
+    by_group = _by_group(optimizer, named_params)
+    _check(optimizer, by_group, names, state)
     found = {}
-    for of_group, group, saved in zip(
-        layout.groups, optimizer.param_groups, state["groups"], strict=True
+    for members, group, saved in zip(
+        by_group, optimizer.param_groups, state["groups"], strict=True
     ):
         for key, value in saved.items():
             if key not in _IMPLEMENTATION:
                 _restore_setting(group, key, value)
-        found |= {name: (layout.params[name], group) for name in of_group}
+        found |= {name: (param, group) for name, param in members.items()}
     return found
 
 
 def check_packed(state: Any) -> None:
-    """Check that a value read from a file has the form of packed state.
-
-    Raises:
-        CheckpointError: names the part that has not.
-    """
+    """Check that a value read from a file has the form of packed state; CheckpointError names the
+    part that has not."""
     is_object = isinstance(state, dict)
     groups, params = (state.get("groups"), state.get("params")) if is_object else (None, None)
     if not isinstance(groups, list) or not isinstance(params, dict) or "class" not in state:
@@ -161,55 +131,42 @@ def _are_texts(value: Any) -> bool:
 
 
 def state_device(slot: str, param: Tensor, group: Mapping[str, Any]) -> torch.device:
-    """Device of a parameter's state: see `unpack_optimizer` about `step`.
-
-    Args:
-        slot: name of the state, such as "exp_avg".
-        param: the parameter.
-        group: its parameter group.
-    """
+    """Device of a parameter's state `slot` ("exp_avg" …); see `unpack_optimizer` about `step`."""
     on_device = slot != "step" or bool(group.get("fused") or group.get("capturable"))
     return param.device if on_device else torch.device("cpu")
 
 
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """The parameters of an optimizer, by clean name."""
-
-    params: dict[str, Tensor]
-    groups: list[list[str]]
-
-    @classmethod
-    def of(cls, optimizer: Optimizer, named_params: NamedParams) -> _Layout:
-        named = dict(named_params)
-        clean = clean_names(named)
-        name_of = {id(param): clean[name] for name, param in reversed(named.items())}
-        groups: list[list[str]] = []
-        params: dict[str, Tensor] = {}
-        for group in optimizer.param_groups:
-            names = []
-            for param in group["params"]:
-                name = name_of.get(id(param))
-                if name is None:
-                    raise CheckpointError(
-                        f"the optimizer holds a parameter of shape {tuple(param.shape)} that is "
-                        "not among the named parameters: its state has no name"
-                    )
-                names.append(name)
-                params[name] = param
-            groups.append(names)
-        return cls(params, groups)
+def _by_group(optimizer: Optimizer, named_params: NamedParams) -> list[dict[str, Tensor]]:
+    """The parameters of each group, by clean name."""
+    named = dict(named_params)
+    clean = clean_names(named)
+    name_of = {id(param): clean[name] for name, param in reversed(named.items())}
+    groups: list[dict[str, Tensor]] = []
+    for group in optimizer.param_groups:
+        groups.append({})
+        for param in group["params"]:
+            name = name_of.get(id(param))
+            if name is None:
+                raise CheckpointError(
+                    f"the optimizer holds a parameter of shape {tuple(param.shape)} that is "
+                    "not among the named parameters: its state has no name"
+                )
+            groups[-1][name] = param
+    return groups
 
 
 def _check(
-    optimizer: Optimizer, layout: _Layout, tensors: Collection[str], state: Mapping[str, Any]
+    optimizer: Optimizer,
+    by_group: Sequence[Mapping[str, Tensor]],
+    tensors: Collection[str],
+    state: Mapping[str, Any],
 ) -> None:
     check_packed(state)
     kind = type(optimizer).__name__
     if state["class"] != kind:
         raise CheckpointError(f"optimizer state is of {str(state['class'])[:40]}, expected {kind}")
-    saved = state["params"]
-    for name, param in layout.params.items():
+    saved, params = state["params"], {n: p for group in by_group for n, p in group.items()}
+    for name, param in params.items():
         if name not in saved:
             raise CheckpointError(f"optimizer state: parameter {name!r} is missing")
         if saved[name]["shape"] != list(param.shape):
@@ -220,28 +177,30 @@ def _check(
         for slot in saved[name]["slots"]:
             if f"{slot}/{name}" not in tensors:
                 raise CheckpointError(f"optimizer state: {slot!r} of parameter {name!r} is missing")
-    if unknown := [name for name in saved if name not in layout.params]:
+    if unknown := [name for name in saved if name not in params]:
         raise CheckpointError(f"optimizer state: parameter {unknown[0]!r} is unknown here")
     known = {f"{slot}/{name}" for name, entry in saved.items() for slot in entry["slots"]}
     if stray := sorted(set(tensors) - known):
         raise CheckpointError(f"optimizer state: tensor {stray[0]!r} belongs to no parameter")
-    _check_groups(optimizer, layout, state["groups"])
+    _check_groups(optimizer, by_group, state["groups"])
 
 
 def _check_groups(
-    optimizer: Optimizer, layout: _Layout, packed: Sequence[Mapping[str, Any]]
+    optimizer: Optimizer,
+    by_group: Sequence[Mapping[str, Tensor]],
+    packed: Sequence[Mapping[str, Any]],
 ) -> None:
     groups = [set(group["params"]) for group in packed]
-    for index, names in enumerate(layout.groups):
+    for index, names in enumerate(by_group):
         there = groups[index] if index < len(groups) else set()
         if moved := sorted(there ^ set(names)):
             raise CheckpointError(
                 f"optimizer state: parameter {moved[0]!r} is in another parameter group "
-                f"({len(groups)} saved groups, {len(layout.groups)} here)"
+                f"({len(groups)} saved groups, {len(by_group)} here)"
             )
-    if len(groups) != len(layout.groups):
+    if len(groups) != len(by_group):
         raise CheckpointError(
-            f"optimizer state: {len(groups)} parameter groups, expected {len(layout.groups)}"
+            f"optimizer state: {len(groups)} parameter groups, expected {len(by_group)}"
         )
     for group, saved in zip(optimizer.param_groups, packed, strict=True):
         for key in set(saved) & set(group) - _IMPLEMENTATION:

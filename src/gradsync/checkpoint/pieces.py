@@ -4,23 +4,140 @@
     part-00001-of-00002   model/blocks.1.mlp.up.weight …
 
 Such a file holds the pieces that one rank has of every kind; the manifest records the place of each
-piece in its whole tensor. Joined, they equal the contents of a whole model's checkpoint.
+piece in its whole tensor: a box of a split model's tensor, or a run of elements of sharded state,
+cut anywhere within rows. Joined, they equal the contents of a whole model's checkpoint, from which
+any number of ranks, cut in any way, takes its own. No torch before tensors are joined.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from gradsync.checkpoint.reshard import AnyPiece, FlatPiece, Piece, plan_reshard, whole_piece
 from gradsync.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Places = Mapping[str, Mapping[str, Any]]
 """The tensors of one file: name -> {"whole": shape of the whole tensor, "start": first index of
 a box in each dimension}, or "flat": [begin, end) in place of "start", a run of its elements."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """A box of a whole tensor; CheckpointError where it does not lie inside."""
+
+    whole: tuple[int, ...]
+    """Shape of the whole tensor; () for a single number."""
+    start: tuple[int, ...]
+    """First index of the box, for each dimension."""
+    shape: tuple[int, ...]
+    """Length of the box, for each dimension."""
+
+    def __post_init__(self) -> None:
+        sides = (self.whole, self.start, self.shape)
+        equal = len({len(side) for side in sides}) == 1
+        if not equal or any(
+            not 0 <= first <= first + length <= size
+            for size, first, length in zip(*sides, strict=True)
+        ):
+            raise CheckpointError(f"a piece at {self.start} of shape {self.shape} in {self.whole}")
+
+    @property
+    def numel(self) -> int:
+        """Elements of the box."""
+        return prod(self.shape)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The box as an index into the whole tensor."""
+        return tuple(slice(a, a + n) for a, n in zip(self.start, self.shape, strict=True))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FlatPiece:
+    """Elements `begin .. end-1` of a whole tensor, row after row; CheckpointError where they do not
+    lie inside."""
+
+    whole: tuple[int, ...]
+    begin: int
+    end: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.begin <= self.end <= prod(self.whole):
+            raise CheckpointError(f"elements {self.begin} to {self.end} in {self.whole}")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the tensor that holds it."""
+        return (self.end - self.begin,)
+
+
+AnyPiece = Piece | FlatPiece
+
+
+def whole_piece(shape: Sequence[int]) -> Piece:
+    """The piece that covers a whole tensor of this shape."""
+    return Piece(whole=tuple(shape), start=(0,) * len(shape), shape=tuple(shape))
+
+
+def nth_piece(shape: Sequence[int], dim: int | None, index: int, count: int) -> Piece:
+    """Part `index` of `count` equal parts of a tensor along `dim`, or all of it where that is None;
+    CheckpointError where `count` does not divide the dimension."""
+    if dim is None:
+        return whole_piece(shape)
+    length, rest = divmod(shape[dim], count)
+    if rest:
+        raise CheckpointError(f"dimension {dim} of {tuple(shape)} has no {count} equal parts")
+    cut, start = list(shape), [0] * len(shape)
+    cut[dim], start[dim] = length, index * length
+    return Piece(whole=tuple(shape), start=tuple(start), shape=tuple(cut))
+
+
+def piece_of_run(shape: Sequence[int], begin: int, end: int) -> AnyPiece:
+    """Elements `begin .. end-1` of a tensor of this shape: whole rows as a box, others as a run."""
+    if (begin, end) == (0, prod(shape)):
+        return whole_piece(shape)
+    row = prod(shape[1:])
+    if not row or begin % row or end % row:
+        return FlatPiece(whole=tuple(shape), begin=begin, end=end)
+    rows, start = (end - begin) // row, (begin // row, *(0 for _ in shape[1:]))
+    return Piece(whole=tuple(shape), start=start, shape=(rows, *shape[1:]))
+
+
+def join(name: str, pieces: Sequence[tuple[AnyPiece, Tensor]]) -> Tensor:
+    """The whole tensor on the CPU; a piece that covers all of it is returned as it is.
+
+    CheckpointError where pieces are of tensors of several shapes, overlap, or leave something out.
+    """
+    import torch
+
+    whole = pieces[0][0].whole
+    if other := [piece.whole for piece, _ in pieces if piece.whole != whole]:
+        raise CheckpointError(f"tensor {name!r}: a piece of {other[0]}, expected one of {whole}")
+    held = sum(tensor.numel() for _, tensor in pieces)
+    if held != prod(whole):
+        raise CheckpointError(
+            f"tensor {name!r}: pieces hold {held} of the {prod(whole)} elements of {whole}"
+        )
+    if len(pieces) == 1:
+        return pieces[0][1].cpu().reshape(whole)
+    joined = torch.empty(whole, dtype=pieces[0][1].dtype)
+    taken = torch.zeros(whole, dtype=torch.bool)
+    for piece, tensor in pieces:
+        if isinstance(piece, FlatPiece):
+            run = slice(piece.begin, piece.end)
+            target, seen = joined.view(-1)[run], taken.view(-1)[run]
+        else:
+            target, seen = joined[piece.slices], taken[piece.slices]
+        if seen.any():
+            raise CheckpointError(f"tensor {name!r}: pieces overlap in {whole}")
+        target.copy_(tensor)
+        seen.fill_(True)
+    return joined
 
 
 def part_stem(index: int, count: int) -> str:
@@ -33,14 +150,10 @@ def is_part(stem: str) -> bool:
     return stem.startswith("part-")
 
 
-class PartFiles(Mapping[str, Mapping[str, Tensor]]):
-    """Files that are read one after the other and then forgotten.
+class PartFiles(Mapping[str, Mapping[str, "Tensor"]]):
+    """Files by name (`stems`), which are produced in this order, read once, and then forgotten.
 
     Their tensors may be `ArrivingTensors`.
-
-    Args:
-        stems: names of the files, requested in this order.
-        contents: tensors of each file.
     """
 
     def __init__(self, stems: Sequence[str], contents: Iterator[Mapping[str, Tensor]]) -> None:
@@ -61,23 +174,19 @@ class PartFiles(Mapping[str, Mapping[str, Tensor]]):
 
 def places_of(pieces: Mapping[str, AnyPiece]) -> dict[str, dict[str, list[int]]]:
     """Places of the pieces in JSON form; a piece's shape is its tensor's."""
-    return {name: _place(piece) for name, piece in pieces.items()}
-
-
-def _place(piece: AnyPiece) -> dict[str, list[int]]:
-    if isinstance(piece, FlatPiece):
-        return {"whole": list(piece.whole), "flat": [piece.begin, piece.end]}
-    return {"whole": list(piece.whole), "start": list(piece.start)}
+    return {
+        name: {"whole": list(piece.whole), "flat": [piece.begin, piece.end]}
+        if isinstance(piece, FlatPiece)
+        else {"whole": list(piece.whole), "start": list(piece.start)}
+        for name, piece in pieces.items()
+    }
 
 
 def join_files(
     files: Mapping[str, Mapping[str, Tensor]], places: Mapping[str, Places]
 ) -> dict[str, dict[str, Tensor]]:
-    """Whole tensors by kind ("model", "optimizer") and name, on the CPU.
-
-    Raises:
-        CheckpointError: pieces are missing, unplaced, or do not fill their tensors.
-    """
+    """Whole tensors by kind ("model", "optimizer") and name, on the CPU; CheckpointError where
+    pieces are missing, unplaced, or do not fill their tensors."""
     found: dict[str, list[tuple[AnyPiece, Tensor]]] = {}
     for stem, tensors in files.items():
         for name, tensor in tensors.items():
@@ -87,30 +196,6 @@ def join_files(
         kind, _, rest = name.partition("/")
         whole.setdefault(kind, {})[rest] = join(name, pieces)
     return whole
-
-
-def join(name: str, pieces: Sequence[tuple[AnyPiece, Tensor]]) -> Tensor:
-    """Join pieces on the CPU; a piece that covers the whole tensor is returned as it is.
-
-    Raises:
-        CheckpointError: see `join_files`.
-    """
-    boxes = [piece for piece, _ in pieces]
-    wanted = whole_piece(boxes[0].whole)
-    try:
-        copies = plan_reshard(boxes, wanted)
-    except CheckpointError as error:
-        raise CheckpointError(f"tensor {name!r}: {error}") from None
-    if len(pieces) == 1:
-        return pieces[0][1].cpu().reshape(wanted.shape)
-    joined = torch.empty(wanted.shape, dtype=pieces[0][1].dtype)
-    for copy in copies:
-        source = pieces[copy.index][1]
-        if copy.flat:
-            joined.view(-1)[copy.target] = source.reshape(-1)[copy.source].cpu()
-        else:
-            joined[copy.target] = source[copy.source].cpu()
-    return joined
 
 
 def _piece(stem: str, name: str, tensor: Tensor, places: Mapping[str, Places]) -> AnyPiece:

@@ -45,7 +45,6 @@ from gradsync.checkpoint.manifest import (
     check_file_name,
     json_bytes,
 )
-from gradsync.checkpoint.names import clean_names
 from gradsync.checkpoint.pieces import Places, is_part, join_files
 from gradsync.checkpoint.tensor_file import (
     ArrivingTensors,
@@ -53,6 +52,7 @@ from gradsync.checkpoint.tensor_file import (
     read_tensors,
     split_aliases,
 )
+from gradsync.checkpoint.weights import clean_names
 from gradsync.comm.finite import non_finite
 from gradsync.core.files import (
     Filesystem,
@@ -79,10 +79,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Snapshot:
-    """All state that a run needs to resume."""
+    """All state that a run needs to resume after `step` optimizer steps."""
 
     step: int
-    """Number of optimizer steps done."""
     tensors: Mapping[str, Mapping[str, Tensor]]
     """File stem ("model", "optimizer") -> name -> tensor, on any device."""
     state: dict[str, Any]
@@ -96,34 +95,22 @@ class Snapshot:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointInfo:
-    """A checkpoint as its manifest describes it."""
+    """A checkpoint's directory, and its manifest: files, hashes, fingerprint."""
 
     path: Path
-    """Its directory."""
     manifest: Manifest
-    """Files, hashes, fingerprint."""
 
     @property
     def step(self) -> int:
         """Number of optimizer steps done."""
         return self.manifest.step
 
-    @property
-    def size_bytes(self) -> int:
-        """Size of all its files, without the manifest."""
-        return sum(record.size for record in self.manifest.files.values())
-
 
 class CheckpointStore:
     """Saves, finds and loads the checkpoints of one run. One process writes; any may read.
 
-    Args:
-        directory: contains the `step-…` directories; made at the first save.
-        keep_last: number of good checkpoints to keep.
-        fs: the file operations of a save; replaced in tests.
-
-    Raises:
-        ConfigError: `keep_last` below 1.
+    `directory` contains the `step-…` directories, and is made at the first save; the last
+    `keep_last` good ones are kept. `fs` are the file operations of a save, replaced in tests.
     """
 
     def __init__(
@@ -140,16 +127,13 @@ class CheckpointStore:
         """Write a checkpoint and remove the oldest ones beyond `keep_last`.
 
         Tensor names are cleaned of wrappers, tied tensors are written once. On return the
-        checkpoint is on the device. See [Note: replacing a step] for a step that exists.
+        checkpoint, whose directory is returned, is on the device. See [Note: replacing a step] for
+        a step that exists.
 
-        Returns:
-            its directory.
-
-        Raises:
-            CheckpointError: it could not be written (disk full, I/O error); the message names the
-                last good one, which is untouched, and nothing half-written stays. Or the model, the
-                optimizer's state or the strategy's has nan or inf: such a checkpoint would push out
-                one from which a run can resume.
+        CheckpointError where it could not be written (disk full, I/O error): the message names the
+        last good one, which is untouched, and nothing half-written stays. Or where the model, the
+        optimizer's state or the strategy's has nan or inf: such a checkpoint would push out one
+        from which a run can resume.
         """
         if snapshot.step < 0:
             raise ConfigError(f"step: got {snapshot.step}, expected 0 or more")
@@ -168,22 +152,9 @@ class CheckpointStore:
         self._clean_up()
         return target
 
-    def list(self) -> list[CheckpointInfo]:
-        """Checkpoints with a sound manifest and files of the right sizes, newest first.
-
-        Contents are not read; `latest` and `load` do that.
-        """
-        found = (self._examine(path, contents=False) for path in self._newest_first())
-        return [info for info in found if isinstance(info, CheckpointInfo)]
-
     def latest(self) -> tuple[CheckpointInfo | None, Problems]:
-        """Find the newest good checkpoint, every byte of it checked.
-
-        A checkpoint with nan or inf is not good; earlier versions wrote such ones.
-
-        Returns:
-            the checkpoint, or None; and a line for each newer one that is unusable.
-        """
+        """The newest good checkpoint, every byte of it checked, or None; and a line for each newer
+        one that is unusable. One with nan or inf is not good; earlier versions wrote such ones."""
         problems = []
         for path in self._newest_first():
             found = self._examine(path, contents=True)
@@ -193,16 +164,10 @@ class CheckpointStore:
         return None, problems
 
     def load(self, path: Path) -> Snapshot:
-        """Read one checkpoint, checking size and hash of every file.
+        """Read one `step-…` directory, checking size and hash of every file; CheckpointError names
+        the file, with the value found and expected.
 
-        Args:
-            path: a `step-…` directory.
-
-        Returns:
-            CPU tensors, backed by the file until they are copied elsewhere.
-
-        Raises:
-            CheckpointError: names the file, with the value found and expected.
+        Tensors are on the CPU, backed by the file until they are copied elsewhere.
         """
         manifest = Manifest.read(path)
         expected = {_STATE_NAME, *(f"{stem}{TENSORS_SUFFIX}" for stem in manifest.aliases)}
@@ -326,12 +291,8 @@ def _each_once(tensors: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], dic
 
 
 def _read_files(path: Path, manifest: Manifest) -> dict[str, dict[str, Tensor]]:
-    """Read the tensors of each file, backed by it.
-
-    Raises:
-        CheckpointError: a file that is not readable as safetensors; a learnt tensor that is not
-            finite.
-    """
+    """Read the tensors of each file, backed by it; CheckpointError where a learnt one is not
+    finite."""
     found = {}
     for stem, aliases in manifest.aliases.items():
         file = path / check_file_name(f"{stem}{TENSORS_SUFFIX}")
@@ -364,16 +325,10 @@ def _plain(path: Path) -> str:
 
 
 def resolve(path: Path) -> tuple[Path, Problems]:
-    """Find the checkpoint that `path` means: itself, or the latest good one of a run or a store.
+    """The checkpoint that `path` means (a `step-…` directory, or else the latest good one of a run
+    directory or its `checkpoints`), and one line for each newer one that is damaged.
 
-    Args:
-        path: a `step-…` directory, a run directory, or its `checkpoints` directory.
-
-    Returns:
-        the checkpoint's directory; and one line for each newer one that is damaged.
-
-    Raises:
-        ConfigError, CheckpointError: no checkpoint, or no good one, is there.
+    ConfigError where no checkpoint is there, CheckpointError where no good one is.
     """
     path = Path(path)
     if (path / MANIFEST_NAME).exists() or _STEP_NAME.fullmatch(path.name):

@@ -62,11 +62,8 @@ def file_order(tensors: Mapping[str, Tensor]) -> list[str]:
 class ArrivingTensors(Mapping[str, Tensor]):
     """Tensors produced elsewhere, one after the other, when they are requested.
 
-    Each is handed out once, in `file_order`, and then forgotten.
-
-    Args:
-        layout: tensors without data, with the shapes and dtypes.
-        take: produces the next one, like the tensor of `layout` that it is given.
+    Each is handed out once, in `file_order`, and then forgotten: `take` produces the next one, like
+    the tensor without data of `layout` that it is given.
     """
 
     def __init__(self, layout: Mapping[str, Tensor], take: Callable[[Tensor], Tensor]) -> None:
@@ -86,11 +83,8 @@ class ArrivingTensors(Mapping[str, Tensor]):
 
 
 def split_aliases(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Separate tied tensors from their aliases.
-
-    Returns:
-        the tensors, each under the first of its names; and {other name: first name}.
-    """
+    """Separate tied tensors from their aliases: the tensors, each under the first of its names, and
+    {other name: first name}."""
     first: dict[tuple[object, ...], str] = {}
     once: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
@@ -111,17 +105,11 @@ def alias_key(tensor: Tensor) -> tuple[object, ...]:
 def encode_tensors(
     tensors: Mapping[str, Tensor], *, finite: Callable[[str], bool] = lambda _: False
 ) -> Iterator[memoryview | bytes]:
-    """Encode tensors as a safetensors file, in chunks of at most 8 MiB.
+    """Encode tensors as a safetensors file, in chunks of at most 8 MiB; at most two
+    `ArrivingTensors` are in memory at once.
 
-    At most two `ArrivingTensors` are in memory at once.
-
-    Args:
-        tensors: contents of the file.
-        finite: tells by its name whether a tensor must not hold nan or inf.
-
-    Raises:
-        CheckpointError: a tensor without data (meta), sparse, of a dtype that the format lacks, or
-            not finite.
+    CheckpointError for a tensor without data (meta), sparse, of a dtype that the format lacks, or
+    with nan or inf where `finite(name)` says that it must not hold them.
     """
     arriving = isinstance(tensors, ArrivingTensors)
     layout = tensors.layout if isinstance(tensors, ArrivingTensors) else tensors
@@ -158,11 +146,8 @@ def encode_tensors(
 
 
 def read_tensors(path: Path, aliases: Mapping[str, str]) -> dict[str, Tensor]:
-    """Read the CPU tensors of a file, every alias restored as the same tensor.
-
-    Raises:
-        CheckpointError: not a safetensors file, or an alias of a tensor that is not in it.
-    """
+    """Read the CPU tensors of a file, every alias restored as the same tensor; CheckpointError
+    where it is no safetensors file, or lacks the tensor of an alias."""
     try:
         _check_header(path)
         tensors = load_file(path)

@@ -1,4 +1,4 @@
-"""Export, import and hash of a module's tensors, under clean names."""
+"""Export, import and hash of a module's tensors, under names without the traces of wrappers."""
 
 from __future__ import annotations
 
@@ -8,31 +8,53 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from gradsync.checkpoint.names import clean_name, clean_names
 from gradsync.checkpoint.tensor_file import alias_key, tensor_bytes
 from gradsync.core.files import one_line
+from gradsync.core.torch_private import WRAPPERS
 from gradsync.errors import CheckpointError
 
 _SHOWN = 3
+
+
+def clean_name(name: str) -> str:
+    """`name` without the path components that wrappers add (DDP, `torch.compile`, FSDP1 …).
+
+    The last component is the tensor's own name and always stays: `_orig_mod.module.embed.weight`
+    becomes `embed.weight`, a parameter called `module` keeps its name.
+    """
+    *parents, leaf = name.split(".")
+    return ".".join([*(part for part in parents if part not in WRAPPERS), leaf])
+
+
+def clean_names(names: Iterable[str]) -> dict[str, str]:
+    """Map each name to its clean form; CheckpointError where two have the same, so that one tensor
+    would be lost."""
+    cleaned: dict[str, str] = {}
+    owner: dict[str, str] = {}
+    for name in names:
+        clean = clean_name(name)
+        if clean in owner:
+            raise CheckpointError(
+                f"tensors {owner[clean]!r} and {name!r} would both be called {clean!r} "
+                "in a checkpoint: rename the module that is called like a wrapper"
+            )
+        owner[clean] = name
+        cleaned[name] = clean
+    return cleaned
 
 
 def pack_weights(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a `state_dict` (parameters and persistent buffers) under clean names.
 
     They are not copied: save or copy them before the next step.
-
-    Raises:
-        CheckpointError: two names differ only by a wrapper's prefix.
     """
     return {clean: state[name] for name, clean in clean_names(state).items()}
 
 
 @torch.no_grad()
 def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy `tensors` into `model`, whichever wrappers either side's names come from.
-
-    Everything is checked before anything is copied; see `match_weights`.
-    """
+    """Copy `tensors` into `model`, whichever wrappers either side's names come from; everything is
+    checked first, see `match_weights`."""
     own = model.state_dict(keep_vars=True)
     for name, tensor in match_weights(model, tensors).items():
         own[name].copy_(tensor)
@@ -41,10 +63,8 @@ def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 def match_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """`tensors` under the names of `model.state_dict()`, checked, nothing copied yet.
 
-    A tied weight needs one of its names. Floating dtypes may differ.
-
-    Raises:
-        CheckpointError: missing, unexpected or misshapen tensors: counts, and up to three names.
+    A tied weight needs one of its names. Floating dtypes may differ. CheckpointError for missing,
+    unexpected or misshapen tensors: counts, and up to three names.
     """
     saved = {clean: tensors[name] for name, clean in clean_names(tensors).items()}
     targets: dict[str, Tensor] = {}
@@ -89,9 +109,6 @@ def weights_sha256(weights: nn.Module | Iterable[tuple[str, Tensor]]) -> str:
     Only elements are hashed: row-major, in each tensor's own dtype (fp32 for master weights),
     little endian, without names, shapes or separators. A tensor that appears again under another
     name is hashed once, at its first place. A module stands for its `named_parameters()`.
-
-    Returns:
-        64 hexadecimal digits.
     """
     digest = hashlib.sha256()
     seen: set[tuple[object, ...]] = set()

@@ -15,7 +15,7 @@ from gradsync.bench.memory_choice import memory_for, size_of, uses_cuda
 from gradsync.bench.sync_plan import Plan, fitting, in_time, settings_of, sync_plan, trial_step
 from gradsync.cli.experiment import Ask, Experiment, Findings, command_of, flag_of
 from gradsync.errors import ConfigError
-from gradsync.models.presets import PRESETS
+from gradsync.models.config import PRESETS
 from gradsync.plan.detect.machine import read_processor
 from gradsync.plan.switches import multiplies_bf16
 from gradsync.runtime.threads import choose_threads

@@ -37,11 +37,7 @@ class PrepareOptions:
 
 
 def run(argv: list[str]) -> int:
-    """Run the command; returns the exit code.
-
-    Raises:
-        GradsyncError: for bad options, bad input, or a failure while writing.
-    """
+    """See `gradsync prepare --help`."""
     options = parse(PrepareOptions, argv, "prepare", pairs=False)
     meta = prepare(
         options.paths,

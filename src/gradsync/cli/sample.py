@@ -54,20 +54,12 @@ def run(argv: list[str]) -> int:
 
 
 def sample(path: Path, config: SampleConfig) -> tuple[Path, str]:
-    """Continue `config.prompt` with the model under `path`.
-
-    Returns:
-        The checkpoint used, and prompt and continuation as text.
-
-    Raises:
-        ConfigError, CheckpointError: no checkpoint, or no good one, is there.
-        DataError: the data directory, and with it the tokenizer, is gone.
-    """
+    """Continue `config.prompt` with the model under `path`: the checkpoint used, and prompt and
+    continuation as text."""
     from gradsync.checkpoint.store import CheckpointStore, resolve
     from gradsync.checkpoint.weights import load_weights
     from gradsync.data.documents import is_stream
-    from gradsync.models.generate import generate
-    from gradsync.models.gpt import GPT
+    from gradsync.models.gpt import GPT, generate
     from gradsync.runtime.device import choose_device
     from gradsync.train.state import check_state, saved_model
 
@@ -97,8 +89,8 @@ def sample(path: Path, config: SampleConfig) -> tuple[Path, str]:
 
 
 def _tokenizer(directory: str, trained_with: str | None) -> Any:
-    from gradsync.data.corpus import default_corpus
     from gradsync.data.meta import read_meta
+    from gradsync.data.prepare import default_corpus
     from gradsync.data.tokenizer import load_tokenizer
 
     path = Path(directory) if directory else default_corpus()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import glob
 import json
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from gradsync.errors import DataError
@@ -30,11 +29,8 @@ def is_stream(data: str) -> bool:
 
 
 def json_lines(data: str) -> list[Path]:
-    """The `.jsonl` files that a file's name, a pattern or a folder stands for, sorted.
-
-    Raises:
-        DataError: there are none, or something else is among them.
-    """
+    """The `.jsonl` files that a file's name, a pattern or a folder stands for, sorted; DataError
+    when there are none, or something else is among them."""
     path = Path(data)
     if path.is_file():
         paths = [path]
@@ -50,45 +46,16 @@ def json_lines(data: str) -> list[Path]:
     return paths
 
 
-@dataclass(frozen=True, slots=True)
-class Document:
-    """One text, in pieces of a few MiB so that a large file never lies in memory as a whole."""
-
-    path: Path
-    text: bytes | None = None
-    """The whole text; None means the content of `path`."""
-
-    def chunks(self) -> Iterator[bytes]:
-        """The text in order; pieces end at a line end where there is one."""
-        if self.text is not None:
-            yield self.text
-            return
-        rest = b""
-        with self.path.open("rb") as stream:
-            while block := stream.read(_BLOCK_BYTES):
-                block = rest + block
-                cut = _cut_point(block)
-                yield block[:cut]
-                rest = block[cut:]
-        if rest:
-            yield rest
-
-
 class Documents:
-    """All documents under `paths`, in a fixed order; may be iterated more than once.
+    """All documents under `paths`, in a fixed order, each as its pieces; may be iterated more than
+    once. Pieces are of a few MiB, so that a large file never lies in memory as a whole.
 
     A `.jsonl` file holds one document a line, under `text_key`; any other file is one document.
-    Folders are read with everything below them, sorted by name; hidden and binary files in them
-    are passed over and counted. Texts without a byte are left out.
+    Folders are read with everything below them but `exclude`, sorted by name; hidden and binary
+    files in them are passed over and counted. Texts without a byte are left out.
 
-    Args:
-        paths: files and folders.
-        text_key: key of the text in JSON lines.
-        exclude: a folder to leave out, such as the output.
-
-    Raises:
-        DataError: when a path does not exist or cannot be read, or a file named by itself is
-            binary; while iterating, for a line that is not as it should be (`file:line` is named).
+    DataError when a path does not exist or cannot be read, or a file named by itself is binary;
+    while iterating, for a line that is not as it should be (`file:line` is named).
     """
 
     def __init__(
@@ -123,14 +90,14 @@ class Documents:
                 else:
                     yield path
 
-    def __iter__(self) -> Iterator[Document]:
+    def __iter__(self) -> Iterator[Iterable[bytes]]:
         for path in self.files:
             if path.suffix == _JSON_LINES:
                 yield from self._json_lines(path)
             elif path.stat().st_size:
-                yield Document(path)
+                yield _pieces(path)
 
-    def _json_lines(self, path: Path) -> Iterator[Document]:
+    def _json_lines(self, path: Path) -> Iterator[Iterable[bytes]]:
         with path.open("rb") as stream:
             for number, line in enumerate(stream, start=1):
                 if not line.strip():
@@ -143,25 +110,23 @@ class Documents:
                     raise DataError(f"{path}:{number}: nests too deeply") from None
                 text = row.get(self.text_key) if isinstance(row, dict) else None
                 if not isinstance(text, str):
+                    if not isinstance(row, dict):
+                        found = f"it is a {type(row).__name__}"
+                    elif self.text_key in row:
+                        found = "something else is there"
+                    else:
+                        found = f"its keys are {', '.join(map(repr, row))[:200] or 'none'}"
                     raise DataError(
                         f"{path}:{number}: needs an object with a string under {self.text_key!r}; "
-                        f"{_found(row, self.text_key)}; another key is named with --text-key"
+                        f"{found}; another key is named with --text-key"
                     )
                 if text:
                     # Half of a surrogate pair is legal in JSON and nowhere else.
-                    yield Document(path, text.encode(errors="replace"))
+                    yield [text.encode(errors="replace")]
 
 
 def _unreadable(error: OSError) -> None:
     raise DataError(f"{error.filename}: {error.strerror}") from error
-
-
-def _found(row: object, key: str) -> str:
-    if isinstance(row, dict) and key in row:
-        return "something else is there"
-    if isinstance(row, dict):
-        return f"its keys are {', '.join(map(repr, row))[:200] or 'none'}"
-    return f"it is a {type(row).__name__}"
 
 
 def _is_binary(path: Path) -> bool:
@@ -171,6 +136,19 @@ def _is_binary(path: Path) -> bool:
             return b"\0" in stream.read(_PROBE_BYTES)
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from error
+
+
+def _pieces(path: Path) -> Iterator[bytes]:
+    """The content of a file in order; pieces end at a line end where there is one."""
+    rest = b""
+    with path.open("rb") as stream:
+        while block := stream.read(_BLOCK_BYTES):
+            block = rest + block
+            cut = _cut_point(block)
+            yield block[:cut]
+            rest = block[cut:]
+    if rest:
+        yield rest
 
 
 def _cut_point(block: bytes) -> int:

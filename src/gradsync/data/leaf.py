@@ -1,4 +1,4 @@
-"""One micro-batch on its way to the model.
+"""One global batch as one rank sees it, and its micro-batches on their way to the model.
 
 [Note: What counts as a target] `leaf.num_targets` is the leaf's share in the mean loss:
 
@@ -15,7 +15,7 @@ Where the loss is over another number of things, say it: `sync.backward(..., wei
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,25 +49,52 @@ class Leaf:
 
     @property
     def inputs(self) -> Any:
-        """First part of a tuple or list, else the whole batch: a tensor, a list of texts.
-
-        Raises:
-            DataError: the batch is a dict.
-        """
+        """First part of a tuple or list, else the whole batch; a dict is a DataError."""
         if isinstance(self.batch, Mapping):
             raise DataError(f"leaf.inputs: {_described(self.batch)}")
         return self.batch[0] if _has_parts(self.batch) else self.batch
 
     @property
     def targets(self) -> Any:
-        """Second part of a tuple or list.
-
-        Raises:
-            DataError: the batch has none.
-        """
+        """Second part of a tuple or list; DataError where there is none."""
         if _has_parts(self.batch) and len(self.batch) > 1:
             return self.batch[1]
         raise DataError(f"leaf.targets: {_described(self.batch)}")
+
+
+class Step:
+    """One optimizer step's data; iterating gives this rank's leaves in order, once.
+
+    Leaves are read as they are asked for. `len(step)` is this rank's number of leaves, which is 0
+    for some ranks when the step has fewer leaves than there are ranks.
+    """
+
+    def __init__(
+        self, leaves: Iterator[Leaf], *, number: int, num_leaves: int, num_local_leaves: int
+    ) -> None:
+        self._leaves, self._num_local_leaves = leaves, num_local_leaves
+        self._taken = False
+        self.number = number
+        """Number of the step in the stream, from 0."""
+        self.num_leaves = num_leaves
+        """Leaves of the step over all ranks."""
+
+    def __len__(self) -> int:
+        return self._num_local_leaves
+
+    def __iter__(self) -> Iterator[Leaf]:
+        if self._taken:
+            raise RuntimeError(
+                f"the leaves of step {self.number} can be read once, before the next step begins"
+            )
+        self._taken = True
+        return self._leaves
+
+    def drain(self) -> None:
+        """Read what is left of the step, so that the next one starts in the right place."""
+        self._taken = True
+        for _ in self._leaves:
+            pass
 
 
 def _has_parts(batch: Any) -> bool:
@@ -78,7 +105,7 @@ def _has_parts(batch: Any) -> bool:
 
 
 def _described(batch: Any) -> str:
-    """Says what there is in place of (inputs, targets), and what to write."""
+    """The reason in an error: what the batch is, and what to write."""
     if isinstance(batch, Mapping):
         keys = [repr(key) for key in batch] or ["no keys"]
         return (
@@ -114,10 +141,8 @@ def make_leaf(
 
 
 def count_targets(batch: Any, num_samples: int) -> int:
-    """Targets, or else samples, see [Note: What counts as a target].
-
-    Call it before the batch moves to a GPU: there the count would wait for the device.
-    """
+    """Targets, or else samples, see [Note: What counts as a target]. To be called before the batch
+    moves to a GPU, where the count would wait for the device."""
     targets = None
     if isinstance(batch, Mapping):
         targets = batch.get("labels")
@@ -134,10 +159,7 @@ def count_targets(batch: Any, num_samples: int) -> int:
 
 def move_to(batch: Any, device: torch.device) -> Any:
     """`batch` with every tensor in it on `device`; tuples and lists are rebuilt, mappings become
-    dicts.
-
-    Copies to a GPU go through page-locked memory and do not wait.
-    """
+    dicts. Copies to a GPU go through page-locked memory and do not wait."""
     if isinstance(batch, Tensor):
         if device.type == "cuda" and batch.device.type == "cpu" and not batch.is_pinned():
             batch = batch.pin_memory()

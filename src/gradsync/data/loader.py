@@ -1,226 +1,57 @@
-"""The loader: endless global batches of any map-style data set, the same for every world size."""
+"""The loaders of map-style data sets: endless global batches, the same for every world size; exact
+evaluation; `DatasetLoader`."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypedDict
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from gradsync.core.torch_private import end_workers
-from gradsync.data.leaf import Leaf, make_leaf
-from gradsync.data.limits import require_at_least
-from gradsync.data.order import SampleOrder
-from gradsync.data.permutation import derive_key
-from gradsync.data.plan import BatchPlan, solve_batch_plan
-from gradsync.data.reader import BatchReader, fingerprint_of, size_of
-from gradsync.data.spans import StepSpan, cut_step
-from gradsync.data.step import Step
-from gradsync.errors import DataError
+from gradsync.data.leaf import Leaf, Step, make_leaf
+from gradsync.data.order import SampleOrder, derive_key
+from gradsync.data.plan import StepSpan, cut_step, require_at_least, solve_batch_plan
+from gradsync.data.tokens import open_dataset
+from gradsync.errors import ConfigError, DataError
 from gradsync.runtime.seeds import seed_leaf
 from gradsync.world import World
 
+Collate = Callable[[list[Any]], Any]
 
-class LoaderState(TypedDict):
-    """Where a loader stands: the same on all ranks, valid for any world size and `num_workers`."""
 
-    samples: int
-    """Samples of all steps that were handed out."""
-    steps: int
-    """Steps that were handed out."""
-    seed: int
-    """Seed of the order."""
-    shuffle: bool
-    """Whether the order is shuffled."""
-    dataset: str
-    """Fingerprint of the data set."""
-    global_batch_size: int
-    """Samples in a step; for information, another one may go on from here."""
+class _LeafReader(Dataset[Any]):
+    """Reads whole leaves: index it with the indices of a leaf, get the batch.
+
+    The same object works in this process and in DataLoader workers, so both give the same batch.
+    A data set may offer `read_batch(indices) -> batch` (as `TokenDataset` does) or torch's
+    `__getitems__(indices) -> list of samples`; else samples are read one by one.
+    """
+
+    def __init__(self, dataset: Any, collate_fn: Collate | None) -> None:
+        self._dataset = dataset
+        self._collate_fn = collate_fn or default_collate
+        self._whole = collate_fn is None and hasattr(dataset, "read_batch")
+
+    def __getitem__(self, index: np.ndarray) -> Any:
+        if self._whole:
+            return self._dataset.read_batch(index)
+        numbers = index.tolist()
+        if hasattr(self._dataset, "__getitems__"):
+            return self._collate_fn(self._dataset.__getitems__(numbers))
+        return self._collate_fn([self._dataset[number] for number in numbers])
 
 
 class Loader:
-    """Iterating gives `Step`s from where the loader stands; see `loader` for the arguments.
-
-    Leaving the loop and iterating again goes on with the next step. A step counts as consumed
-    when it is handed out; batches that workers read ahead do not count.
-    """
-
-    def __init__(
-        self,
-        reader: BatchReader,
-        order: SampleOrder,
-        plan: BatchPlan,
-        *,
-        rank: int,
-        device: torch.device,
-        fingerprint: str,
-        num_workers: int = 0,
-        num_epochs: int | None = None,
-        seed_leaves: bool = True,
-    ) -> None:
-        self.plan = plan
-        """The batch arithmetic; `plan.describe()` says it in words."""
-        self._reader = reader
-        self._order = order
-        self._rank = rank
-        self._device = device
-        self._fingerprint = fingerprint
-        self._num_workers = num_workers
-        self._seed_leaves = seed_leaves
-        self._stop = None if num_epochs is None else num_epochs * order.num_samples
-        self._samples = 0
-        self._steps = 0
-        self._source: _BatchSource | None = None
-
-    @property
-    def epoch(self) -> float:
-        """Epochs consumed: 1.25 is a quarter into the second."""
-        return self._samples / self._order.num_samples
-
-    def __iter__(self) -> Iterator[Step]:
-        self.close()
-        source = self._source = self._open_source()
-        try:
-            while (stop := self._end_of_step(self._samples)) > self._samples:
-                span = self._cut(self._samples, stop)
-                number = self._steps
-                self._samples, self._steps = stop, number + 1
-                step = Step(
-                    self._leaves(span, number, source),
-                    number=number,
-                    num_leaves=span.num_leaves,
-                    num_local_leaves=len(span.leaves),
-                )
-                yield step
-                source.check_open()
-                step.drain()
-        finally:
-            source.close()
-
-    def close(self) -> None:
-        """End the iteration in progress and its worker processes, if there are any."""
-        if self._source is not None:
-            self._source.close()
-            self._source = None
-
-    def state_dict(self) -> LoaderState:
-        """Where the loader stands: after the last step that was handed out."""
-        return {
-            "samples": self._samples,
-            "steps": self._steps,
-            "seed": self._order.seed,
-            "shuffle": self._order.shuffle,
-            "dataset": self._fingerprint,
-            "global_batch_size": self.plan.global_batch_size,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`, whatever the world size that saved it. Ends an iteration in progress.
-
-        Raises:
-            DataError: when the state is malformed, or of another data set, seed or order.
-        """
-        check_state(state, self.state_dict(), ("samples", "steps"), ("dataset", "seed", "shuffle"))
-        self.close()
-        self._samples, self._steps = state["samples"], state["steps"]
-
-    def _end_of_step(self, start: int) -> int:
-        stop = start + self.plan.global_batch_size
-        return stop if self._stop is None else min(stop, self._stop)
-
-    def _cut(self, start: int, stop: int) -> StepSpan:
-        return cut_step(
-            start,
-            stop,
-            micro_batch_size=self.plan.micro_batch_size,
-            rank=self._rank,
-            world_size=self.plan.world_size,
-        )
-
-    def _index_lists(self, start: int) -> Iterator[np.ndarray]:
-        """Dataset indices of this rank's leaves from stream position `start` on, leaf by leaf."""
-        while (stop := self._end_of_step(start)) > start:
-            for leaf in self._cut(start, stop).leaves:
-                yield self._order.indices(leaf.start, leaf.count)
-            start = stop
-
-    def _open_source(self) -> _BatchSource:
-        index_lists = self._index_lists(self._samples)
-        if not self._num_workers:
-            return _BatchSource(map(self._reader.__getitem__, index_lists))
-        # A generator of its own: DataLoader would draw from the global one, and `num_workers`
-        # would change the model's dropout.
-        generator = torch.Generator()
-        generator.manual_seed(derive_key(self._order.seed, self._samples, self._rank) >> 1)
-        return _BatchSource(
-            iter(
-                DataLoader(
-                    self._reader,
-                    sampler=index_lists,
-                    batch_size=None,  # an index list is one item: the reader makes the batch
-                    collate_fn=_unchanged,
-                    num_workers=self._num_workers,
-                    pin_memory=self._device.type == "cuda",
-                    generator=generator,
-                )
-            )
-        )
-
-    def _leaves(self, span: StepSpan, step: int, source: _BatchSource) -> Iterator[Leaf]:
-        for place, leaf in enumerate(span.leaves, start=1):
-            # Before the read: what a data set draws in this process is keyed by the leaf, too.
-            if self._seed_leaves:
-                seed_leaf(self._order.seed, step, leaf.index)
-            yield make_leaf(
-                source.take(),
-                index=leaf.index,
-                step=step,
-                num_samples=leaf.count,
-                is_last=span.everyone_has_leaves and place == len(span.leaves),
-                device=self._device,
-            )
-
-
-class _BatchSource:
-    """Collated batches in order. Everything else holds this and not the iterator inside, so that
-    `close` ends the workers at once, whoever still keeps a step."""
-
-    def __init__(self, batches: Iterator[Any]) -> None:
-        self._batches: Iterator[Any] | None = batches
-
-    def take(self) -> Any:
-        self.check_open()
-        assert self._batches is not None
-        return next(self._batches)
-
-    def check_open(self) -> None:
-        if self._batches is None:
-            raise RuntimeError(
-                "this iteration of the loader is over: it was closed, began anew or was moved"
-            )
-
-    def close(self) -> None:
-        batches, self._batches = self._batches, None
-        end_workers(batches)
-
-
-def loader(
-    dataset: Any,
-    world: World,
-    *,
-    global_batch_size: int,
-    micro_batch_size: int,
-    seed: int = 0,
-    num_workers: int = 0,
-    collate_fn: Callable[[list[Any]], Any] | None = None,
-    num_epochs: int | None = None,
-    shuffle: bool = True,
-    seed_leaves: bool = True,
-    device: torch.device | str | None = None,
-) -> Loader:
     """Global batches of a map-style data set, of which this rank gets its contiguous leaves.
+
+    Iterating gives `Step`s; leaving the loop and iterating again goes on with the next one. A step
+    counts as consumed when it is handed out; what workers read ahead does not count.
 
     Nothing is padded, repeated or left out: within an epoch each sample comes exactly once, and
     a global batch may cross the end of an epoch. Which samples form step k depends on the seed and
@@ -248,24 +79,153 @@ def loader(
         ConfigError: when the batch arithmetic is not exact, or ranks outnumber leaves.
         DataError: when the data set is empty or not map-style.
     """
-    require_at_least(0, num_workers=num_workers)
-    require_at_least(1, num_epochs=num_epochs)
-    plan = solve_batch_plan(
-        global_batch_size=global_batch_size,
-        micro_batch_size=micro_batch_size,
-        world_size=world.world_size,
-    )
-    return Loader(
-        BatchReader(dataset, collate_fn),
-        SampleOrder(size_of(dataset), seed, shuffle),
-        plan,
-        rank=world.rank,
-        device=torch.device(world.device if device is None else device),
-        fingerprint=fingerprint_of(dataset),
-        num_workers=num_workers,
-        num_epochs=num_epochs,
-        seed_leaves=seed_leaves,
-    )
+
+    def __init__(
+        self,
+        dataset: Any,
+        world: World,
+        *,
+        global_batch_size: int,
+        micro_batch_size: int,
+        seed: int = 0,
+        num_workers: int = 0,
+        collate_fn: Collate | None = None,
+        num_epochs: int | None = None,
+        shuffle: bool = True,
+        seed_leaves: bool = True,
+        device: torch.device | str | None = None,
+    ) -> None:
+        require_at_least(0, num_workers=num_workers)
+        require_at_least(1, num_epochs=num_epochs)
+        self.plan = solve_batch_plan(
+            global_batch_size=global_batch_size,
+            micro_batch_size=micro_batch_size,
+            world_size=world.world_size,
+        )
+        """The batch arithmetic; `plan.describe()` says it in words."""
+        self._reader = _LeafReader(dataset, collate_fn)
+        self._order = SampleOrder(size_of(dataset), seed, shuffle)
+        self._fingerprint = fingerprint_of(dataset)
+        self._rank = world.rank
+        self._device = torch.device(world.device if device is None else device)
+        self._num_workers = num_workers
+        self._seed_leaves = seed_leaves
+        self._stop = math.inf if num_epochs is None else num_epochs * self._order.num_samples
+        self._samples = self._steps = 0
+        self._batches: Iterator[Any] | None = None  # of the iteration in progress
+
+    @property
+    def epoch(self) -> float:
+        """Epochs consumed: 1.25 is a quarter into the second."""
+        return self._samples / self._order.num_samples
+
+    def __iter__(self) -> Iterator[Step]:
+        self.close()
+        batches = self._batches = self._open_batches()
+        try:
+            for span, stop in self._spans(self._samples):
+                number = self._steps
+                self._samples, self._steps = stop, number + 1
+                step = Step(
+                    self._leaves(span, number, batches),
+                    number=number,
+                    num_leaves=span.num_leaves,
+                    num_local_leaves=len(span.leaves),
+                )
+                yield step
+                self._check_current(batches)
+                step.drain()
+        finally:
+            if self._batches is batches:
+                self.close()
+
+    def close(self) -> None:
+        """End the iteration in progress and its worker processes, if there are any."""
+        batches, self._batches = self._batches, None
+        end_workers(batches)
+
+    def _check_current(self, batches: Iterator[Any]) -> None:
+        if self._batches is not batches:
+            raise RuntimeError(
+                "this iteration of the loader is over: it was closed, began anew or was moved"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader stands, after the last step that was handed out: the same on all ranks,
+        valid for any world size, `num_workers` and global batch size."""
+        return {
+            "samples": self._samples,
+            "steps": self._steps,
+            "seed": self._order.seed,
+            "shuffle": self._order.shuffle,
+            "dataset": self._fingerprint,
+            "global_batch_size": self.plan.global_batch_size,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`, whatever the world size that saved it; an iteration in progress ends.
+        DataError when the state is malformed, or of another data set, seed or order."""
+        check_state(state, self.state_dict(), ("samples", "steps"), ("dataset", "seed", "shuffle"))
+        self.close()
+        self._samples, self._steps = state["samples"], state["steps"]
+
+    def _spans(self, start: int) -> Iterator[tuple[StepSpan, int]]:
+        """The steps from stream position `start` on, each with the position behind it."""
+        while start < self._stop:
+            stop = int(min(start + self.plan.global_batch_size, self._stop))
+            span = cut_step(
+                start,
+                stop,
+                micro_batch_size=self.plan.micro_batch_size,
+                rank=self._rank,
+                world_size=self.plan.world_size,
+            )
+            yield span, stop
+            start = stop
+
+    def _open_batches(self) -> Iterator[Any]:
+        leaves = (leaf for span, _ in self._spans(self._samples) for leaf in span.leaves)
+        index_lists = (self._order.indices(leaf.start, leaf.count) for leaf in leaves)
+        if not self._num_workers:
+            return map(self._reader.__getitem__, index_lists)
+        # A generator of its own: DataLoader would draw from the global one, and `num_workers`
+        # would change the model's dropout.
+        generator = torch.Generator()
+        generator.manual_seed(derive_key(self._order.seed, self._samples, self._rank) >> 1)
+        return iter(
+            DataLoader(
+                self._reader,
+                sampler=index_lists,
+                batch_size=None,  # an index list is one item: the reader makes the batch
+                collate_fn=_unchanged,
+                num_workers=self._num_workers,
+                pin_memory=self._device.type == "cuda",
+                generator=generator,
+            )
+        )
+
+    def _leaves(self, span: StepSpan, step: int, batches: Iterator[Any]) -> Iterator[Leaf]:
+        for place, leaf in enumerate(span.leaves, start=1):
+            # Before the read: what a data set draws in this process is keyed by the leaf, too.
+            if self._seed_leaves:
+                seed_leaf(self._order.seed, step, leaf.index)
+            self._check_current(batches)
+            yield make_leaf(
+                next(batches),
+                index=leaf.index,
+                step=step,
+                num_samples=leaf.count,
+                is_last=span.everyone_has_leaves and place == len(span.leaves),
+                device=self._device,
+            )
+
+
+loader = Loader
+"""The name in training loops: `for step in gs.loader(...)`."""
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
 
 
 def check_state(
@@ -274,17 +234,8 @@ def check_state(
     counters: Sequence[str],
     fixed: Sequence[str],
 ) -> None:
-    """Check the state of a loader before it is taken.
-
-    Args:
-        state: what was saved.
-        mine: the state of the loader that shall take it.
-        counters: keys that must hold numbers of at least 0.
-        fixed: keys whose values must be equal.
-
-    Raises:
-        DataError: naming the key.
-    """
+    """Check a saved state before a loader takes it whose state is `mine`: `counters` must hold
+    numbers of at least 0, what is `fixed` must be equal. A DataError names the key."""
     for name in fixed:
         if state.get(name) != mine[name]:
             what = "data set" if name == "dataset" else name
@@ -298,5 +249,145 @@ def check_state(
             raise DataError(f"the data state has no usable {name!r}: {value!r}")
 
 
-def _unchanged(batch: Any) -> Any:
-    return batch
+def size_of(dataset: Any) -> int:
+    """Number of samples; DataError when the data set is not map-style."""
+    if isinstance(dataset, DataLoader):
+        raise DataError(
+            "a DataLoader makes batches of its own: pass its data set (dataloader.dataset); "
+            "num_workers and collate_fn are arguments here, too"
+        )
+    if isinstance(dataset, Mapping) and 0 not in dataset:
+        names = ", ".join(map(repr, dataset))
+        raise DataError(f"a dict of data sets ({names}): pass one of them, as in data['train']")
+    if isinstance(dataset, type):
+        raise DataError(f"{dataset.__name__} is a class: pass an object, {dataset.__name__}(...)")
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise DataError(
+            f"{type(dataset).__name__} has no __len__ and __getitem__; "
+            "iterable data sets go through stream_loader"
+        )
+    return len(dataset)
+
+
+def fingerprint_of(dataset: Any) -> str:
+    """A name for the data set's content, as well as it can be known: class, length, and its own
+    `fingerprint` (else `_fingerprint`, as Hugging Face data sets have), as far as it has them.
+
+    Where neither says enough, or it changes for no reason, assign `dataset.fingerprint`.
+    """
+    parts = [type(dataset).__name__]
+    if hasattr(dataset, "__len__"):
+        parts.append(str(len(dataset)))
+    own = (getattr(dataset, name, None) for name in ("fingerprint", "_fingerprint"))
+    parts += [value for value in own if isinstance(value, str)][:1]
+    return ":".join(parts)
+
+
+class EvalLeaves:
+    """The first `max_samples` samples (or all) in order, each once, without padding, split over the
+    ranks by whole leaves, of which the last may be shorter; may be iterated again.
+
+    Ranks may have different numbers of leaves, or none: do not communicate inside the loop. Add up
+    (sum, count) after it, and compare the count with `total_samples`.
+
+    `max_samples` are over all ranks.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        world: World,
+        micro_batch_size: int,
+        max_samples: int | None = None,
+    ) -> None:
+        require_at_least(1, micro_batch_size=micro_batch_size, max_samples=max_samples)
+        num_samples = size_of(dataset)
+        self.total_samples = num_samples if max_samples is None else min(max_samples, num_samples)
+        """Samples over all ranks: what the summed `num_samples` of all leaves must come to."""
+        self._span = cut_step(
+            0,
+            self.total_samples,
+            micro_batch_size=micro_batch_size,
+            rank=world.rank,
+            world_size=world.world_size,
+        )
+        self.most = math.ceil(self._span.num_leaves / world.world_size)
+        """Leaves of the rank that has most of them."""
+        self._reader = _LeafReader(dataset, None)
+        self._device = torch.device(world.device)
+
+    def __len__(self) -> int:
+        return len(self._span.leaves)
+
+    def __iter__(self) -> Iterator[Leaf]:
+        for leaf in self._span.leaves:
+            yield make_leaf(
+                self._reader[np.arange(leaf.start, leaf.start + leaf.count)],
+                index=leaf.index,
+                step=0,
+                num_samples=leaf.count,
+                is_last=False,
+                device=self._device,
+            )
+
+
+class DatasetLoader:
+    """Endless (x, y) batches of tokens, for loops that do their own arithmetic: every call of
+    `next_batch` takes the next `batch` samples of this process, and the processes' batches of one
+    call are disjoint.
+
+    Args:
+        batch: B, samples a process takes at once.
+        seq_len: T, tokens in a sample.
+        process_rank: this process, 0 .. num_processes-1.
+        num_processes: processes that share the data.
+        dataset_dir: a data directory, see `open_dataset`.
+        device: where batches go.
+        split: "train" or "val".
+        seed, seed_leaves: as for `Loader`; a leaf is a process's batch.
+    """
+
+    def __init__(  # noqa: PLR0917  the call that readers of other guides know
+        self,
+        batch: int,
+        seq_len: int,
+        process_rank: int,
+        num_processes: int,
+        dataset_dir: Path | str,
+        device: torch.device | str = "cpu",
+        *,
+        split: str = "train",
+        seed: int = 0,
+        seed_leaves: bool = True,
+    ) -> None:
+        require_at_least(1, batch=batch, seq_len=seq_len, num_processes=num_processes)
+        if not 0 <= process_rank < num_processes:
+            raise ConfigError(f"process_rank must be in 0..{num_processes - 1}; got {process_rank}")
+        self._loader = Loader(
+            open_dataset(dataset_dir, split, seq_len),
+            World(rank=process_rank, world_size=num_processes),
+            global_batch_size=batch * num_processes,
+            micro_batch_size=batch,
+            seed=seed,
+            seed_leaves=seed_leaves,
+            device=device,
+        )
+        self._steps = iter(self._loader)
+
+    def next_batch(self) -> tuple[Tensor, Tensor]:
+        """Inputs and targets, int64, shape [B, T] each; never ends, epochs advance alone."""
+        (leaf,) = next(self._steps)
+        return leaf.inputs, leaf.targets
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        while True:
+            yield self.next_batch()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the data stands; the same on all processes."""
+        return self._loader.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`, whatever the number of processes that saved it."""
+        self._loader.load_state_dict(state)
+        self._steps = iter(self._loader)

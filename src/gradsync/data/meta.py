@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin, get_type_hints
 
 import numpy as np
 
@@ -22,21 +23,15 @@ DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileMeta:
-    """One file of the directory."""
+    """One file of the directory: its size, and the SHA-256 of its content, hexadecimal."""
 
     num_bytes: int
-    """Size of the file in bytes."""
     sha256: str
-    """SHA-256 of its content, hexadecimal."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Meta:
-    """The description of a prepared data set.
-
-    Raises:
-        DataError: when the fields contradict each other.
-    """
+    """The description of a prepared data set; DataError when its fields contradict each other."""
 
     dtype: str
     """Type of one token in the `.bin` files: "uint16" or "uint32"."""
@@ -53,8 +48,7 @@ class Meta:
     split_by: str
     """"documents" (whole documents, chosen by content), "tail" (the last tokens) or "none"."""
     unigram_entropy_nats: float
-    """Entropy of the token frequencies over all splits, in nats: the loss of a model that knows
-    only how often each token occurs."""
+    """Of the token frequencies over all splits: the loss of a model that knows nothing else."""
     skipped_files: int
     """Hidden and binary files that were passed over in folders."""
     source: str
@@ -94,12 +88,15 @@ class Meta:
         return json.dumps(asdict(self), indent=2) + "\n"
 
 
-def read_meta(directory: Path) -> Meta | None:
-    """The directory's `meta.json`, or None when it has none (as nanoGPT's own directories).
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file's content, hexadecimal."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
-    Raises:
-        DataError: when the file is there but is not a description this version understands.
-    """
+
+def read_meta(directory: Path) -> Meta | None:
+    """The directory's `meta.json`, or None when it has none (as nanoGPT's own directories);
+    DataError when it is not a description that this version understands."""
     path = directory / FILE_NAME
     try:
         raw = read_json(path)
@@ -123,41 +120,28 @@ def read_meta(directory: Path) -> Meta | None:
         raise DataError(f"{path}: {one_line(error)}") from error
 
 
-_FIELDS: dict[str, type | tuple[type, ...]] = {
-    "dtype": str,
-    "vocab_size": int,
-    "tokenizer": str,
-    "documents": int,
-    "text_bytes": int,
-    "tokens": dict,
-    "split_by": str,
-    "unigram_entropy_nats": (int, float),
-    "skipped_files": int,
-    "source": str,
-    "files": dict,
-    "format_version": int,
-}
-
-
 def _from_json(raw: Mapping[str, Any]) -> Meta:
-    _check(raw, _FIELDS)
+    kinds = get_type_hints(Meta)
+    for name, kind in kinds.items():
+        _check(raw, name, (int, float) if kind is float else get_origin(kind) or kind)
     for split in raw["tokens"]:
-        _check(raw["tokens"], {split: int})
+        _check(raw["tokens"], split, int)
     files = {}
     for name, entry in raw["files"].items():
-        _check(raw["files"], {name: dict})
-        _check(entry, {"num_bytes": int, "sha256": str})
+        _check(raw["files"], name, dict)
+        _check(entry, "num_bytes", int)
+        _check(entry, "sha256", str)
         if not re.fullmatch("[0-9a-f]{64}", entry["sha256"]):
             raise DataError(f"files: {name!r} has no SHA-256 in 64 hexadecimal digits")
         files[name] = FileMeta(num_bytes=entry["num_bytes"], sha256=entry["sha256"])
-    return Meta(**({name: raw[name] for name in _FIELDS} | {"files": files}))
+    return Meta(**({name: raw[name] for name in kinds} | {"files": files}))
 
 
-def _check(raw: Mapping[str, Any], fields: Mapping[str, type | tuple[type, ...]]) -> None:
-    for name, kind in fields.items():
-        if name not in raw:
-            raise DataError(f"key {name!r} is missing")
-        if not isinstance(raw[name], kind) or isinstance(raw[name], bool):
-            raise DataError(f"key {name!r} has a value of the wrong type: {raw[name]!r}")
-        if isinstance(raw[name], int | float) and raw[name] < 0:
-            raise DataError(f"key {name!r} must not be negative; got {raw[name]}")
+def _check(raw: Mapping[str, Any], name: str, kind: Any) -> None:
+    if name not in raw:
+        raise DataError(f"key {name!r} is missing")
+    value = raw[name]
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise DataError(f"key {name!r} has a value of the wrong type: {value!r}")
+    if isinstance(value, int | float) and value < 0:
+        raise DataError(f"key {name!r} must not be negative; got {value}")

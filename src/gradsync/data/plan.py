@@ -1,14 +1,22 @@
-"""The batch arithmetic: how many leaves a step has and which rank owns which; never floored."""
+"""The batch arithmetic: how many leaves a step has, which rank owns which, and which positions of
+the stream they cover. Exact, never floored; no torch."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from gradsync.data.limits import require_at_least
 from gradsync.errors import ConfigError
 
 _MOST_SHARES_SHOWN = 16
+
+
+def require_at_least(least: int, **values: int | None) -> None:
+    """Raise ConfigError for the first value given (not None) that is below `least`."""
+    for name, value in values.items():
+        if value is not None and value < least:
+            raise ConfigError(f"{name} must be at least {least}; got {value}")
 
 
 def share(num_items: int, rank: int, world_size: int) -> range:
@@ -19,12 +27,48 @@ def share(num_items: int, rank: int, world_size: int) -> range:
     return range(rank * num_items // world_size, (rank + 1) * num_items // world_size)
 
 
+class LeafSpan(NamedTuple):
+    """One leaf: stream positions `start .. start+count-1`."""
+
+    index: int
+    start: int
+    count: int
+
+
+class StepSpan(NamedTuple):
+    """One step as one rank sees it."""
+
+    num_leaves: int
+    """Leaves of the step, over all ranks."""
+    leaves: list[LeafSpan]
+    """The leaves of this rank, in order."""
+    everyone_has_leaves: bool
+    """True when no rank is without a leaf, which is the same answer on all ranks."""
+
+
+def cut_step(
+    start: int, stop: int, *, micro_batch_size: int, rank: int, world_size: int
+) -> StepSpan:
+    """Cut positions `start .. stop-1` into leaves of `micro_batch_size` (the last may be shorter).
+
+    The leaves depend on the positions alone; the world size only says who owns which. A rank may
+    have none when there are fewer leaves than ranks.
+    """
+    num_leaves = -(-(stop - start) // micro_batch_size)
+    firsts = (
+        (index, start + index * micro_batch_size) for index in share(num_leaves, rank, world_size)
+    )
+    leaves = [
+        LeafSpan(index, first, min(micro_batch_size, stop - first)) for index, first in firsts
+    ]
+    return StepSpan(num_leaves, leaves, num_leaves >= world_size)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchPlan:
     """One optimizer step as leaves: `num_leaves x micro_batch_size = global_batch_size`.
 
-    Raises:
-        ConfigError: when a number is below 1 or a rank would have no leaf.
+    Raises ConfigError when a number is below 1 or a rank would have no leaf.
     """
 
     num_leaves: int
@@ -94,18 +138,11 @@ def solve_batch_plan(
     seq_len: int | None = None,
     global_batch_size: int | None = None,
 ) -> BatchPlan:
-    """The plan for a step of `tokens_per_update` tokens, or of `global_batch_size` samples.
+    """The plan for a step of `global_batch_size` samples over all ranks, or of `tokens_per_update`
+    tokens in samples of `seq_len`.
 
-    Args:
-        micro_batch_size: samples in a leaf.
-        world_size: ranks that share the leaves.
-        tokens_per_update: tokens in a step, over all ranks; needs `seq_len`.
-        seq_len: tokens in a sample.
-        global_batch_size: samples in a step, over all ranks; instead of `tokens_per_update`.
-
-    Raises:
-        ConfigError: when the numbers do not fit exactly (the nearest legal values are named), or
-            when there are more ranks than leaves.
+    ConfigError when the numbers do not fit exactly (the nearest legal values are named), or when
+    there are more ranks than leaves.
     """
     if (tokens_per_update is None) == (global_batch_size is None):
         raise ConfigError("give either tokens_per_update or global_batch_size")
@@ -152,9 +189,7 @@ def _nearest(total: int, unit: int, world_size: int) -> str:
 
 def _other_micro_batches(total: int, item: int, micro_batch_size: int, world_size: int) -> str:
     """Micro-batch sizes that would make `total` exact, as the tail of a message; may be empty."""
-    if total % item:
-        return ""
-    legal = [size for size in _divisors(total // item) if total // item // size >= world_size]
+    legal = [] if total % item else _micro_batches(total // item, world_size)
     below = [size for size in legal if size < micro_batch_size][-1:]
     above = [size for size in legal if size > micro_batch_size][:1]
     if not legal:
@@ -164,7 +199,7 @@ def _other_micro_batches(total: int, item: int, micro_batch_size: int, world_siz
 
 def _too_many_ranks(plan: BatchPlan) -> str:
     samples = plan.global_batch_size
-    fitting = [size for size in _divisors(samples) if samples // size >= plan.world_size]
+    fitting = _micro_batches(samples, plan.world_size)
     if fitting:
         remedy = f"or micro_batch_size {fitting[-1]}"
     else:
@@ -176,6 +211,8 @@ def _too_many_ranks(plan: BatchPlan) -> str:
     )
 
 
-def _divisors(number: int) -> list[int]:
-    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
-    return sorted({*small, *(number // d for d in small)})
+def _micro_batches(samples: int, world_size: int) -> list[int]:
+    """Sizes that cut `samples` exactly into a leaf or more for each rank."""
+    small = [d for d in range(1, int(samples**0.5) + 1) if samples % d == 0]
+    divisors = sorted({*small, *(samples // d for d in small)})
+    return [size for size in divisors if samples // size >= world_size]

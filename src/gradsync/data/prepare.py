@@ -1,4 +1,5 @@
-"""Text to token files: `train.bin`, `val.bin` (nanoGPT's layout) and `meta.json`.
+"""Text to token files: `train.bin`, `val.bin` (nanoGPT's layout) and `meta.json`; and the embedded
+corpus, made once from the source code of Python's standard library: real text, on every machine.
 
 Documents are read twice: once to hash them (the split is decided by content), once to write their
 tokens. Memory stays at a few MiB and eight bytes a document.
@@ -9,12 +10,13 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
+import platform
+import shutil
+import sysconfig
 from array import array
 from collections.abc import Iterator, Sequence
-from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 
@@ -22,16 +24,23 @@ from gradsync.core.files import Filesystem, StagedDirectory
 from gradsync.data import meta as meta_file
 from gradsync.data import tokenizer as tokenizer_file
 from gradsync.data.documents import Documents
-from gradsync.data.meta import DTYPES, FileMeta, Meta
-from gradsync.data.split import choose_validation
+from gradsync.data.meta import DTYPES, FileMeta, Meta, file_sha256, read_meta
 from gradsync.data.tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer
 from gradsync.errors import ConfigError, DataError, RunError
+from gradsync.runtime import environ
 
 DEFAULT_BPE_VOCAB_SIZE = 4096
 _GROUP_BYTES = 1 << 22
 _PIECE_BYTES = 256
 """About what a piece takes besides its text; keeps groups of tiny documents small."""
 _LARGEST_UINT16_VOCAB = 65_535
+_FEWEST_DOCUMENTS = 20
+"""Below this, whole documents are too coarse and the tail of the tokens is held out instead."""
+_CORPUS_LAYOUT = 1
+"""Raised when the way of preparing changes, so that an older cache is not taken for a newer one."""
+_NO_CORPUS = frozenset(
+    {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+)
 
 
 def prepare(
@@ -70,17 +79,27 @@ def prepare(
         raise ConfigError("name at least one file or folder to prepare")
     _check_options(tokenizer, vocab_size, val_fraction)
     target = Path(os.path.abspath(out))
-    check_target(target, overwrite=overwrite)
+    _check_target(target, overwrite=overwrite)
     documents = Documents(paths, text_key=text_key, exclude=target)
     try:
-        scanned = _scan(documents)
-        if not scanned.text_bytes:
+        hashes, text_bytes = _scan(documents)
+        if not text_bytes:
             raise DataError(f"no text in {', '.join(map(str, paths))}")
-        encoder = _make_tokenizer(tokenizer, vocab_size, documents)
+        encoder: Tokenizer = ByteTokenizer()
+        if tokenizer == "bpe":
+            chunks = (chunk for document in documents for chunk in document)
+            size = DEFAULT_BPE_VOCAB_SIZE if vocab_size is None else vocab_size
+            encoder = BpeTokenizer.train(chunks, size)
         target.parent.mkdir(parents=True, exist_ok=True)
-        with StagedDirectory(_Shared(), target.parent, target.name) as staged:
-            meta = _write(
-                staged.path, documents, scanned, encoder, val_fraction=val_fraction, source=source
+        fs = Filesystem()
+        fs.dir_mode = 0o777  # as open to others as the umask lets it be
+        with StagedDirectory(fs, target.parent, target.name) as staged:
+            written = _write(staged.path, documents, hashes, encoder, val_fraction)
+            meta = Meta(
+                **written,
+                text_bytes=text_bytes,
+                skipped_files=documents.skipped_files,
+                source=source or f"{len(documents.files)} files",
             )
             (staged.path / meta_file.FILE_NAME).write_text(meta.to_json(), encoding="utf-8")
             _publish(staged, target, overwrite=overwrite)
@@ -89,18 +108,8 @@ def prepare(
     return meta
 
 
-class _Shared(Filesystem):
-    """Prepared data is as open to others as the umask lets it be."""
-
-    dir_mode = 0o777
-
-
-def check_target(out: Path, *, overwrite: bool) -> None:
-    """Refuse an `out` that holds something, unless it is a data directory and may be replaced.
-
-    Raises:
-        DataError: naming what is in the way.
-    """
+def _check_target(out: Path, *, overwrite: bool) -> None:
+    """Refuse an `out` that holds something, unless it is a data directory and may be replaced."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
     if not (out / meta_file.FILE_NAME).is_file():
@@ -114,7 +123,7 @@ def _publish(staged: StagedDirectory, out: Path, *, overwrite: bool) -> None:
         with path.open("rb") as file:
             os.fsync(file.fileno())
     staged.seal()
-    check_target(out, overwrite=overwrite)
+    _check_target(out, overwrite=overwrite)
     try:
         staged.commit(out, replace=overwrite)
     except OSError as error:
@@ -130,78 +139,81 @@ def _check_options(tokenizer: str, vocab_size: int | None, val_fraction: float) 
         raise ConfigError(f"val_fraction must be at least 0 and below 1; got {val_fraction}")
 
 
-class _Scanned(NamedTuple):
-    hashes: np.ndarray
-    text_bytes: int
-
-
-def _scan(documents: Documents) -> _Scanned:
+def _scan(documents: Documents) -> tuple[np.ndarray, int]:
+    """A content hash for each document, uint64, and the bytes of text."""
     hashes, text_bytes = array("Q"), 0
     for document in documents:
         digest = hashlib.sha256()
-        for chunk in document.chunks():
+        for chunk in document:
             digest.update(chunk)
             text_bytes += len(chunk)
         hashes.append(int.from_bytes(digest.digest()[:8], "big"))
-    return _Scanned(np.array(hashes, dtype=np.uint64), text_bytes)
+    return np.array(hashes, dtype=np.uint64), text_bytes
 
 
-def _make_tokenizer(name: str, vocab_size: int | None, documents: Documents) -> Tokenizer:
-    if name == "byte":
-        return ByteTokenizer()
-    chunks = (chunk for document in documents for chunk in document.chunks())
-    return BpeTokenizer.train(chunks, DEFAULT_BPE_VOCAB_SIZE if vocab_size is None else vocab_size)
+def choose_validation(hashes: np.ndarray, val_fraction: float) -> np.ndarray | None:
+    """Mark the documents with the smallest content hashes, `val_fraction` of them and at least one.
+
+    The choice does not change with the order of the documents, and equal documents go the same
+    way, so none is both trained on and validated with. None when documents cannot be split (too
+    few, or all the same).
+    """
+    if len(hashes) < _FEWEST_DOCUMENTS:
+        return None
+    count = max(1, round(len(hashes) * val_fraction))
+    held_out = hashes <= np.partition(hashes, count - 1)[count - 1]
+    return None if held_out.all() else held_out
 
 
 def _write(
     folder: Path,
     documents: Documents,
-    scanned: _Scanned,
+    hashes: np.ndarray,
     tokenizer: Tokenizer,
-    *,
     val_fraction: float,
-    source: str | None,
-) -> Meta:
+) -> dict[str, Any]:
+    """Write all files but `meta.json`, and return what it says about them."""
     dtype = "uint16" if tokenizer.vocab_size <= _LARGEST_UINT16_VOCAB else "uint32"
-    held_out = choose_validation(scanned.hashes, val_fraction) if val_fraction else None
+    held_out = choose_validation(hashes, val_fraction) if val_fraction else None
     split_by = "none" if not val_fraction else "tail" if held_out is None else "documents"
     if held_out is None:
-        held_out = np.zeros(len(scanned.hashes), dtype=bool)
+        held_out = np.zeros(len(hashes), dtype=bool)
     counts = np.zeros(tokenizer.vocab_size, dtype=np.int64)
     end_of_text = np.array([tokenizer.end_of_text_id])
-    with (
-        closing(_TokenFile(folder / "train.bin", dtype)) as train,
-        closing(_TokenFile(folder / "val.bin", dtype)) as val,
-    ):
+    train, val = folder / "train.bin", folder / "val.bin"
+    with train.open("wb") as train_file, val.open("wb") as val_file:
         for group in _groups(documents, held_out):
-            encoded = tokenizer.encode_batch([piece.text for piece in group])
-            counts += np.bincount(np.concatenate(encoded), minlength=len(counts))
-            counts[end_of_text] += sum(piece.ends for piece in group)
-            for piece, ids in zip(group, encoded, strict=True):
-                file = val if piece.held_out else train
-                file.append(ids)
-                if piece.ends:
-                    file.append(end_of_text)
+            encoded = iter(tokenizer.encode_batch([text for text, _ in group if text is not None]))
+            tokens = [end_of_text if text is None else next(encoded) for text, _ in group]
+            counts += np.bincount(np.concatenate(tokens), minlength=len(counts))
+            for (_, is_held_out), ids in zip(group, tokens, strict=True):
+                file = val_file if is_held_out else train_file
+                file.write(ids.astype(DTYPES[dtype]).tobytes())
     if split_by == "tail":
-        _move_tail(train, val, max(1, round(train.num_tokens * val_fraction)))
-    splits = {"train": train, "val": val}
-    if split_by == "none":
-        splits.pop("val").path.unlink()
+        _move_tail(train, val, val_fraction, DTYPES[dtype].itemsize)
+    elif split_by == "none":
+        val.unlink()
     if isinstance(tokenizer, BpeTokenizer):
         tokenizer.save(folder / tokenizer_file.FILE_NAME)
-    return Meta(
-        dtype=dtype,
-        vocab_size=tokenizer.vocab_size,
-        tokenizer=tokenizer.name,
-        documents=len(scanned.hashes),
-        text_bytes=scanned.text_bytes,
-        tokens={name: split.num_tokens for name, split in splits.items()},
-        split_by=split_by,
-        unigram_entropy_nats=entropy_nats(counts),
-        skipped_files=documents.skipped_files,
-        source=source or f"{len(documents.files)} files",
-        files={path.name: _describe(path) for path in sorted(folder.iterdir())},
-    )
+    files = {
+        path.name: FileMeta(num_bytes=path.stat().st_size, sha256=file_sha256(path))
+        for path in sorted(folder.iterdir())
+    }
+    tokens_of = {
+        path.stem: files[path.name].num_bytes // DTYPES[dtype].itemsize
+        for path in (train, val)
+        if path.name in files
+    }
+    return {
+        "dtype": dtype,
+        "vocab_size": tokenizer.vocab_size,
+        "tokenizer": tokenizer.name,
+        "documents": len(hashes),
+        "tokens": tokens_of,
+        "split_by": split_by,
+        "unigram_entropy_nats": entropy_nats(counts),
+        "files": files,
+    }
 
 
 def entropy_nats(counts: np.ndarray) -> float:
@@ -210,66 +222,69 @@ def entropy_nats(counts: np.ndarray) -> float:
     return float(-(shares * np.log(shares)).sum())
 
 
-@dataclass(slots=True)
-class _Piece:
-    """Part of a document on its way to a file."""
-
-    text: bytes
-    held_out: bool
-    ends: bool
-    """True for the last piece of a document."""
-
-
-def _groups(documents: Documents, held_out: np.ndarray) -> Iterator[list[_Piece]]:
-    """Pieces in order, a few MiB at a time, so that a tokenizer may use all cores."""
-    group: list[_Piece] = []
+def _groups(
+    documents: Documents, held_out: np.ndarray
+) -> Iterator[list[tuple[bytes | None, bool]]]:
+    """Parts of documents in order, each with whether it is held out; None stands for the end of a
+    document. A few MiB at a time, so that a tokenizer may use all cores."""
+    group: list[tuple[bytes | None, bool]] = []
     num_bytes = 0
     for document, is_held_out in itertools.zip_longest(documents, held_out):
         if document is None or is_held_out is None:
             raise DataError("the input changed while it was read; prepare it again")
-        for chunk in document.chunks():
-            group.append(_Piece(chunk, bool(is_held_out), ends=False))
-            num_bytes += len(chunk) + _PIECE_BYTES
-            if num_bytes >= _GROUP_BYTES and len(group) > 1:
-                # The newest piece stays: only the next one tells whether it ends its document.
-                yield group[:-1]
-                group, num_bytes = group[-1:], len(chunk)
-        if group:
-            group[-1].ends = True
+        for chunk in itertools.chain(document, [None]):
+            group.append((chunk, bool(is_held_out)))
+            num_bytes += len(chunk or b"") + _PIECE_BYTES
+            if num_bytes >= _GROUP_BYTES:
+                yield group
+                group, num_bytes = [], 0
     if group:
         yield group
 
 
-class _TokenFile:
-    """A `.bin` file while it is written."""
-
-    def __init__(self, path: Path, dtype: str) -> None:
-        self.path = path
-        self.dtype = DTYPES[dtype]
-        self.num_tokens = 0
-        self._stream = path.open("wb")
-
-    def append(self, tokens: np.ndarray) -> None:
-        self._stream.write(tokens.astype(self.dtype).tobytes())
-        self.num_tokens += len(tokens)
-
-    def close(self) -> None:
-        self._stream.close()
-
-
-def _move_tail(train: _TokenFile, val: _TokenFile, count: int) -> None:
-    """Move the last `count` tokens (but never all) from the end of `train` to `val`."""
-    count = min(count, train.num_tokens - 1)
-    keep = (train.num_tokens - count) * train.dtype.itemsize
-    with train.path.open("rb") as source, val.path.open("wb") as target:
+def _move_tail(train: Path, val: Path, fraction: float, itemsize: int) -> None:
+    """Move the last tokens (one at least, but never all) from the end of `train` to `val`."""
+    num_tokens = train.stat().st_size // itemsize
+    count = min(max(1, round(num_tokens * fraction)), num_tokens - 1)
+    keep = (num_tokens - count) * itemsize
+    with train.open("rb") as source, val.open("wb") as target:
         source.seek(keep)
-        while block := source.read(_GROUP_BYTES):
-            target.write(block)
-    os.truncate(train.path, keep)
-    train.num_tokens, val.num_tokens = train.num_tokens - count, count
+        shutil.copyfileobj(source, target, _GROUP_BYTES)
+    os.truncate(train, keep)
 
 
-def _describe(path: Path) -> FileMeta:
-    with path.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    return FileMeta(num_bytes=path.stat().st_size, sha256=digest)
+def default_corpus() -> Path:
+    """The data directory of the embedded corpus; prepared on the first call, then kept.
+
+    Several processes may call this at once: each prepares into a folder of its own, the first
+    one's is kept, and all of them return it. DataError when Python's sources are not on this
+    machine, RunError when the cache cannot be written.
+    """
+    folder = Path(sysconfig.get_path("stdlib"))
+    files = _sources(folder)
+    if not files:
+        raise DataError(
+            f"{folder} holds no Python sources to learn from; give a data directory with --data"
+        )
+    digest = hashlib.sha256(str(_CORPUS_LAYOUT).encode())
+    for path in files:
+        digest.update(f"{path.relative_to(folder).as_posix()} {path.stat().st_size}\n".encode())
+    version = platform.python_version()
+    out = environ.cache_dir() / f"stdlib-{version}-{digest.hexdigest()[:10]}"
+    if read_meta(out) is None:
+        try:
+            prepare(files, out, source=f"standard library of Python {version}")
+        except DataError:
+            if read_meta(out) is None:  # else another process was faster, and its work is ours
+                raise
+        except RunError as error:
+            raise RunError(f"{error}; GRADSYNC_CACHE can name another cache") from error
+    return out
+
+
+def _sources(folder: Path) -> list[Path]:
+    found = []
+    for parent, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if name not in _NO_CORPUS)
+        found += [Path(parent) / name for name in sorted(names) if name.endswith(".py")]
+    return found

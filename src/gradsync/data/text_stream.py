@@ -7,6 +7,7 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -29,25 +30,22 @@ Sample = tuple[Tensor, Tensor]
 
 
 class Texts(NamedTuple):
-    """Documents in a fixed order."""
+    """Documents in a fixed order.
+
+    `read(n)` gives all from the n-th on, anew at each call; an empty one counts as one.
+    `fingerprint` names the content, as well as it can be known.
+    """
 
     read: Callable[[int], Iterator[bytes]]
-    """All documents from the n-th on, anew at each call; an empty one counts as one."""
     fingerprint: str
-    """Names the content, as well as it can be known."""
 
 
 def open_texts(data: str, text_key: str) -> Texts:
-    """The documents that `data` names, see `is_stream`.
+    """The documents that `data` names: `hf:NAME[:CONFIG]`, `hf:json:FILES` (or csv, parquet, arrow,
+    text), or JSON lines with the text under `text_key`.
 
-    Args:
-        data: `hf:NAME[:CONFIG]`, `hf:json:FILES` (or csv, parquet, arrow, text), or JSON lines.
-        text_key: field of the text.
-
-    Raises:
-        ConfigError: the extra is missing.
-        DataError: nothing is there, or it has no such field; while reading, for a line or row that
-            is not as it should be.
+    ConfigError where the extra is missing; DataError where nothing is there, or it has no such
+    field, and while reading, for a line or row that is not as it should be.
     """
     if data.startswith(HUGGING_FACE):
         return _hugging_face(data, text_key)
@@ -58,7 +56,7 @@ def open_texts(data: str, text_key: str) -> Texts:
     def read(start: int) -> Iterator[bytes]:
         try:
             for document in islice(documents, start, None):
-                yield b"".join(document.chunks())
+                yield b"".join(document)
         except OSError as error:
             raise RunError(f"{error.filename}: {error.strerror}") from error
 
@@ -110,24 +108,13 @@ class TextStream:
     Iterating gives inputs and targets, int64, shape [T] each. What is left at the end of a pass
     and too short for a sequence is left out.
 
-    Args:
-        texts: the documents.
-        tokenizer: makes tokens of them.
-        seq_len: T, tokens of a sequence.
-        first_document: where a pass begins.
-        fingerprint: names content, tokens and sequences.
+    A pass begins with document `first_document`; `name` is of content, tokens and sequences.
     """
 
     def __init__(
-        self,
-        texts: Texts,
-        tokenizer: Tokenizer,
-        seq_len: int,
-        *,
-        first_document: int,
-        fingerprint: str,
+        self, texts: Texts, tokenizer: Tokenizer, seq_len: int, name: str, first_document: int
     ) -> None:
-        self.fingerprint = fingerprint
+        self.fingerprint = f"{name} from document {first_document}"
         self._texts, self._tokenizer, self._seq_len = texts, tokenizer, seq_len
         self._start = self._at = {"document": first_document, "token": 0}
 
@@ -165,43 +152,29 @@ class TextStream:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamedText:
-    """A stream as a run needs it."""
+    """A stream as a run needs it: `val` are the sequences of the first documents, `train` has all
+    others; `identity` names the tokenizer, as `Meta.tokenizer_identity` does."""
 
     train: TextStream
-    """All but the first documents."""
     val: list[Sample]
-    """The sequences of the first documents, which are never trained on."""
     tokenizer: Tokenizer
     identity: str
-    """Names the tokenizer, as `Meta.tokenizer_identity` does."""
 
 
 def open_streamed_text(
     data: str, *, text_key: str, tokenizer: str, seq_len: int, val_sequences: int
 ) -> StreamedText:
-    """Open a stream, and hold its first documents out for validation.
+    """Open a stream (see `open_texts`), and hold its first documents out for `val_sequences`
+    sequences of validation: whole documents.
 
-    Args:
-        data: see `open_texts`.
-        text_key: field of the text.
-        tokenizer: a prepared data directory, whose tokenizer is taken; "" for bytes.
-        seq_len: T, tokens of a sequence.
-        val_sequences: sequences of validation; documents are held out as a whole.
-
-    Raises:
-        ConfigError: the extra is missing.
-        DataError: see `open_texts`; or the text is too short for validation and one sequence more.
+    `tokenizer` is a prepared data directory, or "" for bytes. DataError as from `open_texts`, or
+    where the text is too short for validation and one sequence more.
     """
     encoder, identity = stream_tokenizer(tokenizer)
     texts = open_texts(data, text_key)
     name = f"{texts.fingerprint}, {text_key!r} by {identity} in {seq_len}"
 
-    def stream(first_document: int) -> TextStream:
-        fingerprint = f"{name} from document {first_document}"
-        return TextStream(
-            texts, encoder, seq_len, first_document=first_document, fingerprint=fingerprint
-        )
-
+    stream = partial(TextStream, texts, encoder, seq_len, name)
     held_out = stream(0)
     val = list(islice(held_out, val_sequences))
     first = held_out.state_dict()["document"] + 1
@@ -215,11 +188,7 @@ def open_streamed_text(
 
 
 def stream_tokenizer(directory: str) -> tuple[Tokenizer, str]:
-    """The tokenizer of a prepared data directory, or of bytes for "", and its identity.
-
-    Raises:
-        DataError: the directory does not say which it has.
-    """
+    """The tokenizer of a prepared data directory, or of bytes for "", and its identity."""
     if not directory:
         return ByteTokenizer(), f"{ByteTokenizer.name} {ByteTokenizer.vocab_size}"
     meta = read_meta(Path(directory))

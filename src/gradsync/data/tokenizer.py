@@ -1,11 +1,15 @@
-"""Tokenizers that work offline: bytes as they are, or byte-level BPE trained on the user's text."""
+"""Tokenizers that work offline: bytes as they are, or byte-level BPE trained on the user's text.
+
+Both have `name` (as in `meta.json`), `vocab_size`, and `end_of_text_id`: the token behind each
+document, to which no text encodes. A literal `<|endoftext|>` is plain text.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,37 +23,6 @@ if TYPE_CHECKING:
 END_OF_TEXT = "<|endoftext|>"
 FILE_NAME = "tokenizer.json"
 _NUM_BYTES = 256
-
-
-class Tokenizer(Protocol):
-    """Text to token ids and back."""
-
-    @property
-    def name(self) -> str:
-        """ "byte" or "bpe", as in `meta.json`."""
-        ...
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of token ids."""
-        ...
-
-    @property
-    def end_of_text_id(self) -> int:
-        """The token that stands after each document; no text encodes to it."""
-        ...
-
-    def encode(self, text: bytes | str) -> np.ndarray:
-        """Token ids of `text`, uint32, shape [T]; a literal `<|endoftext|>` is plain text."""
-        ...
-
-    def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """`encode` for several texts at once."""
-        ...
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text; what is not valid UTF-8 becomes U+FFFD."""
-        ...
 
 
 class ByteTokenizer:
@@ -69,11 +42,8 @@ class ByteTokenizer:
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of token ids; the end of a text reads `<|endoftext|>`.
-
-        Raises:
-            DataError: for an id above 256.
-        """
+        """The text of token ids; the end of a text reads `<|endoftext|>`. What is not valid UTF-8
+        becomes U+FFFD, an id above 256 is a DataError."""
         raw = bytearray()
         for token in ids:
             if not 0 <= token < self.vocab_size:
@@ -104,11 +74,8 @@ class BpeTokenizer:
 
     @classmethod
     def train(cls, texts: Iterable[bytes], vocab_size: int) -> BpeTokenizer:
-        """Learn a vocabulary of at most `vocab_size` tokens (fewer when the text is short).
-
-        Raises:
-            ConfigError: when `vocab_size` is below 257 or the extra is missing.
-        """
+        """Learn a vocabulary of at most `vocab_size` tokens (fewer when the text is short);
+        ConfigError when that is below 257, or the extra is missing."""
         if vocab_size <= _NUM_BYTES:
             raise ConfigError(f"a bpe vocabulary has at least 257 tokens; got {vocab_size}")
         _require_tokenizers()
@@ -128,11 +95,7 @@ class BpeTokenizer:
 
     @classmethod
     def load(cls, path: Path) -> BpeTokenizer:
-        """Read a `tokenizer.json`.
-
-        Raises:
-            DataError: when the file is missing or is no tokenizer.
-        """
+        """Read a `tokenizer.json`; DataError when it is missing or is no tokenizer."""
         _require_tokenizers()
         from tokenizers import Tokenizer
 
@@ -166,13 +129,12 @@ class BpeTokenizer:
         return self._inner.decode([int(token) for token in ids], skip_special_tokens=False)
 
 
-def load_tokenizer(meta: Meta, directory: Path | str) -> Tokenizer:
-    """The tokenizer of a prepared data directory.
+Tokenizer = ByteTokenizer | BpeTokenizer
 
-    Raises:
-        DataError: when it is missing or does not match `meta.json`.
-        ConfigError: when it needs an extra that is not installed.
-    """
+
+def load_tokenizer(meta: Meta, directory: Path | str) -> Tokenizer:
+    """The tokenizer of a prepared data directory; DataError when it is missing or does not match
+    `meta.json`, ConfigError when it needs an extra that is not installed."""
     tokenizer: Tokenizer
     if meta.tokenizer == "byte":
         tokenizer = ByteTokenizer()

@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from gradsync.core.files import open_regular
-from gradsync.data.meta import DTYPES, FileMeta, Meta, read_meta
+from gradsync.data.meta import DTYPES, FileMeta, Meta, file_sha256, read_meta
 from gradsync.errors import DataError
 
 _LARGEST_HASHED_BYTES = 1 << 30
@@ -28,16 +29,14 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
     first is a target exactly once. The rest after the last full sample is left out.
 
     Args:
-        path: the `.bin` file: little-endian token ids, no header.
+        path: the `.bin` file: little-endian token ids, no header. DataError where it is missing,
+            empty, cut off or too short for one sample.
         seq_len: T, tokens in a sample.
         dtype: "uint16" or "uint32"; None takes it from `meta.json` beside the file, or "uint16"
             (what nanoGPT writes) when there is none.
         vocab_size: every token must be below it; None takes it from `meta.json`, or leaves it
             unchecked when there is none.
         content: a name of the content for the fingerprint (its SHA-256); None samples the file.
-
-    Raises:
-        DataError: when the file is missing, empty, cut off or too short for one sample.
     """
 
     def __init__(
@@ -64,12 +63,7 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
     def _open(self) -> np.ndarray:
         """The file as overlapping rows, shape [len, T+1]; no copy, T tokens from row to row."""
         tokens = np.memmap(self.path, dtype=DTYPES[self.dtype], mode="r", shape=(self.num_tokens,))
-        return np.lib.stride_tricks.as_strided(
-            tokens,
-            shape=(len(self), self.seq_len + 1),
-            strides=(self.seq_len * tokens.itemsize, tokens.itemsize),
-            writeable=False,
-        )
+        return sliding_window_view(tokens, self.seq_len + 1)[:: self.seq_len]
 
     def __len__(self) -> int:
         return (self.num_tokens - 1) // self.seq_len
@@ -84,29 +78,20 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
     def read_batch(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
         """Inputs and targets of several samples, int64, shape [B, T] each.
 
-        Raises:
-            DataError: when a token is not below `vocab_size`; on a GPU the embedding would only
-                give an asynchronous assertion.
+        A token that is not below `vocab_size` is a DataError: on a GPU the embedding would only
+        give an asynchronous assertion.
         """
         rows = self._windows[indices]
         if self.vocab_size is not None and rows.size and int(rows.max()) >= self.vocab_size:
-            self._raise_bad_token(indices, rows, self.vocab_size)
+            row, column = np.argwhere(rows >= self.vocab_size)[0]
+            position = int(indices[row]) * self.seq_len + int(column)
+            raise DataError(
+                f"{self.path}: token {int(rows[row, column])} at position {position} is outside "
+                f"the vocabulary of {self.vocab_size}; wrong dtype ({self.dtype}) or wrong "
+                "vocabulary?"
+            )
         inputs_BT = torch.from_numpy(rows[:, :-1].astype(np.int64))
         return inputs_BT, torch.from_numpy(rows[:, 1:].astype(np.int64))
-
-    def _raise_bad_token(self, indices: np.ndarray, rows: np.ndarray, vocab_size: int) -> None:
-        row, column = np.argwhere(rows >= vocab_size)[0]
-        position = int(indices[row]) * self.seq_len + int(column)
-        raise DataError(
-            f"{self.path}: token {int(rows[row, column])} at position {position} is outside the "
-            f"vocabulary of {vocab_size}; wrong dtype ({self.dtype}) or wrong vocabulary?"
-        )
-
-    def max_token(self) -> int:
-        """The largest token id (reads the whole file): the vocabulary is at least one more."""
-        tokens = np.memmap(self.path, dtype=DTYPES[self.dtype], mode="r")
-        block = _BLOCK_BYTES * 64
-        return max(int(tokens[at : at + block].max()) for at in range(0, len(tokens), block))
 
     def __getstate__(self) -> dict[str, Any]:
         """A memory map would be pickled as a copy of the file; workers open their own."""
@@ -121,11 +106,8 @@ def open_dataset(directory: Path | str, split: str, seq_len: int) -> TokenDatase
     """Open one split ("train" or "val") of a data directory, checked against its `meta.json`.
 
     nanoGPT's own directories, without `meta.json`, are taken as uint16 with an unknown vocabulary
-    (their `meta.pkl` is never loaded: unpickling runs code).
-
-    Raises:
-        DataError: when anything is missing or not what `meta.json` says. The SHA-256 is compared
-            for files up to 1 GiB, the size always.
+    (their `meta.pkl` is never loaded: unpickling runs code). Anything that is missing or not what
+    `meta.json` says is a DataError; the SHA-256 is compared for files up to 1 GiB, the size always.
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -150,11 +132,7 @@ def _check_file(path: Path, file: FileMeta, meta: Meta) -> None:
             f"{path}: has {num_bytes} bytes, meta.json says {file.num_bytes} "
             f"({meta.tokens[path.stem]} tokens): cut off or replaced; prepare the data again"
         )
-    if num_bytes > _LARGEST_HASHED_BYTES:
-        return
-    with path.open("rb") as stream:
-        found = hashlib.file_digest(stream, "sha256").hexdigest()
-    if found != file.sha256:
+    if num_bytes <= _LARGEST_HASHED_BYTES and (found := file_sha256(path)) != file.sha256:
         raise DataError(
             f"{path}: SHA-256 is {found[:12]}…, meta.json says {file.sha256[:12]}…: "
             "damaged or replaced; prepare the data again"

@@ -1,12 +1,14 @@
-"""The shape of a decoder, and what follows from it by arithmetic alone. No torch here."""
+"""The shape of a decoder, what follows from it by arithmetic alone, and presets. No torch here."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 from gradsync.errors import ConfigError
 
 _HIDDEN_MULTIPLE = 64
+_GPT2_VOCAB = 50_257
 _DEEPEST = 10_000
 """Blocks. Each takes about a millisecond to build, however narrow; no model comes near."""
 
@@ -45,11 +47,12 @@ class GPTConfig:
     """Added to the mean square inside each RMSNorm (arXiv 1910.07467)."""
 
     def __post_init__(self) -> None:
-        for name in ("n_layer", "n_head", "n_embd", "vocab_size", "block_size"):
-            _require_positive_int(name, getattr(self, name))
-        for name in ("n_kv_head", "hidden_dim"):
-            if getattr(self, name) is not None:
-                _require_positive_int(name, getattr(self, name))
+        names = ("n_layer", "n_head", "n_embd", "vocab_size", "block_size")
+        names += tuple(n for n in ("n_kv_head", "hidden_dim") if getattr(self, n) is not None)
+        for name in names:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name}: got {value!r}, expected a positive integer")
         if self.n_layer > _DEEPEST:
             raise ConfigError(f"n_layer: got {self.n_layer}, expected at most {_DEEPEST}")
         if self.n_embd % self.n_head:
@@ -107,14 +110,36 @@ class GPTConfig:
         tokens; attention is counted in full, without halving it for the causal mask. Recomputation
         under activation checkpointing is not counted, so it shows as lower utilisation.
         Source: PaLM, arXiv 2204.02311, appendix B.
-
-        Args:
-            seq_len: tokens a sequence.
         """
         lookup = 0 if self.tie_head else self.vocab_size * self.n_embd
         return 6 * (self.num_params() - lookup) + 12 * self.n_layer * self.n_embd * seq_len
 
 
-def _require_positive_int(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name}: got {value!r}, expected a positive integer")
+def _shape(
+    width: int, depth: int, n_head: int, *, vocab_size: int = _GPT2_VOCAB, block_size: int = 1024
+) -> GPTConfig:
+    return GPTConfig(
+        n_embd=width, n_layer=depth, n_head=n_head, vocab_size=vocab_size, block_size=block_size
+    )
+
+
+PRESETS: dict[str, GPTConfig] = {
+    "tiny": _shape(192, 4, 3, vocab_size=256, block_size=256),
+    "mini": _shape(512, 8, 8, vocab_size=8_192, block_size=512),
+    "small": _shape(768, 12, 12),
+    "medium": _shape(1024, 24, 16),
+    "large": _shape(1280, 36, 20),
+    "xl": _shape(1600, 48, 25),
+    "1.3b": _shape(2048, 24, 16, block_size=2048),
+    "2.7b": _shape(2560, 32, 20, block_size=2048),
+}
+"""The vocabulary here is a default: a run takes the one of its data with `dataclasses.replace`."""
+
+
+def preset(name: str) -> GPTConfig:
+    """The shape called `name`; the error about another name shows the nearest ones."""
+    if name in PRESETS:
+        return PRESETS[name]
+    near = get_close_matches(name, PRESETS, n=3, cutoff=0.4)
+    hint = f"did you mean {', '.join(near)}? " if near else ""
+    raise ConfigError(f"unknown model preset {name!r}: {hint}known are {', '.join(PRESETS)}")

@@ -1,4 +1,4 @@
-"""A Llama-style decoder.
+"""A Llama-style decoder, its loss, and text from it.
 
 Shape suffixes: B batch, T time (tokens), C channels (width), H query heads, G key/value heads,
 K head size, F hidden width of the SwiGLU, V vocabulary.
@@ -9,33 +9,42 @@ K head size, F hidden width of the SwiGLU, V vocabulary.
 With `tie_head` there is no second parameter that must be kept equal: the output layer multiplies by
 the embedding's own weight. So it is counted, reduced, clipped and saved once by construction, and
 survives `to_empty`, which separates parameters that are merely shared.
+
+[Note: Loss in rows]
+Logits, their fp32 copy, log-probabilities and two gradients of them make 14 bytes for each token
+and each word of the vocabulary: 720 MB for 1,024 tokens and 50,257 words. Taken a few hundred rows
+(tokens) at a time, only those rows' exist. Their gradient is known as soon as the rows are, so it
+is computed at once and nothing is recomputed in backward; what is kept is the gradient with
+respect to the head's weight, which backward needs anyway, and to its input.
+
+The sums are the same, in another order: other bits than the whole logits give, the same on any
+number of ranks, as the rows are cut from a leaf.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from gradsync.errors import ConfigError
 from gradsync.models.config import GPTConfig
-from gradsync.models.loss import loss_sum_in_rows
 
 _INIT_STD = 0.02
+_IGNORED = -100
 
 
 def rope_tables(config: GPTConfig) -> tuple[Tensor, Tensor]:
     """Cosine and sine of every position's angles, always computed in fp32 on the CPU.
 
     Half the frequencies are written twice, side by side, for the rotate-half convention
-    (arXiv 2104.09864, in the layout of Llama).
-
-    Returns:
-        cos_TK, sin_TK: `(block_size, head_dim)`, fp32.
+    (arXiv 2104.09864, in the layout of Llama): cos_TK, sin_TK, T is `block_size`.
     """
     # Named device and dtype: neither a default device nor a default dtype may reach these values.
     exponent = torch.arange(0, config.head_dim, 2, dtype=torch.int64, device="cpu").float()
@@ -211,32 +220,18 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator) -> None:
-        """Draw all weights anew, in `named_parameters` order, and fill the rotary tables.
-
-        Args:
-            generator: a CPU generator.
-        """
+        """Draw all weights anew by a CPU generator, in `named_parameters` order, and fill the
+        rotary tables."""
         for name, parameter in self.named_parameters():
             shape = tuple(parameter.shape)
             parameter.copy_(initial_weight(name, shape, self.config.n_layer, generator))
-        for buffer, table in zip(
-            (self.rope_cos, self.rope_sin), rope_tables(self.config), strict=True
-        ):
-            buffer.copy_(table)
+        cos_TK, sin_TK = rope_tables(self.config)
+        self.rope_cos.copy_(cos_TK)
+        self.rope_sin.copy_(sin_TK)
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
-        """Logits of the next token at every position, or the loss where targets are given.
-
-        Args:
-            tokens_BT: token ids, int64, `T <= block_size`.
-            targets_BT: as for `loss_sum`.
-
-        Returns:
-            logits_BTV, or the summed loss, fp32, 0-dim.
-
-        Raises:
-            ConfigError: more tokens than `block_size`.
-        """
+        """Logits of the next token at every position, logits_BTV, or the loss where targets are
+        given, see `loss_sum`. Token ids are int64; ConfigError where T exceeds `block_size`."""
         x_BTC = self.features(tokens_BT)
         if targets_BT is None:
             return self.logits(x_BTC)
@@ -247,12 +242,10 @@ class GPT(nn.Module):
         )
 
     def features(self, tokens_BT: Tensor, caches: Sequence[KeyValueCache] | None = None) -> Tensor:
-        """Input of the head: `tokens_BT -> x_BTC`, after the last norm. Raises as `forward`.
+        """Input of the head: `tokens_BT -> x_BTC`, after the last norm.
 
-        Args:
-            tokens_BT: as for `forward`.
-            caches: one for each block; they hold the positions before these, and then these too.
-                Where they hold some, one token at a time.
+        `caches`, one for each block, hold the positions before these, and then these too. Where
+        they hold some, one token at a time.
         """
         first = 0 if caches is None else caches[0].length
         T = first + tokens_BT.shape[1]
@@ -286,14 +279,8 @@ def loss_sum(logits_BTV: Tensor, targets_BT: Tensor, ignore_index: int = -100) -
     """Cross-entropy summed over the targets that count, in nats.
 
     A sum, not a mean: sums of leaves add up to the sum of the batch however it was cut, and one
-    division by the global number of targets makes the exact mean.
-
-    Args:
-        logits_BTV: any float dtype; computed in fp32.
-        targets_BT: int64 token ids; `ignore_index` where there is nothing to predict.
-
-    Returns:
-        fp32, 0-dim.
+    division by the global number of targets makes the exact mean. Targets are int64 token ids,
+    `ignore_index` where there is nothing to predict. Computed in fp32; 0-dim.
     """
     return F.cross_entropy(
         logits_BTV.float().flatten(0, 1),  # a bf16 sum over thousands of targets stops growing
@@ -301,3 +288,150 @@ def loss_sum(logits_BTV: Tensor, targets_BT: Tensor, ignore_index: int = -100) -
         ignore_index=ignore_index,
         reduction="sum",
     )
+
+
+def loss_sum_in_rows(x_NC: Tensor, weight_VC: Tensor, targets_N: Tensor, rows: int) -> Tensor:
+    """Cross-entropy of `x @ weight.T`, summed over the targets that are not -100, in nats.
+
+    Logits of `rows` positions are in memory at once; any float dtype, the result is fp32, 0-dim,
+    differentiable once.
+    """
+    if torch.is_grad_enabled() and (x_NC.requires_grad or weight_VC.requires_grad):
+        return _InRows.apply(x_NC, weight_VC, targets_N, rows)
+    return _in_rows(x_NC, weight_VC, targets_N, rows, None)
+
+
+class _InRows(torch.autograd.Function):
+    """See [Note: Loss in rows]."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NC: Tensor, weight_VC: Tensor, targets_N: Tensor, rows: int) -> Tensor:
+        """The loss, []; the gradients are computed with it."""
+        gradients = torch.empty_like(x_NC), torch.zeros_like(weight_VC)
+        loss = _in_rows(x_NC, weight_VC, targets_N, rows, gradients)
+        ctx.save_for_backward(*gradients)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyrefly: ignore[bad-override]
+        """Gradients of x, weight, targets and rows."""
+        grad_x_NC, grad_VC = ctx.saved_tensors
+        return grad_x_NC * grad_outputs[0], grad_VC * grad_outputs[0], None, None
+
+
+def _in_rows(
+    x_NC: Tensor,
+    weight_VC: Tensor,
+    targets_N: Tensor,
+    rows: int,
+    gradients: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    """The loss, []; with `gradients`, zeros for the weight's, fills those of x and weight."""
+    kind, dtype = x_NC.device.type, x_NC.dtype
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+    loss = torch.zeros((), dtype=torch.float32, device=x_NC.device)
+    with torch.autocast(kind, enabled=False):
+        narrow_NC, narrow_VC = x_NC.to(dtype), weight_VC.to(dtype)
+        for start in range(0, len(x_NC), rows):
+            cut = slice(start, start + rows)
+            log_p_RV = F.linear(narrow_NC[cut], narrow_VC).float().log_softmax(-1)
+            loss += F.nll_loss(log_p_RV, targets_N[cut], ignore_index=_IGNORED, reduction="sum")
+            if gradients is not None:
+                grad_RV = _gradient(log_p_RV, targets_N[cut]).to(dtype)
+                gradients[0][cut] = grad_RV @ narrow_VC
+                gradients[1].add_(grad_RV.T @ narrow_NC[cut])
+    return loss
+
+
+def _gradient(log_p_RV: Tensor, targets_R: Tensor) -> Tensor:
+    """Gradient of the summed loss with respect to the logits; uses up `log_p_RV`."""
+    counts_R = targets_R != _IGNORED
+    p_RV = log_p_RV.exp_().mul_(counts_R.unsqueeze(1))
+    row_R = torch.arange(len(targets_R), device=targets_R.device)
+    p_RV[row_R, targets_R.clamp_min(0)] -= counts_R.float()
+    return p_RV
+
+
+@torch.no_grad()
+def generate(
+    model: GPT,
+    prompt_ids: Sequence[int],
+    max_new_tokens: int,
+    *,
+    temperature: float = 0.8,
+    top_k: int | None = 50,
+    seed: int = 0,
+    generator: torch.Generator | None = None,
+    use_cache: bool = True,
+) -> list[int]:
+    """Continue `prompt_ids`. The same call on the same kind of device gives the same tokens.
+
+    A token costs a forward over one position: keys and values of those before it are kept. Once
+    there are more than `block_size` of them, it costs one over the last `block_size`: the window
+    slides, and what deeper layers have kept stems from positions that it no longer shows.
+
+    Args:
+        model: any device; put into eval mode meanwhile, its mode is restored.
+        prompt_ids: at least one token id.
+        max_new_tokens: how many to add.
+        temperature: logits are divided by it; 0 takes the most likely token.
+        top_k: sample among the k most likely only; None among all.
+        seed: of the draws, when no generator is given.
+        generator: a CPU generator that goes on where it stands.
+        use_cache: False computes the whole context for each token: the same tokens, slowly.
+
+    Returns:
+        The prompt followed by the new tokens.
+
+    Raises:
+        ConfigError: an empty prompt, an id outside the vocabulary, temperature < 0, top_k < 1.
+    """
+    _check(model, prompt_ids, temperature, top_k)
+    if generator is None:
+        generator = torch.Generator().manual_seed(seed)
+    device = model.embed.weight.device
+    ids = [int(token) for token in prompt_ids]
+    caches = [KeyValueCache() for _ in model.blocks]
+    was_training = model.training
+    model.eval()
+    try:
+        for _ in range(max_new_tokens):
+            if use_cache and len(ids) <= model.config.block_size:
+                new_BT = torch.tensor([ids[caches[0].length :]], device=device)
+                x_BTC = model.features(new_BT, caches)
+            else:
+                context_BT = torch.tensor([ids[-model.config.block_size :]], device=device)
+                x_BTC = model.features(context_BT)
+            last_V = model.logits(x_BTC[:, -1])[0]
+            ids.append(_draw(last_V.float().cpu(), temperature, top_k, generator))
+    finally:
+        model.train(was_training)
+    return ids
+
+
+def _draw(
+    logits_V: Tensor, temperature: float, top_k: int | None, generator: torch.Generator
+) -> int:
+    if temperature == 0:
+        return int(logits_V.argmax())
+    kept, index = logits_V.topk(min(top_k or len(logits_V), len(logits_V)))
+    chosen = torch.multinomial((kept / temperature).softmax(-1), 1, generator=generator)
+    return int(index[chosen])
+
+
+def _check(model: GPT, prompt_ids: Sequence[int], temperature: float, top_k: int | None) -> None:
+    vocab_size = model.config.vocab_size
+    if not len(prompt_ids):
+        raise ConfigError("the prompt is empty: at least one token is needed to continue from")
+    outside = [token for token in prompt_ids if not 0 <= token < vocab_size]
+    if outside:
+        raise ConfigError(
+            f"the prompt has token id {outside[0]}, "
+            f"outside the model's vocabulary 0..{vocab_size - 1}"
+        )
+    if temperature < 0:
+        raise ConfigError(f"temperature: got {temperature}, expected 0 or more")
+    if top_k is not None and top_k < 1:
+        raise ConfigError(f"top_k: got {top_k}, expected at least 1, or None for all tokens")

@@ -21,11 +21,10 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from gradsync.comm.values import all_sum
-from gradsync.data.evaluation import EvalLeaves
 from gradsync.data.leaf import Leaf
+from gradsync.data.loader import EvalLeaves
 from gradsync.errors import RunError
-from gradsync.parallel.groups import SplitGroups
-from gradsync.parallel.split_sync import SplitSync
+from gradsync.parallel.split_sync import SplitGroups, SplitSync
 from gradsync.parallel.stage_model import GPTStage
 from gradsync.runtime.seeds import seed_leaf
 from gradsync.sync.loss import LossSum
@@ -36,27 +35,19 @@ SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeafShape:
-    """Tensors of one leaf that travel between stages."""
+    """Leaves of a replica in a step, sequences of a leaf, tokens of a sequence: with them, the
+    shapes of what travels between stages."""
 
     num_leaves: int
-    """Leaves of a replica in a step."""
     micro_batch_size: int
-    """Sequences of a leaf."""
     seq_len: int
-    """Tokens of a sequence."""
 
 
 class Pipeline:
     """This rank's stage between its neighbours.
 
-    Args:
-        model: this rank's part.
-        groups: of the layout.
-        sync: told of each leaf's backward and loss.
-        shape: of a step.
-        schedule: order of forwards and backwards.
-        autocast: context of a forward.
-        seed: of the run: dropout is keyed by (seed, step, leaf), see [Note: Keyed streams].
+    `sync` is told of each leaf's backward and loss, `schedule` orders them, `autocast` is the
+    context of a forward. Dropout is keyed by (seed, step, leaf), see [Note: Keyed streams].
     """
 
     def __init__(
@@ -158,9 +149,6 @@ class Pipeline:
         """See `train.evaluate.evaluate`: each sample once, through all stages of one replica.
 
         Stages work at the same time, each on another leaf.
-
-        Raises:
-            RunError: the samples counted are not the samples there are, or no target counts.
         """
         self.model.eval()
         total, samples = LossSum(self._device), 0

@@ -1,23 +1,27 @@
-"""The handle of one part of a split model: what `GradientSync` is for a whole one."""
+"""Synchronisation of one part of a split model: the groups of a layout, a strategy over the
+replicas of the part, and the handle, which is what `GradientSync` is for a whole model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gradsync.comm.base import Communicator, Work
+from gradsync.comm.groups import new_group
 from gradsync.comm.subset import Subset
+from gradsync.core.torch_private import foreach_mul_
 from gradsync.errors import RunError
-from gradsync.parallel.groups import SplitGroups
-from gradsync.parallel.partition import EMBEDDING, Part
-from gradsync.parallel.split_reducer import SplitReducer
-from gradsync.sync.batch_norm import choose_batch_norm
+from gradsync.parallel.layout import EMBEDDING, Coordinates, Layout, Part, norm_places
+from gradsync.parallel.transfer import join_weights
 from gradsync.sync.buffers import BufferSync
 from gradsync.sync.check_replicas import check_replicas, hash_bits
+from gradsync.sync.clip import BLOCK, clip_factor, norm_from_blocks, norms_of_blocks
 from gradsync.sync.loss import LossSum
+from gradsync.sync.reducer import Reducer, Replicas, Stopwatch, trainable
 from gradsync.sync.registry import build_reducer, find_strategy
 from gradsync.sync.state_methods import StateMethods
 from gradsync.sync.step import (
@@ -30,9 +34,168 @@ from gradsync.sync.step import (
 )
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from gradsync.parallel.stage_model import GPTStage
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SplitGroups:
+    """This rank's groups; members stand in the order of their index."""
+
+    everyone: Communicator
+    data: Communicator
+    """Ranks that hold the same part of the model, one of each replica."""
+    model: Communicator
+    """Ranks of one replica: stage by stage, in each shard by shard."""
+    stages: Communicator
+    """Ranks of one replica with the same shard index, stage by stage."""
+    shards: Communicator
+    """Ranks of one stage of one replica."""
+
+
+def split_groups(layout: Layout, place: Coordinates, everyone: Communicator) -> SplitGroups:
+    """Make them; every rank calls it at the same point, with its own `place`.
+
+    Groups with equal members are one, a group of one needs no process group.
+    """
+    known: dict[tuple[int, ...], Communicator | None] = {}
+
+    def mine(key: Callable[[Coordinates], Any]) -> Communicator:
+        """The group of the ranks with the same `key` as this one; all ranks make all groups."""
+        members: dict[Any, list[int]] = {}
+        for rank in range(layout.world_size):
+            members.setdefault(key(layout.coordinates(rank)), []).append(rank)
+        for ranks in members.values():
+            if tuple(ranks) not in known:
+                known[tuple(ranks)] = new_group(ranks)
+        found = known[tuple(members[key(place)])]
+        assert found is not None, "this rank is a member"
+        return found
+
+    return SplitGroups(
+        everyone=everyone,
+        data=mine(lambda at: (at.stage, at.shard)),
+        model=mine(lambda at: at.data),
+        stages=mine(lambda at: (at.data, at.shard)),
+        shards=mine(lambda at: (at.data, at.stage)),
+    )
+
+
+class SplitReducer(Reducer):
+    """`inner` over the replicas of this rank's part, and what the whole model needs besides.
+
+    [Note: Tied ends] A tied head is the embedding's weight, which lies on both ends of a pipeline.
+    Each end sums its own gradient over leaves and replicas; then they exchange the sums, and both
+    add them. The same two numbers, so the same bits on both, and AdamW keeps the weights equal. One
+    rank adds the two gradients leaf by leaf instead: another order, so a tied model's losses equal
+    one rank's to rounding; one with a head of its own gives the same bits.
+
+    `inner` sums over `groups.data`.
+    """
+
+    def __init__(self, model: nn.Module, part: Part, groups: SplitGroups, inner: Reducer) -> None:
+        super().__init__(model, groups.everyone, SplitShards(model, part, groups, inner.shards))
+        self.inner, self.part = inner, part
+        self._names = [name for name, _ in trainable(model)]
+        self._order = {weight.name: place for place, weight in enumerate(part.weights)}
+
+    def prime(self, forward_backward: Callable[[], None]) -> None:
+        """See `Reducer.prime`."""
+        self.inner.prime(forward_backward)
+
+    @contextmanager
+    def leaf(self, *, last: bool, index: int | None = None) -> Iterator[None]:
+        """See `Reducer.leaf`."""
+        with self.inner.leaf(last=last, index=index):
+            yield
+
+    def collect(self, *, discard: bool, user_loop: bool) -> None:
+        """See `Reducer.collect`."""
+        self.inner.collect(discard=discard, user_loop=user_loop)
+
+    def launch(self) -> list[bool]:
+        """Which of the *whole model's* parameters have gradients here: all ranks' lists are equally
+        long, so that one message serves all parts."""
+        whole = [False] * len(self._order)
+        for name, here in zip(self._names, self.inner.launch(), strict=True):
+            whole[self._order[name]] = here
+        return whole
+
+    def reduce(self, used: list[bool], divisor: float | None) -> Stopwatch:
+        """See `Reducer.reduce`, and [Note: Tied ends]: the ends' sums are added before they are
+        divided, as on one rank."""
+        watch = self.inner.reduce([used[self._order[name]] for name in self._names], 1.0)
+        if used[self._order[EMBEDDING]]:
+            self._sum_tied_ends()
+        self.shards.scale(divisor and 1 / divisor)
+        return watch
+
+    def _sum_tied_ends(self) -> None:
+        """One exchange between the two ends, shape and dtype of the embedding."""
+        ends = self.part.tied_ends
+        if not ends:
+            return
+        gradient = self.parameters[self._names.index(EMBEDDING)].grad
+        assert gradient is not None, "the head used it"
+        theirs = torch.empty_like(gradient)
+        peer = ends[0] if self.part.is_last else ends[1]
+        self.comm.exchange([(gradient.contiguous(), peer)], [(theirs, peer)]).wait()
+        gradient.add_(theirs)
+
+    def close(self) -> None:
+        """See `Reducer.close`."""
+        self.inner.close()
+
+
+class SplitShards(Replicas):
+    """One part of the model, whole on each of its replicas; `inner` is the strategy's over them."""
+
+    whole_parameters = False
+
+    def __init__(self, model: nn.Module, part: Part, groups: SplitGroups, inner: Replicas) -> None:
+        super().__init__(model, inner.parameters)
+        self._inner, self._part, self._groups = inner, part, groups
+        self._places, self._num_blocks = norm_places(part, BLOCK)
+
+    def clip(self, max_norm: float) -> Tensor:
+        """See `Replicas.clip`; the norm is that of the whole model's gradient.
+
+        One all-reduce over the ranks of a replica, float64 [blocks of 65,536 elements in the whole
+        model]; nothing to overlap with: the factor depends on it.
+        """
+        found = dict(trainable(self.model))
+        norms = torch.zeros(self._num_blocks, dtype=torch.float64, device=self.parameters[0].device)
+        for name, begin in self._places.items():
+            gradient = found[name].grad
+            if gradient is not None:
+                blocks = norms_of_blocks(gradient.contiguous().view(-1).split(BLOCK))
+                norms[begin : begin + len(blocks)] = blocks
+        self._groups.model.all_reduce(norms).wait()
+        norm = norm_from_blocks(norms, double=False)
+        if gradients := self.owned():
+            foreach_mul_(gradients, clip_factor(norm, max_norm))
+        return norm
+
+    def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """See `Replicas.update`."""
+        self._inner.update(optimizers)
+
+    def publish(self) -> Work:
+        """See `Replicas.publish`."""
+        return self._inner.publish()
+
+    def full_weights(self) -> dict[str, Tensor]:
+        """Whole weights by name in the whole model's order, on the CPU of rank 0; the other ranks
+        get {}. All ranks call it: the others send what they own."""
+        return join_weights(self._part, self._groups.model, dict(self.model.named_parameters()))
+
+    def load_full_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Overwrite this part's parameters with whole ones."""
+        own, pieces = dict(self.model.named_parameters()), self._part.pieces()
+        with torch.no_grad():
+            for name, parameter in own.items():
+                parameter.copy_(weights[name][pieces[name].slices])
 
 
 class SplitSync(StateMethods):
@@ -41,11 +204,7 @@ class SplitSync(StateMethods):
     The step's small message goes over all ranks of the run, so the loss, the weight and a wish to
     stop are the same everywhere; gradients are summed over the replicas of a part.
 
-    Args:
-        model: this rank's part.
-        part, groups: which part, and who has the others.
-        sync: a strategy of `STRATEGIES` that keeps whole replicas.
-        options: of the strategy.
+    `sync` is a strategy of `STRATEGIES` that keeps whole replicas, with its options.
     """
 
     def __init__(
@@ -63,15 +222,12 @@ class SplitSync(StateMethods):
         self._part, self._groups = part, groups
         self._loss = LossSum(self.reducer.parameters[0].device)
         # Rotary tables are constants: nothing to keep equal.
-        without = choose_batch_norm(model, groups.data, None)
-        self._statistics = BufferSync(model, groups.data, without, equal_replicas=False)
-        self._parts = StepParts(self.reducer, groups.everyone, self._statistics, 0)
+        self._buffers = BufferSync(model, groups.data, equal_replicas=False)
+        self._parts = StepParts(self.reducer, groups.everyone, self._buffers, 0)
 
-    @contextmanager
-    def leaf(self, *, last: bool, index: int) -> Iterator[None]:
+    def leaf(self, *, last: bool, index: int) -> AbstractContextManager[None]:
         """Enclose one leaf's backward through this part; see `Reducer.leaf`."""
-        with self.reducer.leaf(last=last, index=index):
-            yield
+        return self.reducer.leaf(last=last, index=index)
 
     def add_loss(self, loss_sum: Tensor, weight: float) -> None:
         """One leaf's summed loss, [], and targets; told once of each replica."""
@@ -102,11 +258,8 @@ class SplitSync(StateMethods):
     def check_replicas(
         self, optimizer: Optimizers | None = None, *, step: int | None = None
     ) -> None:
-        """The replicas of each part must hold the same bits, and both ends a tied embedding.
-
-        Raises:
-            RunError: naming the tensor and the ranks, see `StateMethods.check_replicas`.
-        """
+        """The replicas of each part must hold the same bits, and both ends a tied embedding;
+        RunError names the tensor and the ranks, see `StateMethods.check_replicas`."""
         layout, place = self._part.layout, self._part.place
         same = [replace(place, data=index) for index in range(layout.dp)]
         ranks = [layout.rank(at) for at in same]
@@ -128,4 +281,4 @@ class SplitSync(StateMethods):
     def close(self) -> None:
         """Take the hooks out of the model."""
         self.reducer.close()
-        self._statistics.close()
+        self._buffers.close()

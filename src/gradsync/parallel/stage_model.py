@@ -1,19 +1,39 @@
-"""One rank's part of the decoder: some blocks, and at the ends embedding, norm and head."""
+"""One rank's part of the decoder: some blocks, and at the ends embedding, norm and head.
+
+Tensor parallelism inside of a block: heads and the SwiGLU's width are divided over ranks.
+Shoeybi et al. 2019, "Megatron-LM", arXiv 1909.08053: a matrix that makes heads (or hidden columns)
+is cut by outputs, the matrix behind it by inputs, so that only its product is summed over shards:
+
+    x ─ enter ─► q k v / gate up (columns) ─► attention / silu ─► out / down (rows) ─ leave ─► y
+        backward: sum over shards                        forward: sum over shards
+
+Between `leave` and the next `enter` every shard holds the same activations, bit for bit, since an
+all-reduce gives all ranks the same bits. So norms, embedding and head are replicated and stay equal
+without a message of their own, and dropout there is the same on all shards.
+
+[Note: Plain shards] The styles below are `parallelize_module`'s, but what they leave behind are
+plain tensors, not DTensors: our strategies sum flat memory, and a gradient that is plain memory can
+be summed by any of them over the replicas of a shard.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.utils.checkpoint import checkpoint
 
+from gradsync.comm.base import Communicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.core.torch_private import mesh_of
-from gradsync.models.gpt import GPT, Block, initial_weight, loss_sum, rope_tables
-from gradsync.models.loss import loss_sum_in_rows
-from gradsync.parallel.groups import SplitGroups
-from gradsync.parallel.partition import Part
-from gradsync.parallel.tensor_shards import divide_block
+from gradsync.models.gpt import GPT, Block, initial_weight, loss_sum, loss_sum_in_rows, rope_tables
+from gradsync.parallel.layout import COLUMNS, ROWS, Part
+from gradsync.parallel.split_sync import SplitGroups
 
 
 class GPTStage(nn.Module):
@@ -22,11 +42,7 @@ class GPTStage(nn.Module):
     Nothing of the other parts is ever in memory, apart from one matrix at a time while start values
     are drawn: the generator has to pass through all of them.
 
-    Args:
-        part: which blocks, which shard.
-        groups: of the layout; shards sum over `groups.shards` in each block.
-        seed, activation_checkpointing, loss_rows: as for `GPT`.
-        device: where it lives.
+    Shards sum over `groups.shards` in each block; the other arguments are those of `GPT`.
     """
 
     rope_cos: Tensor
@@ -73,14 +89,16 @@ class GPTStage(nn.Module):
             drawn = initial_weight(weight.name, weight.shape, self.config.n_layer, generator)
             if weight.name in own:
                 own[weight.name].copy_(drawn[pieces[weight.name].slices])
-        for buffer, table in zip(
-            (self.rope_cos, self.rope_sin), rope_tables(self.config), strict=True
-        ):
-            buffer.copy_(table)
+        cos_TK, sin_TK = rope_tables(self.config)
+        self.rope_cos.copy_(cos_TK)
+        self.rope_sin.copy_(sin_TK)
 
     def forward(self, x: Tensor) -> Tensor:
         """From tokens_BT (first stage) or x_BTC to x_BTC, on the last stage behind the norm."""
-        x_BTC = x if self.embed is None or not self.part.is_first else self._embedded(x)
+        x_BTC = x
+        if self.part.is_first:
+            assert self.embed is not None
+            x_BTC = self.dropout(self.embed(x))
         T = x_BTC.shape[1]
         cos_TK, sin_TK = self.rope_cos[:T], self.rope_sin[:T]
         recompute = self.activation_checkpointing and self.training and torch.is_grad_enabled()
@@ -102,12 +120,8 @@ class GPTStage(nn.Module):
 
     def pass_over_dropout(self, like_BTC: Tensor, branch_dtype: torch.dtype) -> None:
         """Draw what the stages before this one draw for a leaf, so that this one's dropout is the
-        whole model's: one mask of the embedding, two of each block.
-
-        Args:
-            like_BTC: of the residual stream's shape and dtype.
-            branch_dtype: of what a block's branches give.
-        """
+        whole model's: one mask of the embedding, two of each block. `like_BTC` has the shape and
+        dtype of the residual stream, a block's branches give `branch_dtype`."""
         first = self.part.blocks.start
         if self.part.is_first or not self.config.dropout or not self.training:
             return
@@ -116,6 +130,95 @@ class GPTStage(nn.Module):
         for _ in range(2 * first):
             self.dropout(branch)
 
-    def _embedded(self, tokens_BT: Tensor) -> Tensor:
-        assert self.embed is not None
-        return self.dropout(self.embed(tokens_BT))
+
+def divide_block(block: Block, mesh: DeviceMesh, comm: Communicator) -> None:
+    """Leave this rank's shard of `block`, which is on the meta device still."""
+    columns, rows = _Cut(comm, COLUMNS), _Cut(comm, ROWS)
+    enter = _Enter(comm)
+    parallelize_module(
+        block,
+        mesh,
+        {
+            "attention": enter,
+            "attention.q": columns,
+            "attention.k": columns,
+            "attention.v": columns,
+            "attention.out": rows,
+            "mlp": enter,
+            "mlp.gate": columns,
+            "mlp.up": columns,
+            "mlp.down": rows,
+        },
+    )
+    block.attention.n_head //= comm.world_size
+    block.attention.n_kv_head //= comm.world_size
+
+
+class _Enter(ParallelStyle):
+    """The module's input is on every shard; its gradient is the sum over shards."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        comm = self._comm
+
+        def enter(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            return (_CopyToShards.apply(inputs[0], comm), *inputs[1:])
+
+        module.register_forward_pre_hook(enter)
+        return module
+
+
+class _Cut(ParallelStyle):
+    """A linear layer keeps its share of outputs (columns), or of inputs (rows): then its output is
+    summed over shards."""
+
+    def __init__(self, comm: Communicator, dim: int) -> None:
+        self._comm, self._dim = comm, dim
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, nn.Linear)
+        assert module.weight.is_meta, "nothing of the whole matrix is in memory"
+        share = module.weight.chunk(self._comm.world_size, self._dim)[0]
+        module.weight = nn.Parameter(torch.empty_like(share))
+        module.out_features, module.in_features = share.shape
+        if self._dim == ROWS:
+            comm = self._comm
+            module.register_forward_hook(lambda _, __, output: _SumOfShards.apply(output, comm))
+        return module
+
+
+class _CopyToShards(torch.autograd.Function):
+    """Forward: the input. Backward: the sum of the shards' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
+        """Nothing is sent."""
+        ctx.comm = comm
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """One all-reduce over the shards, x's shape and dtype; nothing to overlap with."""
+        return _summed(grads[0], ctx.comm), None
+
+
+class _SumOfShards(torch.autograd.Function):
+    """Forward: the sum of the shards' products. Backward: the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
+        """One all-reduce over the shards, x's shape and dtype; nothing to overlap with."""
+        return _summed(x, comm)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Nothing is sent."""
+        return grads[0], None
+
+
+def _summed(x: Tensor, comm: Communicator) -> Tensor:
+    total = x.detach().clone(memory_format=torch.contiguous_format)
+    comm.all_reduce(total).wait()
+    return total

@@ -7,19 +7,16 @@ it, tensor by tensor: to save, rank 0 has two of the others' tensors at once.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradsync.checkpoint.pieces import join
-from gradsync.checkpoint.reshard import Piece
+from gradsync.checkpoint.pieces import join_files, places_of
 from gradsync.checkpoint.tensor_file import ArrivingTensors, file_order
 from gradsync.comm.base import Communicator
 from gradsync.comm.values import all_gather_json, broadcast_json
-from gradsync.parallel.groups import SplitGroups
-from gradsync.parallel.partition import Part, cut_tensors
+from gradsync.parallel.layout import Part, cut_tensors
 
 Described = list[tuple[str, list[int], str]]
 """Name, shape and dtype of tensors."""
@@ -40,12 +37,7 @@ def collect(
 
     Rank 0 must take all of them, in `file_order`, before the ranks communicate otherwise. The other
     ranks send when they call it and get nothing. One `all_gather_json` first, then a message for
-    each tensor, when rank 0 takes it.
-
-    Args:
-        comm: the ranks.
-        tensors: this rank's.
-        note: anything JSON can write.
+    each tensor, when rank 0 takes it. `note` is anything JSON can write.
     """
     told = all_gather_json(comm, [describe(tensors), note])
     if comm.rank:
@@ -63,7 +55,10 @@ def _received(
 ) -> Iterator[Mapping[str, Tensor]]:
     yield own
     for rank in range(1, comm.world_size):
-        yield ArrivingTensors(layout_of(described[rank]), partial(_receive_like, comm, rank))
+        yield ArrivingTensors(
+            layout_of(described[rank]),
+            lambda like, rank=rank: _receive(comm, rank, like.shape, like.dtype),
+        )
 
 
 def layout_of(described: Described) -> dict[str, Tensor]:
@@ -74,97 +69,72 @@ def layout_of(described: Described) -> dict[str, Tensor]:
     }
 
 
-def _receive_like(comm: Communicator, source: int, like: Tensor) -> Tensor:
-    return _receive(comm, source, list(like.shape), like.dtype)
-
-
-def _receive(comm: Communicator, source: int, shape: list[int], dtype: torch.dtype) -> Tensor:
+def _receive(comm: Communicator, source: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     tensor = torch.empty(shape, dtype=dtype)
     if tensor.numel():
         comm.exchange([], [(tensor, source)]).wait()
     return tensor
 
 
-def distribute(
-    comm: Communicator, parts: Sequence[Part], whole: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """This rank's pieces of whole tensors that rank 0 has.
-
-    Args:
-        comm: all ranks.
-        parts: each rank's.
-        whole: by name, "…/PARAMETER"; on rank 0, the others give {}.
-
-    Returns:
-        on the CPU; a tensor that is not the parameter's shape comes whole.
-    """
-    described: Described = broadcast_json(comm, describe(whole))
-    dtypes = {name: getattr(torch, dtype) for name, _, dtype in described}
-    shapes = [(name, tuple(shape)) for name, shape, _ in described]
-    if comm.rank:
-        wanted = cut_tensors(parts[comm.rank].pieces(), shapes)
-        return {
-            name: _receive(comm, 0, list(piece.shape), dtypes[name])
-            for name, piece in wanted.items()
-        }
-    for rank in range(1, comm.world_size):
-        for name, piece in cut_tensors(parts[rank].pieces(), shapes).items():
-            if piece.numel:
-                comm.exchange([(whole[name][piece.slices].contiguous(), rank)], []).wait()
-    own = cut_tensors(parts[0].pieces(), shapes)
-    return {name: whole[name][piece.slices].contiguous() for name, piece in own.items()}
+def distribute(comm: Communicator, part: Part, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The pieces that `part` needs of whole tensors that rank 0 has, by name "…/PARAMETER"; the
+    others give {}. A tensor that is not of its parameter's shape comes whole."""
+    layout = layout_of(broadcast_json(comm, describe(whole)))
+    shapes = ((name, tuple(tensor.shape)) for name, tensor in layout.items())
+    wanted = cut_tensors(part.pieces(), shapes)
+    spans = {name: [(s.start, s.stop) for s in piece.slices] for name, piece in wanted.items()}
+    return _hand_out(comm, whole or layout, spans)
 
 
 def hand_out(
     comm: Communicator, whole: Mapping[str, Tensor], runs: Mapping[str, tuple[int, int]]
 ) -> dict[str, Tensor]:
-    """Runs of elements of whole tensors that rank 0 has, to each rank its own; all ranks call it.
+    """Runs of elements, [begin, end) of the flattened tensor, of whole tensors that rank 0 has, to
+    each rank its own. Of the others' `whole` only shapes and dtypes count."""
+    flat = {name: tensor.reshape(-1) for name, tensor in whole.items()}
+    return _hand_out(comm, flat, {name: [run] for name, run in runs.items()})
 
-    Rank 0 asks `whole` for one tensor after the other.
 
-    Args:
-        comm: all ranks.
-        whole: by name; on rank 0, of the others only shapes and dtypes count.
-        runs: [begin, end) of the flattened tensor, for each that this rank wants.
+def _hand_out(
+    comm: Communicator,
+    whole: Mapping[str, Tensor],
+    wanted: Mapping[str, Sequence[tuple[int, int]]],
+) -> dict[str, Tensor]:
+    """To each rank what it wants, given as [begin, end) in each dimension; all ranks call it.
 
-    Returns:
-        flat, on the CPU, sharing memory with nothing.
+    What is returned is on the CPU and shares memory with nothing.
     """
-    wanted: list[dict[str, list[int]]] = all_gather_json(comm, runs)
+    told: list[Mapping[str, Any]] = all_gather_json(comm, wanted)
     found = {}
-    for name in whole:
+    for name, tensor in whole.items():
         if comm.rank:
-            if name in runs:
-                begin, end = runs[name]
-                found[name] = _receive(comm, 0, [end - begin], whole[name].dtype)
+            if name in wanted:
+                shape = [end - begin for begin, end in wanted[name]]
+                found[name] = _receive(comm, 0, shape, tensor.dtype)
             continue
-        flat = whole[name].reshape(-1)
-        for rank in range(1, comm.world_size):
-            begin, end = wanted[rank].get(name, (0, 0))
-            if begin < end:
-                comm.exchange([(flat[begin:end].contiguous(), rank)], []).wait()
-        if name in runs:
-            begin, end = runs[name]
-            found[name] = flat[begin:end].clone()
+        for rank, spans in enumerate(told):
+            if name in spans:
+                piece = tensor[tuple(slice(*span) for span in spans[name])]
+                if not rank:
+                    found[name] = piece.clone()
+                elif piece.numel():
+                    comm.exchange([(piece.contiguous(), rank)], []).wait()
     return found
 
 
 def join_weights(
-    part: Part, groups: SplitGroups, parameters: Mapping[str, Tensor]
+    part: Part, replica: Communicator, parameters: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Whole weights in the whole model's order on rank 0, {} elsewhere; all ranks call it."""
+    """Whole weights in the whole model's order on rank 0, {} elsewhere; all ranks call it, with the
+    communicator of their replica."""
     if part.place.data:
         return {}
-    owned = part.owned()
-    mine = {name: parameters[name].detach() for name in owned}
-    notes, parts = collect(groups.model, mine, {name: list(p.start) for name, p in owned.items()})
-    shapes = {weight.name: weight.shape for weight in part.weights}
-    saved: dict[str, list[tuple[Piece, Tensor]]] = {name: [] for name in shapes}
-    for starts, tensors in zip(notes, parts, strict=False):
-        for name, tensor in tensors.items():
-            start, shape = tuple(starts[name]), tuple(tensor.shape)
-            piece = Piece(whole=shapes[name], start=start, shape=shape)
-            saved[name].append((piece, tensor))
-    if groups.model.rank:
+    owned = {f"model/{name}": piece for name, piece in part.owned().items()}
+    mine = {name: parameters[name.removeprefix("model/")].detach() for name in owned}
+    notes, contents = collect(replica, mine, places_of(owned))
+    if replica.rank:
         return {}
-    return {name: join(name, pieces) for name, pieces in saved.items()}
+    stems = [str(rank) for rank in range(replica.world_size)]
+    files = dict(zip(stems, contents, strict=True))
+    whole = join_files(files, dict(zip(stems, notes, strict=True)))["model"]
+    return {weight.name: whole[weight.name] for weight in part.weights}

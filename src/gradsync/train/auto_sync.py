@@ -12,8 +12,7 @@ from gradsync.data.documents import is_stream
 from gradsync.data.meta import read_meta
 from gradsync.data.tokenizer import ByteTokenizer
 from gradsync.errors import ConfigError
-from gradsync.models.config import GPTConfig
-from gradsync.models.presets import preset
+from gradsync.models.config import GPTConfig, preset
 from gradsync.sync.registry import find_strategy
 from gradsync.train.config import SyncConfig, TrainConfig
 from gradsync.train.config_io import read_file

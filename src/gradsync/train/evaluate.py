@@ -8,7 +8,7 @@ import torch
 
 from gradsync.comm.base import Communicator
 from gradsync.comm.values import all_sum
-from gradsync.data.evaluation import EvalLeaves
+from gradsync.data.loader import EvalLeaves
 from gradsync.errors import RunError
 from gradsync.models.gpt import GPT, loss_sum
 from gradsync.sync.loss import LossSum

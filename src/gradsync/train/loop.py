@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradsync.checkpoint.store import CheckpointStore
 from gradsync.comm.base import Communicator
-from gradsync.data.step import Step
+from gradsync.data.leaf import Step
 from gradsync.errors import DataError, DivergenceError
 from gradsync.models.gpt import loss_sum
 from gradsync.runtime.signals import StopRequest

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gradsync.models.presets import preset
+from gradsync.models.config import preset
 from gradsync.train.config import CheckpointConfig, EvalConfig, OptimConfig, TrainConfig
 
 

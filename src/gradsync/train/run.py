@@ -20,8 +20,7 @@ from gradsync.core.files import read_object
 from gradsync.data.tokenizer import Tokenizer
 from gradsync.errors import ConfigError, GradsyncError, RunError, UsageError
 from gradsync.models.config import GPTConfig
-from gradsync.models.generate import generate
-from gradsync.models.gpt import GPT
+from gradsync.models.gpt import GPT, generate
 from gradsync.runtime.failure import communication_error
 from gradsync.runtime.signals import StopRequest
 from gradsync.train.config import TrainConfig

@@ -15,20 +15,18 @@ from gradsync.checkpoint.optimizer_state import unpack_optimizer
 from gradsync.checkpoint.weights import match_weights
 from gradsync.comm.base import Communicator
 from gradsync.comm.values import broadcast_tensors
-from gradsync.data.corpus import default_corpus
 from gradsync.data.documents import is_stream
-from gradsync.data.evaluation import EvalLeaves, eval_leaves
-from gradsync.data.loader import Loader, loader
+from gradsync.data.loader import EvalLeaves, Loader, loader
 from gradsync.data.meta import Meta, read_meta
 from gradsync.data.plan import BatchPlan
+from gradsync.data.prepare import default_corpus
 from gradsync.data.streaming import StreamLoader, stream_loader
 from gradsync.data.text_stream import open_streamed_text
 from gradsync.data.tokenizer import Tokenizer, load_tokenizer
 from gradsync.data.tokens import open_dataset
 from gradsync.errors import ConfigError
-from gradsync.models.config import GPTConfig
+from gradsync.models.config import GPTConfig, preset
 from gradsync.models.gpt import GPT
-from gradsync.models.presets import preset
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.registry import STRATEGIES
 from gradsync.sync.replicate import replicate
@@ -201,7 +199,7 @@ def _open_stream(config: TrainConfig, world: World, comm: Communicator, plan: Ba
 
 def _eval_leaves(config: TrainConfig, world: World, dataset: Any) -> EvalLeaves:
     share, limit = data_world(config, world), _val_sequences(config)
-    return eval_leaves(dataset, share, config.micro_batch_size, limit)
+    return EvalLeaves(dataset, share, config.micro_batch_size, limit)
 
 
 def _val_sequences(config: TrainConfig) -> int | None:

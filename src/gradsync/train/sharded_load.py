@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradsync.checkpoint.names import clean_name, clean_names
 from gradsync.checkpoint.optimizer_state import state_device, unpack_settings
-from gradsync.checkpoint.weights import match_weights
+from gradsync.checkpoint.weights import clean_name, clean_names, match_weights
 from gradsync.comm.base import Communicator
 from gradsync.comm.values import broadcast_json, broadcast_tensors
 from gradsync.errors import CheckpointError

@@ -16,12 +16,17 @@ from typing import Any
 
 from torch import Tensor
 
-from gradsync.checkpoint.names import clean_names
 from gradsync.checkpoint.optimizer_state import pack_optimizer
-from gradsync.checkpoint.pieces import PartFiles, part_stem, places_of
-from gradsync.checkpoint.reshard import AnyPiece, piece_of_run, whole_piece
+from gradsync.checkpoint.pieces import (
+    AnyPiece,
+    PartFiles,
+    part_stem,
+    piece_of_run,
+    places_of,
+    whole_piece,
+)
 from gradsync.checkpoint.store import Snapshot
-from gradsync.checkpoint.weights import pack_weights
+from gradsync.checkpoint.weights import clean_names, pack_weights
 from gradsync.comm.base import Communicator
 from gradsync.parallel.transfer import collect
 from gradsync.sync.sharded_state import HeldState, Share

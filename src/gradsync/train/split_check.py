@@ -7,8 +7,7 @@ from typing import Any
 
 from gradsync.data.plan import BatchPlan
 from gradsync.errors import ConfigError
-from gradsync.parallel.layout import Layout
-from gradsync.parallel.partition import check_divisible
+from gradsync.parallel.layout import Layout, check_divisible
 from gradsync.sync.registry import STRATEGIES, find_strategy
 from gradsync.train.config import TrainConfig
 

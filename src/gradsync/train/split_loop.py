@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gradsync.comm.values import all_gather_json
-from gradsync.data.step import Step
+from gradsync.data.leaf import Step
 from gradsync.train.divergence import check_finite, learnt
 from gradsync.train.loop import Trainer, memory_gib
 from gradsync.train.split_setup import SplitLearner

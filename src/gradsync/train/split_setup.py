@@ -13,12 +13,9 @@ from gradsync.comm.base import Communicator
 from gradsync.errors import CheckpointError
 from gradsync.models.config import GPTConfig
 from gradsync.models.gpt import GPT
-from gradsync.parallel.groups import SplitGroups, split_groups
-from gradsync.parallel.layout import Layout
-from gradsync.parallel.optimizer_parts import state_of_part
-from gradsync.parallel.partition import Part
+from gradsync.parallel.layout import Layout, Part, state_of_part
 from gradsync.parallel.pipeline import LeafShape, Pipeline
-from gradsync.parallel.split_sync import SplitSync
+from gradsync.parallel.split_sync import SplitGroups, SplitSync, split_groups
 from gradsync.parallel.stage_model import GPTStage
 from gradsync.parallel.transfer import distribute
 from gradsync.sync.registry import find_strategy
@@ -56,7 +53,7 @@ class SplitLearner(Learner):
             for kind in ("model", "optimizer")
             for name, tensor in saved.get(kind, {}).items()
         }
-        got = distribute(comm, self.parts(), tensors)
+        got = distribute(comm, self.part, tensors)
         kept = {
             name.removeprefix("optimizer/"): tensor
             for name, tensor in got.items()
@@ -78,12 +75,6 @@ class SplitLearner(Learner):
         model = GPT(self.part.config, seed=0)
         model.load_state_dict(weights)
         return model
-
-    def parts(self) -> list[Part]:
-        """Parts of the model, by rank."""
-        layout, shape = self.part.layout, self.part.config
-        places = map(layout.coordinates, range(layout.world_size))
-        return [Part(config=shape, layout=layout, place=place) for place in places]
 
 
 def build_split_learner(

@@ -11,8 +11,7 @@ from __future__ import annotations
 from gradsync.checkpoint.optimizer_state import pack_optimizer
 from gradsync.checkpoint.pieces import PartFiles, part_stem, places_of
 from gradsync.checkpoint.store import Snapshot
-from gradsync.parallel.optimizer_parts import join_states
-from gradsync.parallel.partition import place_tensors
+from gradsync.parallel.layout import join_states, place_tensors
 from gradsync.parallel.transfer import collect
 from gradsync.train.config import TrainConfig
 from gradsync.train.fingerprint import Fingerprint

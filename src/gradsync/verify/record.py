@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradsync.checkpoint.names import clean_names
 from gradsync.checkpoint.optimizer_state import pack_optimizer
 from gradsync.checkpoint.tensor_file import tensor_bytes
+from gradsync.checkpoint.weights import clean_names
 from gradsync.comm.base import Work
 from gradsync.data.leaf import Leaf
 from gradsync.errors import ConfigError

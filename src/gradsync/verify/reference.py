@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from gradsync.checkpoint.names import clean_names
 from gradsync.checkpoint.optimizer_state import pack_optimizer, unpack_optimizer
+from gradsync.checkpoint.weights import clean_names
 from gradsync.comm.base import Communicator
 from gradsync.comm.values import all_gather_json
 from gradsync.data.leaf import Leaf

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradsync.backends.group import SharedMemoryGroup
 from gradsync.core import torch_private
 from gradsync.launch.agent import LocalAgent, build_agent
-from gradsync.parallel import tensor_shards
+from gradsync.parallel import stage_model
 from support.thread_ranks import run_thread_ranks
 
 
@@ -159,15 +159,15 @@ def test_every_name_has_a_canary() -> None:
         (SharedMemoryGroup, "_allgather_base", "torch's all-gathers go by gloo"),
         (SharedMemoryGroup, "_reduce_scatter_base", "torch's reduce-scatters go by gloo"),
         (SharedMemoryGroup, "_get_sequence_number_for_group", "`bench` counts operations"),
-        (tensor_shards._Cut, "_apply", "heads and columns are not divided"),
-        (tensor_shards._Enter, "_apply", "heads and columns are not divided"),
+        (stage_model._Cut, "_apply", "heads and columns are not divided"),
+        (stage_model._Enter, "_apply", "heads and columns are not divided"),
     ],
 )
 def test_torch_calls_it_still(cls: type, name: str, breaks: str) -> None:
     """Private methods of torch's classes that ours replace."""
     assert name in vars(cls)
     assert hasattr(super(cls, cls), name), f"torch {torch.__version__} has no {name}: {breaks}"
-    assert ParallelStyle in tensor_shards._Cut.__mro__
+    assert ParallelStyle in stage_model._Cut.__mro__
 
 
 def test_the_argument_that_leaves_buffers_alone() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from gradsync.models.presets import PRESETS
+from gradsync.models.config import PRESETS
 from gradsync.plan.choice.candidate import Candidate, Models, Search, obstacle, splits
 from gradsync.plan.choice.choose import Choice, room_bytes
 from gradsync.plan.description import Hardware

@@ -24,8 +24,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from gradsync.models.config import GPTConfig
-from gradsync.parallel.layout import Coordinates, Layout
-from gradsync.parallel.partition import EMBEDDING, Part, check_divisible
+from gradsync.parallel.layout import EMBEDDING, Coordinates, Layout, Part, check_divisible
 from gradsync.plan.workload import Workload
 
 

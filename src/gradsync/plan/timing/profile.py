@@ -15,7 +15,7 @@ from math import prod
 from typing import Any
 
 from gradsync.models.config import GPTConfig
-from gradsync.parallel.partition import EMBEDDING, weights_of
+from gradsync.parallel.layout import EMBEDDING, weights_of
 from gradsync.plan.timing.traffic import Traffic
 from gradsync.plan.workload import Workload
 from gradsync.sync.layout import BucketPlan, Item, plan_buckets

@@ -13,19 +13,9 @@ from gradsync.checkpoint.store import CheckpointStore, Snapshot
 from gradsync.errors import CheckpointError
 
 
-class Wrapper(nn.Module):
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
-
-
 def build():
-    generator = torch.Generator().manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3), nn.Linear(3, 2))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator))
-    return model
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3), nn.Linear(3, 2))
 
 
 def groups(model, reverse=False):
@@ -61,8 +51,7 @@ def same_bits(first, second):
     return all(torch.equal(a[name].view(torch.int32), b[name].view(torch.int32)) for name in a)
 
 
-@pytest.mark.parametrize("kind", MAKERS)
-@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize(("kind", "steps"), [("adamw", 0), *((kind, 3) for kind in MAKERS)])
 def test_roundtrip_through_disk_keeps_the_next_steps_bits(kind, steps, tmp_path):
     make = MAKERS[kind]
     model = build()
@@ -70,7 +59,8 @@ def test_roundtrip_through_disk_keeps_the_next_steps_bits(kind, steps, tmp_path)
     for number in range(steps):
         step(model, optimizer, number, frozen=True)  # "0.weight" has no state yet
     optimizer.param_groups[0]["lr"] = 0.007
-    tensors, state = pack_optimizer(optimizer, Wrapper(model).named_parameters())
+    wrapped = nn.ModuleDict({"module": model})
+    tensors, state = pack_optimizer(optimizer, wrapped.named_parameters())
     assert not [name for name in tensors if "module" in name]
     store = CheckpointStore(tmp_path)
     path = store.save(Snapshot(step=1, tensors={"optimizer": tensors}, state={"o": state}))
@@ -94,9 +84,9 @@ def test_roundtrip_through_disk_keeps_the_next_steps_bits(kind, steps, tmp_path)
         assert same_bits(model, other), number
 
 
-def packed(kind="adamw"):
+def packed():
     model = build()
-    optimizer = MAKERS[kind](groups(model))
+    optimizer = MAKERS["adamw"](groups(model))
     step(model, optimizer, 0)
     tensors, state = pack_optimizer(optimizer, model.named_parameters())
     return model, optimizer, tensors, json.loads(json.dumps(state))
@@ -112,50 +102,34 @@ def test_packed_names_and_json():
     assert "fused" not in state["groups"][0]
 
 
-def drop_param(tensors, state):
-    del state["params"]["1.bias"]
+def move(groups):
+    groups[1]["params"].remove("0.bias")
+    groups[0]["params"].append("0.bias")
 
 
-def add_param(tensors, state):
-    state["params"]["9.bias"] = {"shape": [1], "slots": [], "values": {}}
-
-
-def reshape_param(tensors, state):
-    state["params"]["1.bias"]["shape"] = [4]
-
-
-def drop_tensor(tensors, state):
-    del tensors["exp_avg/1.bias"]
-
-
-def add_tensor(tensors, state):
-    tensors["exp_avg/7.bias"] = torch.zeros(1)
-
-
-def move_param(tensors, state):
-    state["groups"][1]["params"].remove("0.bias")
-    state["groups"][0]["params"].append("0.bias")
-
-
-def add_group(tensors, state):
-    state["groups"].append({"params": []})
-
-
-def change_class(tensors, state):
-    state["class"] = "SGD"
+UNKNOWN = {"shape": [1], "slots": [], "values": {}}
 
 
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (drop_param, "parameter '1.bias' is missing"),
-        (add_param, "parameter '9.bias' is unknown"),
-        (reshape_param, "parameter '1.bias' has shape (4,), expected (3,)"),
-        (drop_tensor, "'exp_avg' of parameter '1.bias' is missing"),
-        (add_tensor, "tensor 'exp_avg/7.bias' belongs to no parameter"),
-        (move_param, "parameter '0.bias' is in another parameter group (2 saved groups, 2 here)"),
-        (add_group, "3 parameter groups, expected 2"),
-        (change_class, "is of SGD, expected AdamW"),
+        (lambda _, s: s["params"].pop("1.bias"), "parameter '1.bias' is missing"),
+        (lambda _, s: s["params"].update({"9.bias": UNKNOWN}), "parameter '9.bias' is unknown"),
+        (
+            lambda _, s: s["params"]["1.bias"].update(shape=[4]),
+            "parameter '1.bias' has shape (4,), expected (3,)",
+        ),
+        (lambda t, _: t.pop("exp_avg/1.bias"), "'exp_avg' of parameter '1.bias' is missing"),
+        (
+            lambda t, _: t.update({"exp_avg/7.bias": torch.zeros(1)}),
+            "tensor 'exp_avg/7.bias' belongs to no parameter",
+        ),
+        (
+            lambda _, s: move(s["groups"]),
+            "parameter '0.bias' is in another parameter group (2 saved groups, 2 here)",
+        ),
+        (lambda _, s: s["groups"].append({"params": []}), "3 parameter groups, expected 2"),
+        (lambda _, s: s.update({"class": "SGD"}), "is of SGD, expected AdamW"),
     ],
 )
 def test_state_of_another_run_is_refused_and_nothing_changes(damage, words):

@@ -1,20 +1,26 @@
-import hashlib
+"""Text to token files: nothing is lost, split by content, whole or not at all."""
+
 import json
 import math
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from gradsync.cli import prepare as command
 from gradsync.data import documents as documents_file
 from gradsync.data import prepare as prepare_file
-from gradsync.data.documents import Document, Documents
-from gradsync.data.meta import Meta, read_meta
-from gradsync.data.prepare import entropy_nats, prepare
-from gradsync.data.split import choose_validation
+from gradsync.data.documents import Documents
+from gradsync.data.meta import read_meta
+from gradsync.data.prepare import choose_validation, default_corpus, entropy_nats, prepare
 from gradsync.data.tokenizer import load_tokenizer
+from gradsync.data.tokens import open_dataset
 from gradsync.errors import ConfigError, DataError, RunError
 
 END = 256
@@ -40,16 +46,9 @@ def test_few_documents_are_joined_and_their_tail_held_out(tmp_path: Path) -> Non
     assert meta.tokens == {"train": 10, "val": 3}
     assert (meta.split_by, meta.documents, meta.text_bytes) == ("tail", 2, 11)
     assert meta == read_meta(out)
-
-
-def test_description_holds_size_and_checksum_of_every_file(tmp_path: Path) -> None:
-    source = write_jsonl(tmp_path / "x.jsonl", ["some text"] * 3)
-    meta = prepare([source], tmp_path / "out", tokenizer="bpe", vocab_size=260)
-    assert set(meta.files) == {"train.bin", "val.bin", "tokenizer.json"}
-    for name, file in meta.files.items():
-        content = (tmp_path / "out" / name).read_bytes()
-        assert file.num_bytes == len(content)
-        assert file.sha256 == hashlib.sha256(content).hexdigest()
+    meta = prepare([tmp_path / "a.txt"], tmp_path / "none", val_fraction=0)
+    assert (meta.split_by, meta.tokens) == ("none", {"train": 6})
+    assert not (tmp_path / "none" / "val.bin").exists()
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", "bpe"])
@@ -69,7 +68,11 @@ def test_whole_documents_come_back_and_are_split_by_content(tmp_path: Path, toke
         assert sorted(found["train"] + found["val"]) == sorted(texts)
         assert len(found["val"]) == 6
         splits.append(set(found["val"]))
+        for path, file in meta.files.items():
+            content = (out / path).read_bytes()
+            assert (file.num_bytes, file.sha256) == (len(content), sha256(content).hexdigest())
     assert splits[0] == splits[1]
+    assert set(meta.files) >= {"train.bin", "val.bin"}
 
 
 def test_equal_documents_never_stand_on_both_sides() -> None:
@@ -78,14 +81,6 @@ def test_equal_documents_never_stand_on_both_sides() -> None:
     assert held_out.tolist() == [True] * 4 + [False] * 30
     assert choose_validation(np.full(50, 3, dtype=np.uint64), 0.1) is None
     assert choose_validation(np.arange(19, dtype=np.uint64), 0.1) is None
-
-
-def test_no_validation_split_is_written_when_none_is_asked_for(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("text")
-    meta = prepare([tmp_path / "a.txt"], tmp_path / "out", val_fraction=0)
-    assert meta.split_by == "none"
-    assert set(meta.tokens) == {"train"}
-    assert not (tmp_path / "out" / "val.bin").exists()
 
 
 def test_folders_are_read_in_order_without_hidden_and_binary_files(
@@ -141,7 +136,7 @@ def test_large_files_pass_in_pieces_and_give_the_same_tokens(
     whole = prepare([tmp_path], tmp_path / "whole")
     monkeypatch.setattr(documents_file, "_BLOCK_BYTES", 64)
     monkeypatch.setattr(prepare_file, "_GROUP_BYTES", 100)
-    pieces = list(Document(tmp_path / "big.txt").chunks())
+    (pieces,) = map(list, Documents([tmp_path / "big.txt"]))
     assert len(pieces) > 50
     assert "".join(piece.decode() for piece in pieces) == text  # no character was cut
     assert prepare([tmp_path / "big.txt", tmp_path / "small.txt"], tmp_path / "parts").files == (
@@ -178,39 +173,30 @@ def test_another_text_key_and_lone_surrogates_are_read(tmp_path: Path) -> None:
     assert tokens_of(tmp_path / "out", "train") == [*b"a?b", END]
 
 
-def test_input_that_gives_nothing_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "empty.txt").touch()
-    with pytest.raises(DataError, match="no text in"):
-        prepare([tmp_path], tmp_path / "out")
-    with pytest.raises(DataError, match=r"gone.txt does not exist"):
-        prepare([tmp_path / "gone.txt"], tmp_path / "out")
-    (tmp_path / "image").write_bytes(b"\x00")
-    with pytest.raises(DataError, match="image is no text file"):
-        prepare([tmp_path / "image"], tmp_path / "out")
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(DataError, match="pipe is no text file"):
-        prepare([tmp_path / "pipe"], tmp_path / "out")
-    with pytest.raises(ConfigError, match="at least one file"):
-        prepare([], tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("name", "options", "message"),
     [
-        ({"val_fraction": 1.0}, "below 1; got 1.0"),
-        ({"val_fraction": -0.1}, "at least 0"),
-        ({"vocab_size": 500}, "byte tokenizer has 257 tokens, vocab_size=500 is for bpe"),
-        ({"tokenizer": "word"}, "tokenizer must be byte or bpe; got 'word'"),
-        ({"tokenizer": "bpe", "vocab_size": 5}, "at least 257 tokens; got 5"),
+        ("a.txt", {"val_fraction": 1.0}, "below 1; got 1.0"),
+        ("a.txt", {"val_fraction": -0.1}, "at least 0"),
+        ("a.txt", {"vocab_size": 500}, "has 257 tokens, vocab_size=500 is for bpe"),
+        ("a.txt", {"tokenizer": "word"}, "tokenizer must be byte or bpe; got 'word'"),
+        ("a.txt", {"tokenizer": "bpe", "vocab_size": 5}, "at least 257 tokens; got 5"),
+        ("empty.txt", {}, "no text in"),
+        ("gone.txt", {}, "gone.txt does not exist"),
+        ("image", {}, "image is no text file"),
+        ("pipe", {}, "pipe is no text file"),
+        (None, {}, "at least one file"),
     ],
 )
-def test_impossible_options_are_refused(
-    tmp_path: Path, options: dict[str, object], message: str
+def test_what_cannot_be_prepared_is_refused(
+    tmp_path: Path, name: str | None, options: dict[str, object], message: str
 ) -> None:
-    (tmp_path / "a.txt").write_text("text")
-    with pytest.raises(ConfigError, match=message):
-        prepare([tmp_path / "a.txt"], tmp_path / "out", **options)
+    for file, content in (("a.txt", b"text"), ("empty.txt", b""), ("image", b"\x00")):
+        (tmp_path / file).write_bytes(content)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises((ConfigError, DataError), match=message):
+        prepare([tmp_path / name] if name else [], tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
 
 
 def test_prepared_data_is_replaced_only_when_asked(tmp_path: Path) -> None:
@@ -226,15 +212,8 @@ def test_prepared_data_is_replaced_only_when_asked(tmp_path: Path) -> None:
     prepare([source], out, val_fraction=0, overwrite=True)
     assert tokens_of(out, "train") == [*b"new", END]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "out"]
-
-
-def test_a_folder_of_something_else_is_never_replaced(tmp_path: Path) -> None:
-    precious = tmp_path / "home"
-    precious.mkdir()
-    (precious / "thesis.txt").write_text("years of work")
-    with pytest.raises(DataError, match="exists and is no data directory"):
-        prepare([precious], precious, overwrite=True)
-    assert (precious / "thesis.txt").read_text() == "years of work"
+    with pytest.raises(DataError, match="exists and is no data directory"):  # it holds other things
+        prepare([source], tmp_path, overwrite=True)
 
 
 def test_a_failure_half_way_leaves_nothing_new_and_the_old_intact(
@@ -280,19 +259,104 @@ def test_entropy_is_that_of_the_tokens(tmp_path: Path) -> None:
     assert meta.unigram_entropy_nats == pytest.approx(expected)
 
 
-def test_large_vocabularies_get_wide_tokens() -> None:
-    common = {
-        "vocab_size": 70_000,
-        "tokenizer": "bpe",
-        "documents": 1,
-        "text_bytes": 1,
-        "tokens": {},
-        "split_by": "none",
-        "unigram_entropy_nats": 0.0,
-        "skipped_files": 0,
-        "source": "",
-        "files": {},
-    }
+def test_large_vocabularies_get_wide_tokens(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    meta = prepare([tmp_path / "a.txt"], tmp_path / "out")
     with pytest.raises(DataError, match="do not fit"):
-        Meta(dtype="uint16", **common)
-    Meta(dtype="uint32", **common)
+        replace(meta, vocab_size=70_000)
+    replace(meta, vocab_size=70_000, dtype="uint32", tokens={})
+
+
+# -- the embedded corpus ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A standard library of five files, and an empty cache."""
+    library = tmp_path / "lib"
+    for name in ("os.py", "j/son.py", "test/t.py", "site-packages/x.py", "a/tests/t.py"):
+        (library / name).parent.mkdir(parents=True, exist_ok=True)
+        (library / name).write_text(f"# {name}\n" * 100)
+    (library / "data.txt").write_text("no source")
+    monkeypatch.setattr(prepare_file.sysconfig, "get_path", lambda _: str(library))
+    monkeypatch.setenv("GRADSYNC_CACHE", str(tmp_path / "cache"))
+    return library
+
+
+def test_the_sources_of_the_running_python_are_prepared_once() -> None:
+    directory = default_corpus()
+    meta = read_meta(directory)
+    assert 400 < meta.documents < 1500
+    assert meta.tokens["train"] + meta.tokens["val"] == meta.text_bytes + meta.documents
+    assert 2.5 < meta.unigram_entropy_nats < 4.0
+    assert len(open_dataset(directory, "val", 256)) > 1000
+    before = (directory / "train.bin").stat().st_mtime_ns
+    assert default_corpus() == directory
+    assert (directory / "train.bin").stat().st_mtime_ns == before
+
+
+def test_tests_and_installed_packages_are_left_out(small_library: Path) -> None:
+    meta = read_meta(first := default_corpus())
+    assert meta.documents == 2
+    assert "Python" in meta.source
+    (small_library / "os.py").write_text("changed")
+    assert default_corpus() != first
+    for path in small_library.rglob("*.py"):
+        path.unlink()
+    with pytest.raises(DataError, match=r"no Python sources to learn from; .* --data"):
+        default_corpus()
+
+
+def test_the_loser_of_a_race_uses_what_the_winner_made(
+    small_library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Deterministic: the winner finishes while the loser is between its check and its work."""
+    real = prepare_file.prepare
+
+    def after_a_winner(*arguments: object, **options: object) -> object:
+        real(*arguments, **options)
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(prepare_file, "prepare", after_a_winner)
+    directory = default_corpus()
+    assert read_meta(directory) is not None
+    # A cache that cannot be written is an error.
+    monkeypatch.setenv("GRADSYNC_CACHE", str(directory / "meta.json"))
+    with pytest.raises(RunError, match=r"preparing .* failed: .*GRADSYNC_CACHE can name"):
+        default_corpus()
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+def test_the_command_says_what_was_read_and_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "a.txt"
+    text.write_text("to be or not to be " * 20)
+    assert command.run([str(text), "--out", str(tmp_path / "plain")]) == 0
+    printed = capsys.readouterr().out
+    assert "1 documents, 380 bytes" in printed
+    assert "train 362, val 19 (byte, vocabulary 257, uint16)" in printed
+    assert "nats" in printed
+    assert str(tmp_path / "plain") in printed
+    options = ["--tokenizer", "bpe", "--vocab-size", "260", "--val-fraction", "0.5", "--json"]
+    assert command.run([str(text), "--out", str(tmp_path / "out"), *options]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["vocab_size"] == 260
+    assert printed["out"] == str(tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "meta.json").read_text())
+    assert printed == {"out": str(tmp_path / "out"), **written}
+    # Overwrite and text key are passed on.
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"body": "hello"}\n')
+    arguments = [str(rows), "--out", str(tmp_path / "rows"), "--text-key", "body"]
+    assert command.run(arguments) == 0
+    with pytest.raises(DataError, match="--overwrite"):
+        command.run(arguments)
+    assert command.run([*arguments, "--overwrite"]) == 0
+
+
+def test_the_command_imports_no_torch() -> None:
+    code = "import sys, gradsync.cli.prepare; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

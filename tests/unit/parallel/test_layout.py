@@ -1,8 +1,9 @@
-"""Every weight of a GPT is somewhere, once, whatever the layout."""
+"""Who stands where in a layout; every weight of a GPT is somewhere, once, whatever the layout."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -11,21 +12,83 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradsync.checkpoint.optimizer_state import pack_optimizer
-from gradsync.checkpoint.pieces import PartFiles, part_stem, places_of
-from gradsync.checkpoint.reshard import plan_reshard, whole_piece
+from gradsync.checkpoint.pieces import PartFiles, join, part_stem, places_of
 from gradsync.checkpoint.store import CheckpointStore, Snapshot
 from gradsync.errors import CheckpointError, ConfigError
 from gradsync.models.config import GPTConfig
 from gradsync.models.gpt import GPT
-from gradsync.parallel.layout import Layout
-from gradsync.parallel.norm_places import norm_places
-from gradsync.parallel.optimizer_parts import join_states, state_of_part
-from gradsync.parallel.partition import Part, check_divisible, cut_tensors, place_tensors
+from gradsync.parallel.layout import (
+    Coordinates,
+    Layout,
+    Part,
+    check_divisible,
+    cut_tensors,
+    join_states,
+    norm_places,
+    parse_layout,
+    place_tensors,
+    state_of_part,
+)
 from gradsync.train.config import OptimConfig
 from gradsync.train.optimizer import build_optimizer
 
 SHAPE = GPTConfig(n_layer=5, n_head=4, n_kv_head=2, n_embd=8, vocab_size=10, hidden_dim=12)
+ANY_LAYOUT = st.builds(Layout, dp=st.integers(1, 5), pp=st.integers(1, 5), tp=st.integers(1, 5))
 LAYOUTS = st.builds(Layout, dp=st.integers(1, 3), pp=st.integers(1, 5), tp=st.sampled_from((1, 2)))
+
+
+@given(ANY_LAYOUT)
+def test_every_rank_has_a_place_of_its_own_and_a_layout_reads_back(layout: Layout) -> None:
+    places = [layout.coordinates(rank) for rank in range(layout.world_size)]
+    assert [layout.rank(place) for place in places] == list(range(layout.world_size))
+    assert len(set(places)) == layout.dp * layout.pp * layout.tp
+    assert parse_layout(str(layout), layout.world_size) == layout
+
+
+def test_shards_are_neighbours_and_replicas_furthest_apart() -> None:
+    layout = Layout(dp=2, pp=2, tp=2)
+    assert layout.coordinates(1) == Coordinates(data=0, stage=0, shard=1)
+    assert layout.coordinates(2) == Coordinates(data=0, stage=1, shard=0)
+    assert layout.coordinates(4) == Coordinates(data=1, stage=0, shard=0)
+    assert layout.model_ranks == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "world_size", "layout"),
+    [
+        ("", 3, Layout(dp=3)),
+        ("tp=2", 2, Layout(tp=2)),
+        ("pp=2", 6, Layout(dp=3, pp=2)),
+        (" pp = 2 , dp=1,", 2, Layout(pp=2)),
+    ],
+)
+def test_what_is_not_said_is_one_or_what_is_left(
+    text: str, world_size: int, layout: Layout
+) -> None:
+    assert parse_layout(text, world_size) == layout
+
+
+@pytest.mark.parametrize(
+    ("text", "world_size", "message"),
+    [
+        ("foo", 4, "got 'foo', expected sizes such as pp=2,dp=2"),
+        ("xp=2", 4, "got 'xp=2'"),
+        ("pp=", 4, "got 'pp='"),
+        ("pp=-1", 4, "got 'pp=-1'"),
+        ("pp=²", 4, "got 'pp=²'"),
+        ("pp=0", 4, "pp must be a positive integer"),
+        ("pp=2,pp=2", 4, "pp is given twice"),
+        ("pp=3", 4, "dp=1,pp=3,tp=1 is 3 ranks, but there are 4"),
+        ("pp=2,dp=2", 2, "is 4 ranks, but there are 2"),
+    ],
+)
+def test_requests_that_make_no_layout(text: str, world_size: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^parallel: .*{message}") as caught:
+        parse_layout(text, world_size)
+    assert "\n" not in str(caught.value)
+
+
+# -- parts -----------------------------------------------------------------------------------------
 
 
 def parts_of(layout: Layout, config: GPTConfig = SHAPE) -> list[Part]:
@@ -50,40 +113,31 @@ def test_what_a_replica_owns_is_the_model_once(layout: Layout, tie_head: bool) -
     config = replace(SHAPE, tie_head=tie_head)
     for data in range(layout.dp):
         parts = [part for part in parts_of(layout, config) if part.place.data == data]
-        owned = [part.owned() for part in parts]
         for weight in parts[0].weights:
-            saved = [pieces[weight.name] for pieces in owned if weight.name in pieces]
-            plan_reshard(saved, whole_piece(weight.shape))  # raises unless filled exactly
+            owned = (part.owned().get(weight.name) for part in parts)
+            boxes = [(box, torch.empty(box.shape)) for box in owned if box is not None]
+            assert join(weight.name, boxes).shape == weight.shape  # raises unless filled exactly
         for part in parts:
             assert part.owned().items() <= part.pieces().items()
+            assert bool(part.tied_ends) == (
+                tie_head and layout.pp > 1 and (part.is_first or part.is_last)
+            )
+            if part.tied_ends:
+                assert "embed.weight" in part.pieces()
+                assert layout.rank(part.place) in part.tied_ends
+                assert len(set(part.tied_ends)) == 2
         assert sum(len(part.blocks) for part in parts) == layout.tp * SHAPE.n_layer
-
-
-@settings(max_examples=15)
-@given(LAYOUTS)
-def test_the_tied_embedding_is_on_both_ends(layout: Layout) -> None:
-    for part in parts_of(layout):
-        ends = part.tied_ends
-        assert bool(ends) == (layout.pp > 1 and (part.is_first or part.is_last))
-        assert ("embed.weight" in part.pieces()) == (part.is_first or part.is_last)
-        if ends:
-            assert layout.rank(part.place) in ends
-            assert len(set(ends)) == 2
 
 
 @settings(max_examples=15)
 @given(LAYOUTS, st.integers(1, 40))
 def test_each_norm_has_a_place_of_its_own(layout: Layout, block: int) -> None:
     taken: list[int] = []
-    totals = set()
     for part in parts_of(replace(layout, dp=1)):
         (places, total), owned = norm_places(part, block), part.owned()
-        totals.add(total)
         for name, begin in places.items():
-            count = -(-owned[name].numel // block)
-            taken += range(begin, begin + count)
-    assert sorted(taken) == list(range(totals.pop()))
-    assert not totals
+            taken += range(begin, begin - (-prod(owned[name].shape) // block))
+    assert sorted(taken) == list(range(total))
 
 
 @pytest.mark.parametrize(
@@ -100,18 +154,16 @@ def test_models_that_cannot_be_divided_so(layout: Layout, message: str) -> None:
     check_divisible(SHAPE, Layout(pp=5, tp=2))
 
 
-def trained_model() -> tuple[GPT, torch.optim.Optimizer]:
+# -- their files -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", [Layout(pp=2), Layout(tp=2), Layout(pp=3, tp=2)], ids=str)
+def test_files_of_parts_are_read_as_one_model(tmp_path: Path, layout: Layout) -> None:
     model = GPT(SHAPE, seed=1)
     optimizer = build_optimizer(model, OptimConfig())
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
-    return model, optimizer
-
-
-@pytest.mark.parametrize("layout", [Layout(pp=2), Layout(tp=2), Layout(pp=3, tp=2)], ids=str)
-def test_files_of_parts_are_read_as_one_model(tmp_path: Path, layout: Layout) -> None:
-    model, optimizer = trained_model()
     kept, state = pack_optimizer(optimizer, model.named_parameters())
     whole = {f"model/{name}": p.detach() for name, p in model.named_parameters()}
     whole |= {f"optimizer/{name}": tensor for name, tensor in kept.items()}
@@ -126,7 +178,10 @@ def test_files_of_parts_are_read_as_one_model(tmp_path: Path, layout: Layout) ->
         files[stem] = {name: cut[name] for name in saved}
         places[stem] = places_of(saved)
         states.append(state_of_part(part, state))
-    assert join_states(parts[0], states) == ordered(parts[0], state)
+    # Parameters of a group in the model's order, as the trainer's groups have them.
+    names = [weight.name for weight in parts[0].weights]
+    groups = [{**g, "params": sorted(g["params"], key=names.index)} for g in state["groups"]]
+    assert join_states(parts[0], states) == {**state, "groups": groups}
     # As a run hands them out: one file at a time.
     store = CheckpointStore(tmp_path)
     handed = PartFiles(list(files), iter(files.values()))
@@ -138,27 +193,20 @@ def test_files_of_parts_are_read_as_one_model(tmp_path: Path, layout: Layout) ->
         assert torch.equal(found[kind][rest], tensor), name
 
 
-def ordered(part: Part, state: dict) -> dict:
-    """Parameters of a group in the model's order, as the trainer's groups have them."""
-    names = [weight.name for weight in part.weights]
-    groups = [{**g, "params": sorted(g["params"], key=names.index)} for g in state["groups"]]
-    return {**state, "groups": groups}
-
-
 def test_a_part_that_is_missing_is_named(tmp_path: Path) -> None:
     (first, _) = parts_of(Layout(tp=2))
-    piece = first.owned()["blocks.0.mlp.up.weight"]
-    tensors = {"model/blocks.0.mlp.up.weight": torch.zeros(piece.shape)}
-    places = {"part-0": places_of({next(iter(tensors)): piece})}
+    name = "model/blocks.0.mlp.up.weight"
+    piece = first.owned()[name.removeprefix("model/")]
+    tensors, places = {name: torch.zeros(piece.shape)}, {"part-0": places_of({name: piece})}
     store = CheckpointStore(tmp_path)
-    path = store.save(Snapshot(step=1, tensors={"part-0": tensors}, state={}, places=places))
-    with pytest.raises(CheckpointError, match=r"'model/blocks.0.mlp.up.weight'.*48 of the 96"):
-        store.load(path)
-    path = store.save(
-        Snapshot(step=2, tensors={"part-0": tensors, "part-1": tensors}, state={}, places=places)
-    )
-    with pytest.raises(CheckpointError, match=r"part-1: tensor .* has no place"):
-        store.load(path)
+    for files, message in (
+        (["part-0"], r"'model/blocks.0.mlp.up.weight'.*48 of the 96"),
+        (["part-0", "part-1"], r"part-1: tensor .* has no place"),
+    ):
+        held = dict.fromkeys(files, tensors)
+        path = store.save(Snapshot(step=1, tensors=held, state={}, places=places))
+        with pytest.raises(CheckpointError, match=message):
+            store.load(path)
 
 
 def test_files_are_taken_in_order() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,14 +13,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from gradsync.errors import ConfigError
 from gradsync.models.config import GPTConfig
-from gradsync.models.gpt import GPT, loss_sum, rope_tables, rotate
+from gradsync.models.gpt import GPT, loss_sum, loss_sum_in_rows, rope_tables, rotate
+from gradsync.train.config import TrainConfig
 
 SMALL = GPTConfig(n_layer=2, n_head=4, n_embd=32, vocab_size=61, block_size=24, hidden_dim=48)
-
-
-def small(**changes):
-    sizes = {"n_layer": 2, "n_head": 4, "n_embd": 32, "vocab_size": 61, "block_size": 24}
-    return GPTConfig(**{**sizes, "hidden_dim": 48, **changes})
 
 
 def tokens(config=SMALL, batch=3, seed=0):
@@ -87,7 +85,7 @@ def llama_like(config):
     ],
 )
 def test_equals_llama_of_transformers_with_the_same_weights(changes):
-    config = small(**changes)
+    config = replace(SMALL, **changes)
     ours, theirs = GPT(config, seed=3), llama_like(config)
     # Larger and rounder than the start values, so that a wrong gain or rotation shows.
     generator = torch.Generator().manual_seed(1)
@@ -98,6 +96,9 @@ def test_equals_llama_of_transformers_with_the_same_weights(changes):
     missing = theirs.load_state_dict(state, strict=False)
     assert not missing.unexpected_keys
     assert missing.missing_keys == (["lm_head.weight"] if config.tie_head else [])
+    # Also without the duplicate removal of `parameters()`: nothing is shared.
+    for counted in (ours.parameters(), ours.state_dict().values()):
+        assert sum(tensor.numel() for tensor in counted) == config.num_params()
 
     x = tokens(config)
     expected = theirs(input_ids=x).logits
@@ -109,15 +110,6 @@ def test_equals_llama_of_transformers_with_the_same_weights(changes):
         expected_gradient = their_gradients[llama_name(name)].grad
         scale = expected_gradient.abs().max().item()
         torch.testing.assert_close(gradient, expected_gradient, rtol=1e-4, atol=1e-5 * scale)
-
-
-@pytest.mark.parametrize("changes", [{}, {"tie_head": False}, {"n_kv_head": 2}])
-def test_num_params_counts_the_real_model(changes):
-    config = small(**changes)
-    model = GPT(config)
-    assert sum(p.numel() for p in model.parameters()) == config.num_params()
-    # Also without the duplicate removal of `parameters()`: nothing is shared.
-    assert sum(t.numel() for t in model.state_dict().values()) == config.num_params()
 
 
 def test_a_position_sees_only_the_past():
@@ -142,7 +134,9 @@ def test_start_values_depend_on_the_seed_alone():
     assert not torch.equal(first.embed.weight, other.embed.weight)
 
 
-def test_start_values_have_the_documented_size():
+def test_start_values_have_the_documented_size_and_lengths_a_limit():
+    with pytest.raises(ConfigError, match=r"sequence of 25 tokens: .*block_size=24"):
+        GPT(SMALL)(torch.zeros(1, 25, dtype=torch.int64))
     model = GPT(GPTConfig(n_layer=8, n_embd=256, n_head=4))
     block = model.blocks[3]
     assert block.attention.q.weight.std().item() == pytest.approx(0.02, rel=0.03)
@@ -175,7 +169,7 @@ def test_a_default_dtype_changes_neither_draws_nor_rotary_tables():
 
 
 def test_rotation_of_bf16_rounds_only_once():
-    config = small(block_size=4096)
+    config = replace(SMALL, block_size=4096)
     cos_TK, sin_TK = rope_tables(config)
     x = torch.randn(1, 1, 4096, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -200,7 +194,7 @@ def test_bf16_autocast_stays_close_to_fp32():
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_activation_checkpointing_keeps_every_bit(autocast):
-    config = small(dropout=0.2)
+    config = replace(SMALL, dropout=0.2)
     plain = GPT(config, seed=4)
     recomputing = GPT(config, seed=4, activation_checkpointing=True)
     runs = []
@@ -210,16 +204,11 @@ def test_activation_checkpointing_keeps_every_bit(autocast):
             runs.append(gradients(model, tokens()))
     for name, gradient in runs[0].items():
         assert torch.equal(gradient, runs[1][name]), name
-
-
-def test_activation_checkpointing_runs_each_block_twice_and_only_in_training():
-    model, x = GPT(SMALL, activation_checkpointing=True), tokens()
     calls = []
-    model.blocks[1].register_forward_pre_hook(lambda *_: calls.append(1))
-    gradients(model, x)
+    recomputing.blocks[1].register_forward_pre_hook(lambda *_: calls.append(1))
+    gradients(recomputing, tokens())
     assert len(calls) == 2
-    model.eval()
-    gradients(model, x)
+    gradients(recomputing.eval(), tokens())
     assert len(calls) == 3
 
 
@@ -229,11 +218,6 @@ def test_deepcopy_and_to_keep_a_tied_head_tied():
         model.embed.weight.mul_(2.0)
     assert not torch.equal(model(tokens()), GPT(SMALL).double()(tokens()))
     assert len(gradients(model, tokens())) == len(list(model.parameters()))
-
-
-def test_too_long_a_sequence_says_both_lengths():
-    with pytest.raises(ConfigError, match=r"sequence of 25 tokens: .*block_size=24"):
-        GPT(SMALL)(torch.zeros(1, 25, dtype=torch.int64))
 
 
 def test_compiles_without_a_graph_break():
@@ -249,23 +233,71 @@ def test_loss_sum_by_hand_and_without_padding():
     nothing.backward()
     assert nothing.item() == 0.0
     assert not logits.grad.any()
-
-
-@pytest.mark.parametrize("autocast", [False, True])
-def test_loss_sum_does_not_saturate_in_bf16(autocast):
-    logits = torch.zeros(4, 512, 16, dtype=torch.bfloat16)
-    targets = torch.zeros(4, 512, dtype=torch.int64)
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-        loss = loss_sum(logits, targets)
-    assert (loss.dtype, loss.ndim) == (torch.float32, 0)
-    assert loss.item() == pytest.approx(2048 * 2.772589, rel=1e-5)
+    many = torch.zeros(4, 512, 16, dtype=torch.bfloat16)  # a sum in bf16 would saturate
+    for autocast in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            loss = loss_sum(many, torch.zeros(4, 512, dtype=torch.int64))
+        assert (loss.dtype, loss.ndim) == (torch.float32, 0)
+        assert loss.item() == pytest.approx(2048 * 2.772589, rel=1e-5)
 
 
 def test_sums_of_leaves_are_the_sum_of_the_batch():
     model, x = GPT(SMALL).double(), tokens(batch=4)
+    assert torch.equal(model(x, x), loss_sum(model(x), x))
     whole = gradients(model, x)
     parts = [gradients(model, x[i : i + 1]) for i in range(4)]
     for name, gradient in whole.items():
         # fp32 loss of double logits: equal to rounding.
         total = sum(part[name] for part in parts)
         torch.testing.assert_close(total, gradient, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("rows", "tied", "dtype"),
+    [(1, True, None), (5, False, None), (5, True, torch.bfloat16), (24, False, torch.bfloat16)],
+)
+def test_the_loss_in_rows_is_that_of_the_whole(rows, tied, dtype):
+    model = GPT(replace(SMALL, tie_head=tied), loss_rows=rows)
+    tokens = torch.arange(24).view(3, 8)
+    targets = (tokens * 7 % 37).masked_fill(tokens % 5 == 0, -100)
+    targets[1] = -100  # with five rows, a piece without any target
+    context = torch.autocast("cpu", dtype=dtype) if dtype else nullcontext()
+    with context:
+        whole = loss_sum(model(tokens), targets)
+        pieces = model(tokens, targets)
+    with context, torch.no_grad():
+        without_gradient = model(tokens, targets)
+    tolerance = {"rtol": 2e-2, "atol": 2e-2} if dtype else {"rtol": 1e-5, "atol": 1e-6}
+    torch.testing.assert_close(pieces, whole, **tolerance)
+    assert pieces.dtype == torch.float32
+    assert torch.equal(pieces, without_gradient)
+    own = list(model.parameters())
+    for found, expected in zip(
+        torch.autograd.grad(3 * pieces, own), torch.autograd.grad(3 * whole, own), strict=True
+    ):
+        scale = float(expected.abs().max())
+        torch.testing.assert_close(found / scale, expected / scale, **tolerance)
+
+
+def test_no_more_than_its_rows_are_in_memory(monkeypatch):
+    seen = []
+
+    def linear(x, weight):
+        seen.append((len(x), weight.dtype))
+        return x @ weight.T
+
+    monkeypatch.setattr("gradsync.models.gpt.F.linear", linear)
+    x = torch.randn(23, 4, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = loss_sum_in_rows(x, torch.randn(11, 4), torch.zeros(23, dtype=torch.int64), 10)
+    loss.backward()
+    assert seen == [(rows, torch.bfloat16) for rows in (10, 10, 3)]
+    assert x.grad is not None
+
+
+@pytest.mark.parametrize("changes", [{"dtype": "fp16"}, {"compile": "model"}])
+def test_what_the_loss_in_rows_does_not_go_with(changes):
+    with pytest.raises(ConfigError, match="loss_rows works with dtype bf16 or fp32"):
+        TrainConfig(loss_rows=64, **changes)
+    with pytest.raises(ConfigError, match="loss_rows must be at least 1; got 0"):
+        TrainConfig(loss_rows=0)

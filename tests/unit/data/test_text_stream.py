@@ -46,13 +46,7 @@ def test_sequences_are_those_of_a_prepared_directory(tmp_path: Path, seq_len: in
     prepare([data], tmp_path / "out", val_fraction=0)
     known = open_dataset(tmp_path / "out", "train", seq_len)
     stream = opened(data, seq_len=seq_len)
-    whole = TextStream(
-        open_texts(data, "text"),
-        stream.tokenizer,
-        seq_len,
-        first_document=0,
-        fingerprint="",
-    )
+    whole = TextStream(open_texts(data, "text"), stream.tokenizer, seq_len, "", 0)
     assert rows(iter(whole)) == rows([known[index] for index in range(len(known))])
     inputs, targets = next(iter(whole))
     assert (inputs.dtype, targets.dtype) == (torch.int64, torch.int64)
@@ -86,11 +80,14 @@ def test_a_tokenizer_of_a_prepared_directory(tmp_path: Path) -> None:
     assert rows(found.val) == [tokens[:3].tolist()]
 
 
-def test_names_of_streams(tmp_path: Path) -> None:
+def test_names_of_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = write(tmp_path / "text")
     write(tmp_path / "prepared")
     (tmp_path / "prepared" / "train.bin").touch()
     (tmp_path / "empty").mkdir()
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ConfigError, match=r"hf:x needs .*pip install 'gradsync\[data\]'"):
+        open_texts("hf:x", "text")
     streams = [data, "hf:x", "missing.jsonl", "*.jsonl", "a?b", str(tmp_path / "text")]
     assert all(map(is_stream, streams))
     assert not any(map(is_stream, ["", "dir", str(tmp_path / "prepared"), str(tmp_path / "empty")]))
@@ -143,12 +140,6 @@ def test_what_is_wrong_with_a_stream_is_named(
     with pytest.raises(DataError, match=message) as caught:
         opened(data)
     assert "\n" not in str(caught.value)
-
-
-def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ConfigError, match=r"hf:x needs .*pip install 'gradsync\[data\]'"):
-        open_texts("hf:x", "text")
 
 
 @pytest.mark.parametrize(

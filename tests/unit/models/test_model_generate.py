@@ -7,8 +7,7 @@ import torch
 
 from gradsync.errors import ConfigError
 from gradsync.models.config import GPTConfig
-from gradsync.models.generate import generate
-from gradsync.models.gpt import GPT
+from gradsync.models.gpt import GPT, generate
 
 CONFIG = GPTConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=40, block_size=8)
 
@@ -66,14 +65,10 @@ def test_neither_global_random_state_nor_mode_is_touched(model):
     with pytest.raises(ConfigError):
         generate(model, [], 3)
     model.train()
-    model.block_hook = model.blocks[0].register_forward_hook(_fail)
-    with pytest.raises(RuntimeError, match="no"):
+    model.blocks[0].register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
         generate(model, [1], 3)
     assert model.training
-
-
-def _fail(*_):
-    raise RuntimeError("no")
 
 
 def test_dropout_is_off_while_sampling():
@@ -88,6 +83,7 @@ def test_zero_temperature_takes_the_most_likely(model):
     for i in range(1, 6):
         assert text[i] == int(model(torch.tensor([text[:i]]))[0, -1].argmax())
     assert text == generate(model, [4], 5, top_k=1, temperature=2.0, seed=99)
+    assert generate(model, [4], 5, top_k=None) == generate(model, [4], 5, top_k=1000)
 
 
 def test_top_k_draws_among_the_k_most_likely_with_their_probabilities(model):
@@ -116,8 +112,3 @@ def test_top_k_draws_among_the_k_most_likely_with_their_probabilities(model):
 def test_bad_requests_say_what_was_got(model, arguments, words):
     with pytest.raises(ConfigError, match=words):
         generate(model, **{"prompt_ids": [1], "max_new_tokens": 1, **arguments})
-
-
-@pytest.mark.parametrize("top_k", [None, 1000])
-def test_top_k_may_be_all(model, top_k):
-    assert len(generate(model, [1], 4, top_k=top_k)) == 5

@@ -2,8 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradsync.data.plan import BatchPlan, share, solve_batch_plan
-from gradsync.data.spans import cut_step
+from gradsync.data.plan import BatchPlan, cut_step, share, solve_batch_plan
 from gradsync.errors import ConfigError
 
 
@@ -47,55 +46,41 @@ def test_description_gives_the_arithmetic_and_the_shares() -> None:
     )
 
 
-def test_what_is_not_exact_names_the_nearest_legal_values() -> None:
-    with pytest.raises(ConfigError) as caught:
-        solve_batch_plan(tokens_per_update=100_000, seq_len=1000, micro_batch_size=8, world_size=2)
-    assert str(caught.value) == (
-        "tokens_per_update=100000 is not a multiple of micro_batch_size x seq_len = 8 x 1000 = "
-        "8000; the nearest legal tokens_per_update is 96000 or 104000; "
-        "or keep it, with micro_batch_size 5 or 10"
-    )
-    with pytest.raises(ConfigError) as caught:
-        solve_batch_plan(global_batch_size=10, micro_batch_size=4, world_size=1)
-    assert str(caught.value) == (
-        "global_batch_size=10 is not a multiple of micro_batch_size = 4; "
-        "the nearest legal global_batch_size is 8 or 12; or keep it, with micro_batch_size 2 or 5"
-    )
-
-
-def test_proposed_values_leave_no_rank_without_work() -> None:
-    with pytest.raises(ConfigError, match="global_batch_size is 16;") as caught:
-        solve_batch_plan(global_batch_size=9, micro_batch_size=4, world_size=4)
-    assert str(caught.value).endswith("micro_batch_size 1")
-    with pytest.raises(ConfigError, match=r"tokens_per_update is 64 or 128$"):
-        solve_batch_plan(tokens_per_update=100, seq_len=16, micro_batch_size=4, world_size=1)
-
-
-def test_more_ranks_than_leaves_names_both_and_a_way_out() -> None:
-    with pytest.raises(ConfigError) as caught:
-        solve_batch_plan(global_batch_size=64, micro_batch_size=16, world_size=8)
-    assert str(caught.value) == (
-        "8 ranks cannot share 4 leaves (64 samples per update / micro_batch_size 16): "
-        "use at most 4 ranks, or micro_batch_size 8"
-    )
-    with pytest.raises(ConfigError, match="a global batch of at least 8 samples"):
-        solve_batch_plan(global_batch_size=4, micro_batch_size=4, world_size=8)
+EXACT = (
+    "tokens_per_update=100000 is not a multiple of micro_batch_size x seq_len = 8 x 1000 = 8000; "
+    "the nearest legal tokens_per_update is 96000 or 104000; "
+    "or keep it, with micro_batch_size 5 or 10"
+)
+TOO_MANY = (
+    "8 ranks cannot share 4 leaves (64 samples per update / micro_batch_size 16): "
+    "use at most 4 ranks, or micro_batch_size 8"
+)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("micro", "ranks", "total", "message"),
     [
-        ({}, "either tokens_per_update or global_batch_size"),
-        ({"tokens_per_update": 8, "global_batch_size": 8}, "either"),
-        ({"tokens_per_update": 8}, "needs seq_len"),
-        ({"global_batch_size": 0}, "global_batch_size must be at least 1; got 0"),
-        ({"global_batch_size": 8, "micro_batch_size": 0}, "micro_batch_size must be at least 1"),
-        ({"global_batch_size": 8, "world_size": -1}, "world_size must be at least 1"),
+        (8, 2, {"tokens_per_update": 100_000, "seq_len": 1000}, EXACT),
+        (4, 1, {"global_batch_size": 10}, "is 8 or 12; or keep it, with micro_batch_size 2 or 5"),
+        # What is proposed leaves no rank without work.
+        (4, 4, {"global_batch_size": 9}, "global_batch_size is 16; or keep it, with micro_batch_"),
+        (4, 1, {"tokens_per_update": 100, "seq_len": 16}, "tokens_per_update is 64 or 128"),
+        (16, 8, {"global_batch_size": 64}, TOO_MANY),
+        (4, 8, {"global_batch_size": 4}, "or a global batch of at least 8 samples"),
+        (1, 1, {}, "either tokens_per_update or global_batch_size"),
+        (1, 1, {"tokens_per_update": 8, "global_batch_size": 8}, "either"),
+        (1, 1, {"tokens_per_update": 8}, "needs seq_len"),
+        (1, 1, {"global_batch_size": 0}, "global_batch_size must be at least 1; got 0"),
+        (0, 1, {"global_batch_size": 8}, "micro_batch_size must be at least 1; got 0"),
+        (1, -1, {"global_batch_size": 8}, "world_size must be at least 1; got -1"),
     ],
 )
-def test_senseless_numbers_are_refused(arguments: dict[str, int], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        solve_batch_plan(**({"micro_batch_size": 1, "world_size": 1} | arguments))
+def test_what_is_not_exact_is_refused_with_the_nearest_legal_values(
+    micro: int, ranks: int, total: dict[str, int], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        solve_batch_plan(micro_batch_size=micro, world_size=ranks, **total)
+    assert message in str(caught.value)
 
 
 def test_a_plan_in_samples_has_no_tokens_and_knows_its_ranks() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import random
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -35,41 +36,22 @@ class Death(BaseException):
 
 
 class Observed(Filesystem):
-    """Calls `before(operation, path, more)` ahead of each operation."""
+    """Calls `before(operation, path, more)` ahead of each operation; nothing is really synced."""
 
-    def before(self, operation, path, more=None):
-        raise NotImplementedError
+    def __init__(self):
+        for name in ("make_dir", "create", "write", "sync_file", "sync_dir", "rename", "remove"):
+            setattr(self, name, partial(self.operate, name, getattr(super(), name)))
 
-    def make_dir(self, path):
-        self.before("make_dir", path)
-        super().make_dir(path)
-
-    def create(self, path):
-        self.before("create", path)
-        return super().create(path)
-
-    def write(self, file, data):
-        data = data[:100]  # a short write is legal, and makes more points to die at
-        self.before("write", Path(file.name), bytes(data))
-        return super().write(file, data)
-
-    def sync_file(self, file):
-        self.before("sync_file", Path(file.name))
-
-    def sync_dir(self, path):
-        self.before("sync_dir", path)
-
-    def rename(self, source, target):
-        self.before("rename", source, target)
-        super().rename(source, target)
-
-    def remove(self, path):
-        self.before("remove", path)
-        super().remove(path)
+    def operate(self, name, really, subject, *more):
+        if name == "write":
+            more = (bytes(more[0][:100]),)  # a short write is legal, and makes more points to die
+        self.before(name, subject if isinstance(subject, Path) else Path(subject.name), *more)
+        return None if name.startswith("sync") else really(subject, *more)
 
 
 class Recording(Observed):
     def __init__(self, root):
+        super().__init__()
         self.root, self.log = root, []
 
     def before(self, operation, path, more=None):
@@ -81,6 +63,7 @@ class Failing(Observed):
     """Raises `error` at operation number `at`; when that is `Death`, at all that follow too."""
 
     def __init__(self, at, error):
+        super().__init__()
         self.at, self.error, self.done = at, error, 0
 
     def before(self, operation, path, more=None):
@@ -134,12 +117,11 @@ def test_a_process_may_die_at_any_operation(tmp_path, recorded):
         assert [path.name for path in directory.iterdir()] == ["step-00000002"], at
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-def test_any_operation_may_fail(tmp_path, recorded, code, caplog):
+def test_any_operation_may_fail(tmp_path, recorded, caplog):
     for at in range(1, len(recorded[0]) + 1):
         directory = tmp_path / f"{at}" / "checkpoints"
         caplog.clear()
-        fs = Failing(at, OSError(code, "injected"))
+        fs = Failing(at, OSError(errno.EIO, "injected"))
         returned, error = 0, None
         try:
             for tag in run_saves(directory, fs):
@@ -148,10 +130,7 @@ def test_any_operation_may_fail(tmp_path, recorded, code, caplog):
             error = caught
         else:
             assert returned == len(STEPS)
-            assert fs.last in (
-                "remove",
-                "rename",
-            )  # tidying up may fail
+            assert fs.last in ("remove", "rename")  # tidying up may fail
             assert "old checkpoints" in caplog.text
         assert latest_tag(directory) in (returned, returned + 1), at
         if error:
@@ -160,31 +139,6 @@ def test_any_operation_may_fail(tmp_path, recorded, code, caplog):
             there = "is intact" if latest_tag(directory) else "no earlier good checkpoint"
             assert there in str(error)
             assert not list(directory.glob(".tmp-*")), at
-
-
-def test_order_of_operations(recorded):
-    log, returned = recorded
-    first = log[: returned[1]]
-    temporary = next(path for operation, path, _ in first if path.name.startswith(".tmp-"))
-    commit = next(i for i, (operation, *_) in enumerate(first) if operation == "rename")
-    assert first[commit][1:] == (temporary, temporary.with_name("step-00000001"))
-    files = [path for operation, path, _ in first if operation == "create"]
-    assert {path.name for path in files} == {
-        *("model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"),
-    }
-    before = [(operation, path) for operation, path, _ in first[:commit]]
-    for path in files:
-        synced = before.index(("sync_file", path))
-        assert ("write", path) not in before[synced:]
-    assert before[-1] == ("sync_dir", temporary)
-    assert ("sync_dir", temporary.parent) in [entry[:2] for entry in first[commit:]]
-    # The directories that had to be made are on the device, too.
-    assert before[:4] == [
-        ("make_dir", Path("run")),
-        ("sync_dir", Path()),
-        ("make_dir", Path("run/checkpoints")),
-        ("sync_dir", Path("run")),
-    ]
 
 
 @dataclass

@@ -1,6 +1,7 @@
 import json
 import pickle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,12 +26,7 @@ def prepared(tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
-def edit_meta(directory: Path, **changes: object) -> None:
-    path = directory / "meta.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
-@pytest.mark.parametrize("num_tokens", [17, 20, 21, 24, 25, 41])
+@pytest.mark.parametrize("num_tokens", [17, 20, 21, 24])
 def test_every_token_but_the_first_is_a_target_once(tmp_path: Path, num_tokens: int) -> None:
     tokens = np.arange(100, 100 + num_tokens)
     data = TokenDataset(write_tokens(tmp_path / "train.bin", tokens), 4)
@@ -67,7 +63,6 @@ def test_wide_vocabularies_use_uint32(tmp_path: Path) -> None:
     path = write_tokens(tmp_path / "train.bin", np.array([70_000, 1, 90_000]), "uint32")
     data = TokenDataset(path, 2, dtype="uint32")
     assert data[0][0].tolist() == [70_000, 1]
-    assert data.max_token() == 90_000
 
 
 def test_nanogpt_directories_are_taken_as_they_are(tmp_path: Path) -> None:
@@ -75,7 +70,6 @@ def test_nanogpt_directories_are_taken_as_they_are(tmp_path: Path) -> None:
     (tmp_path / "meta.pkl").write_bytes(b"not even a pickle: it must not be opened")
     data = open_dataset(tmp_path, "train", 2)
     assert data.vocab_size is None
-    assert data.max_token() == 50_256
     assert data[0][1].tolist() == [50_256, 7]
 
 
@@ -107,51 +101,39 @@ def test_a_token_outside_the_vocabulary_is_named_with_its_place(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "options", "message"),
     [
-        (b"", "train.bin is empty"),
-        (b"abc", "3 bytes is no whole number of uint16 tokens: the file is cut off"),
-        (bytes(10), "5 tokens are too few for seq_len=5, which needs at least 6"),
+        (b"", {}, "train.bin is empty"),
+        (b"abc", {}, "3 bytes is no whole number of uint16 tokens: the file is cut off"),
+        (bytes(10), {"seq_len": 5}, "5 tokens are too few for seq_len=5, which needs at least 6"),
+        (bytes(18), {"seq_len": 0}, "seq_len must be at least 1"),
+        (bytes(18), {"dtype": "int8"}, "dtype must be one of"),
+        (None, {}, r"train.bin does not exist"),
     ],
 )
-def test_unusable_files_are_refused(tmp_path: Path, content: bytes, message: str) -> None:
-    (tmp_path / "train.bin").write_bytes(content)
+def test_unusable_files_are_refused(
+    tmp_path: Path, content: bytes | None, options: dict[str, Any], message: str
+) -> None:
+    if content is not None:
+        (tmp_path / "train.bin").write_bytes(content)
     with pytest.raises(DataError, match=message):
-        open_dataset(tmp_path, "train", 5)
+        TokenDataset(tmp_path / "train.bin", **{"seq_len": 4, **options})
 
 
-def test_missing_things_are_named(tmp_path: Path) -> None:
+def test_missing_splits_and_changed_files_are_told_apart(prepared: Path) -> None:
     with pytest.raises(DataError, match="nowhere does not exist; make it with gradsync prepare"):
-        open_dataset(tmp_path / "nowhere", "train", 4)
-    with pytest.raises(DataError, match=r"train.bin does not exist"):
-        open_dataset(tmp_path, "train", 4)
-    write_tokens(tmp_path / "train.bin", np.arange(9))
-    with pytest.raises(DataError, match="seq_len must be at least 1"):
-        open_dataset(tmp_path, "train", 0)
-    with pytest.raises(DataError, match="dtype must be one of"):
-        TokenDataset(tmp_path / "train.bin", 4, dtype="int8")
-
-
-def test_a_file_cut_off_after_preparing_is_refused(prepared: Path) -> None:
+        open_dataset(prepared / "nowhere", "train", 4)
+    with pytest.raises(DataError, match="prepared without a 'test' split"):
+        open_dataset(prepared, "test", 4)
     path = prepared / "train.bin"
-    path.write_bytes(path.read_bytes()[:-2])
+    content = path.read_bytes()
+    path.write_bytes(content[:-2])
     with pytest.raises(DataError, match=r"has 1900 bytes, meta.json says 1902 \(951 tokens\)"):
         open_dataset(prepared, "train", 16)
-
-
-def test_a_changed_file_of_the_right_size_is_refused(prepared: Path) -> None:
-    path = prepared / "train.bin"
-    content = bytearray(path.read_bytes())
-    content[100] ^= 1
-    path.write_bytes(content)
+    path.write_bytes(b"?" + content[1:])
     with pytest.raises(DataError, match=r"SHA-256 is .* damaged or replaced"):
         open_dataset(prepared, "train", 16)
     open_dataset(prepared, "val", 16)
-
-
-def test_a_missing_split_or_file_is_told_apart(prepared: Path) -> None:
-    with pytest.raises(DataError, match="prepared without a 'test' split"):
-        open_dataset(prepared, "test", 4)
     (prepared / "val.bin").unlink()
     with pytest.raises(DataError, match=r"val.bin does not exist"):
         open_dataset(prepared, "val", 4)
@@ -173,7 +155,8 @@ def test_a_missing_split_or_file_is_told_apart(prepared: Path) -> None:
 def test_a_malformed_description_names_file_and_key(
     prepared: Path, changes: dict[str, object], message: str
 ) -> None:
-    edit_meta(prepared, **changes)
+    path = prepared / "meta.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(DataError, match=message) as caught:
         open_dataset(prepared, "train", 16)
     assert "meta.json" in str(caught.value)

@@ -60,23 +60,17 @@ def test_the_first_two_parts_are_inputs_and_targets(batch: Any) -> None:
         ("text", "a str"),
         (Batch(X), "a Batch"),
         (None, "a NoneType"),
+        ([X], "a list of 1"),
+        ((X,), "a tuple of 1"),  # as `TensorDataset(x)` gives it
+        (Single(X), "a Single of 1"),
     ],
 )
-def test_what_has_no_parts_is_the_inputs(batch: Any, said: str) -> None:
+def test_what_has_no_second_part_has_inputs_only(batch: Any, said: str) -> None:
     leaf = leaf_of(batch)
-    assert leaf.inputs is leaf.batch
+    assert leaf.inputs is (X if said.endswith("of 1") else leaf.batch)
     with pytest.raises(DataError) as raised:
         _ = leaf.targets
     assert f"this batch is {said}: use leaf.batch or leaf.inputs" in str(raised.value)
-
-
-@pytest.mark.parametrize("batch", [[X], (X,), Single(X)])
-def test_one_part_is_the_inputs(batch: Any) -> None:
-    """As `TensorDataset(x)` gives it."""
-    leaf = leaf_of(batch)
-    assert leaf.inputs is X
-    with pytest.raises(DataError, match=f"this batch is a {type(batch).__name__} of 1: use"):
-        _ = leaf.targets
 
 
 @pytest.mark.parametrize("kind", [dict, UserDict])

@@ -1,0 +1,554 @@
+"""The loader's promise: order, draws and exactness depend neither on world size nor on workers."""
+
+import json
+import multiprocessing
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradsync.comm.single import SingleCommunicator
+from gradsync.data.leaf import Leaf
+from gradsync.data.loader import DatasetLoader, EvalLeaves, Loader, loader
+from gradsync.data.streaming import StreamLoader, stream_loader
+from gradsync.data.tokens import TokenDataset
+from gradsync.errors import ConfigError, DataError
+from gradsync.runtime.seeds import seed_leaf
+from gradsync.world import World
+
+
+class Numbers(torch.utils.data.Dataset[int]):
+    """Sample i is the number i."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> int:
+        assert type(index) is int
+        return index
+
+
+def make(size: int, rank: int = 0, world_size: int = 1, **options: Any) -> Loader:
+    return loader(Numbers(size), World(rank=rank, world_size=world_size), **options)
+
+
+def read(one: Loader, num_steps: int | None = None) -> list[list[Leaf]]:
+    """This rank's leaves of the next steps, at most `num_steps`."""
+    steps = []
+    for step in one if num_steps != 0 else ():
+        steps.append(list(step))
+        assert len(step) == len(steps[-1])
+        if len(steps) == num_steps:
+            break
+    return steps
+
+
+def numbers(leaves: list[Leaf]) -> list[int]:
+    return [number for leaf in leaves for number in leaf.batch.tolist()]
+
+
+def together(loaders: list[Loader], num_steps: int | None = None) -> list[list[Leaf]]:
+    """The leaves of all ranks, step by step in rank order."""
+    per_rank = [read(one, num_steps) for one in loaders]
+    return [[leaf for leaves in step for leaf in leaves] for step in zip(*per_rank, strict=True)]
+
+
+@dataclass
+class Case:
+    size: int
+    micro: int
+    leaves: int
+    worlds: tuple[int, int]
+    epochs: int
+    stop: int
+    shuffle: bool
+
+    def ranks(self, world_size: int) -> list[Loader]:
+        options = {
+            "global_batch_size": self.micro * self.leaves,
+            "micro_batch_size": self.micro,
+            "num_epochs": self.epochs,
+            "shuffle": self.shuffle,
+            "seed": 11,
+        }
+        return [make(self.size, rank, world_size, **options) for rank in range(world_size)]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    leaves = draw(st.integers(1, 9))
+    return Case(
+        size=draw(st.integers(1, 50)),
+        micro=draw(st.integers(1, 5)),
+        leaves=leaves,
+        worlds=(draw(st.integers(1, leaves)), draw(st.integers(1, leaves))),
+        epochs=draw(st.integers(1, 3)),
+        stop=draw(st.integers(0, 12)),
+        shuffle=draw(st.booleans()),
+    )
+
+
+@given(case=cases())
+def test_all_ranks_together_read_exactly_the_global_batches_in_order(case: Case) -> None:
+    one = together(case.ranks(1))
+    per_rank = [read(rank) for rank in case.ranks(case.worlds[0])]
+    stream = [number for step in one for number in numbers(step)]
+    for number, step in enumerate(zip(*per_rank, strict=True)):
+        leaves = [leaf for mine in step for leaf in mine]
+        assert numbers(leaves) == numbers(one[number])
+        assert [leaf.index for leaf in leaves] == list(range(len(leaves)))
+        assert {leaf.step for leaf in leaves} <= {number}
+        assert all(leaf.num_samples == leaf.num_targets == len(leaf.batch) for leaf in leaves)
+        for mine in step:  # all ranks agree on whether to synchronise
+            last = [all(step) and place == len(mine) for place in range(1, len(mine) + 1)]
+            assert [leaf.is_last for leaf in mine] == last
+    assert len(one) == number + 1
+    assert all(len(numbers(step)) == case.micro * case.leaves for step in one[:-1])
+    epochs = [stream[at : at + case.size] for at in range(0, len(stream), case.size)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(case.size))] * case.epochs
+
+
+@given(case=cases())
+def test_a_resumed_run_goes_on_alike_at_another_world_size(case: Case) -> None:
+    undisturbed = together(case.ranks(1))
+    before = case.ranks(case.worlds[0])
+    first = together(before, case.stop)
+    states = [json.loads(json.dumps(one.state_dict())) for one in before]
+    assert all(state == states[0] for state in states)
+    after = case.ranks(case.worlds[1])
+    for one in after:
+        one.load_state_dict(states[0])
+    resumed = first + together(after)
+    assert [numbers(step) for step in resumed] == [numbers(step) for step in undisturbed]
+    places = [[(leaf.step, leaf.index) for leaf in step] for step in resumed]
+    assert places == [[(leaf.step, leaf.index) for leaf in step] for step in undisturbed]
+
+
+def test_the_stream_has_no_end_by_default_and_epochs_advance_alone() -> None:
+    one = make(10, global_batch_size=4, micro_batch_size=2)
+    stream = [n for step in read(one, 25) for n in numbers(step)]
+    assert Counter(stream) == dict.fromkeys(range(10), 10)
+    assert one.epoch == 10.0
+    assert stream[:10] != stream[10:20]
+
+
+def test_leaving_the_loop_and_coming_back_goes_on_with_the_next_step() -> None:
+    options = {"global_batch_size": 4, "micro_batch_size": 2}
+    one = make(10, **options)
+    parts = read(one, 1) + read(one, 2) + read(one, 1)
+    assert list(map(numbers, parts)) == list(map(numbers, read(make(10, **options), 4)))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_leaves_that_nobody_read_do_not_shift_the_following_steps(num_workers: int) -> None:
+    options = {"global_batch_size": 6, "micro_batch_size": 2, "num_workers": num_workers}
+    whole = read(make(24, **options), 4)
+    one = make(24, **options)
+    steps = iter(one)
+    next(steps)
+    leaf = next(iter(next(steps)))
+    assert leaf.batch.tolist() == whole[1][0].batch.tolist()
+    assert numbers(list(next(steps))) == numbers(whole[2])
+    one.close()
+
+
+def test_what_comes_too_late_says_so() -> None:
+    """A step read twice, or after the next began; an iteration that was overtaken or moved."""
+    one = make(9, global_batch_size=2, micro_batch_size=1)
+    steps = iter(one)
+    first = next(steps)
+    list(first)
+    with pytest.raises(RuntimeError, match="leaves of step 0 can be read once"):
+        list(first)
+    second, third = next(steps), next(steps)
+    with pytest.raises(RuntimeError, match="leaves of step 1 can be read once"):
+        list(second)
+    new = iter(one)
+    next(new)
+    for late in (lambda: list(third), lambda: next(steps)):
+        with pytest.raises(RuntimeError, match="this iteration of the loader is over"):
+            late()
+    one.load_state_dict(one.state_dict())
+    with pytest.raises(RuntimeError, match="this iteration of the loader is over"):
+        next(new)
+
+
+# -- workers ---------------------------------------------------------------------------------------
+
+
+@settings(max_examples=2)
+@given(stop=st.integers(1, 4))
+def test_workers_change_nothing_and_what_they_read_ahead_is_not_counted(stop: int) -> None:
+    options = {"global_batch_size": 6, "micro_batch_size": 2, "num_epochs": 2}
+    plain = make(17, **options)
+    helped = make(17, num_workers=2, **options)
+    first = read(helped, stop)
+    assert list(map(numbers, first)) == list(map(numbers, read(plain, stop)))
+    assert helped.state_dict() == plain.state_dict()
+    resumed = make(17, num_workers=1, **options)
+    resumed.load_state_dict(helped.state_dict())
+    assert list(map(numbers, read(resumed))) == list(map(numbers, read(plain)))
+    assert multiprocessing.active_children() == []
+    state = torch.get_rng_state()  # workers draw nothing from the global generator
+    read(make(8, num_workers=1, seed_leaves=False, **options), 1)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_no_worker_outlives_the_loop_even_when_the_step_is_kept() -> None:
+    one = make(1000, global_batch_size=2, micro_batch_size=1, num_workers=2)
+    steps = iter(one)
+    kept = next(steps)
+    assert len(multiprocessing.active_children()) == 2
+    one.close()
+    assert multiprocessing.active_children() == []
+    for step in one:
+        kept = step
+        break
+    assert multiprocessing.active_children() == []
+    assert len(kept) == 2
+
+
+class Broken(Numbers):
+    def __getitem__(self, index: int) -> int:
+        raise KeyError(f"no sample {index}")
+
+
+class Deadly(Numbers):
+    def __getitem__(self, index: int) -> int:
+        os._exit(3)
+
+
+@pytest.mark.parametrize(
+    ("data", "num_workers", "error", "message"),
+    [
+        (Broken(8), 0, KeyError, "no sample"),
+        (Broken(8), 1, KeyError, "no sample"),
+        (Deadly(8), 1, RuntimeError, "exited unexpectedly"),
+    ],
+)
+def test_an_error_while_reading_comes_through_and_is_no_hang(
+    data: Numbers, num_workers: int, error: type[Exception], message: str
+) -> None:
+    options = {"global_batch_size": 2, "micro_batch_size": 2, "num_workers": num_workers}
+    with pytest.raises(error, match=message):
+        read(loader(data, World(), **options), 1)
+    assert multiprocessing.active_children() == []
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+def test_a_state_of_something_else_is_refused_naming_both() -> None:
+    options = {"global_batch_size": 2, "micro_batch_size": 1}
+    state = make(10, seed=1, **options).state_dict()
+    with pytest.raises(DataError, match=r"data set 'Numbers:10', this loader has 'Numbers:11'"):
+        make(11, seed=1, **options).load_state_dict(state)
+    with pytest.raises(DataError, match="with seed 1, this loader has 2"):
+        make(10, seed=2, **options).load_state_dict(state)
+    with pytest.raises(DataError, match="with shuffle True, this loader has False"):
+        make(10, seed=1, shuffle=False, **options).load_state_dict(state)
+    for wrong in (None, -1, True, "4"):
+        with pytest.raises(DataError, match="no usable 'samples'"):
+            make(10, seed=1, **options).load_state_dict({**state, "samples": wrong})
+
+
+def test_another_global_batch_goes_on_at_the_same_sample() -> None:
+    one = make(12, global_batch_size=4, micro_batch_size=2)
+    read(one, 1)
+    other = make(12, global_batch_size=8, micro_batch_size=4)
+    other.load_state_dict(one.state_dict())
+    assert numbers(read(other, 1)[0]) == [n for step in read(one, 2) for n in numbers(step)]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "message"),
+    [
+        (Numbers(8), {"global_batch_size": 6, "micro_batch_size": 4}, "is 4 or 8; or keep it"),
+        (Numbers(8), {"num_workers": -1}, "num_workers must be at least 0"),
+        (Numbers(8), {"num_epochs": 0}, "num_epochs must be at least 1"),
+        (Numbers(0), {}, "no samples"),
+        (iter([1]), {}, "list_iterator has no __len__"),
+        (torch.utils.data.DataLoader(Numbers(4)), {}, r"batches of its own: .*dataloader\.dataset"),
+        ({"train": Numbers(4), "test": Numbers(2)}, {}, r"\('train', 'test'\): pass one of them"),
+        (Numbers, {}, r"Numbers is a class: pass an object, Numbers\(...\)"),
+    ],
+)
+def test_what_cannot_be_loaded_is_named(
+    dataset: Any, options: dict[str, int], message: str
+) -> None:
+    with pytest.raises((ConfigError, DataError), match=message):
+        loader(dataset, World(), **({"global_batch_size": 2, "micro_batch_size": 1} | options))
+
+
+# -- data sets -------------------------------------------------------------------------------------
+
+
+class Pairs(Numbers):
+    """Pairs with ignored targets; reads several samples at once, as torch allows."""
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        targets = torch.tensor([1, -100, 2])
+        return [(torch.full((3,), index), targets) for index in indices]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_batches_go_to_the_device_after_their_targets_were_counted(num_workers: int) -> None:
+    """The device `meta` holds no data: counting there could only fail."""
+    options = {"global_batch_size": 2, "micro_batch_size": 2, "num_workers": num_workers}
+    (leaf,) = read(loader(Pairs(4), World(device="meta"), **options), 1)[0]
+    assert leaf.inputs.device.type == leaf.targets.device.type == "meta"
+    assert (leaf.num_samples, leaf.num_targets) == (2, 4)
+    (leaf,) = read(loader(Pairs(4), World(device="meta"), device="cpu", **options), 1)[0]
+    assert leaf.inputs.shape == leaf.targets.shape == (2, 3)
+    one = make(4, collate_fn=sorted, shuffle=False, **options)  # makes the batch
+    assert read(one, 1)[0][0].batch == [0, 1]
+
+
+def test_hugging_face_data_sets_are_read_as_they_are() -> None:
+    """They too have a method `batch`, with other arguments: that name says nothing."""
+    columns = {"number": list(range(10)), "text": list("abcdefghij")}
+    data = datasets.Dataset.from_dict(columns).with_format("torch")
+    options = {"global_batch_size": 4, "micro_batch_size": 2, "num_epochs": 1}
+    one = loader(data, World(), **options)
+    batches = [leaf.batch for step in one for leaf in step]
+    found = [n for batch in batches for n in batch["number"].tolist()]
+    assert sorted(found) == list(range(10))
+    texts = [text for batch in batches for text in batch["text"]]
+    assert texts == ["abcdefghij"[n] for n in found]
+    assert one.state_dict()["dataset"] == f"Dataset:10:{data._fingerprint}"
+    data.fingerprint = "mine"  # a name given by the user comes first
+    assert loader(data, World(), **options).state_dict()["dataset"] == "Dataset:10:mine"
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """42 samples of 4 tokens; sample i begins with token 4i."""
+    np.arange(42 * 4 + 1, dtype=np.uint16).tofile(tmp_path / "train.bin")
+    return tmp_path
+
+
+def test_every_token_is_a_target_once_an_epoch_with_and_without_workers(directory: Path) -> None:
+    data = TokenDataset(directory / "train.bin", 4)
+    options = {"global_batch_size": 8, "micro_batch_size": 4, "num_epochs": 1}
+    found = []
+    for num_workers in (0, 2):
+        one = loader(data, World(), num_workers=num_workers, **options)
+        leaves = [leaf for step in one for leaf in step]
+        assert sum(leaf.num_targets for leaf in leaves) == 168
+        assert data.fingerprint in one.state_dict()["dataset"]
+        found.append([(leaf.inputs.tolist(), leaf.targets.tolist()) for leaf in leaves])
+    assert found[0] == found[1]
+    targets = [t for _, rows in found[0] for row in rows for t in row]
+    assert sorted(targets) == list(range(1, 169))
+
+
+# -- draws -----------------------------------------------------------------------------------------
+
+Drawn = dict[tuple[int, int], list[float]]
+"""By (step, leaf): the next random numbers when the leaf was handed out."""
+OPTIONS: dict[str, Any] = {"global_batch_size": 12, "micro_batch_size": 2}
+
+
+@pytest.fixture
+def random_state() -> Iterator[None]:
+    with torch.random.fork_rng(devices=[]):
+        yield
+
+
+class Noisy:
+    """Samples are drawn anew whenever they are read."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return index + torch.rand(())
+
+
+def draw(steps: Any, num_steps: int = 3) -> Drawn:
+    """Numbers drawn at each leaf, as dropout would, with other draws in between."""
+    drawn = {}
+    for step in islice(steps, num_steps):
+        for leaf in step:
+            drawn[leaf.step, leaf.index] = torch.rand(3).tolist()
+            torch.rand(leaf.index)
+        torch.rand(5)
+    return drawn
+
+
+def of_batches(steps: Any) -> Drawn:
+    return {(leaf.step, leaf.index): leaf.batch.tolist() for s in islice(steps, 2) for leaf in s}
+
+
+def over_ranks(
+    world_size: int, data: Any = range(12), take: Callable[[Any], Drawn] = draw, **options: Any
+) -> Drawn:
+    """Draws of all ranks, one rank after the other, each from another state."""
+    drawn: Drawn = {}
+    for rank in range(world_size):
+        torch.manual_seed(rank)
+        drawn |= take(loader(data, World(rank=rank, world_size=world_size), **OPTIONS, **options))
+    return drawn
+
+
+def keyed(seed: int, keys: Any) -> Drawn:
+    drawn = {}
+    for step, leaf in keys:
+        seed_leaf(seed, step, leaf)
+        drawn[step, leaf] = torch.rand(3).tolist()
+    return drawn
+
+
+@pytest.mark.usefixtures("random_state")
+@pytest.mark.parametrize(("world_size", "num_workers"), [(1, 0), (2, 1), (3, 0), (4, 1)])
+def test_draws_are_keyed_by_seed_step_and_leaf(world_size: int, num_workers: int) -> None:
+    drawn = over_ranks(world_size, seed=5, num_workers=num_workers)
+    assert sorted(drawn) == [(step, leaf) for step in range(3) for leaf in range(6)]
+    assert drawn == keyed(5, drawn)
+    others = [*drawn.values(), *keyed(6, drawn).values()]
+    assert len({tuple(numbers) for numbers in others}) == 36
+    assert over_ranks(world_size, Noisy(), of_batches) == over_ranks(1, Noisy(), of_batches)
+
+
+@pytest.mark.usefixtures("random_state")
+def test_a_resumed_loader_draws_what_the_undisturbed_one_did() -> None:
+    one = loader(range(12), World(), **OPTIONS, seed=5)
+    draw(one, 2)
+    other = loader(range(12), World(), **OPTIONS, seed=5)
+    other.load_state_dict(one.state_dict())
+    assert draw(other, 1) == keyed(5, [(2, leaf) for leaf in range(6)])
+
+
+def stream(rank: int, **options: Any) -> StreamLoader:
+    """Rank `rank` of two, which agrees with itself alone."""
+    return stream_loader(
+        range(12),
+        World(rank=rank, world_size=2),
+        **{**OPTIONS, "global_batch_size": 8},
+        comm=SingleCommunicator(),
+        num_epochs=2,
+        collate_fn=torch.tensor,
+        seed=5,
+        **options,
+    )
+
+
+@pytest.mark.usefixtures("random_state")
+def test_a_stream_keys_its_leaves_too() -> None:
+    for rank in (0, 1):
+        torch.manual_seed(rank)
+        drawn = draw(stream(rank))
+        assert sorted(drawn) == [(step, 2 * rank + leaf) for step in range(3) for leaf in range(2)]
+        assert drawn == keyed(5, drawn)
+
+
+@pytest.mark.usefixtures("random_state")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: loader(range(12), World(), **OPTIONS, seed_leaves=False),
+        lambda: stream(0, seed_leaves=False),
+    ],
+    ids=["loader", "stream"],
+)
+def test_generators_are_left_alone_on_request(make: Callable[[], Any]) -> None:
+    torch.manual_seed(3)
+    drawn = draw(make(), 1)
+    torch.manual_seed(3)
+    for leaf in range(len(drawn)):
+        assert drawn[0, leaf] == torch.rand(3).tolist()
+        torch.rand(leaf)
+
+
+# -- evaluation, and batches without steps ---------------------------------------------------------
+
+
+@given(
+    size=st.integers(1, 60),
+    micro=st.integers(1, 9),
+    world_size=st.integers(1, 10),
+    most=st.none() | st.integers(1, 70),
+)
+def test_evaluation_sees_each_sample_once_on_one_rank(
+    size: int, micro: int, world_size: int, most: int | None
+) -> None:
+    data = list(range(size))
+    seen, places = [], []
+    for rank in range(world_size):
+        leaves = EvalLeaves(data, World(rank=rank, world_size=world_size), micro, max_samples=most)
+        for _ in range(2):  # it may be gone through again
+            found = list(leaves)
+        assert len(found) == len(leaves) <= leaves.most
+        assert not any(leaf.is_last for leaf in found)
+        seen += numbers(found)
+        places += [leaf.index for leaf in found]
+    assert seen == data[:most]
+    assert places == list(range(-(-len(seen) // micro)))
+    assert leaves.total_samples == len(seen)
+
+
+def dataset_loaders(directory: Path, count: int, batch: int) -> list[DatasetLoader]:
+    return [DatasetLoader(batch, 4, rank, count, directory, seed=5) for rank in range(count)]
+
+
+def firsts(ranks: list[DatasetLoader]) -> list[int]:
+    """The samples of one call on all ranks, by their first tokens."""
+    batches = [one.next_batch() for one in ranks]
+    assert all(torch.equal(x + 1, y) for x, y in batches)
+    return [n for x, _ in batches for n in x[:, 0].tolist()]
+
+
+def test_dataset_loaders_of_one_call_are_disjoint_and_together_complete(directory: Path) -> None:
+    ranks = dataset_loaders(directory, 3, 2)
+    for _ in range(2):
+        epoch = [n for _ in range(7) for n in firsts(ranks)]
+        assert sorted(epoch) == list(range(0, 168, 4))
+    batches = iter(DatasetLoader(40, 4, 0, 1, directory))
+    assert [next(batches)[0].shape for _ in range(5)] == [(40, 4)] * 5
+
+
+def test_a_dataset_loader_goes_on_with_another_number_of_processes(directory: Path) -> None:
+    undisturbed = dataset_loaders(directory, 1, 6)
+    expected = [firsts(undisturbed) for _ in range(4)]
+    before = dataset_loaders(directory, 2, 3)
+    assert [firsts(before) for _ in range(2)] == expected[:2]
+    after = dataset_loaders(directory, 3, 2)
+    firsts(after)  # loading ends what a loader was doing
+    for one in after:
+        one.load_state_dict(before[0].state_dict())
+    assert [firsts(after) for _ in range(2)] == expected[2:]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch": 0}, "batch must be at least 1; got 0"),
+        ({"seq_len": -2}, "seq_len must be at least 1; got -2"),
+        ({"num_processes": 0}, "num_processes must be at least 1"),
+        ({"process_rank": 2}, "process_rank must be in 0..1; got 2"),
+        ({"process_rank": -1}, "process_rank must be in 0..1; got -1"),
+        ({"split": "val"}, r"val.bin does not exist"),
+    ],
+)
+def test_senseless_arguments_are_refused(
+    directory: Path, changes: dict[str, Any], message: str
+) -> None:
+    arguments = {"batch": 1, "seq_len": 4, "process_rank": 0, "num_processes": 2}
+    with pytest.raises((ConfigError, DataError), match=message):
+        DatasetLoader(**(arguments | changes), dataset_dir=directory)
+    for micro, most in ((0, None), (1, 0)):
+        with pytest.raises(ConfigError, match="must be at least 1; got 0"):
+            EvalLeaves([1], World(), micro, most)

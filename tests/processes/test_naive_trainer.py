@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gradsync.compat.naive_trainer import NaiveDDPTrainer, shard_batch
+from gradsync.compat.course import NaiveDDPTrainer, shard_batch
 from gradsync.errors import ConfigError, DataError, RunError
 from support.rank_session import open_session
 

@@ -16,7 +16,7 @@ from gradsync.data.evaluation import EvalLeaves, eval_leaves
 from gradsync.errors import RunError
 from gradsync.models.config import GPTConfig
 from gradsync.models.gpt import GPT
-from gradsync.train.evaluate import evaluate
+from gradsync.train.learner import evaluate
 from gradsync.world import World
 from support.thread_ranks import run_thread_ranks
 
@@ -152,7 +152,7 @@ def test_it_computes_under_the_given_autocast() -> None:
 def test_sums_are_kept_in_double_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     """In fp32 a sum of 2**24 + 1 + 1 loses the ones."""
     values = iter((float(2**24), 1.0, 1.0))
-    monkeypatch.setattr("gradsync.train.evaluate.loss_sum", lambda *_: torch.tensor(next(values)))
+    monkeypatch.setattr("gradsync.train.learner.loss_sum", lambda *_: torch.tensor(next(values)))
     leaves = leaves_of(0, 1, 10)
     targets = sum(leaf.num_targets for leaf in leaves)
     loss = evaluate(GPT(SHAPE), leaves, SingleCommunicator(), nullcontext())

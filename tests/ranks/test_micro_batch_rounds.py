@@ -14,8 +14,7 @@ from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.single import SingleCommunicator
 from gradsync.plan.memory.probe import Cost, MemoryProbe, is_out_of_memory
 from gradsync.plan.micro_batch import Trial, chosen_size, try_sizes
-from gradsync.train.micro_batch_probe import MicroBatch, find_micro_batch
-from gradsync.train.rehearsal import Rehearsal
+from gradsync.train.micro_batch import MicroBatch, Rehearsal, find_micro_batch
 from gradsync.world import World
 from support.small_run import small_config
 from support.thread_ranks import run_thread_ranks

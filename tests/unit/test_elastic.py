@@ -15,19 +15,17 @@ from gradsync.cli.elastic import before_ranks, given_fields, take_flag, with_ran
 from gradsync.comm.single import SingleCommunicator
 from gradsync.errors import ConfigError, RunError
 from gradsync.plan.described.file import load_hardware
-from gradsync.train import micro_batch_probe
-from gradsync.train.config import SyncConfig, TrainConfig
+from gradsync.train import micro_batch
+from gradsync.train.config import SyncConfig, TrainConfig, recipe
 from gradsync.train.config_io import parse_config, write_config
 from gradsync.train.elastic import Decision, decide
-from gradsync.train.micro_batch_cache import (
+from gradsync.train.micro_batch import (
+    PROBED,
     ProbeConditions,
     Probed,
-    probed_path,
-    read_probed,
-    save_probed,
+    find_micro_batch,
+    sizes_of,
 )
-from gradsync.train.micro_batch_probe import find_micro_batch, sizes_of
-from gradsync.train.recipes import recipe
 from gradsync.world import World
 from support.small_run import small_config
 
@@ -177,7 +175,7 @@ def test_it_runs_once_and_is_remembered(tmp_path: Path, monkeypatch: pytest.Monk
     def never(*_: object, **__: object) -> None:
         raise AssertionError("it was measured before")
 
-    monkeypatch.setattr(micro_batch_probe, "try_sizes", never)
+    monkeypatch.setattr(micro_batch, "try_sizes", never)
     again, note = probe(replace(config, model=replace(config.model, dropout=0.0)))
     assert again == size
     assert "probed 20" in note
@@ -189,7 +187,7 @@ def test_a_model_larger_than_memory_is_not_even_tried(
     few = SimpleNamespace(
         limit_bytes=10**5, works=True, clear=lambda: None, run=lambda _: pytest.fail("it was tried")
     )
-    monkeypatch.setattr(micro_batch_probe, "MemoryProbe", lambda *_, **__: few)
+    monkeypatch.setattr(micro_batch, "MemoryProbe", lambda *_, **__: few)
     with pytest.raises(ConfigError, match=r"does not fit: a leaf of 1 x 16 tokens .* GB short"):
         probe(small_config(tmp_path, tmp_path))
 
@@ -198,7 +196,7 @@ def test_without_a_word_about_memory_the_micro_batch_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     silent = SimpleNamespace(limit_bytes=10**9, works=False)
-    monkeypatch.setattr(micro_batch_probe, "MemoryProbe", lambda *_, **__: silent)
+    monkeypatch.setattr(micro_batch, "MemoryProbe", lambda *_, **__: silent)
     assert probe(small_config(tmp_path, tmp_path))[0] == 2
 
 
@@ -238,15 +236,15 @@ CONDITIONS = ProbeConditions(
     cores=2,
     torch="2.13",
 )
-PROBED = Probed(size=4, peak_bytes=800, limit_bytes=1000, date="2026-01-02")
+FOUND = Probed(size=4, peak_bytes=800, limit_bytes=1000, date="2026-01-02")
 
 
 def test_the_cache_gives_back_what_it_got() -> None:
-    assert read_probed(CONDITIONS) is None
-    save_probed(CONDITIONS, PROBED)
-    assert read_probed(CONDITIONS) == PROBED
+    assert PROBED.read(CONDITIONS) is None
+    PROBED.save(CONDITIONS, FOUND)
+    assert PROBED.read(CONDITIONS) == FOUND
     for name, value in (("world_size", 4), ("device", "H100"), ("dtype", "fp32")):
-        assert read_probed(replace(CONDITIONS, **{name: value})) is None
+        assert PROBED.read(replace(CONDITIONS, **{name: value})) is None
 
 
 @pytest.mark.parametrize(
@@ -254,30 +252,30 @@ def test_the_cache_gives_back_what_it_got() -> None:
     ["", "[]", "{}", "null", '{"format_version": 1}', "\udcff"],
 )
 def test_a_damaged_file_is_measured_anew(damage: str) -> None:
-    path = save_probed(CONDITIONS, PROBED)
+    path = PROBED.save(CONDITIONS, FOUND)
     path.write_bytes(damage.encode(errors="surrogateescape"))
-    assert read_probed(CONDITIONS) is None
+    assert PROBED.read(CONDITIONS) is None
 
 
 @pytest.mark.parametrize(("name", "value"), [("size", 3), ("size", True), ("peak_bytes", 0)])
 def test_a_file_that_says_what_cannot_be_is_measured_anew(name: str, value: object) -> None:
-    changed = SimpleNamespace(**asdict(PROBED) | {name: value})
-    path = save_probed(CONDITIONS, replace(PROBED, **{name: getattr(changed, name)}))
-    assert path == probed_path(CONDITIONS)
-    assert read_probed(CONDITIONS) is None
+    changed = SimpleNamespace(**asdict(FOUND) | {name: value})
+    path = PROBED.save(CONDITIONS, replace(FOUND, **{name: getattr(changed, name)}))
+    assert path == PROBED.path(CONDITIONS)
+    assert PROBED.read(CONDITIONS) is None
 
 
 def test_it_holds_where_there_is_about_as_much_room() -> None:
-    assert PROBED.holds(1000)
-    assert PROBED.holds(1249)
-    assert not PROBED.holds(1251)  # more may fit now
-    assert PROBED.holds(800)
-    assert not PROBED.holds(799)
+    assert FOUND.holds(1000)
+    assert FOUND.holds(1249)
+    assert not FOUND.holds(1251)  # more may fit now
+    assert FOUND.holds(800)
+    assert not FOUND.holds(799)
 
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("GRADSYNC_CACHE", str(tmp_path / "file"))
     with pytest.raises(RunError, match="GRADSYNC_CACHE can name another"):
-        save_probed(CONDITIONS, PROBED)
-    assert read_probed(CONDITIONS) is None
+        PROBED.save(CONDITIONS, FOUND)
+    assert PROBED.read(CONDITIONS) is None

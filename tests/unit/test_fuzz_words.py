@@ -21,9 +21,8 @@ from gradsync.plan.described.catalog import hardware_of
 from gradsync.plan.described.file import dump_hardware, load_hardware
 from gradsync.runtime.coordinator import plan_coordinator
 from gradsync.runtime.resolve import explain_world, resolve
-from gradsync.train.config import TrainConfig
+from gradsync.train.config import TrainConfig, recipe
 from gradsync.train.config_io import parse_config, write_config
-from gradsync.train.recipes import recipe
 from support.fuzz import changed, damaged, fuzzed, randoms, within_seconds
 
 CONFIG = asdict(recipe("mini"))

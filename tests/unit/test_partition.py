@@ -22,7 +22,7 @@ from gradsync.parallel.norm_places import norm_places
 from gradsync.parallel.optimizer_parts import join_states, state_of_part
 from gradsync.parallel.partition import Part, check_divisible, cut_tensors, place_tensors
 from gradsync.train.config import OptimConfig
-from gradsync.train.optimizer import build_optimizer
+from gradsync.train.learner import build_optimizer
 
 SHAPE = GPTConfig(n_layer=5, n_head=4, n_kv_head=2, n_embd=8, vocab_size=10, hidden_dim=12)
 LAYOUTS = st.builds(Layout, dp=st.integers(1, 3), pp=st.integers(1, 5), tp=st.sampled_from((1, 2)))

@@ -11,8 +11,8 @@ from gradsync.cli.train import check_request
 from gradsync.errors import ConfigError
 from gradsync.models.config import GPTConfig
 from gradsync.sync.registry import STRATEGIES
+from gradsync.train.check import goes_with_parts
 from gradsync.train.config import SyncConfig, TrainConfig
-from gradsync.train.split_check import goes_with_parts
 
 CONFIG = TrainConfig(
     tokens_per_update=4_096,  # 8 leaves

@@ -22,9 +22,9 @@ from gradsync.train.config import (
     OptimConfig,
     SyncConfig,
     TrainConfig,
+    recipe,
 )
 from gradsync.train.config_io import parse_config, to_flags, write_config
-from gradsync.train.recipes import recipe
 
 PARTS = (TrainConfig, OptimConfig, EvalConfig, CheckpointConfig, SyncConfig)
 
@@ -37,15 +37,20 @@ PARTS = (TrainConfig, OptimConfig, EvalConfig, CheckpointConfig, SyncConfig)
         (OptimConfig, "lr", math.nan, r"optim.lr must be a positive number; got nan"),
         (OptimConfig, "min_lr_ratio", -0.1, r"optim.min_lr_ratio must be in 0..1; got -0.1"),
         (OptimConfig, "min_lr_ratio", 1.1, r"optim.min_lr_ratio must be in 0..1; got 1.1"),
-        (OptimConfig, "warmup_steps", -1, r"optim.warmup_steps must not be negative; got -1"),
-        (OptimConfig, "decay_fraction", 0.0, r"optim.decay_fraction must be in 0..1; got 0.0"),
-        (OptimConfig, "decay_fraction", 1.5, r"optim.decay_fraction must be in 0..1; got 1.5"),
+        (OptimConfig, "warmup_steps", -1, r"optim.warmup_steps must be at least 0; got -1"),
+        (
+            OptimConfig,
+            "decay_fraction",
+            0.0,
+            r"optim.decay_fraction must be in 0..1, 0 excluded; got 0.0",
+        ),
+        (OptimConfig, "decay_fraction", 1.5, r"optim.decay_fraction must be in 0..1, .* got 1.5"),
         (OptimConfig, "clip_norm", 0.0, r"optim.clip_norm must be positive, or None .* got 0.0"),
         (OptimConfig, "clip_norm", -1.0, r"optim.clip_norm must be positive, or None .* got -1.0"),
-        (OptimConfig, "beta1", 1.0, r"optim.beta1 and beta2 must be in 0..1, .* got 1.0 and 0.95"),
-        (OptimConfig, "beta2", -0.1, r"optim.beta1 and beta2 must be in 0..1, .* got 0.9 and -0.1"),
+        (OptimConfig, "beta1", 1.0, r"optim.beta1 must be in 0..1, 1 excluded; got 1.0"),
+        (OptimConfig, "beta2", -0.1, r"optim.beta2 must be in 0..1, 1 excluded; got -0.1"),
         (OptimConfig, "eps", 0.0, r"optim.eps must be positive; got 0.0"),
-        (OptimConfig, "weight_decay", -0.1, r"optim.weight_decay must not be negative; got -0.1"),
+        (OptimConfig, "weight_decay", -0.1, r"optim.weight_decay must be at least 0; got -0.1"),
         (EvalConfig, "max_tokens", 0, r"eval.max_tokens must be at least 1, or None .* got 0"),
         (SyncConfig, "bucket_mb", 0.0, r"sync_options.bucket_mb must be positive; got 0.0"),
         (EvalConfig, "every", -1, r"eval.every must not be negative; got -1"),

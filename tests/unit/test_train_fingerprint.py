@@ -11,7 +11,7 @@ import torch
 from gradsync.errors import CheckpointError
 from gradsync.sync.engine.leaf_tree import TREE_VERSION
 from gradsync.train.config import TrainConfig
-from gradsync.train.fingerprint import Fingerprint, compare, numeric_fingerprint
+from gradsync.train.state import Fingerprint, compare, numeric_fingerprint
 from gradsync.world import World
 
 CONFIG = TrainConfig(

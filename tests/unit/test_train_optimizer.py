@@ -11,7 +11,7 @@ from torch import nn
 from gradsync.models.config import GPTConfig
 from gradsync.models.gpt import GPT
 from gradsync.train.config import OptimConfig
-from gradsync.train.optimizer import build_optimizer, set_learning_rate
+from gradsync.train.learner import build_optimizer, set_learning_rate
 
 CONFIG = OptimConfig(lr=0.01, weight_decay=0.25, beta1=0.8, beta2=0.9, eps=1e-6)
 

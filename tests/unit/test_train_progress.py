@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from gradsync.train import progress as progress_module
-from gradsync.train.progress import Progress, Tick
+from gradsync.train import output as progress_module
+from gradsync.train.output import Progress, Tick
 
 COLOUR = re.compile(r"\x1b\[(?:\d+;)*(?:3[0-8]|4[0-8]|9[0-7]|10[0-7])[;m]")
 """An escape code that sets a colour, alone or after others."""
@@ -20,7 +20,6 @@ TICK = Tick(
     grad_norm=1.234,
     tokens_per_s=246_913.0,
     step_s=0.5,
-    data_s=0.01,
     comm_s=0.1,
 )
 WORDS = "loss 2.3457  norm 1.23  lr 6.00e-04  123,456 tok/s/device  comm 20%"

@@ -14,9 +14,9 @@ import torch
 
 from gradsync.checkpoint.store import CheckpointStore, Snapshot
 from gradsync.errors import ConfigError, RunError
+from gradsync.train.config import recipe
 from gradsync.train.config_io import parse_config
-from gradsync.train.recipes import recipe
-from gradsync.train.run_dir import RunDir, default_out, describe_environment
+from gradsync.train.output import RunDir, default_out, describe_environment
 from gradsync.world import World
 
 CONFIG = recipe("tiny")
@@ -183,7 +183,8 @@ def test_metrics_stay_json_when_a_loss_is_not_a_number(tmp_path: Path) -> None:
 def test_it_is_its_users_alone(path: Path) -> None:
     run_dir = begin(path)
     run_dir.log_metrics({"step": 1})
-    run_dir.open_log(3).close()
+    with run_dir.rank_log(replace(WORLD, rank=3, local_rank=1)) as begin_log:
+        begin_log()
     run_dir.write_json("summary.json", {})
     run_dir.close()
     write_checkpoint(path)
@@ -220,8 +221,8 @@ def test_nothing_is_written_through_a_link(path: Path, tmp_path: Path) -> None:
     for name in ("exit.json", "summary.json"):
         run_dir.write_json(name, {})
     run_dir.close()
-    with pytest.raises(OSError, match="symbolic links"):
-        run_dir.open_log(0)
+    with pytest.raises(ConfigError, match="symbolic links"), run_dir.rank_log(WORLD) as begin_log:
+        begin_log()
     assert victim.read_text() == "precious"
     assert not any((path / name).is_symlink() for name in names)
 
@@ -229,5 +230,6 @@ def test_nothing_is_written_through_a_link(path: Path, tmp_path: Path) -> None:
 def test_a_pipe_in_the_place_of_a_log_is_refused(path: Path) -> None:
     (path / "logs").mkdir(parents=True)
     os.mkfifo(path / "logs" / "rank_00000.log")
-    with pytest.raises(OSError, match=r"No such device|is a pipe"):
-        RunDir(path).open_log(0)
+    refused = pytest.raises(ConfigError, match=r"No such device|is a pipe")
+    with refused, RunDir(path).rank_log(WORLD) as begin_log:
+        begin_log()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gradsync.errors import ConfigError
 from gradsync.train.config import OptimConfig
-from gradsync.train.schedule import learning_rate
+from gradsync.train.learner import learning_rate
 
 UNIT = OptimConfig(lr=1.0, min_lr_ratio=0.1, warmup_steps=2, decay_fraction=0.5)
 

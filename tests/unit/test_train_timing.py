@@ -9,8 +9,8 @@ import pytest
 
 from gradsync.sync import stopwatch
 from gradsync.sync.stopwatch import Stopwatch
-from gradsync.train import timing
-from gradsync.train.timing import Interval
+from gradsync.train import loop
+from gradsync.train.loop import Interval
 
 
 class Clock:
@@ -27,7 +27,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     winding = Clock()
     clock = SimpleNamespace(perf_counter=lambda: winding.now)
-    monkeypatch.setattr(timing, "time", clock)
+    monkeypatch.setattr(loop, "time", clock)
     monkeypatch.setattr(stopwatch, "time", clock)
     return winding
 

@@ -20,21 +20,24 @@ from gradsync.cli.ranks import Outcome
 from gradsync.cli.tune import TuneOptions, measured_conditions, request_of, verdict_of
 from gradsync.errors import ConfigError, RunError
 from gradsync.models.config import GPTConfig
-from gradsync.train.auto_sync import (
+from gradsync.train.config import SyncConfig, TrainConfig
+from gradsync.train.config_io import parse_config, write_config
+from gradsync.train.tuned import (
+    TUNED,
+    Choice,
+    Conditions,
     Resolved,
+    Tuned,
     apply_choice,
     conditions_of,
     resolve_auto,
     tune_command,
 )
-from gradsync.train.config import SyncConfig, TrainConfig
-from gradsync.train.config_io import parse_config, write_config
-from gradsync.train.tuned import Choice, Conditions, Tuned, read_tuned, save_tuned, tuned_path
 from gradsync.world import World
 
 WORLD = World(world_size=2, local_world_size=2)
 ZERO1 = Choice(sync="zero1", options={"bucket_mb": 5.0})
-TUNED = Tuned(choice=ZERO1, verdict="zero1 takes 9.0 % less time", date="2026-01-02")
+FOUND = Tuned(choice=ZERO1, verdict="zero1 takes 9.0 % less time", date="2026-01-02")
 
 
 @pytest.fixture(autouse=True)
@@ -56,8 +59,8 @@ def resolved(config: TrainConfig, world: World = WORLD) -> Resolved:
 
 def test_what_was_kept_is_taken() -> None:
     config = asked()
-    path = save_tuned(here(config), TUNED)
-    assert read_tuned(here(config)) == TUNED
+    path = TUNED.save(here(config), FOUND)
+    assert TUNED.read(here(config)) == FOUND
     found = resolved(config)
     assert found.choice == ZERO1
     assert found.note == (
@@ -69,10 +72,10 @@ def test_what_was_kept_is_taken() -> None:
 
 def test_a_file_is_replaced_in_one_step(tmp_path: Path) -> None:
     """Who has the old one open reads the old one."""
-    path = save_tuned(here(asked()), TUNED)
+    path = TUNED.save(here(asked()), FOUND)
     old = tmp_path / "old"
     old.hardlink_to(path)
-    save_tuned(here(asked()), replace(TUNED, choice=Choice()))
+    TUNED.save(here(asked()), replace(FOUND, choice=Choice()))
     assert resolved(asked()).choice == Choice()
     assert json.loads(old.read_text())["choice"]["sync"] == "zero1"
 
@@ -90,7 +93,7 @@ def test_a_file_is_replaced_in_one_step(tmp_path: Path) -> None:
     ],
 )
 def test_another_run_is_another_entry(flags: tuple[str, ...]) -> None:
-    save_tuned(here(asked()), TUNED)
+    TUNED.save(here(asked()), FOUND)
     found = resolved(asked(*flags))
     assert found.choice == Choice()
     assert found.note.startswith("sync auto: invariant; nothing is measured for such a run here: ")
@@ -98,18 +101,18 @@ def test_another_run_is_another_entry(flags: tuple[str, ...]) -> None:
 
 def test_another_machine_is_another_entry() -> None:
     conditions = here(asked())
-    save_tuned(conditions, TUNED)
+    TUNED.save(conditions, FOUND)
     changes: dict[str, Any] = {
         "world_size": 3, "num_nodes": 2, "threads": 2, "device": "H200", "cpu": "another",
         "cores": 999, "torch": "1.0",
     }  # fmt: skip
     for name, value in changes.items():
-        assert read_tuned(replace(conditions, **{name: value})) is None, name
-    assert read_tuned(conditions) == TUNED
+        assert TUNED.read(replace(conditions, **{name: value})) is None, name
+    assert TUNED.read(conditions) == FOUND
 
 
 def test_what_does_not_matter_does_not_count() -> None:
-    save_tuned(here(asked()), TUNED)
+    TUNED.save(here(asked()), FOUND)
     free = ("--optim.lr", "0.1", "--seed", "3", "--steps", "7", "--model.dropout", "0.1")
     assert resolved(asked(*free)).choice == ZERO1
     assert resolved(asked("--model.block-size", "512", "--seq-len", "256")).choice == ZERO1
@@ -153,7 +156,7 @@ def test_a_damaged_or_foreign_file_is_a_line_and_the_default(
     key: str, value: Any, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = asked()
-    path = save_tuned(here(config), TUNED)
+    path = TUNED.save(here(config), FOUND)
     path.write_text(damage(json.loads(path.read_text()), key, value))
     found = resolved(config)
     assert found.choice == Choice()
@@ -169,21 +172,21 @@ def test_a_damaged_or_foreign_file_is_a_line_and_the_default(
 )
 def test_a_file_that_is_no_such_document(text: str, caplog: pytest.LogCaptureFixture) -> None:
     conditions = here(asked())
-    path = save_tuned(conditions, TUNED)
+    path = TUNED.save(conditions, FOUND)
     path.write_bytes(text.encode(errors="surrogateescape"))
-    assert read_tuned(conditions) is None
+    assert TUNED.read(conditions) is None
     assert "cannot be used (" in caplog.text
-    save_tuned(conditions, TUNED)
-    assert read_tuned(conditions) == TUNED
+    TUNED.save(conditions, FOUND)
+    assert TUNED.read(conditions) == FOUND
 
 
 def test_a_cache_that_cannot_be_read_or_written(caplog: pytest.LogCaptureFixture) -> None:
     conditions = here(asked())
-    tuned_path(conditions).mkdir(parents=True)
-    assert read_tuned(conditions) is None
+    TUNED.path(conditions).mkdir(parents=True)
+    assert TUNED.read(conditions) is None
     assert "cannot be read (is a directory)" in caplog.text
     with pytest.raises(RunError, match=r"could not write .* GRADSYNC_CACHE"):
-        save_tuned(conditions, TUNED)
+        TUNED.save(conditions, FOUND)
 
 
 @pytest.mark.parametrize(
@@ -309,7 +312,7 @@ def test_a_run_goes_on_as_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """Whatever was measured since."""
     run = tmp_path / "run"
     config = begun(run)
-    save_tuned(here(config), replace(TUNED, choice=Choice(sync="bucketed")))
+    TUNED.save(here(config), replace(FOUND, choice=Choice(sync="bucketed")))
     found = resolved(config)
     assert found.choice == ZERO1
     assert found.note == f"sync auto: zero1:bucket_mb=5.0, as in {run / 'config.yaml'}"
@@ -341,7 +344,7 @@ def test_options_beside_auto_are_refused() -> None:
 
 
 def test_dry_run_shows_what_auto_stands_for(capsys: pytest.CaptureFixture[str]) -> None:
-    save_tuned(here(asked()), TUNED)
+    TUNED.save(here(asked()), FOUND)
     flags = ["--sync", "auto", "--device", "cpu", "--nproc-per-node", "2", "--dry-run"]
     assert main(["train", "tiny", *flags]) == 0
     printed = capsys.readouterr()

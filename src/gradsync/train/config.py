@@ -11,6 +11,7 @@ from tyro.conf import Suppress
 from gradsync.data.plan import BatchPlan, solve_batch_plan
 from gradsync.errors import ConfigError
 from gradsync.models.config import GPTConfig
+from gradsync.models.presets import preset
 from gradsync.parallel.layout import Layout, parse_layout
 from gradsync.runtime.backend import NEEDS, check_names
 from gradsync.runtime.bounds import check_numbers
@@ -70,42 +71,26 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         _require_one_of("optim.schedule", self.schedule, Schedule)
-        _require(0 < self.lr < float("inf"), f"optim.lr must be a positive number; got {self.lr}")
         _require_one_of("optim.lr_scaling", self.lr_scaling, LrScaling)
         _require(
             (self.lr_scaling == "none") == (self.lr_base_batch is None),
             f"optim.lr_scaling={self.lr_scaling} and optim.lr_base_batch={self.lr_base_batch}: "
             "give both (lr_base_batch: tokens of an update for which lr was found), or neither",
         )
-        _require(
-            self.lr_base_batch is None or self.lr_base_batch >= 1,
-            f"optim.lr_base_batch must be at least 1; got {self.lr_base_batch}",
-        )
-        _require(
-            0 <= self.min_lr_ratio <= 1,
-            f"optim.min_lr_ratio must be in 0..1; got {self.min_lr_ratio}",
-        )
-        _require(
-            self.warmup_steps >= 0,
-            f"optim.warmup_steps must not be negative; got {self.warmup_steps}",
-        )
-        _require(
-            0 < self.decay_fraction <= 1,
-            f"optim.decay_fraction must be in 0..1; got {self.decay_fraction}",
-        )
-        _require(
-            0 <= self.beta1 < 1 and 0 <= self.beta2 < 1,
-            f"optim.beta1 and beta2 must be in 0..1, 1 excluded; got {self.beta1} and {self.beta2}",
-        )
-        _require(self.eps > 0, f"optim.eps must be positive; got {self.eps}")
-        _require(
-            self.weight_decay >= 0,
-            f"optim.weight_decay must not be negative; got {self.weight_decay}",
-        )
-        _require(
-            self.clip_norm is None or self.clip_norm > 0,
-            f"optim.clip_norm must be positive, or None for no clipping; got {self.clip_norm}",
-        )
+        base, clip = self.lr_base_batch, self.clip_norm
+        for name, holds, rule in (
+            ("lr", 0 < self.lr < float("inf"), "a positive number"),
+            ("lr_base_batch", base is None or base >= 1, "at least 1"),
+            ("min_lr_ratio", 0 <= self.min_lr_ratio <= 1, "in 0..1"),
+            ("warmup_steps", self.warmup_steps >= 0, "at least 0"),
+            ("decay_fraction", 0 < self.decay_fraction <= 1, "in 0..1, 0 excluded"),
+            ("beta1", 0 <= self.beta1 < 1, "in 0..1, 1 excluded"),
+            ("beta2", 0 <= self.beta2 < 1, "in 0..1, 1 excluded"),
+            ("eps", self.eps > 0, "positive"),
+            ("weight_decay", self.weight_decay >= 0, "at least 0"),
+            ("clip_norm", clip is None or clip > 0, "positive, or None for no clipping"),
+        ):
+            _require(holds, f"optim.{name} must be {rule}; got {getattr(self, name)}")
 
     def scaled(self, tokens_per_update: int) -> OptimConfig:
         """The same with the learning rate for updates of so many tokens, and nothing to scale."""
@@ -372,3 +357,46 @@ class TrainConfig:
     def sequence_length(self) -> int:
         """Tokens of a sequence."""
         return self.model.block_size if self.seq_len is None else self.seq_len
+
+    @property
+    def sequences_per_update(self) -> int:
+        """Sequences of an optimizer step, over all ranks.
+
+        Raises:
+            ConfigError: tokens_per_update is no whole number of them.
+        """
+        sequences, rest = divmod(self.tokens_per_update, self.sequence_length)
+        _require(
+            bool(sequences) and not rest,
+            f"tokens_per_update={self.tokens_per_update} is not a multiple of "
+            f"seq_len = {self.sequence_length}",
+        )
+        return sequences
+
+
+def recipe(name: str) -> TrainConfig:
+    """The configuration that `gradsync train NAME` starts from: a model preset with the batch and
+    the learning rate that suit it.
+
+    Raises:
+        ConfigError: no such preset, naming the nearest.
+    """
+    model = preset(name)
+    if name == "tiny":
+        return TrainConfig(
+            preset=name,
+            model=model,
+            steps=300,
+            tokens_per_update=4_096,
+            micro_batch_size=2,  # 8 leaves of 512 tokens: up to 8 ranks
+            optim=OptimConfig(lr=3e-3, warmup_steps=20),
+            eval=EvalConfig(every=100),
+            checkpoint=CheckpointConfig(every=100),
+        )
+    # Peak learning rates fall with the width, as in GPT-3 (arXiv 2005.14165, table 2.1).
+    rates = {"mini": 1e-3, "small": 6e-4, "medium": 3e-4, "large": 2.5e-4}
+    rates |= {"xl": 2e-4, "1.3b": 2e-4, "2.7b": 1.6e-4}
+    config = TrainConfig(preset=name, model=model, optim=OptimConfig(lr=rates[name]))
+    if name == "mini":
+        return replace(config, tokens_per_update=32_768, micro_batch_size=2)
+    return config

@@ -17,8 +17,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from gradsync.core.document import Document, brief, read_document
 from gradsync.core.files import PRIVATE, replace_text
 from gradsync.errors import ConfigError
-from gradsync.train.config import SyncConfig, TrainConfig
-from gradsync.train.recipes import recipe
+from gradsync.train.config import SyncConfig, TrainConfig, recipe
 
 _KIND = "configuration"
 _SUFFIXES = (".yaml", ".yml", ".toml")

@@ -1,27 +1,37 @@
-"""Results of `gradsync tune` in the user's cache: one file per kind of run on one machine.
+"""`--sync auto`: the strategy that `gradsync tune` found to be fastest for such a run here.
 
-A file is believed only if it says for itself what it was measured for, and names a strategy with
-options as this version knows them.
+What was found lies in the user's cache, one file per kind of run on one machine. A file is believed
+only if it says for itself what it was measured for, and names a strategy with options as this
+version knows them. Micro-batches that were probed are kept in the same way (`micro_batch.py`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Generic, TypeVar, get_args
 
 from gradsync.core.files import cache_entry, read_entry, write_entry
+from gradsync.data.documents import is_stream
 from gradsync.errors import ConfigError
 from gradsync.models.config import GPTConfig
+from gradsync.models.presets import preset
 from gradsync.runtime import environ
 from gradsync.runtime.machine import cpu_model, host_cores
 from gradsync.sync.registry import check_options, find_strategy
-from gradsync.train.config import CompileOrder, SyncConfig, TrainConfig
+from gradsync.train.config import CompileOrder, SyncConfig, TrainConfig, recipe
+from gradsync.train.config_io import read_file
+from gradsync.train.data import shape_before
 from gradsync.world import World
 
+T = TypeVar("T")
+
 FORMAT_VERSION = 1
+_TUNED_FROM = 2
+"""Ranks of `gradsync tune` unless it is told otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,15 +123,8 @@ class Tuned:
 
 def shape_of(model: GPTConfig) -> dict[str, Any]:
     """Sizes of a model that decide how much there is to compute and to send."""
-    return {
-        "n_layer": model.n_layer,
-        "n_head": model.n_head,
-        "n_kv_head": model.num_kv_heads,
-        "n_embd": model.n_embd,
-        "mlp_dim": model.mlp_dim,
-        "vocab_size": model.vocab_size,
-        "tie_head": model.tie_head,
-    }
+    names = ("n_layer", "n_head", "n_embd", "mlp_dim", "vocab_size", "tie_head")
+    return {name: getattr(model, name) for name in names} | {"n_kv_head": model.num_kv_heads}
 
 
 def run_conditions(
@@ -144,65 +147,71 @@ def run_conditions(
     }
 
 
-def tuned_folder() -> Path:
-    """Where all choices are kept.
+def conditions_of(config: TrainConfig, world: World, *, threads: int) -> Conditions:
+    """The conditions that the step time of a run depends on.
 
     Raises:
-        ConfigError: there is no home to keep a cache in.
+        ConfigError: impossible batch arithmetic.
+        DataError: the data's description cannot be read.
     """
-    return environ.cache_dir() / "tuned"
+    plan = config.batch_plan(world.world_size)
+    return Conditions(
+        **run_conditions(config, shape_before(config), world, threads),
+        micro_batch_size=plan.micro_batch_size,
+        leaves_per_rank=-(-plan.num_leaves // world.world_size),
+        num_nodes=world.num_nodes,
+        keep_memory=config.keep_memory,
+    )
 
 
-def tuned_path(conditions: Conditions) -> Path:
-    """Where the choice for `conditions` is kept.
-
-    Raises:
-        ConfigError: see `tuned_folder`.
-    """
-    return cache_entry(tuned_folder(), json.dumps(asdict(conditions), sort_keys=True))
+# -- the cache ------------------------------------------------------------------------------------
 
 
-def save_tuned(conditions: Conditions, tuned: Tuned) -> Path:
-    """Keep it in the place of what was there; returns where.
+@dataclass(frozen=True, slots=True)
+class Cache(Generic[T]):
+    """What was measured here before, one file for each `RunConditions`."""
 
-    Raises:
-        ConfigError: see `tuned_folder`.
-        RunError: the cache cannot be written.
-    """
-    return write_entry(tuned_path(conditions), entry_document(conditions, tuned))
+    kind: str
+    """Name of its folder in the user's cache."""
+    build: Callable[[Any, Any], T]
+    """Makes an answer of a file's JSON object and the conditions; raises ValueError, LookupError,
+    TypeError or ConfigError if it cannot be one."""
 
+    def folder(self) -> Path:
+        """The folder.
 
-def read_tuned(conditions: Conditions) -> Tuned | None:
-    """The entry kept for `conditions`; None when nothing was, or nothing that can be believed.
+        Raises:
+            ConfigError: there is no home to keep a cache in.
+        """
+        return environ.cache_dir() / self.kind
 
-    Raises:
-        ConfigError: see `tuned_folder`.
-    """
+    def path(self, conditions: RunConditions) -> Path:
+        """Where the answer for `conditions` is kept."""
+        return cache_entry(self.folder(), json.dumps(asdict(conditions), sort_keys=True))
 
-    def build(document: Any) -> Tuned:
-        check_entry(document, conditions)
-        choice = Choice(**document["choice"])
-        if find_strategy(choice.sync).promise == "lossy":
-            raise ValueError(f"{choice.sync} is lossy, and not chosen by its speed")
-        verdict, date = check_line(document["verdict"]), check_line(document["date"])
-        return Tuned(choice=choice, verdict=verdict, date=date)
+    def save(self, conditions: RunConditions, found: T) -> Path:
+        """Keep a dataclass in the place of what was there; returns where.
 
-    return read_entry(tuned_path(conditions), build)
+        Raises:
+            RunError: the cache cannot be written.
+        """
+        answer: Any = found
+        heading = {"format_version": FORMAT_VERSION, "conditions": asdict(conditions)}
+        return write_entry(self.path(conditions), heading | asdict(answer))
 
+    def read(self, conditions: RunConditions) -> T | None:
+        """The answer for `conditions`; None when there is none, or none that can be believed."""
 
-def entry_document(conditions: Any, found: Any) -> dict[str, Any]:
-    """The JSON value of a cache's file: what was found, and for what; both are dataclasses."""
-    return {"format_version": FORMAT_VERSION, "conditions": asdict(conditions), **asdict(found)}
+        def checked(document: Any) -> T:
+            if not isinstance(document, dict):
+                raise ValueError("it holds no object")
+            if (found := document["format_version"]) != FORMAT_VERSION:
+                raise ValueError(f"format_version {found}, not {FORMAT_VERSION}")
+            if document["conditions"] != json.loads(json.dumps(asdict(conditions))):
+                raise ValueError("it was measured for something else")
+            return self.build(document, conditions)
 
-
-def check_entry(document: Any, conditions: Any) -> None:
-    """Raise ValueError or KeyError if `document` is not what `entry_document` made for these."""
-    if not isinstance(document, dict):
-        raise ValueError("it holds no object")
-    if document["format_version"] != FORMAT_VERSION:
-        raise ValueError(f"format_version {document['format_version']}, not {FORMAT_VERSION}")
-    if document["conditions"] != json.loads(json.dumps(asdict(conditions))):
-        raise ValueError("it was measured for something else")
+        return read_entry(self.path(conditions), checked)
 
 
 def check_line(value: Any) -> str:
@@ -210,3 +219,162 @@ def check_line(value: Any) -> str:
     if not isinstance(value, str) or not value.isprintable():
         raise ValueError(f"{value!r} is no line of text")
     return value
+
+
+def _tuned(document: Any, conditions: RunConditions) -> Tuned:
+    choice = Choice(**document["choice"])
+    if find_strategy(choice.sync).promise == "lossy":
+        raise ValueError(f"{choice.sync} is lossy, and not chosen by its speed")
+    verdict, date = check_line(document["verdict"]), check_line(document["date"])
+    return Tuned(choice=choice, verdict=verdict, date=date)
+
+
+TUNED = Cache("tuned", _tuned)
+"""The choices of `gradsync tune`."""
+
+
+# -- the choice for a run -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resolved:
+    """The strategy that `auto` stands for."""
+
+    choice: Choice
+    note: str
+    """Which one it is and why, in one line for the user."""
+
+    def to_json(self) -> dict[str, Any]:
+        """For the other ranks."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Resolved:
+        """The reverse of `to_json`."""
+        return cls(choice=Choice(**data["choice"]), note=data["note"])
+
+
+def resolve_auto(config: TrainConfig, world: World, *, threads: int) -> Resolved:
+    """The strategy that `config.sync = "auto"` stands for. Caches of hosts may differ: rank 0 asks,
+    and tells the others.
+
+    A run that goes on takes what it began with, whatever was measured since: bits depend on it.
+
+    Args:
+        config: with `out`.
+        world: with the device.
+        threads: intra-op threads of a rank.
+
+    Raises:
+        ConfigError: the configuration of the run to continue cannot be read.
+        DataError: the data's description cannot be read.
+    """
+    if (place := continued(config)) is not None:
+        choice = _choice_of(place)
+        if choice is not None:
+            return Resolved(choice=choice, note=f"sync auto: {choice.text}, as in {place}")
+    default = Choice()
+    if world.world_size == 1:
+        return Resolved(choice=default, note=f"sync auto: {default.text}; one rank talks to nobody")
+    conditions = conditions_of(config, world, threads=threads)
+    tuned = TUNED.read(conditions)
+    if tuned is None:
+        command = tune_command(config, conditions)
+        note = f"sync auto: {default.text}; nothing is measured for such a run here: {command}"
+        return Resolved(choice=default, note=note)
+    promise = find_strategy(tuned.choice.sync).promise
+    note = f"sync auto: {tuned.choice.text} (promise: {promise}); {tuned.date}: {tuned.verdict}"
+    return Resolved(choice=tuned.choice, note=note)
+
+
+def apply_choice(config: TrainConfig, choice: Choice, *, threads: int | None) -> TrainConfig:
+    """`config` with a strategy in the place of `auto`; what is written down with the run.
+
+    Args:
+        config: with `sync="auto"`.
+        choice: see `Resolved`.
+        threads: intra-op threads, where the run is to keep them under a name that would take
+            others; else None.
+    """
+    keeps_own = config.compile != "none" or config.loss_rows is not None
+    promised = find_strategy(choice.sync).promise == "bitwise"
+    return replace(
+        config,
+        sync=choice.sync,
+        sync_options=SyncConfig(**choice.options),
+        compile=config.compile if keeps_own else choice.compile,
+        threads=config.threads if promised or config.threads is not None else threads,
+    )
+
+
+def tune_command(config: TrainConfig, conditions: Conditions) -> str:
+    """The command that measures for such a run, or why there is none."""
+    shape, named = shape_before(config), preset(config.preset)
+    if shape_of(shape) != shape_of(replace(named, vocab_size=shape.vocab_size)):
+        return f"gradsync tune measures presets as they are, and this is another {config.preset}"
+    if conditions.seq_len > named.block_size:
+        return (
+            f"gradsync tune measures presets as they are: {config.preset} takes "
+            f"{named.block_size} tokens"
+        )
+    if conditions.dtype == "fp16":
+        return "gradsync tune measures bf16 and fp32"
+    start = recipe(config.preset)
+    flags = {
+        "--world-size": (conditions.world_size, _TUNED_FROM),
+        "--dtype": (conditions.dtype, start.dtype),
+        "--context-length": (conditions.seq_len, start.sequence_length),
+        # Speed depends on the number of token ids alone.
+        "--data": (config.tokenizer if is_stream(config.data) else config.data, ""),
+        "--threads": (config.threads, None),
+        "--device": (config.device, "auto"),
+    }
+    words = ["gradsync", "tune", config.preset]
+    for flag, (value, default) in flags.items():
+        words += [flag, str(value)] if value != default else []
+    if not _same_batch(start, conditions):
+        batch = conditions.micro_batch_size * conditions.leaves_per_rank
+        words += ["--batch-size", str(batch), "--leaves-per-rank", str(conditions.leaves_per_rank)]
+    if not conditions.keep_memory:
+        words.append("--no-keep-memory")
+    return f"`{shlex.join(words)}`"
+
+
+def _same_batch(start: TrainConfig, conditions: Conditions) -> bool:
+    """Whether `gradsync tune` takes these leaves by itself."""
+    try:
+        plan = start.batch_plan(conditions.world_size)
+    except ConfigError:
+        return False
+    leaves = -(-plan.num_leaves // conditions.world_size)
+    wanted = (conditions.micro_batch_size, conditions.leaves_per_rank)
+    return (start.micro_batch_size, leaves) == wanted
+
+
+def continued(config: TrainConfig) -> Path | None:
+    """The configuration of the run that this one goes on with."""
+    if config.resume == "none":
+        return None
+    if config.resume == "auto":
+        begun = config.out and any((Path(config.out) / "checkpoints").glob("step-*"))
+        places = [Path(config.out)] if begun else []
+    else:  # a run, its checkpoints, or one of those
+        path = Path(config.resume).resolve()
+        places = [path, *path.parents[:2]] if path.is_dir() else []
+    found = (place / "config.yaml" for place in places)
+    return next((path for path in found if path.is_file()), None)
+
+
+def known_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a written configuration that are set, and that this version has."""
+    known = {entry.name for entry in fields(SyncConfig)}
+    return {name: value for name, value in given.items() if name in known and value is not None}
+
+
+def _choice_of(path: Path) -> Choice | None:
+    """Strategy of the run that this one goes on with; None if that says `auto` too."""
+    values = read_file(path)
+    sync, given = values.get("sync"), values.get("sync_options") or {}
+    if not isinstance(sync, str) or sync == "auto" or not isinstance(given, dict):
+        return None
+    return Choice(sync=sync, options=known_options(given), compile=values.get("compile", "none"))

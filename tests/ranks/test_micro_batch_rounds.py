@@ -14,7 +14,7 @@ from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.single import SingleCommunicator
 from gradsync.plan.memory.probe import Cost, MemoryProbe, is_out_of_memory
 from gradsync.plan.micro_batch import Trial, chosen_size, try_sizes
-from gradsync.train.micro_batch import MicroBatch, Rehearsal, find_micro_batch
+from gradsync.train.micro_batch import Rehearsal, find_micro_batch
 from gradsync.world import World
 from support.small_run import small_config
 from support.thread_ranks import run_thread_ranks
@@ -146,11 +146,11 @@ def test_the_whole_search_with_one_rank_out_of_memory(
 
     monkeypatch.setattr(Rehearsal, "_leaf", leaf)
 
-    def work(rank: int, group: dist.ProcessGroup) -> MicroBatch:
+    def work(rank: int, group: dist.ProcessGroup) -> tuple[int, str]:
         world = World(rank=rank, local_rank=rank, world_size=2, local_world_size=2)
         comm = ProcessGroupCommunicator(group)
         return find_micro_batch(config, config.model, world, comm, threads=1)
 
     first, second = run_thread_ranks(work, 2)
-    assert (first.size, second.size) == (1, 1)
-    assert "tried 1, 2; 2 does not fit" in first.note
+    assert (first[0], second[0]) == (1, 1)
+    assert "tried 1, 2; 2 does not fit" in first[1]

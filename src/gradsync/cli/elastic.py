@@ -121,7 +121,7 @@ def with_ranks(
             config = replace(config, threads=threads)  # as under --sync auto
         config = _legal(config, settled, world.world_size)
     if _to_probe(config, settled, world.world_size):
-        found = find_micro_batch(
+        size, note = find_micro_batch(
             config,
             shape_before(config),
             world,
@@ -129,8 +129,8 @@ def with_ranks(
             threads=threads,
             begins=lambda: _say(world, ["trying micro-batches; the answer is kept"]),
         )
-        config = replace(config, micro_batch_size=found.size)
-        notes.append(found.note)
+        config = replace(config, micro_batch_size=size)
+        notes.append(note)
     return config, [f"elastic: {note}" for note in notes]
 
 
@@ -179,9 +179,10 @@ def _probed_alone(config: TrainConfig, hardware: Hardware, world: World) -> Trai
     world = replace(world, device=choose_device(wanted, world.local_rank))
     threads = choose_threads(world.local_world_size, requested=config.threads)
     comm = SingleCommunicator()
-    found = find_micro_batch(config, shape_before(config), world, comm, threads=threads, keep=False)
-    _say(world, [f"{found.note} (by one process; the ranks agree when they run)"])
-    return replace(config, micro_batch_size=found.size)
+    shape = shape_before(config)
+    size, note = find_micro_batch(config, shape, world, comm, threads=threads, keep=False)
+    _say(world, [f"{note} (by one process; the ranks agree when they run)"])
+    return replace(config, micro_batch_size=size)
 
 
 def _hardware(config: TrainConfig, env: dict[str, str], world: World) -> Hardware:

@@ -166,9 +166,9 @@ def _would_be(config: TrainConfig, world: World, world_size: int) -> TrainConfig
     on_cpu = _on_cpu(config)
     threads = choose_threads(world.local_world_size, requested=_threads(config))
     device = "cpu" if on_cpu else "cuda"
-    resolved = resolve_auto(config, replace(world, device=device), threads=threads)
-    print(resolved.note, file=sys.stderr)
-    return apply_choice(config, resolved.choice, threads=threads if on_cpu else None)
+    choice, note = resolve_auto(config, replace(world, device=device), threads=threads)
+    print(note, file=sys.stderr)
+    return apply_choice(config, choice, threads=threads if on_cpu else None)
 
 
 def _named_sync(config: TrainConfig, world: World, *, threads: int) -> tuple[TrainConfig, str]:
@@ -179,14 +179,17 @@ def _named_sync(config: TrainConfig, world: World, *, threads: int) -> tuple[Tra
     """
     from gradsync.comm.choose import communicator
     from gradsync.comm.values import broadcast_json
-    from gradsync.train.tuned import Resolved, apply_choice, resolve_auto
+    from gradsync.train.tuned import Choice, apply_choice, resolve_auto
 
-    mine = resolve_auto(config, world, threads=threads).to_json() if world.is_main else None
+    mine = None
+    if world.is_main:
+        choice, note = resolve_auto(config, world, threads=threads)
+        mine = [asdict(choice), note]
     # Whole group, two small messages, before anything else is under way.
-    resolved = Resolved.from_json(broadcast_json(communicator(world), mine))
-    config = apply_choice(config, resolved.choice, threads=threads if _on_cpu(config) else None)
+    named, note = broadcast_json(communicator(world), mine)
+    config = apply_choice(config, Choice(**named), threads=threads if _on_cpu(config) else None)
     check_request(config, world.world_size)
-    return config, resolved.note
+    return config, note
 
 
 def _threads(config: TrainConfig) -> int | None:

@@ -26,6 +26,16 @@ AUTO = "auto"
 """Stands for the strategy and options that `gradsync tune` found for such a run."""
 
 
+_LEAST = {
+    0: ("num_workers", "sample_tokens", "check_replicas_every"),
+    1: (
+        *("steps", "tokens_per_update", "micro_batch_size", "log_every", "silence_s"),
+        *("threads", "nproc_per_node", "seq_len", "loss_rows"),
+    ),
+}
+"""The smallest value of numbers in `TrainConfig`."""
+
+
 def _require(holds: bool, message: str) -> None:
     if not holds:
         raise ConfigError(message)
@@ -121,7 +131,7 @@ class EvalConfig:
     """Evaluate on the first so many tokens (rounded down to whole sequences); None for all."""
 
     def __post_init__(self) -> None:
-        _require(self.every >= 0, f"eval.every must not be negative; got {self.every}")
+        _require(self.every >= 0, f"eval.every must be at least 0; got {self.every}")
         _require(
             self.max_tokens is None or self.max_tokens >= 1,
             f"eval.max_tokens must be at least 1, or None for all; got {self.max_tokens}",
@@ -139,8 +149,9 @@ class CheckpointConfig:
     """Good checkpoints to keep, at least 1."""
 
     def __post_init__(self) -> None:
-        _require(self.every >= 0, f"checkpoint.every must not be negative; got {self.every}")
-        _require(self.keep_last >= 1, f"checkpoint.keep_last must be >= 1; got {self.keep_last}")
+        for name, least in (("every", 0), ("keep_last", 1)):
+            value = getattr(self, name)
+            _require(value >= least, f"checkpoint.{name} must be at least {least}; got {value}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -304,14 +315,11 @@ class TrainConfig:
         for name in ("steps", "tokens_per_update", "micro_batch_size", "log_every"):
             value = getattr(self, name)
             _require(isinstance(value, int), f"{name} must be an integer; got {value!r}")
-            _require(value >= 1, f"{name} must be at least 1; got {value}")
-        for name in ("num_workers", "sample_tokens", "check_replicas_every"):
-            value = getattr(self, name)
-            _require(value >= 0, f"{name} must not be negative; got {value}")
-        _require(self.silence_s >= 1, f"silence_s must be at least 1; got {self.silence_s}")
-        for name in ("threads", "nproc_per_node", "seq_len", "loss_rows"):
-            value = getattr(self, name)
-            _require(value is None or value >= 1, f"{name} must be at least 1; got {value}")
+        for least, names in _LEAST.items():
+            for name in names:
+                value = getattr(self, name)
+                holds = value is None or value >= least
+                _require(holds, f"{name} must be at least {least}; got {value}")
         _require(
             self.sequence_length <= self.model.block_size,
             f"seq_len {self.seq_len} is longer than model.block_size {self.model.block_size}",

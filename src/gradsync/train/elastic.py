@@ -28,10 +28,8 @@ from gradsync.train.config import AUTO, SyncConfig, TrainConfig
 from gradsync.train.config_io import read_file
 from gradsync.train.tuned import continued, known_options
 
-KEPT = (
-    *("dtype", "tf32", "sync", "sync_options", "parallel", "activation_checkpointing"),
-    "micro_batch_size",
-)
+_KEPT = ("dtype", "tf32", "sync", "sync_options", "parallel", "activation_checkpointing")
+_KEPT += ("micro_batch_size",)
 """Fields that a resumed run keeps from its beginning."""
 _STRATEGIES = ("invariant", "bucketed", "zero1", "zero2", "fsdp", "ddp")
 """The strategies that are tried: none that loses something on purpose."""
@@ -131,7 +129,7 @@ def _began_with(config: TrainConfig) -> dict[str, Any] | None:
     if place is None:
         return None
     values = read_file(place)
-    found = {name: values[name] for name in KEPT if name in values}
+    found = {name: values[name] for name in _KEPT if name in values}
     options = found.get("sync_options")
     if options is not None:
         if not isinstance(options, dict):

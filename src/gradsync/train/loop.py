@@ -21,8 +21,8 @@ from gradsync.sync.stopwatch import Stopwatch
 from gradsync.train.config import TrainConfig
 from gradsync.train.data import Data
 from gradsync.train.learner import Learner, learning_rate, set_learning_rate
-from gradsync.train.output import Progress, RunDir, Tick
-from gradsync.train.state import ADVICE, Fingerprint, snapshot
+from gradsync.train.output import Progress, RunDir
+from gradsync.train.state import ADVICE, Fingerprint, save_run
 from gradsync.world import World
 
 T = TypeVar("T")
@@ -199,35 +199,24 @@ class Trainer:
         totals.wall_s += wall_s
         totals.exposed_s += exposed_s
         totals.steps_timed += steps
-        tick = Tick(
-            step=totals.step,
-            loss=totals.train_loss,
-            lr=lr,
-            grad_norm=None if result.grad_norm is None else float(result.grad_norm),
-            tokens_per_s=self.config.tokens_per_update * steps / wall_s,
-            step_s=wall_s / steps,
-            comm_s=exposed_s / steps,
-        )
-        self.progress.tick(tick)
         model = self.learner.model.config
-        per_device = tick.tokens_per_s / self.world.world_size
-        self.run_dir.log_metrics(
-            {
-                "step": tick.step,
-                "train/loss": tick.loss,
-                "train/targets": result.weight,
-                "optim/lr": tick.lr,
-                "optim/grad_norm": tick.grad_norm,
-                "perf/tokens_per_s": tick.tokens_per_s,
-                "perf/tflops_per_device": model.flops_per_token(model.block_size)
-                * per_device
-                / 1e12,
-                "perf/step_s": tick.step_s,
-                "perf/data_s": self.interval.data_s / steps,
-                "comm/exposed_s": tick.comm_s,
-                "mem/max_reserved_gib": memory_gib(self.world),
-            }
-        )
+        tokens_per_s = self.config.tokens_per_update * steps / wall_s
+        flops = model.flops_per_token(model.block_size) * tokens_per_s / self.world.world_size
+        metrics = {
+            "step": totals.step,
+            "train/loss": totals.train_loss,
+            "train/targets": result.weight,
+            "optim/lr": lr,
+            "optim/grad_norm": None if result.grad_norm is None else float(result.grad_norm),
+            "perf/tokens_per_s": tokens_per_s,
+            "perf/tflops_per_device": flops / 1e12,
+            "perf/step_s": wall_s / steps,
+            "perf/data_s": self.interval.data_s / steps,
+            "comm/exposed_s": exposed_s / steps,
+            "mem/max_reserved_gib": memory_gib(self.world),
+        }
+        self.progress.show(metrics)
+        self.run_dir.log_metrics(metrics)
         self.interval.reset()
 
     def _evaluate(self, totals: Totals) -> None:
@@ -244,14 +233,7 @@ class Trainer:
     def _save(self, step: int) -> None:
         """Rank 0 writes; the others go on and meet it in the next step's first collective."""
         with self.interval.paused():
-            snapshot(
-                step,
-                self.config,
-                self.learner,
-                self.data,
-                fingerprint=self.fingerprint,
-                save=self.store.save,
-            )
+            save_run(self, step)
 
 
 def memory_gib(world: World) -> float:

@@ -28,7 +28,7 @@ from gradsync.plan.workload import Split, Workload
 from gradsync.sync.registry import find_strategy
 from gradsync.train.config import AUTO, TrainConfig
 from gradsync.train.learner import autocast, build_optimizer, summed_loss
-from gradsync.train.tuned import Cache, RunConditions, check_line, run_conditions
+from gradsync.train.tuned import Cache, check_line, run_conditions
 from gradsync.world import World
 
 _SAME_ROOM = (0.8, 1.25)
@@ -39,22 +39,6 @@ _STATES = 2
 _LOGIT_BYTES = 8
 """Bytes of a logit at the very least: its fp32 value and its gradient; see [Note: Loss in rows]."""
 _REPEATS, _REPEAT_S = 5, 0.5
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ProbeConditions(RunConditions):
-    """Conditions that decide how much memory a leaf takes, and which sizes are legal."""
-
-    activation_checkpointing: bool
-    """Whether activations are recomputed."""
-    loss_rows: int | None
-    """Positions whose loss is computed at a time."""
-    sizes: Sequence[int]
-    """Legal micro-batches; they follow from the global batch and the number of ranks."""
-    ranks_here: int
-    """Ranks of a host."""
-    sharded: bool
-    """Whether ranks share out the optimizer's state."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,27 +66,17 @@ class Probed:
         )
 
 
-def _probed(document: Any, conditions: ProbeConditions) -> Probed:
+def _probed(document: Any) -> Probed:
     numbers = {name: document[name] for name in ("size", "peak_bytes", "limit_bytes")}
     if any(type(number) is not int or number < 1 for number in numbers.values()):
         raise ValueError(f"sizes that cannot be: {numbers}")
-    if numbers["size"] not in conditions.sizes:
+    if numbers["size"] not in document["conditions"]["sizes"]:
         raise ValueError(f"size {numbers['size']} is not legal")
     return Probed(**numbers, date=check_line(document["date"]))
 
 
 PROBED = Cache("micro-batch", _probed)
 """The micro-batches that were found by probing."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MicroBatch:
-    """Result of a probe."""
-
-    size: int
-    """Sequences of a leaf."""
-    note: str
-    """How, in one line for the user."""
 
 
 def sizes_of(config: TrainConfig, world_size: int) -> tuple[int, ...]:
@@ -133,8 +107,8 @@ def find_micro_batch(
     threads: int,
     keep: bool = True,
     begins: Callable[[], None] = lambda: None,
-) -> MicroBatch:
-    """Look it up, or try; all ranks call it, and get the same answer.
+) -> tuple[int, str]:
+    """Sequences of a leaf, looked up or tried, and how, in one line; all ranks get the same answer.
 
     Collectives over all ranks: one all-gather of numbers, one broadcast of JSON, then one small
     all-reduce for each size that is tried.
@@ -159,13 +133,20 @@ def find_micro_batch(
     least = min(all_gather_numbers(comm, limit if probe.works else 0))
     if not least:
         note = f"micro-batch {config.micro_batch_size}: this system does not tell memory in use"
-        return MicroBatch(size=config.micro_batch_size, note=note)
-    conditions = _conditions(config, shape, world, sizes=sizes, threads=threads)
+        return config.micro_batch_size, note
+    conditions = run_conditions(config, shape, world, threads) | {
+        "activation_checkpointing": config.activation_checkpointing,
+        "loss_rows": config.loss_rows,
+        "sizes": list(sizes),
+        "ranks_here": world.local_world_size,
+        "sharded": Rehearsal.shards(config),
+    }
+    conditions["model"] |= {"dropout": shape.dropout > 0}
     known = PROBED.read(conditions) if world.is_main else None
     told = broadcast_json(comm, asdict(known) if known and known.holds(least) else None)
     if told is not None:
         found = Probed(**told)
-        return MicroBatch(size=found.size, note=f"{found}, probed {found.date}")
+        return found.size, f"{found}, probed {found.date}"
 
     def attempt(size: int) -> Cost | None:
         if rehearsal.least_bytes(size) > limit:
@@ -193,22 +174,7 @@ def find_micro_batch(
             PROBED.save(conditions, found)
         except GradsyncError as error:  # the run can do without
             word = f" (not kept: {error})"
-    return MicroBatch(size=size, note=f"{found}, {_why(trials, sizes, size)}{word}")
-
-
-def _conditions(
-    config: TrainConfig, shape: GPTConfig, world: World, *, sizes: tuple[int, ...], threads: int
-) -> ProbeConditions:
-    shared = run_conditions(config, shape, world, threads)
-    shared["model"] |= {"dropout": shape.dropout > 0}
-    return ProbeConditions(
-        **shared,
-        activation_checkpointing=config.activation_checkpointing,
-        loss_rows=config.loss_rows,
-        sizes=list(sizes),
-        ranks_here=world.local_world_size,
-        sharded=Rehearsal.shards(config),
-    )
+    return size, f"{found}, {_why(trials, sizes, size)}{word}"
 
 
 def _why(trials: Sequence[Trial], sizes: Sequence[int], size: int) -> str:

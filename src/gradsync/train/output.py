@@ -16,9 +16,8 @@ import platform
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TextIO
@@ -33,39 +32,21 @@ from gradsync.world import World
 log = logging.getLogger("gradsync")
 
 _WIDTH_FOR_BAR = 88
+_SHOWN = (
+    *("step", "train/loss", "optim/grad_norm", "optim/lr"),
+    *("perf/tokens_per_s", "perf/step_s", "comm/exposed_s"),
+)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tick:
-    """The figures of one logged interval; losses and norms are global values."""
-
-    step: int
-    """Optimizer steps done."""
-    loss: float
-    """Mean loss of the interval's last step, nats per token."""
-    lr: float
-    """Learning rate of that step."""
-    grad_norm: float | None
-    """Norm of its mean gradient before clipping."""
-    tokens_per_s: float
-    """Tokens per second, all ranks together."""
-    step_s: float
-    """Mean time of a step, seconds."""
-    comm_s: float
-    """Time in it of rank 0's communication that nothing hid, seconds."""
+Metrics = Mapping[str, Any]
+"""One object of `metrics.jsonl`; units are in the names, losses and norms are global values."""
 
 
 class Progress:
-    """A live line on a terminal, one plain line per interval elsewhere; says nothing but on rank 0.
+    """A live line on a terminal (rich honours NO_COLOR) unless `live` is False, a plain line per
+    interval elsewhere; says nothing unless `enabled`, on rank 0.
 
     A reader that goes away (`| head`, a closed terminal) ends the printing, not the training.
-
-    Args:
-        steps: total optimizer steps.
-        world_size: ranks, for the per-device rate.
-        enabled: rank 0.
-        stream: where to; a terminal gets a live line (rich honours NO_COLOR).
-        live: False prints plain lines on a terminal, too.
     """
 
     def __init__(
@@ -77,11 +58,9 @@ class Progress:
         stream: TextIO | None = None,
         live: bool = True,
     ) -> None:
-        self._steps = steps
-        self._world_size = world_size
-        self._enabled = enabled
+        self._steps, self._world_size = steps, world_size
+        self._enabled, self._wants_live = enabled, live
         self._stream = stream or sys.stdout
-        self._wants_live = live
         self._live: Any = None
         self._task: Any = None
         self._since: tuple[int, float] | None = None
@@ -89,10 +68,10 @@ class Progress:
     def start(self, done_steps: int) -> None:
         """Begin at `done_steps`."""
         self._since = (done_steps, time.monotonic())
-        if self._enabled and self._wants_live and self._stream.isatty():
-            live = _live_line(self._stream)
-            if live.console.is_dumb_terminal:
-                return
+        if not (self._enabled and self._wants_live and self._stream.isatty()):
+            return
+        live = _live_line(self._stream)
+        if not live.console.is_dumb_terminal:
             self._live = live
             self._task = live.add_task("train", total=self._steps, completed=done_steps, say="")
             with self._printing():
@@ -110,22 +89,22 @@ class Progress:
             else:
                 print(text, file=self._stream, flush=True)
 
-    def tick(self, tick: Tick) -> None:
-        """Show one interval."""
+    def show(self, metrics: Metrics) -> None:
+        """Print the figures of one logged interval."""
         if not self._enabled:
             return
-        rate = tick.tokens_per_s / self._world_size
-        share = 100 * tick.comm_s / tick.step_s if tick.step_s else 0.0
-        speed = f"{rate:,.0f} tok/s/device  comm {share:.0f}%"
+        step, loss, norm, lr, tokens_per_s, step_s, comm_s = (metrics[name] for name in _SHOWN)
+        share = 100 * comm_s / step_s if step_s else 0.0
+        speed = f"{tokens_per_s / self._world_size:,.0f} tok/s/device  comm {share:.0f}%"
         if self._live is not None:  # has to fit 80 columns together with step, bar and eta
-            line = f"loss {tick.loss:.4f}  {speed}"
             with self._printing():
-                self._live.update(self._task, completed=tick.step, say=line)
+                line = f"loss {loss:.4f}  {speed}"
+                self._live.update(self._task, completed=step, say=line)
             return
-        norm = "" if tick.grad_norm is None else f"norm {tick.grad_norm:.2f}  "
+        norm_text = "" if norm is None else f"norm {norm:.2f}  "
         self.say(
-            f"step {tick.step:>{len(str(self._steps))}}/{self._steps}  loss {tick.loss:.4f}  {norm}"
-            f"lr {tick.lr:.2e}  {speed}  eta {_clock(self._seconds_left(tick.step))}"
+            f"step {step:>{len(str(self._steps))}}/{self._steps}  loss {loss:.4f}  {norm_text}"
+            f"lr {lr:.2e}  {speed}  eta {self._time_left(step)}"
         )
 
     def stop(self) -> None:
@@ -144,11 +123,14 @@ class Progress:
             self._live = None
             log.warning("output ended (%s); the run goes on", error.strerror)
 
-    def _seconds_left(self, step: int) -> float:
-        if self._since is None or step <= self._since[0]:
-            return 0.0
-        first, started = self._since
-        return (time.monotonic() - started) / (step - first) * (self._steps - step)
+    def _time_left(self, step: int) -> str:
+        seconds = 0.0
+        if self._since is not None and step > self._since[0]:
+            first, started = self._since
+            seconds = (time.monotonic() - started) / (step - first) * (self._steps - step)
+        minutes, rest = divmod(int(seconds), 60)
+        hours, minutes = divmod(minutes, 60)
+        return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def _live_line(stream: TextIO) -> Any:
@@ -168,12 +150,6 @@ def _live_line(stream: TextIO) -> Any:
         TimeRemainingColumn(),
         console=console,
     )
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def default_out(config: TrainConfig) -> str:
@@ -204,7 +180,7 @@ class RunDir:
             replace_text(metrics, "".join(kept), mode=PRIVATE)
             self._metrics = append_private(metrics)
 
-    def log_metrics(self, values: dict[str, float | int | None]) -> None:
+    def log_metrics(self, values: Metrics) -> None:
         """Append one object to `metrics.jsonl`."""
         if self._metrics is not None:
             with self._writing():

@@ -106,14 +106,7 @@ def _train(
             store=CheckpointStore(run_dir.checkpoints, config.checkpoint.keep_last),
             progress=progress,
         )
-        resumed = restore(
-            config,
-            trainer.learner,
-            data,
-            fingerprint=trainer.fingerprint,
-            comm=comm,
-            store=trainer.store,
-        )
+        resumed = restore(trainer)
         begin_log()
         _introduce(trainer, resumed, threads, notes)
         if resumed.source and resumed.step >= config.steps:

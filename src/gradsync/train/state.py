@@ -55,8 +55,8 @@ from gradsync.train.config import TrainConfig
 from gradsync.world import World
 
 if TYPE_CHECKING:
-    from gradsync.train.data import Data
     from gradsync.train.learner import Learner
+    from gradsync.train.loop import Trainer
 
 Whole = Mapping[str, Tensor]
 Keep = Callable[[Mapping[str, Whole], dict[str, Any], dict[str, Any]], None]
@@ -71,17 +71,10 @@ _STATE: dict[str, Any] = {
     "tokenizer": str | None,
     "scaler": dict | None,
 }
-_MACHINE = ("torch", "device", "cpu_capability", "math_env", "threads", "tf32")
-"""What the machine decides. Between different world sizes most strategies promise the same samples,
-not the same bits, so there these only warn. Under the invariant order the world size does not
-appear, and everything counts."""
+_MACHINE = {"torch", "device", "cpu_capability", "math_env", "threads", "tf32"}
 _SPLIT = "parallel"
-"""The layout of a split model; whole ones do not have it. Another one gives the same losses to
-rounding, as another world size does."""
+"""The layout of a split model; whole ones do not have it."""
 _MATH_VARIABLES = ("MKL_CBWR", "ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
-
-
-# -- what the numbers depend on -------------------------------------------------------------------
 
 
 def numeric_fingerprint(
@@ -118,6 +111,10 @@ def numeric_fingerprint(
 def compare(saved: Mapping[str, Any], now: Fingerprint, *, allow_change: bool) -> list[str]:
     """Differences that only deserve a warning.
 
+    Between world sizes or layouts most strategies promise the same samples, not the same bits, so
+    there what the machine decides only warns. Under the invariant order the world size does not
+    appear, and everything counts.
+
     Raises:
         CheckpointError: a difference changes the bits, naming each field.
     """
@@ -127,8 +124,8 @@ def compare(saved: Mapping[str, Any], now: Fingerprint, *, allow_change: bool) -
         if saved.get(name) != now.get(name)
     }
     tolerated = {"world_size", _SPLIT}
-    if tolerated & set(differs):
-        tolerated |= set(_MACHINE)
+    if tolerated & differs.keys():
+        tolerated |= _MACHINE
     refused = [text for name, text in differs.items() if name not in tolerated]
     if refused and not allow_change:
         raise CheckpointError(
@@ -139,43 +136,33 @@ def compare(saved: Mapping[str, Any], now: Fingerprint, *, allow_change: bool) -
     return list(differs.values())
 
 
-# -- saving ---------------------------------------------------------------------------------------
-
-
-def snapshot(
-    step: int,
-    config: TrainConfig,
-    learner: Learner,
-    data: Data,
-    *,
-    fingerprint: Fingerprint,
-    save: Callable[[Snapshot], Any],
-) -> None:
-    """Save the state after `step` optimizer steps; all ranks call it, rank 0 saves.
+def save_run(run: Trainer, step: int) -> None:
+    """Save the state after `step` optimizer steps; all ranks call it, rank 0 writes.
 
     Raises:
         DivergenceError: on all ranks: what would be saved holds nan or inf.
     """
+    config, scaler = run.config, run.learner.scaler
 
     def keep(
         tensors: Mapping[str, Whole], optimizer: dict[str, Any], places: dict[str, Any]
     ) -> None:
         state = {
             "optimizer": optimizer,
-            "data": dict(data.train.state_dict()),
-            "tokenizer": data.tokenizer,
-            "scaler": None if learner.scaler is None else learner.scaler.state_dict(),
+            "data": dict(run.data.train.state_dict()),
+            "tokenizer": run.data.tokenizer,
+            "scaler": None if scaler is None else scaler.state_dict(),
             "random": {"streams": RANDOM_STREAMS, "seed": config.seed},
-            "model": asdict(learner.model.config),
+            "model": asdict(run.learner.model.config),
             "config": asdict(config),
         }
-        save(
+        run.store.save(
             Snapshot(
-                step=step, tensors=tensors, state=state, fingerprint=fingerprint, places=places
+                step=step, tensors=tensors, state=state, fingerprint=run.fingerprint, places=places
             )
         )
 
-    learner.save(step, keep)
+    run.learner.save(step, keep)
 
 
 def check_finite(comm: Communicator, step: int, named: Iterable[tuple[str, Tensor]]) -> None:
@@ -209,15 +196,7 @@ def save_replica(learner: Learner, comm: Communicator, step: int, keep: Keep) ->
 def save_shares(
     learner: Learner, held: HeldState, comm: Communicator, step: int, keep: Keep
 ) -> None:
-    """Each rank's part of what ranks share out.
-
-    Args:
-        learner: of the run.
-        held: this rank's part of the optimizer's state, from `GradientSync.sharded_state_dict`.
-        comm: all ranks.
-        step: optimizer steps done.
-        keep: see `Keep`; called on rank 0.
-    """
+    """Each rank's part of what ranks share out; `held` is its `GradientSync.sharded_state_dict`."""
     sync = learner.sync
     # First: after a forward FSDP2 may still have whole parameters in place of the sharded ones.
     weights = sync.sharded_weights()
@@ -287,9 +266,6 @@ def _place(share: Share, flat: Tensor) -> Placed:
     return piece, flat.reshape(piece.shape)
 
 
-# -- loading --------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Resumed:
     """Where a run starts."""
@@ -302,32 +278,24 @@ class Resumed:
     """Notes for the user: damaged checkpoints, changed numerics."""
 
 
-def restore(
-    config: TrainConfig,
-    learner: Learner,
-    data: Data,
-    *,
-    fingerprint: Fingerprint,
-    comm: Communicator,
-    store: CheckpointStore,
-) -> Resumed:
+def restore(run: Trainer) -> Resumed:
     """Find, check and load what `config.resume` asks for, on all ranks.
 
     Raises:
         CheckpointError: unreadable, of another model, or with other numerics.
         DataError: of another data set or seed.
     """
+    config, comm, learner = run.config, run.comm, run.learner
     saved: dict[str, Whole] = {}
     header: dict[str, Any] = {"path": "", "notes": []}
     if comm.rank == 0:
-        path, notes = _find_checkpoint(config.resume, store)
+        path, notes = _find_checkpoint(config.resume, run.store)
         if path is not None:
-            found = store.load(path)
+            found = run.store.load(path)
             check_state(found, path)
             _check_model(learner.model.config, found.state["model"], path)
-            notes += compare(
-                found.fingerprint, fingerprint, allow_change=config.allow_numeric_change
-            )
+            allowed = config.allow_numeric_change
+            notes += compare(found.fingerprint, run.fingerprint, allow_change=allowed)
             remembered, left_behind = take_strategy_state(found, config.sync)
             notes += left_behind
             saved = {**found.tensors, "sync": remembered}
@@ -338,7 +306,7 @@ def restore(
     if not header["path"]:
         return Resumed(notes=notes)
     state = header["state"]
-    data.train.load_state_dict(state["data"])
+    run.data.train.load_state_dict(state["data"])
     learner.load(saved, state["optimizer"])
     if learner.scaler is not None and state["scaler"]:
         try:
@@ -441,7 +409,7 @@ def _check_model(now: GPTConfig, saved: dict[str, Any], path: Path) -> None:
 def load_replica(
     learner: Learner, comm: Communicator, saved: Mapping[str, Whole], state: Mapping[str, Any]
 ) -> None:
-    """Whole tensors from rank 0, on all ranks; for the arguments see `Learner.load`."""
+    """Whole tensors from rank 0, on all ranks; see `Learner.load`."""
     sync = learner.sync
     weights = broadcast_tensors(comm, saved.get("model"))
     sync.load_full_weights(match_weights(learner.model, weights))
@@ -462,15 +430,7 @@ def load_shares(
     saved: Mapping[str, Whole],
     state: Mapping[str, Any],
 ) -> None:
-    """This rank's shares alone, out of what rank 0 has read.
-
-    Args:
-        learner: of a strategy that shares out state.
-        held: what this rank holds of it.
-        comm: all ranks.
-        saved: see `Learner.load`.
-        state: see `Learner.load`.
-    """
+    """This rank's shares alone, out of what rank 0 has read; see `Learner.load`."""
     _load_shared_weights(learner, comm, saved.get("model", {}))
     whole = saved.get("optimizer", {})
     layout = layout_of(broadcast_json(comm, describe(whole)))

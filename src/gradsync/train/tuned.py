@@ -28,48 +28,12 @@ from gradsync.train.data import shape_before
 from gradsync.world import World
 
 T = TypeVar("T")
+Conditions = dict[str, Any]
+"""What a measurement depends on, as JSON has it; an answer holds where all of it is equal."""
 
-FORMAT_VERSION = 1
+_FORMAT_VERSION = 1
 _TUNED_FROM = 2
 """Ranks of `gradsync tune` unless it is told otherwise."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunConditions:
-    """Conditions that every measurement of a training step depends on."""
-
-    model: Mapping[str, Any]
-    """The shape, see `shape_of`; for memory, whether it has dropout too."""
-    dtype: str
-    """bf16, fp16 or fp32."""
-    seq_len: int
-    """Tokens of a sequence."""
-    world_size: int
-    """Ranks."""
-    threads: int
-    """Intra-op threads of a rank."""
-    device: str
-    """Name of the accelerator, or cpu."""
-    cpu: str
-    """Name of the processor."""
-    cores: int
-    """Cores of the host."""
-    torch: str
-    """Version."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Conditions(RunConditions):
-    """Conditions that decide how long a step takes; a choice holds where all of them are equal."""
-
-    micro_batch_size: int
-    """Sequences of a leaf."""
-    leaves_per_rank: int
-    """Leaves of a step, of the rank with the most."""
-    num_nodes: int
-    """Hosts."""
-    keep_memory: bool
-    """Whether freed memory was to stay in the process."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,30 +76,20 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tuned:
-    """A choice, and where it comes from."""
+    """A choice, why it was made (in one line), and the date of the measurement."""
 
     choice: Choice
     verdict: str
-    """Why, in one line."""
     date: str
-    """Date of the measurement."""
 
 
-def shape_of(model: GPTConfig) -> dict[str, Any]:
-    """Sizes of a model that decide how much there is to compute and to send."""
-    names = ("n_layer", "n_head", "n_embd", "mlp_dim", "vocab_size", "tie_head")
-    return {name: getattr(model, name) for name in names} | {"n_kv_head": model.num_kv_heads}
-
-
-def run_conditions(
-    config: TrainConfig, shape: GPTConfig, world: World, threads: int
-) -> dict[str, Any]:
-    """The fields of `RunConditions`, for ranks with `threads` intra-op threads."""
+def run_conditions(config: TrainConfig, shape: GPTConfig, world: World, threads: int) -> Conditions:
+    """What every measurement of a training step depends on, `threads` of each rank included."""
     import torch
 
     on_cuda = world.device.startswith("cuda")
     return {
-        "model": shape_of(shape),
+        "model": _sizes(shape),
         "dtype": config.dtype,
         "seq_len": config.sequence_length,
         "world_size": world.world_size,
@@ -147,35 +101,36 @@ def run_conditions(
     }
 
 
+def _sizes(model: GPTConfig) -> dict[str, Any]:
+    """Sizes of a model that decide how much there is to compute and to send."""
+    names = ("n_layer", "n_head", "n_embd", "mlp_dim", "vocab_size", "tie_head")
+    return {name: getattr(model, name) for name in names} | {"n_kv_head": model.num_kv_heads}
+
+
 def conditions_of(config: TrainConfig, world: World, *, threads: int) -> Conditions:
-    """The conditions that the step time of a run depends on.
+    """What the step time of a run depends on.
 
     Raises:
         ConfigError: impossible batch arithmetic.
         DataError: the data's description cannot be read.
     """
     plan = config.batch_plan(world.world_size)
-    return Conditions(
-        **run_conditions(config, shape_before(config), world, threads),
-        micro_batch_size=plan.micro_batch_size,
-        leaves_per_rank=-(-plan.num_leaves // world.world_size),
-        num_nodes=world.num_nodes,
-        keep_memory=config.keep_memory,
-    )
-
-
-# -- the cache ------------------------------------------------------------------------------------
+    return run_conditions(config, shape_before(config), world, threads) | {
+        "micro_batch_size": plan.micro_batch_size,
+        "leaves_per_rank": -(-plan.num_leaves // world.world_size),  # of the rank with the most
+        "num_nodes": world.num_nodes,
+        "keep_memory": config.keep_memory,
+    }
 
 
 @dataclass(frozen=True, slots=True)
 class Cache(Generic[T]):
-    """What was measured here before, one file for each `RunConditions`."""
+    """What was measured here before, one file for each `Conditions`."""
 
     kind: str
     """Name of its folder in the user's cache."""
-    build: Callable[[Any, Any], T]
-    """Makes an answer of a file's JSON object and the conditions; raises ValueError, LookupError,
-    TypeError or ConfigError if it cannot be one."""
+    build: Callable[[Any], T]
+    """Makes an answer of a file's JSON object; ValueError or the like where it cannot be one."""
 
     def folder(self) -> Path:
         """The folder.
@@ -185,31 +140,31 @@ class Cache(Generic[T]):
         """
         return environ.cache_dir() / self.kind
 
-    def path(self, conditions: RunConditions) -> Path:
+    def path(self, conditions: Conditions) -> Path:
         """Where the answer for `conditions` is kept."""
-        return cache_entry(self.folder(), json.dumps(asdict(conditions), sort_keys=True))
+        return cache_entry(self.folder(), json.dumps(conditions, sort_keys=True))
 
-    def save(self, conditions: RunConditions, found: T) -> Path:
+    def save(self, conditions: Conditions, found: T) -> Path:
         """Keep a dataclass in the place of what was there; returns where.
 
         Raises:
             RunError: the cache cannot be written.
         """
         answer: Any = found
-        heading = {"format_version": FORMAT_VERSION, "conditions": asdict(conditions)}
+        heading = {"format_version": _FORMAT_VERSION, "conditions": conditions}
         return write_entry(self.path(conditions), heading | asdict(answer))
 
-    def read(self, conditions: RunConditions) -> T | None:
+    def read(self, conditions: Conditions) -> T | None:
         """The answer for `conditions`; None when there is none, or none that can be believed."""
 
         def checked(document: Any) -> T:
             if not isinstance(document, dict):
                 raise ValueError("it holds no object")
-            if (found := document["format_version"]) != FORMAT_VERSION:
-                raise ValueError(f"format_version {found}, not {FORMAT_VERSION}")
-            if document["conditions"] != json.loads(json.dumps(asdict(conditions))):
+            if (found := document["format_version"]) != _FORMAT_VERSION:
+                raise ValueError(f"format_version {found}, not {_FORMAT_VERSION}")
+            if document["conditions"] != conditions:
                 raise ValueError("it was measured for something else")
-            return self.build(document, conditions)
+            return self.build(document)
 
         return read_entry(self.path(conditions), checked)
 
@@ -221,7 +176,7 @@ def check_line(value: Any) -> str:
     return value
 
 
-def _tuned(document: Any, conditions: RunConditions) -> Tuned:
+def _tuned(document: Any) -> Tuned:
     choice = Choice(**document["choice"])
     if find_strategy(choice.sync).promise == "lossy":
         raise ValueError(f"{choice.sync} is lossy, and not chosen by its speed")
@@ -233,30 +188,9 @@ TUNED = Cache("tuned", _tuned)
 """The choices of `gradsync tune`."""
 
 
-# -- the choice for a run -------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Resolved:
-    """The strategy that `auto` stands for."""
-
-    choice: Choice
-    note: str
-    """Which one it is and why, in one line for the user."""
-
-    def to_json(self) -> dict[str, Any]:
-        """For the other ranks."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Resolved:
-        """The reverse of `to_json`."""
-        return cls(choice=Choice(**data["choice"]), note=data["note"])
-
-
-def resolve_auto(config: TrainConfig, world: World, *, threads: int) -> Resolved:
-    """The strategy that `config.sync = "auto"` stands for. Caches of hosts may differ: rank 0 asks,
-    and tells the others.
+def resolve_auto(config: TrainConfig, world: World, *, threads: int) -> tuple[Choice, str]:
+    """The strategy that `config.sync = "auto"` stands for, and why, in one line. Caches of hosts
+    may differ: rank 0 asks, and tells the others.
 
     A run that goes on takes what it began with, whatever was measured since: bits depend on it.
 
@@ -269,32 +203,30 @@ def resolve_auto(config: TrainConfig, world: World, *, threads: int) -> Resolved
         ConfigError: the configuration of the run to continue cannot be read.
         DataError: the data's description cannot be read.
     """
-    if (place := continued(config)) is not None:
-        choice = _choice_of(place)
-        if choice is not None:
-            return Resolved(choice=choice, note=f"sync auto: {choice.text}, as in {place}")
+    place = continued(config)
+    choice = None if place is None else _choice_of(place)
+    if choice is not None:
+        return choice, f"sync auto: {choice.text}, as in {place}"
     default = Choice()
     if world.world_size == 1:
-        return Resolved(choice=default, note=f"sync auto: {default.text}; one rank talks to nobody")
+        return default, f"sync auto: {default.text}; one rank talks to nobody"
     conditions = conditions_of(config, world, threads=threads)
     tuned = TUNED.read(conditions)
     if tuned is None:
         command = tune_command(config, conditions)
-        note = f"sync auto: {default.text}; nothing is measured for such a run here: {command}"
-        return Resolved(choice=default, note=note)
-    promise = find_strategy(tuned.choice.sync).promise
-    note = f"sync auto: {tuned.choice.text} (promise: {promise}); {tuned.date}: {tuned.verdict}"
-    return Resolved(choice=tuned.choice, note=note)
+        return (
+            default,
+            f"sync auto: {default.text}; nothing is measured for such a run here: {command}",
+        )
+    choice, promise = tuned.choice, find_strategy(tuned.choice.sync).promise
+    return choice, f"sync auto: {choice.text} (promise: {promise}); {tuned.date}: {tuned.verdict}"
 
 
 def apply_choice(config: TrainConfig, choice: Choice, *, threads: int | None) -> TrainConfig:
     """`config` with a strategy in the place of `auto`; what is written down with the run.
 
-    Args:
-        config: with `sync="auto"`.
-        choice: see `Resolved`.
-        threads: intra-op threads, where the run is to keep them under a name that would take
-            others; else None.
+    `threads` are those of a rank where the run is to keep them under a name that would take
+    others, else None.
     """
     keeps_own = config.compile != "none" or config.loss_rows is not None
     promised = find_strategy(choice.sync).promise == "bitwise"
@@ -310,20 +242,19 @@ def apply_choice(config: TrainConfig, choice: Choice, *, threads: int | None) ->
 def tune_command(config: TrainConfig, conditions: Conditions) -> str:
     """The command that measures for such a run, or why there is none."""
     shape, named = shape_before(config), preset(config.preset)
-    if shape_of(shape) != shape_of(replace(named, vocab_size=shape.vocab_size)):
-        return f"gradsync tune measures presets as they are, and this is another {config.preset}"
-    if conditions.seq_len > named.block_size:
-        return (
-            f"gradsync tune measures presets as they are: {config.preset} takes "
-            f"{named.block_size} tokens"
-        )
-    if conditions.dtype == "fp16":
+    world_size, seq_len = conditions["world_size"], conditions["seq_len"]
+    only = "gradsync tune measures presets as they are"
+    if _sizes(shape) != _sizes(replace(named, vocab_size=shape.vocab_size)):
+        return f"{only}, and this is another {config.preset}"
+    if seq_len > named.block_size:
+        return f"{only}: {config.preset} takes {named.block_size} tokens"
+    if conditions["dtype"] == "fp16":
         return "gradsync tune measures bf16 and fp32"
     start = recipe(config.preset)
     flags = {
-        "--world-size": (conditions.world_size, _TUNED_FROM),
-        "--dtype": (conditions.dtype, start.dtype),
-        "--context-length": (conditions.seq_len, start.sequence_length),
+        "--world-size": (world_size, _TUNED_FROM),
+        "--dtype": (conditions["dtype"], start.dtype),
+        "--context-length": (seq_len, start.sequence_length),
         # Speed depends on the number of token ids alone.
         "--data": (config.tokenizer if is_stream(config.data) else config.data, ""),
         "--threads": (config.threads, None),
@@ -332,23 +263,16 @@ def tune_command(config: TrainConfig, conditions: Conditions) -> str:
     words = ["gradsync", "tune", config.preset]
     for flag, (value, default) in flags.items():
         words += [flag, str(value)] if value != default else []
-    if not _same_batch(start, conditions):
-        batch = conditions.micro_batch_size * conditions.leaves_per_rank
-        words += ["--batch-size", str(batch), "--leaves-per-rank", str(conditions.leaves_per_rank)]
-    if not conditions.keep_memory:
+    micro, leaves = conditions["micro_batch_size"], conditions["leaves_per_rank"]
+    try:
+        taken = -(-start.batch_plan(world_size).num_leaves // world_size)
+    except ConfigError:
+        taken = None
+    if (start.micro_batch_size, taken) != (micro, leaves):
+        words += ["--batch-size", str(micro * leaves), "--leaves-per-rank", str(leaves)]
+    if not conditions["keep_memory"]:
         words.append("--no-keep-memory")
     return f"`{shlex.join(words)}`"
-
-
-def _same_batch(start: TrainConfig, conditions: Conditions) -> bool:
-    """Whether `gradsync tune` takes these leaves by itself."""
-    try:
-        plan = start.batch_plan(conditions.world_size)
-    except ConfigError:
-        return False
-    leaves = -(-plan.num_leaves // conditions.world_size)
-    wanted = (conditions.micro_batch_size, conditions.leaves_per_rank)
-    return (start.micro_batch_size, leaves) == wanted
 
 
 def continued(config: TrainConfig) -> Path | None:

@@ -19,14 +19,12 @@ from gradsync.cli.main import main
 from gradsync.cli.ranks import Outcome
 from gradsync.cli.tune import TuneOptions, measured_conditions, request_of, verdict_of
 from gradsync.errors import ConfigError, RunError
-from gradsync.models.config import GPTConfig
 from gradsync.train.config import SyncConfig, TrainConfig
 from gradsync.train.config_io import parse_config, write_config
 from gradsync.train.tuned import (
     TUNED,
     Choice,
     Conditions,
-    Resolved,
     Tuned,
     apply_choice,
     conditions_of,
@@ -53,30 +51,29 @@ def here(config: TrainConfig, world: World = WORLD) -> Conditions:
     return conditions_of(config, world, threads=config.threads or 1)
 
 
-def resolved(config: TrainConfig, world: World = WORLD) -> Resolved:
+def resolved(config: TrainConfig, world: World = WORLD) -> tuple[Choice, str]:
     return resolve_auto(config, world, threads=1)
 
 
-def test_what_was_kept_is_taken() -> None:
+def chosen(config: TrainConfig) -> Choice:
+    return resolved(config)[0]
+
+
+def test_what_was_kept_is_taken(tmp_path: Path) -> None:
     config = asked()
     path = TUNED.save(here(config), FOUND)
     assert TUNED.read(here(config)) == FOUND
-    found = resolved(config)
-    assert found.choice == ZERO1
-    assert found.note == (
-        "sync auto: zero1:bucket_mb=5.0 (promise: bitwise); 2026-01-02: zero1 takes 9.0 % less time"
+    assert resolved(config) == (
+        ZERO1,
+        "sync auto: zero1:bucket_mb=5.0 (promise: bitwise); 2026-01-02: zero1 takes 9.0 % less "
+        "time",
     )
-    assert Resolved.from_json(json.loads(json.dumps(found.to_json()))) == found
     assert sorted(path.parent.iterdir()) == [path]
-
-
-def test_a_file_is_replaced_in_one_step(tmp_path: Path) -> None:
-    """Who has the old one open reads the old one."""
-    path = TUNED.save(here(asked()), FOUND)
+    # Replaced in one step: who has the old one open reads the old one.
     old = tmp_path / "old"
     old.hardlink_to(path)
-    TUNED.save(here(asked()), replace(FOUND, choice=Choice()))
-    assert resolved(asked()).choice == Choice()
+    TUNED.save(here(config), replace(FOUND, choice=Choice()))
+    assert chosen(config) == Choice()
     assert json.loads(old.read_text())["choice"]["sync"] == "zero1"
 
 
@@ -94,12 +91,12 @@ def test_a_file_is_replaced_in_one_step(tmp_path: Path) -> None:
 )
 def test_another_run_is_another_entry(flags: tuple[str, ...]) -> None:
     TUNED.save(here(asked()), FOUND)
-    found = resolved(asked(*flags))
-    assert found.choice == Choice()
-    assert found.note.startswith("sync auto: invariant; nothing is measured for such a run here: ")
+    choice, note = resolved(asked(*flags))
+    assert choice == Choice()
+    assert note.startswith("sync auto: invariant; nothing is measured for such a run here: ")
 
 
-def test_another_machine_is_another_entry() -> None:
+def test_another_machine_is_another_entry_and_what_does_not_matter_is_none() -> None:
     conditions = here(asked())
     TUNED.save(conditions, FOUND)
     changes: dict[str, Any] = {
@@ -107,15 +104,10 @@ def test_another_machine_is_another_entry() -> None:
         "cores": 999, "torch": "1.0",
     }  # fmt: skip
     for name, value in changes.items():
-        assert TUNED.read(replace(conditions, **{name: value})) is None, name
-    assert TUNED.read(conditions) == FOUND
-
-
-def test_what_does_not_matter_does_not_count() -> None:
-    TUNED.save(here(asked()), FOUND)
+        assert TUNED.read(conditions | {name: value}) is None, name
     free = ("--optim.lr", "0.1", "--seed", "3", "--steps", "7", "--model.dropout", "0.1")
-    assert resolved(asked(*free)).choice == ZERO1
-    assert resolved(asked("--model.block-size", "512", "--seq-len", "256")).choice == ZERO1
+    assert chosen(asked(*free)) == ZERO1
+    assert chosen(asked("--model.block-size", "512", "--seq-len", "256")) == ZERO1
 
 
 def damage(document: dict[str, Any], key: str, value: Any) -> str:
@@ -158,13 +150,13 @@ def test_a_damaged_or_foreign_file_is_a_line_and_the_default(
     config = asked()
     path = TUNED.save(here(config), FOUND)
     path.write_text(damage(json.loads(path.read_text()), key, value))
-    found = resolved(config)
-    assert found.choice == Choice()
+    choice, note = resolved(config)
+    assert choice == Choice()
     [warning] = caplog.messages
     assert reason in warning
     assert str(path) in warning
     assert "\n" not in warning
-    assert "nothing is measured for such a run here: `gradsync tune tiny" in found.note
+    assert "nothing is measured for such a run here: `gradsync tune tiny" in note
 
 
 @pytest.mark.parametrize(
@@ -268,12 +260,8 @@ def test_no_command_where_there_is_none() -> None:
     assert "measures presets as they are" in tune_command(other, here(other))
     half = replace(asked(), dtype="fp16")
     assert tune_command(half, here(half)) == "gradsync tune measures bf16 and fp32"
-
-
-def test_one_rank_talks_to_nobody() -> None:
-    found = resolved(asked(), World())
-    assert found.choice == Choice()
-    assert found.note == "sync auto: invariant; one rank talks to nobody"
+    alone = "sync auto: invariant; one rank talks to nobody"
+    assert resolved(asked(), World()) == (Choice(), alone)
 
 
 def test_the_run_writes_down_what_it_took(tmp_path: Path) -> None:
@@ -313,29 +301,20 @@ def test_a_run_goes_on_as_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     run = tmp_path / "run"
     config = begun(run)
     TUNED.save(here(config), replace(FOUND, choice=Choice(sync="bucketed")))
-    found = resolved(config)
-    assert found.choice == ZERO1
-    assert found.note == f"sync auto: zero1:bucket_mb=5.0, as in {run / 'config.yaml'}"
+    note = f"sync auto: zero1:bucket_mb=5.0, as in {run / 'config.yaml'}"
+    assert resolved(config) == (ZERO1, note)
     elsewhere = replace(config, out=str(tmp_path / "new"))
-    for place in (run, run / "checkpoints", run / "checkpoints" / "step-00000002"):
-        assert resolved(replace(elsewhere, resume=str(place))).choice == ZERO1
-    assert resolved(elsewhere).choice.sync == "bucketed"
-    for name in ("step-sweep", "checkpoints-of-mine"):
-        begun(tmp_path / name)
-        assert resolved(replace(elsewhere, resume=str(tmp_path / name))).choice == ZERO1
-    monkeypatch.chdir(run / "checkpoints")
-    for place in (".", "step-00000002", "../checkpoints/step-00000002"):
-        assert resolved(replace(elsewhere, resume=place)).choice == ZERO1, place
+    assert chosen(elsewhere).sync == "bucketed"
+    begun(tmp_path / "step-sweep")
     begun(run / "none")
     monkeypatch.chdir(run)
-    assert resolved(replace(config, resume="none")).choice.sync == "bucketed"
-    assert resolved(replace(elsewhere, resume="other")).choice.sync == "bucketed"
-
-
-def test_a_run_without_a_checkpoint_begins_anew(tmp_path: Path) -> None:
-    config = begun(tmp_path)
-    (tmp_path / "checkpoints" / "step-00000002").rmdir()
-    assert resolved(config).choice == Choice()
+    absolute = (run, run / "checkpoints", run / "checkpoints" / "step-00000002")
+    for place in (*map(str, absolute), str(tmp_path / "step-sweep"), ".", "checkpoints"):
+        assert chosen(replace(elsewhere, resume=place)) == ZERO1, place
+    assert chosen(replace(config, resume="none")).sync == "bucketed"
+    assert chosen(replace(elsewhere, resume="other")).sync == "bucketed"
+    (run / "checkpoints" / "step-00000002").rmdir()  # without a checkpoint it begins anew
+    assert chosen(config).sync == "bucketed"
 
 
 def test_options_beside_auto_are_refused() -> None:
@@ -353,14 +332,10 @@ def test_dry_run_shows_what_auto_stands_for(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_the_shape_counts_as_the_data_makes_it() -> None:
-    assert here(asked()).model["vocab_size"] == 257  # of bytes
+    assert here(asked())["model"]["vocab_size"] == 257  # of bytes
     wide = asked("--model.hidden-dim", "512")  # what None stands for
-    assert wide.model == GPTConfig(**{**_fields(asked().model), "hidden_dim": 512})
+    assert wide.model == replace(asked().model, hidden_dim=512)
     assert here(wide) == here(asked())
-
-
-def _fields(model: GPTConfig) -> dict[str, Any]:
-    return {name: getattr(model, name) for name in model.__dataclass_fields__}
 
 
 def test_the_verdict_of_all_stages() -> None:

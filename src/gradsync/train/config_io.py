@@ -32,20 +32,18 @@ def parse_config(argv: Sequence[str]) -> TrainConfig:
         ConfigError: unknown preset, unreadable file.
         SystemExit: 2 for a bad flag (the message names the nearest), 0 for `--help`.
     """
-    arguments = list(argv)
-    if not arguments or arguments[0].startswith("-"):
-        return _parse(recipe("tiny"), arguments)
-    first = arguments.pop(0)
-    if not first.endswith(_SUFFIXES):
-        if Path(first).is_file():
-            raise ConfigError(f"{first}: a configuration file ends in {', '.join(_SUFFIXES)}")
-        return _parse(recipe(first), arguments)
-    return _parse(_config_of(read_document(Path(first), _KIND)), arguments)
-
-
-def _parse(start: TrainConfig, arguments: list[str]) -> TrainConfig:
     import tyro
 
+    arguments = list(argv)
+    start = recipe("tiny")
+    if arguments and not arguments[0].startswith("-"):
+        first = arguments.pop(0)
+        if first.endswith(_SUFFIXES):
+            start = _config_of(read_document(Path(first), _KIND))
+        elif Path(first).is_file():
+            raise ConfigError(f"{first}: a configuration file ends in {', '.join(_SUFFIXES)}")
+        else:
+            start = recipe(first)
     return tyro.cli(
         TrainConfig,
         prog="gradsync train [PRESET|FILE]",
@@ -149,11 +147,8 @@ def _leaves(
 
 
 def _value(value: Any, hint: Any, where: str) -> Any:
-    """`value` as the type `hint` has it: int, float, bool, str, words, or one of several.
-
-    Raises:
-        ConfigError: it is none; text that is no text, which YAML may have read otherwise (no, 007).
-    """
+    """`value` as the type `hint` has it: int, float, bool, str, words, or one of several. What is
+    text to the user YAML may have read otherwise (no, 007): that is an error."""
     if isinstance(value, str) and "\0" in value:
         raise ConfigError(f"{where}: a zero byte in {brief(value)}")
     several = get_origin(hint) in (Union, UnionType)

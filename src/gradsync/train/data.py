@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gradsync.data.documents import is_stream
 from gradsync.data.meta import Meta, read_meta
@@ -52,12 +52,12 @@ def open_data(config: TrainConfig, world: World, comm: Communicator) -> Data:
         DataError: missing, truncated or altered files; text that cannot be read.
     """
     from gradsync.data.corpus import default_corpus
+    from gradsync.data.evaluation import eval_leaves
     from gradsync.data.loader import loader
     from gradsync.data.tokens import open_dataset
 
-    plan = config.batch_plan(world.world_size)
     if is_stream(config.data):
-        return _open_stream(config, world, comm, plan)
+        return _open_stream(config, world, comm)
     if config.data:
         directory = Path(config.data)
     else:
@@ -71,6 +71,7 @@ def open_data(config: TrainConfig, world: World, comm: Communicator) -> Data:
         # Data that gradsync did not prepare may not say its vocabulary: then each batch is checked
         # against the model's, since on a GPU a token too large is an assertion without a place.
         dataset.vocab_size = dataset.vocab_size or config.model.vocab_size
+    plan, share = config.batch_plan(world.world_size), _replicas(config, world)
     meta = read_meta(directory)
     return Data(
         source=str(directory),
@@ -78,21 +79,22 @@ def open_data(config: TrainConfig, world: World, comm: Communicator) -> Data:
         plan=plan,
         train=loader(
             train,
-            _replicas(config, world),
+            share,
             global_batch_size=plan.global_batch_size,
             micro_batch_size=plan.micro_batch_size,
             seed=config.seed,
             num_workers=config.num_workers,
         ),
-        val=_eval_leaves(config, world, val),
+        val=eval_leaves(val, share, plan.micro_batch_size, _val_sequences(config)),
         tokenizer=None if meta is None else meta.tokenizer_identity,
         vocab_size=None if meta is None else meta.vocab_size,
         load_tokenizer=None if meta is None else partial(load_tokenizer, meta, directory),
     )
 
 
-def _open_stream(config: TrainConfig, world: World, comm: Communicator, plan: BatchPlan) -> Data:
+def _open_stream(config: TrainConfig, world: World, comm: Communicator) -> Data:
     """Text as it comes, endless: pass after pass in the same order."""
+    from gradsync.data.evaluation import eval_leaves
     from gradsync.data.streaming import stream_loader
     from gradsync.data.text_stream import open_streamed_text
 
@@ -105,9 +107,10 @@ def _open_stream(config: TrainConfig, world: World, comm: Communicator, plan: Ba
         seq_len=config.sequence_length,
         val_sequences=val_sequences,
     )
+    plan, share = config.batch_plan(world.world_size), _replicas(config, world)
     train = stream_loader(
         text.train,
-        _replicas(config, world),
+        share,
         global_batch_size=plan.global_batch_size,
         micro_batch_size=plan.micro_batch_size,
         comm=comm,
@@ -119,18 +122,11 @@ def _open_stream(config: TrainConfig, world: World, comm: Communicator, plan: Ba
         source=config.data,
         plan=plan,
         train=train,
-        val=_eval_leaves(config, world, text.val),
+        val=eval_leaves(text.val, share, plan.micro_batch_size, val_sequences),
         tokenizer=text.identity,
         vocab_size=text.tokenizer.vocab_size,
         load_tokenizer=lambda: text.tokenizer,
     )
-
-
-def _eval_leaves(config: TrainConfig, world: World, dataset: Any) -> EvalLeaves:
-    from gradsync.data.evaluation import eval_leaves
-
-    share, limit = _replicas(config, world), _val_sequences(config)
-    return eval_leaves(dataset, share, config.micro_batch_size, limit)
 
 
 def _val_sequences(config: TrainConfig) -> int | None:

@@ -23,7 +23,7 @@ from gradsync.sync.loss_sum import LossSum
 from gradsync.sync.registry import STRATEGIES
 from gradsync.sync.replicate import replicate
 from gradsync.train.config import OptimConfig, TrainConfig
-from gradsync.train.state import Keep, Whole, load_replica, load_shares, save_replica, save_shares
+from gradsync.train.state import Keep, Whole, load_learnt, save_replica, save_shares
 from gradsync.world import World
 
 Autocast = AbstractContextManager[Any]
@@ -135,9 +135,9 @@ class Learner:
         """
         held = self.sync.sharded_state_dict(self.optimizer)
         if held is None:
-            save_replica(self, self.comm, step, keep)
+            save_replica(self, step, keep)
         else:
-            save_shares(self, held, self.comm, step, keep)
+            save_shares(self, held, step, keep)
 
     def load(self, saved: Mapping[str, Whole], optimizer_state: Mapping[str, Any]) -> None:
         """Take weights, optimizer and strategy from what rank 0 has read; all ranks call it.
@@ -149,11 +149,7 @@ class Learner:
         Raises:
             CheckpointError: of another model, or another optimizer.
         """
-        held = self.sync.sharded_state_dict(self.optimizer)
-        if held is None:
-            load_replica(self, self.comm, saved, optimizer_state)
-        else:
-            load_shares(self, held, self.comm, saved, optimizer_state)
+        load_learnt(self, saved, optimizer_state)
 
     def whole_model(self, weights: Whole) -> GPT:
         """A model that one rank can use alone: the trained one, or a copy of a spread one."""

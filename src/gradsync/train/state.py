@@ -179,9 +179,9 @@ def check_finite(comm: Communicator, step: int, named: Iterable[tuple[str, Tenso
             )
 
 
-def save_replica(learner: Learner, comm: Communicator, step: int, keep: Keep) -> None:
+def save_replica(learner: Learner, step: int, keep: Keep) -> None:
     """Whole tensors, from rank 0."""
-    sync = learner.sync
+    comm, sync = learner.comm, learner.sync
     sync.gather(learner.optimizer)
     weights = sync.full_weights()
     kept, state = pack_optimizer(learner.optimizer, learner.model.named_parameters())
@@ -193,11 +193,9 @@ def save_replica(learner: Learner, comm: Communicator, step: int, keep: Keep) ->
     sync.scatter(learner.optimizer)
 
 
-def save_shares(
-    learner: Learner, held: HeldState, comm: Communicator, step: int, keep: Keep
-) -> None:
+def save_shares(learner: Learner, held: HeldState, step: int, keep: Keep) -> None:
     """Each rank's part of what ranks share out; `held` is its `GradientSync.sharded_state_dict`."""
-    sync = learner.sync
+    comm, sync = learner.comm, learner.sync
     # First: after a forward FSDP2 may still have whole parameters in place of the sharded ones.
     weights = sync.sharded_weights()
     named = list(learner.model.named_parameters())
@@ -406,33 +404,26 @@ def _check_model(now: GPTConfig, saved: dict[str, Any], path: Path) -> None:
         raise CheckpointError(f"{path} is of another model: {one_line('; '.join(differs))}")
 
 
-def load_replica(
-    learner: Learner, comm: Communicator, saved: Mapping[str, Whole], state: Mapping[str, Any]
-) -> None:
-    """Whole tensors from rank 0, on all ranks; see `Learner.load`."""
-    sync = learner.sync
-    weights = broadcast_tensors(comm, saved.get("model"))
-    sync.load_full_weights(match_weights(learner.model, weights))
-    unpack_optimizer(
-        learner.optimizer,
-        list(learner.model.named_parameters()),
-        broadcast_tensors(comm, saved.get("optimizer")),
-        state,
-    )
-    sync.scatter(learner.optimizer)
+def load_learnt(learner: Learner, saved: Mapping[str, Whole], state: Mapping[str, Any]) -> None:
+    """See `Learner.load`: whole tensors on all ranks, or each rank's shares alone."""
+    comm, sync, optimizer = learner.comm, learner.sync, learner.optimizer
+    held = sync.sharded_state_dict(optimizer)
+    _load_weights(learner, comm, saved.get("model", {}))
+    named = list(learner.model.named_parameters())
+    if held is None:
+        unpack_optimizer(optimizer, named, broadcast_tensors(comm, saved.get("optimizer")), state)
+        sync.scatter(optimizer)
+    else:
+        states = _states_of_shares(learner, held, saved.get("optimizer", {}), state)
+        sync.load_sharded_state_dict(optimizer, states)
     sync.load_state_tensors(broadcast_tensors(comm, saved.get("sync")))
 
 
-def load_shares(
-    learner: Learner,
-    held: HeldState,
-    comm: Communicator,
-    saved: Mapping[str, Whole],
-    state: Mapping[str, Any],
-) -> None:
-    """This rank's shares alone, out of what rank 0 has read; see `Learner.load`."""
-    _load_shared_weights(learner, comm, saved.get("model", {}))
-    whole = saved.get("optimizer", {})
+def _states_of_shares(
+    learner: Learner, held: HeldState, whole: Whole, state: Mapping[str, Any]
+) -> dict[Any, dict[str, Any]]:
+    """The optimizer's state of each parameter that this rank holds a share of."""
+    comm = learner.comm
     layout = layout_of(broadcast_json(comm, describe(whole)))
     named = list(learner.model.named_parameters())
     states: dict[Any, dict[str, Any]] = {}
@@ -452,11 +443,10 @@ def load_shares(
     for key, (parameter, slot, device) in homes.items():
         value = got[key] if layout[key].dim() else got[key].view(())
         states[parameter][slot] = value.to(device)
-    learner.sync.load_sharded_state_dict(learner.optimizer, states)
-    learner.sync.load_state_tensors(broadcast_tensors(comm, saved.get("sync")))
+    return states
 
 
-def _load_shared_weights(learner: Learner, comm: Communicator, whole: Whole) -> None:
+def _load_weights(learner: Learner, comm: Communicator, whole: Whole) -> None:
     held = learner.sync.sharded_weights()
     if held is None:
         weights = match_weights(learner.model, broadcast_tensors(comm, whole))

@@ -39,20 +39,20 @@ LossFn = Callable[[Any, Any], Tensor]
 
 
 class StepInfo(TypedDict):
-    """Result of `NaiveDDPTrainer.train_step`."""
+    """Result of `NaiveDDPTrainer.train_step`; times are this rank's, in seconds.
+
+    `loss` is the mean over the global batch, equal on all ranks (nan when it is empty);
+    `compute_time` is forward and backward, `comm_time` all-reducing, waiting for slower ranks
+    included, `comm_fraction` its share in `total_time`; `num_comm_ops` counts parameters with a
+    gradient on some rank, tied ones once.
+    """
 
     loss: float
-    """Mean over the global batch, equal on all ranks; nan when it is empty."""
     total_time: float
-    """The whole step on this rank, seconds."""
     compute_time: float
-    """Forward and backward, seconds."""
     comm_time: float
-    """All-reducing gradients, seconds; waiting for slower ranks is part of it."""
     comm_fraction: float
-    """comm_time / total_time."""
     num_comm_ops: int
-    """All-reduces of gradients: parameters with a gradient on some rank, tied ones once."""
 
 
 class NaiveDDPTrainer:
@@ -210,13 +210,7 @@ def _num_samples(batch: Any) -> int | None:
 
 
 class SynchronisedModule(nn.Module):
-    """A module whose gradients become means over ranks.
-
-    Args:
-        module: on its device; takes rank 0's weights and buffers.
-        sync: a strategy that works in a loop of one's own.
-        options: of the strategy.
-    """
+    """A module whose gradients become means over ranks; takes rank 0's weights and buffers."""
 
     def __init__(self, module: nn.Module, *, sync: str, **options: Any) -> None:
         super().__init__()

@@ -47,9 +47,6 @@ def init_distributed(
 
     Returns:
         (rank, world_size, local_rank).
-
-    Raises:
-        LaunchError, RendezvousError: as `gs.init`.
     """
     session = _join(backend, timeout)
     return session.world.rank, session.world.world_size, session.world.local_rank
@@ -60,14 +57,6 @@ def setup_distributed(rank: int, world_size: int, backend: str | None = None) ->
 
     Ranks meet at MASTER_ADDR:MASTER_PORT, by default 127.0.0.1:29500. `nccl` becomes gloo + nccl
     where there is CUDA, and gloo elsewhere, so that the same call works on a laptop.
-
-    Args:
-        rank: index of this process.
-        world_size: number of processes.
-        backend: torch backend; None or "nccl" is chosen by the device.
-
-    Raises:
-        LaunchError, RendezvousError: as `gs.init`.
     """
     env = environ.snapshot()
     mine = {"RANK": str(rank), "WORLD_SIZE": str(world_size)}

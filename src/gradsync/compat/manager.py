@@ -80,13 +80,8 @@ class DDPManager:
     def initialize(self, backend: str | None = None, timeout_mins: float = 30) -> World:
         """Join the run this process was started in.
 
-        Args:
-            backend: torch backend; None takes gloo on CPU and gloo + nccl on CUDA, and so does
-                "nccl", which a CPU does not have.
-            timeout_mins: longest a collective may take, minutes.
-
-        Raises:
-            LaunchError, RendezvousError: as `gs.init`.
+        `backend` None or "nccl" is gloo on CPU and gloo + nccl on CUDA; no collective may take
+        longer than `timeout_mins` minutes.
         """
         options = SessionOptions(backend=backend_here(backend), timeout_s=timeout_mins * 60)
         self._session = Session(options)

@@ -1,4 +1,7 @@
-"""Whether a run can be, as far as one rank can say before anything starts or is built; no torch."""
+"""Whether a run can be, as far as one rank can say before anything starts or is built; no torch.
+
+What cannot be is a ConfigError or DataError, in one line that says what to change.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,7 @@ there is no memory that all of them would share."""
 
 
 def check_request(config: TrainConfig, world_size: int) -> BatchPlan:
-    """Check all that needs nothing started, on any rank alone; returns the batch plan.
-
-    Raises:
-        ConfigError: impossible batch arithmetic, unknown strategy, fp16 on a CPU.
-        DataError: no data directory.
-    """
+    """Check all that needs nothing started, on any rank alone; returns the batch plan."""
     if config.sync != AUTO:
         check_options(find_strategy(config.sync), config.sync_options.given())
     if config.dtype == "fp16" and config.device == "cpu":
@@ -77,15 +75,7 @@ def check_size(shape: GPTConfig, *, device: str, num_nodes: int) -> None:
     """Refuse a model that this host cannot hold, by formulas, however its ranks share it out.
 
     All weights are drawn in host memory first. Gradients and AdamW's two moments lie there too on
-    CPUs; several hosts may share them out.
-
-    Args:
-        shape: of the model.
-        device: "cpu"; with any other only the weights count.
-        num_nodes: hosts of the run.
-
-    Raises:
-        ConfigError: naming what it takes and what there is.
+    CPUs (`device` "cpu"); several hosts (`num_nodes`) may share them out.
     """
     copies = 4 if device == "cpu" and num_nodes == 1 else 1
     rotary = 2 * shape.block_size * shape.head_dim
@@ -108,7 +98,7 @@ def goes_with_parts(sync: str) -> bool:
 
 
 def check_layout(config: TrainConfig, layout: Layout, plan: BatchPlan) -> None:
-    """Raise ConfigError, in one line, where a split model cannot be trained so."""
+    """Refuse what a split model cannot be trained with."""
     if layout.model_ranks == 1:
         return
     check_divisible(config.model, layout)

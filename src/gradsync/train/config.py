@@ -342,9 +342,6 @@ class TrainConfig:
     def batch_plan(self, world_size: int) -> BatchPlan:
         """The exact batch arithmetic on `world_size` ranks; of a split model, its replicas share
         the leaves.
-
-        Raises:
-            ConfigError: it cannot be exact; the nearest legal values are named. No such layout.
         """
         return solve_batch_plan(
             tokens_per_update=self.tokens_per_update,
@@ -354,11 +351,7 @@ class TrainConfig:
         )
 
     def layout(self, world_size: int) -> Layout:
-        """How `world_size` ranks are divided.
-
-        Raises:
-            ConfigError: malformed, or of another number of ranks.
-        """
+        """How `world_size` ranks are divided."""
         return parse_layout(self.parallel, world_size)
 
     @property
@@ -368,11 +361,7 @@ class TrainConfig:
 
     @property
     def sequences_per_update(self) -> int:
-        """Sequences of an optimizer step, over all ranks.
-
-        Raises:
-            ConfigError: tokens_per_update is no whole number of them.
-        """
+        """Sequences of an optimizer step, over all ranks."""
         sequences, rest = divmod(self.tokens_per_update, self.sequence_length)
         _require(
             bool(sequences) and not rest,
@@ -385,9 +374,6 @@ class TrainConfig:
 def recipe(name: str) -> TrainConfig:
     """The configuration that `gradsync train NAME` starts from: a model preset with the batch and
     the learning rate that suit it.
-
-    Raises:
-        ConfigError: no such preset, naming the nearest.
     """
     model = preset(name)
     if name == "tiny":

@@ -26,12 +26,7 @@ _OPTIONAL = frozenset(f.name for f in fields(SyncConfig) if f.default is None)
 
 
 def parse_config(argv: Sequence[str]) -> TrainConfig:
-    """Configuration from `[PRESET|FILE] [--flag value …]`.
-
-    Raises:
-        ConfigError: unknown preset, unreadable file.
-        SystemExit: 2 for a bad flag (the message names the nearest), 0 for `--help`.
-    """
+    """Configuration from `[PRESET|FILE] [--flag value …]`."""
     import tyro
 
     arguments = list(argv)
@@ -60,11 +55,7 @@ def parse_config(argv: Sequence[str]) -> TrainConfig:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML or TOML file.
-
-    Raises:
-        ConfigError: missing, unreadable, or no mapping.
-    """
+    """The mapping in a YAML or TOML file."""
     return _mapping(read_document(path, _KIND))
 
 

@@ -45,12 +45,7 @@ class Data:
 
 
 def open_data(config: TrainConfig, world: World, comm: Communicator) -> Data:
-    """Open the data sets; the default corpus is prepared by one rank of each host, once.
-
-    Raises:
-        ConfigError: the batch arithmetic is not exact.
-        DataError: missing, truncated or altered files; text that cannot be read.
-    """
+    """Open the data sets; the default corpus is prepared by one rank of each host, once."""
     from gradsync.data.corpus import default_corpus
     from gradsync.data.evaluation import eval_leaves
     from gradsync.data.loader import loader
@@ -155,9 +150,6 @@ def _replicas(config: TrainConfig, world: World) -> World:
 def vocabulary(data: str, tokenizer: str = "") -> int | None:
     """Number of token ids of the data directory `data`, of a stream (by the data directory
     `tokenizer`, if given), of the built-in text for ""; None where the data does not say.
-
-    Raises:
-        DataError: its description cannot be read.
     """
     if is_stream(data):
         from gradsync.data.text_stream import stream_tokenizer
@@ -170,11 +162,7 @@ def vocabulary(data: str, tokenizer: str = "") -> int | None:
 
 
 def model_config(config: TrainConfig, vocab_size: int | None) -> GPTConfig:
-    """The model's shape with the vocabulary of the data, unless another one was asked for.
-
-    Raises:
-        ConfigError: the vocabulary asked for is too small for the data.
-    """
+    """The model's shape with the vocabulary of the data, unless another one was asked for."""
     asked = config.model.vocab_size
     if vocab_size is None or asked == vocab_size:
         return config.model

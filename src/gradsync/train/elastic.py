@@ -120,11 +120,7 @@ def decide(
 
 
 def _began_with(config: TrainConfig) -> dict[str, Any] | None:
-    """The settings written by the run that `config` goes on with; None for a new run.
-
-    Raises:
-        ConfigError: its configuration cannot be read.
-    """
+    """The settings written by the run that `config` goes on with; None for a new run."""
     place = continued(config)
     if place is None:
         return None

@@ -129,9 +129,6 @@ class Learner:
     def save(self, step: int, keep: Keep) -> None:
         """Hand `keep`, on rank 0, what the run has learnt; all ranks call it. What is spread over
         ranks nobody ever has whole.
-
-        Raises:
-            DivergenceError: on all ranks: nan or inf in it.
         """
         held = self.sync.sharded_state_dict(self.optimizer)
         if held is None:
@@ -220,11 +217,7 @@ def evaluate(
 def build_learner(
     config: TrainConfig, world: World, shape: GPTConfig, comm: Communicator
 ) -> Learner:
-    """Model, optimizer and synchronisation on this rank's device.
-
-    Raises:
-        ConfigError: unknown strategy, or a dtype the device has not.
-    """
+    """Model, optimizer and synchronisation on this rank's device."""
     device = torch.device(world.device)
     if config.dtype == "fp16" and device.type != "cuda":
         raise ConfigError("dtype fp16 needs CUDA; use bf16 or fp32 on a CPU")

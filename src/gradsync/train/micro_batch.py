@@ -80,11 +80,7 @@ PROBED = Cache("micro-batch", _probed)
 
 
 def sizes_of(config: TrainConfig, world_size: int) -> tuple[int, ...]:
-    """Micro-batches that keep the global batch on `world_size` ranks, ascending.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Micro-batches that keep the global batch on `world_size` ranks, ascending."""
     sequences = config.sequences_per_update
     equal = config.sync != AUTO and find_strategy(config.sync).equal_leaves
     sizes = legal_sizes(sequences, world_size, equal_leaves=equal)
@@ -117,7 +113,7 @@ def find_micro_batch(
         config: with the strategy's name and dtype as they will be.
         shape: of the model, with the data's vocabulary.
         world: with the device.
-        comm: over all ranks.
+        comm: all ranks.
         threads: intra-op threads of a rank.
         keep: write a new answer into the cache.
         begins: called before the first size is tried.

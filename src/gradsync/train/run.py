@@ -121,11 +121,7 @@ def _train(
 
 
 def _learner(config: TrainConfig, world: World, shape: GPTConfig, comm: Communicator) -> Learner:
-    """For a whole model, or for this rank's part of one.
-
-    Raises:
-        ConfigError: no memory holds such a model.
-    """
+    """For a whole model, or for this rank's part of one."""
     check_size(shape, device=world.device, num_nodes=world.num_nodes)
     layout = config.layout(world.world_size)
     if layout.model_ranks == 1:

@@ -137,11 +137,7 @@ def compare(saved: Mapping[str, Any], now: Fingerprint, *, allow_change: bool) -
 
 
 def save_run(run: Trainer, step: int) -> None:
-    """Save the state after `step` optimizer steps; all ranks call it, rank 0 writes.
-
-    Raises:
-        DivergenceError: on all ranks: what would be saved holds nan or inf.
-    """
+    """Save the state after `step` optimizer steps; all ranks call it, rank 0 writes."""
     config, scaler = run.config, run.learner.scaler
 
     def keep(
@@ -331,11 +327,7 @@ def _find_checkpoint(resume: str, store: CheckpointStore) -> tuple[Path | None, 
 
 
 def check_state(found: Snapshot, path: Path) -> None:
-    """Whether a checkpoint holds what `snapshot` puts into one.
-
-    Raises:
-        CheckpointError: naming what it does not.
-    """
+    """Whether a checkpoint holds what `snapshot` puts into one."""
     for name, kinds in _STATE.items():
         if not isinstance(found.state.get(name), kinds):
             raise CheckpointError(f"{path}: state.json has no {name} of a training run")
@@ -357,11 +349,7 @@ def check_state(found: Snapshot, path: Path) -> None:
 
 
 def saved_model(found: Snapshot, path: Path) -> GPTConfig:
-    """The shape of a checkpoint's model, compared with its tensors before anything is built.
-
-    Raises:
-        CheckpointError: no shape of a model, or that of a larger or smaller one.
-    """
+    """The shape of a checkpoint's model, compared with its tensors before anything is built."""
     try:
         shape = GPTConfig(**found.state["model"])
         expected = shape.num_params()

@@ -38,11 +38,7 @@ _TUNED_FROM = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """A strategy, as `gradsync train` takes it.
-
-    Raises:
-        ConfigError: this version has no such strategy, option or order.
-    """
+    """A strategy, as `gradsync train` takes it; ConfigError if this version has none such."""
 
     sync: str = "invariant"
     """Its name."""
@@ -108,12 +104,7 @@ def _sizes(model: GPTConfig) -> dict[str, Any]:
 
 
 def conditions_of(config: TrainConfig, world: World, *, threads: int) -> Conditions:
-    """What the step time of a run depends on.
-
-    Raises:
-        ConfigError: impossible batch arithmetic.
-        DataError: the data's description cannot be read.
-    """
+    """What the step time of a run depends on."""
     plan = config.batch_plan(world.world_size)
     return run_conditions(config, shape_before(config), world, threads) | {
         "micro_batch_size": plan.micro_batch_size,
@@ -133,11 +124,7 @@ class Cache(Generic[T]):
     """Makes an answer of a file's JSON object; ValueError or the like where it cannot be one."""
 
     def folder(self) -> Path:
-        """The folder.
-
-        Raises:
-            ConfigError: there is no home to keep a cache in.
-        """
+        """The folder."""
         return environ.cache_dir() / self.kind
 
     def path(self, conditions: Conditions) -> Path:
@@ -145,11 +132,7 @@ class Cache(Generic[T]):
         return cache_entry(self.folder(), json.dumps(conditions, sort_keys=True))
 
     def save(self, conditions: Conditions, found: T) -> Path:
-        """Keep a dataclass in the place of what was there; returns where.
-
-        Raises:
-            RunError: the cache cannot be written.
-        """
+        """Keep a dataclass in the place of what was there; returns where."""
         answer: Any = found
         heading = {"format_version": _FORMAT_VERSION, "conditions": conditions}
         return write_entry(self.path(conditions), heading | asdict(answer))
@@ -193,15 +176,6 @@ def resolve_auto(config: TrainConfig, world: World, *, threads: int) -> tuple[Ch
     may differ: rank 0 asks, and tells the others.
 
     A run that goes on takes what it began with, whatever was measured since: bits depend on it.
-
-    Args:
-        config: with `out`.
-        world: with the device.
-        threads: intra-op threads of a rank.
-
-    Raises:
-        ConfigError: the configuration of the run to continue cannot be read.
-        DataError: the data's description cannot be read.
     """
     place = continued(config)
     choice = None if place is None else _choice_of(place)

@@ -39,40 +39,25 @@ def decided(config: TrainConfig, hardware: str, *given: str, **named: Any) -> De
     return decide(config, frozenset(given), config.model, load_hardware(hardware), {}, **named)
 
 
-# -- the arguments --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("word", ["--elastic", "--elastic-gpu", "--elastic_gpu"])
-def test_the_flag_in_all_its_spellings(word: str) -> None:
-    assert take_flag(["tiny", word, "--steps", "3"]) == ([word], ["tiny", "--steps", "3"])
+def test_the_arguments(tmp_path: Path) -> None:
+    for word in ("--elastic", "--elastic-gpu", "--elastic_gpu"):
+        assert take_flag(["tiny", word, "--steps", "3"]) == ([word], ["tiny", "--steps", "3"])
     assert take_flag(["tiny"]) == (None, ["tiny"])
-
-
-def test_what_the_user_gave(tmp_path: Path) -> None:
-    flags = [
-        "tiny",
-        "--micro-batch-size",
-        "4",
-        "--no-tf32",
-        "--sync-options.bucket-mb=5",
-        "--sync=x",
-    ]
-    assert given_fields(flags) == {"micro_batch_size", "tf32", "sync_options", "sync"}
+    flags = ["--micro-batch-size", "4", "--no-tf32", "--sync-options.bucket-mb=5", "--sync=x"]
+    assert given_fields(["tiny", *flags]) == {"micro_batch_size", "tf32", "sync_options", "sync"}
     path = tmp_path / "mine.yaml"
     path.write_text("dtype: fp32\nsteps: 3\n")
     assert given_fields([str(path), "--steps", "5"]) == {"dtype", "steps"}
-
-
-# -- the decision ---------------------------------------------------------------------------------
 
 
 def test_ranks_and_strategy_follow_the_hardware() -> None:
     decision = decided(recipe("small"), "h100x4")
     assert decision.ranks == 4
     assert decision.changes["dtype"] == "bf16"
-    applied = decision.applied_to(recipe("small"))
-    assert applied.sync == decision.changes["sync"]
+    assert decision.applied_to(recipe("small")).sync == decision.changes["sync"]
     assert any("NCCL_DEBUG" in note for note in decision.notes)
+    with pytest.raises(RunError, match=r"fits nowhere.* GB"):
+        decided(recipe("2.7b"), "a100-40x1", "sync")
 
 
 def test_what_was_given_stays() -> None:
@@ -80,31 +65,15 @@ def test_what_was_given_stays() -> None:
     decision = decided(config, "h100x4", "sync", "dtype", "micro_batch_size", "tf32")
     assert not decision.changes.keys() & {"sync", "dtype", "micro_batch_size", "tf32"}
     auto = decided(replace(recipe("small"), sync="auto"), "h100x4", "sync")
-    assert "sync" not in auto.changes
-    assert auto.ranks == 4
-
-
-def test_ranks_that_somebody_has_fixed() -> None:
-    hardware = load_hardware("h100x4").with_devices(2)
-    decision = decide(
-        recipe("small"), frozenset(), recipe("small").model, hardware, {}, world_size=2
-    )
-    assert decision.ranks == 2
-
-
-def test_a_model_that_fits_nowhere_is_said_in_gb() -> None:
-    with pytest.raises(RunError, match=r"fits nowhere.* GB"):
-        decided(recipe("2.7b"), "a100-40x1", "sync")
+    assert ("sync" in auto.changes, auto.ranks) == (False, 4)
+    hardware, shape = load_hardware("h100x4").with_devices(2), recipe("small").model
+    assert decide(recipe("small"), frozenset(), shape, hardware, {}, world_size=2).ranks == 2
 
 
 def test_a_run_that_goes_on_keeps_what_it_began_with(tmp_path: Path) -> None:
-    begun = replace(
-        small_config(tmp_path, tmp_path),
-        sync="zero1",
-        sync_options=SyncConfig(bucket_mb=5.0),
-        micro_batch_size=4,
-        dtype="fp32",
-    )
+    kept = {"sync": "zero1", "dtype": "fp32", "micro_batch_size": 4}
+    options = SyncConfig(bucket_mb=5.0)
+    begun = small_config(tmp_path, tmp_path, **kept, sync_options=options)
     write_config(begun, tmp_path / "config.yaml")
     asked = replace(recipe("tiny"), out=str(tmp_path))
     assert decided(asked, "h100x4").changes["sync"] != "zero1"  # there is no checkpoint yet
@@ -112,8 +81,8 @@ def test_a_run_that_goes_on_keeps_what_it_began_with(tmp_path: Path) -> None:
     decision = decided(asked, "h100x4")
     assert decision.notes[0].startswith("goes on as it began: dtype fp32, ")
     config = decision.applied_to(asked)
-    assert (config.sync, config.dtype, config.micro_batch_size) == ("zero1", "fp32", 4)
-    assert config.sync_options.given() == {"bucket_mb": 5.0}
+    assert {name: getattr(config, name) for name in kept} == kept
+    assert config.sync_options == options
     assert decision.ranks == 4
     mine = decided(replace(asked, micro_batch_size=2), "h100x4", "micro_batch_size")
     assert "micro_batch_size" not in mine.changes
@@ -180,23 +149,18 @@ def test_it_runs_once_and_is_remembered(tmp_path: Path, monkeypatch: pytest.Monk
     assert "probed 20" in note
 
 
-def test_a_model_larger_than_memory_is_not_even_tried(
+def test_memory_that_is_too_small_or_not_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    few = SimpleNamespace(
+    config = small_config(tmp_path, tmp_path)
+    found = SimpleNamespace(
         limit_bytes=10**5, works=True, clear=lambda: None, run=lambda _: pytest.fail("it was tried")
     )
-    monkeypatch.setattr(micro_batch, "MemoryProbe", lambda *_, **__: few)
+    monkeypatch.setattr(micro_batch, "MemoryProbe", lambda *_, **__: found)
     with pytest.raises(ConfigError, match=r"does not fit: a leaf of 1 x 16 tokens .* GB short"):
-        probe(small_config(tmp_path, tmp_path))
-
-
-def test_without_a_word_about_memory_the_micro_batch_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    silent = SimpleNamespace(limit_bytes=10**9, works=False)
-    monkeypatch.setattr(micro_batch, "MemoryProbe", lambda *_, **__: silent)
-    assert probe(small_config(tmp_path, tmp_path))[0] == 2
+        probe(config)
+    found.works = False
+    assert probe(config)[0] == 2  # it stays
 
 
 def test_with_ranks_leaves_what_was_given(tmp_path: Path) -> None:

@@ -78,7 +78,9 @@ def test_a_sequence_longer_than_the_model_takes() -> None:
     assert TrainConfig(model=model, seq_len=64).sequence_length == 64
 
 
-def test_compile_around_ddp_needs_ddp() -> None:
+def test_what_does_not_go_together() -> None:
+    with pytest.raises(ConfigError, match=r"drop sync_options.bucket_mb, or name the strategy"):
+        TrainConfig(sync="auto", sync_options=SyncConfig(bucket_mb=1.0))
     with pytest.raises(ConfigError, match=r"compile=ddp .* sync=naive; use compile=model"):
         TrainConfig(compile="ddp", sync="naive")
     assert TrainConfig(compile="model", sync="naive").compile == "model"

@@ -254,12 +254,13 @@ def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_command_where_there_is_none() -> None:
-    long = asked("--model.block-size", "512", "--seq-len", "512")
-    assert tune_command(long, here(long)).endswith("presets as they are: tiny takes 256 tokens")
-    other = asked("--model.n-layer", "3")
-    assert "measures presets as they are" in tune_command(other, here(other))
-    half = replace(asked(), dtype="fp16")
-    assert tune_command(half, here(half)) == "gradsync tune measures bf16 and fp32"
+    only = "presets as they are"
+    for config, words in (
+        (asked("--model.block-size", "512", "--seq-len", "512"), f"{only}: tiny takes 256 tokens"),
+        (asked("--model.n-layer", "3"), f"{only}, and this is another tiny"),
+        (replace(asked(), dtype="fp16"), "gradsync tune measures bf16 and fp32"),
+    ):
+        assert tune_command(config, here(config)).endswith(words)
     alone = "sync auto: invariant; one rank talks to nobody"
     assert resolved(asked(), World()) == (Choice(), alone)
 
@@ -315,11 +316,6 @@ def test_a_run_goes_on_as_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert chosen(replace(elsewhere, resume="other")).sync == "bucketed"
     (run / "checkpoints" / "step-00000002").rmdir()  # without a checkpoint it begins anew
     assert chosen(config).sync == "bucketed"
-
-
-def test_options_beside_auto_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"drop sync_options.bucket_mb, or name the strategy"):
-        TrainConfig(sync="auto", sync_options=SyncConfig(bucket_mb=1.0))
 
 
 def test_dry_run_shows_what_auto_stands_for(capsys: pytest.CaptureFixture[str]) -> None:

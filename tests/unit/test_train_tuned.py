@@ -261,7 +261,7 @@ def test_no_command_where_there_is_none() -> None:
         (replace(asked(), dtype="fp16"), "gradsync tune measures bf16 and fp32"),
     ):
         assert tune_command(config, here(config)).endswith(words)
-    alone = "sync auto: invariant; one rank talks to nobody"
+    alone = "sync auto: invariant; one rank has nothing to send"
     assert resolved(asked(), World()) == (Choice(), alone)
 
 

@@ -12,7 +12,7 @@
     ddp_bucketed_on_after_backward(ddp_model, optimizer)       # gradients are means over ranks now
     optimizer.step()
 
-A training script of one's own is shorter with `gs.replicate(model)`, which wraps nothing.
+A new training script is shorter with `gs.replicate(model)`, which wraps nothing.
 """
 
 from __future__ import annotations

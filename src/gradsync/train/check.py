@@ -1,6 +1,6 @@
-"""Whether a run can be, as far as one rank can say before anything starts or is built; no torch.
+"""Checks of a request by one rank alone, before anything starts or is built; no torch.
 
-What cannot be is a ConfigError or DataError, in one line that says what to change.
+They raise ConfigError or DataError, in one line that says what to change.
 """
 
 from __future__ import annotations

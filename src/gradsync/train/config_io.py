@@ -91,7 +91,7 @@ def _config_of(document: Document) -> TrainConfig:
 
 
 def _refused(start: TrainConfig, name: str, value: Any, why: ConfigError) -> bool:
-    """Whether this value is refused by itself, and so."""
+    """True if this value alone is refused, with the same words."""
     try:
         _with_values(start, {name: value})
     except ConfigError as error:

@@ -71,7 +71,7 @@ def decide(
         shape: of the model, with the data's vocabulary.
         hardware: of the hosts that take part; one device per rank there may be.
         env: the environment, for suggestions.
-        world_size: ranks, where somebody has fixed them; None: to be chosen.
+        world_size: ranks, where they are fixed; None: to be chosen.
 
     Raises:
         ConfigError: impossible numbers.

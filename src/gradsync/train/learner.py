@@ -127,8 +127,8 @@ class Learner:
         return evaluate(self.model, leaves, self.comm, self.autocast, equal_forwards=spread)
 
     def save(self, step: int, keep: Keep) -> None:
-        """Hand `keep`, on rank 0, what the run has learnt; all ranks call it. What is spread over
-        ranks nobody ever has whole.
+        """Hand `keep`, on rank 0, what the run has learnt; all ranks call it. Tensors that are
+        spread over ranks are never whole on one.
         """
         held = self.sync.sharded_state_dict(self.optimizer)
         if held is None:
@@ -183,7 +183,7 @@ def evaluate(
     Ranks may have different numbers of leaves: nothing communicates until all are done, then one
     all-reduce of loss, targets and samples (see `LossSum`). It calls the model itself, not its
     wrapper: a wrapper's forward would communicate. With `equal_forwards` all ranks call the model
-    equally often, some for nothing: where parameters are spread, a forward is everybody's.
+    equally often, some for nothing: where parameters are spread, a forward takes all of them.
 
     Raises:
         RunError: the samples counted are not the samples there are, or no target counts.
@@ -254,7 +254,7 @@ def build_learner(
 def trainer_options(sync: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """The options `given` for the strategy called `sync`, and those that the trainer adds.
 
-    Between two steps nobody writes the trainer's weights, so the ranks of a host that share memory
+    Between two steps nothing writes the trainer's weights, so the ranks of a host that share memory
     need only one copy of them. `update="whole"` cannot do with one.
     """
     shares = STRATEGIES[sync].recipe is not None and given.get("update") != "whole"

@@ -1,4 +1,4 @@
-"""What a run shows and leaves behind: lines on the terminal, and the run directory.
+"""Output of a run: lines on the terminal, and the run directory.
 
 Only rank 0 writes to the directory, except for `logs/`. It is the user's alone: directories are
 made with mode 0700, files with 0600, and no link is followed in writing. One that was there before

@@ -327,7 +327,7 @@ def _find_checkpoint(resume: str, store: CheckpointStore) -> tuple[Path | None, 
 
 
 def check_state(found: Snapshot, path: Path) -> None:
-    """Whether a checkpoint holds what `save_run` puts into one."""
+    """Refuse a checkpoint that does not hold what `save_run` puts into one."""
     for name, kinds in _STATE.items():
         if not isinstance(found.state.get(name), kinds):
             raise CheckpointError(f"{path}: state.json has no {name} of a training run")

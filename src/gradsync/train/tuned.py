@@ -29,7 +29,7 @@ from gradsync.world import World
 
 T = TypeVar("T")
 Conditions = dict[str, Any]
-"""What a measurement depends on, as JSON has it; an answer holds where all of it is equal."""
+"""The facts a measurement depends on, as JSON has them; an answer holds where all are equal."""
 
 _FORMAT_VERSION = 1
 _TUNED_FROM = 2
@@ -80,7 +80,7 @@ class Tuned:
 
 
 def run_conditions(config: TrainConfig, shape: GPTConfig, world: World, threads: int) -> Conditions:
-    """What every measurement of a training step depends on, `threads` of each rank included."""
+    """The conditions of every measurement of a training step; `threads` are those of a rank."""
     import torch
 
     on_cuda = world.device.startswith("cuda")
@@ -104,7 +104,7 @@ def _sizes(model: GPTConfig) -> dict[str, Any]:
 
 
 def conditions_of(config: TrainConfig, world: World, *, threads: int) -> Conditions:
-    """What the step time of a run depends on."""
+    """The conditions that the step time of a run depends on."""
     plan = config.batch_plan(world.world_size)
     return run_conditions(config, shape_before(config), world, threads) | {
         "micro_batch_size": plan.micro_batch_size,
@@ -116,7 +116,7 @@ def conditions_of(config: TrainConfig, world: World, *, threads: int) -> Conditi
 
 @dataclass(frozen=True, slots=True)
 class Cache(Generic[T]):
-    """What was measured here before, one file for each `Conditions`."""
+    """Answers that were measured here, one file for each `Conditions`."""
 
     kind: str
     """Name of its folder in the user's cache."""
@@ -183,7 +183,7 @@ def resolve_auto(config: TrainConfig, world: World, *, threads: int) -> tuple[Ch
         return choice, f"sync auto: {choice.text}, as in {place}"
     default = Choice()
     if world.world_size == 1:
-        return default, f"sync auto: {default.text}; one rank talks to nobody"
+        return default, f"sync auto: {default.text}; one rank has nothing to send"
     conditions = conditions_of(config, world, threads=threads)
     tuned = TUNED.read(conditions)
     if tuned is None:

@@ -104,7 +104,7 @@ def place_frozen(
                 f"{name} is placed on device {max(place.devices)}, {len(devices)} were given"
             )
     if rest is not None:
-        _move_rest(model, {id(modules[name]) for name in placement.places}, rest)
+        _place_around({id(modules[name]) for name in placement.places}, model, rest)
     placed = PlacedParts()
     for name, place in placement.places.items():
         _place(modules[name], place, [devices[index] for index in place.devices], placed)
@@ -127,27 +127,21 @@ def _place(
         placed.follow(block, home)
 
 
-def _move_rest(module: nn.Module, parts: Container[int], device: AnyDevice) -> None:
-    """All of `module` but what is in one of `parts`: that may be too large for `device`."""
-    move_own(module, device)
-    for child in module.children():
-        if id(child) not in parts:
-            _move_rest(child, parts, device)
-
-
 def _place_around(
-    blocks: Container[int], module: nn.Module, device: AnyDevice, placed: PlacedParts
+    kept: Container[int], module: nn.Module, device: AnyDevice, placed: PlacedParts | None = None
 ) -> None:
-    """Place the tensors of `module` itself, and its submodules that hold no block."""
+    """Move all of `module` but the submodules in `kept`, which may be too large for `device`; with
+    `placed`, inputs follow to the submodules that hold none of those."""
     move_own(module, device)
     for child in module.children():
-        if id(child) in blocks:
+        if id(child) in kept:
             continue
-        if any(id(part) in blocks for part in child.modules()):
-            _place_around(blocks, child, device, placed)
+        if any(id(part) in kept for part in child.modules()):
+            _place_around(kept, child, device, placed)
         else:
             child.to(device)
-            placed.follow(child, device)
+            if placed is not None:
+                placed.follow(child, device)
 
 
 def _blocks(module: nn.Module) -> list[nn.Module]:

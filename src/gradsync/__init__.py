@@ -22,17 +22,17 @@ if TYPE_CHECKING:
     from gradsync.comm.groups import group as group
     from gradsync.comm.groups import groups as groups
     from gradsync.comm.reductions import all_reduce as all_reduce
+    from gradsync.compat.course import NaiveDDPTrainer as NaiveDDPTrainer
+    from gradsync.compat.course import shard_batch as shard_batch
     from gradsync.compat.elastic_gpu import ElasticGPUConfig as ElasticGPUConfig
     from gradsync.compat.frozen import frozen_parts as frozen_parts
     from gradsync.compat.frozen import place_frozen as place_frozen
     from gradsync.compat.functions import get_device as get_device
     from gradsync.compat.functions import init_distributed as init_distributed
     from gradsync.compat.functions import is_main_process as is_main_process
+    from gradsync.compat.functions import log_gpu_memory as log_gpu_memory
     from gradsync.compat.functions import setup_distributed as setup_distributed
-    from gradsync.compat.gpu_memory import log_gpu_memory as log_gpu_memory
     from gradsync.compat.manager import DDPManager as DDPManager
-    from gradsync.compat.naive_trainer import NaiveDDPTrainer as NaiveDDPTrainer
-    from gradsync.compat.naive_trainer import shard_batch as shard_batch
     from gradsync.data.loader import DatasetLoader as DatasetLoader
     from gradsync.data.loader import loader as loader
     from gradsync.data.streaming import stream_loader as stream_loader
@@ -77,11 +77,11 @@ _HOMES = {
         "get_device",
         "init_distributed",
         "is_main_process",
+        "log_gpu_memory",
         "setup_distributed",
     ),
-    "gradsync.compat.gpu_memory": ("log_gpu_memory",),
     "gradsync.compat.manager": ("DDPManager",),
-    "gradsync.compat.naive_trainer": ("NaiveDDPTrainer", "shard_batch"),
+    "gradsync.compat.course": ("NaiveDDPTrainer", "shard_batch"),
     "gradsync.plan.placement": ("place_parts",),
     "gradsync.runtime.resolve": ("explain_world",),
     "gradsync.runtime.session": ("init",),

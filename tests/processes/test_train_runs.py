@@ -37,73 +37,61 @@ class Oracle:
     weights_sha256: str
 
 
-@pytest.fixture(scope="module")
-def one_rank(pool: Any, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
-    """The oracle of sums in any order."""
-    return run_oracle(pool, data, tmp_path_factory.mktemp("oracle"), "naive")
+Undisturbed = Callable[[str, int], Oracle]
 
 
 @pytest.fixture(scope="module")
-def one_rank_tree(pool: Any, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
-    """The oracle of the fixed tree."""
-    return run_oracle(pool, data, tmp_path_factory.mktemp("tree"), "invariant")
-
-
-def run_oracle(pool: Any, data: Path, out: Path, sync: str, world_size: int = 1) -> Oracle:
-    results = pool.run(train_rank, world_size, small_config(out, data, sync=sync))
-    assert {result.exit_code for result in results} == {0}, results[0].error
-    return Oracle(dict(losses(out)), results[0].summary["weights_sha256"])
-
-
-@pytest.fixture(scope="module")
-def undisturbed(
-    pool: Any, data: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str, int], Oracle]:
-    """A strategy's run at a world size, once for all tests."""
+def undisturbed(pool: Any, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    """A strategy's run at a world size, once for all tests. On one rank, `naive` is the oracle of
+    sums in any order and `invariant` that of the fixed tree."""
 
     @cache
     def run(sync: str, world_size: int) -> Oracle:
-        return run_oracle(pool, data, tmp_path_factory.mktemp(sync), sync, world_size)
+        out = tmp_path_factory.mktemp(sync)
+        return finish(pool, small_config(out, data, sync=sync), world_size)
 
     return run
 
 
+def finish(pool: Any, config: TrainConfig, world_size: int) -> Oracle:
+    """A run to its end."""
+    results = pool.run(train_rank, world_size, config)
+    assert {result.exit_code for result in results} == {0}, results[0].error
+    return Oracle(dict(losses(Path(config.out))), results[0].summary["weights_sha256"])
+
+
 @pytest.mark.parametrize("sync", ROUNDING)
-def test_losses_equal_those_of_one_rank(
-    undisturbed: Callable[[str, int], Oracle], one_rank: Oracle, sync: str
-) -> None:
+def test_losses_equal_those_of_one_rank(undisturbed: Undisturbed, sync: str) -> None:
     # Three ranks share eight leaves unevenly, and sums of three depend on their grouping.
     ranks = 3 if sync == "naive" else 2
-    assert undisturbed(sync, ranks).losses == pytest.approx(one_rank.losses, rel=1e-6)
+    expected = undisturbed("naive", 1).losses
+    assert undisturbed(sync, ranks).losses == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("sync", BITWISE)
-def test_bits_equal_those_of_one_rank(
-    undisturbed: Callable[[str, int], Oracle], one_rank_tree: Oracle, sync: str
-) -> None:
+def test_bits_equal_those_of_one_rank(undisturbed: Undisturbed, sync: str) -> None:
     """On two and four ranks too, as runs that change their number show."""
-    assert undisturbed(sync, 3) == one_rank_tree
+    assert undisturbed(sync, 3) == undisturbed("invariant", 1)
 
 
 @pytest.mark.parametrize("sync", LOSSY)
-def test_what_rounds_on_purpose_learns_all_the_same(
-    pool: Any, data: Path, tmp_path: Path, one_rank: Oracle, sync: str
-) -> None:
-    results = pool.run(train_rank, 2, small_config(tmp_path, data, sync=sync))
-    assert [result.exit_code for result in results] == [0, 0], results[0].error
-    assert losses(tmp_path) == pytest.approx(one_rank.losses, rel=0.05)
+def test_what_rounds_on_purpose_learns_all_the_same(undisturbed: Undisturbed, sync: str) -> None:
+    expected = undisturbed("naive", 1).losses
+    assert undisturbed(sync, 2).losses == pytest.approx(expected, rel=0.05)
 
 
 def stop_and_resume(
-    pool: Any, config: TrainConfig, first: int, then: int, signal: str = "SIGTERM"
+    pool: Any, config: TrainConfig, *ranks: int, signal: str = "SIGTERM"
 ) -> tuple[Oracle, str]:
-    """Stopped after three of six steps by a signal to the last of `first` ranks; `then` go on."""
-    stopped = pool.run(train_rank, first, config, Inject(rank=first - 1, step=2, what=signal))
-    assert [result.exit_code for result in stopped] == [75] * first, stopped[0].error
-    assert stopped[0].summary["steps"] == 3
-    assert signal in stopped[0].summary["stopped_by"] or first > 1
-
-    resumed = pool.run(train_rank, then, config)
+    """Stopped by a signal to the last rank after every third, then second step, and resumed on the
+    next number of ranks."""
+    for stop, world_size in enumerate(ranks[:-1]):
+        inject = Inject(rank=world_size - 1, step=2 + 2 * stop, what=signal)
+        stopped = pool.run(train_rank, world_size, config, inject)
+        assert [result.exit_code for result in stopped] == [75] * world_size, stopped[0].error
+        assert stopped[0].summary["steps"] == 3 + 2 * stop
+        assert signal in stopped[0].summary["stopped_by"] or world_size > 1
+    resumed = pool.run(train_rank, ranks[-1], config)
     assert resumed[0].exit_code == 0, resumed[0].error
     assert "continuing from" in resumed[0].printed
     outcome = Oracle(dict(losses(Path(config.out))), resumed[0].summary["weights_sha256"])
@@ -112,28 +100,27 @@ def stop_and_resume(
 
 @pytest.mark.parametrize("sync", ROUNDING)
 def test_stop_and_resume_keeps_every_bit(
-    pool: Any, data: Path, tmp_path: Path, undisturbed: Callable[[str, int], Oracle], sync: str
+    pool: Any, data: Path, tmp_path: Path, undisturbed: Undisturbed, sync: str
 ) -> None:
     resumed, _ = stop_and_resume(pool, small_config(tmp_path, data, sync=sync), 2, 2)
     assert resumed == undisturbed(sync, 2)
 
 
-@pytest.mark.parametrize(("first", "then"), [(4, 3), (1, 2)])
 @pytest.mark.parametrize("sync", BITWISE)
-def test_resume_at_another_world_size_keeps_every_bit(
-    pool: Any, data: Path, tmp_path: Path, one_rank_tree: Oracle, sync: str, first: int, then: int
+def test_resume_at_other_world_sizes_keeps_every_bit(
+    pool: Any, data: Path, tmp_path: Path, undisturbed: Undisturbed, sync: str
 ) -> None:
     config = small_config(tmp_path, data, sync=sync)
-    assert stop_and_resume(pool, config, first, then)[0] == one_rank_tree
+    assert stop_and_resume(pool, config, 4, 1, 2)[0] == undisturbed("invariant", 1)
 
 
 def test_resume_at_another_world_size_goes_on_with_the_same_samples(
-    pool: Any, data: Path, tmp_path: Path, one_rank: Oracle
+    pool: Any, data: Path, tmp_path: Path, undisturbed: Undisturbed
 ) -> None:
     config = small_config(tmp_path, data, sync="naive")
     resumed, printed = stop_and_resume(pool, config, 2, 1, signal="SIGUSR1")
     assert "world_size" in printed
-    assert resumed.losses == pytest.approx(one_rank.losses, rel=1e-6)
+    assert resumed.losses == pytest.approx(undisturbed("naive", 1).losses, rel=1e-6)
 
 
 def test_one_ranks_exception_ends_all_with_that_traceback(
@@ -195,56 +182,55 @@ def test_a_place_without_a_checkpoint_is_refused_on_all_ranks(
 
 def test_numeric_change_can_be_allowed(pool: Any, data: Path, tmp_path: Path) -> None:
     config = small_config(tmp_path, data, steps=2)
-    pool.run(train_rank, 1, config)
+    finish(pool, config, 1)
     changed = replace(config, steps=4, dtype="bf16", allow_numeric_change=True)
     (result,) = pool.run(train_rank, 1, changed)
     assert result.exit_code == 0
     assert "note: dtype: 'fp32' then, 'bf16' now" in result.printed
 
 
-def test_a_finished_run_is_left_as_it_is(pool: Any, data: Path, tmp_path: Path) -> None:
-    config = small_config(tmp_path, data, steps=2)
-    first = pool.run(train_rank, 2, config)[0]
+def test_the_run_directory_holds_what_it_promises_and_a_finished_run_is_left_as_it_is(
+    pool: Any, data: Path, tmp_path: Path
+) -> None:
+    config = small_config(tmp_path, data)
+    # A signal in the last step comes too late.
+    first, _ = pool.run(train_rank, 2, config, Inject(rank=1, step=5, what="SIGTERM"))
+    names = ("config.yaml", "env.json", "metrics.jsonl", "summary.json", "logs/rank_00001.log")
+    assert [name for name in names if not (tmp_path / name).is_file()] == []
+    steps = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert steps == ["step-00000004", "step-00000006"]
+    assert (first.exit_code, first.summary["stopped_by"]) == (0, "")
+    assert first.summary["tokens"] == 6 * 256
+    assert first.summary["val_loss"] < 4.15  # better than guessing: ln 64 = 4.16
     before = {path: path.read_bytes() for path in tmp_path.rglob("*.json*")}
-    again = pool.run(train_rank, 2, config)[0]
-    assert again.exit_code == 0
+    again, _ = pool.run(train_rank, 2, config)
+    assert (again.exit_code, again.summary) == (0, first.summary)
     assert "nothing to do" in again.printed
-    assert again.summary == first.summary
     assert {path: path.read_bytes() for path in tmp_path.rglob("*.json*")} == before
 
 
-def test_the_run_directory_holds_what_it_promises(pool: Any, data: Path, tmp_path: Path) -> None:
-    config = small_config(tmp_path, data)
-    result = pool.run(train_rank, 2, config)[0]
-    for name in ("config.yaml", "env.json", "metrics.jsonl", "summary.json"):
-        assert (tmp_path / name).is_file(), name
-    assert (tmp_path / "logs" / "rank_00001.log").is_file()
-    steps = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert steps == ["step-00000004", "step-00000006"]
-    assert result.summary["tokens"] == 6 * 256
-    assert result.summary["val_loss"] < 4.15  # better than guessing: ln 64 = 4.16
-
-
-@pytest.mark.parametrize(("sync", "ranks"), [("invariant", 3), ("ddp", 2)])
-def test_activation_checkpointing_changes_no_bit(
+@pytest.mark.parametrize(
+    ("sync", "ranks", "changes"),
+    [
+        ("invariant", 3, {"activation_checkpointing": True}),
+        ("ddp", 2, {"activation_checkpointing": True}),
+        ("invariant", 2, {"sync_options": SyncConfig(weights="replicas")}),
+        ("invariant", 2, {"sync_options": SyncConfig(update="whole")}),
+    ],
+)
+def test_what_changes_no_bit(
     pool: Any,
     data: Path,
     tmp_path: Path,
-    undisturbed: Callable[[str, int], Oracle],
+    undisturbed: Undisturbed,
     sync: str,
     ranks: int,
+    changes: dict[str, Any],
 ) -> None:
-    config = small_config(tmp_path, data, sync=sync, activation_checkpointing=True)
-    result = pool.run(train_rank, ranks, config)[0]
-    assert result.summary["weights_sha256"] == undisturbed(sync, ranks).weights_sha256
-
-
-def test_a_signal_in_the_last_step_comes_too_late(pool: Any, data: Path, tmp_path: Path) -> None:
-    config = small_config(tmp_path, data, steps=4)
-    results = pool.run(train_rank, 2, config, Inject(rank=1, step=3, what="SIGTERM"))
-    assert [result.exit_code for result in results] == [0, 0]
-    assert results[0].summary["stopped_by"] == ""
-    assert results[0].summary["val_loss"] is not None
+    """Recomputed activations, and a copy of the weights on each rank."""
+    config = small_config(tmp_path, data, sync=sync, **changes)
+    expected = undisturbed(sync, 1 if sync == "invariant" else ranks)
+    assert finish(pool, config, ranks).weights_sha256 == expected.weights_sha256
 
 
 def flip_one_bit(
@@ -294,13 +280,3 @@ def test_a_bit_flipped_in_the_one_copy_of_the_weights_is_refused(
     assert [result.exit_code for result in results] == [1, 1]
     assert "all ranks of the host share one copy of them" in results[1].error
     assert "rank 1" in results[0].error
-
-
-@pytest.mark.parametrize("given", [SyncConfig(weights="replicas"), SyncConfig(update="whole")])
-def test_a_copy_of_the_weights_on_each_rank_gives_the_same_bits(
-    pool: Any, data: Path, tmp_path: Path, one_rank_tree: Oracle, given: SyncConfig
-) -> None:
-    config = small_config(tmp_path, data, sync="invariant", sync_options=given)
-    results = pool.run(train_rank, 2, config)
-    assert {result.exit_code for result in results} == {0}, results[0].error
-    assert results[0].summary["weights_sha256"] == one_rank_tree.weights_sha256

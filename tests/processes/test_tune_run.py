@@ -15,8 +15,7 @@ from gradsync.bench.tune_worker import Tuner
 from gradsync.cli.train import _named_sync
 from gradsync.models.config import PRESETS, GPTConfig
 from gradsync.runtime import environ
-from gradsync.train.auto_sync import conditions_of
-from gradsync.train.tuned import Choice, Tuned, save_tuned
+from gradsync.train.tuned import TUNED, Choice, Tuned, conditions_of
 from support.rank_session import open_session
 from support.small_run import small_config
 
@@ -97,7 +96,7 @@ def _auto(rank: int, world_size: int, store_path: str, folder: Path) -> tuple[st
             Choice(sync="zero1", options={"bucket_mb": 5.0}) if rank == 0 else Choice(sync="ddp")
         )
         tuned = Tuned(choice=choice, verdict="it is faster", date="2026-01-02")
-        save_tuned(conditions_of(config, world, threads=1), tuned)
+        TUNED.save(conditions_of(config, world, threads=1), tuned)
         named, note = _named_sync(config, world, threads=1)
     return named.sync, named.sync_options.given(), note
 

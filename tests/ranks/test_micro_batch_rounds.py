@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +15,7 @@ from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.single import SingleCommunicator
 from gradsync.plan.memory.probe import Cost, MemoryProbe, is_out_of_memory
 from gradsync.plan.micro_batch import Trial, chosen_size, try_sizes
-from gradsync.train.micro_batch_probe import MicroBatch, find_micro_batch
-from gradsync.train.rehearsal import Rehearsal
+from gradsync.train.micro_batch import Rehearsal, find_micro_batch
 from gradsync.world import World
 from support.small_run import small_config
 from support.thread_ranks import run_thread_ranks
@@ -73,45 +73,34 @@ def test_the_smallest_device_decides() -> None:
     assert first[0].peak == pytest.approx(110 / 200)
 
 
-def test_what_a_sequence_adds_is_told_by_the_last_two_sizes() -> None:
+def test_what_a_sequence_adds_is_told_by_the_last_two_sizes_and_the_limit_counts() -> None:
+    def tried(limit_bytes: int, attempt: Any = cost_of, *, careful: bool = False) -> Any:
+        comm = SingleCommunicator()
+        return try_sizes(comm, attempt, SIZES, limit_bytes=limit_bytes, careful=careful)
+
     def steeper(size: int) -> Cost:
         return Cost(peak_bytes=100 + size * size, held_bytes=100, seconds=1.0)
 
-    trials = try_sizes(SingleCommunicator(), steeper, SIZES, limit_bytes=LIMIT, careful=False)
+    trials = tried(LIMIT, steeper)
     assert trials[0].slope == pytest.approx(1 / LIMIT)  # what is held does not grow
     assert trials[2].slope == pytest.approx((16 - 4) / 2 / LIMIT)
+    careful = [(trial.size, trial.fits) for trial in tried(259, careful=True)]
+    assert careful == [(size, True) for size in (1, 2, 4, 8)]  # stops before the limit
+    ran = [(trial.size, trial.fits) for trial in tried(139)]
+    assert ran == [(1, True), (2, True), (4, False)]  # ran, but took too much
 
 
-def test_a_careful_search_stops_before_the_limit() -> None:
-    trials = try_sizes(SingleCommunicator(), cost_of, SIZES, limit_bytes=259, careful=True)
-    assert [(trial.size, trial.fits) for trial in trials] == [(s, True) for s in (1, 2, 4, 8)]
+def test_memory_runs_out_in_several_words_and_other_errors_are_not_taken_for_it() -> None:
+    cpu = "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you"
+    cublas = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"
+    for error in (MemoryError(), RuntimeError(cpu), RuntimeError(cublas)):
+        assert is_out_of_memory(error)
 
-
-def test_an_attempt_that_ran_but_took_too_much_does_not_fit() -> None:
-    trials = try_sizes(SingleCommunicator(), cost_of, SIZES, limit_bytes=139, careful=False)
-    assert [(trial.size, trial.fits) for trial in trials] == [(1, True), (2, True), (4, False)]
-
-
-def test_other_errors_are_not_taken_for_memory() -> None:
     def broken(_: object) -> float:
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
     with pytest.raises(RuntimeError, match="mat1"):
         MemoryProbe("cpu").run(broken)
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        MemoryError(),
-        RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate"
-                     " memory: you tried to allocate 8 bytes"),
-        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"),
-    ],
-    ids=["python", "cpu", "cublas"],
-)  # fmt: skip
-def test_memory_runs_out_in_several_words(error: Exception) -> None:
-    assert is_out_of_memory(error)
 
 
 def test_a_real_peak_is_seen() -> None:
@@ -147,11 +136,11 @@ def test_the_whole_search_with_one_rank_out_of_memory(
 
     monkeypatch.setattr(Rehearsal, "_leaf", leaf)
 
-    def work(rank: int, group: dist.ProcessGroup) -> MicroBatch:
+    def work(rank: int, group: dist.ProcessGroup) -> tuple[int, str]:
         world = World(rank=rank, local_rank=rank, world_size=2, local_world_size=2)
         comm = ProcessGroupCommunicator(group)
         return find_micro_batch(config, config.model, world, comm, threads=1)
 
     first, second = run_thread_ranks(work, 2)
-    assert (first.size, second.size) == (1, 1)
-    assert "tried 1, 2; 2 does not fit" in first.note
+    assert (first[0], second[0]) == (1, 1)
+    assert "tried 1, 2; 2 does not fit" in first[1]

@@ -20,7 +20,7 @@ from gradsync.compat.frozen import frozen_parts, place_frozen
 from gradsync.data.loader import loader
 from gradsync.errors import ConfigError
 from gradsync.plan.description import Device, Hardware, Host, Link
-from gradsync.plan.placement import Part, Place, Placement, place_parts
+from gradsync.plan.placement import Part, Place, Placement
 from gradsync.sync.replicate import replicate
 from gradsync.world import World
 from support.cpu_devices import CpuDevices
@@ -44,55 +44,43 @@ class Frozen(nn.Module):
         return {"out": self.outlet(x) if factor is None else self.outlet(x) * factor}
 
 
-class Model(nn.Module):
-    """Two trainable ends and two frozen parts."""
+class Pair(nn.Module):
+    """Two frozen language models between small parts that train, as in the published table."""
 
     def __init__(self) -> None:
         super().__init__()
+        torch.manual_seed(5)
         self.encoder = nn.Linear(4, 4)
-        self.large = Frozen().requires_grad_(False)
-        self.small = nn.Linear(4, 4).requires_grad_(False)
+        self.llama = Frozen().requires_grad_(False)
+        self.qwen = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).requires_grad_(False)
         self.head = nn.Linear(4, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.encoder(x)
-        return self.head(self.large(x, factor=x)["out"] + self.small(x))
+        return self.head(self.llama(x, factor=x)["out"] * self.qwen(x))
 
 
 def two_and_one() -> Placement:
-    places = {"large": Place(devices=(0, 1), first_blocks=2), "small": Place(devices=(2,))}
+    places = {"llama": Place(devices=(0, 1), first_blocks=2), "qwen": Place(devices=(2,))}
     return Placement(places=places, left=(0, 0, 0))
 
 
-def seeded() -> Model:
-    torch.manual_seed(3)
-    return Model()
-
-
 def test_frozen_parts_are_found_with_their_blocks() -> None:
-    parts = {part.name: part for part in frozen_parts(seeded())}
-    assert set(parts) == {"large", "small"}
     linear = 4 * (16 + 4)
-    assert parts["small"] == Part(name="small", num_bytes=linear)
-    assert parts["large"].blocks == (linear,) * 4
-    assert parts["large"].num_bytes == 6 * linear + 16
-    assert [part.name for part in frozen_parts(seeded(), least_bytes=100)] == ["large"]
-
-
-def test_they_can_be_placed_as_found() -> None:
-    placement = place_parts(frozen_parts(seeded()), [340, 340, 90])
-    assert placement.places["large"] == Place(devices=(0, 1), first_blocks=1)
-    assert placement.places["small"] == Place(devices=(0,))
+    llama, qwen = frozen_parts(Pair())
+    assert llama == Part(name="llama", num_bytes=6 * linear + 16, blocks=(linear,) * 4)
+    assert qwen == Part(name="qwen", num_bytes=linear, blocks=(linear, 0))
+    assert frozen_parts(Pair(), least_bytes=100) == (llama,)
 
 
 def test_tensors_go_where_they_belong() -> None:
     """The meta device stands for another one."""
-    model = seeded()
+    model = Pair()
     handle = place_frozen(model, two_and_one(), ["cpu", "meta", "meta"])
     homes = {name: p.device.type for name, p in model.named_parameters()}
     assert {name for name, home in homes.items() if home == "meta"} == {
-        *(f"large.layers.{i}.{what}" for i in (2, 3) for what in ("weight", "bias")),
-        *("small.weight", "small.bias"),
+        *(f"llama.layers.{i}.{what}" for i in (2, 3) for what in ("weight", "bias")),
+        *("qwen.0.weight", "qwen.0.bias"),
     }
     assert handle.hooks
     handle.remove()
@@ -101,7 +89,7 @@ def test_tensors_go_where_they_belong() -> None:
 
 def test_inputs_follow_and_outputs_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every move, as the tensors' `to` sees it, with devices that only have names."""
-    model = seeded()
+    model = Pair()
     expected = model(torch.ones(2, 4))
     moves: list[str] = []
     original = Tensor.to
@@ -116,77 +104,22 @@ def test_inputs_follow_and_outputs_come_back(monkeypatch: pytest.MonkeyPatch) ->
     result = model(torch.ones(2, 4))
     monkeypatch.undo()
     assert torch.equal(result, expected)
-    # large (input, factor), inlet, layers 0 to 3, outlet, and back; then small, and back
-    assert moves == [
-        *("cpu:0",) * 2,
-        "cpu:0",
-        *("cpu:0", "cpu:0", "cpu:1", "cpu:1"),
-        "cpu:0",
-        "cpu",
-        "cpu:2",
-        "cpu",
-    ]
-
-
-def test_replicas_train_around_frozen_parts() -> None:
-    """The same gradients as without placement, on two ranks, and frozen parts get none."""
-
-    def gradients(model: Model, x: Tensor) -> list[Tensor]:
-        model.zero_grad()
-        model(x).sum().backward()
-        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-    models = [seeded() for _ in range(2)]
-    inputs = [torch.full((2, 4), float(rank + 1)) for rank in range(2)]
-    expected = gradients(seeded(), torch.cat(inputs) / 1.0)
-
-    def work(rank: int, group: dist.ProcessGroup) -> list[Tensor]:
-        model = models[rank]
-        place_frozen(model, two_and_one(), ["cpu"] * 3)
-        sync = replicate(model, comm=ProcessGroupCommunicator(group))
-        sync.backward(model(inputs[rank]).sum(), weight=1)
-        seen: list[Tensor] = []
-        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
-        optimizer.register_step_pre_hook(
-            lambda *_: seen.extend(p.grad.clone() for p in model.parameters() if p.requires_grad)
-        )
-        sync.step(optimizer)
-        assert all(p.grad is None for p in model.large.parameters())
-        sync.close()
-        return seen
-
-    for found in run_thread_ranks(work, 2):
-        for mine, whole in zip(found, expected, strict=True):
-            torch.testing.assert_close(mine * 2, whole)
+    # llama (input, factor), inlet, layers 0 to 3, outlet, and back; then qwen, and back
+    there_and_back = ("cpu:0", "cpu:0", "cpu:0", "cpu:0", "cpu:0", "cpu:1", "cpu:1", "cpu:0", "cpu")
+    assert moves == [*there_and_back, "cpu:2", "cpu"]
 
 
 def test_what_cannot_be_placed_is_named() -> None:
     def place(name: str, device: int = 0) -> None:
         placement = Placement(places={name: Place(devices=(device,))}, left=(0,))
-        place_frozen(seeded(), placement, ["cpu"])
+        place_frozen(Pair(), placement, ["cpu"])
 
     with pytest.raises(ConfigError, match="no submodule 'medium'"):
         place("medium")
     with pytest.raises(ConfigError, match="'head' trains"):
         place("head")
-    with pytest.raises(ConfigError, match="small is placed on device 1, 1 were given"):
-        place("small", 1)
-
-
-class Pair(nn.Module):
-    """Two frozen language models between small parts that train, as in the published table."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.encoder = nn.Linear(4, 4)
-        self.llama = Frozen().requires_grad_(False)
-        self.qwen = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).requires_grad_(False)
-        self.head = nn.Linear(4, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.encoder(x)
-        return self.head(self.llama(x)["out"] * self.qwen(x))
+    with pytest.raises(ConfigError, match="qwen is placed on device 1, 1 were given"):
+        place("qwen", 1)
 
 
 @pytest.fixture
@@ -197,9 +130,10 @@ def new_parameters() -> Iterator[None]:
     torch.__future__.set_overwrite_module_params_on_conversion(False)
 
 
-def trained(model: Pair, comm: Communicator) -> dict[str, Tensor]:
+def trained(model: Pair, comm: Communicator, *, whole: bool = False) -> dict[str, Tensor]:
     """Its weights after two steps of four samples."""
-    sync = replicate(nn.ModuleList([model.encoder, model.head]), comm=comm)  # what trains
+    trains = nn.ModuleList([model.encoder, model.head])
+    sync = replicate(model if whole else trains, comm=comm)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     data = TensorDataset(torch.arange(32.0).sin().view(8, 4), torch.arange(8.0).cos().view(8, 1))
     world = World(
@@ -214,6 +148,7 @@ def trained(model: Pair, comm: Communicator) -> dict[str, Tensor]:
             loss = (model(leaf.inputs) - leaf.targets).square().sum()
             sync.backward(loss, leaf=leaf)
         sync.step(optimizer)
+    assert all(p.grad is None for p in (*model.llama.parameters(), *model.qwen.parameters()))
     sync.close()
     batches.close()
     return {name: tensor.to("cpu").detach() for name, tensor in model.state_dict().items()}
@@ -258,6 +193,18 @@ def test_a_split_trains_as_one_device_does(
             return trained(model, ProcessGroupCommunicator(group))
 
     for found in run_thread_ranks(work, len(models)):
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_frozen_parts_may_be_in_what_is_replicated() -> None:
+    models = [Pair() for _ in range(2)]
+
+    def work(rank: int, group: dist.ProcessGroup) -> dict[str, Tensor]:
+        place_frozen(models[rank], two_and_one(), ["cpu"] * 3)
+        return trained(models[rank], ProcessGroupCommunicator(group), whole=True)
+
+    expected = trained(Pair(), SingleCommunicator())
+    for found in run_thread_ranks(work, 2):
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 

@@ -155,7 +155,7 @@ def test_a_model_whose_optimizer_has_no_room_is_refused_unbuilt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("gradsync.train.size.total_bytes", lambda: 12 * 10**6)
+    monkeypatch.setattr("gradsync.train.check.total_bytes", lambda: 12 * 10**6)
     assert (
         run(*TRAIN, "--steps", "1") == 2
     )  # 1.8 M parameters: 7 MB of weights, and three times that

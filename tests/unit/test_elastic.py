@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,19 +15,17 @@ from gradsync.cli.elastic import before_ranks, given_fields, take_flag, with_ran
 from gradsync.comm.single import SingleCommunicator
 from gradsync.errors import ConfigError, RunError
 from gradsync.plan.described.file import load_hardware
-from gradsync.train import micro_batch_probe
-from gradsync.train.config import SyncConfig, TrainConfig
+from gradsync.train import micro_batch
+from gradsync.train.config import SyncConfig, TrainConfig, recipe
 from gradsync.train.config_io import parse_config, write_config
 from gradsync.train.elastic import Decision, decide
-from gradsync.train.micro_batch_cache import (
-    ProbeConditions,
+from gradsync.train.micro_batch import (
+    PROBED,
     Probed,
-    probed_path,
-    read_probed,
-    save_probed,
+    find_micro_batch,
+    sizes_of,
 )
-from gradsync.train.micro_batch_probe import find_micro_batch, sizes_of
-from gradsync.train.recipes import recipe
+from gradsync.train.tuned import Conditions
 from gradsync.world import World
 from support.small_run import small_config
 
@@ -41,40 +39,25 @@ def decided(config: TrainConfig, hardware: str, *given: str, **named: Any) -> De
     return decide(config, frozenset(given), config.model, load_hardware(hardware), {}, **named)
 
 
-# -- the arguments --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("word", ["--elastic", "--elastic-gpu", "--elastic_gpu"])
-def test_the_flag_in_all_its_spellings(word: str) -> None:
-    assert take_flag(["tiny", word, "--steps", "3"]) == ([word], ["tiny", "--steps", "3"])
+def test_the_arguments(tmp_path: Path) -> None:
+    for word in ("--elastic", "--elastic-gpu", "--elastic_gpu"):
+        assert take_flag(["tiny", word, "--steps", "3"]) == ([word], ["tiny", "--steps", "3"])
     assert take_flag(["tiny"]) == (None, ["tiny"])
-
-
-def test_what_the_user_gave(tmp_path: Path) -> None:
-    flags = [
-        "tiny",
-        "--micro-batch-size",
-        "4",
-        "--no-tf32",
-        "--sync-options.bucket-mb=5",
-        "--sync=x",
-    ]
-    assert given_fields(flags) == {"micro_batch_size", "tf32", "sync_options", "sync"}
+    flags = ["--micro-batch-size", "4", "--no-tf32", "--sync-options.bucket-mb=5", "--sync=x"]
+    assert given_fields(["tiny", *flags]) == {"micro_batch_size", "tf32", "sync_options", "sync"}
     path = tmp_path / "mine.yaml"
     path.write_text("dtype: fp32\nsteps: 3\n")
     assert given_fields([str(path), "--steps", "5"]) == {"dtype", "steps"}
-
-
-# -- the decision ---------------------------------------------------------------------------------
 
 
 def test_ranks_and_strategy_follow_the_hardware() -> None:
     decision = decided(recipe("small"), "h100x4")
     assert decision.ranks == 4
     assert decision.changes["dtype"] == "bf16"
-    applied = decision.applied_to(recipe("small"))
-    assert applied.sync == decision.changes["sync"]
+    assert decision.applied_to(recipe("small")).sync == decision.changes["sync"]
     assert any("NCCL_DEBUG" in note for note in decision.notes)
+    with pytest.raises(RunError, match=r"fits nowhere.* GB"):
+        decided(recipe("2.7b"), "a100-40x1", "sync")
 
 
 def test_what_was_given_stays() -> None:
@@ -82,31 +65,15 @@ def test_what_was_given_stays() -> None:
     decision = decided(config, "h100x4", "sync", "dtype", "micro_batch_size", "tf32")
     assert not decision.changes.keys() & {"sync", "dtype", "micro_batch_size", "tf32"}
     auto = decided(replace(recipe("small"), sync="auto"), "h100x4", "sync")
-    assert "sync" not in auto.changes
-    assert auto.ranks == 4
-
-
-def test_ranks_that_somebody_has_fixed() -> None:
-    hardware = load_hardware("h100x4").with_devices(2)
-    decision = decide(
-        recipe("small"), frozenset(), recipe("small").model, hardware, {}, world_size=2
-    )
-    assert decision.ranks == 2
-
-
-def test_a_model_that_fits_nowhere_is_said_in_gb() -> None:
-    with pytest.raises(RunError, match=r"fits nowhere.* GB"):
-        decided(recipe("2.7b"), "a100-40x1", "sync")
+    assert ("sync" in auto.changes, auto.ranks) == (False, 4)
+    hardware, shape = load_hardware("h100x4").with_devices(2), recipe("small").model
+    assert decide(recipe("small"), frozenset(), shape, hardware, {}, world_size=2).ranks == 2
 
 
 def test_a_run_that_goes_on_keeps_what_it_began_with(tmp_path: Path) -> None:
-    begun = replace(
-        small_config(tmp_path, tmp_path),
-        sync="zero1",
-        sync_options=SyncConfig(bucket_mb=5.0),
-        micro_batch_size=4,
-        dtype="fp32",
-    )
+    kept = {"sync": "zero1", "dtype": "fp32", "micro_batch_size": 4}
+    options = SyncConfig(bucket_mb=5.0)
+    begun = small_config(tmp_path, tmp_path, **kept, sync_options=options)
     write_config(begun, tmp_path / "config.yaml")
     asked = replace(recipe("tiny"), out=str(tmp_path))
     assert decided(asked, "h100x4").changes["sync"] != "zero1"  # there is no checkpoint yet
@@ -114,8 +81,8 @@ def test_a_run_that_goes_on_keeps_what_it_began_with(tmp_path: Path) -> None:
     decision = decided(asked, "h100x4")
     assert decision.notes[0].startswith("goes on as it began: dtype fp32, ")
     config = decision.applied_to(asked)
-    assert (config.sync, config.dtype, config.micro_batch_size) == ("zero1", "fp32", 4)
-    assert config.sync_options.given() == {"bucket_mb": 5.0}
+    assert {name: getattr(config, name) for name in kept} == kept
+    assert config.sync_options == options
     assert decision.ranks == 4
     mine = decided(replace(asked, micro_batch_size=2), "h100x4", "micro_batch_size")
     assert "micro_batch_size" not in mine.changes
@@ -162,8 +129,7 @@ def test_a_micro_batch_that_so_many_ranks_cannot_share_is_only_a_start(
 
 
 def probe(config: TrainConfig, **world: int) -> tuple[int, str]:
-    found = find_micro_batch(config, config.model, World(**world), SingleCommunicator(), threads=1)
-    return found.size, found.note
+    return find_micro_batch(config, config.model, World(**world), SingleCommunicator(), threads=1)
 
 
 def test_it_runs_once_and_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,29 +143,24 @@ def test_it_runs_once_and_is_remembered(tmp_path: Path, monkeypatch: pytest.Monk
     def never(*_: object, **__: object) -> None:
         raise AssertionError("it was measured before")
 
-    monkeypatch.setattr(micro_batch_probe, "try_sizes", never)
+    monkeypatch.setattr(micro_batch, "try_sizes", never)
     again, note = probe(replace(config, model=replace(config.model, dropout=0.0)))
     assert again == size
     assert "probed 20" in note
 
 
-def test_a_model_larger_than_memory_is_not_even_tried(
+def test_memory_that_is_too_small_or_not_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    few = SimpleNamespace(
+    config = small_config(tmp_path, tmp_path)
+    found = SimpleNamespace(
         limit_bytes=10**5, works=True, clear=lambda: None, run=lambda _: pytest.fail("it was tried")
     )
-    monkeypatch.setattr(micro_batch_probe, "MemoryProbe", lambda *_, **__: few)
+    monkeypatch.setattr(micro_batch, "MemoryProbe", lambda *_, **__: found)
     with pytest.raises(ConfigError, match=r"does not fit: a leaf of 1 x 16 tokens .* GB short"):
-        probe(small_config(tmp_path, tmp_path))
-
-
-def test_without_a_word_about_memory_the_micro_batch_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    silent = SimpleNamespace(limit_bytes=10**9, works=False)
-    monkeypatch.setattr(micro_batch_probe, "MemoryProbe", lambda *_, **__: silent)
-    assert probe(small_config(tmp_path, tmp_path))[0] == 2
+        probe(config)
+    found.works = False
+    assert probe(config)[0] == 2  # it stays
 
 
 def test_with_ranks_leaves_what_was_given(tmp_path: Path) -> None:
@@ -222,62 +183,29 @@ def test_sizes_of_a_batch_nobody_can_share(tmp_path: Path) -> None:
 
 # -- the cache ------------------------------------------------------------------------------------
 
-CONDITIONS = ProbeConditions(
-    model={"n_layer": 2},
-    dtype="bf16",
-    seq_len=16,
-    activation_checkpointing=False,
-    loss_rows=None,
-    sizes=[1, 2, 4],
-    world_size=2,
-    ranks_here=2,
-    sharded=False,
-    threads=1,
-    device="cpu",
-    cpu="a CPU",
-    cores=2,
-    torch="2.13",
-)
-PROBED = Probed(size=4, peak_bytes=800, limit_bytes=1000, date="2026-01-02")
+CONDITIONS: Conditions = {"model": {"n_layer": 2}, "sizes": [1, 2, 4], "world_size": 2}
+FOUND = Probed(size=4, peak_bytes=800, limit_bytes=1000, date="2026-01-02")
 
 
 def test_the_cache_gives_back_what_it_got() -> None:
-    assert read_probed(CONDITIONS) is None
-    save_probed(CONDITIONS, PROBED)
-    assert read_probed(CONDITIONS) == PROBED
-    for name, value in (("world_size", 4), ("device", "H100"), ("dtype", "fp32")):
-        assert read_probed(replace(CONDITIONS, **{name: value})) is None
-
-
-@pytest.mark.parametrize(
-    "damage",
-    ["", "[]", "{}", "null", '{"format_version": 1}', "\udcff"],
-)
-def test_a_damaged_file_is_measured_anew(damage: str) -> None:
-    path = save_probed(CONDITIONS, PROBED)
-    path.write_bytes(damage.encode(errors="surrogateescape"))
-    assert read_probed(CONDITIONS) is None
+    """What else it refuses is tested with `--sync auto`, whose cache is of the same kind."""
+    assert PROBED.read(CONDITIONS) is None
+    path = PROBED.save(CONDITIONS, FOUND)
+    assert PROBED.read(CONDITIONS) == FOUND
+    assert PROBED.read(CONDITIONS | {"world_size": 4}) is None
+    path.write_text("{}")
+    assert PROBED.read(CONDITIONS) is None
 
 
 @pytest.mark.parametrize(("name", "value"), [("size", 3), ("size", True), ("peak_bytes", 0)])
-def test_a_file_that_says_what_cannot_be_is_measured_anew(name: str, value: object) -> None:
-    changed = SimpleNamespace(**asdict(PROBED) | {name: value})
-    path = save_probed(CONDITIONS, replace(PROBED, **{name: getattr(changed, name)}))
-    assert path == probed_path(CONDITIONS)
-    assert read_probed(CONDITIONS) is None
+def test_a_file_that_says_what_cannot_be_is_measured_anew(name: str, value: Any) -> None:
+    PROBED.save(CONDITIONS, replace(FOUND, **{name: value}))
+    assert PROBED.read(CONDITIONS) is None
 
 
 def test_it_holds_where_there_is_about_as_much_room() -> None:
-    assert PROBED.holds(1000)
-    assert PROBED.holds(1249)
-    assert not PROBED.holds(1251)  # more may fit now
-    assert PROBED.holds(800)
-    assert not PROBED.holds(799)
-
-
-def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("GRADSYNC_CACHE", str(tmp_path / "file"))
-    with pytest.raises(RunError, match="GRADSYNC_CACHE can name another"):
-        save_probed(CONDITIONS, PROBED)
-    assert read_probed(CONDITIONS) is None
+    assert FOUND.holds(1000)
+    assert FOUND.holds(1249)
+    assert not FOUND.holds(1251)  # more may fit now
+    assert FOUND.holds(800)
+    assert not FOUND.holds(799)

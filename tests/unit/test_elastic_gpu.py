@@ -59,19 +59,21 @@ def test_the_batch_stays_the_same_on_any_number_of_devices() -> None:
     ("samples", "shares", "sample_gb", "batch_size", "steps"),
     [
         (256, [85, 85, 86], None, 86, 1),
+        (64, [64], 10.0, 4, 16),  # activations limit the leaf
         (64, [21, 21, 22], None, 22, 1),
         (64, [21, 21, 22], 12.0, 4, 6),
         (96, [32, 32, 32], 7.0, 4, 8),  # equal shares: forwards of one size
     ],
 )
-def test_three_devices_take_a_third_each(
+def test_replicas_take_equal_shares(
     samples: int, shares: list[int], sample_gb: float | None, batch_size: int, steps: int
 ) -> None:
-    config = ElasticGPUConfig(samples, 10.0, sample_gb=sample_gb, hardware=gpus(3, 80))
+    replicas = len(shares)
+    config = ElasticGPUConfig(samples, 10.0, sample_gb=sample_gb, hardware=gpus(replicas, 80))
     assert config.config["samples_per_replica"] == shares
     assert (config.config["batch_size"], config.config["grad_accum_steps"]) == (batch_size, steps)
     batch = torch.arange(samples)
-    assert [len(gs.shard_batch(batch, rank, 3)) for rank in range(3)] == shares
+    assert [len(gs.shard_batch(batch, rank, replicas)) for rank in range(replicas)] == shares
 
 
 def test_hardware_by_name() -> None:
@@ -79,13 +81,6 @@ def test_hardware_by_name() -> None:
     assert (config.strategy, config.gpu_count) == ("hybrid", 3)
     with pytest.raises(ConfigError, match="strategy 'hybrid' places frozen parts, and none were"):
         config.place(torch.nn.Linear(1, 1))
-
-
-def test_activations_limit_the_leaf() -> None:
-    config = ElasticGPUConfig(64, 50.0, sample_gb=1.0, hardware=gpus(1, 80))
-    assert (config.config["batch_size"], config.config["grad_accum_steps"]) == (8, 8)
-    with pytest.raises(ConfigError, match="no room for one sample of 20"):
-        ElasticGPUConfig(64, 50.0, sample_gb=20.0, hardware=gpus(1, 80))
 
 
 def test_two_and_one() -> None:
@@ -101,16 +96,15 @@ def test_two_and_one() -> None:
     assert "device 2: qwen" in str(config)
 
 
-def test_a_replica_that_fits_nowhere() -> None:
-    with pytest.raises(ConfigError, match=r"2 device\(s\) with 60.0 GB to plan with: 10.0 GB are"):
-        ElasticGPUConfig(64, 70.0, hardware=gpus(2, 40))
-
-
 def test_bad_numbers() -> None:
     with pytest.raises(ConfigError, match="base_batch_size >= 1"):
         ElasticGPUConfig(0)
     with pytest.raises(ConfigError, match="2 replicas cannot share 1 samples"):
         ElasticGPUConfig(1, 10.0, hardware=gpus(2, 80))
+    with pytest.raises(ConfigError, match=r"2 device\(s\) with 60.0 GB to plan with: 10.0 GB are"):
+        ElasticGPUConfig(64, 70.0, hardware=gpus(2, 40))
+    with pytest.raises(ConfigError, match="no room for one sample of 20"):
+        ElasticGPUConfig(64, 50.0, sample_gb=20.0, hardware=gpus(1, 80))
 
 
 def test_every_rank_has_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

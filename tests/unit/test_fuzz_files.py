@@ -22,8 +22,8 @@ from gradsync.data.tokenizer import load_tokenizer
 from gradsync.data.tokens import open_dataset
 from gradsync.errors import GradsyncError
 from gradsync.models.gpt import GPT
-from gradsync.train.optimizer import build_optimizer
-from gradsync.train.recipes import recipe
+from gradsync.train.config import recipe
+from gradsync.train.learner import build_optimizer
 from gradsync.train.state import check_state, saved_model
 from support.foreign_files import make_run, replace_header
 from support.fuzz import changed, damaged, fuzzed, randoms, text_of, within_seconds

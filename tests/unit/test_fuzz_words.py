@@ -15,15 +15,14 @@ import yaml
 from hypothesis import given
 
 from gradsync.cli.doctor import launcher_document, launcher_text
-from gradsync.cli.train import check_request
 from gradsync.errors import GradsyncError, LaunchError
 from gradsync.plan.described.catalog import hardware_of
 from gradsync.plan.described.file import dump_hardware, load_hardware
 from gradsync.runtime.coordinator import plan_coordinator
 from gradsync.runtime.resolve import explain_world, resolve
-from gradsync.train.config import TrainConfig
+from gradsync.train.check import check_request
+from gradsync.train.config import TrainConfig, recipe
 from gradsync.train.config_io import parse_config, write_config
-from gradsync.train.recipes import recipe
 from support.fuzz import changed, damaged, fuzzed, randoms, within_seconds
 
 CONFIG = asdict(recipe("mini"))

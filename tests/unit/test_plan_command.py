@@ -34,8 +34,8 @@ from gradsync.plan.timing.estimate import (
 from gradsync.plan.timing.profile import StepProfile
 from gradsync.plan.workload import Split, Workload
 from gradsync.sync.registry import STRATEGIES
-from gradsync.train.recipes import recipe
-from gradsync.train.split_check import check_layout, goes_with_parts
+from gradsync.train.check import check_layout, goes_with_parts
+from gradsync.train.config import recipe
 from support.launchers import run_python
 
 ROOT = Path(__file__).parents[2]

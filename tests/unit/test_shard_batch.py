@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradsync.compat.naive_trainer import shard_batch
+from gradsync.compat.course import shard_batch
 from gradsync.errors import ConfigError, DataError
 
 

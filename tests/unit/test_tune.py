@@ -77,12 +77,16 @@ def test_a_real_gain_is_taken() -> None:
     assert set(winners) <= {"c1", "default"}
 
 
-def test_the_fastest_of_several_is_taken() -> None:
+def test_the_fastest_of_several_is_taken_and_slower_ones_are_called_so() -> None:
     found = decided([0.10, 0.30, 0.20], seed=0)
     assert found.winner == "c1"
     assert [each.faster for each in found.judged] == [True, True, True]
     assert found.words.startswith("c1 takes 30.")
     assert "less time than default (95 % interval" in found.words
+    found = decided([-0.2, -0.4], seed=1)
+    assert found.winner == "default"
+    assert found.words == "nothing is faster than default, which stays"
+    assert all(each.low > 1 for each in found.judged)
 
 
 def test_what_lies_within_the_copies_difference_is_refused() -> None:
@@ -99,13 +103,6 @@ def test_what_lies_within_the_copies_difference_is_refused() -> None:
     assert decide(steady, again, {"c": much}, name="default").winner == "c"
 
 
-def test_slower_ones_are_called_so() -> None:
-    found = decided([-0.2, -0.4], seed=1)
-    assert found.winner == "default"
-    assert found.words == "nothing is faster than default, which stays"
-    assert all(each.low > 1 for each in found.judged)
-
-
 def test_rounds_are_compared_with_themselves() -> None:
     default = [1.0, 10.0, 100.0, 1.0, 10.0, 100.0, 1.0, 10.0]
     found = decide(default, default, {"c": [0.9 * x for x in default]}, name="default")
@@ -115,17 +112,14 @@ def test_rounds_are_compared_with_themselves() -> None:
     assert judged.high == pytest.approx(0.9)
 
 
-def test_interval_narrows_with_the_doubt_and_repeats_itself() -> None:
+def test_interval_narrows_with_the_doubt_and_rounds_are_as_many_as_chance_needs() -> None:
     values = list(np.random.default_rng(0).normal(1, 0.1, 15))
     low, high = interval(values, doubt=0.05)
     wide_low, wide_high = interval(values, doubt=0.005)
     assert wide_low <= low < np.median(values) < high <= wide_high
     assert (wide_low, wide_high) != (low, high)
     assert interval(values, doubt=0.05) == (low, high)
-
-
-def test_rounds_that_chance_needs() -> None:
-    """Values that all lie on one side by chance: less often than the doubt."""
+    # Values that all lie on one side by chance: less often than the doubt.
     assert [fewest_rounds(k) for k in (1, 2, 4, 5, 7)] == [6, 7, 8, 8, 9]
     assert all(k * 2.0 ** (1 - fewest_rounds(k)) <= 0.05 for k in range(1, 20))
 
@@ -204,11 +198,9 @@ def test_buckets_are_not_measured_where_there_are_none(stage_of: Any) -> None:
 
 def test_compilation_only_on_request() -> None:
     assert compile_stage(Choice(), wanted=False).skipped == "not asked for (--compile)"
-    found = compile_stage(Choice(), wanted=True).candidates
-    assert [each.compile for each in found] == ["none", "model"]
-    assert [c.compile for c in compile_stage(Choice(sync="ddp"), wanted=True).candidates] == [
-        *("none", "model", "ddp")
-    ]
+    for sync, orders in (("invariant", ["none", "model"]), ("ddp", ["none", "model", "ddp"])):
+        stage = compile_stage(Choice(sync=sync), wanted=True)
+        assert [each.compile for each in stage.candidates] == orders
     (_, _, compiled) = compile_stage(Choice(), wanted=True).contestants(keep_memory=True)
     assert (compiled.label, compiled.compile) == ("invariant, compile model", "model")
 

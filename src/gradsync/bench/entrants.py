@@ -33,8 +33,7 @@ from gradsync.sync.registry import STRATEGIES
 from gradsync.sync.replicate import replicate
 from gradsync.sync.torch_ddp import TorchDdpReducer
 from gradsync.train.config import OptimConfig
-from gradsync.train.optimizer import build_optimizer
-from gradsync.train.setup import trainer_options
+from gradsync.train.learner import build_optimizer, trainer_options
 from gradsync.world import World
 
 if TYPE_CHECKING:

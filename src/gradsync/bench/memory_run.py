@@ -20,7 +20,7 @@ from gradsync.comm.choose import communicator
 from gradsync.comm.values import all_gather_json
 from gradsync.models.gpt import loss_sum
 from gradsync.train.config import SyncConfig, TrainConfig
-from gradsync.train.setup import Learner, autocast, build_learner
+from gradsync.train.learner import Learner, autocast, build_learner
 from gradsync.world import World
 
 _ROLLUP = Path("/proc/self/smaps_rollup")

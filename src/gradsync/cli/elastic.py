@@ -17,11 +17,11 @@ from gradsync.plan.detect.machine import detect_hardware
 from gradsync.runtime import environ
 from gradsync.train.config import TrainConfig
 from gradsync.train.config_io import read_file, to_flags
+from gradsync.train.data import shape_before
 from gradsync.world import World
 
 if TYPE_CHECKING:
     from gradsync.comm.base import Communicator
-    from gradsync.models.config import GPTConfig
     from gradsync.train.elastic import Decision
 
 _SPELLINGS = ("--elastic", "--elastic-gpu", "--elastic_gpu")
@@ -75,7 +75,7 @@ def before_ranks(
     fixed = world.world_size if world.is_distributed else config.nproc_per_node
     env = environ.snapshot()
     hardware = _hardware(config, env, world)
-    decision = decide(config, given, _shape(config), hardware, env, world_size=fixed)
+    decision = decide(config, given, shape_before(config), hardware, env, world_size=fixed)
     _say(world, decision.notes)
     changes = dict(decision.changes)
     config = decision.applied_to(config)
@@ -108,7 +108,7 @@ def with_ranks(
     Raises:
         ConfigError, RunError: see `before_ranks`; not even the smallest micro-batch runs.
     """
-    from gradsync.train.micro_batch_probe import find_micro_batch
+    from gradsync.train.micro_batch import find_micro_batch
 
     notes: list[str] = []
     settled = given_fields(flags)
@@ -121,16 +121,16 @@ def with_ranks(
             config = replace(config, threads=threads)  # as under --sync auto
         config = _legal(config, settled, world.world_size)
     if _to_probe(config, settled, world.world_size):
-        found = find_micro_batch(
+        size, note = find_micro_batch(
             config,
-            _shape(config),
+            shape_before(config),
             world,
             comm,
             threads=threads,
             begins=lambda: _say(world, ["trying micro-batches; the answer is kept"]),
         )
-        config = replace(config, micro_batch_size=found.size)
-        notes.append(found.note)
+        config = replace(config, micro_batch_size=size)
+        notes.append(note)
     return config, [f"elastic: {note}" for note in notes]
 
 
@@ -146,7 +146,7 @@ def _of_rank_0(
         env = environ.snapshot()
         hardware = _hardware(config, env, world)
         size = world.world_size
-        mine = decide(config, given, _shape(config), hardware, env, world_size=size)
+        mine = decide(config, given, shape_before(config), hardware, env, world_size=size)
         told = [dict(mine.changes), mine.notes]
     changes, notes = broadcast_json(comm, told)
     return Decision(changes=changes, notes=tuple(notes))
@@ -159,7 +159,7 @@ def _to_probe(config: TrainConfig, settled: frozenset[str], ranks: int) -> bool:
 
 def _legal(config: TrainConfig, settled: frozenset[str], ranks: int) -> TrainConfig:
     """With a micro-batch that `ranks` ranks can share, where it is still to be found."""
-    from gradsync.train.micro_batch_probe import sizes_of
+    from gradsync.train.micro_batch import sizes_of
 
     if "micro_batch_size" in settled:
         return config
@@ -173,15 +173,16 @@ def _probed_alone(config: TrainConfig, hardware: Hardware, world: World) -> Trai
     from gradsync.comm.single import SingleCommunicator
     from gradsync.runtime.device import choose_device
     from gradsync.runtime.threads import choose_threads
-    from gradsync.train.micro_batch_probe import find_micro_batch
+    from gradsync.train.micro_batch import find_micro_batch
 
     wanted = config.device if hardware.devices[0].kind == "cuda" else "cpu"
     world = replace(world, device=choose_device(wanted, world.local_rank))
     threads = choose_threads(world.local_world_size, requested=config.threads)
     comm = SingleCommunicator()
-    found = find_micro_batch(config, _shape(config), world, comm, threads=threads, keep=False)
-    _say(world, [f"{found.note} (by one process; the ranks agree when they run)"])
-    return replace(config, micro_batch_size=found.size)
+    shape = shape_before(config)
+    size, note = find_micro_batch(config, shape, world, comm, threads=threads, keep=False)
+    _say(world, [f"{note} (by one process; the ranks agree when they run)"])
+    return replace(config, micro_batch_size=size)
 
 
 def _hardware(config: TrainConfig, env: dict[str, str], world: World) -> Hardware:
@@ -200,13 +201,6 @@ def _hardware(config: TrainConfig, env: dict[str, str], world: World) -> Hardwar
         devices = (host.devices * local)[:local]
         found = replace(found, hosts=(replace(host, devices=devices),) * world.num_nodes)
     return found
-
-
-def _shape(config: TrainConfig) -> GPTConfig:
-    from gradsync.train.auto_sync import vocabulary
-    from gradsync.train.setup import model_config
-
-    return model_config(config, vocabulary(config.data, config.tokenizer))
 
 
 def _unit(hardware: Hardware) -> str:

@@ -46,9 +46,8 @@ from gradsync.plan.workload import Split, Workload
 from gradsync.runtime import environ
 from gradsync.runtime.bounds import MOST_NODES, whole_number
 from gradsync.sync.registry import STRATEGIES, find_strategy
-from gradsync.train.auto_sync import vocabulary
-from gradsync.train.config import TrainConfig
-from gradsync.train.recipes import recipe
+from gradsync.train.config import TrainConfig, recipe
+from gradsync.train.data import vocabulary
 
 _USUAL = ("invariant", "bucketed", "zero1", "zero2", "fsdp", "ddp")
 """Strategies tried unless names are given: none that loses something on purpose, and only one of
@@ -84,7 +83,7 @@ class PlanOptions:
     """Sequences of one forward and backward; default: several are tried."""
     seq_len: int | None = None
     """Tokens of a sequence."""
-    dtype: Literal["bf16", "fp32", "fp16"] | None = None
+    dtype: Literal["bf16", "fp16", "fp32"] | None = None
     """bf16 and fp16 are autocast over fp32 weights."""
     data: str = ""
     """Directory with train.bin, for its vocabulary; default: the model's own."""

@@ -175,8 +175,8 @@ def _checked_train(program: Program, world_size: int, array: str) -> tuple[Progr
     typo.
     """
     from gradsync.cli.elastic import take_flag
-    from gradsync.cli.train import check_request
     from gradsync.cli.train_places import take_places
+    from gradsync.train.check import check_request
     from gradsync.train.config_io import parse_config
 
     elastic, flags = take_flag([word for word in program.arguments if word != "--json"])

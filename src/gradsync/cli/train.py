@@ -7,21 +7,18 @@ import io
 import json
 import sys
 from dataclasses import asdict, replace
-from pathlib import Path
 
 from gradsync.cli.elastic import before_ranks, take_flag, with_ranks
 from gradsync.cli.train_places import settle, take_places
-from gradsync.data.documents import HUGGING_FACE, is_stream, json_lines
 from gradsync.data.plan import BatchPlan
-from gradsync.errors import ConfigError, DataError
+from gradsync.errors import ConfigError
 from gradsync.runtime import environ
 from gradsync.runtime.resolve import resolve
 from gradsync.runtime.threads import choose_threads
-from gradsync.sync.registry import check_options, find_strategy
+from gradsync.sync.registry import find_strategy
+from gradsync.train.check import check_request, check_size
 from gradsync.train.config import AUTO, TrainConfig
 from gradsync.train.config_io import parse_config
-from gradsync.train.size import check_size
-from gradsync.train.split_check import check_layout
 from gradsync.world import World
 
 _KEEPS_MEMORY = "freed memory stays in the process (--no-keep-memory gives it back)"
@@ -83,62 +80,10 @@ def _parse_once(flags: list[str], world: World) -> TrainConfig:
         raise
 
 
-def check_request(config: TrainConfig, world_size: int) -> BatchPlan:
-    """Check all that needs nothing started, on any rank alone; returns the batch plan.
-
-    Raises:
-        ConfigError: impossible batch arithmetic, unknown strategy, fp16 on a CPU.
-        DataError: no data directory.
-    """
-    if config.sync != AUTO:
-        check_options(find_strategy(config.sync), config.sync_options.given())
-    if config.dtype == "fp16" and config.device == "cpu":
-        raise ConfigError("dtype fp16 needs CUDA; use bf16 or fp32 on a CPU")
-    _check_data(config)
-    if config.out and Path(config.out).exists() and not Path(config.out).is_dir():
-        raise ConfigError(f"--out {config.out} is a file; name a directory")
-    layout, plan = config.layout(world_size), config.batch_plan(world_size)
-    if layout.model_ranks > 1 and config.sync == AUTO:
-        raise ConfigError("parallel: sync=auto measures whole models; name the strategy")
-    check_layout(config, layout, plan)
-    if config.sync == AUTO:  # checked again when it has a name
-        return plan
-    if find_strategy(config.sync).equal_leaves and plan.num_leaves % world_size:
-        raise ConfigError(
-            f"sync={config.sync} needs equally many leaves on all ranks; got {plan.num_leaves} "
-            f"leaves on {world_size} ranks: change --tokens-per-update, --micro-batch-size or the "
-            "number of ranks"
-        )
-    return plan
-
-
-def _check_data(config: TrainConfig) -> None:
-    if is_stream(config.data):
-        if not config.data.startswith(HUGGING_FACE):
-            json_lines(config.data)
-        if config.num_workers:
-            raise ConfigError(
-                f"num_workers reads ahead in a prepared data directory, {config.data} is a stream; "
-                "leave it at 0"
-            )
-        if config.eval.max_tokens is None:
-            raise ConfigError(
-                f"{config.data} is a stream, and its first tokens are for validation: say how many "
-                "with --eval.max-tokens"
-            )
-        return
-    if config.tokenizer:
-        raise ConfigError("tokenizer is for streams; a prepared data directory has its own")
-    if config.data and not Path(config.data).is_dir():
-        raise DataError(
-            f"{config.data} is no directory; `gradsync prepare PATHS --out {config.data}` makes one"
-        )
-
-
 def _start_ranks(config: TrainConfig, flags: list[str], as_json: bool) -> int:
     """Start the ranks on this host; they get the same arguments."""
     from gradsync.launch.local import launch_local
-    from gradsync.train.run_dir import default_out
+    from gradsync.train.output import default_out
 
     assert config.nproc_per_node is not None
     if not config.out:
@@ -162,8 +107,8 @@ def _join_run(config: TrainConfig, as_json: bool, elastic: list[str] | None) -> 
     from gradsync.comm.choose import communicator
     from gradsync.comm.values import broadcast_json
     from gradsync.runtime.session import Session, SessionOptions
+    from gradsync.train.output import default_out
     from gradsync.train.run import note_end, note_failure, train
-    from gradsync.train.run_dir import default_out
 
     if "shm" in config.backend:
         import gradsync.backends  # noqa: F401  registers it
@@ -214,16 +159,16 @@ def _join_run(config: TrainConfig, as_json: bool, elastic: list[str] | None) -> 
 
 def _would_be(config: TrainConfig, world: World, world_size: int) -> TrainConfig:
     """The same as `_named_sync`, without ranks; the line goes to standard error."""
-    from gradsync.train.auto_sync import apply_choice, resolve_auto
+    from gradsync.train.tuned import apply_choice, resolve_auto
 
     if not world.is_distributed:
         world = replace(world, world_size=world_size, local_world_size=world_size)
     on_cpu = _on_cpu(config)
     threads = choose_threads(world.local_world_size, requested=_threads(config))
     device = "cpu" if on_cpu else "cuda"
-    resolved = resolve_auto(config, replace(world, device=device), threads=threads)
-    print(resolved.note, file=sys.stderr)
-    return apply_choice(config, resolved.choice, threads=threads if on_cpu else None)
+    choice, note = resolve_auto(config, replace(world, device=device), threads=threads)
+    print(note, file=sys.stderr)
+    return apply_choice(config, choice, threads=threads if on_cpu else None)
 
 
 def _named_sync(config: TrainConfig, world: World, *, threads: int) -> tuple[TrainConfig, str]:
@@ -234,14 +179,17 @@ def _named_sync(config: TrainConfig, world: World, *, threads: int) -> tuple[Tra
     """
     from gradsync.comm.choose import communicator
     from gradsync.comm.values import broadcast_json
-    from gradsync.train.auto_sync import Resolved, apply_choice, resolve_auto
+    from gradsync.train.tuned import Choice, apply_choice, resolve_auto
 
-    mine = resolve_auto(config, world, threads=threads).to_json() if world.is_main else None
+    mine = None
+    if world.is_main:
+        choice, note = resolve_auto(config, world, threads=threads)
+        mine = [asdict(choice), note]
     # Whole group, two small messages, before anything else is under way.
-    resolved = Resolved.from_json(broadcast_json(communicator(world), mine))
-    config = apply_choice(config, resolved.choice, threads=threads if _on_cpu(config) else None)
+    named, note = broadcast_json(communicator(world), mine)
+    config = apply_choice(config, Choice(**named), threads=threads if _on_cpu(config) else None)
     check_request(config, world.world_size)
-    return config, resolved.note
+    return config, note
 
 
 def _threads(config: TrainConfig) -> int | None:

@@ -70,7 +70,7 @@ def settle(places: Places, flags: Sequence[str], world: World, env: Mapping[str,
     In a Slurm allocation with several nodes it does not return: this process becomes srun.
 
     Raises:
-        ConfigError: the launcher has started another number of ranks, or nobody can start them.
+        ConfigError: the launcher has started another number of ranks, or none can be started.
     """
     if world.launcher != "python":
         if (world.num_nodes, world.world_size) != (places.nodes, places.world_size):

@@ -18,17 +18,9 @@ from gradsync.cli.experiment import Ask, Experiment, Findings, command_of, flag_
 from gradsync.errors import ConfigError
 from gradsync.models.config import preset
 from gradsync.runtime.threads import choose_threads
-from gradsync.train.auto_sync import conditions_of, vocabulary
-from gradsync.train.config import TrainConfig
-from gradsync.train.recipes import recipe
-from gradsync.train.tuned import (
-    Choice,
-    Conditions,
-    Tuned,
-    save_tuned,
-    tuned_folder,
-    tuned_path,
-)
+from gradsync.train.config import TrainConfig, recipe
+from gradsync.train.data import vocabulary
+from gradsync.train.tuned import TUNED, Choice, Conditions, Tuned, conditions_of
 from gradsync.world import World
 
 _COMMAND = ("tune",)
@@ -161,7 +153,7 @@ def batch_of(options: TuneOptions, start: TrainConfig, world_size: int) -> tuple
 
 def _collect(options: TuneOptions, request: TuneRequest, world: World, ask: Ask) -> dict[str, Any]:
     if world.is_main:
-        check_folder("GRADSYNC_CACHE", tuned_folder())
+        check_folder("GRADSYNC_CACHE", TUNED.folder())
     result = ask(request, request.world_size)
     raise_failed(result)
     return result
@@ -175,7 +167,7 @@ def _findings(
     tuned = Tuned(choice=choice, verdict=verdict_of(result), date=result["environment"]["date"])
 
     def keep() -> str:
-        path = save_tuned(conditions, tuned)
+        path = TUNED.save(conditions, tuned)
         return f"best here: {choice.text}; kept in {path} for gradsync train --sync auto"
 
     return Findings(
@@ -185,7 +177,7 @@ def _findings(
             "request": asdict(request),
             "choice": result["choice"],
             "stages": result["stages"],
-            "cache": str(tuned_path(conditions)),
+            "cache": str(TUNED.path(conditions)),
         },
         samples=result["samples"],
         show=partial(print_report, request, result["stages"], result["environment"]),

@@ -1,4 +1,10 @@
-"""Names that a course on distributed training asks for, over `gs.replicate`.
+"""Names that courses on distributed training ask for, over `gs.replicate`.
+
+    setup_distributed(rank, world_size)
+    trainer = NaiveDDPTrainer(model, optimizer, rank, world_size, device)
+    for global_batch in loader:                                # the same batch on all ranks
+        inputs, targets = shard_batch(global_batch, rank, world_size)
+        print(trainer.train_step(inputs, targets))
 
     ddp_model = get_ddp_bucketed(module, bucket_size_mb=25)
     ddp_bucketed_on_train_batch_start(ddp_model, optimizer)
@@ -6,30 +12,205 @@
     ddp_bucketed_on_after_backward(ddp_model, optimizer)       # gradients are means over ranks now
     optimizer.step()
 
-They need a process group that somebody has made. A training script of one's own is shorter with
-`gs.replicate(model, sync="bucketed")`, which wraps nothing.
+A new training script is shorter with `gs.replicate(model)`, which wraps nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypedDict
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
+from gradsync.comm.choose import communicator
+from gradsync.compat.frozen import map_tensors, tensors_in
+from gradsync.data.leaf import count_targets
+from gradsync.data.plan import share
+from gradsync.errors import ConfigError, DataError
 from gradsync.sync.replicate import replicate
 from gradsync.sync.sharded_optimizer import ShardedOptimizer
+from gradsync.world import World
+
+LossFn = Callable[[Any, Any], Tensor]
+
+
+class StepInfo(TypedDict):
+    """Result of `NaiveDDPTrainer.train_step`; times are this rank's, in seconds.
+
+    `loss` is the mean over the global batch, equal on all ranks (nan when it is empty);
+    `compute_time` is forward and backward, `comm_time` all-reducing, waiting for slower ranks
+    included, `comm_fraction` its share in `total_time`; `num_comm_ops` counts parameters with a
+    gradient on some rank, tied ones once.
+    """
+
+    loss: float
+    total_time: float
+    compute_time: float
+    comm_time: float
+    comm_fraction: float
+    num_comm_ops: int
+
+
+class NaiveDDPTrainer:
+    """Trains a replica: backward, one all-reduce per gradient one after the other, optimizer; what
+    the cleverer strategies are measured against (`gs.replicate(model, sync="naive")`).
+
+    Args:
+        model: moved to `device`; takes rank 0's weights and buffers.
+        optimizer: over the model's parameters.
+        rank: of this process, as given to `setup_distributed`.
+        world_size: number of processes.
+        device: such as "cpu" or "cuda:0".
+
+    Raises:
+        ConfigError: the process group says another rank or world size.
+        RunError: several ranks but no process group.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        rank: int = 0,
+        world_size: int = 1,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.device = torch.device(device)
+        self.model = model.to(self.device)
+        self.optimizer = optimizer
+        comm = communicator(World(rank=rank, world_size=world_size, device=str(device)))
+        if (comm.rank, comm.world_size) != (rank, world_size):
+            raise ConfigError(
+                f"NaiveDDPTrainer was told rank {rank} of {world_size}, but the process group says "
+                f"rank {comm.rank} of {comm.world_size}"
+            )
+        self._sync = replicate(self.model, sync="naive", comm=comm)
+        self._num_gradients = 0
+        trainer = weakref.proxy(self)
+        optimizer.register_step_pre_hook(lambda *_: trainer._count_gradients())
+
+    def train_step(self, inputs: Any, targets: Any, loss_fn: LossFn | None = None) -> StepInfo:
+        """One optimizer step on this rank's shard of the global batch; all ranks call it.
+
+        Shards may differ in size, and a rank without samples takes part: losses are summed, and
+        the sum over all ranks is divided once, so the mean is that of the global batch.
+
+        Args:
+            inputs: tensor [B, …], or a tuple or dict of them as the model's arguments.
+            targets: what the loss compares with; class indices or values, [B, …].
+            loss_fn: `loss_fn(model(inputs), targets)`: the losses, [B, …], or their mean over the
+                shard, [], which counts once for each integer target that is not -100 (others: for
+                each sample). None: cross-entropy over the last dimension for integer targets (-100
+                is left out), squared error for others.
+
+        Raises:
+            DataError: tensors of different lengths; values and outputs of different shapes; without
+                a loss_fn, targets that are no tensor.
+        """
+        inputs, targets = map_tensors((inputs, targets), lambda tensor: tensor.to(self.device))
+        begin = self._now()
+        if num_samples := _num_samples((inputs, targets)):
+            outputs = _call(self.model, inputs)
+            loss, weight, reduction = _loss(outputs, targets, loss_fn, num_samples)
+            self._sync.backward(loss, weight=weight, reduction=reduction)
+        computed = self._now()
+        self._num_gradients = 0
+        result = self._sync.step(self.optimizer)
+        total_time = self._now() - begin
+        comm_time = result.exposed.seconds()
+        return StepInfo(
+            loss=float(result.mean_loss),
+            total_time=total_time,
+            compute_time=computed - begin,
+            comm_time=comm_time,
+            comm_fraction=comm_time / total_time,
+            num_comm_ops=self._num_gradients,
+        )
+
+    def _count_gradients(self) -> None:
+        """When the optimizer steps, the gradients that are there are those that were reduced."""
+        self._num_gradients = sum(p.grad is not None for p in self.model.parameters())
+
+    def _now(self) -> float:
+        """The clock once the device has done all it was given; else we would time the launch."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+
+def shard_batch(global_batch: Any, rank: int, world_size: int) -> Any:
+    """This rank's contiguous part of a batch, cut along the first dimension.
+
+    The batch need not be divisible: parts differ by at most one sample, and may be empty.
+    `train_step` weighs them right.
+
+    Args:
+        global_batch: a tensor [B, …], or tuples, lists and dicts of them, nested; numbers, strings
+            and tensors without dimension are handed on as they are.
+        rank: 0 .. world_size-1.
+        world_size: number of parts.
+
+    Returns:
+        The same structure with views of the tensors.
+
+    Raises:
+        ConfigError: `rank` is no rank.
+        DataError: tensors of different lengths, or none at all.
+    """
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"rank must be in 0..{world_size - 1}, got {rank}")
+    num_samples = _num_samples(global_batch)
+    if num_samples is None:
+        raise DataError(f"a batch to shard needs a tensor; got {type(global_batch).__name__}")
+    part = share(num_samples, rank, world_size)
+    mine = slice(part.start, part.stop)
+    return map_tensors(global_batch, lambda tensor: tensor[mine] if tensor.dim() else tensor)
+
+
+def _loss(
+    outputs: Any, targets: Any, loss_fn: LossFn | None, num_samples: int
+) -> tuple[Tensor, int, str]:
+    """This shard's loss, [], how many it is the sum or mean of, and which of the two."""
+    if loss_fn is not None:
+        losses = loss_fn(outputs, targets)
+        if losses.dim() == 0:
+            return losses, count_targets((outputs, targets), num_samples), "mean"
+        return losses.sum(), losses.numel(), "sum"
+    if not isinstance(targets, Tensor):
+        raise DataError(f"targets are a {type(targets).__name__}: give train_step a loss_fn")
+    if targets.is_floating_point():
+        if outputs.shape != targets.shape:
+            raise DataError(
+                f"outputs have shape {tuple(outputs.shape)}, targets {tuple(targets.shape)}; give "
+                "train_step a loss_fn for them"
+            )
+        return F.mse_loss(outputs, targets, reduction="sum"), targets.numel(), "sum"
+    if outputs.shape[:-1] == targets.shape:
+        outputs, targets = outputs.flatten(0, -2), targets.flatten()
+    loss = F.cross_entropy(outputs, targets, reduction="sum")
+    return loss, count_targets((outputs, targets), num_samples), "sum"
+
+
+def _call(model: nn.Module, inputs: Any) -> Any:
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+
+
+def _num_samples(batch: Any) -> int | None:
+    """The length that all tensors of a batch share; None without tensors."""
+    lengths = dict.fromkeys(len(tensor) for tensor in tensors_in(batch) if tensor.dim())
+    if len(lengths) > 1:
+        raise DataError(f"tensors of one batch have different lengths: {[*lengths]}")
+    return next(iter(lengths), None)
 
 
 class SynchronisedModule(nn.Module):
-    """A module whose gradients become means over ranks.
-
-    Args:
-        module: on its device; takes rank 0's weights and buffers.
-        sync: a strategy that works in a loop of one's own.
-        options: of the strategy.
-    """
+    """A module whose gradients become means over ranks; takes rank 0's weights and buffers."""
 
     def __init__(self, module: nn.Module, *, sync: str, **options: Any) -> None:
         super().__init__()
@@ -50,13 +231,6 @@ def get_ddp_individual_parameters(module: nn.Module) -> SynchronisedModule:
     return SynchronisedModule(module, sync="overlap")
 
 
-def ddp_individual_parameters_on_after_backward(
-    ddp_model: SynchronisedModule, optimizer: torch.optim.Optimizer
-) -> None:
-    """Between backward and the optimizer's step."""
-    ddp_model.finish_gradient_synchronization()
-
-
 def get_ddp_bucketed(module: nn.Module, bucket_size_mb: float) -> SynchronisedModule:
     """Gradients are all-reduced in buckets of `bucket_size_mb` (MiB), while backward goes on."""
     return SynchronisedModule(module, sync="bucketed", bucket_mb=bucket_size_mb)
@@ -73,6 +247,9 @@ def ddp_bucketed_on_after_backward(
 ) -> None:
     """Between backward and the optimizer's step."""
     ddp_model.finish_gradient_synchronization()
+
+
+ddp_individual_parameters_on_after_backward = ddp_bucketed_on_after_backward
 
 
 def get_sharded_optimizer(

@@ -24,10 +24,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
-from gradsync.compat.frozen import PlacedParts, place_frozen
-from gradsync.compat.gpu_memory import log_gpu_memory
+from torch import nn
+
+from gradsync.compat.frozen import AnyDevice, PlacedParts, place_frozen
+from gradsync.compat.functions import log_gpu_memory
 from gradsync.data.plan import share
 from gradsync.errors import ConfigError
 from gradsync.plan.described.file import load_hardware
@@ -38,11 +40,6 @@ from gradsync.plan.switches import Switches, speed_switches
 from gradsync.runtime import environ
 from gradsync.runtime.resolve import resolve
 
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
-StrategyName = Literal["single", "ddp", "model_split", "hybrid", "hybrid_ddp"]
 _GB = 1e9
 
 
@@ -92,6 +89,7 @@ class ElasticGPUConfig:
             hardware = load_hardware(hardware)
         self.hardware = detect_hardware(env) if hardware is None else hardware
         self.switches: Switches = speed_switches(self.hardware, env)
+        self._room = [int(target_util * device.usable_bytes) for device in self.devices]
         self.groups = self._groups()
         """Devices of each replica."""
         self.placement: Placement | None = self._placement()
@@ -107,7 +105,7 @@ class ElasticGPUConfig:
     @property
     def gpu_count(self) -> int:
         """Number of GPUs; 0 on a CPU."""
-        return sum(device.kind == "cuda" for device in self.devices)
+        return len(self.gpu_specs)
 
     @property
     def gpu_specs(self) -> list[dict[str, Any]]:
@@ -127,8 +125,8 @@ class ElasticGPUConfig:
         ]
 
     @property
-    def strategy(self) -> StrategyName:
-        """See the module's table."""
+    def strategy(self) -> str:
+        """single, ddp, model_split, hybrid or hybrid_ddp; see the module's table."""
         each, count = len(self.groups[0]), len(self.devices)
         if each == 1:
             return "single" if count == 1 else "ddp"
@@ -160,9 +158,7 @@ class ElasticGPUConfig:
             "device": self._replica_devices()[0],
         }
 
-    def place(
-        self, model: nn.Module, devices: Sequence[torch.device | str] | None = None
-    ) -> PlacedParts:
+    def place(self, model: nn.Module, devices: Sequence[AnyDevice] | None = None) -> PlacedParts:
         """Move `model` to the devices of this process's replica, and let activations follow.
 
         Frozen parts go where `placement` has them, everything else to the first device, where
@@ -193,14 +189,14 @@ class ElasticGPUConfig:
         config = self.config
         names = ", ".join(dict.fromkeys(device.name for device in self.devices))
         takes = f", a replica takes {self.model_size_gb:g} GB" if self.model_size_gb else ""
+        groups = ", ".join("+".join(map(str, group)) for group in self.groups)
+        shares = " + ".join(map(str, config["samples_per_replica"]))
         lines = [
-            f"{len(self.devices)} x {names}: {self._room(0) / _GB:.1f} GB each may be planned with"
+            f"{len(self.devices)} x {names}: {self._room[0] / _GB:.1f} GB each may be planned with"
             + takes,
-            f"strategy {config['strategy']}: replicas on devices "
-            + ", ".join("+".join(map(str, group)) for group in self.groups),
-            f"batch {config['effective_batch_size']} = "
-            + " + ".join(map(str, config["samples_per_replica"]))
-            + f", up to {config['batch_size']} in one forward",
+            f"strategy {config['strategy']}: replicas on devices {groups}",
+            f"batch {config['effective_batch_size']} = {shares}, "
+            f"up to {config['batch_size']} in one forward",
             *self.switches.reasons,
         ]
         if self.placement is not None:
@@ -213,14 +209,10 @@ class ElasticGPUConfig:
         group = self.groups[local_rank % len(self.groups)]
         return [f"cuda:{index}" if self.gpu_count else "cpu" for index in group]
 
-    def _room(self, index: int) -> int:
-        return int(self.target_util * self.devices[index].usable_bytes)
-
     def _groups(self) -> tuple[tuple[int, ...], ...]:
         """As many replicas as there is memory for; what is left over joins the last one where a
         replica needs several devices."""
-        count = len(self.devices)
-        room = [self._room(index) for index in range(count)]
+        count, room = len(self.devices), self._room
         wanted = int(self.model_size_gb * _GB)
         for each in range(1, count + 1):
             starts = range(0, count - each + 1, each)
@@ -229,16 +221,16 @@ class ElasticGPUConfig:
                 if each > 1:
                     groups[-1] = tuple(range(groups[-1][0], count))
                 return tuple(groups)
-        missing = (wanted - sum(room)) / _GB
         raise ConfigError(
             f"a replica of {self.model_size_gb:g} GB does not fit on {count} device(s) with "
-            f"{sum(room) / _GB:.1f} GB to plan with: {missing:.1f} GB are missing"
+            f"{sum(room) / _GB:.1f} GB to plan with: {(wanted - sum(room)) / _GB:.1f} GB are "
+            "missing"
         )
 
     def _placement(self) -> Placement | None:
         if not self.frozen:
             return None
-        room = [self._room(index) for index in self.groups[0]]
+        room = [self._room[index] for index in self.groups[0]]
         trains = int(self.model_size_gb * _GB) - sum(part.num_bytes for part in self.frozen)
         if trains < 0:
             raise ConfigError("frozen parts are larger than model_size_gb says of all")
@@ -248,7 +240,7 @@ class ElasticGPUConfig:
         """Micro-batch that has room: a divisor of equal shares, an even cut of unequal ones."""
         largest = most = max(shares)
         if self.sample_gb is not None:
-            rooms = [sum(self._room(index) for index in group) for group in self.groups]
+            rooms = [sum(self._room[index] for index in group) for group in self.groups]
             free = min(rooms) / _GB - self.model_size_gb
             most = min(most, int(free / self.sample_gb))
         if most < 1:

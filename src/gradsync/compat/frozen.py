@@ -10,17 +10,18 @@ its inputs were. Gradients take the same way back.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Container, Mapping, MutableMapping, Sequence
 from copy import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from gradsync.core.torch_private import move_own
 from gradsync.errors import ConfigError
 from gradsync.plan.placement import Part, Place, Placement
 
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
+AnyDevice = torch.device | str
 
 
 class PlacedParts:
@@ -35,13 +36,28 @@ class PlacedParts:
             hook.remove()
         self.hooks.clear()
 
+    def follow(self, module: nn.Module, device: AnyDevice, *, comes_back: bool = False) -> None:
+        """Inputs go to `device`; with `comes_back` outputs go to where the first input was."""
+        origins: list[AnyDevice] = []
+
+        def before(_: nn.Module, inputs: Any, named: Any) -> tuple[Any, Any]:
+            if comes_back:
+                homes = [tensor.device for tensor in tensors_in((inputs, named))]
+                origins.append(homes[0] if homes else device)
+            return _moved(inputs, device), _moved(named, device)
+
+        def after(_: nn.Module, inputs: Any, outputs: Any) -> Any:
+            return _moved(outputs, origins.pop())
+
+        self.hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        if comes_back:
+            self.hooks.append(module.register_forward_hook(after))
+
 
 def frozen_parts(model: nn.Module, *, least_bytes: int = 0) -> tuple[Part, ...]:
     """The largest submodules in which nothing trains, in the model's order.
 
-    Args:
-        model: parameters to be trained have `requires_grad`.
-        least_bytes: smaller ones stay with what trains.
+    Parameters to be trained have `requires_grad`. Parts below `least_bytes` stay with what trains.
     """
     found: list[Part] = []
     inside = ""
@@ -54,7 +70,7 @@ def frozen_parts(model: nn.Module, *, least_bytes: int = 0) -> tuple[Part, ...]:
         inside = f"{name}."
         num_bytes = _bytes(module)
         if num_bytes >= least_bytes:
-            blocks = tuple(_bytes(block) for _, block in _blocks(module))
+            blocks = tuple(map(_bytes, _blocks(module)))
             found.append(Part(name=name, num_bytes=num_bytes, blocks=blocks))
     return tuple(found)
 
@@ -62,9 +78,9 @@ def frozen_parts(model: nn.Module, *, least_bytes: int = 0) -> tuple[Part, ...]:
 def place_frozen(
     model: nn.Module,
     placement: Placement,
-    devices: Sequence[torch.device | str],
+    devices: Sequence[AnyDevice],
     *,
-    rest: torch.device | str | None = None,
+    rest: AnyDevice | None = None,
 ) -> PlacedParts:
     """Move frozen submodules to their devices, and let activations follow.
 
@@ -88,7 +104,7 @@ def place_frozen(
                 f"{name} is placed on device {max(place.devices)}, {len(devices)} were given"
             )
     if rest is not None:
-        _move_rest(model, {id(modules[name]) for name in placement.places}, rest)
+        _place_around({id(modules[name]) for name in placement.places}, model, rest)
     placed = PlacedParts()
     for name, place in placement.places.items():
         _place(modules[name], place, [devices[index] for index in place.devices], placed)
@@ -96,73 +112,42 @@ def place_frozen(
 
 
 def _place(
-    module: nn.Module, place: Place, devices: Sequence[torch.device | str], placed: PlacedParts
+    module: nn.Module, place: Place, devices: Sequence[AnyDevice], placed: PlacedParts
 ) -> None:
     first, last = devices[0], devices[-1]
-    _follow(module, first, placed, comes_back=True)
+    placed.follow(module, first, comes_back=True)
     if len(devices) == 1:
         module.to(first)
         return
     blocks = _blocks(module)
-    homes = {
-        id(block): first if index < place.first_blocks else last
-        for index, (_, block) in enumerate(blocks)
-    }
-    _place_rest(module, homes, first, placed)
-    for _, block in blocks:
-        block.to(homes[id(block)])
-        _follow(block, homes[id(block)], placed)
+    _place_around({id(block) for block in blocks}, module, first, placed)
+    for index, block in enumerate(blocks):
+        home = first if index < place.first_blocks else last
+        block.to(home)
+        placed.follow(block, home)
 
 
-def _move_rest(module: nn.Module, parts: Container[int], device: torch.device | str) -> None:
-    """All of `module` but what is in one of `parts`: that may be too large for `device`."""
-    move_own(module, device)
-    for child in module.children():
-        if id(child) not in parts:
-            _move_rest(child, parts, device)
-
-
-def _place_rest(
-    module: nn.Module, homes: Mapping[int, object], device: torch.device | str, placed: PlacedParts
+def _place_around(
+    kept: Container[int], module: nn.Module, device: AnyDevice, placed: PlacedParts | None = None
 ) -> None:
-    """Place the rest: tensors of `module` itself, and submodules that hold no block."""
+    """Move all of `module` but the submodules in `kept`, which may be too large for `device`; with
+    `placed`, inputs follow to the submodules that hold none of those."""
     move_own(module, device)
     for child in module.children():
-        if id(child) in homes:
+        if id(child) in kept:
             continue
-        if any(id(part) in homes for part in child.modules()):
-            _place_rest(child, homes, device, placed)
+        if any(id(part) in kept for part in child.modules()):
+            _place_around(kept, child, device, placed)
         else:
             child.to(device)
-            _follow(child, device, placed)
+            if placed is not None:
+                placed.follow(child, device)
 
 
-def _follow(
-    module: nn.Module, device: torch.device | str, placed: PlacedParts, *, comes_back: bool = False
-) -> None:
-    """Inputs go to `device`; with `comes_back` outputs go to where the first input was."""
-    origins: list[torch.device] = []
-
-    def before(_: nn.Module, inputs: Any, named: Any) -> tuple[Any, Any]:
-        if comes_back:
-            origins.append(next(_devices((inputs, named)), _as_device(device)))
-        return _moved(inputs, device), _moved(named, device)
-
-    def after(_: nn.Module, inputs: Any, outputs: Any) -> Any:
-        return _moved(outputs, origins.pop())
-
-    placed.hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
-    if comes_back:
-        placed.hooks.append(module.register_forward_hook(after))
-
-
-def _blocks(module: nn.Module) -> list[tuple[str, nn.Module]]:
+def _blocks(module: nn.Module) -> list[nn.Module]:
     """The largest list of submodules in it; for most models their layers."""
-    from torch import nn
-
     lists = [part for part in module.modules() if isinstance(part, nn.Sequential | nn.ModuleList)]
-    largest = max(lists, key=_bytes, default=None)
-    return [] if largest is None else list(largest.named_children())
+    return list(max(lists, key=_bytes).children()) if lists else []
 
 
 def _bytes(module: nn.Module) -> int:
@@ -170,38 +155,35 @@ def _bytes(module: nn.Module) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def _as_device(device: torch.device | str) -> torch.device:
-    import torch
-
-    return torch.device(device)
+def _moved(value: Any, device: AnyDevice) -> Any:
+    return map_tensors(value, lambda tensor: tensor.to(device))
 
 
-def _devices(value: Any) -> Any:
-    """Devices of the tensors in nested tuples, lists and mappings, in order."""
-    import torch
-
-    if isinstance(value, torch.Tensor):
-        yield value.device
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from _devices(part)
-    elif isinstance(value, tuple | list):
-        for part in value:
-            yield from _devices(part)
-
-
-def _moved(value: Any, device: torch.device | str) -> Any:
-    """The same structure with its tensors on `device`."""
-    import torch
-
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
+def map_tensors(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
+    """The same structure of nested tuples, lists and mappings with `fn` of each tensor."""
+    if isinstance(value, Tensor):
+        return fn(value)
     if isinstance(value, MutableMapping):
-        moved = copy(value)  # of its own kind: models' outputs are often mappings with attributes
+        mapped = copy(value)  # of its own kind: models' outputs are often mappings with attributes
         for key, part in value.items():
-            moved[key] = _moved(part, device)
-        return moved
+            mapped[key] = map_tensors(part, fn)
+        return mapped
+    if isinstance(value, Mapping):
+        return {key: map_tensors(part, fn) for key, part in value.items()}
     if isinstance(value, tuple | list):
-        parts = [_moved(part, device) for part in value]
+        parts = [map_tensors(part, fn) for part in value]
+        # A named tuple takes its fields one by one.
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     return value
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in nested tuples, lists and mappings, in order."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(value, note)
+    return found

@@ -13,6 +13,8 @@ from gradsync.runtime.resolve import resolve
 from gradsync.runtime.session import Session, SessionOptions
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
 
 log = logging.getLogger("gradsync")
@@ -45,16 +47,9 @@ def init_distributed(
 
     Returns:
         (rank, world_size, local_rank).
-
-    Raises:
-        LaunchError, RendezvousError: as `gs.init`.
     """
-    session = Session(
-        SessionOptions(backend=backend_here(backend), timeout_s=timeout.total_seconds())
-    )
-    world = session.open()
-    atexit.register(session.close)
-    return world.rank, world.world_size, world.local_rank
+    session = _join(backend, timeout)
+    return session.world.rank, session.world.world_size, session.world.local_rank
 
 
 def setup_distributed(rank: int, world_size: int, backend: str | None = None) -> None:
@@ -62,14 +57,6 @@ def setup_distributed(rank: int, world_size: int, backend: str | None = None) ->
 
     Ranks meet at MASTER_ADDR:MASTER_PORT, by default 127.0.0.1:29500. `nccl` becomes gloo + nccl
     where there is CUDA, and gloo elsewhere, so that the same call works on a laptop.
-
-    Args:
-        rank: index of this process.
-        world_size: number of processes.
-        backend: torch backend; None or "nccl" is chosen by the device.
-
-    Raises:
-        LaunchError, RendezvousError: as `gs.init`.
     """
     env = environ.snapshot()
     mine = {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
@@ -78,10 +65,16 @@ def setup_distributed(rank: int, world_size: int, backend: str | None = None) ->
         names = ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         kept = (*names, "GLOO_SOCKET_IFNAME")
         env = mine | {name: env[name] for name in kept if name in env}
-    options = SessionOptions(backend=backend_here(backend))
+    _join(backend, timedelta(minutes=30), env)
+
+
+def _join(backend: str | None, timeout: timedelta, env: Mapping[str, str] | None = None) -> Session:
+    """An open session, which closes at the end of the process."""
+    options = SessionOptions(backend=backend_here(backend), timeout_s=timeout.total_seconds())
     session = Session(options, env=env)
     session.open()
     atexit.register(session.close)
+    return session
 
 
 def get_device() -> torch.device:
@@ -98,3 +91,33 @@ def is_main_process() -> bool:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank() == 0
     return resolve(environ.snapshot()).world.is_main
+
+
+def log_gpu_memory(label: str = "") -> None:
+    """Print how much memory is in use: a line per visible GPU, on a CPU that of this process.
+
+    GB are 10**9 bytes. It prints on whatever rank calls it; `if gs.is_main_process():` in front of
+    it keeps to one. `label` is put in front of each line, such as "after step 100".
+    """
+    import torch
+
+    from gradsync.runtime.memory_limit import available_bytes
+    from gradsync.runtime.peak_memory import resident_bytes
+
+    lines = []
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        free, total = torch.cuda.mem_get_info(index)
+        lines.append(
+            f"cuda:{index} {torch.cuda.get_device_name(index)}: "
+            f"{torch.cuda.memory_allocated(index) / 1e9:.2f} GB allocated, "
+            f"{torch.cuda.memory_reserved(index) / 1e9:.2f} GB reserved, "
+            f"peak {torch.cuda.max_memory_allocated(index) / 1e9:.2f} GB, "
+            f"{free / 1e9:.2f} of {total / 1e9:.2f} GB free"
+        )
+    if not torch.cuda.is_available():
+        lines = [
+            f"process: {resident_bytes() / 1e9:.2f} GB resident, "
+            f"{available_bytes() / 1e9:.2f} GB available on the host"
+        ]
+    for line in lines:
+        print(f"{label}: {line}" if label else line, flush=True)

@@ -9,35 +9,39 @@ from inspect import signature
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from gradsync.comm.base import Communicator
 from gradsync.comm.choose import communicator
+from gradsync.comm.reductions import all_reduce
 from gradsync.comm.single import SingleCommunicator
 from gradsync.compat.functions import backend_here
 from gradsync.data.loader import Loader, loader
 from gradsync.errors import ConfigError
 from gradsync.runtime.session import Session, SessionOptions
+from gradsync.sync.gradient_sync import GradientSync
+from gradsync.sync.options import check_value
+from gradsync.sync.registry import find_strategy
+from gradsync.sync.replicate import replicate
 from gradsync.world import World
 
 if TYPE_CHECKING:
-    import torch
     import torch.distributed as dist
-    from torch import Tensor, nn
 
     from gradsync.comm.supported import Op
-    from gradsync.sync.gradient_sync import GradientSync
 
 log = logging.getLogger("gradsync")
 
+_BUFFERS = "buffers are averaged over the step, BatchNorm's as batch_norm= says"
 _DDP_HAS_NO_MEANING = {
     "find_unused_parameters": "parameters without a gradient are found in every step",
     "gradient_as_bucket_view": "gradients lie in their buckets already",
     "static_graph": "no step is planned from the first one",
     "device_ids": "the model is on this rank's device",
     "output_device": "outputs stay on this rank's device",
-    "broadcast_buffers": "buffers are averaged over the step, BatchNorm's as batch_norm= says",
-    "forward_sync_buffers": "buffers are averaged over the step, BatchNorm's as batch_norm= says",
+    **dict.fromkeys(("broadcast_buffers", "forward_sync_buffers"), _BUFFERS),
 }
 _DDP_IS_CALLED = {
     "process_group": "gs.replicate(model, comm=gs.group(ranks))",
@@ -45,16 +49,14 @@ _DDP_IS_CALLED = {
     "bucket_cap_mb_list": "bucket_mb=, one size for all",
 }
 _DATA_LOADER_HAS_NO_MEANING = {
-    "pin_memory": "batches come on this rank's device",
-    "pin_memory_device": "batches come on this rank's device",
+    **dict.fromkeys(("pin_memory", "pin_memory_device"), "batches come on this rank's device"),
     "drop_last": "a pass has whole batches only, and the next one begins with the rest",
     "persistent_workers": "workers live from pass to pass of one iteration",
     "prefetch_factor": "workers read ahead by themselves",
     "in_order": "batches always come in order",
 }
 _DATA_LOADER_IS_CALLED = {
-    "sampler": "shuffle= and seed=: samples are dealt to ranks",
-    "batch_sampler": "shuffle= and seed=: samples are dealt to ranks",
+    **dict.fromkeys(("sampler", "batch_sampler"), "shuffle= and seed=: samples are dealt to ranks"),
     "generator": "seed=",
     "worker_init_fn": "the data set's own __getitem__",
 }
@@ -78,13 +80,8 @@ class DDPManager:
     def initialize(self, backend: str | None = None, timeout_mins: float = 30) -> World:
         """Join the run this process was started in.
 
-        Args:
-            backend: torch backend; None takes gloo on CPU and gloo + nccl on CUDA, and so does
-                "nccl", which a CPU does not have.
-            timeout_mins: longest a collective may take, minutes.
-
-        Raises:
-            LaunchError, RendezvousError: as `gs.init`.
+        `backend` None or "nccl" is gloo on CPU and gloo + nccl on CUDA; no collective may take
+        longer than `timeout_mins` minutes.
         """
         options = SessionOptions(backend=backend_here(backend), timeout_s=timeout_mins * 60)
         self._session = Session(options)
@@ -95,8 +92,6 @@ class DDPManager:
     @property
     def device(self) -> torch.device:
         """This rank's device."""
-        import torch
-
         return torch.device(self.world.device)
 
     @property
@@ -141,12 +136,6 @@ class DDPManager:
             ConfigError: no model; several under `ddp`; unknown strategy or option, with what to use
                 in its place.
         """
-        from torch import nn
-
-        from gradsync.sync.options import check_value
-        from gradsync.sync.registry import find_strategy
-        from gradsync.sync.replicate import replicate
-
         wrong = [type(model).__name__ for model in models if not isinstance(model, nn.Module)]
         if wrong or not models:
             raise ConfigError(f"wrap_model takes modules, one by one; got {wrong or 'none'}")
@@ -221,19 +210,7 @@ class DDPManager:
         *,
         name: str | None = None,
     ) -> Tensor:
-        """Combine `tensor` (any shape) over all ranks, in place, and return it.
-
-        Args:
-            tensor: same shape and dtype on all ranks.
-            op: mean, sum, min or max, or torch's `ReduceOp` of these.
-            name: tells this reduction from others, as in `gs.all_reduce`.
-
-        Raises:
-            ConfigError: unknown `op`; the mean of integers, which would not be one.
-            RunError: on all ranks: they call different reductions.
-        """
-        from gradsync.comm.reductions import all_reduce
-
+        """`tensor` combined over all ranks, in place; see `gs.all_reduce`."""
         return all_reduce(tensor, op, comm=self._comm, name=name)
 
     def barrier(self) -> None:

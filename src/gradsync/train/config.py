@@ -10,7 +10,7 @@ from tyro.conf import Suppress
 
 from gradsync.data.plan import BatchPlan, solve_batch_plan
 from gradsync.errors import ConfigError
-from gradsync.models.config import GPTConfig
+from gradsync.models.config import GPTConfig, preset
 from gradsync.parallel.layout import Layout, parse_layout
 from gradsync.runtime.backend import NEEDS, check_names
 from gradsync.runtime.bounds import check_numbers
@@ -23,6 +23,16 @@ ScheduleName = Literal["1f1b", "gpipe"]
 
 AUTO = "auto"
 """Stands for the strategy and options that `gradsync tune` found for such a run."""
+
+
+_LEAST = {
+    0: ("num_workers", "sample_tokens", "check_replicas_every"),
+    1: (
+        *("steps", "tokens_per_update", "micro_batch_size", "log_every", "silence_s"),
+        *("threads", "nproc_per_node", "seq_len", "loss_rows"),
+    ),
+}
+"""The smallest value of numbers in `TrainConfig`."""
 
 
 def _require(holds: bool, message: str) -> None:
@@ -70,42 +80,26 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         _require_one_of("optim.schedule", self.schedule, Schedule)
-        _require(0 < self.lr < float("inf"), f"optim.lr must be a positive number; got {self.lr}")
         _require_one_of("optim.lr_scaling", self.lr_scaling, LrScaling)
         _require(
             (self.lr_scaling == "none") == (self.lr_base_batch is None),
             f"optim.lr_scaling={self.lr_scaling} and optim.lr_base_batch={self.lr_base_batch}: "
             "give both (lr_base_batch: tokens of an update for which lr was found), or neither",
         )
-        _require(
-            self.lr_base_batch is None or self.lr_base_batch >= 1,
-            f"optim.lr_base_batch must be at least 1; got {self.lr_base_batch}",
-        )
-        _require(
-            0 <= self.min_lr_ratio <= 1,
-            f"optim.min_lr_ratio must be in 0..1; got {self.min_lr_ratio}",
-        )
-        _require(
-            self.warmup_steps >= 0,
-            f"optim.warmup_steps must not be negative; got {self.warmup_steps}",
-        )
-        _require(
-            0 < self.decay_fraction <= 1,
-            f"optim.decay_fraction must be in 0..1; got {self.decay_fraction}",
-        )
-        _require(
-            0 <= self.beta1 < 1 and 0 <= self.beta2 < 1,
-            f"optim.beta1 and beta2 must be in 0..1, 1 excluded; got {self.beta1} and {self.beta2}",
-        )
-        _require(self.eps > 0, f"optim.eps must be positive; got {self.eps}")
-        _require(
-            self.weight_decay >= 0,
-            f"optim.weight_decay must not be negative; got {self.weight_decay}",
-        )
-        _require(
-            self.clip_norm is None or self.clip_norm > 0,
-            f"optim.clip_norm must be positive, or None for no clipping; got {self.clip_norm}",
-        )
+        base, clip = self.lr_base_batch, self.clip_norm
+        for name, holds, rule in (
+            ("lr", 0 < self.lr < float("inf"), "a positive number"),
+            ("lr_base_batch", base is None or base >= 1, "at least 1"),
+            ("min_lr_ratio", 0 <= self.min_lr_ratio <= 1, "in 0..1"),
+            ("warmup_steps", self.warmup_steps >= 0, "at least 0"),
+            ("decay_fraction", 0 < self.decay_fraction <= 1, "in 0..1, 0 excluded"),
+            ("beta1", 0 <= self.beta1 < 1, "in 0..1, 1 excluded"),
+            ("beta2", 0 <= self.beta2 < 1, "in 0..1, 1 excluded"),
+            ("eps", self.eps > 0, "positive"),
+            ("weight_decay", self.weight_decay >= 0, "at least 0"),
+            ("clip_norm", clip is None or clip > 0, "positive, or None for no clipping"),
+        ):
+            _require(holds, f"optim.{name} must be {rule}; got {getattr(self, name)}")
 
     def scaled(self, tokens_per_update: int) -> OptimConfig:
         """The same with the learning rate for updates of so many tokens, and nothing to scale."""
@@ -136,7 +130,7 @@ class EvalConfig:
     """Evaluate on the first so many tokens (rounded down to whole sequences); None for all."""
 
     def __post_init__(self) -> None:
-        _require(self.every >= 0, f"eval.every must not be negative; got {self.every}")
+        _require(self.every >= 0, f"eval.every must be at least 0; got {self.every}")
         _require(
             self.max_tokens is None or self.max_tokens >= 1,
             f"eval.max_tokens must be at least 1, or None for all; got {self.max_tokens}",
@@ -154,8 +148,9 @@ class CheckpointConfig:
     """Good checkpoints to keep, at least 1."""
 
     def __post_init__(self) -> None:
-        _require(self.every >= 0, f"checkpoint.every must not be negative; got {self.every}")
-        _require(self.keep_last >= 1, f"checkpoint.keep_last must be >= 1; got {self.keep_last}")
+        for name, least in (("every", 0), ("keep_last", 1)):
+            value = getattr(self, name)
+            _require(value >= least, f"checkpoint.{name} must be at least {least}; got {value}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -319,14 +314,11 @@ class TrainConfig:
         for name in ("steps", "tokens_per_update", "micro_batch_size", "log_every"):
             value = getattr(self, name)
             _require(isinstance(value, int), f"{name} must be an integer; got {value!r}")
-            _require(value >= 1, f"{name} must be at least 1; got {value}")
-        for name in ("num_workers", "sample_tokens", "check_replicas_every"):
-            value = getattr(self, name)
-            _require(value >= 0, f"{name} must not be negative; got {value}")
-        _require(self.silence_s >= 1, f"silence_s must be at least 1; got {self.silence_s}")
-        for name in ("threads", "nproc_per_node", "seq_len", "loss_rows"):
-            value = getattr(self, name)
-            _require(value is None or value >= 1, f"{name} must be at least 1; got {value}")
+        for least, names in _LEAST.items():
+            for name in names:
+                value = getattr(self, name)
+                holds = value is None or value >= least
+                _require(holds, f"{name} must be at least {least}; got {value}")
         _require(
             self.sequence_length <= self.model.block_size,
             f"seq_len {self.seq_len} is longer than model.block_size {self.model.block_size}",
@@ -349,9 +341,6 @@ class TrainConfig:
     def batch_plan(self, world_size: int) -> BatchPlan:
         """The exact batch arithmetic on `world_size` ranks; of a split model, its replicas share
         the leaves.
-
-        Raises:
-            ConfigError: it cannot be exact; the nearest legal values are named. No such layout.
         """
         return solve_batch_plan(
             tokens_per_update=self.tokens_per_update,
@@ -361,14 +350,46 @@ class TrainConfig:
         )
 
     def layout(self, world_size: int) -> Layout:
-        """How `world_size` ranks are divided.
-
-        Raises:
-            ConfigError: malformed, or of another number of ranks.
-        """
+        """How `world_size` ranks are divided."""
         return parse_layout(self.parallel, world_size)
 
     @property
     def sequence_length(self) -> int:
         """Tokens of a sequence."""
         return self.model.block_size if self.seq_len is None else self.seq_len
+
+    @property
+    def sequences_per_update(self) -> int:
+        """Sequences of an optimizer step, over all ranks."""
+        sequences, rest = divmod(self.tokens_per_update, self.sequence_length)
+        _require(
+            bool(sequences) and not rest,
+            f"tokens_per_update={self.tokens_per_update} is not a multiple of "
+            f"seq_len = {self.sequence_length}",
+        )
+        return sequences
+
+
+def recipe(name: str) -> TrainConfig:
+    """The configuration that `gradsync train NAME` starts from: a model preset with the batch and
+    the learning rate that suit it.
+    """
+    model = preset(name)
+    if name == "tiny":
+        return TrainConfig(
+            preset=name,
+            model=model,
+            steps=300,
+            tokens_per_update=4_096,
+            micro_batch_size=2,  # 8 leaves of 512 tokens: up to 8 ranks
+            optim=OptimConfig(lr=3e-3, warmup_steps=20),
+            eval=EvalConfig(every=100),
+            checkpoint=CheckpointConfig(every=100),
+        )
+    # Peak learning rates fall with the width, as in GPT-3 (arXiv 2005.14165, table 2.1).
+    rates = {"mini": 1e-3, "small": 6e-4, "medium": 3e-4, "large": 2.5e-4}
+    rates |= {"xl": 2e-4, "1.3b": 2e-4, "2.7b": 1.6e-4}
+    config = TrainConfig(preset=name, model=model, optim=OptimConfig(lr=rates[name]))
+    if name == "mini":
+        return replace(config, tokens_per_update=32_768, micro_batch_size=2)
+    return config

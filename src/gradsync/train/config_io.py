@@ -17,8 +17,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from gradsync.core.document import Document, brief, read_document
 from gradsync.core.files import PRIVATE, replace_text
 from gradsync.errors import ConfigError
-from gradsync.train.config import SyncConfig, TrainConfig
-from gradsync.train.recipes import recipe
+from gradsync.train.config import SyncConfig, TrainConfig, recipe
 
 _KIND = "configuration"
 _SUFFIXES = (".yaml", ".yml", ".toml")
@@ -27,26 +26,19 @@ _OPTIONAL = frozenset(f.name for f in fields(SyncConfig) if f.default is None)
 
 
 def parse_config(argv: Sequence[str]) -> TrainConfig:
-    """Configuration from `[PRESET|FILE] [--flag value …]`.
-
-    Raises:
-        ConfigError: unknown preset, unreadable file.
-        SystemExit: 2 for a bad flag (the message names the nearest), 0 for `--help`.
-    """
-    arguments = list(argv)
-    if not arguments or arguments[0].startswith("-"):
-        return _parse(recipe("tiny"), arguments)
-    first = arguments.pop(0)
-    if not first.endswith(_SUFFIXES):
-        if Path(first).is_file():
-            raise ConfigError(f"{first}: a configuration file ends in {', '.join(_SUFFIXES)}")
-        return _parse(recipe(first), arguments)
-    return _parse(_config_of(read_document(Path(first), _KIND)), arguments)
-
-
-def _parse(start: TrainConfig, arguments: list[str]) -> TrainConfig:
+    """Configuration from `[PRESET|FILE] [--flag value …]`."""
     import tyro
 
+    arguments = list(argv)
+    start = recipe("tiny")
+    if arguments and not arguments[0].startswith("-"):
+        first = arguments.pop(0)
+        if first.endswith(_SUFFIXES):
+            start = _config_of(read_document(Path(first), _KIND))
+        elif Path(first).is_file():
+            raise ConfigError(f"{first}: a configuration file ends in {', '.join(_SUFFIXES)}")
+        else:
+            start = recipe(first)
     return tyro.cli(
         TrainConfig,
         prog="gradsync train [PRESET|FILE]",
@@ -63,11 +55,7 @@ def _parse(start: TrainConfig, arguments: list[str]) -> TrainConfig:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML or TOML file.
-
-    Raises:
-        ConfigError: missing, unreadable, or no mapping.
-    """
+    """The mapping in a YAML or TOML file."""
     return _mapping(read_document(path, _KIND))
 
 
@@ -103,7 +91,7 @@ def _config_of(document: Document) -> TrainConfig:
 
 
 def _refused(start: TrainConfig, name: str, value: Any, why: ConfigError) -> bool:
-    """Whether this value is refused by itself, and so."""
+    """True if this value alone is refused, with the same words."""
     try:
         _with_values(start, {name: value})
     except ConfigError as error:
@@ -150,11 +138,8 @@ def _leaves(
 
 
 def _value(value: Any, hint: Any, where: str) -> Any:
-    """`value` as the type `hint` has it: int, float, bool, str, words, or one of several.
-
-    Raises:
-        ConfigError: it is none; text that is no text, which YAML may have read otherwise (no, 007).
-    """
+    """`value` as the type `hint` has it: int, float, bool, str, words, or one of several. What is
+    text to the user YAML may have read otherwise (no, 007): that is an error."""
     if isinstance(value, str) and "\0" in value:
         raise ConfigError(f"{where}: a zero byte in {brief(value)}")
     several = get_origin(hint) in (Union, UnionType)

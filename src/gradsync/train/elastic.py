@@ -10,7 +10,7 @@ What the user gave, by flag or file, is never changed.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gradsync.errors import ConfigError, RunError
@@ -24,17 +24,15 @@ from gradsync.plan.micro_batch import legal_sizes
 from gradsync.plan.switches import speed_switches
 from gradsync.plan.workload import Workload
 from gradsync.sync.registry import find_strategy
-from gradsync.train.auto_sync import continued
 from gradsync.train.config import AUTO, SyncConfig, TrainConfig
 from gradsync.train.config_io import read_file
+from gradsync.train.tuned import continued, known_options
 
-KEPT = (
-    *("dtype", "tf32", "sync", "sync_options", "parallel", "activation_checkpointing"),
-    "micro_batch_size",
-)
+_KEPT = ("dtype", "tf32", "sync", "sync_options", "parallel", "activation_checkpointing")
+_KEPT += ("micro_batch_size",)
 """Fields that a resumed run keeps from its beginning."""
 _STRATEGIES = ("invariant", "bucketed", "zero1", "zero2", "fsdp", "ddp")
-"""Promises of the strategies that are tried: none that loses something on purpose."""
+"""The strategies that are tried: none that loses something on purpose."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,18 +71,22 @@ def decide(
         shape: of the model, with the data's vocabulary.
         hardware: of the hosts that take part; one device per rank there may be.
         env: the environment, for suggestions.
-        world_size: ranks, where somebody has fixed them; None: to be chosen.
+        world_size: ranks, where they are fixed; None: to be chosen.
 
     Raises:
         ConfigError: impossible numbers.
         RunError: the model fits nowhere: by how many GB, and what would fit.
     """
-    kept = began_with(config)
+    kept = _began_with(config)
     if kept is not None:
         changes = {name: value for name, value in kept.items() if name not in given}
-        ranks = None if world_size else _most_ranks(replace_all(config, changes), hardware)
+        begun = Decision(changes=changes).applied_to(config)
         named = ", ".join(f"{name} {value}" for name, value in changes.items() if value)
-        return Decision(changes=changes, ranks=ranks, notes=(f"goes on as it began: {named}",))
+        return Decision(
+            changes=changes,
+            ranks=None if world_size else _most_ranks(begun, hardware),
+            notes=(f"goes on as it began: {named}",),
+        )
     switches = speed_switches(hardware, env)
     changes: dict[str, Any] = {}
     if "dtype" not in given:
@@ -95,7 +97,7 @@ def decide(
     if "dtype" in given and config.dtype != switches.dtype:
         notes = [f"dtype {config.dtype} as given; fastest here is {switches.dtype}"]
     notes += [f"may help, not set: {line}" for line in switches.suggestion_lines()]
-    config = replace_all(config, changes)
+    config = replace(config, **changes)
     if "parallel" in given or config.sync == AUTO:
         smallest = config if "micro_batch_size" in given else replace(config, micro_batch_size=1)
         ranks = None if world_size else _most_ranks(smallest, hardware)
@@ -117,44 +119,19 @@ def decide(
     return Decision(changes=changes, ranks=layout.world_size, notes=tuple(notes))
 
 
-def began_with(config: TrainConfig) -> dict[str, Any] | None:
-    """The settings written by the run that `config` goes on with; None for a new run.
-
-    Raises:
-        ConfigError: its configuration cannot be read.
-    """
+def _began_with(config: TrainConfig) -> dict[str, Any] | None:
+    """The settings written by the run that `config` goes on with; None for a new run."""
     place = continued(config)
     if place is None:
         return None
     values = read_file(place)
-    found = {name: values[name] for name in KEPT if name in values}
+    found = {name: values[name] for name in _KEPT if name in values}
     options = found.get("sync_options")
     if options is not None:
         if not isinstance(options, dict):
             raise ConfigError(f"configuration {place}: sync_options: expected keys and values")
-        known = asdict(SyncConfig())
-        found["sync_options"] = {k: v for k, v in options.items() if k in known and v is not None}
+        found["sync_options"] = known_options(options)
     return found
-
-
-def replace_all(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfig:
-    """`config` with plain values in the places of its fields."""
-    return Decision(changes=changes).applied_to(config)
-
-
-def sequences_of(config: TrainConfig) -> int:
-    """Sequences of a step, over all ranks.
-
-    Raises:
-        ConfigError: tokens_per_update is no whole number of them.
-    """
-    sequences, rest = divmod(config.tokens_per_update, config.sequence_length)
-    if rest or not sequences:
-        raise ConfigError(
-            f"tokens_per_update={config.tokens_per_update} is not a multiple of "
-            f"seq_len = {config.sequence_length}"
-        )
-    return sequences
 
 
 def _most_ranks(config: TrainConfig, hardware: Hardware) -> int:
@@ -178,7 +155,7 @@ def _choose(
     world_size: int | None,
 ) -> Candidate:
     """The split to take, by closed formulas; on `world_size` ranks where that is said."""
-    sequences = sequences_of(config)
+    sequences = config.sequences_per_update
     size = config.micro_batch_size
     sizes: tuple[int, ...] = (size,)
     if "micro_batch_size" not in given:

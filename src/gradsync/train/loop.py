@@ -3,39 +3,35 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 from gradsync.checkpoint.store import CheckpointStore
 from gradsync.comm.base import Communicator
 from gradsync.data.leaf import Step
 from gradsync.errors import DataError, DivergenceError
-from gradsync.models.gpt import loss_sum
 from gradsync.runtime.signals import StopRequest
+from gradsync.sync.reducer import Stopwatch
 from gradsync.sync.step import StepResult
 from gradsync.train.config import TrainConfig
-from gradsync.train.divergence import (
-    ADVICE,
-    ADVICE_RESUMED,
-    check_finite,
-    learnt,
-    learnt_shares,
-    why_diverged,
-)
-from gradsync.train.evaluate import evaluate
-from gradsync.train.fingerprint import Fingerprint
-from gradsync.train.optimizer import set_learning_rate
-from gradsync.train.progress import Progress, Tick
-from gradsync.train.run_dir import RunDir
-from gradsync.train.schedule import learning_rate
-from gradsync.train.setup import Data, Learner, autocast
-from gradsync.train.sharded_state import sharded_snapshot
-from gradsync.train.state import snapshot
-from gradsync.train.timing import Interval
+from gradsync.train.data import Data
+from gradsync.train.learner import Learner, learning_rate, set_learning_rate
+from gradsync.train.output import Progress, RunDir
+from gradsync.train.state import ADVICE, Fingerprint, save_run
 from gradsync.world import World
+
+T = TypeVar("T")
+
+_ADVICE_RESUMED = (
+    "that is the first step after the checkpoint, whose weights may be finite and yet past saving: "
+    "go back to an earlier one (--resume PATH), start anew with another --out, or look at the data "
+    "of that step"
+)
 
 
 @dataclass(slots=True)
@@ -58,28 +54,67 @@ class Totals:
     """Signal that ended the run early, "" when it is complete."""
 
 
+class Interval:
+    """Steps, waiting for data and exposed communication since the last `reset`; read only when
+    asked for, so that no step waits for the device."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew."""
+        self.steps = 0
+        self.data_s = 0.0
+        self._exposed: list[Stopwatch] = []
+        self._started = time.perf_counter()
+
+    def waiting(self, items: Iterable[T]) -> Iterator[T]:
+        """Pass `items` on, counting the time they take to come."""
+        iterator = iter(items)
+        while True:
+            before = time.perf_counter()
+            try:
+                item = next(iterator)
+            except StopIteration:
+                return
+            finally:
+                self.data_s += time.perf_counter() - before
+            yield item
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out what happens in the block: evaluation, saving."""
+        before = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._started += time.perf_counter() - before
+
+    def add(self, exposed: Stopwatch) -> None:
+        """One more step, whose exposed communication `exposed` has measured."""
+        self.steps += 1
+        self._exposed.append(exposed)
+
+    def read(self) -> tuple[float, float]:
+        """(wall seconds, exposed communication seconds) so far; waits for the device."""
+        exposed = sum(watch.seconds() for watch in self._exposed)
+        return time.perf_counter() - self._started, exposed
+
+
+@dataclass(kw_only=True)
 class Trainer:
     """The parts of a run and the loop over them; made by `gradsync.train.run.train`."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        world: World,
-        comm: Communicator,
-        data: Data,
-        learner: Learner,
-        *,
-        fingerprint: Fingerprint,
-        run_dir: RunDir,
-        store: CheckpointStore,
-        progress: Progress,
-    ) -> None:
-        self.config, self.world, self.comm = config, world, comm
-        self.data, self.learner = data, learner
-        self._fingerprint = fingerprint
-        self._run_dir, self._store, self._progress = run_dir, store, progress
-        self._autocast = autocast(config, world)
-        self._interval = Interval()
+    config: TrainConfig
+    world: World
+    comm: Communicator
+    data: Data
+    learner: Learner
+    fingerprint: Fingerprint
+    run_dir: RunDir
+    store: CheckpointStore
+    progress: Progress
+    interval: Interval = field(default_factory=Interval)
 
     def run(self, done_steps: int, stop: StopRequest) -> Totals:
         """Train from `done_steps` to `config.steps`, or to the step at which ranks agree to stop.
@@ -92,9 +127,9 @@ class Trainer:
         config, totals = self.config, Totals(done_steps)
         optim = config.optim.scaled(config.tokens_per_update)
         if done_steps < config.steps:
-            self._prime()
-        self._interval.reset()
-        for step in self._interval.waiting(self.data.train):
+            self.learner.prime((config.micro_batch_size, config.sequence_length))
+        self.interval.reset()
+        for step in self.interval.waiting(self.data.train):
             if totals.step >= config.steps:
                 break
             # Before the step: where ranks divide the update, it hides what differed.
@@ -109,11 +144,11 @@ class Trainer:
             logs = last or _due(totals.step, config.log_every) or totals.step == done_steps + 1
             # Reading the loss costs nothing on a CPU, on CUDA a wait.
             looks = saves or logs or not self.world.device.startswith("cuda")
-            diverged = why_diverged(result, self.learner) if looks else ""
+            diverged = self._why_diverged(result) if looks else ""
             if logs or diverged:
                 self._log(totals, result, lr)
             if diverged:
-                advice = ADVICE_RESUMED if totals.step == done_steps + 1 > 1 else ADVICE
+                advice = _ADVICE_RESUMED if totals.step == done_steps + 1 > 1 else ADVICE
                 raise DivergenceError(f"{diverged} at step {totals.step}; {advice}")
             if not stopped and (last or _due(totals.step, config.eval.every)):
                 self._evaluate(totals)
@@ -131,150 +166,74 @@ class Trainer:
         """One global batch: this rank's leaves, then the update all ranks make alike."""
         learner, sync = self.learner, self.learner.sync
         set_learning_rate(learner.optimizer, lr)
-        self._run_leaves(step)
+        learner.run_leaves(self.interval.waiting(step))
         result = sync.step(
             learner.optimizer,
             clip_norm=self.config.optim.clip_norm,
             stop=stop.requested,
             scale=learner.scaler,
         )
-        self._interval.add(result.exposed)
+        self.interval.add(result.exposed)
         return result
 
-    def _run_leaves(self, step: Step) -> None:
-        """Forward and backward of this rank's leaves."""
-        learner, sync = self.learner, self.learner.sync
-        for leaf in self._interval.waiting(step):
-            # Before the forward, all ranks know whether this backward synchronises.
-            with sync.micro_step(last=leaf.is_last, index=leaf.index):
-                with self._autocast:
-                    loss = self._loss(leaf.inputs, leaf.targets)
-                sync.backward(loss, weight=leaf.num_targets, scale=learner.scaler)
-
-    def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Summed over the targets; the model makes it where logits shall not all be kept."""
-        forward = self.learner.sync.forward
-        if self.config.loss_rows:
-            return forward(inputs, targets)
-        return loss_sum(forward(inputs), targets)
-
-    def _prime(self) -> None:
-        """Settle what a strategy learns from its first backward; see `GradientSync.prime`."""
-        shape = (self.config.micro_batch_size, self.config.sequence_length)
-        tokens = torch.zeros(shape, dtype=torch.int64, device=self.world.device)
-        sync = self.learner.sync
-
-        def forward_backward() -> None:
-            with self._autocast:
-                loss = self._loss(tokens, tokens)
-            loss.backward()
-
-        sync.prime(forward_backward)
+    def _why_diverged(self, result: StepResult) -> str:
+        """`the loss became nan`, or the norm; "" when both are finite. The same on all ranks; on
+        CUDA it waits for the device."""
+        if not result.weight:
+            return ""
+        if not math.isfinite(loss := float(result.mean_loss)):
+            return f"the loss became {loss}"
+        # A loss scaler skips such a step; and a rank that steps alone has a norm of its own.
+        learner = self.learner
+        counts = learner.scaler is None and learner.sync.equal_replicas
+        norm = result.grad_norm if counts else None
+        if norm is not None and not math.isfinite(norm := float(norm)):
+            return f"the gradient's norm became {norm}"
+        return ""
 
     def _log(self, totals: Totals, result: StepResult, lr: float) -> None:
-        """Close the interval: read the device, print, write metrics."""
+        """Close the interval: read the device, print, write metrics; units are in the names."""
         totals.train_loss = float(result.mean_loss)
-        wall_s, exposed_s = self._interval.read()
-        steps = self._interval.steps
+        wall_s, exposed_s = self.interval.read()
+        steps = self.interval.steps
         totals.wall_s += wall_s
         totals.exposed_s += exposed_s
         totals.steps_timed += steps
-        tick = Tick(
-            step=totals.step,
-            loss=totals.train_loss,
-            lr=lr,
-            grad_norm=None if result.grad_norm is None else float(result.grad_norm),
-            tokens_per_s=self.config.tokens_per_update * steps / wall_s,
-            step_s=wall_s / steps,
-            data_s=self._interval.data_s / steps,
-            comm_s=exposed_s / steps,
-        )
-        self._progress.tick(tick)
-        self._run_dir.log_metrics(metrics_of(tick, result, self.learner, self.world))
-        self._interval.reset()
+        model = self.learner.model.config
+        tokens_per_s = self.config.tokens_per_update * steps / wall_s
+        flops = model.flops_per_token(model.block_size) * tokens_per_s / self.world.world_size
+        metrics = {
+            "step": totals.step,
+            "train/loss": totals.train_loss,
+            "train/targets": result.weight,
+            "optim/lr": lr,
+            "optim/grad_norm": None if result.grad_norm is None else float(result.grad_norm),
+            "perf/tokens_per_s": tokens_per_s,
+            "perf/tflops_per_device": flops / 1e12,
+            "perf/step_s": wall_s / steps,
+            "perf/data_s": self.interval.data_s / steps,
+            "comm/exposed_s": exposed_s / steps,
+            "mem/max_reserved_gib": memory_gib(self.world),
+        }
+        self.progress.show(metrics)
+        self.run_dir.log_metrics(metrics)
+        self.interval.reset()
 
     def _evaluate(self, totals: Totals) -> None:
         """Evaluate the one model that a checkpoint at this step holds.
 
         In the middle of a round there is none yet: see [Note: A checkpoint ends the round].
         """
-        with self._interval.paused():
+        with self.interval.paused():
             self.learner.sync.synchronize_replicas()
-            totals.val_loss = self._evaluate_now()
-        self._progress.say(f"step {totals.step}: validation loss {totals.val_loss:.4f}")
-        self._run_dir.log_metrics({"step": totals.step, "val/loss": totals.val_loss})
-
-    def _evaluate_now(self) -> float:
-        return evaluate(
-            self.learner.model,
-            self.data.val,
-            self.comm,
-            self._autocast,
-            equal_forwards=not self.learner.sync.reducer.shards.whole_parameters,
-        )
+            totals.val_loss = self.learner.evaluate(self.data.val)
+        self.progress.say(f"step {totals.step}: validation loss {totals.val_loss:.4f}")
+        self.run_dir.log_metrics({"step": totals.step, "val/loss": totals.val_loss})
 
     def _save(self, step: int) -> None:
-        """Rank 0 writes; the others go on and meet it in the next step's first collective.
-
-        What is spread over ranks they send to it, and nobody ever has it whole.
-        """
-        learner = self.learner
-        with self._interval.paused():
-            held = learner.sync.sharded_state_dict(learner.optimizer)
-            if held is not None:
-                check_finite(self.comm, step, learnt_shares(learner, held))
-                found = sharded_snapshot(
-                    step,
-                    self.config,
-                    learner,
-                    self.data,
-                    held=held,
-                    comm=self.comm,
-                    fingerprint=self._fingerprint,
-                )
-                if found is not None:
-                    self._store.save(found)
-                return
-            learner.sync.gather(learner.optimizer)
-            weights = learner.sync.full_weights()
-            check_finite(self.comm, step, learnt(learner, weights))
-            if self.world.is_main:
-                self._store.save(
-                    snapshot(
-                        step,
-                        self.config,
-                        learner,
-                        self.data,
-                        weights=weights,
-                        fingerprint=self._fingerprint,
-                    )
-                )
-            learner.sync.scatter(learner.optimizer)
-
-    def closing_figures(self) -> dict[str, Any]:
-        """More for the summary; all ranks call it at the end of the run."""
-        return {}
-
-
-def metrics_of(
-    tick: Tick, result: StepResult, learner: Learner, world: World
-) -> dict[str, float | int | None]:
-    """One object of `metrics.jsonl`; units are in the names."""
-    model = learner.model.config
-    flops = model.flops_per_token(model.block_size) * tick.tokens_per_s / world.world_size
-    return {
-        "step": tick.step,
-        "train/loss": tick.loss,
-        "train/targets": result.weight,
-        "optim/lr": tick.lr,
-        "optim/grad_norm": tick.grad_norm,
-        "perf/tokens_per_s": tick.tokens_per_s,
-        "perf/tflops_per_device": flops / 1e12,
-        "perf/step_s": tick.step_s,
-        "perf/data_s": tick.data_s,
-        "comm/exposed_s": tick.comm_s,
-        "mem/max_reserved_gib": memory_gib(world),
-    }
+        """Rank 0 writes; the others go on and meet it in the next step's first collective."""
+        with self.interval.paused():
+            save_run(self, step)
 
 
 def memory_gib(world: World) -> float:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import io
-import logging
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, TextIO
 
@@ -17,25 +15,20 @@ from gradsync.comm.base import Communicator
 from gradsync.comm.choose import communicator
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
 from gradsync.core.files import read_object
-from gradsync.data.tokenizer import Tokenizer
-from gradsync.errors import ConfigError, GradsyncError, RunError, UsageError
+from gradsync.errors import GradsyncError, RunError, UsageError
 from gradsync.models.config import GPTConfig
 from gradsync.models.gpt import GPT, generate
-from gradsync.runtime.failure import communication_error
 from gradsync.runtime.signals import StopRequest
+from gradsync.train.check import check_size
 from gradsync.train.config import TrainConfig
-from gradsync.train.fingerprint import numeric_fingerprint
-from gradsync.train.loop import Totals, Trainer
-from gradsync.train.progress import Progress
-from gradsync.train.run_dir import RunDir
-from gradsync.train.setup import Data, Learner, build_learner, model_config, open_data
-from gradsync.train.size import check_size
-from gradsync.train.state import Resumed, restore
+from gradsync.train.data import model_config, open_data
+from gradsync.train.learner import Learner, build_learner
+from gradsync.train.loop import Totals, Trainer, memory_gib
+from gradsync.train.output import Progress, RunDir, finite_or_none
+from gradsync.train.state import Resumed, numeric_fingerprint, restore
 from gradsync.world import World
 
 EXIT_REQUEUE = 75
-
-log = logging.getLogger("gradsync")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,25 +62,17 @@ def train(
         GradsyncError: see the error tree; nothing that was there before is lost.
     """
     run_dir = RunDir(config.out)
+    progress = Progress(
+        config.steps,
+        world.world_size,
+        enabled=world.is_main,
+        stream=stream or sys.stdout,
+        # mpirun and srun may give rank 0 a terminal and write what it gets to a file.
+        live=world.launcher in ("python", "torchrun", "env"),
+    )
     with StopRequest(announce=world.is_main) as stop:
-        progress = Progress(
-            config.steps,
-            world.world_size,
-            enabled=world.is_main,
-            stream=stream or sys.stdout,
-            # mpirun and srun may give rank 0 a terminal and write what it gets to a file.
-            live=world.launcher in ("python", "torchrun", "env"),
-        )
         try:
-            return _train(
-                config,
-                world,
-                threads=threads,
-                run_dir=run_dir,
-                progress=progress,
-                stop=stop,
-                notes=notes,
-            )
+            return _train(config, world, run_dir, progress, stop, threads=threads, notes=notes)
         finally:
             progress.stop()
             run_dir.close()
@@ -96,11 +81,11 @@ def train(
 def _train(
     config: TrainConfig,
     world: World,
-    *,
-    threads: int,
     run_dir: RunDir,
     progress: Progress,
     stop: StopRequest,
+    *,
+    threads: int,
     notes: Sequence[str],
 ) -> Outcome:
     comm = communicator(world)
@@ -108,157 +93,117 @@ def _train(
         run_dir.refuse_overwrite()
     data = open_data(config, world, comm)
     shape = model_config(config, data.vocab_size)
-    with _rank_log(run_dir, world) as begin_log:
-        learner, kind = _learner(config, world, shape, comm)
-        fingerprint = numeric_fingerprint(config, world, data.plan, threads=threads)
-        store = CheckpointStore(run_dir.checkpoints, config.checkpoint.keep_last)
-        resumed = restore(
-            config, learner, data.train, fingerprint=fingerprint, comm=comm, store=store
-        )
-        begin_log()
-        if world.is_main:
-            _introduce(progress, config, world, data, learner, threads=threads)
-            for line in notes:
-                progress.say(line)
-            for note in resumed.notes:
-                progress.say(f"note: {note}")
-            if resumed.source:
-                progress.say(f"continuing from {resumed.source} (step {resumed.step})")
-        if resumed.source and resumed.step >= config.steps:
-            return _already_done(config, world, run_dir, resumed, progress)
-        if world.is_main:
-            run_dir.begin(config, world, threads=threads, done_steps=resumed.step)
-        trainer = kind(
-            config,
-            world,
-            comm,
-            data,
-            learner,
-            fingerprint=fingerprint,
+    with run_dir.rank_log(world) as begin_log:
+        trainer = Trainer(
+            config=config,
+            world=world,
+            comm=comm,
+            data=data,
+            learner=_learner(config, world, shape, comm),
+            fingerprint=numeric_fingerprint(config, world, data.plan, threads=threads),
             run_dir=run_dir,
-            store=store,
+            store=CheckpointStore(run_dir.checkpoints, config.checkpoint.keep_last),
             progress=progress,
         )
+        resumed = restore(trainer)
+        begin_log()
+        _introduce(trainer, resumed, threads, notes)
+        if resumed.source and resumed.step >= config.steps:
+            return _already_done(trainer, resumed)
+        if world.is_main:
+            run_dir.begin(config, world, threads=threads, done_steps=resumed.step)
         progress.start(resumed.step)
         totals = trainer.run(resumed.step, stop)
         progress.stop()
         data.train.close()
-        figures = trainer.closing_figures()
-        return _finish(
-            config,
-            world,
-            data,
-            learner,
-            totals=totals,
-            figures=figures,
-            run_dir=run_dir,
-            progress=progress,
-        )
+        return _finish(trainer, totals)
 
 
-def _learner(
-    config: TrainConfig, world: World, shape: GPTConfig, comm: Communicator
-) -> tuple[Learner, type[Trainer]]:
-    """The learner and its loop: for a whole model, or for this rank's part of one.
-
-    Raises:
-        ConfigError: no memory holds such a model.
-    """
+def _learner(config: TrainConfig, world: World, shape: GPTConfig, comm: Communicator) -> Learner:
+    """For a whole model, or for this rank's part of one."""
     check_size(shape, device=world.device, num_nodes=world.num_nodes)
     layout = config.layout(world.world_size)
     if layout.model_ranks == 1:
-        return build_learner(config, world, shape, comm), Trainer
+        return build_learner(config, world, shape, comm)
     # Other runs need not spend the time to import torch's pipelining.
-    from gradsync.train.split_loop import SplitTrainer
-    from gradsync.train.split_setup import build_split_learner
+    from gradsync.train.split import build_split_learner
 
-    return build_split_learner(config, layout, world, shape, comm), SplitTrainer
-
-
-def _already_done(
-    config: TrainConfig, world: World, run_dir: RunDir, resumed: Resumed, progress: Progress
-) -> Outcome:
-    """Nothing to do: leave the files of the finished run as they are."""
-    progress.say(
-        f"{run_dir.path} has {resumed.step} steps already and {config.steps} were asked for: "
-        "nothing to do (give more --steps to go on)"
-    )
-    summary = (
-        read_object(run_dir.path / "summary.json") | {"stopped_by": ""} if world.is_main else {}
-    )
-    return Outcome(exit_code=0, summary=summary)
+    return build_split_learner(config, layout, world, shape, comm)
 
 
-def _finish(
-    config: TrainConfig,
-    world: World,
-    data: Data,
-    learner: Learner,
-    *,
-    totals: Totals,
-    figures: Mapping[str, Any],
-    run_dir: RunDir,
-    progress: Progress,
-) -> Outcome:
-    exit_code = EXIT_REQUEUE if totals.stopped_by else 0
-    weights = learner.sync.full_weights()  # all ranks, where parameters are spread over them
-    if not world.is_main:
-        return Outcome(exit_code=exit_code, summary={})
-    summary = _summarise(totals, config, world, data) | dict(figures)
-    summary["weights_sha256"] = weights_sha256(
-        (name, weights[name]) for name in learner.parameter_names
-    )
-    run_dir.write_json("summary.json", summary)
-    if totals.stopped_by:
-        progress.say(
-            f"stopped by {totals.stopped_by} after step {totals.step}; checkpoint written, the "
-            f"same command with --out {run_dir.path} goes on from there"
-        )
-    else:
-        model = learner.whole_model(weights)
-        _farewell(progress, config, data, model, totals=totals, run_dir=run_dir)
-    return Outcome(exit_code=exit_code, summary=summary)
-
-
-def _introduce(
-    progress: Progress,
-    config: TrainConfig,
-    world: World,
-    data: Data,
-    learner: Learner,
-    *,
-    threads: int,
-) -> None:
-    shape = learner.model.config
-    shares = isinstance(learner.sync.comm, SharedMemoryCommunicator)
+def _introduce(trainer: Trainer, resumed: Resumed, threads: int, notes: Sequence[str]) -> None:
+    config, world, data = trainer.config, trainer.world, trainer.data
+    say, shape = trainer.progress.say, trainer.learner.model.config
+    shares = isinstance(trainer.learner.sync.comm, SharedMemoryCommunicator)
     through = " through shared memory" if shares else ""
-    progress.say(
+    say(
         f"{world.world_size} rank(s) by {world.launcher} on {world.num_nodes} host(s), "
         f"{world.device.partition(':')[0]}, {threads} thread(s) a rank, {config.dtype}, "
         f"sync {config.sync}{through}"
     )
-    progress.say(
+    say(
         f"model {config.preset}: {shape.n_embd} wide x {shape.n_layer} deep, "
         f"{shape.num_params():,} parameters, vocabulary {shape.vocab_size}"
     )
     layout = config.layout(world.world_size)
     if layout.model_ranks > 1:
         by = f", {config.pipeline_schedule}" if layout.pp > 1 else ""
-        progress.say(f"split {layout}{by}: each replica of the model is {layout.model_ranks} ranks")
-    progress.say(f"data {data.source}")
-    progress.say(data.plan.describe("replica" if config.parallel else "rank"))
+        say(f"split {layout}{by}: each replica of the model is {layout.model_ranks} ranks")
+    say(f"data {data.source}")
+    say(data.plan.describe("replica" if config.parallel else "rank"))
     if scaling := config.optim.describe_scaling(config.tokens_per_update):
-        progress.say(scaling)
+        say(scaling)
+    for line in notes:
+        say(line)
+    for note in resumed.notes:
+        say(f"note: {note}")
+    if resumed.source:
+        say(f"continuing from {resumed.source} (step {resumed.step})")
 
 
-def _summarise(totals: Totals, config: TrainConfig, world: World, data: Data) -> dict[str, Any]:
+def _already_done(trainer: Trainer, resumed: Resumed) -> Outcome:
+    """Nothing to do: leave the files of the finished run as they are."""
+    path, steps = trainer.run_dir.path, trainer.config.steps
+    trainer.progress.say(
+        f"{path} has {resumed.step} steps already and {steps} were asked for: "
+        "nothing to do (give more --steps to go on)"
+    )
+    is_main = trainer.world.is_main
+    summary = read_object(path / "summary.json") | {"stopped_by": ""} if is_main else {}
+    return Outcome(exit_code=0, summary=summary)
+
+
+def _finish(trainer: Trainer, totals: Totals) -> Outcome:
+    learner, world = trainer.learner, trainer.world
+    figures = learner.closing_figures(memory_gib(world))
+    exit_code = EXIT_REQUEUE if totals.stopped_by else 0
+    weights = learner.sync.full_weights()  # all ranks, where parameters are spread over them
+    if not world.is_main:
+        return Outcome(exit_code=exit_code, summary={})
+    summary = _summarise(trainer, totals) | figures
+    summary["weights_sha256"] = weights_sha256(
+        (name, weights[name]) for name in learner.parameter_names
+    )
+    trainer.run_dir.write_json("summary.json", summary)
+    if totals.stopped_by:
+        trainer.progress.say(
+            f"stopped by {totals.stopped_by} after step {totals.step}; checkpoint written, the "
+            f"same command with --out {trainer.run_dir.path} goes on from there"
+        )
+    else:
+        _farewell(trainer, totals, learner.whole_model(weights))
+    return Outcome(exit_code=exit_code, summary=summary)
+
+
+def _summarise(trainer: Trainer, totals: Totals) -> dict[str, Any]:
+    config, world, meta = trainer.config, trainer.world, trainer.data.meta
     tokens_timed = totals.steps_timed * config.tokens_per_update
     return {
         "steps": totals.step,
         "tokens": totals.step * config.tokens_per_update,
-        "final_train_loss": _number(totals.train_loss),
-        "val_loss": _number(totals.val_loss),
-        "unigram_entropy": None if data.meta is None else data.meta.unigram_entropy_nats,
+        "final_train_loss": finite_or_none(totals.train_loss),
+        "val_loss": finite_or_none(totals.val_loss),
+        "unigram_entropy": None if meta is None else meta.unigram_entropy_nats,
         "world_size": world.world_size,
         "launcher": world.launcher,
         "sync": config.sync,
@@ -271,81 +216,29 @@ def _summarise(totals: Totals, config: TrainConfig, world: World, data: Data) ->
     }
 
 
-def _farewell(
-    progress: Progress,
-    config: TrainConfig,
-    data: Data,
-    model: GPT,
-    *,
-    totals: Totals,
-    run_dir: RunDir,
-) -> None:
+def _farewell(trainer: Trainer, totals: Totals, model: GPT) -> None:
     """Final figures, a sample of text, and where everything lies."""
+    say, meta = trainer.progress.say, trainer.data.meta
     if math.isfinite(totals.train_loss):
-        progress.say(f"final training loss {totals.train_loss:.4f}")
+        say(f"final training loss {totals.train_loss:.4f}")
     if math.isfinite(totals.val_loss):
-        progress.say(f"final validation loss {totals.val_loss:.4f} nats per token")
-    if data.meta is not None:
-        progress.say(
-            f"for comparison: {data.meta.unigram_entropy_nats:.4f} is the entropy of single "
-            f"{data.meta.tokenizer} tokens (a model that only counts them)"
+        say(f"final validation loss {totals.val_loss:.4f} nats per token")
+    if meta is not None:
+        say(
+            f"for comparison: {meta.unigram_entropy_nats:.4f} is the entropy of single "
+            f"{meta.tokenizer} tokens (a model that only counts them)"
         )
-    if data.load_tokenizer is not None and config.sample_tokens:
-        progress.say(_sample(config, data.load_tokenizer, model))
-    progress.say(f"everything lies in {run_dir.path}")
-
-
-def _sample(config: TrainConfig, load_tokenizer: Callable[[], Tokenizer], model: GPT) -> str:
-    """Some text, or why there is none: a run that is done does not fail for it."""
-    try:
-        tokenizer = load_tokenizer()
-    except UsageError as error:
-        return f"no sample: {error}"
-    prompt = tokenizer.encode("def ").tolist()
-    ids = generate(model, prompt, config.sample_tokens, seed=config.seed)
-    return f"--- a sample ---\n{tokenizer.decode(ids)}\n----------------"
-
-
-def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-@contextmanager
-def _rank_log(run_dir: RunDir, world: World) -> Iterator[Callable[[], None]]:
-    """Every rank's own file: when it began, what was logged, how it ended (with the traceback).
-
-    Made when what this gives is called, or by this rank's own failure, not by a refused request;
-    of another rank's this one hears in a collective that fails.
-    """
-    early = io.StringIO()
-    handler: logging.StreamHandler[TextIO] = logging.StreamHandler(early)
-
-    def begin() -> None:
+    if trainer.data.load_tokenizer is not None and trainer.config.sample_tokens:
         try:
-            file = run_dir.open_log(world.rank)
-        except OSError as error:
-            raise ConfigError(f"cannot write to --out {run_dir.path}: {error.strerror}") from error
-        file.write(early.getvalue())
-        handler.setStream(file)
-
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    own = logging.Logger("gradsync.rank")  # not in the tree: nothing of it reaches the terminal
-    own.addHandler(handler)
-    log.addHandler(handler)
-    try:
-        own.info("started: %s", world.describe())
-        yield begin
-        own.info("ended")
-    except BaseException as error:
-        own.exception("ended by %s", type(error).__name__)
-        refused = isinstance(error, UsageError) or communication_error(error)
-        if handler.stream is early and not refused:
-            with suppress(ConfigError):
-                begin()
-        raise
-    finally:
-        log.removeHandler(handler)
-        handler.stream.close()
+            tokenizer = trainer.data.load_tokenizer()
+        except UsageError as error:  # a run that is done does not fail for it
+            say(f"no sample: {error}")
+        else:
+            prompt = tokenizer.encode("def ").tolist()
+            config = trainer.config
+            ids = generate(model, prompt, config.sample_tokens, seed=config.seed)
+            say(f"--- a sample ---\n{tokenizer.decode(ids)}\n----------------")
+    say(f"everything lies in {trainer.run_dir.path}")
 
 
 def note_end(config: TrainConfig, outcome: Outcome) -> None:

@@ -1,74 +1,43 @@
-"""Results of `gradsync tune` in the user's cache: one file per kind of run on one machine.
+"""`--sync auto`: the strategy that `gradsync tune` found to be fastest for such a run here.
 
-A file is believed only if it says for itself what it was measured for, and names a strategy with
-options as this version knows them.
+What was found lies in the user's cache, one file per kind of run on one machine. A file is believed
+only if it says for itself what it was measured for, and names a strategy with options as this
+version knows them. Micro-batches that were probed are kept in the same way (`micro_batch.py`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Generic, TypeVar, get_args
 
 from gradsync.core.files import cache_entry, read_entry, write_entry
+from gradsync.data.documents import is_stream
 from gradsync.errors import ConfigError
-from gradsync.models.config import GPTConfig
+from gradsync.models.config import GPTConfig, preset
 from gradsync.runtime import environ
 from gradsync.runtime.machine import cpu_model, host_cores
 from gradsync.sync.registry import check_options, find_strategy
-from gradsync.train.config import CompileOrder, SyncConfig, TrainConfig
+from gradsync.train.config import CompileOrder, SyncConfig, TrainConfig, recipe
+from gradsync.train.config_io import read_file
+from gradsync.train.data import shape_before
 from gradsync.world import World
 
-FORMAT_VERSION = 1
+T = TypeVar("T")
+Conditions = dict[str, Any]
+"""The facts a measurement depends on, as JSON has them; an answer holds where all are equal."""
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunConditions:
-    """Conditions that every measurement of a training step depends on."""
-
-    model: Mapping[str, Any]
-    """The shape, see `shape_of`; for memory, whether it has dropout too."""
-    dtype: str
-    """bf16, fp16 or fp32."""
-    seq_len: int
-    """Tokens of a sequence."""
-    world_size: int
-    """Ranks."""
-    threads: int
-    """Intra-op threads of a rank."""
-    device: str
-    """Name of the accelerator, or cpu."""
-    cpu: str
-    """Name of the processor."""
-    cores: int
-    """Cores of the host."""
-    torch: str
-    """Version."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Conditions(RunConditions):
-    """Conditions that decide how long a step takes; a choice holds where all of them are equal."""
-
-    micro_batch_size: int
-    """Sequences of a leaf."""
-    leaves_per_rank: int
-    """Leaves of a step, of the rank with the most."""
-    num_nodes: int
-    """Hosts."""
-    keep_memory: bool
-    """Whether freed memory was to stay in the process."""
+_FORMAT_VERSION = 1
+_TUNED_FROM = 2
+"""Ranks of `gradsync tune` unless it is told otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """A strategy, as `gradsync train` takes it.
-
-    Raises:
-        ConfigError: this version has no such strategy, option or order.
-    """
+    """A strategy, as `gradsync train` takes it; ConfigError if this version has none such."""
 
     sync: str = "invariant"
     """Its name."""
@@ -102,37 +71,20 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tuned:
-    """A choice, and where it comes from."""
+    """A choice, why it was made (in one line), and the date of the measurement."""
 
     choice: Choice
     verdict: str
-    """Why, in one line."""
     date: str
-    """Date of the measurement."""
 
 
-def shape_of(model: GPTConfig) -> dict[str, Any]:
-    """Sizes of a model that decide how much there is to compute and to send."""
-    return {
-        "n_layer": model.n_layer,
-        "n_head": model.n_head,
-        "n_kv_head": model.num_kv_heads,
-        "n_embd": model.n_embd,
-        "mlp_dim": model.mlp_dim,
-        "vocab_size": model.vocab_size,
-        "tie_head": model.tie_head,
-    }
-
-
-def run_conditions(
-    config: TrainConfig, shape: GPTConfig, world: World, threads: int
-) -> dict[str, Any]:
-    """The fields of `RunConditions`, for ranks with `threads` intra-op threads."""
+def run_conditions(config: TrainConfig, shape: GPTConfig, world: World, threads: int) -> Conditions:
+    """The conditions of every measurement of a training step; `threads` are those of a rank."""
     import torch
 
     on_cuda = world.device.startswith("cuda")
     return {
-        "model": shape_of(shape),
+        "model": _sizes(shape),
         "dtype": config.dtype,
         "seq_len": config.sequence_length,
         "world_size": world.world_size,
@@ -144,65 +96,59 @@ def run_conditions(
     }
 
 
-def tuned_folder() -> Path:
-    """Where all choices are kept.
-
-    Raises:
-        ConfigError: there is no home to keep a cache in.
-    """
-    return environ.cache_dir() / "tuned"
+def _sizes(model: GPTConfig) -> dict[str, Any]:
+    """Sizes of a model that decide how much there is to compute and to send."""
+    names = ("n_layer", "n_head", "n_embd", "mlp_dim", "vocab_size", "tie_head")
+    return {name: getattr(model, name) for name in names} | {"n_kv_head": model.num_kv_heads}
 
 
-def tuned_path(conditions: Conditions) -> Path:
-    """Where the choice for `conditions` is kept.
-
-    Raises:
-        ConfigError: see `tuned_folder`.
-    """
-    return cache_entry(tuned_folder(), json.dumps(asdict(conditions), sort_keys=True))
-
-
-def save_tuned(conditions: Conditions, tuned: Tuned) -> Path:
-    """Keep it in the place of what was there; returns where.
-
-    Raises:
-        ConfigError: see `tuned_folder`.
-        RunError: the cache cannot be written.
-    """
-    return write_entry(tuned_path(conditions), entry_document(conditions, tuned))
+def conditions_of(config: TrainConfig, world: World, *, threads: int) -> Conditions:
+    """The conditions that the step time of a run depends on."""
+    plan = config.batch_plan(world.world_size)
+    return run_conditions(config, shape_before(config), world, threads) | {
+        "micro_batch_size": plan.micro_batch_size,
+        "leaves_per_rank": -(-plan.num_leaves // world.world_size),  # of the rank with the most
+        "num_nodes": world.num_nodes,
+        "keep_memory": config.keep_memory,
+    }
 
 
-def read_tuned(conditions: Conditions) -> Tuned | None:
-    """The entry kept for `conditions`; None when nothing was, or nothing that can be believed.
+@dataclass(frozen=True, slots=True)
+class Cache(Generic[T]):
+    """Answers that were measured here, one file for each `Conditions`."""
 
-    Raises:
-        ConfigError: see `tuned_folder`.
-    """
+    kind: str
+    """Name of its folder in the user's cache."""
+    build: Callable[[Any], T]
+    """Makes an answer of a file's JSON object; ValueError or the like where it cannot be one."""
 
-    def build(document: Any) -> Tuned:
-        check_entry(document, conditions)
-        choice = Choice(**document["choice"])
-        if find_strategy(choice.sync).promise == "lossy":
-            raise ValueError(f"{choice.sync} is lossy, and not chosen by its speed")
-        verdict, date = check_line(document["verdict"]), check_line(document["date"])
-        return Tuned(choice=choice, verdict=verdict, date=date)
+    def folder(self) -> Path:
+        """The folder."""
+        return environ.cache_dir() / self.kind
 
-    return read_entry(tuned_path(conditions), build)
+    def path(self, conditions: Conditions) -> Path:
+        """Where the answer for `conditions` is kept."""
+        return cache_entry(self.folder(), json.dumps(conditions, sort_keys=True))
 
+    def save(self, conditions: Conditions, found: T) -> Path:
+        """Keep a dataclass in the place of what was there; returns where."""
+        answer: Any = found
+        heading = {"format_version": _FORMAT_VERSION, "conditions": conditions}
+        return write_entry(self.path(conditions), heading | asdict(answer))
 
-def entry_document(conditions: Any, found: Any) -> dict[str, Any]:
-    """The JSON value of a cache's file: what was found, and for what; both are dataclasses."""
-    return {"format_version": FORMAT_VERSION, "conditions": asdict(conditions), **asdict(found)}
+    def read(self, conditions: Conditions) -> T | None:
+        """The answer for `conditions`; None when there is none, or none that can be believed."""
 
+        def checked(document: Any) -> T:
+            if not isinstance(document, dict):
+                raise ValueError("it holds no object")
+            if (found := document["format_version"]) != _FORMAT_VERSION:
+                raise ValueError(f"format_version {found}, not {_FORMAT_VERSION}")
+            if document["conditions"] != conditions:
+                raise ValueError("it was measured for something else")
+            return self.build(document)
 
-def check_entry(document: Any, conditions: Any) -> None:
-    """Raise ValueError or KeyError if `document` is not what `entry_document` made for these."""
-    if not isinstance(document, dict):
-        raise ValueError("it holds no object")
-    if document["format_version"] != FORMAT_VERSION:
-        raise ValueError(f"format_version {document['format_version']}, not {FORMAT_VERSION}")
-    if document["conditions"] != json.loads(json.dumps(asdict(conditions))):
-        raise ValueError("it was measured for something else")
+        return read_entry(self.path(conditions), checked)
 
 
 def check_line(value: Any) -> str:
@@ -210,3 +156,122 @@ def check_line(value: Any) -> str:
     if not isinstance(value, str) or not value.isprintable():
         raise ValueError(f"{value!r} is no line of text")
     return value
+
+
+def _tuned(document: Any) -> Tuned:
+    choice = Choice(**document["choice"])
+    if find_strategy(choice.sync).promise == "lossy":
+        raise ValueError(f"{choice.sync} is lossy, and not chosen by its speed")
+    verdict, date = check_line(document["verdict"]), check_line(document["date"])
+    return Tuned(choice=choice, verdict=verdict, date=date)
+
+
+TUNED = Cache("tuned", _tuned)
+"""The choices of `gradsync tune`."""
+
+
+def resolve_auto(config: TrainConfig, world: World, *, threads: int) -> tuple[Choice, str]:
+    """The strategy that `config.sync = "auto"` stands for, and why, in one line. Caches of hosts
+    may differ: rank 0 asks, and tells the others.
+
+    A run that goes on takes what it began with, whatever was measured since: bits depend on it.
+    """
+    place = continued(config)
+    choice = None if place is None else _choice_of(place)
+    if choice is not None:
+        return choice, f"sync auto: {choice.text}, as in {place}"
+    default = Choice()
+    if world.world_size == 1:
+        return default, f"sync auto: {default.text}; one rank has nothing to send"
+    conditions = conditions_of(config, world, threads=threads)
+    tuned = TUNED.read(conditions)
+    if tuned is None:
+        command = tune_command(config, conditions)
+        return (
+            default,
+            f"sync auto: {default.text}; nothing is measured for such a run here: {command}",
+        )
+    choice, promise = tuned.choice, find_strategy(tuned.choice.sync).promise
+    return choice, f"sync auto: {choice.text} (promise: {promise}); {tuned.date}: {tuned.verdict}"
+
+
+def apply_choice(config: TrainConfig, choice: Choice, *, threads: int | None) -> TrainConfig:
+    """`config` with a strategy in the place of `auto`; what is written down with the run.
+
+    `threads` are those of a rank where the run is to keep them under a name that would take
+    others, else None.
+    """
+    keeps_own = config.compile != "none" or config.loss_rows is not None
+    promised = find_strategy(choice.sync).promise == "bitwise"
+    return replace(
+        config,
+        sync=choice.sync,
+        sync_options=SyncConfig(**choice.options),
+        compile=config.compile if keeps_own else choice.compile,
+        threads=config.threads if promised or config.threads is not None else threads,
+    )
+
+
+def tune_command(config: TrainConfig, conditions: Conditions) -> str:
+    """The command that measures for such a run, or why there is none."""
+    shape, named = shape_before(config), preset(config.preset)
+    world_size, seq_len = conditions["world_size"], conditions["seq_len"]
+    only = "gradsync tune measures presets as they are"
+    if _sizes(shape) != _sizes(replace(named, vocab_size=shape.vocab_size)):
+        return f"{only}, and this is another {config.preset}"
+    if seq_len > named.block_size:
+        return f"{only}: {config.preset} takes {named.block_size} tokens"
+    if conditions["dtype"] == "fp16":
+        return "gradsync tune measures bf16 and fp32"
+    start = recipe(config.preset)
+    flags = {
+        "--world-size": (world_size, _TUNED_FROM),
+        "--dtype": (conditions["dtype"], start.dtype),
+        "--context-length": (seq_len, start.sequence_length),
+        # Speed depends on the number of token ids alone.
+        "--data": (config.tokenizer if is_stream(config.data) else config.data, ""),
+        "--threads": (config.threads, None),
+        "--device": (config.device, "auto"),
+    }
+    words = ["gradsync", "tune", config.preset]
+    for flag, (value, default) in flags.items():
+        words += [flag, str(value)] if value != default else []
+    micro, leaves = conditions["micro_batch_size"], conditions["leaves_per_rank"]
+    try:
+        taken = -(-start.batch_plan(world_size).num_leaves // world_size)
+    except ConfigError:
+        taken = None
+    if (start.micro_batch_size, taken) != (micro, leaves):
+        words += ["--batch-size", str(micro * leaves), "--leaves-per-rank", str(leaves)]
+    if not conditions["keep_memory"]:
+        words.append("--no-keep-memory")
+    return f"`{shlex.join(words)}`"
+
+
+def continued(config: TrainConfig) -> Path | None:
+    """The configuration of the run that this one goes on with."""
+    if config.resume == "none":
+        return None
+    if config.resume == "auto":
+        begun = config.out and any((Path(config.out) / "checkpoints").glob("step-*"))
+        places = [Path(config.out)] if begun else []
+    else:  # a run, its checkpoints, or one of those
+        path = Path(config.resume).resolve()
+        places = [path, *path.parents[:2]] if path.is_dir() else []
+    found = (place / "config.yaml" for place in places)
+    return next((path for path in found if path.is_file()), None)
+
+
+def known_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a written configuration that are set, and that this version has."""
+    known = {entry.name for entry in fields(SyncConfig)}
+    return {name: value for name, value in given.items() if name in known and value is not None}
+
+
+def _choice_of(path: Path) -> Choice | None:
+    """Strategy of the run that this one goes on with; None if that says `auto` too."""
+    values = read_file(path)
+    sync, given = values.get("sync"), values.get("sync_options") or {}
+    if not isinstance(sync, str) or sync == "auto" or not isinstance(given, dict):
+        return None
+    return Choice(sync=sync, options=known_options(given), compile=values.get("compile", "none"))

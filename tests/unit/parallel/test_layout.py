@@ -30,7 +30,7 @@ from gradsync.parallel.layout import (
     state_of_part,
 )
 from gradsync.train.config import OptimConfig
-from gradsync.train.optimizer import build_optimizer
+from gradsync.train.learner import build_optimizer
 
 SHAPE = GPTConfig(n_layer=5, n_head=4, n_kv_head=2, n_embd=8, vocab_size=10, hidden_dim=12)
 ANY_LAYOUT = st.builds(Layout, dp=st.integers(1, 5), pp=st.integers(1, 5), tp=st.integers(1, 5))

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from gradsync.cli.train import check_request
 from gradsync.errors import ConfigError
 from gradsync.models.config import GPTConfig
 from gradsync.sync.registry import STRATEGIES
+from gradsync.train.check import check_request, goes_with_parts
 from gradsync.train.config import SyncConfig, TrainConfig
-from gradsync.train.split_check import goes_with_parts
 
 CONFIG = TrainConfig(
     tokens_per_update=4_096,  # 8 leaves

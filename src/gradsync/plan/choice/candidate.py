@@ -145,7 +145,7 @@ def obstacle(work: Workload, split: Split) -> str:
 
 
 def _indivisible(work: Workload, layout: Layout) -> str:
-    """Why the model cannot be divided so; what `train/split_check.py` refuses."""
+    """Why the model cannot be divided so; what `train/check.py` refuses."""
     model, share = work.model, work.num_leaves // layout.dp
     if layout.pp > model.n_layer:
         return f"{model.n_layer} layers are fewer than {layout.pp} stages"
@@ -174,7 +174,7 @@ def _usable(strategies: Sequence[str], layout: Layout) -> Sequence[str]:
 
 
 def _keeps_whole(strategy: str) -> bool:
-    """As `train/split_check.py` has it."""
+    """As `train/check.py` has it."""
     recipe = STRATEGIES[strategy].recipe
     if recipe is None:
         return strategy == "naive"

@@ -19,22 +19,23 @@ from gradsync.cli.main import main
 from gradsync.cli.ranks import Outcome
 from gradsync.cli.tune import TuneOptions, measured_conditions, request_of, verdict_of
 from gradsync.errors import ConfigError, RunError
-from gradsync.models.config import GPTConfig
-from gradsync.train.auto_sync import (
-    Resolved,
+from gradsync.train.config import SyncConfig, TrainConfig
+from gradsync.train.config_io import parse_config, write_config
+from gradsync.train.tuned import (
+    TUNED,
+    Choice,
+    Conditions,
+    Tuned,
     apply_choice,
     conditions_of,
     resolve_auto,
     tune_command,
 )
-from gradsync.train.config import SyncConfig, TrainConfig
-from gradsync.train.config_io import parse_config, write_config
-from gradsync.train.tuned import Choice, Conditions, Tuned, read_tuned, save_tuned, tuned_path
 from gradsync.world import World
 
 WORLD = World(world_size=2, local_world_size=2)
 ZERO1 = Choice(sync="zero1", options={"bucket_mb": 5.0})
-TUNED = Tuned(choice=ZERO1, verdict="zero1 takes 9.0 % less time", date="2026-01-02")
+FOUND = Tuned(choice=ZERO1, verdict="zero1 takes 9.0 % less time", date="2026-01-02")
 
 
 @pytest.fixture(autouse=True)
@@ -50,30 +51,29 @@ def here(config: TrainConfig, world: World = WORLD) -> Conditions:
     return conditions_of(config, world, threads=config.threads or 1)
 
 
-def resolved(config: TrainConfig, world: World = WORLD) -> Resolved:
+def resolved(config: TrainConfig, world: World = WORLD) -> tuple[Choice, str]:
     return resolve_auto(config, world, threads=1)
 
 
-def test_what_was_kept_is_taken() -> None:
+def chosen(config: TrainConfig) -> Choice:
+    return resolved(config)[0]
+
+
+def test_what_was_kept_is_taken(tmp_path: Path) -> None:
     config = asked()
-    path = save_tuned(here(config), TUNED)
-    assert read_tuned(here(config)) == TUNED
-    found = resolved(config)
-    assert found.choice == ZERO1
-    assert found.note == (
-        "sync auto: zero1:bucket_mb=5.0 (promise: bitwise); 2026-01-02: zero1 takes 9.0 % less time"
+    path = TUNED.save(here(config), FOUND)
+    assert TUNED.read(here(config)) == FOUND
+    assert resolved(config) == (
+        ZERO1,
+        "sync auto: zero1:bucket_mb=5.0 (promise: bitwise); 2026-01-02: zero1 takes 9.0 % less "
+        "time",
     )
-    assert Resolved.from_json(json.loads(json.dumps(found.to_json()))) == found
     assert sorted(path.parent.iterdir()) == [path]
-
-
-def test_a_file_is_replaced_in_one_step(tmp_path: Path) -> None:
-    """Who has the old one open reads the old one."""
-    path = save_tuned(here(asked()), TUNED)
+    # Replaced in one step: who has the old one open reads the old one.
     old = tmp_path / "old"
     old.hardlink_to(path)
-    save_tuned(here(asked()), replace(TUNED, choice=Choice()))
-    assert resolved(asked()).choice == Choice()
+    TUNED.save(here(config), replace(FOUND, choice=Choice()))
+    assert chosen(config) == Choice()
     assert json.loads(old.read_text())["choice"]["sync"] == "zero1"
 
 
@@ -90,29 +90,24 @@ def test_a_file_is_replaced_in_one_step(tmp_path: Path) -> None:
     ],
 )
 def test_another_run_is_another_entry(flags: tuple[str, ...]) -> None:
-    save_tuned(here(asked()), TUNED)
-    found = resolved(asked(*flags))
-    assert found.choice == Choice()
-    assert found.note.startswith("sync auto: invariant; nothing is measured for such a run here: ")
+    TUNED.save(here(asked()), FOUND)
+    choice, note = resolved(asked(*flags))
+    assert choice == Choice()
+    assert note.startswith("sync auto: invariant; nothing is measured for such a run here: ")
 
 
-def test_another_machine_is_another_entry() -> None:
+def test_another_machine_is_another_entry_and_what_does_not_matter_is_none() -> None:
     conditions = here(asked())
-    save_tuned(conditions, TUNED)
+    TUNED.save(conditions, FOUND)
     changes: dict[str, Any] = {
         "world_size": 3, "num_nodes": 2, "threads": 2, "device": "H200", "cpu": "another",
         "cores": 999, "torch": "1.0",
     }  # fmt: skip
     for name, value in changes.items():
-        assert read_tuned(replace(conditions, **{name: value})) is None, name
-    assert read_tuned(conditions) == TUNED
-
-
-def test_what_does_not_matter_does_not_count() -> None:
-    save_tuned(here(asked()), TUNED)
+        assert TUNED.read(conditions | {name: value}) is None, name
     free = ("--optim.lr", "0.1", "--seed", "3", "--steps", "7", "--model.dropout", "0.1")
-    assert resolved(asked(*free)).choice == ZERO1
-    assert resolved(asked("--model.block-size", "512", "--seq-len", "256")).choice == ZERO1
+    assert chosen(asked(*free)) == ZERO1
+    assert chosen(asked("--model.block-size", "512", "--seq-len", "256")) == ZERO1
 
 
 def damage(document: dict[str, Any], key: str, value: Any) -> str:
@@ -153,15 +148,15 @@ def test_a_damaged_or_foreign_file_is_a_line_and_the_default(
     key: str, value: Any, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = asked()
-    path = save_tuned(here(config), TUNED)
+    path = TUNED.save(here(config), FOUND)
     path.write_text(damage(json.loads(path.read_text()), key, value))
-    found = resolved(config)
-    assert found.choice == Choice()
+    choice, note = resolved(config)
+    assert choice == Choice()
     [warning] = caplog.messages
     assert reason in warning
     assert str(path) in warning
     assert "\n" not in warning
-    assert "nothing is measured for such a run here: `gradsync tune tiny" in found.note
+    assert "nothing is measured for such a run here: `gradsync tune tiny" in note
 
 
 @pytest.mark.parametrize(
@@ -169,21 +164,21 @@ def test_a_damaged_or_foreign_file_is_a_line_and_the_default(
 )
 def test_a_file_that_is_no_such_document(text: str, caplog: pytest.LogCaptureFixture) -> None:
     conditions = here(asked())
-    path = save_tuned(conditions, TUNED)
+    path = TUNED.save(conditions, FOUND)
     path.write_bytes(text.encode(errors="surrogateescape"))
-    assert read_tuned(conditions) is None
+    assert TUNED.read(conditions) is None
     assert "cannot be used (" in caplog.text
-    save_tuned(conditions, TUNED)
-    assert read_tuned(conditions) == TUNED
+    TUNED.save(conditions, FOUND)
+    assert TUNED.read(conditions) == FOUND
 
 
 def test_a_cache_that_cannot_be_read_or_written(caplog: pytest.LogCaptureFixture) -> None:
     conditions = here(asked())
-    tuned_path(conditions).mkdir(parents=True)
-    assert read_tuned(conditions) is None
+    TUNED.path(conditions).mkdir(parents=True)
+    assert TUNED.read(conditions) is None
     assert "cannot be read (is a directory)" in caplog.text
     with pytest.raises(RunError, match=r"could not write .* GRADSYNC_CACHE"):
-        save_tuned(conditions, TUNED)
+        TUNED.save(conditions, FOUND)
 
 
 @pytest.mark.parametrize(
@@ -259,18 +254,15 @@ def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_command_where_there_is_none() -> None:
-    long = asked("--model.block-size", "512", "--seq-len", "512")
-    assert tune_command(long, here(long)).endswith("presets as they are: tiny takes 256 tokens")
-    other = asked("--model.n-layer", "3")
-    assert "measures presets as they are" in tune_command(other, here(other))
-    half = replace(asked(), dtype="fp16")
-    assert tune_command(half, here(half)) == "gradsync tune measures bf16 and fp32"
-
-
-def test_one_rank_talks_to_nobody() -> None:
-    found = resolved(asked(), World())
-    assert found.choice == Choice()
-    assert found.note == "sync auto: invariant; one rank talks to nobody"
+    only = "presets as they are"
+    for config, words in (
+        (asked("--model.block-size", "512", "--seq-len", "512"), f"{only}: tiny takes 256 tokens"),
+        (asked("--model.n-layer", "3"), f"{only}, and this is another tiny"),
+        (replace(asked(), dtype="fp16"), "gradsync tune measures bf16 and fp32"),
+    ):
+        assert tune_command(config, here(config)).endswith(words)
+    alone = "sync auto: invariant; one rank has nothing to send"
+    assert resolved(asked(), World()) == (Choice(), alone)
 
 
 def test_the_run_writes_down_what_it_took(tmp_path: Path) -> None:
@@ -309,39 +301,25 @@ def test_a_run_goes_on_as_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """Whatever was measured since."""
     run = tmp_path / "run"
     config = begun(run)
-    save_tuned(here(config), replace(TUNED, choice=Choice(sync="bucketed")))
-    found = resolved(config)
-    assert found.choice == ZERO1
-    assert found.note == f"sync auto: zero1:bucket_mb=5.0, as in {run / 'config.yaml'}"
+    TUNED.save(here(config), replace(FOUND, choice=Choice(sync="bucketed")))
+    note = f"sync auto: zero1:bucket_mb=5.0, as in {run / 'config.yaml'}"
+    assert resolved(config) == (ZERO1, note)
     elsewhere = replace(config, out=str(tmp_path / "new"))
-    for place in (run, run / "checkpoints", run / "checkpoints" / "step-00000002"):
-        assert resolved(replace(elsewhere, resume=str(place))).choice == ZERO1
-    assert resolved(elsewhere).choice.sync == "bucketed"
-    for name in ("step-sweep", "checkpoints-of-mine"):
-        begun(tmp_path / name)
-        assert resolved(replace(elsewhere, resume=str(tmp_path / name))).choice == ZERO1
-    monkeypatch.chdir(run / "checkpoints")
-    for place in (".", "step-00000002", "../checkpoints/step-00000002"):
-        assert resolved(replace(elsewhere, resume=place)).choice == ZERO1, place
+    assert chosen(elsewhere).sync == "bucketed"
+    begun(tmp_path / "step-sweep")
     begun(run / "none")
     monkeypatch.chdir(run)
-    assert resolved(replace(config, resume="none")).choice.sync == "bucketed"
-    assert resolved(replace(elsewhere, resume="other")).choice.sync == "bucketed"
-
-
-def test_a_run_without_a_checkpoint_begins_anew(tmp_path: Path) -> None:
-    config = begun(tmp_path)
-    (tmp_path / "checkpoints" / "step-00000002").rmdir()
-    assert resolved(config).choice == Choice()
-
-
-def test_options_beside_auto_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"drop sync_options.bucket_mb, or name the strategy"):
-        TrainConfig(sync="auto", sync_options=SyncConfig(bucket_mb=1.0))
+    absolute = (run, run / "checkpoints", run / "checkpoints" / "step-00000002")
+    for place in (*map(str, absolute), str(tmp_path / "step-sweep"), ".", "checkpoints"):
+        assert chosen(replace(elsewhere, resume=place)) == ZERO1, place
+    assert chosen(replace(config, resume="none")).sync == "bucketed"
+    assert chosen(replace(elsewhere, resume="other")).sync == "bucketed"
+    (run / "checkpoints" / "step-00000002").rmdir()  # without a checkpoint it begins anew
+    assert chosen(config).sync == "bucketed"
 
 
 def test_dry_run_shows_what_auto_stands_for(capsys: pytest.CaptureFixture[str]) -> None:
-    save_tuned(here(asked()), TUNED)
+    TUNED.save(here(asked()), FOUND)
     flags = ["--sync", "auto", "--device", "cpu", "--nproc-per-node", "2", "--dry-run"]
     assert main(["train", "tiny", *flags]) == 0
     printed = capsys.readouterr()
@@ -350,14 +328,10 @@ def test_dry_run_shows_what_auto_stands_for(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_the_shape_counts_as_the_data_makes_it() -> None:
-    assert here(asked()).model["vocab_size"] == 257  # of bytes
+    assert here(asked())["model"]["vocab_size"] == 257  # of bytes
     wide = asked("--model.hidden-dim", "512")  # what None stands for
-    assert wide.model == GPTConfig(**{**_fields(asked().model), "hidden_dim": 512})
+    assert wide.model == replace(asked().model, hidden_dim=512)
     assert here(wide) == here(asked())
-
-
-def _fields(model: GPTConfig) -> dict[str, Any]:
-    return {name: getattr(model, name) for name in model.__dataclass_fields__}
 
 
 def test_the_verdict_of_all_stages() -> None:

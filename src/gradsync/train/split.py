@@ -1,28 +1,38 @@
-"""The parts of a run whose model is split over ranks."""
+"""A run whose model is split over ranks: its part on each rank, and its checkpoints.
+
+Every rank of the first replica sends the pieces it owns to rank 0, which writes a file for each of
+them: two tensors of the others at a time are in its memory. To load, rank 0 reads whole tensors,
+joined where the checkpoint is of a split model, and sends each rank its pieces.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 
-from gradsync.checkpoint.optimizer_state import unpack_optimizer
+from gradsync.checkpoint.optimizer_state import pack_optimizer, unpack_optimizer
+from gradsync.checkpoint.pieces import PartFiles, part_stem, places_of
 from gradsync.comm.base import Communicator
+from gradsync.comm.values import all_gather_json
+from gradsync.data.leaf import Leaf
+from gradsync.data.loader import EvalLeaves
 from gradsync.errors import CheckpointError
 from gradsync.models.config import GPTConfig
 from gradsync.models.gpt import GPT
-from gradsync.parallel.layout import Layout, Part, state_of_part
+from gradsync.parallel.layout import Layout, Part, join_states, place_tensors, state_of_part
 from gradsync.parallel.pipeline import LeafShape, Pipeline
 from gradsync.parallel.split_sync import SplitGroups, SplitSync, split_groups
 from gradsync.parallel.stage_model import GPTStage
-from gradsync.parallel.transfer import distribute
+from gradsync.parallel.transfer import collect, distribute
 from gradsync.sync.registry import find_strategy
+from gradsync.train.check import BY_MESSAGES
 from gradsync.train.config import TrainConfig
-from gradsync.train.optimizer import build_optimizer
-from gradsync.train.setup import Learner, autocast, set_precision
-from gradsync.train.split_check import BY_MESSAGES
+from gradsync.train.learner import Learner, autocast, build_optimizer, set_precision
+from gradsync.train.state import Keep, Whole, check_finite
 from gradsync.world import World
 
 
@@ -41,19 +51,48 @@ class SplitLearner(Learner):
         """See `Learner.parameter_names`."""
         return [weight.name for weight in self.part.weights]
 
-    def load(
-        self,
-        comm: Communicator,
-        saved: Mapping[str, Mapping[str, torch.Tensor]],
-        optimizer_state: Mapping[str, Any],
-    ) -> None:
+    def run_leaves(self, leaves: Iterable[Leaf]) -> None:
+        """This replica's leaves. A schedule decides which is next: it has all of them before it."""
+        self.pipeline.run(list(leaves))
+
+    def prime(self, leaf_shape: tuple[int, int]) -> None:
+        """Each stage alone: what is learnt is the order of its own gradients."""
+        self.sync.reducer.prime(self.pipeline.throwaway)
+
+    def evaluate(self, leaves: EvalLeaves) -> float:
+        """Through all stages of each replica."""
+        return self.pipeline.evaluate(leaves)
+
+    def save(self, step: int, keep: Keep) -> None:
+        """See `Learner.save`; the first replica's ranks send, the others only check."""
+        part, comm = self.part, self.groups.model
+        named = list(self.model.named_parameters())
+        kept, state = pack_optimizer(self.optimizer, named)
+        check_finite(self.comm, step, chain(named, kept.items(), self.sync.state_tensors().items()))
+        if part.place.data:
+            return
+        tensors = {f"model/{name}": parameter.detach() for name, parameter in named}
+        tensors |= {f"optimizer/{name}": tensor for name, tensor in kept.items()}
+        pieces = place_tensors(part, ((name, tuple(t.shape)) for name, t in tensors.items()))
+        note = {"places": places_of(pieces), "optimizer": state}
+        notes, contents = collect(comm, {name: tensors[name] for name in pieces}, note)
+        if comm.rank:
+            return
+        stems = [part_stem(index, comm.world_size) for index in range(comm.world_size)]
+        keep(
+            PartFiles(stems, contents),
+            join_states(part, [note["optimizer"] for note in notes]),
+            {stem: note["places"] for stem, note in zip(stems, notes, strict=True)},
+        )
+
+    def load(self, saved: Mapping[str, Whole], optimizer_state: Mapping[str, Any]) -> None:
         """See `Learner.load`: this rank gets its pieces."""
         tensors = {
             f"{kind}/{name}": tensor
             for kind in ("model", "optimizer")
             for name, tensor in saved.get(kind, {}).items()
         }
-        got = distribute(comm, self.part, tensors)
+        got = distribute(self.comm, self.part, tensors)
         kept = {
             name.removeprefix("optimizer/"): tensor
             for name, tensor in got.items()
@@ -70,11 +109,16 @@ class SplitLearner(Learner):
         state = state_of_part(self.part, optimizer_state)
         unpack_optimizer(self.optimizer, list(own.items()), kept, state)
 
-    def whole_model(self, weights: Mapping[str, torch.Tensor]) -> GPT:  # type: ignore[override]
+    def whole_model(self, weights: Whole) -> GPT:
         """A whole model, on the CPU."""
         model = GPT(self.part.config, seed=0)
         model.load_state_dict(weights)
         return model
+
+    def closing_figures(self, memory_gib: float) -> dict[str, Any]:
+        """The layout, and each rank's memory, on all ranks."""
+        memory = all_gather_json(self.comm, memory_gib)
+        return {"parallel": str(self.part.layout), "mem_max_gib_by_rank": memory}
 
 
 def build_split_learner(
@@ -102,6 +146,7 @@ def build_split_learner(
         options |= BY_MESSAGES
     sync = SplitSync(model, part, groups, sync=config.sync, options=options)
     plan = config.batch_plan(world.world_size)
+    mixed = autocast(config, world)
     pipeline = Pipeline(
         model,
         groups,
@@ -112,7 +157,7 @@ def build_split_learner(
             seq_len=config.sequence_length,
         ),
         schedule=config.pipeline_schedule,
-        autocast=autocast(config, world),
+        autocast=mixed,
         seed=config.seed,
     )
     return SplitLearner(
@@ -120,6 +165,8 @@ def build_split_learner(
         optimizer=build_optimizer(model, config.optim),
         sync=sync,
         scaler=None,
+        comm=comm,
+        autocast=mixed,
         part=part,
         groups=groups,
         pipeline=pipeline,

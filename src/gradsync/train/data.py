@@ -1,0 +1,178 @@
+"""The data of a run, and the model's shape that follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gradsync.data.documents import is_stream
+from gradsync.data.meta import Meta, read_meta
+from gradsync.data.plan import BatchPlan
+from gradsync.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from gradsync.errors import ConfigError
+from gradsync.models.config import GPTConfig, preset
+from gradsync.train.config import TrainConfig
+from gradsync.world import World
+
+if TYPE_CHECKING:
+    from gradsync.comm.base import Communicator
+    from gradsync.data.loader import EvalLeaves, Loader
+    from gradsync.data.streaming import StreamLoader
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Data:
+    """Data that a run reads."""
+
+    source: str
+    """The data directory, or the name of the stream."""
+    meta: Meta | None = None
+    """None for streams, and for data sets that gradsync did not prepare."""
+    plan: BatchPlan
+    train: Loader | StreamLoader
+    val: EvalLeaves
+    tokenizer: str | None
+    """Names the tokenizer of the data; None when its maker did not say."""
+    vocab_size: int | None
+    """Its number of token ids; None likewise."""
+    load_tokenizer: Callable[[], Tokenizer] | None
+    """Gives the tokenizer; None likewise."""
+
+
+def open_data(config: TrainConfig, world: World, comm: Communicator) -> Data:
+    """Open the data sets; the default corpus is prepared by one rank of each host, once."""
+    from gradsync.data.loader import EvalLeaves, loader
+    from gradsync.data.prepare import default_corpus
+    from gradsync.data.tokens import open_dataset
+
+    if is_stream(config.data):
+        return _open_stream(config, world, comm)
+    if config.data:
+        directory = Path(config.data)
+    else:
+        if world.local_rank == 0:
+            default_corpus()
+        comm.barrier()
+        directory = default_corpus()
+    train = open_dataset(directory, "train", config.sequence_length)
+    val = open_dataset(directory, "val", config.sequence_length)
+    for dataset in (train, val):
+        # Data that gradsync did not prepare may not say its vocabulary: then each batch is checked
+        # against the model's, since on a GPU a token too large is an assertion without a place.
+        dataset.vocab_size = dataset.vocab_size or config.model.vocab_size
+    plan, share = config.batch_plan(world.world_size), _replicas(config, world)
+    meta = read_meta(directory)
+    return Data(
+        source=str(directory),
+        meta=meta,
+        plan=plan,
+        train=loader(
+            train,
+            share,
+            global_batch_size=plan.global_batch_size,
+            micro_batch_size=plan.micro_batch_size,
+            seed=config.seed,
+            num_workers=config.num_workers,
+        ),
+        val=EvalLeaves(val, share, plan.micro_batch_size, _val_sequences(config)),
+        tokenizer=None if meta is None else meta.tokenizer_identity,
+        vocab_size=None if meta is None else meta.vocab_size,
+        load_tokenizer=None if meta is None else partial(load_tokenizer, meta, directory),
+    )
+
+
+def _open_stream(config: TrainConfig, world: World, comm: Communicator) -> Data:
+    """Text as it comes, endless: pass after pass in the same order."""
+    from gradsync.data.loader import EvalLeaves
+    from gradsync.data.streaming import stream_loader
+    from gradsync.data.text_stream import open_streamed_text
+
+    val_sequences = _val_sequences(config)
+    assert val_sequences is not None
+    text = open_streamed_text(
+        config.data,
+        text_key=config.text_key,
+        tokenizer=config.tokenizer,
+        seq_len=config.sequence_length,
+        val_sequences=val_sequences,
+    )
+    plan, share = config.batch_plan(world.world_size), _replicas(config, world)
+    train = stream_loader(
+        text.train,
+        share,
+        global_batch_size=plan.global_batch_size,
+        micro_batch_size=plan.micro_batch_size,
+        comm=comm,
+        num_epochs=None,
+        seed=config.seed,
+    )
+    train.remedy = "--data must name the same text, unchanged, on all hosts and to go on"
+    return Data(
+        source=config.data,
+        plan=plan,
+        train=train,
+        val=EvalLeaves(text.val, share, plan.micro_batch_size, val_sequences),
+        tokenizer=text.identity,
+        vocab_size=text.tokenizer.vocab_size,
+        load_tokenizer=lambda: text.tokenizer,
+    )
+
+
+def _val_sequences(config: TrainConfig) -> int | None:
+    """Sequences to evaluate on; None for all there are."""
+    limit = config.eval.max_tokens
+    return None if limit is None else max(limit // config.sequence_length, 1)
+
+
+def _replicas(config: TrainConfig, world: World) -> World:
+    """The ranks that share out the leaves: `world`, or the replicas of a split model (all ranks
+    of a replica read the same leaves)."""
+    layout = config.layout(world.world_size)
+    if layout.model_ranks == 1:
+        return world
+    place = layout.coordinates(world.rank)
+    return World(
+        rank=place.data,
+        world_size=layout.dp,
+        local_rank=place.data,
+        local_world_size=layout.dp,
+        launcher=world.launcher,
+        device=world.device,
+    )
+
+
+def vocabulary(data: str, tokenizer: str = "") -> int | None:
+    """Number of token ids of the data directory `data`, of a stream (by the data directory
+    `tokenizer`, if given), of the built-in text for ""; None where the data does not say.
+    """
+    if is_stream(data):
+        from gradsync.data.text_stream import stream_tokenizer
+
+        return stream_tokenizer(tokenizer)[0].vocab_size
+    if not data:
+        return ByteTokenizer.vocab_size
+    meta = read_meta(Path(data))
+    return None if meta is None else meta.vocab_size
+
+
+def model_config(config: TrainConfig, vocab_size: int | None) -> GPTConfig:
+    """The model's shape with the vocabulary of the data, unless another one was asked for."""
+    asked = config.model.vocab_size
+    if vocab_size is None or asked == vocab_size:
+        return config.model
+    if asked == preset(config.preset).vocab_size:
+        return replace(config.model, vocab_size=vocab_size)
+    if asked < vocab_size:
+        raise ConfigError(
+            f"model.vocab_size {asked} is smaller than the data's vocabulary {vocab_size}; leave "
+            "it out to take the data's"
+        )
+    return config.model
+
+
+def shape_before(config: TrainConfig) -> GPTConfig:
+    """The model's shape as the run will have it, before its data are opened."""
+    return model_config(config, vocabulary(config.data, config.tokenizer))

@@ -1,0 +1,275 @@
+"""Model, optimizer and synchronisation of a run: how they step, are saved and loaded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradsync.comm.base import Communicator
+from gradsync.comm.values import all_sum
+from gradsync.data.leaf import Leaf
+from gradsync.data.loader import EvalLeaves
+from gradsync.errors import ConfigError, RunError
+from gradsync.models.config import GPTConfig
+from gradsync.models.gpt import GPT, loss_sum
+from gradsync.sync.gradient_sync import GradientSync
+from gradsync.sync.loss import LossSum
+from gradsync.sync.registry import STRATEGIES
+from gradsync.sync.replicate import replicate
+from gradsync.train.config import OptimConfig, TrainConfig
+from gradsync.train.state import Keep, Whole, load_learnt, save_replica, save_shares
+from gradsync.world import World
+
+Autocast = AbstractContextManager[Any]
+
+
+def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
+    """AdamW over the trainable parameters: matrices decay, vectors (norm weights) do not.
+
+    Fused where the device has the kernel (CPU and CUDA do), one pass over the parameters.
+    """
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        fused=config.fused,
+    )
+
+
+def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
+    """Learning rate of optimizer step `step` (0-based) of `total_steps`: no state to save.
+
+        lr │  /‾‾‾\\              │  /‾‾‾‾‾‾‾‾\\
+           │ /      ‾‾\\__        │ /          \\
+           └──────────────        └──────────────
+             cosine                 wsd
+
+    The first step has peak / warmup_steps, step `warmup_steps` the peak, the last one
+    peak x min_lr_ratio. Sources: cosine arXiv 1608.03983, wsd arXiv 2404.06395.
+    """
+    warmup = min(config.warmup_steps, total_steps)
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
+    floor = config.lr * config.min_lr_ratio
+    if config.schedule == "constant":
+        return config.lr
+    last = total_steps - 1
+    if config.schedule == "cosine":
+        progress = (step - warmup) / max(last - warmup, 1)
+        return floor + (config.lr - floor) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
+    decay = max(min(round(config.decay_fraction * total_steps), last - warmup), 1)
+    progress = (step - (last - decay)) / decay
+    return config.lr + (floor - config.lr) * min(max(progress, 0.0), 1.0)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Use `lr` for the coming step, in every group."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Learner:
+    """A replica and its part in the run; `SplitLearner` has the same methods."""
+
+    model: GPT
+    optimizer: torch.optim.Optimizer
+    sync: GradientSync
+    scaler: Any
+    """`torch.amp.GradScaler` for fp16, else None."""
+    comm: Communicator
+    """All ranks."""
+    autocast: Autocast
+    """Mixed precision of a forward."""
+
+    @property
+    def parameter_names(self) -> list[str]:
+        """Names of the whole model's parameters, in its order."""
+        return [name for name, _ in self.model.named_parameters()]
+
+    def run_leaves(self, leaves: Iterable[Leaf]) -> None:
+        """Forward and backward of this rank's leaves of a step."""
+        sync = self.sync
+        for leaf in leaves:
+            # Before the forward, all ranks know whether this backward synchronises.
+            with sync.micro_step(last=leaf.is_last, index=leaf.index):
+                with self.autocast:
+                    loss = summed_loss(sync.forward, self.model, leaf.inputs, leaf.targets)
+                sync.backward(loss, weight=leaf.num_targets, scale=self.scaler)
+
+    def prime(self, leaf_shape: tuple[int, int]) -> None:
+        """Settle what a strategy learns from its first backward; see `GradientSync.prime`."""
+        device = self.model.embed.weight.device
+        tokens = torch.zeros(leaf_shape, dtype=torch.int64, device=device)
+
+        def forward_backward() -> None:
+            with self.autocast:
+                loss = summed_loss(self.sync.forward, self.model, tokens, tokens)
+            loss.backward()
+
+        self.sync.prime(forward_backward)
+
+    def evaluate(self, leaves: EvalLeaves) -> float:
+        """See the function `evaluate`."""
+        spread = not self.sync.whole_parameters
+        return evaluate(self.model, leaves, self.comm, self.autocast, equal_forwards=spread)
+
+    def save(self, step: int, keep: Keep) -> None:
+        """Hand `keep`, on rank 0, what the run has learnt; all ranks call it. Tensors that are
+        spread over ranks are never whole on one.
+        """
+        held = self.sync.sharded_state_dict(self.optimizer)
+        if held is None:
+            save_replica(self, step, keep)
+        else:
+            save_shares(self, held, step, keep)
+
+    def load(self, saved: Mapping[str, Whole], optimizer_state: Mapping[str, Any]) -> None:
+        """Take weights, optimizer and strategy from what rank 0 has read; all ranks call it.
+
+        Args:
+            saved: whole tensors by kind and name on rank 0, {} elsewhere.
+            optimizer_state: what of it is no tensor, on all ranks.
+
+        Raises:
+            CheckpointError: of another model, or another optimizer.
+        """
+        load_learnt(self, saved, optimizer_state)
+
+    def whole_model(self, weights: Whole) -> GPT:
+        """A model that one rank can use alone: the trained one, or a copy of a spread one."""
+        if self.sync.whole_parameters:
+            return self.model
+        model = GPT(self.model.config, seed=0)
+        model.load_state_dict(weights)
+        return model
+
+    def closing_figures(self, memory_gib: float) -> dict[str, Any]:
+        """More for the summary; all ranks call it at the end of the run."""
+        return {}
+
+
+def summed_loss(
+    forward: Callable[..., Tensor], model: Any, inputs: Tensor, targets: Tensor
+) -> Tensor:
+    """Summed over the targets; the model makes it where logits shall not all be kept."""
+    return forward(inputs, targets) if model.loss_rows else loss_sum(forward(inputs), targets)
+
+
+@torch.no_grad()
+def evaluate(
+    model: GPT,
+    leaves: EvalLeaves,
+    comm: Communicator,
+    autocast: Autocast,
+    *,
+    equal_forwards: bool = False,
+) -> float:
+    """Mean loss per target over the evaluation set, nats, the same on all ranks: every sample
+    once, no padded duplicates.
+
+    Ranks may have different numbers of leaves: nothing communicates until all are done, then one
+    all-reduce of loss, targets and samples (see `LossSum`). It calls the model itself, not its
+    wrapper: a wrapper's forward would communicate. With `equal_forwards` all ranks call the model
+    equally often, some for nothing: where parameters are spread, a forward takes all of them.
+
+    Raises:
+        RunError: the samples counted are not the samples there are, or no target counts.
+    """
+    was_training = model.training
+    model.eval()
+    device = model.embed.weight.device
+    total, samples = LossSum(device), 0
+    try:
+        for leaf in leaves:
+            with autocast:
+                loss = summed_loss(model, model, leaf.inputs, leaf.targets)
+            total.add(loss, leaf.num_targets)
+            samples += leaf.num_samples
+        for _ in range(leaves.most - len(leaves) if equal_forwards else 0):
+            with autocast:
+                model(torch.zeros((1, 1), dtype=torch.int64, device=device))
+    finally:
+        model.train(was_training)
+    *summed, num_samples = all_sum(comm, *total.message(), samples)
+    total_loss, num_targets = total.over_ranks(comm, summed)
+    if num_samples != leaves.total_samples:
+        raise RunError(
+            f"evaluation counted {num_samples:.0f} samples, the set has {leaves.total_samples}"
+        )
+    if not num_targets:
+        raise RunError("the evaluation set has no target that counts: all of them are -100")
+    return float(total_loss) / num_targets
+
+
+def build_learner(
+    config: TrainConfig, world: World, shape: GPTConfig, comm: Communicator
+) -> Learner:
+    """Model, optimizer and synchronisation on this rank's device."""
+    device = torch.device(world.device)
+    if config.dtype == "fp16" and device.type != "cuda":
+        raise ConfigError("dtype fp16 needs CUDA; use bf16 or fp32 on a CPU")
+    set_precision(config, device)
+    model = GPT(
+        shape,
+        seed=config.seed,
+        activation_checkpointing=config.activation_checkpointing,
+        loss_rows=config.loss_rows,
+    ).to(device)
+    options = trainer_options(config.sync, config.sync_options.given())
+    if config.compile == "ddp":
+        options["compile_wrapper"] = True
+    if config.compile == "model":
+        model.compile()  # in place: names stay clean
+    sync = replicate(model, world, sync=config.sync, comm=comm, **options)
+    # After replication: parameters that are spread over ranks are other objects than before.
+    optimizer = build_optimizer(model, config.optim)
+    scaler = None
+    if config.dtype == "fp16":
+        # Losses are sums over a step's targets: start lower by as many powers of two.
+        start = 2.0 ** (16 - (config.tokens_per_update - 1).bit_length())
+        scaler = torch.amp.GradScaler("cuda", init_scale=start)
+    return Learner(
+        model=model,
+        optimizer=optimizer,
+        sync=sync,
+        scaler=scaler,
+        comm=comm,
+        autocast=autocast(config, world),
+    )
+
+
+def trainer_options(sync: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options `given` for the strategy called `sync`, and those that the trainer adds.
+
+    Between two steps nothing writes the trainer's weights, so the ranks of a host that share memory
+    need only one copy of them. `update="whole"` cannot do with one.
+    """
+    shares = STRATEGIES[sync].recipe is not None and given.get("update") != "whole"
+    return {"weights": "shared", **given} if shares else dict(given)
+
+
+def set_precision(config: TrainConfig, device: torch.device) -> None:
+    """Set TF32 for fp32 matrix products on a GPU."""
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
+
+
+def autocast(config: TrainConfig, world: World) -> Autocast:
+    """The mixed-precision context of a forward."""
+    if config.dtype == "fp32":
+        return nullcontext()
+    dtype = torch.bfloat16 if config.dtype == "bf16" else torch.float16
+    return torch.autocast(torch.device(world.device).type, dtype=dtype)

@@ -1,0 +1,292 @@
+"""Output of a run: lines on the terminal, and the run directory.
+
+Only rank 0 writes to the directory, except for `logs/`. It is the user's alone: directories are
+made with mode 0700, files with 0600, and no link is followed in writing. One that was there before
+keeps its mode, so a group may be let in with chmod.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import math
+import os
+import platform
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, TextIO
+
+from gradsync.core.files import PRIVATE, append_private, open_regular, parse_json, replace_text
+from gradsync.errors import ConfigError, RunError, UsageError
+from gradsync.runtime.failure import communication_error
+from gradsync.train.config import TrainConfig
+from gradsync.train.config_io import write_config
+from gradsync.world import World
+
+log = logging.getLogger("gradsync")
+
+_WIDTH_FOR_BAR = 88
+_SHOWN = (
+    *("step", "train/loss", "optim/grad_norm", "optim/lr"),
+    *("perf/tokens_per_s", "perf/step_s", "comm/exposed_s"),
+)
+
+
+Metrics = Mapping[str, Any]
+"""One object of `metrics.jsonl`; units are in the names, losses and norms are global values."""
+
+
+class Progress:
+    """A live line on a terminal (rich honours NO_COLOR) unless `live` is False, a plain line per
+    interval elsewhere; says nothing unless `enabled`, on rank 0.
+
+    A reader that goes away (`| head`, a closed terminal) ends the printing, not the training.
+    """
+
+    def __init__(
+        self,
+        steps: int,
+        world_size: int,
+        *,
+        enabled: bool,
+        stream: TextIO | None = None,
+        live: bool = True,
+    ) -> None:
+        self._steps, self._world_size = steps, world_size
+        self._enabled, self._wants_live = enabled, live
+        self._stream = stream or sys.stdout
+        self._live: Any = None
+        self._task: Any = None
+        self._since: tuple[int, float] | None = None
+
+    def start(self, done_steps: int) -> None:
+        """Begin at `done_steps`."""
+        self._since = (done_steps, time.monotonic())
+        if not (self._enabled and self._wants_live and self._stream.isatty()):
+            return
+        live = _live_line(self._stream)
+        if not live.console.is_dumb_terminal:
+            self._live = live
+            self._task = live.add_task("train", total=self._steps, completed=done_steps, say="")
+            with self._printing():
+                live.start()
+
+    def say(self, text: str) -> None:
+        """Print a line, above the live one if there is one."""
+        if not self._enabled:
+            return
+        with self._printing():
+            if self._live is not None:
+                self._live.console.print(
+                    text, markup=False, emoji=False, highlight=False, soft_wrap=True
+                )
+            else:
+                print(text, file=self._stream, flush=True)
+
+    def show(self, metrics: Metrics) -> None:
+        """Print the figures of one logged interval."""
+        if not self._enabled:
+            return
+        step, loss, norm, lr, tokens_per_s, step_s, comm_s = (metrics[name] for name in _SHOWN)
+        share = 100 * comm_s / step_s if step_s else 0.0
+        speed = f"{tokens_per_s / self._world_size:,.0f} tok/s/device  comm {share:.0f}%"
+        if self._live is not None:  # has to fit 80 columns together with step, bar and eta
+            with self._printing():
+                line = f"loss {loss:.4f}  {speed}"
+                self._live.update(self._task, completed=step, say=line)
+            return
+        norm_text = "" if norm is None else f"norm {norm:.2f}  "
+        self.say(
+            f"step {step:>{len(str(self._steps))}}/{self._steps}  loss {loss:.4f}  {norm_text}"
+            f"lr {lr:.2e}  {speed}  eta {self._time_left(step)}"
+        )
+
+    def stop(self) -> None:
+        """End the live line; safe to call twice."""
+        live, self._live = self._live, None
+        if live is not None:
+            with self._printing():
+                live.stop()
+
+    @contextmanager
+    def _printing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._enabled = False
+            self._live = None
+            log.warning("output ended (%s); the run goes on", error.strerror)
+
+    def _time_left(self, step: int) -> str:
+        seconds = 0.0
+        if self._since is not None and step > self._since[0]:
+            first, started = self._since
+            seconds = (time.monotonic() - started) / (step - first) * (self._steps - step)
+        minutes, rest = divmod(int(seconds), 60)
+        hours, minutes = divmod(minutes, 60)
+        return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _live_line(stream: TextIO) -> Any:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Live
+
+    console = Console(file=stream)
+    # The figures matter more than the bar where there is no room for both.
+    bar = [BarColumn(bar_width=10)] if console.width >= _WIDTH_FOR_BAR else []
+    return Live(
+        TextColumn("step"),
+        MofNCompleteColumn(),
+        *bar,
+        TextColumn("{task.fields[say]}", markup=False),
+        TextColumn("eta"),
+        TimeRemainingColumn(),
+        console=console,
+    )
+
+
+def default_out(config: TrainConfig) -> str:
+    """A fresh run directory: `runs/PRESET-DATE-TIME`."""
+    return str(Path("runs") / f"{config.preset}-{time.strftime('%Y%m%d-%H%M%S')}")
+
+
+class RunDir:
+    """Paths and small files of a run; the directory is made when first written to."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.checkpoints = self.path / "checkpoints"
+        self._metrics: TextIO | None = None
+
+    def begin(self, config: TrainConfig, world: World, *, threads: int, done_steps: int) -> None:
+        """Write what is known at the start; drop metrics of steps that will be done again."""
+        self.write_json("env.json", describe_environment(world, threads))
+        metrics = self.path / "metrics.jsonl"
+        with self._writing():
+            (self.path / "exit.json").unlink(missing_ok=True)
+            write_config(config, self.path / "config.yaml")
+            kept = []
+            if done_steps and metrics.exists():
+                with open_regular(metrics) as file:
+                    lines = file.read().decode(errors="replace").splitlines(keepends=True)
+                kept = [line for line in lines if _step_of(line) <= done_steps]
+            replace_text(metrics, "".join(kept), mode=PRIVATE)
+            self._metrics = append_private(metrics)
+
+    def log_metrics(self, values: Metrics) -> None:
+        """Append one object to `metrics.jsonl`."""
+        if self._metrics is not None:
+            with self._writing():
+                finite = {name: finite_or_none(value) for name, value in values.items()}
+                self._metrics.write(json.dumps(finite) + "\n")
+                self._metrics.flush()
+
+    def write_json(self, name: str, value: Any) -> None:
+        """Write a small JSON file, whole or not at all."""
+        with self._writing():
+            _make(self.path)
+            replace_text(self.path / name, json.dumps(value, indent=2) + "\n", mode=PRIVATE)
+
+    @contextmanager
+    def rank_log(self, world: World) -> Iterator[Callable[[], None]]:
+        """This rank's own file: when it began, what was logged, how it ended (with the traceback).
+
+        Made when what this gives is called, or by this rank's own failure, not by a refused
+        request; of another rank's failure this one hears in a collective that fails.
+        """
+        early = io.StringIO()
+        handler: logging.StreamHandler[TextIO] = logging.StreamHandler(early)
+
+        def begin() -> None:
+            folder = self.path / "logs"
+            try:
+                _make(self.path)
+                _make(folder)
+                file = append_private(folder / f"rank_{world.rank:05d}.log")
+            except OSError as error:
+                raise ConfigError(f"cannot write to --out {self.path}: {error.strerror}") from error
+            file.write(early.getvalue())
+            handler.setStream(file)
+
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        own = logging.Logger("gradsync.rank")  # not in the tree: nothing reaches the terminal
+        own.addHandler(handler)
+        log.addHandler(handler)
+        try:
+            own.info("started: %s", world.describe())
+            yield begin
+            own.info("ended")
+        except BaseException as error:
+            own.exception("ended by %s", type(error).__name__)
+            refused = isinstance(error, UsageError) or communication_error(error)
+            if handler.stream is early and not refused:
+                with suppress(ConfigError):
+                    begin()
+            raise
+        finally:
+            log.removeHandler(handler)
+            handler.stream.close()
+
+    def close(self) -> None:
+        """Close the metrics file."""
+        metrics, self._metrics = self._metrics, None
+        if metrics is not None:
+            with suppress(OSError):  # a full disk was reported when it was met
+                metrics.close()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise RunError(f"cannot write to {self.path}: {error.strerror}") from error
+
+    def refuse_overwrite(self) -> None:
+        """Raise ConfigError when the directory holds checkpoints of another run."""
+        if self.checkpoints.is_dir() and any(self.checkpoints.glob("step-*")):
+            raise ConfigError(
+                f"{self.path} already holds a run; continue it with --resume auto, or choose "
+                "another --out"
+            )
+
+
+def _make(folder: Path) -> None:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+
+
+def describe_environment(world: World, threads: int) -> dict[str, Any]:
+    """Machine and software of the run; for `env.json`."""
+    return {
+        "host": socket.gethostname(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "gradsync": version("gradsync"),
+        "argv": sys.argv,
+        "launcher": world.launcher,
+        "world_size": world.world_size,
+        "num_nodes": world.num_nodes,
+        "device": world.device,
+        "threads": threads,
+        "cores": os.cpu_count(),
+    }
+
+
+def finite_or_none(value: float | int | None) -> float | int | None:
+    """JSON knows no nan and no infinity."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _step_of(line: str) -> int:
+    try:
+        return int(parse_json(line.encode())["step"])
+    except (ValueError, KeyError, TypeError, OverflowError):
+        return sys.maxsize  # a torn last line of a killed run

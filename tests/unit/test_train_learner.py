@@ -1,0 +1,172 @@
+"""AdamW's groups and steps, and the learning rate of each step, against numbers by hand."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from gradsync.errors import ConfigError
+from gradsync.train.config import OptimConfig
+from gradsync.train.learner import build_optimizer, learning_rate, set_learning_rate
+
+CONFIG = OptimConfig(lr=0.01, weight_decay=0.25, beta1=0.8, beta2=0.9, eps=1e-6)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 4)
+        self.norm = nn.LayerNorm(4)
+        self.linear = nn.Linear(4, 4)
+        self.linear.tied = self.table.weight  # counted once
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+
+
+def test_matrices_decay_vectors_do_not_and_the_settings_arrive() -> None:
+    model = Net()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    optimizer = build_optimizer(model, CONFIG)
+    found = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    assert found == [["table.weight", "linear.weight"], ["norm.weight", "norm.bias", "linear.bias"]]
+    set_learning_rate(optimizer, 0.5)
+    for group, decay in zip(optimizer.param_groups, (0.25, 0.0), strict=True):
+        settings = (0.5, decay, (0.8, 0.9), 1e-6, True)
+        assert settings == tuple(
+            group[name] for name in ("lr", "weight_decay", "betas", "eps", "fused")
+        )
+    for group in build_optimizer(Net(), OptimConfig(fused=False)).param_groups:
+        assert not group["fused"]
+
+
+@pytest.mark.parametrize(("model", "decay"), [(nn.Linear(3, 3, bias=False), 0.25),
+                                              (nn.LayerNorm(3), 0.0)])  # fmt: skip
+def test_an_empty_group_is_left_out(model: nn.Module, decay: float) -> None:
+    (group,) = build_optimizer(model, CONFIG).param_groups
+    assert group["weight_decay"] == decay
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_two_steps_by_hand(fused: bool) -> None:
+    """w <- w - lr (wd w + m / (sqrt(v) + eps)), m and v without their bias; arXiv 1711.05101."""
+    lr, decay, b1, b2, eps = 0.1, 0.25, 0.8, 0.9, 1e-6
+    model = nn.Linear(1, 1, bias=False).double()
+    with torch.no_grad():
+        model.weight.fill_(2.0)
+    optimizer = build_optimizer(model, replace(CONFIG, lr=lr, fused=fused))
+    w, m, v = 2.0, 0.0, 0.0
+    for step, gradient in enumerate((3.0, -1.0), start=1):
+        model.weight.grad = torch.full((1, 1), gradient, dtype=torch.float64)
+        optimizer.step()
+        m, v = b1 * m + (1 - b1) * gradient, b2 * v + (1 - b2) * gradient**2
+        unbiased = (m / (1 - b1**step)) / (math.sqrt(v / (1 - b2**step)) + eps)
+        w = w - lr * decay * w - lr * unbiased
+        assert model.weight.item() == pytest.approx(w, rel=1e-12)
+
+
+# -- the learning rate ----------------------------------------------------------------------------
+
+UNIT = OptimConfig(lr=1.0, min_lr_ratio=0.1, warmup_steps=2, decay_fraction=0.5)
+
+
+def curve(config: OptimConfig, total_steps: int) -> list[float]:
+    return [learning_rate(config, step, total_steps) for step in range(total_steps)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        # 0.1 + 0.45 (1 + cos x) for x = 0, 1/4, 1/2, 3/4, 1 of pi; the root of 1/2 is 0.70710678
+        ({"schedule": "cosine"}, [0.5, 1.0, 1.0, 0.868198052, 0.55, 0.231801948, 0.1]),
+        # The last five of ten steps fall by 0.9 / 5 each.
+        ({"schedule": "wsd"}, [0.5, 1.0, 1.0, 1.0, 1.0, 0.82, 0.64, 0.46, 0.28, 0.1]),
+        ({"schedule": "wsd", "decay_fraction": 0.001}, [0.5, 1.0] + [1.0] * 7 + [0.1]),
+        ({"schedule": "constant", "warmup_steps": 4}, [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]),
+        ({"schedule": "cosine", "lr": 6e-4, "min_lr_ratio": 0.0}, [3e-4, 6e-4, 6e-4, 3e-4, 0.0]),
+    ],
+)
+def test_schedules_by_hand(changes: dict[str, Any], expected: list[float]) -> None:
+    assert curve(replace(UNIT, **changes), len(expected)) == pytest.approx(expected, rel=1e-8)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
+def test_edges_of_the_warm_up(schedule: str) -> None:
+    config = replace(UNIT, schedule=schedule)
+    assert curve(replace(config, warmup_steps=0), 10)[0] == 1.0
+    assert curve(replace(config, warmup_steps=100), 4) == [0.25, 0.5, 0.75, 1.0]  # a shorter run
+    assert learning_rate(replace(config, warmup_steps=0), 0, 1) > 0  # one step alone
+    overlapping = replace(config, warmup_steps=6, decay_fraction=0.8)
+    assert curve(overlapping, 10)[6] == 1.0  # a decay that would begin before the peak
+
+
+@given(
+    st.builds(
+        OptimConfig,
+        lr=st.floats(1e-6, 10.0),
+        min_lr_ratio=st.floats(0.0, 1.0),
+        schedule=st.sampled_from(["cosine", "wsd", "constant"]),
+        warmup_steps=st.integers(0, 50),
+        decay_fraction=st.floats(0.01, 1.0),
+    ),
+    st.integers(1, 80),
+)
+def test_up_then_down_between_floor_and_peak(config: OptimConfig, total_steps: int) -> None:
+    rates = curve(config, total_steps)
+    warmup = min(config.warmup_steps, total_steps)
+    rounding = 1e-12 * config.lr
+    assert max(rates) <= config.lr + rounding
+    assert min(rates) >= 0
+    rising, falling = rates[:warmup], rates[warmup:]
+    assert all(a < b for a, b in pairwise(rising))
+    assert all(a + rounding >= b for a, b in pairwise(falling))
+    assert all(rate + rounding >= config.lr * config.min_lr_ratio for rate in falling)
+    if warmup:
+        assert rising[0] == pytest.approx(config.lr / warmup)
+        assert rising[-1] == pytest.approx(config.lr)
+    if config.schedule != "constant" and config.warmup_steps < total_steps - 1:
+        floor = config.lr * config.min_lr_ratio
+        assert rates[-1] == pytest.approx(floor, rel=1e-9, abs=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "tokens", "peak", "line"),
+    [
+        ("linear", 524_288, 8e-3, "lr 0.001 x 524288/65536 = 0.008 (linear)"),
+        ("sqrt", 262_144, 2e-3, "lr 0.001 x sqrt(262144/65536) = 0.002 (sqrt)"),
+        ("linear", 32_768, 5e-4, "lr 0.001 x 32768/65536 = 0.0005 (linear)"),
+    ],
+)
+def test_the_peak_and_the_floor_go_along_with_the_batch(
+    scaling: Any, tokens: int, peak: float, line: str
+) -> None:
+    config = OptimConfig(lr=1e-3, lr_scaling=scaling, lr_base_batch=65_536, warmup_steps=2)
+    rates = curve(config.scaled(tokens), 9)
+    assert max(rates) == pytest.approx(peak, rel=1e-12)
+    assert rates[0] == pytest.approx(peak / 2)
+    assert rates[-1] == pytest.approx(0.1 * peak)
+    assert config.describe_scaling(tokens) == line
+
+
+def test_nothing_is_scaled_unless_asked_for() -> None:
+    assert (UNIT.scaled(7), UNIT.describe_scaling(7)) == (UNIT, "")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr_scaling": "sqrt"}, "lr_scaling=sqrt and optim.lr_base_batch=None: give both"),
+        ({"lr_base_batch": 8}, "lr_scaling=none and optim.lr_base_batch=8: give both"),
+        ({"lr_scaling": "linear", "lr_base_batch": 0}, "lr_base_batch must be at least 1; got 0"),
+        ({"lr_scaling": "cubic", "lr_base_batch": 8}, "must be one of none, linear, sqrt"),
+    ],
+)
+def test_half_a_scaling_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        OptimConfig(**options)

@@ -1,0 +1,300 @@
+"""What a person sees of a run, and what it leaves behind, also after it was killed and went on."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import stat
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from gradsync.checkpoint.store import CheckpointStore, Snapshot
+from gradsync.errors import ConfigError, RunError
+from gradsync.train import output
+from gradsync.train.config import recipe
+from gradsync.train.config_io import parse_config
+from gradsync.train.output import Progress, RunDir, default_out, describe_environment
+from gradsync.world import World
+
+COLOUR = re.compile(r"\x1b\[(?:\d+;)*(?:3[0-8]|4[0-8]|9[0-7]|10[0-7])[;m]")
+"""An escape code that sets a colour, alone or after others."""
+METRICS = {
+    "step": 3,
+    "train/loss": 2.34567,
+    "optim/lr": 6e-4,
+    "optim/grad_norm": 1.234,
+    "perf/tokens_per_s": 246_913.0,
+    "perf/step_s": 0.5,
+    "comm/exposed_s": 0.1,
+}
+WORDS = "loss 2.3457  norm 1.23  lr 6.00e-04  123,456 tok/s/device  comm 20%"
+LIVE_WORDS = "loss 2.3457  123,456 tok/s/device  comm 20%"
+
+
+class Terminal(io.StringIO):
+    """A stream that claims to be a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A terminal with colours, of the usual width."""
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "80")
+    return monkeypatch
+
+
+def show(stream: io.StringIO, *, enabled: bool = True) -> str:
+    """All that a short run prints."""
+    progress = Progress(10, 2, enabled=enabled, stream=stream)
+    progress.say("before")
+    progress.stop()  # not begun yet
+    progress.start(0)
+    progress.show(METRICS)
+    progress.say("between")
+    progress.stop()
+    progress.stop()
+    progress.say("after")
+    return stream.getvalue()
+
+
+def test_other_ranks_say_nothing() -> None:
+    assert show(io.StringIO(), enabled=False) == ""
+    assert show(Terminal(), enabled=False) == ""
+
+
+def test_every_line_is_there_at_once() -> None:
+    flushed = []
+
+    class File(io.StringIO):
+        def flush(self) -> None:
+            flushed.append(self.getvalue())
+
+    Progress(10, 1, enabled=True, stream=File()).say("now")
+    assert flushed == ["now\n"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"optim/grad_norm": None}, "loss 2.3457  lr 6.00e-04"),
+        ({"perf/step_s": 0.0}, "comm 0%"),
+        ({"comm/exposed_s": 0.5}, "comm 100%"),
+        ({"perf/tokens_per_s": 1.0}, "  0 tok/s/device"),
+        ({"train/loss": float("nan")}, "loss nan"),
+    ],
+)
+def test_odd_figures(changes: dict[str, float | None], words: str) -> None:
+    stream = io.StringIO()
+    Progress(10, 2, enabled=True, stream=stream).show(METRICS | changes)
+    assert words in stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("start", "step", "elapsed_s", "eta"),
+    [
+        (0, 100, 100.0, "15:00"),
+        (0, 1, 10.0, "2:46:30"),
+        (0, 1000, 1.0, "0:00"),
+        (900, 950, 100.0, "1:40"),  # steps of an earlier run took no time of this one
+        (500, 500, 5.0, "0:00"),  # nothing to judge by yet
+    ],
+)
+def test_a_plain_line_with_the_time_left(
+    start: int, step: int, elapsed_s: float, eta: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = iter((50.0, 50.0 + elapsed_s))
+    monkeypatch.setattr(output, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    stream = io.StringIO()
+    progress = Progress(1000, 2, enabled=True, stream=stream)
+    progress.start(start)
+    progress.show(METRICS | {"step": step})
+    assert stream.getvalue() == f"step {step:>4}/1000  {WORDS}  eta {eta}\n"
+
+
+@pytest.mark.parametrize("no_color", ["", "1", "true"])
+def test_a_live_line_on_a_terminal(no_color: str, terminal: pytest.MonkeyPatch) -> None:
+    if no_color:
+        terminal.setenv("NO_COLOR", no_color)
+    shown = show(Terminal())
+    assert bool(COLOUR.search(shown)) == (not no_color)
+    assert "\x1b[2K" in shown  # the line is written over
+    text = re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]|\r", "", shown)
+    assert f" {LIVE_WORDS} " in text
+    assert "step  3/10 " in text  # nothing is cut
+    assert all(f"{line}\n" in text for line in ("before", "between", "after"))
+    assert shown.endswith("\x1b[?25hafter\n")  # the cursor is back
+
+
+def test_a_resumed_run_begins_where_it_was_and_text_is_shown_as_it_is(
+    terminal: pytest.MonkeyPatch,
+) -> None:
+    terminal.setenv("NO_COLOR", "1")
+    stream = Terminal()
+    progress = Progress(10, 1, enabled=True, stream=stream)
+    progress.start(4)
+    text = "data /x/[bold]/[red]12 " + "long " * 60 + "end"
+    progress.say(text)
+    progress.stop()
+    assert " 4/10" in stream.getvalue()
+    assert f"{text}\n" in stream.getvalue()  # no markup, no line breaks of our own
+
+
+# -- the run directory ----------------------------------------------------------------------------
+
+CONFIG = recipe("tiny")
+WORLD = World(rank=0, world_size=4, local_world_size=2, num_nodes=2, launcher="srun")
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "runs" / "one"
+
+
+def begin(path: Path, *, done_steps: int = 0) -> RunDir:
+    run_dir = RunDir(path)
+    run_dir.begin(CONFIG, WORLD, threads=3, done_steps=done_steps)
+    return run_dir
+
+
+def steps(path: Path) -> list[int]:
+    lines = (path / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["step"] for line in lines]
+
+
+def test_nothing_is_made_before_it_is_needed(path: Path) -> None:
+    run_dir = RunDir(path)
+    run_dir.refuse_overwrite()
+    run_dir.log_metrics({"step": 1})  # not begun: nowhere to write
+    run_dir.close()
+    assert not path.exists()
+    assert re.fullmatch(r"runs/tiny-\d{8}-\d{6}", default_out(CONFIG))
+
+
+def test_the_beginning_is_written_down(path: Path) -> None:
+    path.mkdir(parents=True)
+    (path / "exit.json").write_text("{}")  # the end of an earlier run is forgotten
+    (path / "metrics.jsonl").write_text('{"step": 0}\n')
+    begin(path).close()
+    assert sorted(os.listdir(path)) == ["config.yaml", "env.json", "metrics.jsonl"]
+    assert parse_config([str(path / "config.yaml")]) == CONFIG
+    described = json.loads((path / "env.json").read_text())
+    assert described == describe_environment(WORLD, 3)
+    expected = {"launcher": "srun", "world_size": 4, "num_nodes": 2, "device": "cpu", "threads": 3}
+    assert described.items() >= expected.items()
+    assert {"host", "platform", "python", "torch", "gradsync", "argv", "cores"} <= set(described)
+    assert (path / "metrics.jsonl").read_text() == ""
+
+
+def test_metrics_are_there_at_once_and_are_json(path: Path) -> None:
+    run_dir = begin(path)
+    run_dir.log_metrics({"step": 1, "train/loss": float("nan"), "optim/grad_norm": None})
+    text = (path / "metrics.jsonl").read_text()  # before the file is closed
+    assert text == '{"step": 1, "train/loss": null, "optim/grad_norm": null}\n'
+    run_dir.close()
+    run_dir.close()
+    run_dir.log_metrics({"step": 2})
+    assert steps(path) == [1]
+
+
+@pytest.mark.parametrize("torn", ['{"step": 1', "null", '{"loss": 1.0}', '{"step": "x"}', "[1]"])
+def test_steps_done_again_and_a_torn_line_are_dropped(path: Path, torn: str) -> None:
+    run_dir = begin(path, done_steps=5)  # where metrics were lost
+    for step in (1, 2, 2, 3, 4):  # step 2 has a line for its evaluation
+        run_dir.log_metrics({"step": step})
+    run_dir.close()
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write(torn)
+    resumed = begin(path, done_steps=2)
+    resumed.log_metrics({"step": 3})
+    resumed.close()
+    assert steps(path) == [1, 2, 2, 3]
+
+
+def test_a_small_file_is_whole_or_the_old_one(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = RunDir(path)
+    run_dir.write_json("summary.json", {"steps": 1})
+    with pytest.raises(TypeError):
+        run_dir.write_json("summary.json", {"steps": object()})
+
+    def full(self: Path, target: Path) -> Path:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", full)
+        with pytest.raises((OSError, RunError), match="No space left"):
+            run_dir.write_json("summary.json", {"steps": 2})
+    assert json.loads((path / "summary.json").read_text()) == {"steps": 1}
+    run_dir.write_json("summary.json", {"steps": 2})
+    assert json.loads((path / "summary.json").read_text()) == {"steps": 2}
+    assert os.listdir(path) == ["summary.json"]
+
+
+def test_another_runs_checkpoints_are_safe(path: Path) -> None:
+    run_dir = RunDir(path)
+    run_dir.checkpoints.mkdir(parents=True)
+    run_dir.refuse_overwrite()  # a directory without checkpoints may be used
+    (run_dir.checkpoints / "step-00000010").mkdir()
+    with pytest.raises(ConfigError, match=f"{path} already holds a run; .*--resume auto"):
+        run_dir.refuse_overwrite()
+
+
+def begin_log(path: Path, **changes: Any) -> None:
+    with RunDir(path).rank_log(replace(WORLD, **changes)) as begin:
+        begin()
+
+
+def test_it_is_its_users_alone(path: Path) -> None:
+    run_dir = begin(path)
+    run_dir.log_metrics({"step": 1})
+    begin_log(path, rank=3, local_rank=1)
+    run_dir.write_json("summary.json", {})
+    run_dir.close()
+    tensors = {"model": {"w": torch.ones(1)}}
+    CheckpointStore(path / "checkpoints").save(Snapshot(step=1, tensors=tensors, state={}))
+    modes = {entry: stat.S_IMODE(entry.stat().st_mode) for entry in (path, *path.rglob("*"))}
+    assert len(modes) == 12
+    for entry, mode in modes.items():
+        assert mode == (0o700 if entry.is_dir() else 0o600), entry
+
+
+def test_a_directory_that_was_there_keeps_its_mode(path: Path) -> None:
+    path.mkdir(parents=True, mode=0o755)
+    begin(path).close()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o755
+    assert stat.S_IMODE((path / "env.json").stat().st_mode) == 0o600
+
+
+def test_nothing_is_written_through_a_link_or_into_a_pipe(path: Path, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    names = ("env.json", "config.yaml", "metrics.jsonl", "exit.json", "summary.json")
+    (path / "logs").mkdir(parents=True)
+    for name in names:
+        (path / name).symlink_to(victim)
+        (path / f".{name}.tmp").symlink_to(victim)
+        (path / f".tmp-{name}-{os.getpid()}").symlink_to(victim)
+    (path / "logs" / "rank_00000.log").symlink_to(victim)
+    os.mkfifo(path / "logs" / "rank_00001.log")
+    run_dir = begin(path, done_steps=3)
+    run_dir.log_metrics({"step": 4})
+    for name in ("exit.json", "summary.json"):
+        run_dir.write_json(name, {})
+    run_dir.close()
+    with pytest.raises(ConfigError, match="symbolic links"):
+        begin_log(path)
+    with pytest.raises(ConfigError, match=r"No such device|is a pipe"):
+        begin_log(path, rank=1, local_rank=1)
+    assert victim.read_text() == "precious"
+    assert not any((path / name).is_symlink() for name in names)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gradsync.comm.base import Communicator
-from gradsync.comm.choose import communicator
+from gradsync.comm.groups import communicator
 from gradsync.errors import ConfigError
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.power_sgd import PowerSgdReducer
@@ -197,7 +197,7 @@ def test_a_rank_that_leaves_is_noticed_in_backward(pool: Any) -> None:
 
 
 def test_numbers_out_of_range() -> None:
-    from gradsync.comm.single import SingleCommunicator
+    from gradsync.comm.groups import SingleCommunicator
 
     model, comm = nn.Linear(2, 2), SingleCommunicator()
     with pytest.raises(

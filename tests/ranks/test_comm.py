@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from gradsync.comm.base import Communicator
-from gradsync.comm.choose import communicator
+from gradsync.comm.groups import SingleCommunicator, communicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
-from gradsync.comm.single import SingleCommunicator
 from gradsync.comm.values import all_sum, broadcast_json, broadcast_tensors
 from gradsync.errors import RunError
 from gradsync.world import World

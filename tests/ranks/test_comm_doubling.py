@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradsync.comm.doubling import doubling_all_reduce
+from gradsync.comm.p2p_collectives import doubling_all_reduce
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from support.comm_cases import (
     OPS,

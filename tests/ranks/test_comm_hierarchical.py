@@ -7,11 +7,14 @@ import torch
 import torch.distributed as dist
 
 from gradsync.comm.base import Communicator
-from gradsync.comm.by_messages import ByMessages
-from gradsync.comm.hierarchical import hierarchical_all_reduce, tree_broadcast, tree_reduce
+from gradsync.comm.groups import SingleCommunicator, Subset
+from gradsync.comm.p2p_collectives import (
+    P2PCommunicator,
+    hierarchical_all_reduce,
+    tree_broadcast,
+    tree_reduce,
+)
 from gradsync.comm.process_group import ProcessGroupCommunicator
-from gradsync.comm.single import SingleCommunicator
-from gradsync.comm.subset import Subset
 from support.comm_cases import (
     check_algorithm,
     check_all,
@@ -55,7 +58,7 @@ def test_collectives_by_messages(world_size: int) -> None:
 
     def work(rank: int, group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
         alone = SingleCommunicator() if world_size == 1 else ProcessGroupCommunicator(group)
-        comm = ByMessages(Subset(alone, range(world_size)))
+        comm = P2PCommunicator(Subset(alone, range(world_size)))
         mine = rank_input(rank, 5, torch.float32)
         summed, largest, sent = mine.clone(), mine.clone(), mine.clone()
         gathered, slices = torch.zeros(5 * world_size), torch.zeros(2)

@@ -3,46 +3,25 @@
 from __future__ import annotations
 
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from gradsync.comm.process_group import ProcessGroupCommunicator
-from gradsync.comm.ring import (
-    all_gather_steps,
-    reduce_scatter_steps,
+from gradsync.comm.groups import SingleCommunicator
+from gradsync.comm.p2p_collectives import (
     ring_all_gather,
     ring_all_reduce,
     ring_reduce_scatter,
 )
-from gradsync.comm.shares import share
-from gradsync.comm.single import SingleCommunicator
+from gradsync.comm.process_group import ProcessGroupCommunicator
 from support.comm_cases import (
     check_algorithm,
     check_all,
     rank_input,
 )
 from support.thread_ranks import run_thread_ranks
-
-
-@pytest.mark.parametrize("world_size", range(1, 9))
-def test_steps_fit_together(world_size: int) -> None:
-    """What a rank sends is what its right neighbour expects; after N-1 steps r owns share r."""
-    for make in (reduce_scatter_steps, all_gather_steps):
-        steps = [make(rank, world_size) for rank in range(world_size)]
-        for rank in range(world_size):
-            right = steps[(rank + 1) % world_size]
-            assert [step.sent for step in steps[rank]] == [step.received for step in right]
-    for rank in range(world_size):
-        scatter, gather = reduce_scatter_steps(rank, world_size), all_gather_steps(rank, world_size)
-        for steps in (scatter, gather):
-            for before, after in pairwise(steps):
-                assert after.sent == before.received
-        if world_size > 1:
-            assert scatter[-1].received == rank == gather[0].sent
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6])
@@ -94,12 +73,12 @@ def test_the_two_halves(world_size: int) -> None:
         comm = ProcessGroupCommunicator(group) if world_size > 1 else SingleCommunicator()
         tensor = rank_input(rank, 103, torch.int64)
         mine = ring_reduce_scatter(comm, tensor)
-        start, end = share(103, world_size, rank)
-        assert mine.data_ptr() == tensor[start:end].data_ptr()
-        assert len(mine) == end - start
+        shards = tensor.tensor_split(world_size)
+        assert mine.data_ptr() == shards[rank].data_ptr()
+        assert len(mine) == len(shards[rank])
         for other in range(world_size):
             if other != rank:
-                tensor[slice(*share(103, world_size, other))] = -1  # scratch by contract
+                shards[other].fill_(-1)  # scratch by contract
         ring_all_gather(comm, tensor)
         return tensor
 

@@ -9,13 +9,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradsync.comm.doubling import doubling_all_reduce
-from gradsync.comm.hierarchical import hierarchical_all_reduce
+from gradsync.comm.groups import SingleCommunicator, Subset
+from gradsync.comm.p2p_collectives import (
+    doubling_all_reduce,
+    hierarchical_all_reduce,
+    ring_all_gather,
+    ring_all_reduce,
+    ring_reduce_scatter,
+)
 from gradsync.comm.process_group import ProcessGroupCommunicator
-from gradsync.comm.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
-from gradsync.comm.shares import share
-from gradsync.comm.single import SingleCommunicator
-from gradsync.comm.subset import Subset
 from support.recording import RecordingCommunicator
 from support.thread_ranks import run_thread_ranks
 
@@ -47,8 +49,7 @@ def test_ring(world_size: int) -> None:
         return found, sent
 
     def size(length: int, index: int) -> int:
-        start, end = share(length, world_size, index % world_size)
-        return end - start
+        return len(torch.empty(length).tensor_split(world_size)[index % world_size])
 
     expected = []
     for dtype in DTYPES:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gradsync.comm.groups import SingleCommunicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
-from gradsync.comm.single import SingleCommunicator
 from gradsync.errors import CheckpointError, ConfigError
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.periodic.diloco import DilocoReducer

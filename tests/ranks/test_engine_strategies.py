@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gradsync.comm.groups import SingleCommunicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
-from gradsync.comm.single import SingleCommunicator
 from gradsync.sync.registry import STRATEGIES
 from gradsync.sync.replicate import replicate
 from support.engine_cases import pretend_hosts

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from gradsync.comm.groups import SingleCommunicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
-from gradsync.comm.single import SingleCommunicator
 from gradsync.data.evaluation import EvalLeaves, eval_leaves
 from gradsync.errors import RunError
 from gradsync.models.config import GPTConfig

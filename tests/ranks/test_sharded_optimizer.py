@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradsync.comm.base import Communicator
+from gradsync.comm.groups import SingleCommunicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
-from gradsync.comm.single import SingleCommunicator
 from gradsync.errors import ConfigError
 from gradsync.sync.sharded.layout import layout_of
 from gradsync.sync.sharded.optimizer import ShardedOptimizer, step_together

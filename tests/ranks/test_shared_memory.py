@@ -13,11 +13,9 @@ from torch import Tensor
 
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.shared_memory.choose import fastest, share_memory
-from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator, _leave
-from gradsync.comm.shared_memory.flags import PAGE_BYTES, Flags
-from gradsync.comm.shared_memory.staging import STAGE_BYTES
-from gradsync.comm.shared_memory.unavailable import SharedMemoryError
-from gradsync.comm.shared_memory.waiting import Patience
+from gradsync.comm.shared_memory.communicator import STAGE_BYTES, SharedMemoryCommunicator, _leave
+from gradsync.comm.shared_memory.ordered_ops import PAGE_BYTES, Flags, Patience
+from gradsync.comm.shared_memory.segment import SharedMemoryError
 from gradsync.errors import LostPeerError, RunError
 from support.comm_cases import FLOATS, INTEGERS, OPS, check_all, lengths, rank_input
 from support.thread_ranks import run_thread_ranks
@@ -263,15 +261,15 @@ def test_who_has_ended_is_named_before_who_left_for_it() -> None:
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as peer:
         patience = Patience(0, [os.getpid(), peer.pid, os.getpid()], 20.0)
 
-        def left() -> list[int]:
+        def left(_: list[int]) -> list[int]:
             """Rank 2 has seen the end of rank 1, which this rank had not when it looked."""
             peer.communicate()
             return [2]
 
         with pytest.raises(LostPeerError, match=r"rank 1 \(process \d+\) has ended"):
-            patience.until(lambda: False, lambda: [1, 2], left, "all_reduce")
+            patience.until_none(lambda: [1, 2], left, "all_reduce")
         with pytest.raises(LostPeerError, match=r"rank\(s\) 2 left .* in all_reduce"):
-            patience.until(lambda: False, lambda: [2], left, "all_reduce")
+            patience.until_none(lambda: [2], left, "all_reduce")
         patience.close()
 
 

@@ -22,7 +22,7 @@ from gradsync.backends.create import NAME, create
 from gradsync.backends.group import SharedMemoryGroup
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.shared_memory.choose import share_memory
-from gradsync.comm.shared_memory.unavailable import SharedMemoryError
+from gradsync.comm.shared_memory.segment import SharedMemoryError
 from gradsync.errors import LostPeerError, RunError
 from support.comm_cases import FLOATS, INTEGERS, rank_input
 from support.shm_ranks import Ranks, given, on_ranks

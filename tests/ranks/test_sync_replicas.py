@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from gradsync.comm.groups import SingleCommunicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
-from gradsync.comm.single import SingleCommunicator
 from gradsync.errors import RunError
 from gradsync.sync import replicas
 from gradsync.sync.replicas import check_replicas, hash_bits, replica_tensors

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gradsync.comm.base import Communicator
-from gradsync.comm.single import SingleCommunicator
+from gradsync.comm.groups import SingleCommunicator
 from gradsync.data.plan import share
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.registry import STRATEGIES

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradsync.comm.single import SingleCommunicator
+from gradsync.comm.groups import SingleCommunicator
 from gradsync.sync.batch_norm import CHOICES, choose_batch_norm
 from gradsync.sync.replicate import replicate
 

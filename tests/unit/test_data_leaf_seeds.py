@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from gradsync.comm.single import SingleCommunicator
+from gradsync.comm.groups import SingleCommunicator
 from gradsync.data.loader import loader
 from gradsync.data.streaming import StreamLoader, stream_loader
 from gradsync.runtime.seeds import seed_leaf

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradsync.comm.single import SingleCommunicator
+from gradsync.comm.groups import SingleCommunicator
 from gradsync.sync.limbs import NUM_LIMBS, join, split
 from gradsync.sync.loss_sum import LossSum
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from gradsync.backends.group import SharedMemoryGroup
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.shared_memory.choose import share_memory
-from gradsync.comm.shared_memory.unavailable import SharedMemoryError
+from gradsync.comm.shared_memory.segment import SharedMemoryError
 from gradsync.core.torch_private import count_operations, set_backends, set_timeout
 
 log = logging.getLogger("gradsync")

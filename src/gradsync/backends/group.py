@@ -20,8 +20,9 @@ from gradsync.backends.takes import (
     op_of,
     options_of,
 )
-from gradsync.comm.base import AllOf, Done, ReduceOp, Work
+from gradsync.comm.base import ReduceOp, Work
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
+from gradsync.comm.work import AllOf, Done
 from gradsync.core.torch_private import (
     backend_of,
     device_types,

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader
 
 from gradsync.comm.base import Communicator
-from gradsync.comm.choose import communicator
-from gradsync.comm.single import SingleCommunicator
+from gradsync.comm.groups import SingleCommunicator, communicator
 from gradsync.compat.functions import backend_here
 from gradsync.data.loader import Loader, loader
 from gradsync.errors import ConfigError
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import Tensor, nn
 
-    from gradsync.comm.supported import Op
+    from gradsync.comm.reductions import Op
     from gradsync.sync.gradient_sync import GradientSync
 
 log = logging.getLogger("gradsync")

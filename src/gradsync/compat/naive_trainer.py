@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gradsync.comm.choose import communicator
+from gradsync.comm.groups import communicator
 from gradsync.data.leaf import count_targets
 from gradsync.data.plan import share
 from gradsync.errors import ConfigError, DataError

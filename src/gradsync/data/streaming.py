@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import default_collate
 
 from gradsync.comm.base import Communicator
-from gradsync.comm.choose import communicator
+from gradsync.comm.groups import communicator
 from gradsync.comm.values import all_gather_json, same_on_all_ranks
 from gradsync.data.leaf import Leaf, make_leaf
 from gradsync.data.limits import require_at_least

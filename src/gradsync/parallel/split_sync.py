@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradsync.comm.subset import Subset
+from gradsync.comm.groups import Subset
 from gradsync.errors import RunError
 from gradsync.parallel.groups import SplitGroups
 from gradsync.parallel.partition import EMBEDDING, Part

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from gradsync.comm.background import Background
+from gradsync.comm.work import Background
 from gradsync.core.torch_private import timeout_of
 
 if TYPE_CHECKING:

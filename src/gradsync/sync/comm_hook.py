@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradsync.comm.base import Communicator
 from gradsync.comm.groups import Groups
-from gradsync.comm.hierarchical import hierarchical_all_reduce
+from gradsync.comm.p2p_collectives import hierarchical_all_reduce
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.reductions import ALGORITHMS, Site
 from gradsync.errors import ConfigError
@@ -140,7 +140,7 @@ def _averaging(
         site = Site(comm=comm)
 
         def average(tensor: Tensor) -> None:
-            ALGORITHMS[algorithm].run(site, tensor, "sum")
+            ALGORITHMS[algorithm](site, tensor, "sum")
             tensor.div_(comm.world_size)  # the one division
 
         return average

@@ -6,12 +6,12 @@
              rank 1 ═╝ b of both ═► b ~~~ all-reduce with rank 3 ~~~ b ═► into all buffers ═► a b
     host 1   rank 2 ═╗ ...
 
-The same as `comm/hierarchical.py`, which uses messages alone. Inside a host a byte moves at the
+The same as `hierarchical_all_reduce`, which uses messages alone. Inside a host a byte moves at the
 memory's speed; between hosts each rank sends 2(M-1)/M of a shard (M hosts).
 
-[Note: One turn] From the moment when all ranks of the host have arrived until all are done, a
+[Note: One operation] From the moment when all ranks of the host have arrived until all are done, a
 shard belongs to one rank, in all ranks' buffers. So adding, the messages, and writing the result
-all happen in one turn (`turns.py`). No rank waits for a message of another shard.
+all happen in one operation. No rank waits for a message of another shard.
 
 [Note: Cuts] Tensors sent between hosts must be cut alike on all hosts, wherever they lie: into
 equal shards, with the remainder sent like a short tensor.
@@ -19,57 +19,18 @@ equal shards, with the remainder sent like a short tensor.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from torch import Tensor
 
-from gradsync.comm.base import Communicator, Messenger, ReduceOp
-from gradsync.comm.by_messages import ByMessages
-from gradsync.comm.channel import Channel
-from gradsync.comm.combine import flat_view
-from gradsync.comm.doubling import doubling_all_reduce
-from gradsync.comm.ring import ring_all_reduce
-from gradsync.comm.shared_memory.choose import share_memory
+from gradsync.comm.base import Messenger, ReduceOp
+from gradsync.comm.kernels import flat_view, reduce_into
+from gradsync.comm.p2p_collectives import doubling_all_reduce, ring_all_reduce
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
-from gradsync.comm.shared_memory.kernels import reduce_into
-from gradsync.comm.shared_memory.unavailable import SharedMemoryError
-from gradsync.comm.values import all_gather_json
 from gradsync.errors import LostPeerError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _SHORT_BYTES = 2**14
 """Up to this size one rank of each host sends all of it: shards would be too short for messages."""
 _DOUBLING_BYTES = 2**18
 """Up to this size fewer messages between hosts are worth more bytes."""
-
-
-def share_hosts(
-    everyone: Communicator, intra: Messenger, channel: int = 0
-) -> SharedMemoryCommunicator:
-    """Make a communicator over each host's ranks through shared memory; all ranks call it.
-
-    All hosts get one, or none does. Close it when it is no longer needed.
-
-    Args:
-        everyone: communicator over the ranks of all hosts; two small all-gathers.
-        intra: the ranks of this host; carries messages, in `channel`.
-        channel: from `draw_channel`, when the communicator is for a second thread.
-
-    Raises:
-        SharedMemoryError: on all ranks, with the reason of the first host where it failed.
-    """
-    shared, reason = None, ""
-    try:
-        shared = share_memory(ByMessages(Channel(intra, channel), getattr(intra, "group", None)))
-    except SharedMemoryError as error:
-        reason = str(error)
-    for rank, refusal in enumerate(all_gather_json(everyone, reason)):
-        if refusal:
-            if shared is not None:
-                shared.close()
-            raise SharedMemoryError(f"rank {rank}: {refusal}")
-    assert shared is not None, "no rank refused"
-    return shared
 
 
 def all_reduce_over_hosts(
@@ -149,7 +110,7 @@ def _in_shares(
         return
     operands = [part[mine] for part in parts]
 
-    def share() -> None:  # [Note: One turn]
+    def share() -> None:  # [Note: One operation]
         reduce_into(own, operands, op)
         _between(inter, own, op)
         for rank, operand in enumerate(operands):

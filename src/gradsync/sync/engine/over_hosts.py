@@ -6,10 +6,10 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from gradsync.comm.background import Background
 from gradsync.comm.base import Communicator, Work
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
-from gradsync.comm.shared_memory.unavailable import SharedMemoryError
+from gradsync.comm.shared_memory.segment import SharedMemoryError
+from gradsync.comm.work import Background
 from gradsync.sync.engine.bucket import Bucket
 from gradsync.sync.engine.sums import Sums
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from gradsync.comm.background import Background
-from gradsync.comm.base import Communicator, Done, Work
+from gradsync.comm.base import Communicator, Work
+from gradsync.comm.work import Background, Done
 from gradsync.sync.engine.bucket import Bucket
 from gradsync.sync.engine.sums import Sums
 

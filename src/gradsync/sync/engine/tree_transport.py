@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gradsync.comm.background import Background
-from gradsync.comm.base import Done, Messenger, Work
+from gradsync.comm.base import Messenger, Work
+from gradsync.comm.work import Background, Done
 from gradsync.sync.engine.bucket import Bucket
 from gradsync.sync.engine.leaf_tree import (
     UNKNOWN,

@@ -25,8 +25,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from gradsync.comm.kernels import reduce_in_place
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
-from gradsync.comm.shared_memory.kernels import reduce_in_place
 from gradsync.core.torch_private import foreach_mul_
 from gradsync.errors import ConfigError, GradsyncError
 from gradsync.sync.clip import clip_factor

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gradsync.comm.shared_memory.kernels import Pair, pairs_of_tree
+from gradsync.comm.kernels import Pair, pairs_of_tree
 from gradsync.sync.engine.leaf_tree import (
     UNKNOWN,
     Node,

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from gradsync.comm.kernels import even_parts, reduce_in_place
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
-from gradsync.comm.shared_memory.kernels import even_parts, reduce_in_place
 from gradsync.sync.engine.bucket import Bucket
 from gradsync.sync.engine.leaf_tree import UNKNOWN
 from gradsync.sync.engine.sums import FORGOTTEN, Sums

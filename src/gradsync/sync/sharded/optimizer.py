@@ -24,8 +24,7 @@ import torch
 from torch.optim import Optimizer
 
 from gradsync.comm.base import Communicator
-from gradsync.comm.choose import communicator
-from gradsync.comm.single import SingleCommunicator
+from gradsync.comm.groups import SingleCommunicator, communicator
 from gradsync.errors import ConfigError
 from gradsync.sync.sharded.bucket import ShardedBucket, options
 from gradsync.sync.sharded.elementwise import arguments_of, check_elementwise

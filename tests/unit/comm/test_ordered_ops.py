@@ -1,4 +1,4 @@
-"""Turns of two ranks on pages in this process: what a rank does that runs far ahead of its peer."""
+"""Operations of two ranks on pages in this process: one rank that runs far ahead of its peer."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from gradsync.comm.shared_memory.flags import NUM_SIGNATURES, PAGE_BYTES, Flags
-from gradsync.comm.shared_memory.turns import Turns
-from gradsync.comm.shared_memory.waiting import Patience
+from gradsync.comm.shared_memory.ordered_ops import (
+    NUM_SIGNATURES,
+    PAGE_BYTES,
+    Flags,
+    OrderedOps,
+    Patience,
+)
 from gradsync.errors import RunError
 
 MANY = 2 * NUM_SIGNATURES + 50
@@ -30,15 +34,15 @@ class Page:
         self.after(self.stores)
 
 
-def two_ranks() -> tuple[Turns, Turns, Flags]:
+def two_ranks() -> tuple[OrderedOps, OrderedOps, Flags]:
     """The turns of both, and the second one's flags."""
     pages = [torch.zeros(PAGE_BYTES, dtype=torch.uint8) for _ in range(2)]
     first, second = (Flags(rank, pages) for rank in range(2))
     patience = Patience(0, [os.getpid()] * 2, 1.0)
-    return Turns(first, patience), Turns(second, patience), second
+    return OrderedOps(first, patience), OrderedOps(second, patience), second
 
 
-def go_on(turns: Turns) -> bool:
+def go_on(turns: OrderedOps) -> bool:
     """Carry them as far as the peer allows; whether anything moved."""
     before = len(turns._queue)
     while turns._queue and turns._go_on(turns._queue[0], waiting=False):

@@ -8,9 +8,11 @@ torch renames it.
 from __future__ import annotations
 
 import inspect
+import sys
 import weakref
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import wraps
 from operator import attrgetter, methodcaller
 from types import FunctionType
 from typing import Any, TypeVar
@@ -22,7 +24,11 @@ from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+    _use_grad_for_differentiable,
+)
 
 T = TypeVar("T", bound=type)
 
@@ -253,3 +259,60 @@ def _skip(method: Any) -> bool:
     both = frames._FrameExecStrategy(action.SKIP, action.SKIP)
     frames.set_code_exec_strategy(method.__code__, both)
     return True
+
+
+_COMPILER = "torch._dynamo"
+_DISABLED = "__dynamo_disable"
+_NAMES_OF_STEP = {
+    *(_COMPILER, "_dynamo", "graph_break", "is_grad_enabled", "set_grad_enabled", "defaults"),
+    *("cast", "Optimizer"),
+}
+
+
+def leave_compiler_unloaded() -> None:
+    """Let torch's optimizers work without the compiler until something else imports it.
+
+    Torch wraps their methods to keep them out of compiled graphs, and to that end imports the
+    compiler for the first optimizer: a second and 800 modules in every process. Before the import
+    there are no graphs. Does nothing where this torch wraps them in another way.
+    """
+    if _COMPILER in sys.modules:
+        return
+    disabled, with_grad = torch._disable_dynamo(_skip), _use_grad_for_differentiable(_skip)
+    if _DISABLED in disabled.__code__.co_consts:
+        for method in vars(torch.optim.Optimizer).values():
+            if getattr(method, "__code__", None) is disabled.__code__:
+                _call_directly(method)
+    if set(with_grad.__code__.co_names) == _NAMES_OF_STEP:
+        for cls in vars(torch.optim).values():
+            step = vars(cls).get("step") if isinstance(cls, type) else None
+            if getattr(step, "__code__", None) is with_grad.__code__:
+                cls.step = _plain_step(step)
+
+
+def _call_directly(method: Any) -> None:
+    """Put ours where torch's wrapper `method` caches the function that it makes by the compiler."""
+    function = method.__wrapped__
+
+    def direct(*given: Any, **named: Any) -> Any:
+        if _COMPILER not in sys.modules:
+            return function(*given, **named)
+        vars(function).pop(_DISABLED, None)
+        return method(*given, **named)
+
+    if _skip(direct):
+        setattr(function, _DISABLED, direct)
+
+
+def _plain_step(step: Any) -> Any:
+    """`step` without the compiler's `graph_break`, which its wrapper calls."""
+    function = step.__wrapped__
+
+    @wraps(step)
+    def plain(self: Any, *given: Any, **named: Any) -> Any:
+        if torch.compiler.is_compiling() or _COMPILER in sys.modules:
+            return step(self, *given, **named)
+        with torch.set_grad_enabled(self.defaults["differentiable"]):
+            return function(self, *given, **named)
+
+    return plain

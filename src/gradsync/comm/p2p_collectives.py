@@ -1,4 +1,4 @@
-"""All-reduce by messages alone: a ring, recursive doubling, two levels; and a small communicator.
+"""Collectives made of messages alone: a ring, recursive doubling, two levels.
 
 The ring cuts the tensor into N shards. First N-1 steps of *reduce-scatter*: each rank sends a shard
 to its right neighbour and combines the one from its left. Then N-1 steps of *all-gather*: the

@@ -1,8 +1,7 @@
 """Every private name of torch that gradsync touches: here and nowhere else (tools/check_safety.py).
 
 Names without an underscore that torch changed between the releases we support (2.11 to 2.13) are
-here too. tests/unit/core/test_torch_private.py has a canary for each: it says what breaks when
-torch renames it.
+here too. tests/unit/core/test_torch_private.py has a canary for each.
 """
 
 from __future__ import annotations
@@ -47,16 +46,12 @@ version: Callable[[Tensor], int] = attrgetter("_version")
 
 # -- autograd -------------------------------------------------------------------------------------
 
-
 current_graph_task = torch._C._current_graph_task_id
 """Number of the backward that runs now, -1 without one; inner ones have higher numbers."""
 
 
 def at_the_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call `callback` once the backward that runs now has finished; only inside of a hook.
-
-    What torch's own DDP and FSDP use.
-    """
+    """Call `callback` once the backward that runs now has finished; only inside of a hook."""
     Variable._execution_engine.queue_callback(callback)  # pyrefly: ignore
 
 
@@ -101,11 +96,8 @@ def optimizer_post_hooks() -> list[Callable[..., Any]]:
 
 
 def end_workers(batches: object) -> None:
-    """End the worker processes of a `DataLoader`'s iterator, if it has any.
-
-    It does so itself when its last reference goes, but after an error the traceback holds one for
-    as long as the exception is kept.
-    """
+    """End the worker processes of a `DataLoader`'s iterator, if it has any: after an error the
+    traceback holds a reference, without which they would end by themselves."""
     shut_down = getattr(batches, "_shutdown_workers", None)
     if shut_down is not None:
         shut_down()
@@ -198,10 +190,8 @@ def coalesced(group: Any, device: torch.device, post: Callable[[], object]) -> A
 
 
 def mesh_of(group: Any, device: torch.device, owner: object) -> DeviceMesh:
-    """The ranks of `group` as a mesh of one dimension, for as long as `owner` lives.
-
-    Torch keeps meshes in caches for ever; the group and its sockets must not live as long.
-    """
+    """The ranks of `group` as a mesh of one dimension, for as long as `owner` lives: torch's caches
+    of meshes live for ever, and would keep the group and its sockets."""
     mesh = DeviceMesh.from_group(group, device.type)
     weakref.finalize(owner, getattr(mesh, "_pg_registry", {}).clear)
     return mesh

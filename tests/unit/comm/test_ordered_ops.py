@@ -14,6 +14,7 @@ from gradsync.comm.shared_memory.ordered_ops import (
     NUM_SIGNATURES,
     PAGE_BYTES,
     Flags,
+    OrderedOp,
     OrderedOps,
     Patience,
 )
@@ -57,7 +58,7 @@ def test_a_rank_far_ahead_is_not_accused(from_store: int) -> None:
     slow, fast, flags = two_ranks()
     done: list[list[int]] = [[], []]
     for number in range(MANY):
-        slow.submit("the same", number, share=partial(done[0].append, number))
+        slow.submit(OrderedOp("the same", (number,), share=partial(done[0].append, number)))
 
     def look(store: int) -> None:
         if store >= from_store:
@@ -65,7 +66,7 @@ def test_a_rank_far_ahead_is_not_accused(from_store: int) -> None:
 
     flags._mine = Page(flags._mine, look)  # pyrefly: ignore[bad-assignment]
     for number in range(MANY):
-        fast.submit("the same", number, share=partial(done[1].append, number))
+        fast.submit(OrderedOp("the same", (number,), share=partial(done[1].append, number)))
     while any([go_on(fast), go_on(slow)]):
         pass
     assert done == [list(range(MANY))] * 2
@@ -73,8 +74,8 @@ def test_a_rank_far_ahead_is_not_accused(from_store: int) -> None:
 
 def test_another_operation_is_found_however_far_ahead_its_rank_is() -> None:
     slow, fast, _ = two_ranks()
-    fast.submit("another thing", 2)
+    fast.submit(OrderedOp("another thing"))
     for _ in range(MANY):
-        fast.submit("the same", 1)
+        fast.submit(OrderedOp("the same"))
     with pytest.raises(RunError, match=r"different operations.* one thing"):
-        slow.submit("one thing", 1)
+        slow.submit(OrderedOp("one thing"))

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import os
 import weakref
-import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +24,13 @@ from torch import Tensor
 from gradsync.comm.base import Communicator, Messages, ReduceOp, Work
 from gradsync.comm.kernels import even_parts, pairs_of_tree, reduce_in_place, reduce_into
 from gradsync.comm.process_group import draw_channel
-from gradsync.comm.shared_memory.ordered_ops import PAGE_BYTES, Flags, OrderedOps, Patience
+from gradsync.comm.shared_memory.ordered_ops import (
+    PAGE_BYTES,
+    Flags,
+    OrderedOp,
+    OrderedOps,
+    Patience,
+)
 from gradsync.comm.shared_memory.segment import map_together
 from gradsync.comm.work import AllOf, CopyBack
 
@@ -32,7 +38,6 @@ STAGE_BYTES = 2**20
 """Size of each of the two buffers."""
 _SMALL_BYTES = 2**14
 """Up to this size every rank adds up everything by itself: one meeting instead of two."""
-_OPS = ("sum", "min", "max")
 
 
 class SharedMemoryCommunicator:
@@ -136,10 +141,10 @@ class SharedMemoryCommunicator:
             what: name of the operation; an error on ranks that run another one at the same time.
             over: memory from `allocate` that the shares work on, if any.
         """
-        place: tuple[int, ...] = ()
+        key: tuple[int, ...] = ()
         if over is not None and (placed := self._placed(over)) is not None:
-            place = (over.numel(), *placed[1])
-        return self._ops.submit(what, _signature_of(what, *place), share=share)
+            key = (over.numel(), *placed[1])
+        return self._ops.submit(OrderedOp(what, key, share=share))
 
     def note(self, values: Sequence[int]) -> None:
         """Publish up to 8 numbers, which peers may read in the share of the next operation."""
@@ -165,7 +170,7 @@ class SharedMemoryCommunicator:
         mine = even_parts(flat.numel(), self.world_size)[self.rank]
         operands, pairs = [part[mine] for part in parts], pairs_of_tree(self.world_size)
         share = partial(reduce_in_place, operands, pairs, 0, operands, op)
-        return self._ops.submit(*_described("all_reduce", flat, op, place), share=share)
+        return self._ops.submit(_op("all_reduce", flat, (op, place), share=share))
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Work:
         """See `Communicator.broadcast`."""
@@ -195,12 +200,12 @@ class SharedMemoryCommunicator:
         parts, place = placed
         mine = slice(self.rank * out.numel(), (self.rank + 1) * out.numel())
         share = partial(reduce_into, out, [part[mine] for part in parts], op)
-        work = self._ops.submit(*_described("reduce_scatter", flat, op, place), share=share)
+        work = self._ops.submit(_op("reduce_scatter", flat, (op, place), share=share))
         return _home(work, out, home)
 
     def barrier(self) -> None:
         """See `Communicator.barrier`."""
-        self._ops.submit("barrier", _signature_of("barrier"), alone=True).wait()
+        self._ops.submit(OrderedOp("barrier", alone=True)).wait()
 
     def exchange(self, sends: Messages, receives: Messages, channel: int = 0, /) -> Work:
         """See `Messenger.exchange`; through `base`, from any thread."""
@@ -240,12 +245,9 @@ class _Staging:
         """Combine `flat`, [n], in place."""
         if flat.numel() * flat.element_size() <= _SMALL_BYTES:
             stages = self._next(flat)
-            return self._submit(
-                *_described("all_reduce", flat, op),
-                prepare=lambda: stages[self._rank].copy_(flat),
-                share=lambda: reduce_into(flat, stages, op),
-                alone=True,
-            )
+            prepare = partial(stages[self._rank].copy_, flat)
+            share = partial(reduce_into, flat, stages, op)
+            return self._submit(_op("all_reduce", flat, (op,), prepare, share, alone=True))
         size = STAGE_BYTES // flat.element_size()
         return AllOf([self._large(piece, op) for piece in flat.split(size)])
 
@@ -269,8 +271,7 @@ class _Staging:
             for rank, part in others:
                 flat[part].copy_(stages[rank][part])
 
-        what = _described("all_reduce", flat, op)
-        return self._submit(*what, prepare=prepare, share=share, take=take)
+        return self._submit(_op("all_reduce", flat, (op,), prepare, share, take))
 
     def broadcast(self, flat: Tensor, src: int) -> Work:
         """Overwrite `flat`, [n], with the one of rank `src`."""
@@ -281,13 +282,9 @@ class _Staging:
     def _copy(self, flat: Tensor, src: int) -> Work:
         stage = self._next(flat)[src]
         here = self._rank == src
-        return self._submit(
-            *_described("broadcast", flat, place=(src,)),
-            # Also an empty one, which keeps operations with buffers in step.
-            prepare=lambda: stage.copy_(flat) if here else None,
-            share=None if here else lambda: flat.copy_(stage),
-            alone=True,
-        )
+        prepare = partial(stage.copy_, flat) if here else _nothing
+        share = None if here else partial(flat.copy_, stage)
+        return self._submit(_op("broadcast", flat, (src,), prepare, share, alone=True))
 
     def all_gather(self, out: Tensor, flat: Tensor) -> Work:
         """Fill `out`, [ranks * n], with each rank's `flat`, [n]."""
@@ -303,9 +300,7 @@ class _Staging:
                 row.copy_(stage)
 
         prepare = partial(stages[self._rank].copy_, flat)
-        return self._submit(
-            *_described("all_gather", flat), prepare=prepare, share=share, alone=True
-        )
+        return self._submit(_op("all_gather", flat, (), prepare, share, alone=True))
 
     def reduce_scatter(self, out: Tensor, flat: Tensor, op: ReduceOp) -> Work:
         """Combine `flat`, [ranks * n]; this rank's slice goes into `out`, [n]."""
@@ -321,32 +316,18 @@ class _Staging:
             operands[self._rank] = rows[self._rank]
             reduce_into(out, operands, op)
 
-        return self._submit(
-            *_described("reduce_scatter", out, op),
-            prepare=lambda: stages[self._rank].copy_(rows),
-            share=share,
-            alone=True,
-        )
+        prepare = partial(stages[self._rank].copy_, rows)
+        return self._submit(_op("reduce_scatter", out, (op,), prepare, share, alone=True))
 
 
-def _described(
-    kind: str, tensor: Tensor, op: ReduceOp = "sum", place: tuple[int, ...] = ()
-) -> tuple[str, int]:
-    """Description of an operation for messages, and its `_signature_of`.
-
-    Args:
-        kind: name of the collective.
-        tensor: this rank's tensor, flat.
-        op: sum, min or max.
-        place: other numbers that must be equal: where the tensor lies, or the source rank.
-    """
-    what = f"{kind} {str(tensor.dtype).removeprefix('torch.')} [{tensor.numel()}]"
-    return what, _signature_of(what, _OPS.index(op), *place)
+def _op(kind: str, flat: Tensor, key: tuple[object, ...], *actions: Any, **named: Any) -> OrderedOp:
+    """An operation on `flat`; the rest are fields of `OrderedOp`."""
+    what = f"{kind} {str(flat.dtype).removeprefix('torch.')} [{flat.numel()}]"
+    return OrderedOp(what, key, *actions, **named)
 
 
-def _signature_of(what: str, *numbers: int) -> int:
-    """A number that is equal on ranks that do the same, in any process."""
-    return zlib.crc32(repr((what, numbers)).encode())
+def _nothing() -> None:
+    """An empty preparation, which keeps operations with buffers in step."""
 
 
 def _leave(flags: Flags, patience: Patience, pid: int) -> None:

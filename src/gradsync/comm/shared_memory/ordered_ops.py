@@ -26,12 +26,15 @@ from __future__ import annotations
 import os
 import select
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
+from gradsync.comm.base import Work
 from gradsync.errors import LostPeerError, RunError
 from gradsync.runtime.threads import cgroup_cores
 
@@ -99,10 +102,8 @@ class Flags:
         return [peer for peer, words in self._others if words[slot] != signature & _MASK]
 
     def note(self, values: Sequence[int]) -> None:
-        """Publish up to 8 numbers for the peers, which may read them after the next `arrive`.
-
-        Two places are used alternately: a peer may still read the last numbers.
-        """
+        """Publish up to 8 numbers for the peers, which may read them after the next `arrive`; in
+        two places by turns, since a peer may still read the last numbers."""
         assert len(values) <= _NUM_NOTES
         self._notes = 2 * _NOTES + _NUM_NOTES - self._notes
         for place, value in enumerate(values):
@@ -146,12 +147,7 @@ class Patience:
         left: Callable[[list[int]], list[int]],
         what: str,
     ) -> None:
-        """Return once no rank is `missing()`.
-
-        Args:
-            missing: the ranks that are waited for.
-            left: the ranks among them that have left for good.
-            what: this rank's operation, for messages.
+        """Return once no rank is `missing()` in `what`; `left` are those that are gone for good.
 
         Raises:
             LostPeerError: one of them has ended or left, or the time is up.
@@ -222,25 +218,33 @@ class Patience:
 
 @dataclass(slots=True, eq=False)
 class OrderedOp:
-    """One operation, and its `Work`. Each action runs at most once."""
+    """One operation. Each action runs at most once."""
 
-    owner: OrderedOps
-    number: int
     what: str
     """Description, for messages."""
-    signature: int
-    """Equal on all ranks that do the same operation."""
-    prepare: Action | None
+    key: tuple[object, ...] = ()
+    """What else must be equal on all ranks that do the same."""
+    prepare: Action | None = None
     """Put data where peers read them, as soon as no peer needs the previous data."""
-    share: Action | None
+    share: Action | None = None
     """Do this rank's part, once all have arrived."""
-    take: Action | None
+    take: Action | None = None
     """Use what peers have written, once all have finished."""
-    alone: bool
+    alone: bool = False
     """True when this rank need not wait for the peers to finish their shares."""
+    number: int = 0
+    signature: int = 0
+    """Of `what` and `key`: equal on ranks that do the same, in any process."""
     arrived: bool = False
     shared: bool = False
     over: bool = False
+
+
+class _Pending(NamedTuple):
+    """The `Work` of a submitted operation."""
+
+    ops: OrderedOps
+    op: OrderedOp
 
     def wait(self) -> None:
         """See `Work.wait`.
@@ -249,7 +253,7 @@ class OrderedOp:
             LostPeerError: a peer ended, left, or did not come in time.
             RunError: peers are doing something else.
         """
-        self.owner.complete(self)
+        self.ops.complete(self.op)
 
 
 class OrderedOps:
@@ -266,32 +270,20 @@ class OrderedOps:
         """Whether the queue is not closed and no operation has failed."""
         return self._broken is None
 
-    def submit(
-        self,
-        what: str,
-        signature: int,
-        *,
-        prepare: Action | None = None,
-        share: Action | None = None,
-        take: Action | None = None,
-        alone: bool = False,
-    ) -> OrderedOp:
-        """Add an operation; the arguments are the fields of `OrderedOp`.
-
-        Raises:
-            RunError: the failure of this operation, or of an earlier one.
-        """
+    def submit(self, op: OrderedOp) -> Work:
+        """Add an operation; raises its failure, or that of an earlier one (RunError)."""
         if self._broken is not None:
             raise self._broken
         self._number += 1
-        op = OrderedOp(self, self._number, what, signature, prepare, share, take, alone)
-        early = prepare is None and (not self._queue or self._queue[-1].arrived)
+        op.number = self._number
+        op.signature = zlib.crc32(repr((op.what, op.key)).encode())
+        early = op.prepare is None and (not self._queue or self._queue[-1].arrived)
         if early and not self._flags.behind(DONE, op.number - NUM_SIGNATURES):
             self._arrive(op)
         self._queue.append(op)
         while self._queue and self._go_on(self._queue[0], waiting=False):
             self._queue.popleft()
-        return op
+        return _Pending(self, op)
 
     def complete(self, op: OrderedOp) -> None:
         """Wait for `op` and all before it."""

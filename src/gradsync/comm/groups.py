@@ -144,12 +144,9 @@ class Placement:
 def share_placement(
     comm: Communicator, world: World, device: torch.device | str = "cpu"
 ) -> Placement:
-    """Exchange the placement of all ranks: one all-gather over `comm`, int64 [2] from each rank.
+    """Exchange the placement of all ranks of `comm`, those of `world`, in rank order.
 
-    Args:
-        comm: all ranks of `world`, in rank order.
-        world: this rank's world.
-        device: device on which `comm` takes small tensors.
+    One all-gather, int64 [2] from each rank, on `device`.
     """
     mine = torch.tensor([world.node_rank, world.local_rank], device=device)
     seats = torch.zeros(2 * comm.world_size, dtype=mine.dtype, device=device)
@@ -170,15 +167,12 @@ class Groups:
 
     @property
     def equal_nodes(self) -> bool:
-        """True when all nodes have the same number of ranks."""
+        """See `Placement`."""
         return self.placement.equal_nodes
 
 
 def groups(world: World) -> Groups:
     """Build the groups inside and between nodes; every rank calls it at the same point.
-
-    Args:
-        world: this rank's; ranks exchange their node and local rank.
 
     Raises:
         ConfigError: two ranks report the same local rank on the same node.
@@ -200,15 +194,10 @@ def groups(world: World) -> Groups:
 def group(ranks: Sequence[int]) -> Communicator | None:
     """A communicator over some ranks of the default process group, as `dist.new_group` makes it.
 
-    Every rank of the run calls it, members or not, with the same ranks, at the same point. Before
-    each collective the members compare what they call (one all-reduce of 16 bytes), and all of them
-    refuse if operation, op, `src`, shape or dtype differ.
-
-    Args:
-        ranks: members, in any order; the communicator numbers them in ascending order.
-
-    Returns:
-        The communicator on members, None on other ranks.
+    Every rank of the run calls it, members or not, with the same ranks (in any order; the
+    communicator numbers them in ascending order), at the same point. Other ranks than members get
+    None. Before each collective the members compare what they call (one all-reduce of 16 bytes),
+    and all of them refuse if operation, op, `src`, shape or dtype differ.
 
     Raises:
         ConfigError: no ranks, a rank listed twice, or one that does not exist.

@@ -57,13 +57,8 @@ def ring_all_reduce(
 ) -> None:
     """Combine `tensor` (contiguous, any shape and length) over all ranks, in place, blocking.
 
+    The ring is in rank order. `chunk_bytes` is the largest piece sent at once, equal on all ranks.
     Sends 2(N-1)/N of the tensor per rank; extra memory: two pieces.
-
-    Args:
-        comm: whose ranks are the ring, in rank order.
-        tensor: same shape and dtype on all ranks.
-        op: sum, min or max.
-        chunk_bytes: largest piece sent at once, bytes; equal on all ranks.
     """
     _run(comm, tensor, op, _reduce_scatter_steps(comm) + _all_gather_steps(comm), chunk_bytes)
 
@@ -266,11 +261,8 @@ class P2PCommunicator:
     """A `Communicator` over the ranks of `messenger`, for small tensors; its collectives block.
 
     On a separate channel it interferes with no other traffic: a second thread may use it, and so
-    may some ranks of a group that have no process group to themselves.
-
-    Args:
-        messenger: carries everything.
-        group: the torch process group behind it, if known; its timeout is then known too.
+    may some ranks of a group that have no process group to themselves. `group` is the torch process
+    group behind it, if known; its timeout is then known too.
     """
 
     def __init__(self, messenger: Messenger, group: Any = None) -> None:

@@ -51,10 +51,7 @@ class Site:
         """The ranks of this node, this rank's counterparts on the other nodes, and `equal_nodes`.
 
         Without groups: one all-gather over `comm`, int64 [2] on `device`, and then messages over
-        `comm` itself.
-
-        Raises:
-            ConfigError: neither groups nor a world was given.
+        `comm` itself. ConfigError when neither groups nor a world was given.
         """
         if self.groups is not None:
             return self.groups.intra, self.groups.inter, self.groups.equal_nodes

@@ -88,10 +88,7 @@ class SharedMemoryCommunicator:
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Allocate zeros, [numel], in shared memory; all ranks call it, with equal arguments.
-
-        Raises:
-            SharedMemoryError: too little memory is available.
-        """
+        SharedMemoryError on all of them if too little memory is available."""
         memories, _ = map_together(self.base, [numel * dtype.itemsize] * self.world_size)
         parts = [memory.view(dtype) for memory in memories]
         self._regions.append((self._num_regions, parts))
@@ -99,11 +96,7 @@ class SharedMemoryCommunicator:
         return parts[self.rank]
 
     def allocate_once(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Allocate zeros, [numel], the same memory on all ranks; all call it with equal arguments.
-
-        Raises:
-            SharedMemoryError: too little memory is available.
-        """
+        """Allocate zeros, [numel], the same memory on all ranks; as `allocate`."""
         sizes = [numel * dtype.itemsize] + [0] * (self.world_size - 1)
         return map_together(self.base, sizes)[0][0].view(dtype)
 
@@ -219,13 +212,8 @@ class SharedMemoryCommunicator:
 
 
 class _Staging:
-    """Collectives over flat tensors in private memory, through the buffers, a piece at a time.
-
-    Args:
-        rank: this rank.
-        memories: one per rank, uint8 [2 * STAGE_BYTES].
-        ops: queue of operations.
-    """
+    """Collectives over flat tensors in private memory, through the buffers (`memories`, one per
+    rank, uint8 [2 * STAGE_BYTES]), a piece at a time."""
 
     def __init__(self, rank: int, memories: Sequence[Tensor], ops: OrderedOps) -> None:
         self._rank, self._world_size, self._submit = rank, len(memories), ops.submit

@@ -43,26 +43,26 @@ def all_reduce_over_hosts(
 ) -> None:
     """Combine `tensor` (contiguous, any shape and length) over all hosts, in place, blocking.
 
-    Tensors from `host.allocate` are combined in place; others go through small buffers, with the
-    same bits. After an error `host` is closed.
-
-    Args:
-        host: the ranks of this host, from `share_hosts`.
-        inter: the ranks of all hosts at this rank's position in their `host`.
-        tensor: on the CPU; same shape and dtype on all ranks.
-        op: sum, min or max.
-        equal_nodes: as in `hierarchical_all_reduce`: leaders are used when hosts have different
-            numbers of ranks.
+    Tensors (on the CPU) from `host.allocate` are combined in place; others go through small
+    buffers, with the same bits. After an error `host`, from `share_hosts`, is closed. The other
+    arguments are those of `hierarchical_all_reduce`.
 
     Raises:
         LostPeerError: a rank of this host is gone.
         RuntimeError: a rank of another host is gone.
     """
+    flat = flat_view(tensor)
+    # [Note: Cuts]
+    long = flat.numel() - flat.numel() % host.world_size
+    if not equal_nodes or long * flat.element_size() <= _SHORT_BYTES:
+        long = 0
     try:
-        if equal_nodes:
-            _shard_wise(host, inter, flat_view(tensor), op)
-        else:
-            _with_leaders(host, inter, flat_view(tensor), op)
+        if long:
+            _in_shares(host, inter, flat[:long], op)
+        if long < flat.numel():
+            # Not by each rank for itself: `inter` may have the hosts in another order at other
+            # positions, and so other bits.
+            _with_leader(host, inter, flat[long:], op)
     except LostPeerError as error:
         host.close()
         raise LostPeerError(f"{error} (counting the ranks of this host alone)") from None
@@ -71,28 +71,14 @@ def all_reduce_over_hosts(
         raise
 
 
-def _with_leaders(
+def _with_leader(
     host: SharedMemoryCommunicator, inter: Messenger, flat: Tensor, op: ReduceOp
 ) -> None:
+    """Combine `flat`, which the first rank of each host sends."""
     host.all_reduce(flat, op).wait()  # this host, [numel], the tensor's dtype; overlaps nothing
     if host.rank == 0:
         _between(inter, flat, op)
     host.broadcast(flat).wait()  # this host, [numel], the tensor's dtype; overlaps nothing
-
-
-def _shard_wise(
-    host: SharedMemoryCommunicator, inter: Messenger, flat: Tensor, op: ReduceOp
-) -> None:
-    # [Note: Cuts]
-    long = flat.numel() - flat.numel() % host.world_size
-    if long * flat.element_size() <= _SHORT_BYTES:
-        long = 0
-    if long:
-        _in_shares(host, inter, flat[:long], op)
-    if long < flat.numel():
-        # Not by each rank for itself: `inter` may have the hosts in another order at other
-        # positions, and so other bits.
-        _with_leaders(host, inter, flat[long:], op)
 
 
 def _in_shares(

@@ -59,12 +59,8 @@ Action = Callable[[], object]
 
 
 class Flags:
-    """One page per rank that all ranks see: the rank's progress, and a few numbers.
-
-    Args:
-        rank: this rank; it writes only into its own page.
-        pages: one per rank, uint8 [PAGE_BYTES].
-    """
+    """One page per rank, uint8 [PAGE_BYTES], that all ranks see and `rank` alone writes: its
+    progress, and a few numbers."""
 
     def __init__(self, rank: int, pages: Sequence[Tensor]) -> None:
         self._words = [page.numpy().data.cast("B").cast("q") for page in pages]
@@ -115,16 +111,11 @@ class Flags:
 
 
 class Patience:
-    """Waits for flags on behalf of one rank: briefly at full speed, then yielding more and more.
+    """Waits for flags on behalf of one rank, for `timeout_s` at most; `pids` are all ranks'.
 
     spin  (tens of microseconds, only with a core for each rank)
     yield (about a millisecond): let another rank on this core run
     sleep (50 us growing to 1 ms): computation elsewhere gets the core; check that peers live
-
-    Args:
-        rank: this rank.
-        pids: process id of each rank.
-        timeout_s: longest wait, in seconds.
     """
 
     def __init__(self, rank: int, pids: Sequence[int], timeout_s: float) -> None:

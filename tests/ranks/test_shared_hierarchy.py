@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from gradsync.comm.groups import Groups
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.reductions import all_reduce
-from gradsync.comm.shared_memory import choose
-from gradsync.comm.shared_memory.choose import share_hosts
+from gradsync.comm.shared_memory import hierarchy
 from gradsync.comm.shared_memory.communicator import STAGE_BYTES, SharedMemoryCommunicator
-from gradsync.comm.shared_memory.hierarchy import all_reduce_over_hosts
+from gradsync.comm.shared_memory.hierarchy import all_reduce_over_hosts, share_hosts
 from gradsync.comm.shared_memory.segment import SharedMemoryError
 from gradsync.errors import LostPeerError
 from gradsync.sync.engine import over_hosts
@@ -175,14 +174,14 @@ def test_too_little_memory_for_buckets_changes_no_bits(
 
 
 def refuse_on_second_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    share_memory = choose.share_memory
+    share_memory = hierarchy.share_memory
 
     def share(base: Any) -> SharedMemoryCommunicator:
         if threading.current_thread().name in ("rank2", "rank3"):
             raise SharedMemoryError("no shared memory: not here")
         return share_memory(base)
 
-    monkeypatch.setattr(choose, "share_memory", share)
+    monkeypatch.setattr(hierarchy, "share_memory", share)
 
 
 def test_one_host_that_cannot_makes_all_use_messages(

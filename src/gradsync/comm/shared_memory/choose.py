@@ -1,4 +1,4 @@
-"""Decision whether ranks share memory: those of one group, of each host, or whatever is fastest."""
+"""Decision whether ranks share memory."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from collections.abc import Iterable
 
 import torch
 
-from gradsync.comm.base import Communicator, Messenger
-from gradsync.comm.p2p_collectives import P2PCommunicator
-from gradsync.comm.process_group import Channel, ProcessGroupCommunicator
+from gradsync.comm.base import Communicator
+from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
 from gradsync.comm.shared_memory.segment import SharedMemoryError
-from gradsync.comm.values import all_gather_json, same_number
+from gradsync.comm.values import same_number
 from gradsync.core.torch_private import timeout_of
 
 log = logging.getLogger("gradsync")
@@ -40,36 +39,6 @@ def share_memory(base: Communicator) -> SharedMemoryCommunicator:
     group = getattr(base, "group", None)
     timeout_s = _TIMEOUT_S if group is None else timeout_of(group).total_seconds()
     return SharedMemoryCommunicator(base, timeout_s)
-
-
-def share_hosts(
-    everyone: Communicator, intra: Messenger, channel: int = 0
-) -> SharedMemoryCommunicator:
-    """Make a communicator over each host's ranks through shared memory; all ranks call it.
-
-    All hosts get one, or none does. Close it when it is no longer needed.
-
-    Args:
-        everyone: communicator over the ranks of all hosts; two small all-gathers.
-        intra: the ranks of this host; carries messages, in `channel`.
-        channel: from `draw_channel`, when the communicator is for a second thread.
-
-    Raises:
-        SharedMemoryError: on all ranks, with the reason of the first host where it failed.
-    """
-    shared, reason = None, ""
-    try:
-        messages = Channel(intra, channel)
-        shared = share_memory(P2PCommunicator(messages, getattr(intra, "group", None)))
-    except SharedMemoryError as error:
-        reason = str(error)
-    for rank, refusal in enumerate(all_gather_json(everyone, reason)):
-        if refusal:
-            if shared is not None:
-                shared.close()
-            raise SharedMemoryError(f"rank {rank}: {refusal}")
-    assert shared is not None, "no rank refused"
-    return shared
 
 
 def fastest(

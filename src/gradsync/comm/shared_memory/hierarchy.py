@@ -21,16 +21,50 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from gradsync.comm.base import Messenger, ReduceOp
+from gradsync.comm.base import Communicator, Messenger, ReduceOp
 from gradsync.comm.kernels import flat_view, reduce_into
-from gradsync.comm.p2p_collectives import doubling_all_reduce, ring_all_reduce
+from gradsync.comm.p2p_collectives import P2PCommunicator, doubling_all_reduce, ring_all_reduce
+from gradsync.comm.process_group import Channel
+from gradsync.comm.shared_memory.choose import share_memory
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
+from gradsync.comm.shared_memory.segment import SharedMemoryError
+from gradsync.comm.values import all_gather_json
 from gradsync.errors import LostPeerError
 
 _SHORT_BYTES = 2**14
 """Up to this size one rank of each host sends all of it: shards would be too short for messages."""
 _DOUBLING_BYTES = 2**18
 """Up to this size fewer messages between hosts are worth more bytes."""
+
+
+def share_hosts(
+    everyone: Communicator, intra: Messenger, channel: int = 0
+) -> SharedMemoryCommunicator:
+    """Make a communicator over each host's ranks through shared memory; all ranks call it.
+
+    All hosts get one, or none does. Close it when it is no longer needed.
+
+    Args:
+        everyone: communicator over the ranks of all hosts; two small all-gathers.
+        intra: the ranks of this host; carries messages, in `channel`.
+        channel: from `draw_channel`, when the communicator is for a second thread.
+
+    Raises:
+        SharedMemoryError: on all ranks, with the reason of the first host where it failed.
+    """
+    shared, reason = None, ""
+    try:
+        messages = Channel(intra, channel)
+        shared = share_memory(P2PCommunicator(messages, getattr(intra, "group", None)))
+    except SharedMemoryError as error:
+        reason = str(error)
+    for rank, refusal in enumerate(all_gather_json(everyone, reason)):
+        if refusal:
+            if shared is not None:
+                shared.close()
+            raise SharedMemoryError(f"rank {rank}: {refusal}")
+    assert shared is not None, "no rank refused"
+    return shared
 
 
 def all_reduce_over_hosts(

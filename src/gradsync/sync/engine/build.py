@@ -17,9 +17,8 @@ from gradsync.comm.p2p_collectives import (
     ring_all_reduce,
 )
 from gradsync.comm.process_group import Channel, draw_channel
-from gradsync.comm.shared_memory.choose import share_hosts
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
-from gradsync.comm.shared_memory.hierarchy import all_reduce_over_hosts
+from gradsync.comm.shared_memory.hierarchy import all_reduce_over_hosts, share_hosts
 from gradsync.comm.shared_memory.segment import SharedMemoryError
 from gradsync.errors import ConfigError
 from gradsync.sync.engine.engine import Engine

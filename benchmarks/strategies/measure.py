@@ -19,8 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from gradsync.bench.meter import bytes_sent, operations_issued
 from gradsync.comm.base import Communicator
-from gradsync.comm.choose import communicator
-from gradsync.comm.groups import groups
+from gradsync.comm.groups import communicator, groups
 from gradsync.comm.values import all_gather_json
 from gradsync.sync.registry import STRATEGIES
 from gradsync.world import World

@@ -217,7 +217,7 @@ def test_torchrun_restarts_after_a_kill(tmp_path: Path) -> None:
         "import os, signal\n"
         "import torch\n"
         "import gradsync as gs\n"
-        "from gradsync.comm.choose import communicator\n"
+        "from gradsync.comm.groups import communicator\n"
         "generation = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
         "with gs.init() as world:\n"
         "    x = torch.ones(2)\n"

@@ -49,7 +49,7 @@ def _with_a_fault(rank: int, world_size: int, store_path: str) -> dict[str, Any]
         burst=2,
         seconds_per_point=0.0,
     )
-    from gradsync.comm.shared_memory.unavailable import SharedMemoryError
+    from gradsync.comm.shared_memory.segment import SharedMemoryError
 
     module = "gradsync.bench.collectives_measure.tree_broadcast"
     refuse = mock.Mock(side_effect=SharedMemoryError("not here"))

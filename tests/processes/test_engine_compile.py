@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gradsync.comm.base import Communicator
-from gradsync.comm.choose import communicator
-from gradsync.comm.single import SingleCommunicator
+from gradsync.comm.groups import SingleCommunicator, communicator
 from gradsync.sync.replicate import replicate
 from support.rank_session import open_session
 from support.recording import RecordingCommunicator

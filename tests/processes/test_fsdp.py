@@ -15,9 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from gradsync.checkpoint.optimizer_state import pack_optimizer, unpack_optimizer
 from gradsync.comm.base import Communicator
-from gradsync.comm.choose import communicator
+from gradsync.comm.groups import SingleCommunicator, communicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
-from gradsync.comm.single import SingleCommunicator
 from gradsync.data.plan import share
 from gradsync.errors import ConfigError
 from gradsync.runtime.gloo_group import wait_until_workers_sleep

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gradsync.comm.base import Communicator
-from gradsync.comm.choose import communicator
+from gradsync.comm.groups import communicator
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.torch_ddp import TorchDdpReducer, build_powersgd
 from support.rank_session import open_session

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradsync.comm.choose import communicator
-from gradsync.comm.groups import groups
+from gradsync.comm.groups import communicator, groups
 from gradsync.errors import ConfigError, GradsyncError
 from gradsync.sync.reducer import sum_gradients
 from gradsync.sync.registry import STRATEGIES

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 from gradsync.comm.base import Communicator
-from gradsync.comm.choose import communicator
+from gradsync.comm.groups import communicator
 from gradsync.sync.check_replicas import ReplicaWatch
 from gradsync.verify.cell import Setting, run_cell
 from gradsync.verify.plan import Cell, Settings, promise_of

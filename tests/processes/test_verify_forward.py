@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from gradsync.comm.choose import communicator
+from gradsync.comm.groups import communicator
 from gradsync.verify.cell import Setting, run_cell
 from gradsync.verify.plan import Cell, Settings
 from support.rank_session import open_session

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradsync.comm.placement import Placement
+from gradsync.comm.groups import Placement
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.reductions import ALGORITHMS, all_reduce
 from gradsync.comm.values import broadcast_tensors

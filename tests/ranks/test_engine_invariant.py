@@ -7,9 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gradsync.comm.placement import Placement
+from gradsync.comm.groups import Placement, SingleCommunicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
-from gradsync.comm.single import SingleCommunicator
 from gradsync.errors import ConfigError, GradsyncError, RunError
 from gradsync.sync.replicate import replicate
 from support.engine_cases import (

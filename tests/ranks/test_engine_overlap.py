@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gradsync.comm.base import Communicator, Done, Work
+from gradsync.comm.base import Communicator, Work
+from gradsync.comm.groups import SingleCommunicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
-from gradsync.comm.single import SingleCommunicator
+from gradsync.comm.work import Done
 from gradsync.errors import GradsyncError
 from gradsync.sync.buckets import Bucket
 from gradsync.sync.engine import Engine

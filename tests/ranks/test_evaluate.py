@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from gradsync.comm.groups import SingleCommunicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
-from gradsync.comm.single import SingleCommunicator
 from gradsync.data.loader import EvalLeaves
 from gradsync.errors import RunError
 from gradsync.models.config import GPTConfig

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from gradsync.comm.groups import SingleCommunicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
-from gradsync.comm.single import SingleCommunicator
 from gradsync.plan.memory.probe import Cost, MemoryProbe, is_out_of_memory
 from gradsync.plan.micro_batch import Trial, chosen_size, try_sizes
 from gradsync.train.micro_batch import Rehearsal, find_micro_batch

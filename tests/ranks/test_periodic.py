@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradsync.comm.base import Communicator
+from gradsync.comm.groups import SingleCommunicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
-from gradsync.comm.single import SingleCommunicator
 from gradsync.errors import CheckpointError, ConfigError
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.options import DilocoOptions, LocalSgdOptions

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from gradsync.comm.base import Communicator
+from gradsync.comm.groups import SingleCommunicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
-from gradsync.comm.single import SingleCommunicator
 from gradsync.compat.elastic_gpu import ElasticGPUConfig
 from gradsync.compat.frozen import frozen_parts, place_frozen
 from gradsync.data.loader import loader

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 from gradsync.comm.base import Communicator
+from gradsync.comm.groups import SingleCommunicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
-from gradsync.comm.single import SingleCommunicator
 from gradsync.data.plan import share
 from gradsync.errors import ConfigError
 from gradsync.sync.gradient_sync import GradientSync

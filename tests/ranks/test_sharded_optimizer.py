@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradsync.comm.base import Communicator
+from gradsync.comm.groups import SingleCommunicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
-from gradsync.comm.single import SingleCommunicator
 from gradsync.errors import ConfigError
 from gradsync.sync.sharded_optimizer import ShardedOptimizer, layout_of, step_together
 from support.thread_ranks import run_thread_ranks

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from gradsync.checkpoint.optimizer_state import pack_optimizer, unpack_optimizer
 from gradsync.comm.base import Communicator
+from gradsync.comm.groups import SingleCommunicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
-from gradsync.comm.single import SingleCommunicator
 from gradsync.data.plan import share
 from gradsync.sync.build import build_engine
 from gradsync.sync.engine import Engine

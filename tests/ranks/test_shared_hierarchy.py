@@ -18,10 +18,9 @@ from gradsync.comm.groups import Groups
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.reductions import all_reduce
 from gradsync.comm.shared_memory import hierarchy
-from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
+from gradsync.comm.shared_memory.communicator import STAGE_BYTES, SharedMemoryCommunicator
 from gradsync.comm.shared_memory.hierarchy import all_reduce_over_hosts, share_hosts
-from gradsync.comm.shared_memory.staging import STAGE_BYTES
-from gradsync.comm.shared_memory.unavailable import SharedMemoryError
+from gradsync.comm.shared_memory.segment import SharedMemoryError
 from gradsync.errors import LostPeerError
 from gradsync.sync import exchange
 from gradsync.sync.buckets import Bucket

@@ -13,11 +13,9 @@ from torch import Tensor
 
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.shared_memory.choose import fastest, share_memory
-from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator, _leave
-from gradsync.comm.shared_memory.flags import PAGE_BYTES, Flags
-from gradsync.comm.shared_memory.staging import STAGE_BYTES
-from gradsync.comm.shared_memory.unavailable import SharedMemoryError
-from gradsync.comm.shared_memory.waiting import Patience
+from gradsync.comm.shared_memory.communicator import STAGE_BYTES, SharedMemoryCommunicator, _leave
+from gradsync.comm.shared_memory.ordered_ops import PAGE_BYTES, Flags, Patience
+from gradsync.comm.shared_memory.segment import SharedMemoryError
 from gradsync.errors import LostPeerError, RunError
 from support.comm_cases import FLOATS, INTEGERS, OPS, check_all, lengths, rank_input
 from support.thread_ranks import run_thread_ranks
@@ -38,9 +36,9 @@ def on_ranks(world_size: int, fn: Callable[[SharedMemoryCommunicator], Any]) -> 
     return run_thread_ranks(work, world_size)
 
 
-@pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_all_reduce_of_any_length_and_dtype(world_size: int, in_place: bool) -> None:
+def test_all_reduce_of_any_length_and_dtype(world_size: int) -> None:
+    """In place and through the small buffers."""
     cases = [(n, torch.float32, op) for n in [*lengths(world_size), LONG] for op in OPS]
     cases += [(1000, dtype, op) for dtype in (*FLOATS, *INTEGERS) for op in OPS]
 
@@ -48,14 +46,11 @@ def test_all_reduce_of_any_length_and_dtype(world_size: int, in_place: bool) -> 
         results = []
         for length, dtype, op in cases:
             tensor = rank_input(comm.rank, length, dtype)
-            if in_place:
-                home = comm.allocate(length, dtype)
-                home.copy_(tensor)
-                comm.all_reduce(home, op).wait()
-                tensor = home.clone()
-                comm.release(home)
-            else:
-                comm.all_reduce(tensor, op).wait()
+            home = comm.allocate(length, dtype).copy_(tensor)
+            comm.all_reduce(tensor, op).wait()
+            comm.all_reduce(home, op).wait()
+            assert torch.equal(home, tensor)
+            comm.release(home)
             results.append(tensor)
         return results
 
@@ -65,9 +60,8 @@ def test_all_reduce_of_any_length_and_dtype(world_size: int, in_place: bool) -> 
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("length", [0, 1, 5, 1000, LONG])
-def test_the_other_collectives(world_size: int, length: int) -> None:
-    def work(comm: SharedMemoryCommunicator) -> dict[str, Tensor]:
+def test_the_other_collectives(world_size: int) -> None:
+    def collect(comm: SharedMemoryCommunicator, length: int) -> dict[str, Tensor]:
         mine = rank_input(comm.rank, length, torch.float32)
         sent = mine.clone()
         comm.broadcast(sent, src=world_size - 1).wait()
@@ -82,15 +76,21 @@ def test_the_other_collectives(world_size: int, length: int) -> None:
         comm.barrier()
         return {"broadcast": sent, "all_gather": gathered, "plain": plain, "placed": placed}
 
-    inputs = [rank_input(rank, length, torch.float32) for rank in range(world_size)]
-    rows = [rank_input(rank, world_size * length, torch.float32) for rank in range(world_size)]
-    total = torch.stack(rows).double().sum(0)
-    for rank, found in enumerate(on_ranks(world_size, work)):
-        assert torch.equal(found["broadcast"], inputs[-1])
-        assert torch.equal(found["all_gather"], torch.cat(inputs))
-        assert torch.equal(found["plain"], found["placed"])
-        expected = total[rank * length : (rank + 1) * length].float()
-        torch.testing.assert_close(found["plain"], expected)
+    def check(of_length: list[dict[str, Tensor]], length: int) -> None:
+        inputs = [rank_input(rank, length, torch.float32) for rank in range(world_size)]
+        rows = [rank_input(rank, world_size * length, torch.float32) for rank in range(world_size)]
+        total = torch.stack(rows).double().sum(0)
+        for rank, found in enumerate(of_length):
+            assert torch.equal(found["broadcast"], inputs[-1])
+            assert torch.equal(found["all_gather"], torch.cat(inputs))
+            assert torch.equal(found["plain"], found["placed"])
+            expected = total[rank * length : (rank + 1) * length].float()
+            torch.testing.assert_close(found["plain"], expected)
+
+    lengths = (0, 1, 5, 1000, LONG)
+    by_rank = on_ranks(world_size, lambda comm: [collect(comm, length) for length in lengths])
+    for i, length in enumerate(lengths):
+        check([found[i] for found in by_rank], length)
 
 
 def test_strided_conjugated_and_complex_tensors() -> None:
@@ -263,15 +263,15 @@ def test_who_has_ended_is_named_before_who_left_for_it() -> None:
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as peer:
         patience = Patience(0, [os.getpid(), peer.pid, os.getpid()], 20.0)
 
-        def left() -> list[int]:
+        def left(_: list[int]) -> list[int]:
             """Rank 2 has seen the end of rank 1, which this rank had not when it looked."""
             peer.communicate()
             return [2]
 
         with pytest.raises(LostPeerError, match=r"rank 1 \(process \d+\) has ended"):
-            patience.until(lambda: False, lambda: [1, 2], left, "all_reduce")
+            patience.until_none(lambda: [1, 2], left, "all_reduce")
         with pytest.raises(LostPeerError, match=r"rank\(s\) 2 left .* in all_reduce"):
-            patience.until(lambda: False, lambda: [2], left, "all_reduce")
+            patience.until_none(lambda: [2], left, "all_reduce")
         patience.close()
 
 

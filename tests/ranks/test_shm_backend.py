@@ -17,12 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from gradsync.backends import create as module
-from gradsync.backends.create import NAME, create
-from gradsync.backends.group import SharedMemoryGroup
+from gradsync.backends import group as module
+from gradsync.backends.group import NAME, SharedMemoryGroup, create
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.shared_memory.choose import share_memory
-from gradsync.comm.shared_memory.unavailable import SharedMemoryError
+from gradsync.comm.shared_memory.segment import SharedMemoryError
 from gradsync.errors import LostPeerError, RunError
 from support.comm_cases import FLOATS, INTEGERS, rank_input
 from support.shm_ranks import Ranks, given, on_ranks

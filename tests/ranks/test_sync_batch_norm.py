@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gradsync.comm.groups import SingleCommunicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
-from gradsync.comm.single import SingleCommunicator
 from gradsync.errors import ConfigError
 from gradsync.sync.batch_norm import CHOICES, NOT_INVARIANT, choose_batch_norm
 from gradsync.sync.replicate import replicate

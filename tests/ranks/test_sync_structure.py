@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from gradsync.comm.groups import SingleCommunicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
-from gradsync.comm.single import SingleCommunicator
 from gradsync.comm.values import all_gather_json, all_gather_numbers, same_on_all_ranks
 from gradsync.errors import ConfigError
 from gradsync.sync.check_model import broadcast_model, check_same_model

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradsync.comm.base import Communicator
+from gradsync.comm.groups import SingleCommunicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
-from gradsync.comm.single import SingleCommunicator
 from support.thread_ranks import run_thread_ranks
 
 OPS = ("sum", "min", "max")

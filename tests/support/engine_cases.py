@@ -19,10 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from gradsync.comm.base import Communicator
-from gradsync.comm.groups import Groups
-from gradsync.comm.placement import Placement
-from gradsync.comm.single import SingleCommunicator
-from gradsync.comm.subset import Subset
+from gradsync.comm.groups import Groups, Placement, SingleCommunicator, Subset
 from gradsync.data.plan import share
 from gradsync.runtime.seeds import seed_leaf
 from gradsync.sync.gradient_sync import GradientSync

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gradsync.comm.placement import Placement
+from gradsync.comm.groups import Placement
 
 LAYOUTS = {
     "one rank a node": [0, 1, 2],

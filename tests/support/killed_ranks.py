@@ -25,7 +25,7 @@ import torch._dynamo  # the first optimizer step does, and it takes long
 import torch.distributed as dist
 
 from gradsync.comm.process_group import ProcessGroupCommunicator
-from gradsync.comm.shared_memory import arena, flags, segment
+from gradsync.comm.shared_memory import ordered_ops, segment
 from gradsync.sync.replicate import replicate
 
 
@@ -92,10 +92,10 @@ def _die_at(move: int) -> None:
         return run
 
     segment.Segment.__init__ = counted(segment.Segment.__init__)
-    arena.open_segment = counted(arena.open_segment)
+    segment.open_segment = counted(segment.open_segment)
     segment.Segment.close_door = counted(segment.Segment.close_door)
-    flags.Flags.arrive = counted(flags.Flags.arrive)
-    flags.Flags.finish = counted(flags.Flags.finish)
+    ordered_ops.Flags.arrive = counted(ordered_ops.Flags.arrive)
+    ordered_ops.Flags.finish = counted(ordered_ops.Flags.finish)
 
 
 def _train(rank: int, world_size: int, folder: str) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from gradsync.cli import elastic as command
 from gradsync.cli.elastic import before_ranks, given_fields, take_flag, with_ranks
-from gradsync.comm.single import SingleCommunicator
+from gradsync.comm.groups import SingleCommunicator
 from gradsync.errors import ConfigError, RunError
 from gradsync.plan.described.file import load_hardware
 from gradsync.train import micro_batch

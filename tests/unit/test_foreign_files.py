@@ -28,6 +28,7 @@ from support.foreign_files import (
 DIGITS = "9" * 5_000
 DEEP = "[" * 100_000
 Damage = Callable[[Path], None]
+Change = Callable[[Any], None]
 
 
 @pytest.fixture(scope="module")
@@ -71,25 +72,109 @@ def text(content: str) -> Damage:
     return lambda path: path.write_text(content) and None
 
 
-@pytest.mark.parametrize(
-    ("damage", "words"),
-    [
-        (pipe, "is a pipe or a device"),
-        (endless, "is a pipe or a device"),
-        (folder, "is a directory"),
-        (huge, "expected at most"),
-        (text(DEEP), "more than 64 levels of nesting"),
-        (text(f'{{"manifest": {{"step": {DIGITS}}}}}'), "a number of 5000 digits"),
-        (text('{"manifest": {"step": 1, "step": 2}}'), "key 'step' twice"),
-        (text('{"manifest": {"step": NaN}}'), "NaN where a finite number belongs"),
-    ],
-)
-def test_a_manifest_that_is_none(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Damage, words: str
-) -> None:
-    checkpoint = copy_of(run, tmp_path)
-    damage(checkpoint / "manifest.json")
-    refused(capsys, lambda: main(["sample", str(tmp_path / "run")]), words)
+# -- checkpoints ----------------------------------------------------------------------------------
+
+
+def file(damage: Damage) -> Damage:
+    """The manifest itself is damaged."""
+    return lambda checkpoint: damage(checkpoint / "manifest.json")
+
+
+def sealed(change: Change) -> Damage:
+    """The manifest's hash fits what it says."""
+    return lambda checkpoint: rewrite_manifest(checkpoint, change)
+
+
+def header(change: bytes | Change) -> Damage:
+    """The tensors' file has another header."""
+
+    def damage(checkpoint: Path) -> None:
+        rewrite = replace_header if isinstance(change, bytes) else rewrite_header
+        rewrite(checkpoint / "model.safetensors", change)
+        rewrite_manifest(checkpoint)
+
+    return damage
+
+
+def state(change: Change) -> Damage:
+    """Another state was saved."""
+
+    def damage(checkpoint: Path) -> None:
+        rewrite_json(checkpoint / "state.json", change)
+        rewrite_manifest(checkpoint)
+
+    return damage
+
+
+def model(**changes: Any) -> Damage:
+    return state(lambda state: state["model"].update(changes))
+
+
+def first(header: dict[str, Any]) -> dict[str, Any]:
+    return next(iter(header.values()))
+
+
+def each_parameter(**changes: Any) -> Damage:
+    def change(saved: dict[str, Any]) -> None:
+        for entry in saved["optimizer"]["params"].values():
+            entry.update(changes)
+
+    return state(change)
+
+
+def of_group(**changes: Any) -> Damage:
+    return state(lambda saved: saved["optimizer"]["groups"][0].update(changes))
+
+
+SAMPLED: list[tuple[Damage, str]] = [
+    (file(pipe), "is a pipe or a device"),
+    (file(endless), "is a pipe or a device"),
+    (file(folder), "is a directory"),
+    (file(huge), "expected at most"),
+    (file(text(DEEP)), "more than 64 levels of nesting"),
+    (file(text(f'{{"manifest": {{"step": {DIGITS}}}}}')), "a number of 5000 digits"),
+    (file(text('{"manifest": {"step": 1, "step": 2}}')), "key 'step' twice"),
+    (file(text('{"manifest": {"step": NaN}}')), "NaN where a finite number belongs"),
+    (sealed(lambda body: body.update(files=[1])), "files must be"),
+    (sealed(lambda body: body["files"]["state.json"].update(size=-1)), "files must be"),
+    (sealed(lambda b: b["files"].update({"../../x": b["files"]["state.json"]})), "'../../x'"),
+    (sealed(lambda body: body.update(aliases={"model": [1]})), "aliases must be"),
+    (sealed(lambda body: body["aliases"].update(model={"a": "b"})), "no tensor 'b'"),
+    (sealed(lambda body: body.update(step=10**30)), "step must be"),
+    (sealed(lambda body: body.update(fingerprint={"torch": {}})), "fingerprint must be"),
+    (
+        sealed(lambda b: b.update(places={"part-0": {"x": {"whole": ["a"], "start": [0]}}})),
+        "places must be",
+    ),
+    (header(lambda h: first(h).update(shape=[-1, -256])), "describes no tensor"),
+    (header(lambda h: first(h).update(shape=[0, 2**62, 2**62])), "describes no tensor"),
+    (header(lambda h: first(h).update(shape="ab")), "describes no tensor"),
+    (header(lambda h: first(h).update(dtype="F8_E4M3")), "describes no tensor"),
+    (header(lambda h: first(h).update(dtype=["F32"])), "describes no tensor"),
+    (header(lambda h: first(h).update(data_offsets=[8, 1032])), "are not one tensor's"),
+    (header(lambda h: h.update({"\ud800": h.pop(next(iter(h)))})), "surrogates not allowed"),
+    (header(lambda h: h.clear()), "its header describes 0"),
+    (header(b"[1, 2]"), "its header is no object"),
+    (header(DEEP.encode()), "more than 64 levels of nesting"),
+    # A model that the tensors do not fill is not built.
+    (model(n_layer=10_000), "parameters, the file of tensors holds 8,256"),
+    (model(vocab_size=4 * 10**9), "parameters, the file of tensors holds 8,256"),
+    (model(dropout="a"), "other fields than a model's"),
+    (model(n_head=0), "n_head: got 0"),
+]
+TRAINED_ON: list[tuple[Damage, str]] = [
+    (state(lambda saved: saved.clear()), "state.json has no optimizer"),
+    (state(lambda saved: saved.update(data=[1])), "state.json has no data"),
+    (state(lambda saved: saved.update(optimizer={"class": 1})), "expected its class, groups and"),
+    (state(lambda saved: saved["optimizer"].update(groups=[5])), "group 0 lists no parameters"),
+    (each_parameter(slots=[3]), "needs its shape, slots and values"),
+    (each_parameter(slots=["exp_avg"]), "has not the state that AdamW keeps"),
+    (each_parameter(values={"exp_avg": "x"}), "has not the state that AdamW keeps"),
+    (of_group(betas="abc"), "betas is 'abc', expected something like [0.9, 0.95]"),
+    (of_group(amsgrad=True), "amsgrad is 'True', expected something like False"),
+    (of_group(eps=float("nan")), "eps is 'nan', expected something like 1e-08"),
+    (model(n_layer=10**6), "model.n_layer is 1000000 there"),
+]
 
 
 def copy_of(run: Path, tmp_path: Path) -> Path:
@@ -98,134 +183,28 @@ def copy_of(run: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda body: body.update(files=[1]), "files must be"),
-        (lambda body: body["files"]["state.json"].update(size=-1), "files must be"),
-        (lambda body: body["files"].update({"../../x": body["files"]["state.json"]}), "'../../x'"),
-        (lambda body: body.update(aliases={"model": [1]}), "aliases must be"),
-        (lambda body: body["aliases"].update(model={"a": "b"}), "no tensor 'b'"),
-        (lambda body: body.update(step=10**30), "step must be"),
-        (lambda body: body.update(fingerprint={"torch": {}}), "fingerprint must be"),
-        (
-            lambda body: body.update(places={"part-0": {"x": {"whole": ["a"], "start": [0]}}}),
-            "places must be",
-        ),
-    ],
+    ("command", "damage", "words"),
+    [*(("sample", *case) for case in SAMPLED), *(("train", *case) for case in TRAINED_ON)],
 )
-def test_a_manifest_with_a_hash_that_fits(
+def test_a_checkpoint_that_no_run_has_saved(
     run: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-    change: Callable[[Any], None],
+    command: str,
+    damage: Damage,
     words: str,
 ) -> None:
-    rewrite_manifest(copy_of(run, tmp_path), change)
-    refused(capsys, lambda: main(["sample", str(tmp_path / "run")]), words)
+    damage(copy_of(run, tmp_path))
+    calls = {
+        "sample": lambda: main(["sample", str(tmp_path / "run")]),
+        "train": lambda: train(tmp_path / "run", run.parent / "data"),
+    }
+    refused(capsys, calls[command], words)
 
 
-def first(header: dict[str, Any]) -> dict[str, Any]:
-    return next(iter(header.values()))
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda h: first(h).update(shape=[-1, -256]), "describes no tensor"),
-        (lambda h: first(h).update(shape=[0, 2**62, 2**62]), "describes no tensor"),
-        (lambda h: first(h).update(shape="ab"), "describes no tensor"),
-        (lambda h: first(h).update(dtype="F8_E4M3"), "describes no tensor"),
-        (lambda h: first(h).update(dtype=["F32"]), "describes no tensor"),
-        (lambda h: first(h).update(data_offsets=[8, 1032]), "are not one tensor's"),
-        (lambda h: h.update({"\ud800": h.pop(next(iter(h)))}), "surrogates not allowed"),
-        (lambda h: h.clear(), "its header describes 0"),
-        (b"[1, 2]", "its header is no object"),
-        (DEEP.encode(), "more than 64 levels of nesting"),
-    ],
-)
-def test_a_header_of_tensors_that_cannot_be(
-    run: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    change: bytes | Callable[[Any], None],
-    words: str,
-) -> None:
-    checkpoint = copy_of(run, tmp_path)
-    file = checkpoint / "model.safetensors"
-    if isinstance(change, bytes):
-        replace_header(file, change)
-    else:
-        rewrite_header(file, change)
-    rewrite_manifest(checkpoint)
-    refused(capsys, lambda: main(["sample", str(tmp_path / "run")]), words)
-
-
-def each_parameter(**changes: Any) -> Callable[[Any], None]:
-    def change(state: dict[str, Any]) -> None:
-        for entry in state["optimizer"]["params"].values():
-            entry.update(changes)
-
-    return change
-
-
-def of_group(**changes: Any) -> Callable[[Any], None]:
-    return lambda state: state["optimizer"]["groups"][0].update(changes)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda state: state.clear(), "state.json has no optimizer"),
-        (lambda state: state.update(data=[1]), "state.json has no data"),
-        (lambda state: state.update(optimizer={"class": 1}), "expected its class, groups and"),
-        (lambda state: state["optimizer"].update(groups=[5]), "group 0 lists no parameters"),
-        (each_parameter(slots=[3]), "needs its shape, slots and values"),
-        (each_parameter(slots=["exp_avg"]), "has not the state that AdamW keeps"),
-        (each_parameter(values={"exp_avg": "x"}), "has not the state that AdamW keeps"),
-        (of_group(betas="abc"), "betas is 'abc', expected something like [0.9, 0.95]"),
-        (of_group(amsgrad=True), "amsgrad is 'True', expected something like False"),
-        (of_group(eps=float("nan")), "eps is 'nan', expected something like 1e-08"),
-        (lambda state: state["model"].update(n_layer=10**6), "model.n_layer is 1000000 there"),
-    ],
-)
-def test_a_state_that_no_run_has_saved(
-    run: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    change: Callable[[Any], None],
-    words: str,
-) -> None:
-    checkpoint = copy_of(run, tmp_path)
-    rewrite_json(checkpoint / "state.json", change)
-    rewrite_manifest(checkpoint)
-    refused(capsys, lambda: train(tmp_path / "run", run.parent / "data"), words)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"n_layer": 10_000}, "parameters, the file of tensors holds 8,256"),
-        ({"vocab_size": 4 * 10**9}, "parameters, the file of tensors holds 8,256"),
-        ({"dropout": "a"}, "other fields than a model's"),
-        ({"n_head": 0}, "n_head: got 0"),
-        ({"block_size": 10**15}, ""),  # what no token stands at takes no memory
-    ],
-)
-def test_a_model_that_the_tensors_do_not_fill_is_not_built(
-    run: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    changes: dict[str, Any],
-    words: str,
-) -> None:
-    checkpoint = copy_of(run, tmp_path)
-    rewrite_json(checkpoint / "state.json", lambda state: state["model"].update(changes))
-    rewrite_manifest(checkpoint)
-    command = ["sample", str(tmp_path / "run"), "--tokens", "2"]
-    if words:
-        refused(capsys, lambda: main(command), words)
-    else:
-        assert main(command) == 0
+def test_positions_at_which_no_token_stands_take_no_memory(run: Path, tmp_path: Path) -> None:
+    model(block_size=10**15)(copy_of(run, tmp_path))
+    assert main(["sample", str(tmp_path / "run"), "--tokens", "2"]) == 0
 
 
 # -- data -----------------------------------------------------------------------------------------

@@ -80,5 +80,6 @@ def test_every_choice_of_the_engine_is_named() -> None:
 
 
 def test_the_table_of_algorithms_is_the_code() -> None:
-    for name, algorithm in ALGORITHMS.items():
-        assert f"| `{name}` | {algorithm.summary} | {algorithm.sent} |" in STRATEGIES_PAGE
+    """The bytes in it are counted in tests/ranks/test_p2p_collectives.py."""
+    table = STRATEGIES_PAGE.partition("| `backend` |")[2].partition("\n\n")[0]
+    assert re.findall(r"^\| `(\w+)` \|", f"| `backend` |{table}", re.M) == list(ALGORITHMS)

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradsync.comm.single import SingleCommunicator
+from gradsync.comm.groups import SingleCommunicator
 from gradsync.sync.exact_sum import NUM_BINS, from_bins, to_bins
 from gradsync.sync.loss import LossSum
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from gradsync.comm.single import SingleCommunicator
+from gradsync.comm.groups import SingleCommunicator
 from gradsync.errors import ConfigError
 from gradsync.verify.plan import MODELS, PLAIN, Settings, Variant
 from gradsync.verify.problem import build_problem, find_factory

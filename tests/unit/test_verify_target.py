@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from gradsync.comm.single import SingleCommunicator
+from gradsync.comm.groups import SingleCommunicator
 from gradsync.errors import ConfigError
 from gradsync.verify.check_target import check_target
 from gradsync.verify.plan import Settings

@@ -22,6 +22,6 @@ may differ from them in the last bit. Torch refuses two things for any backend b
 works), and DDP's built-in hook `FP16_COMPRESS` (`default_hooks.fp16_compress_hook` works).
 """
 
-from gradsync.backends.create import register
+from gradsync.backends.group import register
 
 register()

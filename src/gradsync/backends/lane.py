@@ -33,14 +33,7 @@ Action = Callable[[SharedMemoryCommunicator], object]
 
 @outside_graphs
 class Operation(dist.Work):
-    """One collective, as torch's `Work`; made by `Lane.issue`.
-
-    Args:
-        line: the queue that holds it.
-        act: runs the operation.
-        result: the tensors with the result, for torch's `Work.result` and futures.
-        timeout_s: longest wait for a peer, in seconds; None: the group's.
-    """
+    """One collective, as torch's `Work`; made by `Lane.issue`, whose arguments it keeps."""
 
     def __init__(self, line: Line, act: Action, result: list[Any], timeout_s: float | None) -> None:
         super().__init__()
@@ -76,32 +69,25 @@ class Operation(dist.Work):
         self._under_way.release()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Block until the result is there.
-
-        Args:
-            timeout: longest time to block; the operation may be waited for again; 0: no limit.
-                The longest wait for a peer is set when the operation is issued.
+        """Block until the result is there, or for `timeout`, if it is not 0; may be repeated.
 
         Raises:
-            LostPeerError: a peer ended, left, or did not come in time.
+            LostPeerError: a peer ended, left, or did not come in the time set at the issue.
             RunError: peers are doing something else, or it goes on after `timeout`.
         """
-        self._finish(timeout.total_seconds())
+        seconds = timeout.total_seconds()
+        if (line := self._line) is not None:
+            if seconds <= 0 or line.ended:
+                line.drive(self)
+            elif self._under_way.acquire(timeout=seconds):  # the helper carries it out
+                self._under_way.release()
+            else:
+                raise RunError(
+                    f"a shared-memory operation is not over after {seconds:g} s; it goes on"
+                )
         if self._error is not None:
             raise self._error
         return True
-
-    def _finish(self, timeout_s: float) -> None:
-        if (line := self._line) is None:
-            return
-        if timeout_s <= 0 or line.ended:
-            line.drive(self)
-        elif self._under_way.acquire(timeout=timeout_s):  # the helper carries it out
-            self._under_way.release()
-        else:
-            raise RunError(
-                f"a shared-memory operation is not over after {timeout_s:g} s; it goes on"
-            )
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A completed future: callbacks chained to it run immediately, on this thread.
@@ -143,12 +129,7 @@ def _without_frames(error: BaseException) -> BaseException:
 
 
 class Line:
-    """Operations in order of issue; shared by the waiting threads and the helper.
-
-    Args:
-        shared: used by one thread at a time.
-        timeout: asked before each operation: the group's longest wait for a peer.
-    """
+    """Operations in order of issue; shared by the waiting threads and the helper. See `Lane`."""
 
     def __init__(self, shared: SharedMemoryCommunicator, timeout: Callable[[], timedelta]) -> None:
         self.waiting: deque[Operation] = deque()
@@ -206,11 +187,8 @@ class Line:
             shared.timeout_s = 0.0
 
     def close(self) -> bool:
-        """Finish the queue, release the memory, tell the peers; returns whether that is done.
-
-        When a signal handler interrupts an operation of the same thread, that operation fails, and
-        the rest is done when the handler has returned.
-        """
+        """Finish the queue, release the memory, tell the peers; returns whether that is done: an
+        operation that a signal handler of its thread interrupts fails first, when that returns."""
         with self._turn:
             if self._busy:
                 self._shall_close = True

@@ -30,14 +30,19 @@ from gradsync.bench.collectives_report import Samples
 from gradsync.bench.record import environment, from_json
 from gradsync.bench.report import Tell, progress_bar, silent
 from gradsync.comm.base import Communicator
-from gradsync.comm.choose import communicator
-from gradsync.comm.doubling import doubling_all_reduce
-from gradsync.comm.groups import groups
-from gradsync.comm.hierarchical import hierarchical_all_reduce, tree_broadcast, tree_reduce
-from gradsync.comm.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from gradsync.comm.groups import communicator, groups
+from gradsync.comm.p2p_collectives import (
+    doubling_all_reduce,
+    hierarchical_all_reduce,
+    ring_all_gather,
+    ring_all_reduce,
+    ring_reduce_scatter,
+    tree_broadcast,
+    tree_reduce,
+)
+from gradsync.comm.reductions import check_supported
 from gradsync.comm.shared_memory.choose import share_memory
-from gradsync.comm.shared_memory.unavailable import SharedMemoryError
-from gradsync.comm.supported import check_supported
+from gradsync.comm.shared_memory.segment import SharedMemoryError
 from gradsync.comm.values import all_gather_numbers
 from gradsync.errors import ConfigError
 from gradsync.runtime import environ

@@ -23,7 +23,7 @@ from gradsync.bench.contestant import ALONE, Contestant
 from gradsync.bench.meter import StepClock, Watched, taking
 from gradsync.bench.sync_plan import SyncSettings
 from gradsync.comm.base import Communicator
-from gradsync.comm.choose import communicator
+from gradsync.comm.groups import communicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.models.gpt import GPT, loss_sum
 from gradsync.runtime import environ

@@ -16,7 +16,7 @@ import torch
 from gradsync.bench.memory_plan import MemoryRun
 from gradsync.bench.record import environment, from_json
 from gradsync.bench.sync_run import quiet_session
-from gradsync.comm.choose import communicator
+from gradsync.comm.groups import communicator
 from gradsync.comm.values import all_gather_json
 from gradsync.models.gpt import loss_sum
 from gradsync.train.config import SyncConfig, TrainConfig

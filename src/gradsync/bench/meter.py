@@ -27,7 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradsync.comm.base import Communicator, Done
+from gradsync.comm.base import Communicator
+from gradsync.comm.work import Done
 from gradsync.core.torch_private import num_issued, process_groups
 
 

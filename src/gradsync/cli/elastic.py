@@ -170,7 +170,7 @@ def _legal(config: TrainConfig, settled: frozenset[str], ranks: int) -> TrainCon
 
 def _probed_alone(config: TrainConfig, hardware: Hardware, world: World) -> TrainConfig:
     """The micro-batch as one rank of `world` finds it, without the others."""
-    from gradsync.comm.single import SingleCommunicator
+    from gradsync.comm.groups import SingleCommunicator
     from gradsync.runtime.device import choose_device
     from gradsync.runtime.threads import choose_threads
     from gradsync.train.micro_batch import find_micro_batch

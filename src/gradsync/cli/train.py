@@ -104,7 +104,7 @@ def _emulates_bf16(world: World) -> bool:
 
 def _join_run(config: TrainConfig, as_json: bool, elastic: list[str] | None) -> int:
     """Be one rank of the run; `elastic`: the arguments that ask for it."""
-    from gradsync.comm.choose import communicator
+    from gradsync.comm.groups import communicator
     from gradsync.comm.values import broadcast_json
     from gradsync.runtime.session import Session, SessionOptions
     from gradsync.train.output import default_out
@@ -177,7 +177,7 @@ def _named_sync(config: TrainConfig, world: World, *, threads: int) -> tuple[Tra
     Raises:
         ConfigError: it does not go with the rest of the configuration.
     """
-    from gradsync.comm.choose import communicator
+    from gradsync.comm.groups import communicator
     from gradsync.comm.values import broadcast_json
     from gradsync.train.tuned import Choice, apply_choice, resolve_auto
 

@@ -1,4 +1,4 @@
-"""The interface between gradient synchronisation and the backends that move the bytes.
+"""The interface between gradient synchronisation and what moves the bytes.
 
 A `Communicator` answers three questions for a fixed set of ranks: which rank this is, how to
 combine a tensor over ranks, how to pass one on. World size 1 is an ordinary communicator
@@ -6,20 +6,22 @@ combine a tensor over ranks, how to pass one on. World size 1 is an ordinary com
 for. All ranks must call the same collectives in the same order with equal shapes and dtypes.
 
 `exchange` is the only primitive that is not a collective: messages between pairs of ranks.
-Algorithms of several steps (`ring`, `doubling`, `hierarchical`) use nothing else, so they may run
-on a background thread beside the main thread's collectives: collectives are matched by the order in
-which they are issued, which two threads cannot guarantee; messages are matched by sender.
+Algorithms of several steps (`p2p_collectives`) use nothing else, so they may run on a background
+thread beside the main thread's collectives: collectives are matched by the order in which they are
+issued, which two threads cannot guarantee; messages are matched by sender.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 ReduceOp = Literal["sum", "min", "max"]
+Messages: TypeAlias = Sequence[tuple["Tensor", int]]
+"""(contiguous tensor of any shape, the rank that gets it or that it comes from)."""
 
 
 class Work(Protocol):
@@ -47,25 +49,15 @@ class Messenger(Protocol):
         """Number of ranks."""
         ...
 
-    def exchange(
-        self,
-        sends: Sequence[tuple[Tensor, int]],
-        receives: Sequence[tuple[Tensor, int]],
-        channel: int = 0,
-        /,
-    ) -> Work:
-        """One batch of messages: send each tensor to its rank, fill each tensor from its rank.
+    def exchange(self, sends: Messages, receives: Messages, channel: int = 0, /) -> Work:
+        """One batch of messages: send each tensor to its rank, overwrite each tensor from its rank.
 
         The k-th message from a to b meets the k-th receive at b from a, in this batch and over all
         of them; both must have the same size and dtype. A rank never sends to itself. A rank with
         nothing to send or receive need not call. A send may wait until its receive is posted: two
-        ranks that swap do so in one batch. All batches of one channel come from one thread at a
-        time. Buffers belong to the batch until `wait()` returns.
-
-        Args:
-            sends: (contiguous tensor of any shape, rank that gets it).
-            receives: (contiguous tensor of any shape, overwritten; rank it comes from).
-            channel: messages only match receives of the same channel; see `Channel`.
+        ranks that swap do so in one batch. Messages only match receives of the same `channel`,
+        whose batches all come from one thread at a time. Buffers belong to the batch until `wait()`
+        returns.
         """
         ...
 
@@ -92,22 +84,3 @@ class Communicator(Messenger, Protocol):
     def barrier(self) -> None:
         """Return once every rank has called it."""
         ...
-
-
-class Done:
-    """The `Work` of something that has already happened."""
-
-    def wait(self) -> None:
-        """Return at once."""
-
-
-class AllOf:
-    """Several works as one."""
-
-    def __init__(self, works: Sequence[Work]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        """Wait for each of them, in order."""
-        for work in self._works:
-            work.wait()

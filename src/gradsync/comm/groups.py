@@ -1,6 +1,7 @@
-"""Process groups made by gradsync: inside each node, between nodes, or over any ranks.
+"""The communicator of a world, and process groups inside each node, between nodes, or over any
+ranks.
 
-The session destroys them with its own group at its end. Each costs connections and a listening
+The session destroys the groups with its own at its end. Each costs connections and a listening
 socket per rank: make them once, not in every step.
 """
 
@@ -8,19 +9,149 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from gradsync.comm.base import Communicator
-from gradsync.comm.choose import communicator
-from gradsync.comm.placement import Placement, share_placement
+from gradsync.comm.base import Communicator, Messages, Messenger, ReduceOp, Work
 from gradsync.comm.process_group import ProcessGroupCommunicator
-from gradsync.comm.single import SingleCommunicator
+from gradsync.comm.work import Done
 from gradsync.core.torch_private import device_types, timeout_of
-from gradsync.errors import ConfigError
+from gradsync.errors import ConfigError, RunError
 from gradsync.world import World
+
+
+class SingleCommunicator:
+    """One rank, no process group, no bytes moved: every collective is the identity."""
+
+    rank = 0
+    world_size = 1
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
+        """Leave `tensor` as it is."""
+        return Done()
+
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Work:
+        """Leave `tensor` as it is."""
+        return Done()
+
+    def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
+        """Copy `tensor`, shape [n], into `output`, shape [n]."""
+        output.copy_(tensor)
+        return Done()
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, op: ReduceOp = "sum") -> Work:
+        """Copy `tensor`, shape [n], into `output`, shape [n]."""
+        return self.all_gather(output, tensor)
+
+    def barrier(self) -> None:
+        """Return at once."""
+
+    def exchange(self, sends: Messages, receives: Messages, channel: int = 0, /) -> Work:
+        """Check that both lists are empty: there is no other rank."""
+        assert len(sends) + len(receives) == 0, "a message to oneself"
+        return Done()
+
+
+class Subset:
+    """A `Messenger` between some ranks of `parent`: member i is `ranks[i]` there.
+
+    Costs nothing to make, is made on its members only, and shares the parent's connections. Subsets
+    that have two ranks in common must be used in the same order on both.
+    """
+
+    def __init__(self, parent: Messenger, ranks: Sequence[int]) -> None:
+        self._parent = parent
+        self._ranks = tuple(ranks)
+        self.rank = self._ranks.index(parent.rank)
+        self.world_size = len(self._ranks)
+
+    def exchange(self, sends: Messages, receives: Messages, channel: int = 0, /) -> Work:
+        """See `Messenger.exchange`."""
+        theirs = [(tensor, self._ranks[peer]) for tensor, peer in sends]
+        ours = [(tensor, self._ranks[peer]) for tensor, peer in receives]
+        return self._parent.exchange(theirs, ours, channel)
+
+
+def communicator(world: World) -> Communicator:
+    """The communicator over all ranks of `world`: the default process group, or one rank.
+
+    Raises:
+        RunError: several ranks, but no process group (outside of `with gs.init()`).
+    """
+    if world.world_size == 1:
+        return SingleCommunicator()
+    if not dist.is_initialized():
+        raise RunError(
+            f"world size {world.world_size} but no process group: use it inside `with gs.init()`"
+        )
+    return ProcessGroupCommunicator(dist.group.WORLD)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Node and local rank of every rank. Frozen, equal on all ranks.
+
+    Raises:
+        ConfigError: two ranks with the same node and local rank.
+    """
+
+    seats: tuple[tuple[int, int], ...]
+    """(node_rank, local_rank) of each rank."""
+
+    def __post_init__(self) -> None:
+        for rank, seat in enumerate(self.seats):
+            first = self.seats.index(seat)
+            if first != rank:
+                raise ConfigError(
+                    f"ranks {first} and {rank} both say node_rank={seat[0]} local_rank={seat[1]}; "
+                    "each rank needs its own place: check the World they were given"
+                )
+
+    @property
+    def nodes(self) -> list[list[int]]:
+        """Ranks of each node, ascending; nodes in order."""
+        found: dict[int, list[int]] = {}
+        for rank, (node, _) in enumerate(self.seats):
+            found.setdefault(node, []).append(rank)
+        return [found[node] for node in sorted(found)]
+
+    @property
+    def equal_nodes(self) -> bool:
+        """True when all nodes have the same number of ranks."""
+        return len({len(ranks) for ranks in self.nodes}) == 1
+
+    @property
+    def columns(self) -> list[list[int]]:
+        """The i-th rank of each node with more than i ranks, ascending, for each i.
+
+        By position in the node's list, not by local rank: the i-th rank in the communicator of one
+        node must meet the i-th of the others, and torch sorts the ranks of a new group.
+        """
+        most = max(len(ranks) for ranks in self.nodes)
+        return [sorted(ranks[i] for ranks in self.nodes if i < len(ranks)) for i in range(most)]
+
+    def node_of(self, rank: int) -> list[int]:
+        """All ranks on the node of `rank`, including `rank`."""
+        return next(ranks for ranks in self.nodes if rank in ranks)
+
+    def column_of(self, rank: int) -> list[int]:
+        """All ranks in the column of `rank`, including `rank`."""
+        return next(ranks for ranks in self.columns if rank in ranks)
+
+
+def share_placement(
+    comm: Communicator, world: World, device: torch.device | str = "cpu"
+) -> Placement:
+    """Exchange the placement of all ranks of `comm`, those of `world`, in rank order.
+
+    One all-gather, int64 [2] from each rank, on `device`.
+    """
+    mine = torch.tensor([world.node_rank, world.local_rank], device=device)
+    seats = torch.zeros(2 * comm.world_size, dtype=mine.dtype, device=device)
+    comm.all_gather(seats, mine).wait()
+    return Placement(tuple((node, local) for node, local in seats.view(-1, 2).tolist()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,22 +167,20 @@ class Groups:
 
     @property
     def equal_nodes(self) -> bool:
-        """True when all nodes have the same number of ranks."""
+        """See `Placement`."""
         return self.placement.equal_nodes
 
 
 def groups(world: World) -> Groups:
     """Build the groups inside and between nodes; every rank calls it at the same point.
 
-    Args:
-        world: this rank's; ranks exchange their node and local rank.
-
     Raises:
         ConfigError: two ranks report the same local rank on the same node.
         RunError: several ranks, but no process group (outside of `with gs.init()`).
     """
     comm = communicator(world)
-    placement = share_placement(comm, world, _small_tensor_device(world))
+    on_gpu = world.is_distributed and "cpu" not in device_types(dist.group.WORLD)
+    placement = share_placement(comm, world, world.device if on_gpu else "cpu")
     parts = {"intra": placement.nodes, "inter": placement.columns}
     made: dict[str, Communicator] = {}
     for name, lists in parts.items():
@@ -65,15 +194,10 @@ def groups(world: World) -> Groups:
 def group(ranks: Sequence[int]) -> Communicator | None:
     """A communicator over some ranks of the default process group, as `dist.new_group` makes it.
 
-    Every rank of the run calls it, members or not, with the same ranks, at the same point. Before
-    each collective the members compare what they call (one all-reduce of 16 bytes), and all of them
-    refuse if operation, op, `src`, shape or dtype differ.
-
-    Args:
-        ranks: members, in any order; the communicator numbers them in ascending order.
-
-    Returns:
-        The communicator on members, None on other ranks.
+    Every rank of the run calls it, members or not, with the same ranks (in any order; the
+    communicator numbers them in ascending order), at the same point. Other ranks than members get
+    None. Before each collective the members compare what they call (one all-reduce of 16 bytes),
+    and all of them refuse if operation, op, `src`, shape or dtype differ.
 
     Raises:
         ConfigError: no ranks, a rank listed twice, or one that does not exist.
@@ -97,7 +221,7 @@ def new_group(ranks: Sequence[int]) -> Communicator | None:
         return SingleCommunicator() if rank in ranks else None
     if len(ranks) == world_size:
         return ProcessGroupCommunicator(dist.group.WORLD)
-    made = dist.new_group(list(ranks), timeout=_timeout())
+    made = _torch_group(ranks)
     return ProcessGroupCommunicator(made) if rank in ranks else None
 
 
@@ -110,24 +234,10 @@ def for_background(comm: Communicator, device: torch.device) -> Communicator:
     group = getattr(comm, "group", None)
     if device.type != "cuda" or group is None:
         return comm
-    ranks = dist.get_process_group_ranks(group)
-    return ProcessGroupCommunicator(dist.new_group(ranks, timeout=_timeout()))
+    return ProcessGroupCommunicator(_torch_group(dist.get_process_group_ranks(group)))
 
 
-def _small_tensor_device(world: World) -> torch.device:
-    """Device on which the default group takes small tensors: the CPU, or the GPU if NCCL only."""
-    if not world.is_distributed:
-        return torch.device("cpu")
-    return torch.device("cpu" if "cpu" in device_types(_default_group()) else world.device)
-
-
-def _timeout() -> timedelta:
-    """Timeout of the default group: torch would give a new group its built-in default."""
-    main = _default_group()
-    return timeout_of(main, device_types(main)[0])
-
-
-def _default_group() -> dist.ProcessGroup:
+def _torch_group(ranks: Sequence[int]) -> object:
+    """A new group with the default group's timeout, in place of torch's built-in one."""
     main = dist.group.WORLD
-    assert main is not None, "no process group"
-    return main
+    return dist.new_group(list(ranks), timeout=timeout_of(main, device_types(main)[0]))

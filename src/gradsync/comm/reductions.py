@@ -5,30 +5,35 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from gradsync.comm.base import Communicator, Messenger, ReduceOp
-from gradsync.comm.choose import communicator
-from gradsync.comm.doubling import doubling_all_reduce
-from gradsync.comm.groups import Groups
-from gradsync.comm.hierarchical import hierarchical_all_reduce
-from gradsync.comm.placement import share_placement
+from gradsync.comm.groups import Groups, SingleCommunicator, Subset, communicator, share_placement
+from gradsync.comm.kernels import combine
+from gradsync.comm.p2p_collectives import (
+    doubling_all_reduce,
+    hierarchical_all_reduce,
+    ring_all_reduce,
+)
 from gradsync.comm.process_group import ProcessGroupCommunicator
-from gradsync.comm.ring import ring_all_reduce
-from gradsync.comm.same_call import call_site, check_same_call
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
 from gradsync.comm.shared_memory.hierarchy import all_reduce_over_hosts
-from gradsync.comm.single import SingleCommunicator
-from gradsync.comm.subset import Subset
-from gradsync.comm.supported import Op, check_supported
+from gradsync.comm.values import call_site, check_same_call
 from gradsync.errors import ConfigError
 from gradsync.world import World
 
-if TYPE_CHECKING:
-    from torch import Tensor
+Op = Literal["sum", "mean", "min", "max"]
+
+_OF_GLOO = {
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
+    *(torch.complex128, torch.complex64, torch.complex32),
+}
+"""Dtypes that Gloo's all-reduce adds. Other backends refuse by themselves, on all ranks alike."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,10 +51,7 @@ class Site:
         """The ranks of this node, this rank's counterparts on the other nodes, and `equal_nodes`.
 
         Without groups: one all-gather over `comm`, int64 [2] on `device`, and then messages over
-        `comm` itself.
-
-        Raises:
-            ConfigError: neither groups nor a world was given.
+        `comm` itself. ConfigError when neither groups nor a world was given.
         """
         if self.groups is not None:
             return self.groups.intra, self.groups.inter, self.groups.equal_nodes
@@ -62,20 +64,6 @@ class Site:
         found = share_placement(self.comm, self.world, device)
         node, column = found.node_of(self.comm.rank), found.column_of(self.comm.rank)
         return Subset(self.comm, node), Subset(self.comm, column), found.equal_nodes
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Algorithm:
-    """One way to all-reduce."""
-
-    name: str
-    """Name that users type."""
-    summary: str
-    """One line."""
-    sent: str
-    """Bytes a rank sends; S = bytes of the tensor, N = ranks, M = nodes, n = ranks a node."""
-    run: Callable[[Site, Tensor, ReduceOp], None]
-    """`run(site, tensor, op)`: in place, blocking; the tensor is contiguous, without autograd."""
 
 
 def _backend(site: Site, tensor: Tensor, op: ReduceOp) -> None:
@@ -98,34 +86,13 @@ def _hierarchical(site: Site, tensor: Tensor, op: ReduceOp) -> None:
         hierarchical_all_reduce(intra, inter, tensor, op, equal_nodes=equal_nodes)
 
 
-ALGORITHMS: dict[str, Algorithm] = {
-    algorithm.name: algorithm
-    for algorithm in (
-        Algorithm(
-            name="backend",
-            summary="the process group's own",
-            sent="up to the backend; 2(N-1)/N S on its rings",
-            run=_backend,
-        ),
-        Algorithm(
-            name="ring",
-            summary="reduce-scatter and all-gather between neighbours; fewest bytes",
-            sent="2(N-1)/N S in 2(N-1) steps",
-            run=_ring,
-        ),
-        Algorithm(
-            name="recursive_doubling",
-            summary="everybody swaps all of it, log2(N) times; fewest steps, for short tensors",
-            sent="log2(N) S in log2(N) steps",
-            run=_doubling,
-        ),
-        Algorithm(
-            name="hierarchical",
-            summary="inside each node, between nodes shard by shard, inside each node",
-            sent="2(n-1)/n S inside the node, 2(M-1)/M S/n between nodes",
-            run=_hierarchical,
-        ),
-    )
+# By the name that users type, with the bytes that a rank sends: S of the tensor, N ranks, M nodes,
+# n ranks a node. Each works in place, blocking, on a contiguous tensor without autograd.
+ALGORITHMS: dict[str, Callable[[Site, Tensor, ReduceOp], None]] = {
+    "backend": _backend,  # the process group's; 2(N-1)/N S on its rings
+    "ring": _ring,  # 2(N-1)/N S in 2(N-1) steps: fewest bytes
+    "recursive_doubling": _doubling,  # log2(N) S in log2(N) steps, for short tensors
+    "hierarchical": _hierarchical,  # 2(n-1)/n S inside the node, 2(M-1)/M S/n between nodes
 }
 
 
@@ -194,11 +161,48 @@ def _reduce(site: Site, tensor: Tensor, op: Op, algorithm: str) -> None:
     # The tensor itself where possible. A pending conjugation or negation is not part of the memory
     # that is sent, and yet such a tensor calls itself contiguous.
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    ALGORITHMS[algorithm].run(site, flat, "sum" if op == "mean" else op)
+    ALGORITHMS[algorithm](site, flat, "sum" if op == "mean" else op)
     if op == "mean":
         flat.div_(site.comm.world_size)
     if flat.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(flat)
+
+
+def check_supported(comm: Communicator, tensor: Tensor, op: Op, algorithm: str) -> None:
+    """Refuse tensors that cannot be combined, without a message: ranks with equal tensors agree.
+
+    Before the first message: later, one rank would fail in the middle, and the others wait for it.
+
+    Raises:
+        ConfigError: with algorithm, op and dtype.
+    """
+    if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise ConfigError(
+            f"the mean of {tensor.dtype} would be cut off; use op='sum' and divide, or convert it"
+        )
+    reason = _refusal(comm, tensor, op, algorithm)
+    if reason is not None:
+        kind = "" if tensor.layout == torch.strided else f" in {tensor.layout}"
+        raise ConfigError(
+            f"all_reduce with algorithm={algorithm!r}, op={op!r} does not take "
+            f"{tensor.dtype}{kind}: {reason}"
+        )
+
+
+def _refusal(comm: Communicator, tensor: Tensor, op: Op, algorithm: str) -> str | None:
+    if tensor.layout != torch.strided:
+        return "only dense tensors travel; use tensor.to_dense()"
+    if tensor.is_complex() and op in ("min", "max"):
+        return "complex numbers have no order; reduce a real tensor, such as tensor.abs()"
+    if algorithm != "backend":
+        nothing = tensor.detach().new_empty(0)
+        try:
+            combine("sum" if op == "mean" else op, nothing, nothing, out=nothing)
+        except RuntimeError:
+            return f"torch has no such arithmetic on {tensor.device.type}; convert it"
+    elif tensor.dtype not in _OF_GLOO and isinstance(comm, ProcessGroupCommunicator):
+        return "Gloo cannot; convert it" if comm.backend_for(tensor.device) == "gloo" else None
+    return None
 
 
 def _named_op(op: Any) -> Op:

@@ -1,16 +1,24 @@
-"""Small values between ranks, as JSON over uint8 tensors: no pickle ever crosses the wire."""
+"""Small values between ranks, as JSON over uint8 tensors (no pickle ever crosses the wire), and
+the check that all ranks do the same.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Mapping
+from pathlib import PurePath
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradsync.comm.base import Communicator
+from gradsync.errors import RunError
+
+_MOST_CALLS = 4
+"""Number of different calls that a message lists."""
 
 
 def broadcast_json(comm: Communicator, value: Any = None) -> Any:
@@ -54,17 +62,6 @@ def all_gather_json(comm: Communicator, value: Any) -> list[Any]:
     return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
 
-def same_on_all_ranks(comm: Communicator, data: bytes) -> bool:
-    """Whether all ranks hold equal `data`, of any length: one all-reduce of a digest, int64 [2].
-
-    The answer is the same on all ranks. (Two data with one digest: probability 2**-63.)
-    """
-    digest = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest()) >> 1
-    both = torch.tensor([digest, -digest])  # equal numbers have equal minima and maxima
-    comm.all_reduce(both, "max").wait()
-    return both.tolist() == [digest, -digest]
-
-
 def all_sum(comm: Communicator, *numbers: float) -> tuple[float, ...]:
     """The sums of a few numbers over all ranks, in float64 (one all-reduce, float64 [n])."""
     data = torch.tensor(numbers, dtype=torch.float64)
@@ -96,3 +93,67 @@ def broadcast_tensors(
         comm.broadcast(tensor.reshape(-1).view(torch.uint8)).wait()
         received[name] = tensor
     return received
+
+
+def same_on_all_ranks(comm: Communicator, data: bytes) -> bool:
+    """Whether all ranks hold equal `data`, of any length: one all-reduce of a digest, int64 [2].
+
+    The answer is the same on all ranks. (Two data with one digest: probability 2**-63.)
+    """
+    return same_number(comm, int.from_bytes(hashlib.blake2b(data, digest_size=8).digest()) >> 1)
+
+
+def same_number(comm: Communicator, number: int) -> bool:
+    """Whether all ranks hold the same `number` (64 bits, signed): one all-reduce, int64 [2]."""
+    both = torch.tensor([number, -number])  # equal numbers have equal minima and maxima
+    comm.all_reduce(both, "max").wait()
+    return both.tolist() == [number, -number]
+
+
+def check_same_call(comm: Communicator, what: str, tensor: Tensor, where: str = "") -> None:
+    """Check that all ranks do `what` with equal tensors at one place; sends nothing on one rank.
+
+    Backends add up whatever arrives: tensors in another order, float32 to int32. Whole group,
+    int64 [2], on the CPU, blocking; two all-gathers of text when they differ.
+
+    Args:
+        comm: the ranks.
+        what: operation and options.
+        tensor: shape, dtype and kind of device must be equal.
+        where: the call, from `call_site` or by name; "" compares the rest alone.
+
+    Raises:
+        RunError: on all ranks, with the call of each of them.
+    """
+    if comm.world_size == 1:
+        return
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    what = f"{what} of {dtype} {list(tensor.shape)} on {tensor.device.type}"
+    if same_on_all_ranks(comm, f"{what} {where}".encode()):
+        return
+    told = [(what, where) for what, where in all_gather_json(comm, [what, where])]
+    hint = "all ranks must bring one shape and dtype, with one op, in one order"
+    if len({what for what, _ in told}) == 1:
+        hint = (
+            "call them in one order on all ranks; if it is one reduction that ranks call from "
+            "different lines, give it one name= there"
+        )
+    ranks: dict[str, list[str]] = {}
+    for rank, call in enumerate(told):
+        ranks.setdefault(" ".join(call).strip(), []).append(str(rank))
+    calls = [f"rank {', '.join(some)}: {call}" for call, some in ranks.items()]
+    rest = f"; and {len(calls) - _MOST_CALLS} more" if len(calls) > _MOST_CALLS else ""
+    raise RunError(
+        f"ranks call different operations at the same time: {'; '.join(calls[:_MOST_CALLS])}{rest} "
+        f"({hint})"
+    )
+
+
+def call_site() -> str:
+    """File, line and function that called gradsync; equal on hosts with the file in different
+    folders."""
+    frame = sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == "gradsync":
+        frame = frame.f_back
+    code = frame.f_code
+    return f"at {PurePath(code.co_filename).name}:{frame.f_lineno} in {code.co_qualname}"

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gradsync.comm.choose import communicator
+from gradsync.comm.groups import communicator
 from gradsync.compat.frozen import map_tensors, tensors_in
 from gradsync.data.leaf import count_targets
 from gradsync.data.plan import share

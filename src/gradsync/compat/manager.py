@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from gradsync.comm.base import Communicator
-from gradsync.comm.choose import communicator
+from gradsync.comm.groups import SingleCommunicator, communicator
 from gradsync.comm.reductions import all_reduce
-from gradsync.comm.single import SingleCommunicator
 from gradsync.compat.functions import backend_here
 from gradsync.data.loader import Loader, loader
 from gradsync.errors import ConfigError
@@ -30,7 +29,7 @@ from gradsync.world import World
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from gradsync.comm.supported import Op
+    from gradsync.comm.reductions import Op
 
 log = logging.getLogger("gradsync")
 

@@ -51,12 +51,9 @@ class Document:
 def read_document(path: Path, kind: str) -> Document:
     """The content of `path`: TOML or JSON if its name ends so, else YAML.
 
-    Args:
-        path: the file.
-        kind: what it is to the user, such as "configuration"; begins every error.
-
     Raises:
-        ConfigError: anything that the head of this module names; one line.
+        ConfigError: anything that the head of this module names; one line, which begins with the
+            file's `kind`, such as "configuration", and path.
     """
     where = f"{kind} {path}"
     try:

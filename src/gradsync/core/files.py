@@ -8,13 +8,11 @@ A directory that appears complete or not at all:
     rename .tmp-… -> NAME        the commit
     fsync parent                 the commit is on disk
 
-[Note: whose temporary directory]
-A killed writer leaves its `.tmp-…` behind. A process id does not tell whether the writer lives:
-ids come back, and containers share them. So the writer holds `flock` on the directory, which the
-kernel drops when the process ends, however it ends. Who gets the lock knows that the writer is
-dead. Where locks do not work (some network file systems) nobody gets one, and nothing is deleted.
-A lock may be invisible from another host, so a directory that another host made must be an hour
-old besides.
+[Note: whose temporary directory] A killed writer leaves its `.tmp-…` behind. A process id does not
+tell whether it lives: ids come back, and containers share them. So the writer holds `flock` on the
+directory, which the kernel drops when the process ends. A process that gets the lock knows that
+the writer is dead; where locks do not work (some network file systems) nothing is deleted. A lock
+may be invisible from another host, so a directory made there must be an hour old besides.
 """
 
 from __future__ import annotations
@@ -60,12 +58,8 @@ _LONGEST_INTEGER = 40
 
 
 def open_regular(path: Path) -> io.BufferedReader:
-    """Open a file for reading; links are followed.
-
-    Raises:
-        OSError: as the file system says; or it is a pipe, a device or a directory, from which
-            reading may never end.
-    """
+    """Open a file for reading; links are followed. OSError also if it is a pipe, a device or a
+    directory, from which reading may never end."""
     # Opening a pipe that has no writer would wait for one.
     return os.fdopen(_regular(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
 
@@ -81,15 +75,8 @@ def _regular(path: Path, flags: int) -> int:
 
 
 def read_bytes(path: Path, largest: int = _LARGEST) -> bytes:
-    """The content of the regular file `path`; returns at once, whatever else may lie there.
-
-    Args:
-        path: the file, or a link to one.
-        largest: bytes that it may have.
-
-    Raises:
-        OSError: see `open_regular`; more bytes.
-    """
+    """The content of the regular file `path`; OSError at once if anything else lies there, or more
+    than `largest` bytes."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > largest:
@@ -98,12 +85,7 @@ def read_bytes(path: Path, largest: int = _LARGEST) -> bytes:
 
 
 def read_json(path: Path, *, finite: bool = True) -> Any:
-    """The value in a JSON file; see `parse_json`.
-
-    Raises:
-        OSError: see `read_bytes`.
-        ValueError: see `parse_json`.
-    """
+    """The value in a JSON file; raises as `read_bytes` (OSError) and `parse_json` (ValueError)."""
     return parse_json(read_bytes(path), finite=finite)
 
 
@@ -198,9 +180,6 @@ def write_text(path: Path, text: str) -> None:
 
     What cannot be replaced is written into: whatever a link names, a pipe, /dev/stdout, a file in a
     folder that may not be written.
-
-    Raises:
-        OSError: as the file system says.
     """
     replaceable = not path.is_symlink() and (path.is_file() or not path.exists())
     if not replaceable or not os.access(path.parent, os.W_OK):
@@ -212,13 +191,8 @@ def write_text(path: Path, text: str) -> None:
 def replace_text(path: Path, text: str, *, mode: int = 0o666) -> None:
     """Make `text` the file `path` in one step; a link of that name is replaced, not followed.
 
-    Args:
-        path: in a folder that may be written.
-        text: for a new file, written beside it under a name that cannot be foreseen.
-        mode: of the new file; the process's umask takes bits away.
-
-    Raises:
-        OSError: as the file system says.
+    It is a new file, written beside the old one under a name that cannot be foreseen, with `mode`
+    less the process's umask.
     """
     temporary = path.with_name(f".tmp-{path.name}-{secrets.token_hex(8)}")
     file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
@@ -233,11 +207,7 @@ def replace_text(path: Path, text: str, *, mode: int = 0o666) -> None:
 
 
 def append_private(path: Path) -> TextIO:
-    """Open a file to append to; a new one is its user's alone, and no link is followed.
-
-    Raises:
-        OSError: as the file system says; or `path` is a link or no regular file.
-    """
+    """Open a regular file to append to; a new one is its user's alone, and no link is followed."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     return os.fdopen(_regular(path, flags), "a", encoding="utf-8")
 
@@ -270,11 +240,7 @@ def read_entry(path: Path, build: Callable[[Any], T]) -> T | None:
 
 
 def write_entry(path: Path, document: Mapping[str, Any]) -> Path:
-    """Keep `document` in a cache's file `path`, in the place of what was there; returns `path`.
-
-    Raises:
-        RunError: the cache cannot be written.
-    """
+    """Keep `document` in a cache's file `path`, which is returned; RunError if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, json_text(document))
@@ -365,9 +331,6 @@ class StagedDirectory:
         fs: the operations.
         parent: where it will appear; must exist.
         name: the name it is meant for, part of the temporary one.
-
-    Raises:
-        OSError: as the file system says.
     """
 
     def __init__(self, fs: Filesystem, parent: Path, name: str) -> None:
@@ -399,11 +362,7 @@ class StagedDirectory:
                 os.close(self._lock)
 
     def write(self, name: str, pieces: Iterable[memoryview | bytes]) -> FileRecord:
-        """Write one file and wait until it is on the device.
-
-        Returns:
-            size and hash of what was handed to the file system.
-        """
+        """Write one file and wait until it is on the device."""
         digest, size = hashlib.sha256(), 0
         with self._fs.create(self.path / name) as file:
             for piece in pieces:
@@ -420,11 +379,9 @@ class StagedDirectory:
         self._fs.sync_dir(self.path)
 
     def commit(self, target: Path, *, replace: bool = False) -> None:
-        """Give the sealed directory its name and wait until that is on the device.
+        """Give the sealed directory the name `target` and wait until that is on the device.
 
-        Args:
-            target: its name.
-            replace: remove a directory of that name; it comes back where the commit fails.
+        With `replace` a directory of that name is removed; it comes back where the commit fails.
         """
         old = _temporary(target) if replace and target.exists() else None
         if old is not None:
@@ -441,18 +398,11 @@ class StagedDirectory:
                 remove_tree(self._fs, old)
 
 
-def remove_leftovers(fs: Filesystem, parent: Path) -> list[Path]:
-    """Remove the temporary directories of dead writers; see [Note: whose temporary directory].
-
-    Returns:
-        what was removed.
-    """
-    removed = []
+def remove_leftovers(fs: Filesystem, parent: Path) -> None:
+    """Remove the temporary directories of dead writers; see [Note: whose temporary directory]."""
     for path in sorted(parent.glob(f"{TEMPORARY_PREFIX}*")):
         if _writer_is_dead(path):
             remove_tree(fs, path)
-            removed.append(path)
-    return removed
 
 
 def _writer_is_dead(path: Path) -> bool:

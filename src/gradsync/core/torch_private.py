@@ -1,16 +1,17 @@
 """Every private name of torch that gradsync touches: here and nowhere else (tools/check_safety.py).
 
 Names without an underscore that torch changed between the releases we support (2.11 to 2.13) are
-here too. tests/unit/core/test_torch_private.py has a canary for each: it says what breaks when
-torch renames it.
+here too. tests/unit/core/test_torch_private.py has a canary for each.
 """
 
 from __future__ import annotations
 
 import inspect
+import sys
 import weakref
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import wraps
 from operator import attrgetter, methodcaller
 from types import FunctionType
 from typing import Any, TypeVar
@@ -22,7 +23,11 @@ from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+    _use_grad_for_differentiable,
+)
 
 T = TypeVar("T", bound=type)
 
@@ -41,16 +46,12 @@ version: Callable[[Tensor], int] = attrgetter("_version")
 
 # -- autograd -------------------------------------------------------------------------------------
 
-
 current_graph_task = torch._C._current_graph_task_id
 """Number of the backward that runs now, -1 without one; inner ones have higher numbers."""
 
 
 def at_the_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call `callback` once the backward that runs now has finished; only inside of a hook.
-
-    What torch's own DDP and FSDP use.
-    """
+    """Call `callback` once the backward that runs now has finished; only inside of a hook."""
     Variable._execution_engine.queue_callback(callback)  # pyrefly: ignore
 
 
@@ -95,11 +96,8 @@ def optimizer_post_hooks() -> list[Callable[..., Any]]:
 
 
 def end_workers(batches: object) -> None:
-    """End the worker processes of a `DataLoader`'s iterator, if it has any.
-
-    It does so itself when its last reference goes, but after an error the traceback holds one for
-    as long as the exception is kept.
-    """
+    """End the worker processes of a `DataLoader`'s iterator, if it has any: after an error the
+    traceback holds a reference, without which they would end by themselves."""
     shut_down = getattr(batches, "_shutdown_workers", None)
     if shut_down is not None:
         shut_down()
@@ -192,10 +190,8 @@ def coalesced(group: Any, device: torch.device, post: Callable[[], object]) -> A
 
 
 def mesh_of(group: Any, device: torch.device, owner: object) -> DeviceMesh:
-    """The ranks of `group` as a mesh of one dimension, for as long as `owner` lives.
-
-    Torch keeps meshes in caches for ever; the group and its sockets must not live as long.
-    """
+    """The ranks of `group` as a mesh of one dimension, for as long as `owner` lives: torch's caches
+    of meshes live for ever, and would keep the group and its sockets."""
     mesh = DeviceMesh.from_group(group, device.type)
     weakref.finalize(owner, getattr(mesh, "_pg_registry", {}).clear)
     return mesh
@@ -253,3 +249,60 @@ def _skip(method: Any) -> bool:
     both = frames._FrameExecStrategy(action.SKIP, action.SKIP)
     frames.set_code_exec_strategy(method.__code__, both)
     return True
+
+
+_COMPILER = "torch._dynamo"
+_DISABLED = "__dynamo_disable"
+_NAMES_OF_STEP = {
+    *(_COMPILER, "_dynamo", "graph_break", "is_grad_enabled", "set_grad_enabled", "defaults"),
+    *("cast", "Optimizer"),
+}
+
+
+def leave_compiler_unloaded() -> None:
+    """Let torch's optimizers work without the compiler until something else imports it.
+
+    Torch wraps their methods to keep them out of compiled graphs, and to that end imports the
+    compiler for the first optimizer: a second and 800 modules in every process. Before the import
+    there are no graphs. Does nothing where this torch wraps them in another way.
+    """
+    if _COMPILER in sys.modules:
+        return
+    disabled, with_grad = torch._disable_dynamo(_skip), _use_grad_for_differentiable(_skip)
+    if _DISABLED in disabled.__code__.co_consts:
+        for method in vars(torch.optim.Optimizer).values():
+            if getattr(method, "__code__", None) is disabled.__code__:
+                _call_directly(method)
+    if set(with_grad.__code__.co_names) == _NAMES_OF_STEP:
+        for cls in vars(torch.optim).values():
+            step = vars(cls).get("step") if isinstance(cls, type) else None
+            if getattr(step, "__code__", None) is with_grad.__code__:
+                cls.step = _plain_step(step)
+
+
+def _call_directly(method: Any) -> None:
+    """Put ours where torch's wrapper `method` caches the function that it makes by the compiler."""
+    function = method.__wrapped__
+
+    def direct(*given: Any, **named: Any) -> Any:
+        if _COMPILER not in sys.modules:
+            return function(*given, **named)
+        vars(function).pop(_DISABLED, None)
+        return method(*given, **named)
+
+    if _skip(direct):
+        setattr(function, _DISABLED, direct)
+
+
+def _plain_step(step: Any) -> Any:
+    """`step` without the compiler's `graph_break`, which its wrapper calls."""
+    function = step.__wrapped__
+
+    @wraps(step)
+    def plain(self: Any, *given: Any, **named: Any) -> Any:
+        if torch.compiler.is_compiling() or _COMPILER in sys.modules:
+            return step(self, *given, **named)
+        with torch.set_grad_enabled(self.defaults["differentiable"]):
+            return function(self, *given, **named)
+
+    return plain

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gradsync.comm.base import Communicator, Work
-from gradsync.comm.groups import new_group
-from gradsync.comm.subset import Subset
+from gradsync.comm.groups import Subset, new_group
 from gradsync.core.torch_private import foreach_mul_
 from gradsync.errors import RunError
 from gradsync.parallel.layout import EMBEDDING, Coordinates, Layout, Part, norm_places

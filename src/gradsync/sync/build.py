@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from gradsync.comm.base import Communicator
-from gradsync.comm.channel import Channel, draw_channel
-from gradsync.comm.doubling import doubling_all_reduce
 from gradsync.comm.groups import Groups, for_background
-from gradsync.comm.hierarchical import hierarchical_all_reduce
-from gradsync.comm.ring import ring_all_reduce
+from gradsync.comm.p2p_collectives import (
+    doubling_all_reduce,
+    hierarchical_all_reduce,
+    ring_all_reduce,
+)
+from gradsync.comm.process_group import Channel, draw_channel
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
 from gradsync.comm.shared_memory.hierarchy import all_reduce_over_hosts, share_hosts
-from gradsync.comm.shared_memory.unavailable import SharedMemoryError
+from gradsync.comm.shared_memory.segment import SharedMemoryError
 from gradsync.errors import ConfigError
 from gradsync.sync.buckets import PlainSums, TreeSums
 from gradsync.sync.engine import Engine, lay_out_buckets

@@ -29,12 +29,12 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from gradsync.comm.background import Background
 from gradsync.comm.base import Communicator
 from gradsync.comm.groups import Groups
-from gradsync.comm.hierarchical import hierarchical_all_reduce
+from gradsync.comm.p2p_collectives import hierarchical_all_reduce
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.reductions import ALGORITHMS, Site
+from gradsync.comm.work import Background
 from gradsync.core.torch_private import timeout_of
 from gradsync.errors import ConfigError
 from gradsync.world import World
@@ -160,7 +160,7 @@ def _averaging(
 
     def average(tensor: Tensor) -> None:
         if levels is None:
-            ALGORITHMS[algorithm].run(site, tensor, "sum")
+            ALGORITHMS[algorithm](site, tensor, "sum")
         else:
             intra, inter, equal_nodes = levels
             hierarchical_all_reduce(intra, inter, tensor, equal_nodes=equal_nodes)

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gradsync.comm.background import Background
-from gradsync.comm.base import Communicator, Done, Work
+from gradsync.comm.base import Communicator, Work
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
-from gradsync.comm.shared_memory.unavailable import SharedMemoryError
+from gradsync.comm.shared_memory.segment import SharedMemoryError
+from gradsync.comm.work import Background, Done
 from gradsync.sync.buckets import Bucket, Sums
 
 if TYPE_CHECKING:

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradsync.comm.base import Communicator, Done, Work
+from gradsync.comm.base import Communicator, Work
+from gradsync.comm.work import Done
 from gradsync.core.torch_private import foreach_mul_
 from gradsync.errors import RunError
 from gradsync.sync.clip import NonFinite, clip_gradients

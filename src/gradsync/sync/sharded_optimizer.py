@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from gradsync.comm.base import AllOf, Communicator, Work
-from gradsync.comm.choose import communicator
-from gradsync.comm.single import SingleCommunicator
+from gradsync.comm.base import Communicator, Work
+from gradsync.comm.groups import SingleCommunicator, communicator
+from gradsync.comm.work import AllOf
 from gradsync.errors import ConfigError
 from gradsync.sync.elementwise import (
     State,

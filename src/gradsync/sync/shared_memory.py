@@ -26,9 +26,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from gradsync.comm.base import Done, Work
+from gradsync.comm.base import Work
+from gradsync.comm.kernels import reduce_in_place
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
-from gradsync.comm.shared_memory.kernels import reduce_in_place
+from gradsync.comm.work import Done
 from gradsync.core.torch_private import foreach_mul_
 from gradsync.errors import ConfigError
 from gradsync.sync.buckets import Bucket, Sums

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gradsync.comm.background import Background
-from gradsync.comm.base import Done, Messenger, Work
+from gradsync.comm.base import Messenger, Work
+from gradsync.comm.work import Background, Done
 from gradsync.sync.buckets import Bucket, Sums
 from gradsync.sync.exchange import Exchange
 from gradsync.sync.leaf_tree import (

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradsync.comm.base import Communicator, Done, Work
+from gradsync.comm.base import Communicator, Work
+from gradsync.comm.work import Done
 from gradsync.core.torch_private import foreach_mul_
 from gradsync.errors import ConfigError
 from gradsync.sync.buckets import Bucket

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 from gradsync.checkpoint.store import CheckpointStore
 from gradsync.checkpoint.weights import weights_sha256
 from gradsync.comm.base import Communicator
-from gradsync.comm.choose import communicator
+from gradsync.comm.groups import communicator
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
 from gradsync.core.files import read_object
 from gradsync.errors import GradsyncError, RunError, UsageError

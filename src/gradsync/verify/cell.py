@@ -11,8 +11,7 @@ from typing import Any
 
 from gradsync.checkpoint.weights import weights_sha256
 from gradsync.comm.base import Communicator
-from gradsync.comm.groups import Groups
-from gradsync.comm.single import SingleCommunicator
+from gradsync.comm.groups import Groups, SingleCommunicator
 from gradsync.comm.values import all_gather_json, broadcast_json
 from gradsync.verify.compare import Difference, add_up
 from gradsync.verify.diagnose import Scene, diagnose

@@ -22,8 +22,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from gradsync.comm.choose import communicator
-from gradsync.comm.groups import Groups, groups
+from gradsync.comm.groups import Groups, communicator, groups
 from gradsync.errors import RunError
 from gradsync.runtime.failure import communication_error
 from gradsync.runtime.session import Session, SessionOptions

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,6 +86,8 @@ CANARIES: dict[str, tuple[Callable[[], object], str]] = {
     "_optimizer_step_post_hooks": (step_hooks, "hooks on an optimizer see the whole gradient"),
     "_global_optimizer_pre_hooks": (optimizer_module, "the watch on optimizers"),
     "_global_optimizer_post_hooks": (optimizer_module, "the watch on optimizers"),
+    "_use_grad_for_differentiable": (optimizer_module, "optimizers import the compiler"),
+    "_disable_dynamo": (lambda: torch, "optimizers import the compiler"),
     "_shutdown_workers": (
         lambda: torch.utils.data.dataloader._MultiProcessingDataLoaderIter,
         "a closed loader leaves worker processes",
@@ -237,3 +241,51 @@ def test_a_group_made_of_backends() -> None:
         return kinds, times[0] == times[1], whole.tolist(), part.tolist()
 
     assert run_thread_ranks(look, 1) == [(["cpu"], True, [1.0, 1.0], [2.0, 2.0])]
+
+
+_OPTIMIZER_PROGRAM = """
+import sys, torch
+from gradsync.core.torch_private import leave_compiler_unloaded
+
+if "leave" in sys.argv:
+    leave_compiler_unloaded()
+    leave_compiler_unloaded()
+loaded = []
+
+def steps(optimizers, step=None):
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+        weight.square().sum().backward()
+        (step or optimizer.step)()
+        optimizer.load_state_dict(optimizer.state_dict())
+        loaded.append("torch._dynamo" in sys.modules)
+    return weight.tolist()
+
+weight = torch.ones(3, requires_grad=True)
+kinds = [torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad]
+optimizers = [kind([weight], lr=0.1) for kind in kinds]
+found = [steps(optimizers)]
+ran = set(loaded)
+
+from torch._dynamo.testing import CompileCounter
+
+whole, parts = CompileCounter(), CompileCounter()
+found.append(steps(optimizers[1:2], torch.compile(optimizers[1].step, backend=whole)))
+broken = torch.compile(lambda x: (x * 2, optimizers[0].zero_grad())[0] + 1, backend=parts)
+found += [broken(torch.ones(2)).tolist(), steps(optimizers)]
+print(found, whole.frame_count, parts.frame_count)
+print(ran, file=sys.stderr)
+"""
+
+
+def test_optimizers_work_without_the_compiler_and_alike_once_it_is_there() -> None:
+    """Else every process pays a second for it; a compiled step is one graph, zero_grad ends one."""
+    command = [sys.executable, "-c", _OPTIMIZER_PROGRAM]
+    runs = [
+        subprocess.run([*command, *how], check=True, capture_output=True, text=True)
+        for how in (["leave"], [])
+    ]
+    ours, torchs = runs
+    assert ours.stdout == torchs.stdout
+    assert ours.stdout.endswith(" 1 2\n")
+    assert ours.stderr.splitlines()[-1] == "{False}", "the compiler was imported"

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradsync.comm.single import SingleCommunicator
+from gradsync.comm.groups import SingleCommunicator
 from gradsync.data.leaf import Leaf
 from gradsync.data.loader import DatasetLoader, EvalLeaves, Loader, loader
 from gradsync.data.streaming import StreamLoader, stream_loader

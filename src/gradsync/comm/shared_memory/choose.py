@@ -6,14 +6,14 @@ import logging
 import platform
 import sys
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 
 from gradsync.comm.base import Communicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
-from gradsync.comm.shared_memory.unavailable import MESSAGES, Reason, SharedMemoryError
+from gradsync.comm.shared_memory.segment import SharedMemoryError
+from gradsync.comm.values import same_number
 from gradsync.core.torch_private import timeout_of
 
 log = logging.getLogger("gradsync")
@@ -30,12 +30,15 @@ def share_memory(base: Communicator) -> SharedMemoryCommunicator:
     """
     # The same on all ranks of a host; ranks of different hosts differ in what `base` tells them.
     if sys.platform != "linux":
-        raise SharedMemoryError(f"no shared memory: {MESSAGES[Reason.NOT_LINUX]}")
+        raise SharedMemoryError("no shared memory: it needs Linux")
     if platform.machine() not in ("x86_64", "AMD64"):
         raise SharedMemoryError(
-            f"no shared memory on {platform.machine()}: {MESSAGES[Reason.MEMORY_ORDER]}"
+            f"no shared memory on {platform.machine()}: only x86-64 processors keep the order of "
+            "writes that it relies on"
         )
-    return SharedMemoryCommunicator(base, _timeout_s(getattr(base, "group", None)))
+    group = getattr(base, "group", None)
+    timeout_s = _TIMEOUT_S if group is None else timeout_of(group).total_seconds()
+    return SharedMemoryCommunicator(base, timeout_s)
 
 
 def fastest(
@@ -58,8 +61,11 @@ def fastest(
         return base
     if base.world_size == 1:
         return base
-    if (known := _still_there(base, present)) is not None:
-        return known
+    # Ranks drop communicators, and notice that one broke, at different times.
+    over = [c for c in present if getattr(c.base, "group", None) is base.group and c.is_open]
+    number = over[-1].number if over else 0  # numbers are drawn, and have no order
+    if same_number(base, number) and number:
+        return over[-1]
     try:
         shared = share_memory(base)
     except SharedMemoryError as error:
@@ -69,21 +75,3 @@ def fastest(
     if base.rank == 0:
         log.info("collectives through shared memory: all %d ranks are on one host", base.world_size)
     return shared
-
-
-def _still_there(
-    base: ProcessGroupCommunicator, present: Iterable[SharedMemoryCommunicator]
-) -> SharedMemoryCommunicator | None:
-    """One of `present` over `base`'s group that works on every rank: ranks drop communicators, and
-    notice that one broke, at different times."""
-    over = [c for c in present if getattr(c.base, "group", None) is base.group and c.is_open]
-    newest = over[-1].number if over else 0  # numbers are drawn, and have no order
-    # Whole group, int64 [2], on the CPU: equal numbers have equal minima and maxima.
-    both = torch.tensor([newest, -newest])
-    base.all_reduce(both, "max").wait()
-    return over[-1] if newest and both.tolist() == [newest, -newest] else None
-
-
-def _timeout_s(group: Any) -> float:
-    """The group's own."""
-    return _TIMEOUT_S if group is None else timeout_of(group).total_seconds()

@@ -2,7 +2,12 @@
 
 Tensors from `allocate` are combined in place: every rank adds up its slice of all ranks' memory and
 writes the sum into all of them. Each byte moves once, at the memory's own speed. Other tensors go
-through small buffers that stay in the cache.
+through two small buffers per rank that stay in the cache: in an all-reduce a rank copies in only
+the slices that others add up, and copies out only the sums that others computed.
+
+[Note: Two buffers in turn] Data that a rank puts into a buffer in operation n are read by peers
+until they have finished n, or (in `take`) until they finish n + 1. A buffer is filled again in
+operation n + 2, which begins when all have finished n + 1.
 """
 
 from __future__ import annotations
@@ -11,32 +16,28 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from gradsync.comm.base import Communicator, ReduceOp, Work
-from gradsync.comm.channel import draw_channel
-from gradsync.comm.process_group import CopyBack
-from gradsync.comm.shared_memory.arena import (
-    Region,
-    allocate,
-    allocate_once,
-    map_together,
+from gradsync.comm.base import Communicator, Messages, ReduceOp, Work
+from gradsync.comm.kernels import even_parts, pairs_of_tree, reduce_in_place, reduce_into
+from gradsync.comm.process_group import draw_channel
+from gradsync.comm.shared_memory.ordered_ops import (
+    PAGE_BYTES,
+    Flags,
+    OrderedOp,
+    OrderedOps,
+    Patience,
 )
-from gradsync.comm.shared_memory.flags import PAGE_BYTES, Flags
-from gradsync.comm.shared_memory.kernels import (
-    even_parts,
-    pairs_of_tree,
-    reduce_in_place,
-    reduce_into,
-)
-from gradsync.comm.shared_memory.staging import STAGE_BYTES, Staging, described, signature_of
-from gradsync.comm.shared_memory.turns import Turns
-from gradsync.comm.shared_memory.waiting import Patience
+from gradsync.comm.shared_memory.segment import map_together
+from gradsync.comm.work import AllOf, CopyBack
 
-if TYPE_CHECKING:
-    from torch import Tensor
+STAGE_BYTES = 2**20
+"""Size of each of the two buffers."""
+_SMALL_BYTES = 2**14
+"""Up to this size every rank adds up everything by itself: one meeting instead of two."""
 
 
 class SharedMemoryCommunicator:
@@ -60,9 +61,10 @@ class SharedMemoryCommunicator:
         """Identifies this communicator, equal on all ranks; positive."""
         self._flags = Flags(self.rank, [memory[:PAGE_BYTES] for memory in memories])
         self._patience = Patience(self.rank, pids, timeout_s)
-        self._turns = Turns(self._flags, self._patience)
-        self._staging = Staging(self.rank, [m[PAGE_BYTES:] for m in memories], self._turns)
-        self._regions: list[Region] = []
+        self._ops = OrderedOps(self._flags, self._patience)
+        self._staging = _Staging(self.rank, [m[PAGE_BYTES:] for m in memories], self._ops)
+        self._regions: list[tuple[int, list[Tensor]]] = []
+        """Number of an allocation, equal on all ranks, and every rank's part."""
         self._num_regions = 0
         # Also when `close` is never called: peers may be waiting, and descriptors are open.
         self._leave = weakref.finalize(self, _leave, self._flags, self._patience, os.getpid())
@@ -80,32 +82,28 @@ class SharedMemoryCommunicator:
     @property
     def is_open(self) -> bool:
         """False once closed or broken by a failed operation; peers may notice later."""
-        return self._turns.is_open
+        return self._ops.is_open
 
     # -- memory -----------------------------------------------------------------------------------
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Allocate zeros, [numel], in shared memory; all ranks call it, with equal arguments.
-
-        Raises:
-            SharedMemoryError: too little memory is available.
-        """
-        region = allocate(self.base, numel, dtype, self._num_regions)
+        SharedMemoryError on all of them if too little memory is available."""
+        memories, _ = map_together(self.base, [numel * dtype.itemsize] * self.world_size)
+        parts = [memory.view(dtype) for memory in memories]
+        self._regions.append((self._num_regions, parts))
         self._num_regions += 1
-        self._regions.append(region)
-        return region.mine
+        return parts[self.rank]
 
     def allocate_once(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Allocate zeros, [numel], the same memory on all ranks; all call it with equal arguments.
-
-        Raises:
-            SharedMemoryError: too little memory is available.
-        """
-        return allocate_once(self.base, numel, dtype)
+        """Allocate zeros, [numel], the same memory on all ranks; as `allocate`."""
+        sizes = [numel * dtype.itemsize] + [0] * (self.world_size - 1)
+        return map_together(self.base, sizes)[0][0].view(dtype)
 
     def release(self, tensor: Tensor) -> None:
         """Forget what `allocate` returned; its memory is freed when no view of it is left."""
-        self._regions = [r for r in self._regions if r.mine.data_ptr() != tensor.data_ptr()]
+        start = tensor.data_ptr()
+        self._regions = [r for r in self._regions if r[1][self.rank].data_ptr() != start]
 
     def parts_of(self, tensor: Tensor) -> list[Tensor] | None:
         """Every rank's counterpart of `tensor`, a contiguous view of allocated memory, each
@@ -114,11 +112,13 @@ class SharedMemoryCommunicator:
 
     def _placed(self, tensor: Tensor) -> tuple[list[Tensor], tuple[int, int]] | None:
         """`parts_of`, and the place as numbers that are equal on ranks that mean the same place."""
-        for region in self._regions:
-            offset = region.offset_of(tensor)
-            if offset is not None:
+        for number, parts in self._regions:
+            mine = parts[self.rank]
+            offset, rest = divmod(tensor.data_ptr() - mine.data_ptr(), mine.element_size())
+            inside = 0 <= offset <= mine.numel() - tensor.numel() and not rest
+            if inside and tensor.dtype == mine.dtype and tensor.is_contiguous():
                 here = slice(offset, offset + tensor.numel())
-                return [part[here] for part in region.parts], (region.number, offset)
+                return [part[here] for part in parts], (number, offset)
         return None
 
     # -- shares of work ---------------------------------------------------------------------------
@@ -134,10 +134,10 @@ class SharedMemoryCommunicator:
             what: name of the operation; an error on ranks that run another one at the same time.
             over: memory from `allocate` that the shares work on, if any.
         """
-        place: tuple[int, ...] = ()
+        key: tuple[int, ...] = ()
         if over is not None and (placed := self._placed(over)) is not None:
-            place = (over.numel(), *placed[1])
-        return self._turns.submit(what, signature_of(what, *place), share=share)
+            key = (over.numel(), *placed[1])
+        return self._ops.submit(OrderedOp(what, key, share=share))
 
     def note(self, values: Sequence[int]) -> None:
         """Publish up to 8 numbers, which peers may read in the share of the next operation."""
@@ -163,7 +163,7 @@ class SharedMemoryCommunicator:
         mine = even_parts(flat.numel(), self.world_size)[self.rank]
         operands, pairs = [part[mine] for part in parts], pairs_of_tree(self.world_size)
         share = partial(reduce_in_place, operands, pairs, 0, operands, op)
-        return self._turns.submit(*described("all_reduce", flat, op, place), share=share)
+        return self._ops.submit(_op("all_reduce", flat, (op, place), share=share))
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Work:
         """See `Communicator.broadcast`."""
@@ -193,31 +193,129 @@ class SharedMemoryCommunicator:
         parts, place = placed
         mine = slice(self.rank * out.numel(), (self.rank + 1) * out.numel())
         share = partial(reduce_into, out, [part[mine] for part in parts], op)
-        work = self._turns.submit(*described("reduce_scatter", flat, op, place), share=share)
+        work = self._ops.submit(_op("reduce_scatter", flat, (op, place), share=share))
         return _home(work, out, home)
 
     def barrier(self) -> None:
         """See `Communicator.barrier`."""
-        self._turns.submit("barrier", _BARRIER, alone=True).wait()
+        self._ops.submit(OrderedOp("barrier", alone=True)).wait()
 
-    def exchange(
-        self,
-        sends: Sequence[tuple[Tensor, int]],
-        receives: Sequence[tuple[Tensor, int]],
-        channel: int = 0,
-        /,
-    ) -> Work:
+    def exchange(self, sends: Messages, receives: Messages, channel: int = 0, /) -> Work:
         """See `Messenger.exchange`; through `base`, from any thread."""
         return self.base.exchange(sends, receives, channel)
 
     def close(self) -> None:
         """Leave the communicator for good; peers that wait for this rank are told."""
         self._leave()
-        self._turns.close()
+        self._ops.close()
         self._regions.clear()
 
 
-_BARRIER = signature_of("barrier")
+class _Staging:
+    """Collectives over flat tensors in private memory, through the buffers (`memories`, one per
+    rank, uint8 [2 * STAGE_BYTES]), a piece at a time."""
+
+    def __init__(self, rank: int, memories: Sequence[Tensor], ops: OrderedOps) -> None:
+        self._rank, self._world_size, self._submit = rank, len(memories), ops.submit
+        self._halves = [[memory[:STAGE_BYTES] for memory in memories]]
+        self._halves.append([memory[STAGE_BYTES:] for memory in memories])
+        self._half = 0
+
+    def _next(self, like: Tensor) -> list[Tensor]:
+        """Every rank's buffer for the next operation; see [Note: Two buffers in turn]."""
+        self._half = 1 - self._half
+        size = like.numel() * like.element_size()
+        return [
+            stage[:size].view(like.dtype).view(like.shape) for stage in self._halves[self._half]
+        ]
+
+    def all_reduce(self, flat: Tensor, op: ReduceOp) -> Work:
+        """Combine `flat`, [n], in place."""
+        if flat.numel() * flat.element_size() <= _SMALL_BYTES:
+            stages = self._next(flat)
+            prepare = partial(stages[self._rank].copy_, flat)
+            share = partial(reduce_into, flat, stages, op)
+            return self._submit(_op("all_reduce", flat, (op,), prepare, share, alone=True))
+        size = STAGE_BYTES // flat.element_size()
+        return AllOf([self._large(piece, op) for piece in flat.split(size)])
+
+    def _large(self, flat: Tensor, op: ReduceOp) -> Work:
+        stages = self._next(flat)
+        parts = even_parts(flat.numel(), self._world_size)
+        mine = parts[self._rank]
+        others = [(rank, part) for rank, part in enumerate(parts) if rank != self._rank]
+
+        def prepare() -> None:
+            for _, part in others:
+                stages[self._rank][part].copy_(flat[part])
+
+        def share() -> None:
+            operands = [stage[mine] for stage in stages]
+            operands[self._rank] = flat[mine]
+            reduce_into(stages[self._rank][mine], operands, op)
+            flat[mine].copy_(stages[self._rank][mine])
+
+        def take() -> None:
+            for rank, part in others:
+                flat[part].copy_(stages[rank][part])
+
+        return self._submit(_op("all_reduce", flat, (op,), prepare, share, take))
+
+    def broadcast(self, flat: Tensor, src: int) -> Work:
+        """Overwrite `flat`, [n], with the one of rank `src`."""
+        if not 0 <= src < self._world_size:  # before a buffer's turn is used up
+            raise ValueError(f"src must be a rank from 0 to {self._world_size - 1}; got {src}")
+        return AllOf([self._copy(p, src) for p in flat.split(STAGE_BYTES // flat.element_size())])
+
+    def _copy(self, flat: Tensor, src: int) -> Work:
+        stage = self._next(flat)[src]
+        here = self._rank == src
+        prepare = partial(stage.copy_, flat) if here else _nothing
+        share = None if here else partial(flat.copy_, stage)
+        return self._submit(_op("broadcast", flat, (src,), prepare, share, alone=True))
+
+    def all_gather(self, out: Tensor, flat: Tensor) -> Work:
+        """Fill `out`, [ranks * n], with each rank's `flat`, [n]."""
+        size = STAGE_BYTES // flat.element_size()
+        pieces = zip(out.view(self._world_size, -1).split(size, 1), flat.split(size), strict=True)
+        return AllOf([self._gather(rows, piece) for rows, piece in pieces if piece.numel()])
+
+    def _gather(self, rows: Tensor, flat: Tensor) -> Work:
+        stages = self._next(flat)
+
+        def share() -> None:
+            for row, stage in zip(rows, stages, strict=True):
+                row.copy_(stage)
+
+        prepare = partial(stages[self._rank].copy_, flat)
+        return self._submit(_op("all_gather", flat, (), prepare, share, alone=True))
+
+    def reduce_scatter(self, out: Tensor, flat: Tensor, op: ReduceOp) -> Work:
+        """Combine `flat`, [ranks * n]; this rank's slice goes into `out`, [n]."""
+        size = STAGE_BYTES // flat.element_size() // self._world_size
+        pieces = zip(out.split(size), flat.view(self._world_size, -1).split(size, 1), strict=True)
+        return AllOf([self._scatter(piece, rows, op) for piece, rows in pieces if piece.numel()])
+
+    def _scatter(self, out: Tensor, rows: Tensor, op: ReduceOp) -> Work:
+        stages = self._next(rows)
+
+        def share() -> None:
+            operands = [stage[self._rank] for stage in stages]
+            operands[self._rank] = rows[self._rank]
+            reduce_into(out, operands, op)
+
+        prepare = partial(stages[self._rank].copy_, rows)
+        return self._submit(_op("reduce_scatter", out, (op,), prepare, share, alone=True))
+
+
+def _op(kind: str, flat: Tensor, key: tuple[object, ...], *actions: Any, **named: Any) -> OrderedOp:
+    """An operation on `flat`; the rest are fields of `OrderedOp`."""
+    what = f"{kind} {str(flat.dtype).removeprefix('torch.')} [{flat.numel()}]"
+    return OrderedOp(what, key, *actions, **named)
+
+
+def _nothing() -> None:
+    """An empty preparation, which keeps operations with buffers in step."""
 
 
 def _leave(flags: Flags, patience: Patience, pid: int) -> None:

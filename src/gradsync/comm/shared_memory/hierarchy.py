@@ -6,12 +6,12 @@
              rank 1 ═╝ b of both ═► b ~~~ all-reduce with rank 3 ~~~ b ═► into all buffers ═► a b
     host 1   rank 2 ═╗ ...
 
-The same as `comm/hierarchical.py`, which uses messages alone. Inside a host a byte moves at the
+The same as `hierarchical_all_reduce`, which uses messages alone. Inside a host a byte moves at the
 memory's speed; between hosts each rank sends 2(M-1)/M of a shard (M hosts).
 
-[Note: One turn] From the moment when all ranks of the host have arrived until all are done, a
+[Note: One operation] From the moment when all ranks of the host have arrived until all are done, a
 shard belongs to one rank, in all ranks' buffers. So adding, the messages, and writing the result
-all happen in one turn (`turns.py`). No rank waits for a message of another shard.
+all happen in one operation. No rank waits for a message of another shard.
 
 [Note: Cuts] Tensors sent between hosts must be cut alike on all hosts, wherever they lie: into
 equal shards, with the remainder sent like a short tensor.
@@ -19,23 +19,17 @@ equal shards, with the remainder sent like a short tensor.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from torch import Tensor
 
 from gradsync.comm.base import Communicator, Messenger, ReduceOp
-from gradsync.comm.by_messages import ByMessages
-from gradsync.comm.channel import Channel
-from gradsync.comm.combine import flat_view
-from gradsync.comm.doubling import doubling_all_reduce
-from gradsync.comm.ring import ring_all_reduce
+from gradsync.comm.kernels import flat_view, reduce_into
+from gradsync.comm.p2p_collectives import P2PCommunicator, doubling_all_reduce, ring_all_reduce
+from gradsync.comm.process_group import Channel
 from gradsync.comm.shared_memory.choose import share_memory
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
-from gradsync.comm.shared_memory.kernels import reduce_into
-from gradsync.comm.shared_memory.unavailable import SharedMemoryError
+from gradsync.comm.shared_memory.segment import SharedMemoryError
 from gradsync.comm.values import all_gather_json
 from gradsync.errors import LostPeerError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _SHORT_BYTES = 2**14
 """Up to this size one rank of each host sends all of it: shards would be too short for messages."""
@@ -60,7 +54,8 @@ def share_hosts(
     """
     shared, reason = None, ""
     try:
-        shared = share_memory(ByMessages(Channel(intra, channel), getattr(intra, "group", None)))
+        messages = Channel(intra, channel)
+        shared = share_memory(P2PCommunicator(messages, getattr(intra, "group", None)))
     except SharedMemoryError as error:
         reason = str(error)
     for rank, refusal in enumerate(all_gather_json(everyone, reason)):
@@ -82,26 +77,26 @@ def all_reduce_over_hosts(
 ) -> None:
     """Combine `tensor` (contiguous, any shape and length) over all hosts, in place, blocking.
 
-    Tensors from `host.allocate` are combined in place; others go through small buffers, with the
-    same bits. After an error `host` is closed.
-
-    Args:
-        host: the ranks of this host, from `share_hosts`.
-        inter: the ranks of all hosts at this rank's position in their `host`.
-        tensor: on the CPU; same shape and dtype on all ranks.
-        op: sum, min or max.
-        equal_nodes: as in `hierarchical_all_reduce`: leaders are used when hosts have different
-            numbers of ranks.
+    Tensors (on the CPU) from `host.allocate` are combined in place; others go through small
+    buffers, with the same bits. After an error `host`, from `share_hosts`, is closed. The other
+    arguments are those of `hierarchical_all_reduce`.
 
     Raises:
         LostPeerError: a rank of this host is gone.
         RuntimeError: a rank of another host is gone.
     """
+    flat = flat_view(tensor)
+    # [Note: Cuts]
+    long = flat.numel() - flat.numel() % host.world_size
+    if not equal_nodes or long * flat.element_size() <= _SHORT_BYTES:
+        long = 0
     try:
-        if equal_nodes:
-            _shard_wise(host, inter, flat_view(tensor), op)
-        else:
-            _with_leaders(host, inter, flat_view(tensor), op)
+        if long:
+            _in_shares(host, inter, flat[:long], op)
+        if long < flat.numel():
+            # Not by each rank for itself: `inter` may have the hosts in another order at other
+            # positions, and so other bits.
+            _with_leader(host, inter, flat[long:], op)
     except LostPeerError as error:
         host.close()
         raise LostPeerError(f"{error} (counting the ranks of this host alone)") from None
@@ -110,28 +105,14 @@ def all_reduce_over_hosts(
         raise
 
 
-def _with_leaders(
+def _with_leader(
     host: SharedMemoryCommunicator, inter: Messenger, flat: Tensor, op: ReduceOp
 ) -> None:
+    """Combine `flat`, which the first rank of each host sends."""
     host.all_reduce(flat, op).wait()  # this host, [numel], the tensor's dtype; overlaps nothing
     if host.rank == 0:
         _between(inter, flat, op)
     host.broadcast(flat).wait()  # this host, [numel], the tensor's dtype; overlaps nothing
-
-
-def _shard_wise(
-    host: SharedMemoryCommunicator, inter: Messenger, flat: Tensor, op: ReduceOp
-) -> None:
-    # [Note: Cuts]
-    long = flat.numel() - flat.numel() % host.world_size
-    if long * flat.element_size() <= _SHORT_BYTES:
-        long = 0
-    if long:
-        _in_shares(host, inter, flat[:long], op)
-    if long < flat.numel():
-        # Not by each rank for itself: `inter` may have the hosts in another order at other
-        # positions, and so other bits.
-        _with_leaders(host, inter, flat[long:], op)
 
 
 def _in_shares(
@@ -149,7 +130,7 @@ def _in_shares(
         return
     operands = [part[mine] for part in parts]
 
-    def share() -> None:  # [Note: One turn]
+    def share() -> None:  # [Note: One operation]
         reduce_into(own, operands, op)
         _between(inter, own, op)
         for rank, operand in enumerate(operands):

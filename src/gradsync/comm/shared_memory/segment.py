@@ -1,4 +1,4 @@
-"""Memory without a name that several processes map: Linux's memfd.
+"""Memory that all ranks of a host allocate together, each seeing the others' parts: Linux's memfd.
 
 No file is ever in /dev/shm, so none can be left there when a process is killed, and a container's
 small /dev/shm (64 MB by default in Docker) is no limit. A peer opens the memory through
@@ -7,20 +7,46 @@ small /dev/shm (64 MB by default in Docker) is no limit. A peer opens the memory
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import secrets
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from gradsync.comm.base import Communicator
+from gradsync.errors import RunError
+from gradsync.runtime.memory_limit import available_bytes
+
 _TOKEN_BYTES = 8
+_PAGE = 4096
+_FULL = (errno.ENOMEM, errno.ENOSPC)
+_SPARE_BYTES = 256 * 2**20
+"""Bytes of available memory that an allocation leaves to everything else."""
+
+_NO_PEER, _NO_MEMFD, _NO_PIDFD, _NO_MEMORY = range(1, 5)
+_REASONS = {
+    _NO_PEER: "the ranks are not on one host, or not in one container (they cannot see each other "
+    "in /proc)",
+    _NO_MEMFD: "the kernel does not allow memfd_create; a container's seccomp profile may forbid "
+    "it",
+    _NO_PIDFD: "a rank could not notice that another one has died: the kernel is older than 5.3, "
+    "or a container's seccomp profile forbids pidfd_open",
+    _NO_MEMORY: "there is too little free memory for the shared buffers: stop other processes, "
+    "raise the container's memory limit, or use fewer ranks per host",
+}
+"""One rank's result, if not 0; ranks exchange the numbers and report the greatest one."""
 
 
-@dataclass(frozen=True, slots=True)
-class Address:
+class SharedMemoryError(RunError):
+    """The ranks cannot share memory; raised on all of them."""
+
+
+class Address(NamedTuple):
     """Where a peer finds a segment."""
 
     pid: int
@@ -85,3 +111,53 @@ def _mapped(fd: int, num_bytes: int) -> tuple[Tensor, Tensor]:
     # The tensor owns the map: it is unmapped when the last view is freed.
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     return whole[:num_bytes], whole[num_bytes:].view(torch.int64)[0]
+
+
+def map_together(base: Communicator, sizes: Sequence[int]) -> tuple[list[Tensor], list[int]]:
+    """Allocate zeros, `sizes[rank]` bytes, and map the other ranks' memory; all ranks call it.
+
+    Two small all-gathers over `base`, int64 [4] and [1] from each rank, on the CPU.
+
+    Returns:
+        Memory of each rank, uint8 [sizes[rank]] (the memory nearest to it), and its process id.
+
+    Raises:
+        SharedMemoryError: on all ranks, when it fails on one of them.
+    """
+    whole_pages = [-(-max(size, 1) // _PAGE) * _PAGE for size in sizes]
+    segment, reason = _make(whole_pages[base.rank], sum(whole_pages))
+    address = Address(0, 0, 0) if segment is None else segment.address
+    seats = torch.zeros(4 * base.world_size, dtype=torch.int64)
+    base.all_gather(seats, torch.tensor([reason, *address])).wait()
+    told = seats.view(-1, 4).tolist()
+    memories: list[Tensor] = []
+    reason = max(found for found, *_ in told)
+    if segment is not None and not reason:
+        try:
+            for peer, (_, *seat) in enumerate(told):
+                mine = peer == base.rank
+                here = segment.memory if mine else open_segment(Address(*seat), whole_pages[peer])
+                memories.append(here[: sizes[peer]])
+        except OSError as error:
+            reason = _NO_MEMORY if error.errno in _FULL else _NO_PEER
+    verdicts = torch.zeros(base.world_size, dtype=torch.int64)
+    base.all_gather(verdicts, torch.tensor([reason])).wait()
+    if segment is not None:
+        segment.close_door()
+    if worst := int(verdicts.max()):
+        raise SharedMemoryError(f"no shared memory: {_REASONS[worst]}")
+    return memories, [pid for _, pid, _, _ in told]
+
+
+def _make(num_bytes: int, total_bytes: int) -> tuple[Segment | None, int]:
+    # All ranks of the host allocate at the same time.
+    if total_bytes + _SPARE_BYTES > available_bytes():
+        return None, _NO_MEMORY
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError:
+        return None, _NO_PIDFD
+    try:
+        return Segment(num_bytes), 0
+    except OSError as error:
+        return None, _NO_MEMORY if error.errno in _FULL else _NO_MEMFD

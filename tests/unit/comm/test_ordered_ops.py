@@ -1,4 +1,4 @@
-"""Turns of two ranks on pages in this process: what a rank does that runs far ahead of its peer."""
+"""Operations of two ranks on pages in this process: one rank that runs far ahead of its peer."""
 
 from __future__ import annotations
 
@@ -10,9 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from gradsync.comm.shared_memory.flags import NUM_SIGNATURES, PAGE_BYTES, Flags
-from gradsync.comm.shared_memory.turns import Turns
-from gradsync.comm.shared_memory.waiting import Patience
+from gradsync.comm.shared_memory.ordered_ops import (
+    NUM_SIGNATURES,
+    PAGE_BYTES,
+    Flags,
+    OrderedOp,
+    OrderedOps,
+    Patience,
+)
 from gradsync.errors import RunError
 
 MANY = 2 * NUM_SIGNATURES + 50
@@ -30,15 +35,15 @@ class Page:
         self.after(self.stores)
 
 
-def two_ranks() -> tuple[Turns, Turns, Flags]:
+def two_ranks() -> tuple[OrderedOps, OrderedOps, Flags]:
     """The turns of both, and the second one's flags."""
     pages = [torch.zeros(PAGE_BYTES, dtype=torch.uint8) for _ in range(2)]
     first, second = (Flags(rank, pages) for rank in range(2))
     patience = Patience(0, [os.getpid()] * 2, 1.0)
-    return Turns(first, patience), Turns(second, patience), second
+    return OrderedOps(first, patience), OrderedOps(second, patience), second
 
 
-def go_on(turns: Turns) -> bool:
+def go_on(turns: OrderedOps) -> bool:
     """Carry them as far as the peer allows; whether anything moved."""
     before = len(turns._queue)
     while turns._queue and turns._go_on(turns._queue[0], waiting=False):
@@ -53,7 +58,7 @@ def test_a_rank_far_ahead_is_not_accused(from_store: int) -> None:
     slow, fast, flags = two_ranks()
     done: list[list[int]] = [[], []]
     for number in range(MANY):
-        slow.submit("the same", number, share=partial(done[0].append, number))
+        slow.submit(OrderedOp("the same", (number,), share=partial(done[0].append, number)))
 
     def look(store: int) -> None:
         if store >= from_store:
@@ -61,7 +66,7 @@ def test_a_rank_far_ahead_is_not_accused(from_store: int) -> None:
 
     flags._mine = Page(flags._mine, look)  # pyrefly: ignore[bad-assignment]
     for number in range(MANY):
-        fast.submit("the same", number, share=partial(done[1].append, number))
+        fast.submit(OrderedOp("the same", (number,), share=partial(done[1].append, number)))
     while any([go_on(fast), go_on(slow)]):
         pass
     assert done == [list(range(MANY))] * 2
@@ -69,8 +74,8 @@ def test_a_rank_far_ahead_is_not_accused(from_store: int) -> None:
 
 def test_another_operation_is_found_however_far_ahead_its_rank_is() -> None:
     slow, fast, _ = two_ranks()
-    fast.submit("another thing", 2)
+    fast.submit(OrderedOp("another thing"))
     for _ in range(MANY):
-        fast.submit("the same", 1)
+        fast.submit(OrderedOp("the same"))
     with pytest.raises(RunError, match=r"different operations.* one thing"):
-        slow.submit("one thing", 1)
+        slow.submit(OrderedOp("one thing"))

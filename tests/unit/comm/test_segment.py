@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-from dataclasses import replace
 
 import pytest
 import torch
@@ -28,7 +27,7 @@ def test_a_peer_sees_the_same_memory() -> None:
 def test_another_segment_under_the_same_numbers_is_refused() -> None:
     """As on another host, where a process with this number has a segment of its own."""
     first, second = Segment(4096), Segment(4096)
-    swapped = replace(second.address, token=first.address.token)
+    swapped = second.address._replace(token=first.address.token)
     with pytest.raises(OSError, match="another segment"):
         open_segment(swapped, 4096)
     with pytest.raises(OSError, match="another file"):

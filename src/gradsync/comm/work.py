@@ -1,41 +1,68 @@
-"""One worker thread that runs submitted functions strictly in order, beside the main thread.
-
-    main    submit(a) ── submit(b) ── backward goes on ──── a.wait() ── b.wait()
-    worker      └─ a ────────┴─ b ───────────────────┘
-
-Functions run here talk to other ranks only by `Communicator.exchange` (see `comm/base.py`), or
-through a shared-memory communicator reserved for this thread: two threads would issue collectives
-in different orders on different ranks. On NCCL even messages queue up with the collectives of the
-same group: give the worker a communicator over a separate group.
-
-[Note: The bits of a worker thread] A sum over many elements depends on the number of intra-op
-threads. OpenMP keeps that number per thread; torch copies its own setting into a new thread once,
-at its first operation, and a later `torch.set_num_threads` reaches only the thread that calls it.
-So each submission carries its thread's number along, and the worker takes it over first.
-"""
+"""Operations in progress: finished ones, several as one, and those of a background thread."""
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gradsync.comm.base import Work
 from gradsync.errors import RunError
 
 
-class Background:
-    """A worker thread, started by the first `submit`.
+class Done:
+    """The `Work` of something that has already happened."""
 
-    It never keeps the process alive (daemon), and ends when its owner is garbage-collected, or at
-    `close`. After a failure it runs nothing more: every later submission fails with that error.
+    def wait(self) -> None:
+        """Return at once."""
+
+
+class AllOf:
+    """Several works as one."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        """Wait for each of them, in order."""
+        for work in self._works:
+            work.wait()
+
+
+class CopyBack:
+    """A work on `there`, a copy of `home`; `wait` copies the result back."""
+
+    def __init__(self, work: Work, there: Tensor, home: Tensor) -> None:
+        self._work, self._there, self._home = work, there, home
+
+    def wait(self) -> None:
+        """See `Work.wait`."""
+        self._work.wait()
+        self._home.copy_(self._there)
+
+
+class Background:
+    """One worker thread that runs submitted functions strictly in order, beside the main thread.
+
+        main    submit(a) ── submit(b) ── backward goes on ──── a.wait() ── b.wait()
+        worker      └─ a ────────┴─ b ───────────────────┘
+
+    The functions talk to other ranks only by `exchange`, or through a shared-memory communicator
+    reserved for this thread: two threads would issue collectives in different orders on different
+    ranks. On NCCL even messages queue up with the collectives of the same group: give the worker a
+    communicator over a separate group.
+
+    The first `submit` starts the thread. It never keeps the process alive, and ends when its owner
+    is garbage-collected, or at `close`. After a failure it runs nothing more: every later
+    submission fails with that error.
 
     Args:
-        device: where the submitted work computes. On CUDA the worker has its own stream, which
+        device: where the submitted work computes. On CUDA the worker has a separate stream, which
             starts after everything given to the submitting stream so far, and `wait` makes the
             waiting stream wait for it. Hold on to the tensors until then.
     """
@@ -95,9 +122,13 @@ class _Job:
         self._done: Any = None
 
     def run(self) -> BaseException | None:
-        """Run the function on the worker; returns the exception it raised, if any."""
+        """Run the function on the worker; returns the exception it raised, if any.
+
+        With the submitting thread's number of intra-op threads, on which the bits of a sum over
+        many elements depend: torch copies its setting into a new thread once, and a later
+        `torch.set_num_threads` reaches only the thread that calls it.
+        """
         assert self._fn is not None, "a job runs once"
-        # [Note: The bits of a worker thread]
         if torch.get_num_threads() != self._num_threads:
             torch.set_num_threads(self._num_threads)
         try:
@@ -147,10 +178,10 @@ class _Worker:
         job.finish(self._error)
 
     def run(self) -> None:
-        """Thread body: run jobs until None comes or one fails.
+        """Run jobs until None comes or one fails.
 
-        It must not live on with the error, whose traceback holds everything the job held, and so
-        perhaps the owner, whose end would end the thread.
+        The thread must not live on with the error, whose traceback holds everything the job held,
+        and so perhaps the owner, whose end would end the thread.
         """
         while (job := self.jobs.get()) is not None:
             error = job.run()

@@ -8,11 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradsync.comm.choose import communicator
-from gradsync.comm.groups import group, groups
-from gradsync.comm.placement import Placement
+from gradsync.comm.groups import Placement, SingleCommunicator, communicator, group, groups
 from gradsync.comm.reductions import ALGORITHMS, all_reduce
-from gradsync.comm.single import SingleCommunicator
 from gradsync.errors import ConfigError, RunError
 from gradsync.world import World
 from support.recording import RecordingCommunicator

@@ -1,4 +1,4 @@
-"""Sums over several ranks' memory, piece by piece, so that they happen in the cache."""
+"""Combining tensors, whole or piece by piece so that it happens in the cache."""
 
 from __future__ import annotations
 
@@ -8,13 +8,28 @@ import torch
 from torch import Tensor
 
 from gradsync.comm.base import ReduceOp
-from gradsync.comm.combine import combine
 
+_COMBINE = {"sum": torch.add, "min": torch.minimum, "max": torch.maximum}
 _CHUNK_BYTES = 2**18
 """Bytes of one operand's piece: a few of them fit into a core's second-level cache."""
 
 Pair = tuple[int, int]
 """(left, right): add operand `right` to operand `left`."""
+
+
+def combine(op: ReduceOp, left: Tensor, right: Tensor, *, out: Tensor) -> None:
+    """Store `left op right` in `out`, which may be one of the two.
+
+    Ranks that combine the same pair must agree on which one is left: the sum of two NaN, and the
+    smaller of 0.0 and -0.0, depend on it.
+    """
+    _COMBINE[op](left, right, out=out)
+
+
+def flat_view(tensor: Tensor) -> Tensor:
+    """View `tensor` as [n], sharing its memory, without autograd."""
+    assert tensor.is_contiguous(), f"shape {tuple(tensor.shape)}, strides {tensor.stride()}"
+    return tensor.detach().view(-1)
 
 
 def pairs_of_tree(count: int) -> list[Pair]:
@@ -51,7 +66,7 @@ def reduce_in_place(
         return
     result = operands[end]
     targets = [copy for copy in copies if copy.data_ptr() != result.data_ptr()]
-    for here in chunks(result.numel(), result.element_size()):
+    for here in _chunks(result):
         parts = [operand[here] for operand in operands]
         for left, right in pairs:
             combine(op, parts[left], parts[right], out=parts[left])
@@ -60,36 +75,24 @@ def reduce_in_place(
 
 
 def reduce_into(out: Tensor, operands: Sequence[Tensor], op: ReduceOp = "sum") -> None:
-    """Combine `operands` along a balanced tree; they keep their values.
-
-    Args:
-        out: the result, [n].
-        operands: each [n], of one dtype.
-        op: sum, min or max.
-    """
+    """Store in `out`, [n], the `operands`, each [n], combined along a balanced tree; they keep
+    their values."""
     if len(operands) == 1:
         out.copy_(operands[0])
         return
-    for here in chunks(out.numel(), out.element_size()):
+    for here in _chunks(out):
         parts = [operand[here] for operand in operands]
         while len(parts) > 2:
             pairs = [parts[i : i + 2] for i in range(0, len(parts), 2)]
-            parts = [combined(op, *pair) if len(pair) == 2 else pair[0] for pair in pairs]
+            parts = [_COMBINE[op](*pair) if len(pair) == 2 else pair[0] for pair in pairs]
         combine(op, *parts, out=out[here])
 
 
-def combined(op: ReduceOp, left: Tensor, right: Tensor) -> Tensor:
-    """`left op right` in new memory."""
-    out = torch.empty_like(left)
-    combine(op, left, right, out=out)
-    return out
-
-
-def chunks(numel: int, itemsize: int) -> Iterator[slice]:
-    """Slices of at most `_CHUNK_BYTES` that cover [numel]."""
-    size = _CHUNK_BYTES // itemsize
-    for start in range(0, numel, size):
-        yield slice(start, min(start + size, numel))
+def _chunks(flat: Tensor) -> Iterator[slice]:
+    """Slices of at most `_CHUNK_BYTES` that cover `flat`."""
+    size = _CHUNK_BYTES // flat.element_size()
+    for start in range(0, flat.numel(), size):
+        yield slice(start, min(start + size, flat.numel()))
 
 
 def even_parts(numel: int, world_size: int) -> list[slice]:

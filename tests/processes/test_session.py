@@ -18,8 +18,9 @@ import torch.distributed as dist
 
 from gradsync.errors import ConfigError, LaunchError, PeerError, RendezvousError, RunError
 from gradsync.runtime.gloo_group import wait_until_workers_sleep
+from gradsync.runtime.network import own_address
 from gradsync.runtime.session import Session, SessionOptions
-from gradsync.runtime.store import host_store, own_address, wait_until
+from gradsync.runtime.store import host_store, wait_until
 from support.rank_session import open_session
 
 EXPORTED = (

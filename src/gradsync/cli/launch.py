@@ -14,8 +14,7 @@ import tyro
 
 from gradsync.cli.arguments import parse
 from gradsync.errors import ConfigError, LaunchError
-from gradsync.launch.plan import DEFAULT_PORT, LaunchPlan
-from gradsync.launch.program import Program, parse_program, unknown_program
+from gradsync.launch.plan import DEFAULT_PORT, LaunchPlan, Program, parse_program, unknown_program
 from gradsync.runtime import environ
 from gradsync.runtime.resolve import resolve
 
@@ -99,7 +98,7 @@ def plan_of(options: LaunchOptions, program: Program) -> LaunchPlan:
     """
     coordinator = options.master_addr
     if options.nnodes > 1 and not coordinator and options.node_rank is None:
-        from gradsync.runtime.store import own_address
+        from gradsync.runtime.network import own_address
 
         coordinator = own_address()
     return LaunchPlan(

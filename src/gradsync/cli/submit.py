@@ -20,10 +20,9 @@ from gradsync.cli.launch import check_program, split
 from gradsync.core.files import write_text
 from gradsync.errors import ConfigError, RunError
 from gradsync.launch import slurm
-from gradsync.launch.jobs import Submitted, remember, remembered
-from gradsync.launch.program import Program, parse_program
-from gradsync.launch.sbatch import sbatch_script
-from gradsync.launch.sbatch_plan import TASK, SbatchPlan
+from gradsync.launch.plan import Program, parse_program
+from gradsync.launch.sbatch import TASK, SbatchPlan, sbatch_script
+from gradsync.launch.slurm import Submitted, remember, remembered
 
 _SHOWN = 10
 """Jobs that a bare --status shows."""
@@ -258,7 +257,7 @@ def _is_training(plan: SbatchPlan) -> bool:
 
 
 def _wait(options: SubmitOptions, job: Submitted, *, array: bool) -> int:
-    from gradsync.launch.follow import follow
+    from gradsync.launch.slurm import follow
 
     out = sys.stderr if options.as_json else sys.stdout
     try:

@@ -15,8 +15,8 @@ from gradsync.data.documents import HUGGING_FACE, is_stream, json_lines
 from gradsync.data.plan import BatchPlan
 from gradsync.errors import ConfigError, DataError
 from gradsync.runtime import environ
+from gradsync.runtime.machine import choose_threads
 from gradsync.runtime.resolve import resolve
-from gradsync.runtime.threads import choose_threads
 from gradsync.sync.registry import check_options, find_strategy
 from gradsync.train.config import AUTO, TrainConfig
 from gradsync.train.config_io import parse_config

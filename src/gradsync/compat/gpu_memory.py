@@ -19,8 +19,8 @@ def memory_lines() -> list[str]:
     """The lines of `log_gpu_memory`; GB are 10**9 bytes."""
     import torch
 
-    from gradsync.runtime.memory_limit import available_bytes
-    from gradsync.runtime.peak_memory import resident_bytes
+    from gradsync.runtime.machine import available_bytes
+    from gradsync.runtime.memory import resident_bytes
 
     if not torch.cuda.is_available():
         return [

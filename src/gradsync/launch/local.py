@@ -7,14 +7,13 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradsync.errors import ConfigError
-from gradsync.launch import exit_codes
 from gradsync.runtime import environ
 
 if TYPE_CHECKING:
@@ -23,6 +22,12 @@ if TYPE_CHECKING:
 
 GRACE_S = 60.0
 """How long ranks may take to save and end after a signal, seconds."""
+
+STOPPED = 75
+"""Stopped after a signal with the checkpoint written; start me again."""
+
+# Codes with a meaning of their own; every other failure is a plain 1.
+_MEANINGFUL = (2, 124, 130)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,9 +123,9 @@ def launch_ranks(
             print(f"gradsync: error: {obituary(rank, number)}", file=sys.stderr, flush=True)
         received = agent.received[0] if agent.received else None
         if received is not None:
-            code = exit_codes.after_signal(codes, received)
+            code = after_signal(codes, received)
         else:
-            code = exit_codes.after_failure(agent.first_failures or codes)
+            code = after_failure(agent.first_failures or codes)
         return Ended(code=code, received=received, killed=dict(agent.killed))
 
 
@@ -167,3 +172,28 @@ def _quiet() -> Iterator[None]:
     finally:
         logger.propagate = before
         logger.removeHandler(silent)
+
+
+def may_restart(failures: Sequence[int]) -> bool:
+    """True when starting again could help: not after a usage error or a stop that was asked for."""
+    return not any(code in (2, STOPPED, 130) for code in failures)
+
+
+def after_failure(codes: Sequence[int | None]) -> int:
+    """The launcher's exit code when `codes` are those of the ranks that ended first, or of all.
+
+    0 when none failed. A rank that only heard of another one's failure ends with 1, so a code
+    that says more counts; 75 counts only when no rank failed otherwise.
+    """
+    failures = [code for code in codes if code]
+    if all(code == STOPPED for code in failures):
+        return STOPPED if failures else 0
+    return next((code for code in failures if code in _MEANINGFUL), 1)
+
+
+def after_signal(codes: Sequence[int | None], received: signal.Signals) -> int:
+    """The launcher's exit code when it got `received` and the ranks ended with `codes`.
+
+    75 when all stopped cleanly, 128 + signal when the signal itself ended a rank.
+    """
+    return 128 + received if -received in codes else after_failure(codes)

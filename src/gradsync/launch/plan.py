@@ -1,14 +1,19 @@
-"""A launch as data: how many ranks where, started by what, meeting where, running what."""
+"""A launch as data: which program, how many ranks where, started by what, meeting where."""
 
 from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import Literal
 
 from gradsync.errors import ConfigError
-from gradsync.launch.program import Program
+
+RANK_COMMANDS = ("train", "verify", "bench", "tune", "doctor")
+"""Commands of gradsync that make sense as one rank of many."""
+_PYTHONS = ("python", "python3")
 
 Launcher = Literal["srun", "mpirun", "torchrun"]
 LAUNCHERS: tuple[Launcher, ...] = ("srun", "mpirun", "torchrun")
@@ -18,6 +23,88 @@ DEFAULT_PORT = 29_500
 """Port of the first node where ranks of several nodes meet; torch's own default."""
 
 _HOST = re.compile(r"[A-Za-z0-9._:%-]{1,255}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Program:
+    """A command line, as words that no shell has touched."""
+
+    words: tuple[str, ...]
+    """After the interpreter when `by_python`, else the whole command line."""
+    by_python: bool = True
+    """Run by the Python that gradsync runs under; otherwise `words[0]` is a program."""
+
+    @property
+    def command(self) -> str:
+        """`train` for `gradsync train …`, "" for what is not gradsync's own command."""
+        own = self.by_python and self.words[:2] == ("-m", "gradsync") and len(self.words) > 2
+        return self.words[2] if own else ""
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Arguments of gradsync's own command."""
+        return self.words[3:] if self.command else ()
+
+    @property
+    def name(self) -> str:
+        """A short name: the command, module or script, without folders and endings."""
+        if self.command:
+            return self.command
+        if not self.by_python:
+            return self.words[0].rpartition("/")[2]
+        if self.words[0] == "-m":
+            return self.words[1]
+        script = next((word for word in self.words if word.endswith(".py")), "python")
+        return script.rpartition("/")[2].removesuffix(".py")
+
+    def argv(self, python: str) -> tuple[str, ...]:
+        """The whole command line, with `python` as the interpreter."""
+        return (python, *self.words) if self.by_python else self.words
+
+
+def parse_program(words: Sequence[str]) -> Program:
+    """A program from what stands after `--`.
+
+    Forms: `train ARGS` (any command of `RANK_COMMANDS`, with or without `gradsync` before it),
+    `SCRIPT.py ARGS`, `-m MODULE ARGS`, `python …` (stands for the Python that gradsync runs under),
+    or any other program, taken as it is.
+
+    Raises:
+        ConfigError: no words, or a command of gradsync that is not for ranks.
+    """
+    rest = tuple(words[1:] if words[:1] == ["gradsync"] else words)
+    if not rest:
+        raise ConfigError(
+            "what is to run? Write it after --, for example: -- train mini, or -- my_script.py"
+        )
+    first = rest[0]
+    if first in RANK_COMMANDS:
+        return Program(words=("-m", "gradsync", *rest))
+    if len(rest) < len(words):
+        raise ConfigError(
+            f"gradsync {first} is no command for ranks{_near(first)} (there are: "
+            f"{', '.join(RANK_COMMANDS)})"
+        )
+    if rest == ("-m",):
+        raise ConfigError("-m needs the name of a module after it")
+    if first in _PYTHONS:
+        if len(rest) == 1:
+            raise ConfigError(f"{first} alone runs nothing; name a script or -m MODULE after it")
+        return Program(words=rest[1:])
+    return Program(words=rest, by_python=first == "-m" or first.endswith(".py"))
+
+
+def unknown_program(first: str) -> ConfigError:
+    """The error for a program that is not found."""
+    return ConfigError(
+        f"{first!r} is neither a command of gradsync for ranks ({', '.join(RANK_COMMANDS)}), nor a "
+        f"script that ends in .py, nor a program on the PATH{_near(first)}"
+    )
+
+
+def _near(first: str) -> str:
+    near = get_close_matches(first, RANK_COMMANDS, n=1)
+    return f"; perhaps you meant {near[0]!r}" if near else ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,9 +129,13 @@ class LaunchPlan:
     """How long nodes wait for each other at the start, seconds."""
 
     def __post_init__(self) -> None:
-        _at_least("--nproc-per-node", self.ranks_per_node, 1)
-        _at_least("--nnodes", self.nodes, 1)
-        _at_least("--max-restarts", self.max_restarts, 0)
+        for flag, value, smallest in (
+            ("--nproc-per-node", self.ranks_per_node, 1),
+            ("--nnodes", self.nodes, 1),
+            ("--max-restarts", self.max_restarts, 0),
+        ):
+            if value < smallest:
+                raise ConfigError(f"{flag} must be at least {smallest}; got {value}")
         if self.node_rank is not None and not 0 <= self.node_rank < self.nodes:
             raise ConfigError(
                 f"--node-rank must be in 0..{self.nodes - 1} with --nnodes {self.nodes}; "
@@ -78,8 +169,3 @@ class LaunchPlan:
         command = plan.program.words[2:] if plan.program.command else None
         given = ("python", *plan.program.words) if plan.program.by_python else plan.program.words
         return shlex.join([*words, "--", *(command or given)])
-
-
-def _at_least(flag: str, value: int, smallest: int) -> None:
-    if value < smallest:
-        raise ConfigError(f"{flag} must be at least {smallest}; got {value}")

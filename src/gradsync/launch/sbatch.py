@@ -1,4 +1,4 @@
-"""Text of a job script from a `SbatchPlan`. Pure.
+"""A Slurm job as a checked value, and the text of its script. Pure.
 
 [Note: how the signal travels]
 The ranks must hear Slurm's warning, whatever started them.
@@ -17,15 +17,237 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import resources
+from typing import get_args
 
-from gradsync.launch.sbatch_plan import TASK, SbatchPlan
+from gradsync.errors import ConfigError
+from gradsync.launch.plan import LAUNCHERS, Launcher, Program
 
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_MEMORY = re.compile(r"[1-9][0-9]*[KMGT]?")
+_ARRAY = re.compile(
+    r"[0-9]+(-[0-9]+(:[1-9][0-9]*)?)?(,[0-9]+(-[0-9]+(:[1-9][0-9]*)?)?)*(%[1-9][0-9]*)?"
+)
+_DIRECTIVE = re.compile(r"--[a-z][a-z0-9-]*(=.*)?")
+_TIMES = (
+    (r"([0-9]{1,9})", (60,)),
+    (r"([0-9]{1,9}):([0-5]?[0-9])", (60, 1)),
+    (r"([0-9]{1,9}):([0-5]?[0-9]):([0-5]?[0-9])", (3600, 60, 1)),
+    (r"([0-9]{1,9})-([0-9]{1,9})", (86_400, 3600)),
+    (r"([0-9]{1,9})-([0-9]{1,9}):([0-5]?[0-9])", (86_400, 3600, 60)),
+    (r"([0-9]{1,9})-([0-9]{1,9}):([0-5]?[0-9]):([0-5]?[0-9])", (86_400, 3600, 60, 1)),
+)
+"""sbatch's own six ways to write a time, with the seconds of each part."""
+
+_WRITTEN = (
+    *("job-name", "nodes", "ntasks-per-node", "gres", "cpus-per-task", "mem", "time", "partition"),
+    *("account", "qos", "array", "signal", "open-mode", "requeue", "no-requeue", "output"),
+    *("ntasks", "gpus", "gpus-per-node", "gpus-per-task", "error", "wait"),
+)
+"""Options that the script decides itself."""
+
+TASK = "{task}"
+"""In the words of an array's program: the number of the task."""
+
+_SLURM_IS_EARLY_S = 60
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
 _JOB = '"$SLURM_JOB_ID"'
 _ARRAY_JOB = '"${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"'
 _KILL_GRACE_S = 10
 _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SbatchPlan:
+    """One Slurm job, or an array of them. Wrong requests are refused when it is made."""
+
+    program: Program
+    """Command of each rank."""
+    name: str
+    """Name of the job, of its script and its logs."""
+    nodes: int = 1
+    """Nodes."""
+    ranks_per_node: int = 1
+    """Ranks on each node."""
+    gpus_per_node: int = 0
+    """GPUs of each node; 0 asks for none."""
+    time: str
+    """Longest run of one turn, in any of sbatch's forms, for example 72:00:00 or 2-12."""
+    launcher: Launcher = "srun"
+    """Launcher of the ranks."""
+    partition: str = ""
+    """Partition, or several with commas between them; "" is the cluster's default."""
+    account: str = ""
+    """Account to charge; "" is the user's default."""
+    qos: str = ""
+    """Quality of service; "" is the default."""
+    cpus_per_rank: int | None = None
+    """Cores of each rank; None leaves it to the cluster."""
+    memory: str = ""
+    """Memory of each node, for example 64G; "" is the cluster's default."""
+    array: str = ""
+    """Numbers of an array's tasks, for example 0-9 or 0-9%2; "" is one job."""
+    modules: tuple[str, ...] = ()
+    """Modules to load, in order."""
+    setup: tuple[str, ...] = ()
+    """Shell lines to run before the ranks start; these, and only these, are shell."""
+    directives: tuple[str, ...] = ()
+    """More options of sbatch, for example --constraint=h100."""
+    folder: str = "slurm"
+    """Where logs go; the script too."""
+    run_dir: str = ""
+    """Run directory, where exit.json will lie; "" makes one of the job's own for `train`, and for
+    other programs means that there is none."""
+    python: str = "python"
+    """Interpreter on the nodes."""
+    warn_s: int = 120
+    """Slurm's signal comes so many seconds before the time is over."""
+    fruitless_turns: int = 3
+    """Stop after so many turns in a row that brought no step."""
+
+    def __post_init__(self) -> None:
+        self._check_numbers()
+        self._check_words()
+        self._check_time()
+        if self.gpus_per_node and self.ranks_per_node != self.gpus_per_node:
+            more = self.ranks_per_node > self.gpus_per_node
+            raise ConfigError(
+                f"{self.ranks_per_node} rank(s) on the {self.gpus_per_node} GPU(s) of a node: "
+                + (
+                    "two ranks would share a GPU"
+                    if more
+                    else f"{self.gpus_per_node - self.ranks_per_node} would be paid for and idle"
+                )
+                + "; --ntasks-per-node must equal --gpus-per-node (or leave it out)"
+            )
+
+    @property
+    def world_size(self) -> int:
+        """Ranks over all nodes."""
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def tasks_per_node(self) -> int:
+        """Slurm's tasks: ranks, but under torchrun one agent a node, which starts them."""
+        return 1 if self.launcher == "torchrun" else self.ranks_per_node
+
+    @property
+    def cpus_per_task(self) -> int | None:
+        """Cores of one of Slurm's tasks."""
+        if self.cpus_per_rank is None:
+            return None
+        return self.cpus_per_rank * (self.ranks_per_node // self.tasks_per_node)
+
+    def _check_numbers(self) -> None:
+        for flag, value, smallest in (
+            ("--nodes", self.nodes, 1),
+            ("--ntasks-per-node", self.ranks_per_node, 1),
+            ("--gpus-per-node", self.gpus_per_node, 0),
+            ("--cpus-per-task", self.cpus_per_rank, 1),
+            ("--warn-s", self.warn_s, 1),
+            ("--fruitless-turns", self.fruitless_turns, 1),
+        ):
+            _require(
+                value is None or value >= smallest,
+                f"{flag} must be at least {smallest}; got {value}",
+            )
+
+    def _check_words(self) -> None:
+        _require(
+            self.launcher in get_args(Launcher),
+            f"--launcher must be one of {', '.join(LAUNCHERS)}; got {self.launcher!r}",
+        )
+        for flag, value in (("--job-name", self.name), ("--account", self.account)):
+            _check_name(flag, value, may_be_empty=flag != "--job-name")
+        _check_name("--qos", self.qos)
+        for part in self.partition.split(","):
+            _check_name("--partition", part, may_be_empty=not self.partition)
+        _require(
+            not self.memory or _MEMORY.fullmatch(self.memory) is not None,
+            f"--mem must be a number with K, M, G or T after it (64G); got {self.memory[:80]!r}",
+        )
+        _require(
+            not self.array or _ARRAY.fullmatch(self.array) is not None,
+            f"--array must be numbers such as 0-9, 1,3,5 or 0-99%4; got {self.array[:80]!r}",
+        )
+        _require(
+            not self.array or not self.run_dir or TASK in self.run_dir,
+            f"all tasks of the array would write into {self.run_dir}; put {TASK} into its name, "
+            "which becomes the task's number, or leave --out away",
+        )
+        for flag, value in (("--output", self.folder), ("--run-dir", self.run_dir)):
+            _check_line(flag, value)
+        _require(self.folder != "", "--output must name a folder")
+        _require("\\" not in self.folder, f"--output {self.folder!r}: Slurm reads a backslash")
+        for module in self.modules:
+            _check_line("--module", module)
+            _require(bool(module) and module[0] != "-", f"--module {module!r} is no module's name")
+        for line in self.setup:
+            _require("\0" not in line, "--setup holds a zero byte")
+        for word in (self.python, *self.program.words):
+            _require("\0" not in word, "an argument holds a zero byte; no program can get it")
+        for directive in self.directives:
+            _check_directive(directive)
+
+    def _check_time(self) -> None:
+        seconds = seconds_of(self.time)
+        shortest = self.warn_s + _SLURM_IS_EARLY_S
+        _require(
+            seconds > shortest,
+            f"--time {self.time} is {seconds} s: Slurm may warn {shortest} s before the end (it is "
+            "up to a minute early), so the run would be told to stop as soon as it begins; ask for "
+            "more time, or take a smaller --warn-s",
+        )
+
+
+def seconds_of(time: str) -> int:
+    """Seconds of one of sbatch's times: 30, 30:00, 1:30:00, 2-12, 2-12:30, 2-12:30:00.
+
+    Raises:
+        ConfigError: anything else, unlimited included.
+    """
+    for pattern, parts in _TIMES:
+        found = re.fullmatch(pattern, time)
+        if found is not None:
+            return sum(int(text) * unit for text, unit in zip(found.groups(), parts, strict=True))
+    raise ConfigError(
+        "--time must be MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, DAYS-HOURS, "
+        f"DAYS-HOURS:MINUTES or DAYS-HOURS:MINUTES:SECONDS; got {time[:80]!r}"
+    )
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise ConfigError(message)
+
+
+def _check_name(flag: str, value: str, *, may_be_empty: bool = True) -> None:
+    _require(
+        (may_be_empty and not value) or _NAME.fullmatch(value) is not None,
+        f"{flag} must be 1 to 64 letters, digits, dots, dashes or underscores; got {value[:80]!r}",
+    )
+
+
+def _check_line(flag: str, value: str) -> None:
+    """Slurm reads directives line by line: nothing may end a line, or begin another directive."""
+    _require(
+        value.isprintable() and "#SBATCH" not in value,
+        f"{flag} must be one printable line without #SBATCH in it; got {value[:80]!r}",
+    )
+
+
+def _check_directive(directive: str) -> None:
+    _check_line("--sbatch-arg", directive)
+    _require(
+        _DIRECTIVE.fullmatch(directive) is not None and "\\" not in directive,
+        f"--sbatch-arg must look like --constraint=h100; got {directive[:80]!r}",
+    )
+    name = directive[2:].partition("=")[0]
+    _require(
+        name not in _WRITTEN,
+        f"--sbatch-arg --{name}: submit writes this one itself, from its flags",
+    )
 
 
 def sbatch_script(plan: SbatchPlan) -> str:

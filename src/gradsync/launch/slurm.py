@@ -1,13 +1,20 @@
-"""Slurm's commands, asked by argument lists, and what they say about a job."""
+"""Slurm's commands and what they say about a job; following a job; the jobs submitted from here."""
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
-from collections.abc import Sequence
-from dataclasses import dataclass
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TextIO
 
+from gradsync.core.files import parse_json
 from gradsync.errors import LaunchError, RunError
+from gradsync.runtime import environ
 
 ENDED = (
     *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL"),
@@ -16,6 +23,7 @@ ENDED = (
 """States from which a job does not go on by itself."""
 
 _TIMEOUT_S = 60
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0
 _JOB_ID = re.compile(r"[0-9]{1,18}(_[0-9]{1,10})?")
 
 
@@ -169,3 +177,124 @@ def _code(text: str, state: str) -> int:
     code, _, signal = text.partition(":")
     number = int(code or 0) or (128 + int(signal) if int(signal or 0) else 0)
     return number or int(state in ENDED and state != "COMPLETED")
+
+
+# -- following a job ------------------------------------------------------------------------------
+
+
+def follow(
+    job: str,
+    log: Path | None,
+    *,
+    out: TextIO,
+    err: TextIO | None = None,
+    states: Callable[[str], list[JobState]] = states_of,
+    pause: Callable[[float], None] = time.sleep,
+) -> list[JobState]:
+    """Print changes of state to `err` and what is new in the log to `out`; returns the last states.
+
+    Asks Slurm every half second at first, and ever more rarely, down to every ten seconds, while
+    nothing changes.
+
+    Args:
+        job: id of a job or an array.
+        log: its log, None for an array (each task has its own).
+        states: what Slurm says, for tests.
+        pause: waits so many seconds, for tests.
+
+    Raises:
+        RunError: Slurm has forgotten the job.
+    """
+    err = err or sys.stderr
+    told: dict[str, str] = {}
+    offset, pause_s = 0, _FIRST_PAUSE_S
+    while True:
+        now = states(job)
+        if not now:
+            raise RunError(f"Slurm has forgotten job {job}; the log may tell how it ended")
+        changed = False
+        before = offset
+        offset = copy_new(log, offset, out)
+        for each in now:
+            text = each.describe()
+            if told.get(each.job) != text:
+                told[each.job], changed = text, True
+                print(f"gradsync: job {each.job} {text}", file=err, flush=True)
+        if all(each.ended for each in now):
+            copy_new(log, offset, out)
+            return now
+        quiet = not changed and offset == before
+        pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S) if quiet else _FIRST_PAUSE_S
+        pause(pause_s)
+
+
+def copy_new(log: Path | None, offset: int, out: TextIO) -> int:
+    """Copy what the file `log` holds beyond `offset` bytes to `out`; returns the new offset."""
+    if log is None:
+        return offset
+    try:
+        with log.open("rb") as file:
+            file.seek(offset)
+            new = file.read()
+    except OSError:  # not there yet
+        return offset
+    if new:
+        out.write(new.decode("utf-8", errors="replace"))
+        out.flush()
+    return offset + len(new)
+
+
+# -- jobs submitted from here ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Submitted:
+    """A job as it was handed over."""
+
+    job: str
+    """Slurm's id."""
+    name: str
+    """Its name."""
+    script: str
+    """Absolute path of the script."""
+    log: str
+    """Absolute path of the log, %a standing for the task in an array."""
+    run_dir: str
+    """Run directory; "" when there is none."""
+    when: str
+    """Local time, ISO 8601."""
+
+
+def jobs_file() -> Path:
+    """`jobs.jsonl` in the cache."""
+    return environ.cache_dir() / "jobs.jsonl"
+
+
+def remember(job: Submitted) -> None:
+    """Add a job.
+
+    Raises:
+        OSError: the cache cannot be written.
+    """
+    path = jobs_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(asdict(job)) + "\n")
+
+
+def remembered() -> list[Submitted]:
+    """All jobs, the latest last; lines that are none are passed over."""
+    names = {field.name for field in fields(Submitted)}
+    found = []
+    try:
+        lines = jobs_file().read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        try:
+            values = parse_json(line.encode())
+        except ValueError:  # torn by a full disk
+            continue
+        if isinstance(values, dict) and values.keys() == names:
+            found.append(Submitted(**values))
+    return found

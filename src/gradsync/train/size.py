@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gradsync.errors import ConfigError
 from gradsync.models.config import GPTConfig
-from gradsync.runtime.memory_limit import total_bytes
+from gradsync.runtime.machine import total_bytes
 
 
 def check_size(shape: GPTConfig, *, device: str, num_nodes: int) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from gradsync.comm.base import Communicator
 from gradsync.comm.shared_memory.segment import Address, Segment, open_segment
 from gradsync.comm.shared_memory.unavailable import MESSAGES, Reason, SharedMemoryError
-from gradsync.runtime.memory_limit import available_bytes
+from gradsync.runtime.machine import available_bytes
 
 _SPARE_BYTES = 256 * 2**20
 """Bytes of available memory that an allocation leaves to everything else."""

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from gradsync.errors import LostPeerError
-from gradsync.runtime.threads import cgroup_cores
+from gradsync.runtime.machine import cgroup_cores
 
 _SPINS = 300
 """About 100 us of polling."""

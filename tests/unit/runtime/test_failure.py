@@ -16,8 +16,13 @@ from hypothesis import strategies as st
 
 from gradsync.errors import DataError, LostPeerError, PeerError, RunError
 from gradsync.runtime import failure
-from gradsync.runtime.failure import FailureWatch, communication_error
-from gradsync.runtime.failure_record import Failure, describe, read_failure
+from gradsync.runtime.failure import (
+    Failure,
+    FailureWatch,
+    communication_error,
+    describe,
+    read_failure,
+)
 from gradsync.runtime.store import LEFT
 
 CLOSED = (

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gradsync.runtime.coordinator import plan_coordinator
+from gradsync.runtime.coordinator import System, plan_coordinator
 from gradsync.runtime.resolve import resolve
 
 
@@ -144,7 +144,7 @@ def test_a_real_environment(text, launcher, ranks, node, kind):
     assert world.launcher == launcher
     assert (world.rank, world.world_size, world.local_rank, world.local_world_size) == ranks
     assert (world.node_rank, world.num_nodes) == node
-    plan = plan_coordinator(env(text), resolution, resolve_host=str)
+    plan = plan_coordinator(env(text), resolution, System(resolve_host=str))
     assert plan.kind == kind
 
 

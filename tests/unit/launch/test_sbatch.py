@@ -15,9 +15,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from gradsync.errors import ConfigError
-from gradsync.launch.program import Program, parse_program
-from gradsync.launch.sbatch import sbatch_script
-from gradsync.launch.sbatch_plan import SbatchPlan, seconds_of
+from gradsync.launch.plan import Program, parse_program
+from gradsync.launch.sbatch import SbatchPlan, sbatch_script, seconds_of
 
 GOLDEN = Path(__file__).parent / "golden"
 

@@ -84,7 +84,7 @@ class PlanOptions:
     """Sequences of one forward and backward; default: several are tried."""
     seq_len: int | None = None
     """Tokens of a sequence."""
-    dtype: Literal["bf16", "fp32", "fp16"] | None = None
+    dtype: Literal["bf16", "fp16", "fp32"] | None = None
     """bf16 and fp16 are autocast over fp32 weights."""
     data: str = ""
     """Directory with train.bin, for its vocabulary; default: the model's own."""

@@ -86,11 +86,7 @@ class Signals:
 
 
 def until_stopped(world: World, body: Callable[[], int]) -> int:
-    """`body()`, or 128 + signal with one line when a signal ended it; SIGINT goes on as itself.
-
-    Raises:
-        Stopped: it was SIGINT.
-    """
+    """`body()`, or 128 + signal with one line when a signal ended it; SIGINT goes on as itself."""
     try:
         return body()
     except Stopped as stopped:
@@ -136,11 +132,7 @@ def work_folder(prefix: str) -> Iterator[Path]:
 
 
 def _remove_if_left(mark: Path) -> None:
-    """Remove the folder of `mark` if it is this user's and its command has ended.
-
-    Raises:
-        OSError: it is in use.
-    """
+    """Remove the folder of `mark` if it is this user's and its command has ended."""
     folder = mark.parent
     if folder.is_symlink() or folder.stat().st_uid != os.getuid():
         return
@@ -204,11 +196,7 @@ def measure_on_ranks(
 
 
 def be_rank(folder: Path, measure: Measure) -> int:
-    """One rank that `measure_on_ranks` started; returns its exit code.
-
-    Raises:
-        GradsyncError: whatever `measure` raises.
-    """
+    """One rank that `measure_on_ranks` started; returns its exit code."""
     result = measure(json.loads((folder / _WORK).read_text()))
     if resolve(environ.snapshot()).world.is_main:
         (folder / _RESULT).write_text(json.dumps(result, allow_nan=False))

@@ -58,10 +58,6 @@ def sample(path: Path, config: SampleConfig) -> tuple[Path, str]:
 
     Returns:
         The checkpoint used, and prompt and continuation as text.
-
-    Raises:
-        ConfigError, CheckpointError: no checkpoint, or no good one, is there.
-        DataError: the data directory, and with it the tokenizer, is gone.
     """
     from gradsync.checkpoint.store import CheckpointStore, resolve
     from gradsync.checkpoint.weights import load_weights

@@ -88,12 +88,7 @@ class TuneOptions:
 
 
 def request_of(options: TuneOptions, world: World) -> TuneRequest:
-    """Check the request; under a launcher, at its number of ranks.
-
-    Raises:
-        ConfigError: see `run`.
-        DataError: see `run`.
-    """
+    """Check the request; under a launcher, at its number of ranks."""
     preset(options.model)
     start = recipe(options.model)
     for name in ("world_size", "batch_size", "leaves_per_rank", "context_length", "threads"):

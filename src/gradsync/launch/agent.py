@@ -218,11 +218,7 @@ class AgentRendezvous(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Where the ranks of the next generation meet; waits for all nodes.
-
-        Raises:
-            RendezvousError: naming the nodes that did not come.
-        """
+        """Where the ranks of the next generation meet; waits for all nodes."""
         if self._plan is None:
             if self._store is None:
                 self._store = host_store(_LOOPBACK, 0, one_host=True)
@@ -241,31 +237,31 @@ class AgentRendezvous(RendezvousHandler):
             raise RendezvousError(
                 f"node {node}: node 0, which serves the store, went away while the nodes met"
             ) from error
-        where = RendezvousStoreInfo(plan.coordinator, plan.port)
-        return RendezvousInfo(store, node, plan.nodes, where)
+        where = RendezvousStoreInfo(plan.master_addr, plan.master_port)
+        return RendezvousInfo(store, node, plan.nnodes, where)
 
     def _open(self, plan: LaunchPlan, deadline_s: float) -> Any:
         node = _node_of(plan)
         if node == 0:
-            return host_store(plan.coordinator, plan.port, one_host=False)
+            return host_store(plan.master_addr, plan.master_port, one_host=False)
         while True:  # in short tries: a signal must be noticed in between
             slice_s = min(deadline_s, time.monotonic() + _KNOCK_S)
             try:
-                return join_store(plan.coordinator, plan.port, rank=node, deadline_s=slice_s)
+                return join_store(plan.master_addr, plan.master_port, rank=node, deadline_s=slice_s)
             except RendezvousError:
                 if self.stopped() or time.monotonic() >= deadline_s:
                     raise self._vain(plan, "node 0 does not answer") from None
 
     def _wait_for_nodes(self, plan: LaunchPlan, store: Any, deadline_s: float) -> None:
-        keys = [f"here/{node}" for node in range(plan.nodes)]
-        store.set(keys[_node_of(plan)], str(plan.nodes))
+        keys = [f"here/{node}" for node in range(plan.nnodes)]
+        store.set(keys[_node_of(plan)], str(plan.nnodes))
         wait_until(lambda: store.check(keys) or self.stopped(), deadline_s)
         missing = [node for node, key in enumerate(keys) if not store.check([key])]
         if missing:
             names = ", ".join(map(str, missing[:8])) + (" …" if len(missing) > 8 else "")
             raise self._vain(plan, f"node(s) {names} did not come")
         told = {int(number) for number in store.multi_get(keys)}
-        if told != {plan.nodes}:
+        if told != {plan.nnodes}:
             raise RendezvousError(
                 f"the nodes were started with different --nnodes: {sorted(told)}; start all again"
             )
@@ -274,15 +270,16 @@ class AgentRendezvous(RendezvousHandler):
         if self.stopped():
             return RendezvousError(f"stopped while waiting: {problem}")
         return RendezvousError(
-            f"node {plan.node_rank} of {plan.nodes} waited {plan.wait_s:.0f} s at "
-            f"{plan.coordinator}:{plan.port}, but {problem}. Is each node's line running, do all "
-            "lines say the same --master-addr and --master-port, and is that port open between "
-            "the nodes?"
+            f"node {plan.node_rank} of {plan.nnodes} waited {plan.wait_s:.0f} s at "
+            f"{plan.master_addr}:{plan.master_port}, but {problem}. Is each node's line running, "
+            "do all lines say the same --master-addr and --master-port, and is that port open "
+            "between the nodes?"
         )
 
     def shutdown(self) -> bool:
-        """Let go of the store; its socket closes with it."""
+        """Let go of the store, whose socket closes with it, and of the agent that holds it too."""
         self._store = None
+        self.stopped = lambda: False
         return True
 
     def get_backend(self) -> str:

@@ -7,7 +7,6 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from typing import Literal
 
 from gradsync.errors import ConfigError
 
@@ -15,8 +14,7 @@ RANK_COMMANDS = ("train", "verify", "bench", "tune", "doctor")
 """Commands of gradsync that make sense as one rank of many."""
 _PYTHONS = ("python", "python3")
 
-Launcher = Literal["srun", "mpirun", "torchrun"]
-LAUNCHERS: tuple[Launcher, ...] = ("srun", "mpirun", "torchrun")
+LAUNCHERS = ("srun", "mpirun", "torchrun")
 """Launchers of a Slurm job's ranks."""
 
 DEFAULT_PORT = 29_500
@@ -68,9 +66,6 @@ def parse_program(words: Sequence[str]) -> Program:
     Forms: `train ARGS` (any command of `RANK_COMMANDS`, with or without `gradsync` before it),
     `SCRIPT.py ARGS`, `-m MODULE ARGS`, `python …` (stands for the Python that gradsync runs under),
     or any other program, taken as it is.
-
-    Raises:
-        ConfigError: no words, or a command of gradsync that is not for ranks.
     """
     rest = tuple(words[1:] if words[:1] == ["gradsync"] else words)
     if not rest:
@@ -108,48 +103,56 @@ def _near(first: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LaunchPlan:
-    """Ranks started by hand: on this node, or one line for each of several."""
+class LaunchRequest:
+    """Ranks by hand, under the names of the flags."""
 
-    program: Program
-    """Command of each rank."""
-    ranks_per_node: int
+    nproc_per_node: int
     """Ranks on each node."""
-    nodes: int = 1
-    """Number of nodes."""
+    nnodes: int = 1
+    """Nodes."""
     node_rank: int | None = None
-    """This node's number; None on one node, or to say what to start on each."""
-    coordinator: str = ""
-    """Name or address of node 0, as the others reach it; "" on one node."""
-    port: int = DEFAULT_PORT
+    """This node's number, from 0; without it, several nodes are only told their lines."""
+    master_addr: str = ""
+    """Name or address by which the other nodes reach node 0; in the lines, default: this host's."""
+    master_port: int = DEFAULT_PORT
     """Port on node 0."""
     max_restarts: int = 0
-    """How often all ranks of a node are started again after a failure; on one node only."""
+    """Start all ranks again so many times after a failure; on one node."""
+    log_dir: str = ""
+    """Keep the standard output of ranks above 0 in this folder; otherwise it is dropped."""
     wait_s: float = 300.0
     """How long nodes wait for each other at the start, seconds."""
 
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchPlan(LaunchRequest):
+    """Ranks started by hand: on this node, or one line for each of several. Checked when made."""
+
+    program: Program
+    """Command of each rank."""
+
     def __post_init__(self) -> None:
         for flag, value, smallest in (
-            ("--nproc-per-node", self.ranks_per_node, 1),
-            ("--nnodes", self.nodes, 1),
+            ("--nproc-per-node", self.nproc_per_node, 1),
+            ("--nnodes", self.nnodes, 1),
             ("--max-restarts", self.max_restarts, 0),
         ):
             if value < smallest:
                 raise ConfigError(f"{flag} must be at least {smallest}; got {value}")
-        if self.node_rank is not None and not 0 <= self.node_rank < self.nodes:
+        if self.node_rank is not None and not 0 <= self.node_rank < self.nnodes:
             raise ConfigError(
-                f"--node-rank must be in 0..{self.nodes - 1} with --nnodes {self.nodes}; "
+                f"--node-rank must be in 0..{self.nnodes - 1} with --nnodes {self.nnodes}; "
                 f"got {self.node_rank}"
             )
-        if not 1 <= self.port <= 65_535:
-            raise ConfigError(f"--master-port must be in 1..65535; got {self.port}")
-        if self.coordinator and _HOST.fullmatch(self.coordinator) is None:
+        if not 1 <= self.master_port <= 65_535:
+            raise ConfigError(f"--master-port must be in 1..65535; got {self.master_port}")
+        if self.master_addr and _HOST.fullmatch(self.master_addr) is None:
             raise ConfigError(
-                f"--master-addr must be a host name or address; got {self.coordinator[:80]!r}"
+                f"--master-addr must be a host name or address; got {self.master_addr[:80]!r}"
             )
-        if self.nodes > 1 and not self.coordinator:
+        if self.nnodes > 1 and not self.master_addr:
             raise ConfigError("--nnodes above 1 needs --master-addr: how others reach node 0")
-        if self.nodes > 1 and self.max_restarts:
+        if self.nnodes > 1 and self.max_restarts:
             raise ConfigError("--max-restarts works on one node; start again by hand on several")
         if not self.wait_s > 0:
             raise ConfigError(f"--wait-s must be positive; got {self.wait_s}")
@@ -157,15 +160,15 @@ class LaunchPlan:
     @property
     def world_size(self) -> int:
         """Ranks over all nodes."""
-        return self.nodes * self.ranks_per_node
+        return self.nnodes * self.nproc_per_node
 
     def line(self, node_rank: int) -> str:
         """Command for node `node_rank`, ready for a shell."""
         plan = replace(self, node_rank=node_rank)
-        words = ["gradsync", "launch", "--nproc-per-node", str(plan.ranks_per_node)]
-        if plan.nodes > 1:
-            words += ["--nnodes", str(plan.nodes), "--node-rank", str(node_rank)]
-            words += ["--master-addr", plan.coordinator, "--master-port", str(plan.port)]
+        words = ["gradsync", "launch", "--nproc-per-node", str(plan.nproc_per_node)]
+        if plan.nnodes > 1:
+            words += ["--nnodes", str(plan.nnodes), "--node-rank", str(node_rank)]
+            words += ["--master-addr", plan.master_addr, "--master-port", str(plan.master_port)]
         command = plan.program.words[2:] if plan.program.command else None
         given = ("python", *plan.program.words) if plan.program.by_python else plan.program.words
         return shlex.join([*words, "--", *(command or given)])

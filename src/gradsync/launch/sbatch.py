@@ -19,10 +19,11 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
-from typing import get_args
+
+import tyro
 
 from gradsync.errors import ConfigError
-from gradsync.launch.plan import LAUNCHERS, Launcher, Program
+from gradsync.launch.plan import LAUNCHERS, Program
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _MEMORY = re.compile(r"[1-9][0-9]*[KMGT]?")
@@ -59,52 +60,70 @@ _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SbatchPlan:
-    """One Slurm job, or an array of them. Wrong requests are refused when it is made."""
+class JobRequest:
+    """Slurm's side of a job, under the names of its flags."""
+
+    nodes: int = 1
+    """Nodes."""
+    gpus_per_node: int = 0
+    """GPUs of each node, one rank each; 0: a CPU job."""
+    ntasks_per_node: int | None = None
+    """Ranks on each node; default: one a GPU, else one."""
+    time: str = ""
+    """Longest turn, as sbatch takes it: 72:00:00, 3-00, 90 (minutes)."""
+    partition: str = ""
+    """Partition."""
+    account: str = ""
+    """Account to charge."""
+    qos: str = ""
+    """Quality of service."""
+    cpus_per_task: int | None = None
+    """Cores of each rank."""
+    mem: str = ""
+    """Memory of each node: 64G."""
+    job_name: str = ""
+    """Name of the job; default: what is run."""
+    array: str = ""
+    """Numbers of an array: 0-9, 1,3,5, 0-99%4. {task} in the program's arguments becomes the
+    task's number."""
+    launcher: str = "srun"
+    """Launcher of the ranks: srun, mpirun or torchrun."""
+    module: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Module to load; may be given several times."""
+    setup: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Shell line to run before the ranks start; may be given several times."""
+    sbatch_arg: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Another option of sbatch, as --sbatch-arg=--constraint=h100; may be given several times."""
+    output: str = "slurm"
+    """Folder for the script and the log."""
+    run_dir: str = ""
+    """For programs other than train: the directory where they write exit.json."""
+    python: str = ""
+    """Interpreter on the nodes; default: this one."""
+    warn_s: int = 120
+    """Slurm's signal comes so many seconds before the time is over: long enough to save."""
+    fruitless_turns: int = 3
+    """Do not requeue after so many turns in a row that brought no step."""
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks on each node."""
+        given = self.ntasks_per_node
+        return max(self.gpus_per_node, 1) if given is None else given
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SbatchPlan(JobRequest):
+    """One Slurm job, or an array of them. Wrong requests are refused when it is made.
+
+    `run_dir` is where exit.json will lie; "" makes one of the job's own for `train`, and for other
+    programs means that there is none.
+    """
 
     program: Program
     """Command of each rank."""
-    name: str
-    """Name of the job, of its script and its logs."""
-    nodes: int = 1
-    """Nodes."""
-    ranks_per_node: int = 1
-    """Ranks on each node."""
-    gpus_per_node: int = 0
-    """GPUs of each node; 0 asks for none."""
-    time: str
-    """Longest run of one turn, in any of sbatch's forms, for example 72:00:00 or 2-12."""
-    launcher: Launcher = "srun"
-    """Launcher of the ranks."""
-    partition: str = ""
-    """Partition, or several with commas between them; "" is the cluster's default."""
-    account: str = ""
-    """Account to charge; "" is the user's default."""
-    qos: str = ""
-    """Quality of service; "" is the default."""
-    cpus_per_rank: int | None = None
-    """Cores of each rank; None leaves it to the cluster."""
-    memory: str = ""
-    """Memory of each node, for example 64G; "" is the cluster's default."""
-    array: str = ""
-    """Numbers of an array's tasks, for example 0-9 or 0-9%2; "" is one job."""
-    modules: tuple[str, ...] = ()
-    """Modules to load, in order."""
-    setup: tuple[str, ...] = ()
-    """Shell lines to run before the ranks start; these, and only these, are shell."""
-    directives: tuple[str, ...] = ()
-    """More options of sbatch, for example --constraint=h100."""
-    folder: str = "slurm"
-    """Where logs go; the script too."""
-    run_dir: str = ""
-    """Run directory, where exit.json will lie; "" makes one of the job's own for `train`, and for
-    other programs means that there is none."""
     python: str = "python"
     """Interpreter on the nodes."""
-    warn_s: int = 120
-    """Slurm's signal comes so many seconds before the time is over."""
-    fruitless_turns: int = 3
-    """Stop after so many turns in a row that brought no step."""
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -133,18 +152,18 @@ class SbatchPlan:
         return 1 if self.launcher == "torchrun" else self.ranks_per_node
 
     @property
-    def cpus_per_task(self) -> int | None:
+    def cores_per_task(self) -> int | None:
         """Cores of one of Slurm's tasks."""
-        if self.cpus_per_rank is None:
+        if self.cpus_per_task is None:
             return None
-        return self.cpus_per_rank * (self.ranks_per_node // self.tasks_per_node)
+        return self.cpus_per_task * (self.ranks_per_node // self.tasks_per_node)
 
     def _check_numbers(self) -> None:
         for flag, value, smallest in (
             ("--nodes", self.nodes, 1),
-            ("--ntasks-per-node", self.ranks_per_node, 1),
+            ("--ntasks-per-node", self.ntasks_per_node, 1),
             ("--gpus-per-node", self.gpus_per_node, 0),
-            ("--cpus-per-task", self.cpus_per_rank, 1),
+            ("--cpus-per-task", self.cpus_per_task, 1),
             ("--warn-s", self.warn_s, 1),
             ("--fruitless-turns", self.fruitless_turns, 1),
         ):
@@ -155,17 +174,17 @@ class SbatchPlan:
 
     def _check_words(self) -> None:
         _require(
-            self.launcher in get_args(Launcher),
+            self.launcher in LAUNCHERS,
             f"--launcher must be one of {', '.join(LAUNCHERS)}; got {self.launcher!r}",
         )
-        for flag, value in (("--job-name", self.name), ("--account", self.account)):
+        for flag, value in (("--job-name", self.job_name), ("--account", self.account)):
             _check_name(flag, value, may_be_empty=flag != "--job-name")
         _check_name("--qos", self.qos)
         for part in self.partition.split(","):
             _check_name("--partition", part, may_be_empty=not self.partition)
         _require(
-            not self.memory or _MEMORY.fullmatch(self.memory) is not None,
-            f"--mem must be a number with K, M, G or T after it (64G); got {self.memory[:80]!r}",
+            not self.mem or _MEMORY.fullmatch(self.mem) is not None,
+            f"--mem must be a number with K, M, G or T after it (64G); got {self.mem[:80]!r}",
         )
         _require(
             not self.array or _ARRAY.fullmatch(self.array) is not None,
@@ -176,18 +195,18 @@ class SbatchPlan:
             f"all tasks of the array would write into {self.run_dir}; put {TASK} into its name, "
             "which becomes the task's number, or leave --out away",
         )
-        for flag, value in (("--output", self.folder), ("--run-dir", self.run_dir)):
+        for flag, value in (("--output", self.output), ("--run-dir", self.run_dir)):
             _check_line(flag, value)
-        _require(self.folder != "", "--output must name a folder")
-        _require("\\" not in self.folder, f"--output {self.folder!r}: Slurm reads a backslash")
-        for module in self.modules:
+        _require(self.output != "", "--output must name a folder")
+        _require("\\" not in self.output, f"--output {self.output!r}: Slurm reads a backslash")
+        for module in self.module:
             _check_line("--module", module)
             _require(bool(module) and module[0] != "-", f"--module {module!r} is no module's name")
         for line in self.setup:
             _require("\0" not in line, "--setup holds a zero byte")
         for word in (self.python, *self.program.words):
             _require("\0" not in word, "an argument holds a zero byte; no program can get it")
-        for directive in self.directives:
+        for directive in self.sbatch_arg:
             _check_directive(directive)
 
     def _check_time(self) -> None:
@@ -202,11 +221,7 @@ class SbatchPlan:
 
 
 def seconds_of(time: str) -> int:
-    """Seconds of one of sbatch's times: 30, 30:00, 1:30:00, 2-12, 2-12:30, 2-12:30:00.
-
-    Raises:
-        ConfigError: anything else, unlimited included.
-    """
+    """Seconds of one of sbatch's times: 30, 30:00, 1:30:00, 2-12, 2-12:30, 2-12:30:00."""
     for pattern, parts in _TIMES:
         found = re.fullmatch(pattern, time)
         if found is not None:
@@ -265,7 +280,7 @@ def sbatch_script(plan: SbatchPlan) -> str:
     return environment.from_string(source).render(
         headline=_headline(plan),
         directives=_directives(plan),
-        modules=[shell_word(module) for module in plan.modules],
+        modules=[shell_word(module) for module in plan.module],
         setup=plan.setup,
         python=shell_word(plan.python),
         run_dir=_run_dir(plan),
@@ -301,20 +316,20 @@ def _headline(plan: SbatchPlan) -> str:
     if plan.gpus_per_node:
         each += ", one a GPU"
     array = f", for each task of {plan.array}" if plan.array else ""
-    return f"{plan.name}: {plan.nodes} node(s) with {each}, started by {plan.launcher}{array}."
+    return f"{plan.job_name}: {plan.nodes} node(s) with {each}, started by {plan.launcher}{array}."
 
 
 def _directives(plan: SbatchPlan) -> list[str]:
     only_shell = "B:" if plan.launcher == "mpirun" else ""
     numbers = "%A_%a" if plan.array else "%j"
-    log = f"{plan.folder.replace('%', '%%')}/%x-{numbers}.out"
+    log = f"{plan.output.replace('%', '%%')}/%x-{numbers}.out"
     options: list[tuple[str, object]] = [
-        ("job-name", plan.name),
+        ("job-name", plan.job_name),
         ("nodes", plan.nodes),
         ("ntasks-per-node", plan.tasks_per_node),
-        ("cpus-per-task", plan.cpus_per_task),
+        ("cpus-per-task", plan.cores_per_task),
         ("gres", f"gpu:{plan.gpus_per_node}" if plan.gpus_per_node else None),
-        ("mem", plan.memory),
+        ("mem", plan.mem),
         ("time", plan.time),
         ("partition", plan.partition),
         ("account", plan.account),
@@ -327,7 +342,7 @@ def _directives(plan: SbatchPlan) -> list[str]:
     given = [
         f"--{name}={directive_value(str(value))}" for name, value in options if value or value == 0
     ]
-    return [*given, "--requeue", *map(_free_directive, plan.directives)]
+    return [*given, "--requeue", *map(_free_directive, plan.sbatch_arg)]
 
 
 def _free_directive(directive: str) -> str:
@@ -340,7 +355,7 @@ def _run_dir(plan: SbatchPlan) -> str:
         return shell_word(plan.run_dir, array=bool(plan.array))
     if plan.program.command != "train":
         return ""
-    return shlex.quote(f"runs/{plan.name}-") + _job_id(plan)
+    return shlex.quote(f"runs/{plan.job_name}-") + _job_id(plan)
 
 
 def _job_id(plan: SbatchPlan) -> str:
@@ -362,8 +377,8 @@ def _launcher_words(plan: SbatchPlan) -> list[str]:
     # A rank that leaves with 75 a moment before the others must not end them. And since Slurm 22.05
     # a step does not inherit the job's cores per task.
     srun = ["srun", "--kill-on-bad-exit=0"]
-    if plan.cpus_per_task is not None:
-        srun.append(f"--cpus-per-task={plan.cpus_per_task}")
+    if plan.cores_per_task is not None:
+        srun.append(f"--cpus-per-task={plan.cores_per_task}")
     if plan.launcher == "srun":
         return srun
     meeting = ["--standalone"]
@@ -402,7 +417,7 @@ def _program_words(plan: SbatchPlan) -> list[str]:
 
 
 def _afterwards(plan: SbatchPlan) -> list[str]:
-    history = shlex.quote(f"{plan.folder}/{plan.name}-") + _job_id(plan) + ".turns.json"
+    history = shlex.quote(f"{plan.output}/{plan.job_name}-") + _job_id(plan) + ".turns.json"
     words = ['"$python" -m gradsync.launch.requeue', '--status="$status"', '--seconds="$SECONDS"']
     words += [f"--history={history}", f"--fruitless-turns={plan.fruitless_turns}"]
     return [*words, *(['--run-dir="$run_dir"'] if _run_dir(plan) else [])]

@@ -66,23 +66,14 @@ class JobState:
 
 
 def check_job_id(text: str) -> str:
-    """`text` if it is a job's id.
-
-    Raises:
-        LaunchError: it is not.
-    """
+    """`text` if it is a job's id."""
     if _JOB_ID.fullmatch(text) is None:
         raise LaunchError(f"{text[:80]!r} is no job id; it looks like 1234, or 1234_5 in an array")
     return text
 
 
 def ask(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run one of Slurm's commands to its end.
-
-    Raises:
-        LaunchError: there is no such command on this machine.
-        RunError: it did not answer in time.
-    """
+    """Run one of Slurm's commands to its end."""
     try:
         return subprocess.run(
             argv, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S, check=False
@@ -97,12 +88,7 @@ def ask(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 
 def submit(script: str) -> str:
-    """Hand the job script at path `script` to Slurm; returns the job's id.
-
-    Raises:
-        LaunchError: there is no Slurm here.
-        RunError: Slurm refused; the message is Slurm's own.
-    """
+    """Hand the job script at path `script` to Slurm; returns the job's id."""
     done = ask(["sbatch", "--parsable", script])
     if done.returncode != 0:
         raise RunError(f"sbatch refused the job: {own_words(done.stderr)}")
@@ -116,12 +102,7 @@ def own_words(text: str) -> str:
 
 
 def states_of(job: str) -> list[JobState]:
-    """The job, or each task of the array, from `scontrol`, else from `sacct`; [] if unknown.
-
-    Raises:
-        LaunchError: there is no Slurm here.
-        RunError: Slurm does not answer.
-    """
+    """The job, or each task of the array, from `scontrol`, else from `sacct`; [] if unknown."""
     shown = ask(["scontrol", "--oneliner", "show", "job", job])
     if shown.returncode == 0:
         return [parse_shown(line) for line in shown.stdout.splitlines() if line.strip()]
@@ -271,11 +252,7 @@ def jobs_file() -> Path:
 
 
 def remember(job: Submitted) -> None:
-    """Add a job.
-
-    Raises:
-        OSError: the cache cannot be written.
-    """
+    """Add a job."""
     path = jobs_file()
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:

@@ -89,9 +89,6 @@ def check_not_shared(hosts: list[str], identities: list[str]) -> None:
 
     Args:
         hosts, identities: host name and `device_identity` of each rank, in rank order.
-
-    Raises:
-        LaunchError: naming both ranks.
     """
     seen: dict[tuple[str, str], int] = {}
     for rank, key in enumerate(zip(hosts, identities, strict=True)):
@@ -107,9 +104,6 @@ def check_names(requested: str) -> dict[str, str]:
     """The name for each device, from `cpu:gloo,cuda:nccl`; from `gloo`, the one for all, under "".
 
     Needs no torch, so it knows no backend that another package brings.
-
-    Raises:
-        ConfigError: of another form.
     """
     names: dict[str, str] = {}
     for part in requested.lower().split(","):
@@ -130,9 +124,6 @@ def choose_backend(requested: str | None, device: str) -> str:
         requested: a name, names by device, or None or "auto": gloo, and nccl beside it on CUDA.
             Beside one that carries no CPU tensors comes gloo, for the small messages.
         device: this rank's torch device.
-
-    Raises:
-        ConfigError: unknown, not in this build of torch, or none for `device`; lists them all.
     """
     kind = device.partition(":")[0]
     if requested in (None, AUTO):

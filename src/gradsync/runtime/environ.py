@@ -47,11 +47,7 @@ class exported:  # noqa: N801  used as a function
 
 
 def cache_dir() -> Path:
-    """Folder for prepared data: `GRADSYNC_CACHE`, `XDG_CACHE_HOME/gradsync` or `~/.cache/gradsync`.
-
-    Raises:
-        ConfigError: neither is set, for a user who has no home.
-    """
+    """Folder of the cache: `GRADSYNC_CACHE`, `XDG_CACHE_HOME/gradsync` or `~/.cache/gradsync`."""
     if own := get("GRADSYNC_CACHE"):
         return Path(own)
     if base := get("XDG_CACHE_HOME"):

@@ -24,12 +24,7 @@ _COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 
 
 def check_host(name: str) -> str:
-    """`name` if it can be a host name, so that it is safe to pass on and to print.
-
-    Raises:
-        LaunchError: for anything but letters, digits, dot, underscore and dash (1 to 255 of them,
-            the first a letter or a digit).
-    """
+    """`name` if it can be a host name, so that it is safe to pass on and to print."""
     if _HOST.fullmatch(name) is None:
         raise LaunchError(f"{name[:80]!r} is not a host name")
     return name
@@ -43,9 +38,6 @@ def expand_hosts(text: str) -> tuple[str, ...]:
 
     Args:
         text: a host list as Slurm and Flux write it.
-
-    Raises:
-        LaunchError: when the text is no host list, or stands for more than `MAX_HOSTS` hosts.
     """
     hosts: list[str] = []
     for item in _split_items(text):
@@ -56,11 +48,7 @@ def expand_hosts(text: str) -> tuple[str, ...]:
 
 
 def expand_counts(text: str) -> tuple[int, ...]:
-    """The numbers of a list such as `4(x2),3`: how many tasks run on each host.
-
-    Raises:
-        LaunchError: when the text is no such list, or is for more than `MAX_HOSTS` hosts.
-    """
+    """The numbers of a list such as `4(x2),3`: how many tasks run on each host."""
     counts: list[int] = []
     for item in text.split(","):
         match = _COUNT.fullmatch(item.strip())

@@ -256,11 +256,7 @@ def tasks_without_step(env: Mapping[str, str]) -> int:
 
 
 def integer(env: Mapping[str, str], name: str) -> int:
-    """The variable `name` as an integer.
-
-    Raises:
-        LaunchError: when its value is not one.
-    """
+    """The variable `name` as an integer."""
     value = env[name].strip()
     if _INTEGER.fullmatch(value) is None:
         raise LaunchError(f"{name}={value[:80]!r} is not an integer; correct it or unset it")

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from gradsync.errors import LaunchError
 from gradsync.runtime.coordinator import System, plan_coordinator
 from gradsync.runtime.resolve import explain_world, resolve
+from gradsync.runtime.session import Session, SessionOptions
 
 
 def by_hand(rank, size):
@@ -370,10 +371,11 @@ def test_a_real_environment(text, launcher, ranks, node, kind):
 
 
 @pytest.mark.parametrize("text", [SALLOC_SHELL, SBATCH_SHELL])
-def test_a_plain_process_in_a_slurm_shell_is_one_rank_and_hears_of_srun(text):
-    (warning,) = resolve(env(text)).warnings
-    assert "srun" in warning
-    assert "4 tasks" in warning
+def test_a_plain_process_in_a_slurm_shell_is_one_rank_and_hears_of_srun(text, caplog):
+    with Session(SessionOptions(device="cpu"), env=env(text)) as world:
+        assert world.world_size == 1
+    assert "has 4 tasks" in caplog.text
+    assert "Put `srun` before the command" in caplog.text
 
 
 @pytest.mark.parametrize("text", [SRUN_TASK, ONE_TASK_SHELL, SBATCH_SHELL + MPIRUN, TORCHRUN, ""])

@@ -145,8 +145,7 @@ def _remove_if_left(mark: Path) -> None:
 class Outcome:
     """How a measurement on several ranks ended."""
 
-    code: int
-    """0, or the exit code of the ranks, which have said why."""
+    code: int  # 0, or the exit code of the ranks, which have said why
     result: dict[str, Any] | None = None
     """Measurements of rank 0; None above rank 0, and after a failure."""
 

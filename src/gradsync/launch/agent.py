@@ -318,12 +318,7 @@ def build_agent(
 ) -> LocalAgent:
     """An agent that will start `nproc_per_node` times `python ARGUMENTS` on this host.
 
-    Args:
-        arguments: for the Python interpreter; passed on as they are.
-        log_dir: see `RankLogs`.
-        max_restarts: how often all ranks are started again after a failure.
-        grace_s: see `LocalAgent`.
-        nodes: this host is one of several; None for all ranks on this host.
+    `arguments` reach the Python interpreter as they are; for the others see `local.launch_ranks`.
     """
     handler = AgentRendezvous(nodes)
     spec = WorkerSpec(

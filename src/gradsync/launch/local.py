@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gradsync.errors import ConfigError
 from gradsync.runtime import environ
@@ -35,46 +35,12 @@ class Ended:
     """How a launch ended."""
 
     code: int
-    """See `launch_local`."""
+    """0 when all ranks succeeded; otherwise the code of the rank that failed first if it is one of
+    gradsync's (2, 75, 124, 130), else 1. After a signal: 75 when the ranks stopped cleanly, 128 +
+    signal when it ended them."""
     received: signal.Signals | None
     """The first signal that the launcher got, whatever its ranks made of it."""
-    killed: dict[int, signal.Signals]
-    """Ranks that a signal had ended when the first failure showed."""
-
-
-def launch_local(
-    argv: list[str],
-    nproc_per_node: int,
-    *,
-    log_dir: Path | None,
-    max_restarts: int = 0,
-    module: str = "gradsync",
-) -> int:
-    """Run `python -m gradsync ARGV` as N ranks on this host and wait for them.
-
-    The ranks are children of torch's elastic agent and see torchrun's variables. Rank 0 keeps the
-    terminal; the other ranks keep its standard error. SIGTERM, SIGINT, SIGHUP, SIGQUIT and SIGUSR1
-    are passed on to each rank once, SIGHUP unless this process ignores it (nohup); ranks then have
-    `GRACE_S` seconds to end.
-
-    Args:
-        argv: arguments of the command, as each rank gets them.
-        nproc_per_node: number of ranks.
-        log_dir: folder for the standard output of ranks above 0; None drops it.
-        max_restarts: how often all ranks are started again when one failed.
-        module: the module that a rank runs.
-
-    Returns:
-        0 when all ranks succeeded; otherwise the code of the rank that failed first if it is one
-        of gradsync's (2, 75, 124, 130), else 1. After a signal: 75 when the ranks stopped cleanly,
-        128 + signal when it ended them.
-
-    Raises:
-        ConfigError: `nproc_per_node` or `max_restarts` is out of range.
-    """
-    return launch_ranks(
-        argv, nproc_per_node, log_dir=log_dir, max_restarts=max_restarts, module=module
-    ).code
+    killed: dict[int, signal.Signals]  # ranks that a signal had ended when the first failure showed
 
 
 def launch_ranks(
@@ -86,14 +52,23 @@ def launch_ranks(
     module: str = "gradsync",
     nodes: LaunchPlan | None = None,
 ) -> Ended:
-    """`launch_local` for callers that must know more than its exit code.
+    """Run `python -m MODULE ARGV` as ranks on this host and wait for them.
 
-    Args (besides those of `launch_local`):
-        module: also `worker.PROGRAM`: `argv` is a whole command line then.
+    The ranks are children of torch's elastic agent and see torchrun's variables. Rank 0 keeps the
+    terminal; the other ranks keep its standard error. SIGTERM, SIGINT, SIGHUP, SIGQUIT and SIGUSR1
+    are passed on to each rank once, SIGHUP unless this process ignores it (nohup); ranks then have
+    `GRACE_S` seconds to end.
+
+    Args:
+        argv: arguments of the command, as each rank gets them.
+        nproc_per_node: number of ranks.
+        log_dir: folder for the standard output of ranks above 0; None drops it.
+        max_restarts: how often all ranks are started again when one failed.
+        module: the module that a rank runs, or `worker.PROGRAM`: `argv` is a whole command line.
         nodes: this host is one of several.
 
     Raises:
-        ConfigError: see `launch_local`.
+        ConfigError: `nproc_per_node` or `max_restarts` is out of range.
         RendezvousError: another node did not come.
     """
     if nproc_per_node < 1:
@@ -127,6 +102,11 @@ def launch_ranks(
         else:
             code = after_failure(agent.first_failures or codes)
         return Ended(code=code, received=received, killed=dict(agent.killed))
+
+
+def launch_local(argv: list[str], nproc_per_node: int, **options: Any) -> int:
+    """`launch_ranks` for callers that want no more than its exit code."""
+    return launch_ranks(argv, nproc_per_node, **options).code
 
 
 def obituary(rank: int, number: signal.Signals) -> str:

@@ -27,8 +27,7 @@ _HOST = re.compile(r"[A-Za-z0-9._:%-]{1,255}")
 class Program:
     """A command line, as words that no shell has touched."""
 
-    words: tuple[str, ...]
-    """After the interpreter when `by_python`, else the whole command line."""
+    words: tuple[str, ...]  # after the interpreter when `by_python`, else the whole command line
     by_python: bool = True
     """Run by the Python that gradsync runs under; otherwise `words[0]` is a program."""
 
@@ -128,8 +127,7 @@ class LaunchRequest:
 class LaunchPlan(LaunchRequest):
     """Ranks started by hand: on this node, or one line for each of several. Checked when made."""
 
-    program: Program
-    """Command of each rank."""
+    program: Program  # command of each rank
 
     def __post_init__(self) -> None:
         for flag, value, smallest in (

@@ -120,10 +120,8 @@ class SbatchPlan(JobRequest):
     programs means that there is none.
     """
 
-    program: Program
-    """Command of each rank."""
-    python: str = "python"
-    """Interpreter on the nodes."""
+    program: Program  # command of each rank
+    python: str = "python"  # interpreter on the nodes
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -295,9 +293,8 @@ def sbatch_script(plan: SbatchPlan) -> str:
 def shell_word(text: str, *, array: bool = False, torchrun: bool = False) -> str:
     """`text` as one word of a shell, whatever is in it.
 
-    Args:
-        array: `{task}` in it stands for the number of the array's task.
-        torchrun: its agent substitutes ${…} in arguments; a doubled dollar sign comes out as one.
+    In an array `{task}` stands for the task's number. torchrun's agent substitutes ${…} in
+    arguments; a doubled dollar sign comes out as one.
     """
     text = text.replace("$", "$$") if torchrun else text
     if not array or TASK not in text:

@@ -31,20 +31,13 @@ _JOB_ID = re.compile(r"[0-9]{1,18}(_[0-9]{1,10})?")
 class JobState:
     """One job, or one task of an array, as Slurm sees it."""
 
-    job: str
-    """Its id, `12` or `12_3`."""
-    name: str
-    """Its name."""
-    state: str
-    """PENDING, RUNNING, COMPLETING, COMPLETED, FAILED …"""
-    reason: str = ""
-    """Why it waits; "" when it does not."""
-    nodes: str = ""
-    """Nodes it runs or ran on."""
-    elapsed: str = ""
-    """Length of this turn."""
-    restarts: int = 0
-    """How often it was requeued."""
+    job: str  # its id, `12` or `12_3`
+    name: str  # its name
+    state: str  # PENDING, RUNNING, COMPLETING, COMPLETED, FAILED …
+    reason: str = ""  # why it waits; "" when it does not
+    nodes: str = ""  # nodes it runs or ran on
+    elapsed: str = ""  # length of this turn
+    restarts: int = 0  # how often it was requeued
     exit_code: int = 0
     """Its exit code, 128 + signal when one ended it; means something once it has ended."""
 
@@ -106,13 +99,9 @@ def states_of(job: str) -> list[JobState]:
     shown = ask(["scontrol", "--oneliner", "show", "job", job])
     if shown.returncode == 0:
         return [parse_shown(line) for line in shown.stdout.splitlines() if line.strip()]
+    sacct = ["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}"]
     try:
-        accounts = ask(
-            [
-                *("sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}"),
-                "--format=JobID,JobName,State,ExitCode,Elapsed,NodeList",
-            ]
-        )
+        accounts = ask([*sacct, "--format=JobID,JobName,State,ExitCode,Elapsed,NodeList"])
     except LaunchError:
         accounts = None
     if accounts is not None and accounts.returncode == 0:
@@ -172,19 +161,11 @@ def follow(
     states: Callable[[str], list[JobState]] = states_of,
     pause: Callable[[float], None] = time.sleep,
 ) -> list[JobState]:
-    """Print changes of state to `err` and what is new in the log to `out`; returns the last states.
+    """Follow a job, or an array (`log` None: each task has its own), until it has ended for good.
 
+    Prints changes of state to `err` and what is new in the log to `out`; returns the last states.
     Asks Slurm every half second at first, and ever more rarely, down to every ten seconds, while
     nothing changes.
-
-    Args:
-        job: id of a job or an array.
-        log: its log, None for an array (each task has its own).
-        states: what Slurm says, for tests.
-        pause: waits so many seconds, for tests.
-
-    Raises:
-        RunError: Slurm has forgotten the job.
     """
     err = err or sys.stderr
     told: dict[str, str] = {}
@@ -232,18 +213,12 @@ def copy_new(log: Path | None, offset: int, out: TextIO) -> int:
 class Submitted:
     """A job as it was handed over."""
 
-    job: str
-    """Slurm's id."""
-    name: str
-    """Its name."""
-    script: str
-    """Absolute path of the script."""
-    log: str
-    """Absolute path of the log, %a standing for the task in an array."""
-    run_dir: str
-    """Run directory; "" when there is none."""
-    when: str
-    """Local time, ISO 8601."""
+    job: str  # slurm's id
+    name: str  # its name
+    script: str  # absolute path of the script
+    log: str  # absolute path of the log, %a standing for the task in an array
+    run_dir: str  # run directory; "" when there is none
+    when: str  # local time, ISO 8601
 
 
 def jobs_file() -> Path:

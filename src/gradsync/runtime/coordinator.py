@@ -62,18 +62,13 @@ _LAUNCHERS = (
 class CoordinatorPlan:
     """Where the ranks meet. The same on every rank of a job."""
 
-    kind: Literal["none", "given", "file", "port", "mpi"]
-    """How; see the table of this module."""
-    address: str = ""
-    """Host name or address of rank 0; "" where rank 0 publishes it."""
-    port: int = 0
-    """TCP port; 0 where rank 0 takes a free one and publishes it."""
+    kind: Literal["none", "given", "file", "port", "mpi"]  # how; see the table of this module
+    address: str = ""  # host name or address of rank 0; "" where rank 0 publishes it
+    port: int = 0  # TCP port; 0 where rank 0 takes a free one and publishes it
     hosted_by_agent: bool = False
     """The store is served by the agent that started the ranks: rank 0 must not bind."""
-    key: str = ""
-    """Kind `file`: a word for file names, of this job and generation alone."""
-    why: str = ""
-    """Where it comes from, for people."""
+    key: str = ""  # kind `file`: a word for file names, of this job and generation alone
+    why: str = ""  # where it comes from, for people
 
 
 def run_command(argv: Sequence[str]) -> str:
@@ -116,8 +111,7 @@ class System:
 
     resolve_host: Callable[[str], object] = socket.gethostbyname
     """Raises `OSError` for a name that the system does not know."""
-    run: Callable[[Sequence[str]], str] = run_command
-    """Output of a command."""
+    run: Callable[[Sequence[str]], str] = run_command  # output of a command
     read_text: Callable[[str], str] = lambda path: Path(path).read_text(encoding="utf-8")
     """Content of a file."""
     ancestor: Callable[[], str] = launcher_ancestor

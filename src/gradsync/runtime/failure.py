@@ -155,7 +155,6 @@ class FailureWatch:
 
     Args:
         store: a connection to the rendezvous store that nothing else blocks on.
-        rank, world_size: as in `World`.
         hosted_by_agent: the launcher serves the store, not rank 0.
         hosts: host name of each rank, if they sit on several.
         pids: process of each other rank on this host.

@@ -50,16 +50,13 @@ _FIRST_RESERVED_STEP = 0xFFFFFFF0
 class Reading:
     """One row of the launcher table as found in an environment: complete, partly set or absent."""
 
-    name: str
-    """Launcher, one of the names that `World.launcher` may take."""
+    name: str  # launcher, one of the names that `World.launcher` may take
     world: World | None = None
     """The place it gives this process; None when the row is absent or partly set."""
-    seen: tuple[tuple[str, str], ...] = ()
-    """The variables it was read from, with their values."""
+    seen: tuple[tuple[str, str], ...] = ()  # the variables it was read from, with their values
     missing: tuple[str, ...] = ()
     """The variables that are needed but not set; empty unless the row is partly set."""
-    note: str = ""
-    """Why the row is absent, where that is not plain."""
+    note: str = ""  # why the row is absent, where that is not plain
     needs_hosts: bool = False
     """The hosts are a guess; complete the world with `gradsync.world.place`."""
     trust_local: bool = True

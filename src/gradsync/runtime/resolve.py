@@ -24,16 +24,11 @@ _RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 class Resolution:
     """This process's place among the ranks, and where it was read."""
 
-    world: World
-    """The place of this process among all ranks."""
-    reading: Reading
-    """The row that won."""
-    readings: tuple[Reading, ...]
-    """All rows, in the order in which they count."""
-    reasons: tuple[str, ...]
-    """Why each of `readings` won or did not."""
-    warnings: tuple[str, ...] = ()
-    """Lines that the main process prints once."""
+    world: World  # the place of this process among all ranks
+    reading: Reading  # the row that won
+    readings: tuple[Reading, ...]  # all rows, in the order in which they count
+    reasons: tuple[str, ...]  # why each of `readings` won or did not
+    warnings: tuple[str, ...] = ()  # lines that the main process prints once
     generation: str = "0"
     """Restart count of the job; differs between a dead run's processes and ours."""
 

@@ -3,9 +3,9 @@
     with gs.init() as world:
         ...                     # world.device, world.rank; collectives work
 
-Order of what happens: read the launcher, pin threads, choose the device, meet the other ranks,
-build the process group, watch for failures. Everything is undone at the end of the block, also
-when it ends by an exception. With one process there is no process group at all.
+Read the launcher, pin threads, choose the device, meet the other ranks, build the process group,
+watch for failures. Everything is undone at the end of the block, also when it ends by an exception.
+With one process there is no process group at all.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from types import TracebackType
 
 from gradsync.errors import ConfigError, LaunchError, RunError
 from gradsync.runtime import environ
@@ -91,12 +90,7 @@ class Session:
         self._hide_interrupts()  # one that hits the way to `close`, too
         return world
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close(error)
 
     def open(self) -> World:
@@ -312,12 +306,8 @@ def init(
         A context manager that gives this rank's `World`.
 
     Raises:
-        ConfigError: a number that no run could use, such as a time beyond 32 years.
-
-    Raises (when entered):
-        LaunchError: launcher variables or the requested device make no sense.
-        ConfigError: the requested backend is unknown, or cannot be used here.
-        RendezvousError: the other ranks did not come in time.
+        ConfigError: a number that no run could use, such as a time beyond 32 years; when entered,
+            whatever `Session.open` raises.
     """
     return Session(
         SessionOptions(

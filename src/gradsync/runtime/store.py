@@ -44,9 +44,6 @@ def host_store(address: str, port: int, *, one_host: bool) -> Any:
         address: name or IP under which the others will look for us.
         port: 0 for any free port.
         one_host: bind to loopback only.
-
-    Raises:
-        RendezvousError: the port is taken, or the address is not one of this host.
     """
     bind_to = "127.0.0.1" if one_host else _bind_address(address)
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)

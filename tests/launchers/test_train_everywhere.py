@@ -162,7 +162,7 @@ def test_a_server_that_is_no_store_is_named(data: Path, tmp_path: Path) -> None:
 def doctors(slurm: SlurmCluster, command: str) -> list[dict[str, Any]]:
     """What each process sees that `command` starts in the shell of a batch job for four tasks."""
     script = f"#!/bin/bash\n{command} {sys.executable} -m gradsync doctor --launcher --json\n"
-    done = slurm.sbatch_script(script, options=["--ntasks=4", "--nodes=2"]).ok()
+    done = slurm.sbatch_script(script, flags=["--ntasks=4", "--nodes=2"]).ok()
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
@@ -204,6 +204,6 @@ def test_torchrun_restarts_after_a_kill(tmp_path: Path) -> None:
         "    communicator(world).all_reduce(x).wait()\n"
         "    print(f'rank {world.rank} generation {generation} sum {x[0].item()}', flush=True)\n"
     )
-    done = run_torchrun(2, [script], options=("--standalone", "--max-restarts=1")).ok()
+    done = run_torchrun(2, [script], flags=("--standalone", "--max-restarts=1")).ok()
     assert "rank 0 generation 1 sum 4.0" in done.stdout
     assert "rank 1 generation 1 sum 4.0" in done.stdout

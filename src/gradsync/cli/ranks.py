@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from gradsync.errors import RunError
@@ -60,12 +60,7 @@ class Signals:
             }
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # pyrefly: ignore[bad-argument-type]
 
@@ -170,7 +165,6 @@ def measure_on_ranks(
         settings: what JSON can write.
         measure: opens its own session.
         world: as the launcher says.
-        world_size: used without a launcher only.
 
     Raises:
         Stopped: a signal ended it.
@@ -189,7 +183,10 @@ def measure_on_ranks(
                 ended = start_ranks([*command, WORKER, str(folder)], world_size, signals)
                 if ended.code:
                     return Outcome(code=ended.code)
-                return Outcome(code=0, result=_read(folder / _RESULT))
+                try:
+                    return Outcome(code=0, result=json.loads((folder / _RESULT).read_text()))
+                except FileNotFoundError:
+                    raise RunError("the ranks ended without a result") from None
             finally:
                 signals.hold()
 
@@ -200,10 +197,3 @@ def be_rank(folder: Path, measure: Measure) -> int:
     if resolve(environ.snapshot()).world.is_main:
         (folder / _RESULT).write_text(json.dumps(result, allow_nan=False))
     return 0
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text())
-    except FileNotFoundError:
-        raise RunError("the ranks ended without a result") from None

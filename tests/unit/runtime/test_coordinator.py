@@ -52,8 +52,16 @@ def plan(env, **functions):
     return plan_coordinator(env, resolve(env), System(**(asked | functions)))
 
 
-def unknown_host(name):
-    raise OSError("Name or service not known")
+def answer_or_raise(answer):
+    def asked(_):
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    return asked
+
+
+unknown_host = answer_or_raise(OSError("Name or service not known"))
 
 
 def test_one_rank_needs_none():
@@ -153,24 +161,18 @@ def test_without_the_local_size_several_hosts_need_an_address():
 
 
 def test_srun_takes_the_first_host_and_a_port_from_the_job():
-    found = plan(SRUN, resolve_host=str)
-    assert (found.kind, found.address) == ("port", "n03")
-    assert found.port == 15000 + (1234567 + 2 * 97) % 10000
-    assert plan(SRUN | {"MASTER_PORT": "4711"}, resolve_host=str).port == 4711
-    assert plan(SRUN | {"SLURM_JOB_ID": "1234568"}, resolve_host=str).port != found.port
-    assert plan(SRUN | {"SLURM_STEP_ID": "3"}, resolve_host=str).port != found.port
+    def where(changes):
+        found = plan(SRUN | changes, resolve_host=str)
+        return found.kind, found.address, found.port
 
-
-def test_the_jobs_node_list_serves_where_the_steps_is_missing():
-    env = dict(SRUN, SLURM_JOB_NODELIST="n[07-08]")
-    del env["SLURM_STEP_NODELIST"]
-    assert plan(env, resolve_host=str).address == "n07"
-
-
-def test_an_address_without_a_port_takes_the_jobs_port():
-    found = plan(SRUN | {"MASTER_ADDR": "head"})
-    assert (found.kind, found.address) == ("given", "head")
-    assert found.port == plan(SRUN, resolve_host=str).port
+    port = 15000 + (1234567 + 2 * 97) % 10000
+    assert where({}) == ("port", "n03", port)
+    assert where({"MASTER_PORT": "4711"}) == ("port", "n03", 4711)
+    assert where({"MASTER_ADDR": "head"}) == ("given", "head", port)
+    assert where({"SLURM_JOB_ID": "1234568"})[2] != port
+    assert where({"SLURM_STEP_ID": "3"})[2] != port
+    of_the_job = {"SLURM_STEP_NODELIST": "", "SLURM_JOB_NODELIST": "n[07-08]"}
+    assert where(of_the_job)[1] == "n07"
 
 
 def test_scontrol_knows_a_host_that_does_not_resolve():
@@ -185,23 +187,18 @@ def test_scontrol_knows_a_host_that_does_not_resolve():
 
 
 @pytest.mark.parametrize(
-    "problem",
+    "answer",
     [
         OSError("no scontrol"),
         subprocess.TimeoutExpired("scontrol", 5),
         subprocess.CalledProcessError(1, "scontrol"),
-        None,
+        "NodeName=n03 NodeAddr=$(reboot)",
     ],
     ids=str,
 )
-def test_without_an_address_the_error_names_the_host(problem):
-    def run(argv):
-        if problem is not None:
-            raise problem
-        return "NodeName=n03 NodeAddr=$(reboot)"
-
+def test_without_an_address_the_error_names_the_host(answer):
     with pytest.raises(LaunchError, match=r"'n03' does not resolve.*scontrol.*MASTER_ADDR"):
-        plan(SRUN, resolve_host=unknown_host, run=run)
+        plan(SRUN, resolve_host=unknown_host, run=answer_or_raise(answer))
 
 
 @pytest.mark.parametrize("nodes", ["-v", "n1;reboot", "n[1", "a b"])
@@ -218,13 +215,8 @@ def test_pals_takes_the_first_line_of_the_node_file():
 
 @pytest.mark.parametrize("content", [OSError("gone"), "", "x1;reboot"], ids=str)
 def test_a_node_file_that_does_not_help(content):
-    def read_text(path):
-        if isinstance(content, OSError):
-            raise content
-        return content
-
     with pytest.raises(LaunchError):
-        plan(PALS, resolve_host=str, read_text=read_text)
+        plan(PALS, resolve_host=str, read_text=answer_or_raise(content))
 
 
 def test_flux_is_asked_for_the_jobs_hosts():

@@ -218,7 +218,7 @@ def read_srun(env: Mapping[str, str]) -> Reading:
         return _partly("srun", seen, ("SLURM_NODEID",))
     defaults = {"SLURM_STEP_NUM_NODES": str(len(tasks)), "SLURM_NODEID": "0"} | seen
     num_nodes, node = (integer(defaults, name) for name in ("SLURM_STEP_NUM_NODES", "SLURM_NODEID"))
-    rank, world_size, local_rank = (integer(seen, name) for name in _SRUN[:3])
+    world_size = integer(seen, "SLURM_STEP_NUM_TASKS")
     on_a_node = 0 <= node < len(tasks)
     gtids = env.get("SLURM_GTIDS", "").strip()
     if gtids and on_a_node and len(gtids.split(",")) != tasks[node]:
@@ -228,6 +228,7 @@ def read_srun(env: Mapping[str, str]) -> Reading:
         raise LaunchError(
             f"srun: the tasks per node do not fit the step, read from {_listed(seen)}"
         )
+    rank, local_rank = integer(seen, "SLURM_PROCID"), integer(seen, "SLURM_LOCALID")
     numbers = (rank, world_size, local_rank, tasks[node])
     return _complete("srun", seen, numbers, node=(node, num_nodes))
 

@@ -64,94 +64,56 @@ def test_a_signal_before_the_ranks_listened(status: int) -> None:
     assert read_turn(None, status, 1.0) == Turn(code=75, steps=None, seconds=1.0)
 
 
-class Slurm:
-    """Answers of a Slurm, and what it was asked."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, state: str = "RUNNING") -> None:
-        self.asked: list[Sequence[str]] = []
-        self.about: list[str] = []
-        self.answer = subprocess.CompletedProcess([], 0, "", "")
-        self.state = state
-        monkeypatch.setattr(requeue, "ask", self._ask)
-        monkeypatch.setattr(requeue, "states_of", self._states)
-        monkeypatch.setenv("SLURM_JOB_ID", "7")
-
-    def _ask(self, argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
-        self.asked.append(argv)
-        return self.answer
-
-    def _states(self, job: str) -> list[JobState]:
-        self.about.append(job)
-        return [JobState(job=job, name="x", state=self.state)]
+TASK = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
+REFUSED = "slurm_requeue error: Requested operation is presently disabled"
 
 
-def end(tmp_path: Path, status: int = 75) -> int:
-    (tmp_path / "summary.json").write_text('{"steps": 12}')
-    arguments = [f"--history={tmp_path}/turns.json", f"--run-dir={tmp_path}"]
-    return requeue.main([f"--status={status}", "--seconds=9", *arguments])
-
-
-def test_asks_for_another_turn(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    slurm = Slurm(monkeypatch)
-    (tmp_path / "exit.json").write_text('{"exit_code": 75}')
-    assert end(tmp_path, status=1) == 75
-    assert slurm.asked == [["scontrol", "requeue", "7"]]
-    assert "stopped after step 12 with a checkpoint" in capsys.readouterr().err
-    assert json.loads((tmp_path / "turns.json").read_text()) == {"steps": 12, "fruitless": 0}
-
-
-def test_a_task_asks_for_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The last task's SLURM_JOB_ID is the whole array's."""
-    slurm = Slurm(monkeypatch)
-    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "7")
-    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
-    (tmp_path / "exit.json").write_text('{"exit_code": 75}')
-    end(tmp_path)
-    assert slurm.asked == [["scontrol", "requeue", "7_3"]]
-    assert slurm.about == ["7_3"]
-
-
-def test_done_is_done(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    slurm = Slurm(monkeypatch)
-    (tmp_path / "exit.json").write_text('{"exit_code": 0}')
-    assert end(tmp_path, status=0) == 0
-    assert slurm.asked == slurm.about == []
-    assert not (tmp_path / "turns.json").exists()
-
-
-@pytest.mark.parametrize("state", ["COMPLETING", "CANCELLED"])
-def test_what_somebody_ends_is_left_alone(
+@pytest.mark.parametrize(
+    ("code", "env", "state", "answer", "asked", "said"),
+    [
+        (75, {}, "RUNNING", "", "7", "stopped after step 12 with a checkpoint"),
+        # The last task's SLURM_JOB_ID is the whole array's.
+        (75, TASK, "RUNNING", "", "7_3", "another turn of job 7_3"),
+        (0, {}, "RUNNING", "", "", ""),
+        (75, {}, "COMPLETING", "", "", "not requeued: job 7 is being ended by somebody else"),
+        (75, {}, "CANCELLED", "", "", "not requeued: job 7 is being ended by somebody else"),
+        (75, {}, "RUNNING", REFUSED, "7", f"not requeued, Slurm says: {REFUSED}"),
+        (75, {}, "history is a folder", "", "", "not requeued: cannot write"),
+    ],
+)
+def test_the_end_of_a_turn(
+    code: int,
+    env: dict[str, str],
     state: str,
+    answer: str,
+    asked: str,
+    said: str,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    slurm = Slurm(monkeypatch, state=state)
-    (tmp_path / "exit.json").write_text('{"exit_code": 75}')
-    assert end(tmp_path) == 75
-    assert slurm.asked == []
-    assert "not requeued: job 7 is being ended by somebody else" in capsys.readouterr().err
+    calls: list[Sequence[str]] = []
 
+    def ask(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        calls.append(argv)
+        return subprocess.CompletedProcess([], int(bool(answer)), "", answer)
 
-def test_slurm_may_refuse(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    slurm = Slurm(monkeypatch)
-    words = "slurm_requeue error: Requested operation is presently disabled"
-    slurm.answer = subprocess.CompletedProcess([], 1, "", words)
-    (tmp_path / "exit.json").write_text('{"exit_code": 75}')
-    assert end(tmp_path) == 75
-    assert "Slurm says: slurm_requeue error: Requested" in capsys.readouterr().err
-
-
-def test_nobody_counts_nobody_turns(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    slurm = Slurm(monkeypatch)
-    (tmp_path / "exit.json").write_text('{"exit_code": 75}')
-    (tmp_path / "turns.json").mkdir()
-    assert end(tmp_path) == 75
-    assert slurm.asked == []
-    assert "not requeued: cannot write" in capsys.readouterr().err
+    monkeypatch.setattr(requeue, "ask", ask)
+    monkeypatch.setattr(
+        requeue, "states_of", lambda job: [JobState(job=job, name="x", state=state)]
+    )
+    for name, value in ({"SLURM_JOB_ID": "7"} | env).items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "summary.json").write_text('{"steps": 12}')
+    (tmp_path / "exit.json").write_text(json.dumps({"exit_code": code}))
+    history = tmp_path / "turns.json"
+    if state == "history is a folder":
+        history.mkdir()
+    arguments = [f"--history={history}", f"--run-dir={tmp_path}"]
+    assert requeue.main(["--status=1", "--seconds=9", *arguments]) == code
+    assert calls == ([["scontrol", "requeue", asked]] if asked else [])
+    assert said in capsys.readouterr().err
+    if code == 0:
+        assert not history.exists()
+    elif history.is_file():
+        assert json.loads(history.read_text()) == {"steps": 12, "fruitless": 0}

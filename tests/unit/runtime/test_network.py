@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch.distributed as dist
 
 from gradsync.runtime import network
 from gradsync.runtime.failure import FailureWatch
@@ -118,27 +119,6 @@ def test_a_default_timeout_changes_nobodys_socket(peers: PeerConnections) -> Non
         assert os.get_blocking(there.fileno())
 
 
-class Store:
-    """As much of a rendezvous store as the watch needs."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, bytes] = {}
-        self.numbers: dict[str, int] = {}
-
-    def add(self, key: str, amount: int) -> int:
-        self.numbers[key] = self.numbers.get(key, 0) + amount
-        return self.numbers[key]
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self.values for key in keys)
-
-    def get(self, key: str) -> bytes:
-        return self.values[key]
-
-    def set(self, key: str, value: str) -> None:
-        self.values[key] = value.encode()
-
-
 class Ended:
     """Connections of which so many have ended."""
 
@@ -153,7 +133,7 @@ class Ended:
 
 def looks(ended: int, *, left: int = 0, beats: tuple[str, str] = ("1", "9")) -> list[int]:
     """What rank 0 of 3 makes of two looks; between them, ranks 1 and 2 beat as told."""
-    store = Store()
+    store = dist.HashStore()
     watch = FailureWatch(store, rank=0, world_size=3, connections=Ended(ended))  # type: ignore
     store.add("farewell", left)
     for rank in range(left):

@@ -248,12 +248,18 @@ class FailureWatch:
         return _because(LostPeerError(reason), error) if reason else None
 
     def peer_failure(self) -> PeerError | None:
-        """Failure record of another rank, if any has come."""
+        """Failure record of another rank, if any has come; for a rank that has said farewell."""
         try:
             failure = self._read()
         except self._store_gone:
             return None  # the store has gone, in good order
-        return failure.as_error() if failure is not None else None
+        if failure is None:
+            return None
+        if self._rank == 0 and not self._hosted_by_agent:
+            # It serves the store: it stays until the others have heard. Its own farewell counts.
+            until = time.monotonic() + _SILENT_S
+            wait_until(lambda: self._num_heard() >= self._world_size, until)
+        return failure.as_error()
 
     def _wait_for_survivors(self, num_silent: int) -> None:
         """Rank 0 serves the store: it stays until the others know as much as it does."""

@@ -259,7 +259,8 @@ def test_a_coordinator_that_is_none_is_refused(env, name):
         ([], "{parent}:"),  # processes that cannot be seen
     ],
 )
-def test_the_nearest_launcher_counts(processes, expected, tmp_path):
+def test_the_nearest_launcher_counts(processes, expected, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "getppid", lambda: 4321)  # 1 for an orphan
     for number, text in enumerate(processes):
         words = text.split() if number else [str(os.getppid()), *text.split()]
         pid, name, parent, start = words
@@ -268,7 +269,7 @@ def test_the_nearest_launcher_counts(processes, expected, tmp_path):
         between = " ".join(["0"] * 17)  # start is field 22
         line = f"{pid} ({name}) S {parent} {between} {start} 0 0\n"
         (tmp_path / pid / "stat").write_text(line)
-    assert launcher_ancestor(tmp_path) == expected.format(parent=os.getppid())
+    assert launcher_ancestor(tmp_path) == expected.format(parent=4321)
 
 
 def test_the_real_proc_gives_a_stable_answer():

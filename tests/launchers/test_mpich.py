@@ -29,6 +29,8 @@ try:
 except RendezvousError as error:
     print(error, flush=True)
 """
+OPEN_MPI = {"MPI4PY_LIBMPI": "libmpi.so.40"}
+"""Variables by which mpi4py finds Open MPI, whatever this machine calls its MPI."""
 WHICH = "from mpi4py import MPI; w = MPI.COMM_WORLD; print(w.rank, w.size, flush=True)"
 
 
@@ -74,7 +76,7 @@ def test_open_mpis_ranks_on_two_hosts(data: Path, one_rank: OneRank, tmp_path: P
         shell = remote_shell(tmp_path / "shell", names)
         mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
         mpirun += ["--mca", "plm_rsh_agent", shell, "-H", "first:1,second:1", "-np", "2"]
-        on_host(hosts[0], "first", [*mpirun, *argv], {})
+        on_host(hosts[0], "first", [*mpirun, *argv], OPEN_MPI)
     one_rank.check_equal(tmp_path / "run", "openmpi")
 
 
@@ -100,8 +102,8 @@ def on_host(host: Host, name: str, argv: Sequence[str], extra_env: Mapping[str, 
 @pytest.mark.launcher("mpich")
 @pytest.mark.launcher("mpirun")
 def test_the_library_of_another_mpi_is_named() -> None:
-    """mpi4py takes the first library it finds, here Open MPI's: each rank would be rank 0 of 1."""
-    done = run_mpich(2, ["-c", MEET])
+    """mpi4py takes the first library it finds, say Open MPI's: each rank would be rank 0 of 1."""
+    done = run_mpich(2, ["-c", MEET], extra_env=OPEN_MPI)
     for rank in (0, 1):
         assert f"rank {rank}: the ranks sit on several hosts" in done.stdout, done.describe()
     assert "mpi4py found another MPI's library, Open MPI v" in done.stdout
@@ -114,7 +116,7 @@ def test_the_library_of_another_mpi_is_named() -> None:
 def test_both_families_side_by_side(mpich_library: dict[str, str]) -> None:
     """Each one's launcher with its own library, from the same mpi4py."""
     for said in (
-        run_mpirun(2, ["-c", WHICH]).ok().stdout,
+        run_mpirun(2, ["-c", WHICH], extra_env=OPEN_MPI).ok().stdout,
         run_mpich(2, ["-c", WHICH], extra_env=mpich_library).ok().stdout,
     ):
         assert sorted(said.splitlines()) == ["0 2", "1 2"]

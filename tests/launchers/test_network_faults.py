@@ -14,8 +14,8 @@ from support.relay import Relay
 from support.small_run import make_data
 from support.two_host_ranks import FIRST_PORT
 
-STEPS = 14
-SILENCE_S = 3.0
+STEPS = 8
+SILENCE_S = 2.0
 NOTICE_S = 15.0
 """From the end of a connection to the end of the last rank: nine seconds for two looks of the watch
 and its grace, should the main thread hear nothing, and some for a busy machine."""
@@ -29,7 +29,7 @@ def test_faults_on_the_cable(tmp_path: Path) -> None:
     data = make_data(tmp_path / "data")
     long = {"steps": 100_000, "silence_s": SILENCE_S}
     together = {
-        "blocked": arguments(tmp_path, data, "blocked", rendezvous_timeout_s=4.0),
+        "blocked": arguments(tmp_path, data, "blocked", rendezvous_timeout_s=2.0),
         "disturbed": arguments(tmp_path, data, "disturbed", steps=STEPS),
         "reset": arguments(tmp_path, data, "reset", **long),
         "cut": arguments(tmp_path, data, "cut", **long),
@@ -47,13 +47,13 @@ def test_faults_on_the_cable(tmp_path: Path) -> None:
             cable.heal()
 
         cable.only_port(FIRST_PORT)
-        reset = Move(has_logged(tmp_path / "reset", 3), cable.reset)
-        cut = Move(has_logged(tmp_path / "cut", 3), cable.cut)
+        reset = Move(has_logged(tmp_path / "reset", 1), cable.reset)
+        cut = Move(has_logged(tmp_path / "cut", 1), cable.cut)
         moves = [
             Move(has_ended(tmp_path, "blocked"), cable.heal),
-            Move(has_logged(tmp_path / "disturbed", 2), lambda: cable.slow(20)),
-            Move(has_logged(tmp_path / "disturbed", 5), lambda: cable.lose(3)),
-            Move(has_logged(tmp_path / "disturbed", 10), interrupt),
+            Move(has_logged(tmp_path / "disturbed", 1), lambda: cable.slow(20)),
+            Move(has_logged(tmp_path / "disturbed", 3), lambda: cable.lose(3)),
+            Move(has_logged(tmp_path / "disturbed", 6), interrupt),
             reset,
             Move(has_ended(tmp_path, "reset"), cable.heal),
             cut,

@@ -58,16 +58,20 @@ def test_a_step_on_two_nodes(slurm: SlurmCluster, dump: Dumper) -> None:
     assert [env["SLURMD_NODENAME"] for env in tasks] == ["n1", "n2"]
 
 
-def test_an_uneven_step(slurm: SlurmCluster, dump: Dumper) -> None:
-    tasks = dump.environments(slurm.srun(3, dump.argv, extra_env=dump.extra_env))
-    places = [(env["SLURM_PROCID"], env["SLURM_NODEID"], env["SLURM_LOCALID"]) for env in tasks]
-    assert places == [("0", "0", "0"), ("1", "0", "1"), ("2", "1", "0")]
-    assert {env["SLURM_STEP_TASKS_PER_NODE"] for env in tasks} == {"2,1"}
-
-
-def test_four_tasks_on_one_node_need_no_four_cores(slurm: SlurmCluster, dump: Dumper) -> None:
-    tasks = dump.environments(slurm.srun(4, dump.argv, nodes=1, extra_env=dump.extra_env))
-    assert [env["SLURM_LOCALID"] for env in tasks] == ["0", "1", "2", "3"]
+@pytest.mark.parametrize(
+    ("tasks", "nodes", "places", "per_node"),
+    [
+        (3, 2, ["0 0 0", "1 0 1", "2 1 0"], "2,1"),
+        (4, 1, ["0 0 0", "1 0 1", "2 0 2", "3 0 3"], "4"),  # needs no four cores
+    ],
+)
+def test_uneven_steps(
+    tasks: int, nodes: int, places: list[str], per_node: str, slurm: SlurmCluster, dump: Dumper
+) -> None:
+    seen = dump.environments(slurm.srun(tasks, dump.argv, nodes=nodes, extra_env=dump.extra_env))
+    names = ("SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID")
+    assert [" ".join(env[name] for name in names) for env in seen] == places
+    assert {env["SLURM_STEP_TASKS_PER_NODE"] for env in seen} == {per_node}
 
 
 def test_a_batch_shell_has_a_rank_but_no_step(slurm: SlurmCluster, dump: Dumper) -> None:
@@ -121,20 +125,16 @@ def test_mpirun_in_an_allocation_inherits_a_step_of_daemons(
 
 def test_pmi2_adds_pmi_variables_to_the_step(slurm: SlurmCluster, dump: Dumper) -> None:
     tasks = dump.environments(
-        slurm.srun(2, dump.argv, options=["--mpi=pmi2"], extra_env=dump.extra_env)
+        slurm.srun(2, dump.argv, flags=["--mpi=pmi2"], extra_env=dump.extra_env)
     )
     assert [(env["PMI_RANK"], env["PMI_SIZE"]) for env in tasks] == [("0", "2"), ("1", "2")]
     assert [env["SLURM_PROCID"] for env in tasks] == ["0", "1"]
 
 
-def test_exit_codes_come_through(slurm: SlurmCluster) -> None:
+def test_exit_codes_and_output_come_through(slurm: SlurmCluster) -> None:
     assert run_srun(2, ["-c", "raise SystemExit(75)"], slurm).returncode == 75
-    assert slurm.sbatch_script("#!/bin/sh\necho out; echo err >&2; exit 3\n").returncode == 3
-
-
-def test_output_of_a_batch_job(slurm: SlurmCluster) -> None:
-    done = slurm.sbatch_script("#!/bin/sh\necho out\necho err >&2\n", options=["--ntasks=2"]).ok()
-    assert (done.stdout, done.stderr) == ("out\n", "err\n")
+    done = slurm.sbatch_script("#!/bin/sh\necho out; echo err >&2; exit 3\n")
+    assert (done.returncode, done.stdout, done.stderr) == (3, "out\n", "err\n")
 
 
 def test_only_slurm_knows_the_nodes(slurm: SlurmCluster) -> None:

@@ -7,16 +7,16 @@ import os
 import shlex
 import signal
 import socket
-import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import psutil
 import pytest
 
 from support.config_flags import train_arguments
-from support.fork_server import free_port, rank_variables, run_forked, torch_ranks
+from support.fork_server import Forked, free_port, rank_variables, run_forked, torch_ranks
 from support.launchers import (
     clean_environment,
     run_command,
@@ -75,49 +75,25 @@ def test_bad_configuration_is_said_once(data: Path, tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def wait_for_metrics(process: subprocess.Popen[str], out: Path, count: int) -> None:
-    """Return once the run has logged so many steps."""
-    metrics = out / "metrics.jsonl"
-    deadline = time.monotonic() + 60
-    while not (metrics.exists() and metrics.read_text().count("\n") >= count):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def test_sigterm_to_the_launcher_saves_and_the_same_command_goes_on(
-    data: Path, tmp_path: Path
-) -> None:
-    """A long run is told to stop once it has logged two steps; then one of its ranks is killed."""
+def test_sigterm_to_the_launcher_saves_and_the_run_goes_on(data: Path, tmp_path: Path) -> None:
+    """A long run is told to stop once it has logged two steps; then it goes on for one more."""
     config = small_config(tmp_path, data, nproc_per_node=2, steps=100_000)
-    argv = [sys.executable, *MODULE, *train_arguments(config)]
-    process = subprocess.Popen(
-        argv, env=clean_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    wait_for_metrics(process, tmp_path, 2)
-    process.send_signal(signal.SIGTERM)
-    printed, _ = process.communicate(timeout=60)
-    assert process.returncode == 75, printed
-    assert "stopped by" in printed
+    with Forked([*MODULE, *train_arguments(config)], clean_environment()) as launcher:
+        metrics, deadline = tmp_path / "metrics.jsonl", time.monotonic() + 60
+        while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
+            assert launcher.wait(0.05) is None, launcher.finished().describe()
+            assert time.monotonic() < deadline
+        launcher.send_signal(signal.SIGTERM)
+        assert launcher.wait(60) == 75, launcher.finished().describe()
+        stopped = launcher.finished()
+    assert "stopped by" in stopped.stdout + stopped.stderr
     assert json.loads((tmp_path / "exit.json").read_text())["exit_code"] == 75
     stopped_at = summary_of(tmp_path)["steps"]
 
-    process = subprocess.Popen(
-        argv, env=clean_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    wait_for_metrics(process, tmp_path, stopped_at + 2)
-    (victim,) = (
-        child
-        for child in psutil.Process(process.pid).children()
-        if child.environ().get("RANK") == "1"
-    )
-    victim.kill()
-    printed, complained = process.communicate(timeout=60)
-    assert f"(step {stopped_at})" in printed
-    assert process.returncode == 1
-    assert "gradsync: error: rank 1 was ended by SIGKILL" in complained
-    assert "rank(s) 1 vanished without a word" in complained
-    assert "Traceback" not in complained
+    more = replace(config, nproc_per_node=None, steps=stopped_at + 1)
+    first, _ = run_forked([*MODULE, *train_arguments(more)], torch_ranks(2))
+    assert f"(step {stopped_at})" in first.ok().stdout
+    assert summary_of(tmp_path)["steps"] == stopped_at + 1
 
 
 def test_a_killed_rank_is_named_by_the_others(data: Path, tmp_path: Path) -> None:
@@ -183,30 +159,31 @@ def test_a_server_that_is_no_store_is_named(data: Path, tmp_path: Path) -> None:
         assert f"port {port} on 127.0.0.1 is already in use" in alone(0, 2, port, tmp_path, data)
 
 
+def doctors(slurm: SlurmCluster, command: str) -> list[dict[str, Any]]:
+    """What each process sees that `command` starts in the shell of a batch job for four tasks."""
+    script = f"#!/bin/bash\n{command} {sys.executable} -m gradsync doctor --launcher --json\n"
+    done = slurm.sbatch_script(script, flags=["--ntasks=4", "--nodes=2"]).ok()
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
 @pytest.mark.launcher("slurm")
-def test_a_plain_process_in_an_sbatch_shell_is_one_rank(
-    slurm: SlurmCluster, data: Path, tmp_path: Path
-) -> None:
-    arguments = shlex.join(train_arguments(small_config(tmp_path, data, steps=1)))
-    script = f"#!/bin/bash\n{sys.executable} -m gradsync {arguments}\n"
-    done = slurm.sbatch_script(script, options=["--ntasks=2", "--nodes=2"])
-    assert done.returncode == 0, done.describe()
-    assert "Put `srun` before the command" in done.stdout + done.stderr
-    assert summary_of(tmp_path)["world_size"] == 1
+def test_a_plain_process_in_an_sbatch_shell_is_one_rank(slurm: SlurmCluster) -> None:
+    (seen,) = doctors(slurm, "")
+    assert (seen["world"]["launcher"], seen["world"]["world_size"]) == ("python", 1)
+    assert "Put `srun` before the command to use all 4" in seen["warnings"][0]
 
 
 @pytest.mark.launcher("slurm")
 @pytest.mark.launcher("mpirun")
-def test_mpirun_inside_an_allocation_wins_over_slurm(
-    slurm: SlurmCluster, data: Path, one_rank: OneRank, tmp_path: Path
-) -> None:
-    arguments = shlex.join(train_arguments(small_config(tmp_path, data)))
+def test_mpirun_inside_an_allocation_wins_over_slurm(slurm: SlurmCluster) -> None:
     root = "--allow-run-as-root" if os.geteuid() == 0 else ""
-    mpirun = f"mpirun {root} --oversubscribe --mca ras ^slurm --mca plm isolated -np 2"
-    script = f"#!/bin/bash\n{mpirun} {sys.executable} -m gradsync {arguments}\n"
-    done = slurm.sbatch_script(script, options=["--ntasks=4", "--nodes=2"])
-    assert done.returncode == 0, done.describe()
-    one_rank.check_equal(tmp_path, "openmpi")
+    ranks = doctors(
+        slurm, f"mpirun {root} --oversubscribe --mca ras ^slurm --mca plm isolated -np 2"
+    )
+    worlds = sorted((seen["world"]["launcher"], seen["world"]["rank"]) for seen in ranks)
+    assert worlds == [("openmpi", 0), ("openmpi", 1)]
+    assert ranks[0]["coordinator"] == ranks[1]["coordinator"]  # they will meet
+    assert ranks[0]["coordinator"]["kind"] == "file"
 
 
 @pytest.mark.launcher("torchrun")
@@ -227,6 +204,6 @@ def test_torchrun_restarts_after_a_kill(tmp_path: Path) -> None:
         "    communicator(world).all_reduce(x).wait()\n"
         "    print(f'rank {world.rank} generation {generation} sum {x[0].item()}', flush=True)\n"
     )
-    done = run_torchrun(2, [script], options=("--standalone", "--max-restarts=1")).ok()
+    done = run_torchrun(2, [script], flags=("--standalone", "--max-restarts=1")).ok()
     assert "rank 0 generation 1 sum 4.0" in done.stdout
     assert "rank 1 generation 1 sum 4.0" in done.stdout

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -113,18 +111,13 @@ def test_ctrl_c_is_one_line_of_one_rank(where: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(INTERRUPTED)
     argv = ["launch", "--nproc-per-node", "2", "--", str(script), str(tmp_path), where]
-    with subprocess.Popen(
-        [sys.executable, "-m", "gradsync", *argv],
-        env=clean_environment(),
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as launcher:
+    with Forked(["-m", "gradsync", *argv], clean_environment()) as launcher:
         ready = [tmp_path / f"ready{rank}" for rank in range(2)]
         wait_until(lambda: all(path.exists() for path in ready), time.monotonic() + 60)
         launcher.send_signal(signal.SIGINT)
-        said = launcher.communicate(timeout=60)[1]
+        assert launcher.wait(60) == 130
+        said = launcher.finished().stderr
     assert re.fullmatch(r"gradsync: rank \d interrupted \(Ctrl-C\) in .*script.py:\d+\n", said)
-    assert launcher.returncode == 130
 
 
 def test_the_note_comes_before_anybody_leaves(tmp_path: Path) -> None:

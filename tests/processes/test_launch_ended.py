@@ -23,8 +23,15 @@ if what == "signal":
         while not deaf.exists():
             time.sleep(0.01)
         os.kill(os.getppid(), signal.SIGTERM)
-if what == "kill" and rank == 1:
-    os.kill(os.getpid(), signal.SIGKILL)
+if what == "kill":
+    mine = Path(__file__).with_name("pid")
+    if rank == 1:
+        mine.write_text(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    while not mine.exists() or Path("/proc", mine.read_text(), "exe").exists():
+        time.sleep(0.01)
+    time.sleep(0.3)  # the launcher looks ten times a second
+    print("rank 0 has noticed", file=sys.stderr)
 """
 
 
@@ -42,8 +49,13 @@ def test_a_signal_that_no_rank_heeded_is_told() -> None:
     assert launch("signal") == Ended(code=0, received=signal.SIGTERM, killed={})
 
 
-def test_a_rank_that_was_killed_is_told() -> None:
+def test_a_rank_that_was_killed_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+    """After what the others say of it: they are given the time."""
     assert launch("kill") == Ended(code=1, received=None, killed={1: signal.SIGKILL})
+    assert capfd.readouterr().err == (
+        "rank 0 has noticed\n"
+        "gradsync: error: rank 1 was ended by SIGKILL (killed by hand, or out of memory)\n"
+    )
 
 
 def test_a_good_end() -> None:

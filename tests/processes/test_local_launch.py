@@ -137,8 +137,11 @@ listening = [c.laddr.ip for c in found if c.status == "LISTEN" and c.laddr.port 
     ("codes", "code"),
     [("0 0", 0), ("2 2", 2), ("0 3", 1), ("2 wait", 2), ("124 0", 124), ("wait -9", 1)],
 )
-def test_the_exit_code_is_that_of_the_rank_that_failed_first(tmp_path, rank_module, codes, code):
+def test_the_exit_code_is_that_of_the_rank_that_failed_first(
+    tmp_path, rank_module, codes, code, monkeypatch
+):
     """`wait` is a rank that would go on for ever: it is ended, and its code then is no cause."""
+    monkeypatch.setattr("gradsync.launch.agent.LAST_WORDS_S", 0.3)
     rank_module("""
 mine = sys.argv[2].split()[rank]
 if mine == "wait":

@@ -18,8 +18,9 @@ import torch.distributed as dist
 
 from gradsync.errors import ConfigError, LaunchError, PeerError, RendezvousError, RunError
 from gradsync.runtime.gloo_group import wait_until_workers_sleep
+from gradsync.runtime.network import own_address
 from gradsync.runtime.session import Session, SessionOptions
-from gradsync.runtime.store import host_store, own_address, wait_until
+from gradsync.runtime.store import host_store, wait_until
 from support.rank_session import open_session
 
 EXPORTED = (
@@ -202,53 +203,54 @@ def test_a_meeting_that_fails_leaves_nothing(pool: Any) -> None:
     assert seen["threads"] == 1
 
 
-def fail_together(rank: int, world_size: int, store_path: str) -> dict[str, Any]:
-    before = dict(os.environ)
-    with pytest.raises(ValueError) as caught, open_session(rank, world_size, store_path):
-        raise ValueError(f"no luck on rank {rank}")
-    return {"message": str(caught.value), "undone": dict(os.environ) == before} | {
-        "group": dist.is_initialized()
-    }
-
-
-def test_the_group_is_gone_after_an_exception(pool: Any) -> None:
-    for rank, seen in enumerate(pool.run(fail_together, 2)):
-        assert seen == {"message": f"no luck on rank {rank}", "undone": True, "group": False}
-
-
 def stumble(rank: int, number: int, kind: type[Exception]) -> None:
-    if rank == 1:
-        raise kind(f"recv from storage {number}: connection reset")
+    raise kind(f"rank {rank}: recv from storage {number}: connection reset")
 
 
-def one_fails(rank: int, world_size: int, store_path: str, kind: type[Exception]) -> dict[str, Any]:
+def some_fail(
+    rank: int, world_size: int, store_path: str, who: tuple[int, ...], kind: type[Exception]
+) -> dict[str, Any]:
+    """What each rank raises when `who` fail while the others communicate, or are done (rank 0)."""
+    before, started = dict(os.environ), time.monotonic()
+    seen: dict[str, Any] = {}
     try:
         with open_session(rank, world_size, store_path):
-            stumble(rank, 41 + 1, kind)
-            sum_of_ranks(rank)
+            if rank in who:
+                stumble(rank, 41 + 1, kind)
+            if rank != 0:
+                sum_of_ranks(rank)
     except PeerError as error:
-        return {
+        seen = {
             "message": str(error),
             "rank": error.rank,
             "traceback": error.traceback_text,
             "context": error.__suppress_context__,
         }
     except kind as error:
-        return {"own": str(error)}
-    return {}
+        seen = {"own": str(error)}
+    undone = dict(os.environ) == before and not dist.is_initialized()
+    return seen | {"undone": undone, "took_s": time.monotonic() - started}
 
 
 @pytest.mark.parametrize("kind", [OSError, RuntimeError])
 def test_the_others_raise_that_ranks_failure(pool: Any, kind: type[Exception]) -> None:
-    results = pool.run(one_fails, 3, kind)
-    assert results[1] == {"own": "recv from storage 42: connection reset"}
+    results = pool.run(some_fail, 3, (1,), kind)
+    assert results[1]["own"] == "rank 1: recv from storage 42: connection reset"
     for seen in (results[0], results[2]):
         assert seen["message"].startswith("rank 1 on ")
-        assert f"first: {kind.__name__}: recv from storage 42: connection" in seen["message"]
+        assert f"first: {kind.__name__}: rank 1: recv from storage 42: conn" in seen["message"]
         assert "in stumble" in seen["traceback"]
         assert seen["traceback"].rstrip() in seen["message"]
         assert seen["rank"] == 1
         assert seen["context"]  # the broken connection is only an echo
+        assert seen["undone"]
+        assert seen["took_s"] < 8  # not the whole farewell, for the one that was done
+
+
+def test_each_raises_its_own_when_all_fail(pool: Any) -> None:
+    for rank, seen in enumerate(pool.run(some_fail, 2, (0, 1), ValueError)):
+        assert seen["own"].startswith(f"rank {rank}: ")
+        assert seen["undone"]
 
 
 def leave_early(rank: int, world_size: int, store_path: str, code: Any) -> str:
@@ -416,24 +418,6 @@ def test_one_host_under_any_of_its_addresses(pool: Any, address: str) -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     assert pool.run(given_address, 2, address, port) == [1.0, 1.0]
-
-
-def leave_while_another_fails(rank: int, world_size: int, store_path: str) -> tuple[str, float]:
-    started = time.monotonic()
-    session = open_session(rank, world_size, store_path)
-    try:
-        with session:
-            if rank == 1:
-                raise ValueError("rank 1 has its reasons")
-    except (ValueError, PeerError) as error:
-        return str(error), time.monotonic() - started
-    return "", time.monotonic() - started
-
-
-def test_a_rank_that_is_done_hears_of_the_one_that_failed(pool: Any) -> None:
-    (message, took_s), _ = pool.run(leave_while_another_fails, 2)
-    assert "rank 1 has its reasons" in message
-    assert took_s < 8  # not the whole farewell
 
 
 def test_no_thread_is_no_number_of_threads() -> None:

@@ -20,7 +20,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, TypedDict, Unpack
 
 import pytest
 
@@ -85,17 +85,27 @@ def clean_environment(extra: Variables | None = None) -> dict[str, str]:
     return base | dict(extra or {})
 
 
+class Options(TypedDict, total=False):
+    """How a command is run, beside its words."""
+
+    extra_env: Variables
+    """Beside `clean_environment()`."""
+    cwd: Path | None
+    timeout_s: float
+
+
 def run_command(
     argv: Words,
     *,
     env: Variables | None = None,
+    extra_env: Variables | None = None,
     cwd: Path | None = None,
     timeout_s: float = 60.0,
 ) -> Finished:
-    """Run any command; `env` is its whole environment (default: `clean_environment()`)."""
+    """Run any command; `env` is its whole environment (default: `clean_environment(extra_env)`)."""
     words = tuple(str(word) for word in argv)
     mark = secrets.token_hex(8)
-    variables = {**(clean_environment() if env is None else env), "TEST_RUN_MARK": mark}
+    variables = {**(clean_environment(extra_env) if env is None else env), "TEST_RUN_MARK": mark}
     mark = f"TEST_RUN_MARK={mark}"
     # Files, not pipes: a descendant that lives on cannot keep us waiting for the end of the output.
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
@@ -132,79 +142,36 @@ def run_command(
     return done
 
 
-def run_python(
-    argv: Words,
-    *,
-    extra_env: Variables | None = None,
-    cwd: Path | None = None,
-    timeout_s: float = 60.0,
-) -> Finished:
+def run_python(argv: Words, **options: Unpack[Options]) -> Finished:
     """`python ARGV`: one process and no launcher."""
-    env = clean_environment(extra_env)
-    return run_command([sys.executable, *argv], env=env, cwd=cwd, timeout_s=timeout_s)
+    return run_command([sys.executable, *argv], **options)
 
 
 def run_torchrun(
-    n: int,
-    argv: Words,
-    *,
-    options: Words = ("--standalone",),
-    extra_env: Variables | None = None,
-    cwd: Path | None = None,
-    timeout_s: float = 60.0,
+    n: int, argv: Words, *, flags: Words = ("--standalone",), **options: Unpack[Options]
 ) -> Finished:
     """`torchrun --nproc-per-node N ARGV`; --standalone takes a free port: no collisions."""
     with tempfile.TemporaryDirectory() as logs:  # torchrun would leave its own folder behind
-        torchrun = ["-m", "torch.distributed.run", f"--log-dir={logs}", *options]
-        torchrun += [f"--nproc-per-node={n}", *map(str, argv)]
-        return run_python(torchrun, extra_env=extra_env, cwd=cwd, timeout_s=timeout_s)
+        torchrun = ["-m", "torch.distributed.run", f"--log-dir={logs}", *flags]
+        return run_python([*torchrun, f"--nproc-per-node={n}", *map(str, argv)], **options)
 
 
-def run_mpirun(
-    n: int,
-    argv: Words,
-    *,
-    options: Words = (),
-    extra_env: Variables | None = None,
-    cwd: Path | None = None,
-    timeout_s: float = 60.0,
-) -> Finished:
+def run_mpirun(n: int, argv: Words, **options: Unpack[Options]) -> Finished:
     """`mpirun -np N python ARGV`, on any number of cores and also as root."""
-    mpirun = ["mpirun", "--oversubscribe", "--bind-to", "none", "-np", str(n), *options]
+    mpirun = ["mpirun", "--oversubscribe", "--bind-to", "none", "-np", str(n)]
     if os.geteuid() == 0:
         mpirun.insert(1, "--allow-run-as-root")
-    env = clean_environment(extra_env)
-    return run_command([*mpirun, sys.executable, *argv], env=env, cwd=cwd, timeout_s=timeout_s)
+    return run_command([*mpirun, sys.executable, *argv], **options)
 
 
-def run_mpich(
-    n: int,
-    argv: Words,
-    *,
-    extra_env: Variables | None = None,
-    cwd: Path | None = None,
-    timeout_s: float = 60.0,
-) -> Finished:
+def run_mpich(n: int, argv: Words, **options: Unpack[Options]) -> Finished:
     """`mpiexec -n N python ARGV` of MPICH: its Hydra, under the name Debian gives it."""
-    env = clean_environment(extra_env)
-    mpiexec = ["mpiexec.mpich", "-n", str(n), sys.executable, *argv]
-    return run_command(mpiexec, env=env, cwd=cwd, timeout_s=timeout_s)
+    return run_command(["mpiexec.mpich", "-n", str(n), sys.executable, *argv], **options)
 
 
-def run_srun(
-    n: int,
-    argv: Words,
-    cluster: SlurmCluster,
-    *,
-    nodes: int = 2,
-    options: Words = (),
-    extra_env: Variables | None = None,
-    cwd: Path | None = None,
-    timeout_s: float = 60.0,
-) -> Finished:
-    """`srun -n N -N NODES python ARGV` on the loopback cluster, from outside any allocation."""
-    srun = ["srun", f"--ntasks={n}", f"--nodes={nodes}", *options, sys.executable, *argv]
-    return cluster.command(srun, extra_env=extra_env, cwd=cwd, timeout_s=timeout_s)
+def run_srun(n: int, argv: Words, cluster: SlurmCluster, **options: Unpack[Options]) -> Finished:
+    """`srun -n N -N 2 python ARGV` on the loopback cluster, from outside any allocation."""
+    return cluster.srun(n, [sys.executable, *argv], **options)
 
 
 def _abort_ranks(process: subprocess.Popen[bytes], mark: str) -> None:

@@ -17,9 +17,10 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
+from typing import Unpack
 
 from support import processes
-from support.launchers import Finished, Variables, Words, clean_environment, run_command
+from support.launchers import Finished, Options, Words, clean_environment, run_command
 
 NODES = ("n1", "n2")
 CPUS_PER_NODE = 4
@@ -69,46 +70,26 @@ class SlurmCluster:
         self._stop_daemons()
         shutil.rmtree(self.root)
 
-    def command(
-        self,
-        argv: Words,
-        *,
-        extra_env: Variables | None = None,
-        cwd: Path | None = None,
-        timeout_s: float = 60.0,
-    ) -> Finished:
+    def command(self, argv: Words, **options: Unpack[Options]) -> Finished:
         """Any command (`salloc`, `scontrol`, `scancel` …) that is to talk to this cluster."""
-        env = clean_environment({**self.env, **(extra_env or {})})
-        return run_command(argv, env=env, cwd=cwd, timeout_s=timeout_s)
+        extra_env = {**self.env, **options.pop("extra_env", {})}
+        return run_command(argv, extra_env=extra_env, **options)
 
     def srun(
-        self,
-        n: int,
-        argv: Words,
-        *,
-        nodes: int = 2,
-        options: Words = (),
-        extra_env: Variables | None = None,
-        timeout_s: float = 60.0,
+        self, n: int, argv: Words, *, nodes: int = 2, flags: Words = (), **options: Unpack[Options]
     ) -> Finished:
         """`srun -n N -N NODES ARGV` for any command (`launchers.run_srun` is for Python ones)."""
-        srun = ["srun", f"--ntasks={n}", f"--nodes={nodes}", *options, *argv]
-        return self.command(srun, extra_env=extra_env, timeout_s=timeout_s)
+        return self.command(["srun", f"--ntasks={n}", f"--nodes={nodes}", *flags, *argv], **options)
 
     def sbatch_script(
-        self,
-        text: str,
-        *,
-        options: Words = (),
-        extra_env: Variables | None = None,
-        timeout_s: float = 60.0,
+        self, text: str, *, flags: Words = (), timeout_s: float = 60.0, **options: Unpack[Options]
     ) -> Finished:
         """Submit the script `text` and wait for its end; the output and exit code are the job's."""
         folder = Path(tempfile.mkdtemp(prefix="job-", dir=self.root))
         script, out, err = folder / "job.sh", folder / "out.txt", folder / "err.txt"
         script.write_text(text)
-        argv = ["sbatch", "--parsable", f"--output={out}", f"--error={err}", *options, script]
-        submitted = self.command(argv, extra_env=extra_env, timeout_s=timeout_s)
+        argv = ["sbatch", "--parsable", f"--output={out}", f"--error={err}", *flags, script]
+        submitted = self.command(argv, **options)
         if submitted.returncode != 0:
             return submitted
         code = self._await_job(submitted.stdout.split(";")[0].strip(), timeout_s)

@@ -18,7 +18,7 @@ from gradsync.cli.doctor import launcher_document, launcher_text
 from gradsync.errors import GradsyncError, LaunchError
 from gradsync.plan.described.catalog import hardware_of
 from gradsync.plan.described.file import dump_hardware, load_hardware
-from gradsync.runtime.coordinator import plan_coordinator
+from gradsync.runtime.coordinator import System, plan_coordinator
 from gradsync.runtime.resolve import explain_world, resolve
 from gradsync.train.check import check_request
 from gradsync.train.config import TrainConfig, recipe
@@ -165,14 +165,8 @@ def test_launcher_variables(random: Random) -> None:
         explain_world(env)
         resolution = resolve(env)
         try:
-            plan = plan_coordinator(
-                env,
-                resolution,
-                resolve_host=asked,
-                run=asked,
-                read_text=asked,
-                ancestor=lambda: "mpirun",
-            )
+            system = System(asked, asked, asked, ancestor=lambda: "mpirun")
+            plan = plan_coordinator(env, resolution, system)
         except LaunchError:
             return
         launcher_text(resolution, plan)

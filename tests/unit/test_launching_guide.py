@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gradsync.runtime import memory
-from gradsync.runtime.launchers import mpi
+from gradsync.runtime import launchers, memory
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "gradsync"
@@ -37,7 +36,9 @@ def constants() -> Iterator[tuple[str, str]]:
 
 def composed() -> set[str]:
     """Names that the code puts together."""
-    worlds = {f"{mark}_COMM_WORLD_{part}" for mark in ("OMPI", "MV2") for part in mpi._COMM_WORLD}
+    worlds = {
+        f"{mark}_COMM_WORLD_{part}" for mark in ("OMPI", "MV2") for part in launchers._COMM_WORLD
+    }
     return worlds | {f"MALLOC_{name.upper()}_" for name in memory._USERS_OWN}
 
 

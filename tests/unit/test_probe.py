@@ -13,7 +13,7 @@ from gradsync.plan.timing import probe
 from gradsync.plan.timing.alpha_beta import fits_path
 from gradsync.plan.timing.estimate import load_profile, profile_path
 from gradsync.plan.timing.probe import probe_profile
-from gradsync.runtime.threads import choose_threads
+from gradsync.runtime.machine import choose_threads
 from support.planned_machines import MODEL, work
 
 LEAF = work(1, dtype="fp32", kind="cpu")

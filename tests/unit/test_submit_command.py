@@ -10,7 +10,6 @@ import pytest
 from gradsync.cli.main import main
 from gradsync.cli.submit import check_torchrun
 from gradsync.errors import ConfigError
-from support.launchers import run_python
 
 
 @pytest.fixture(autouse=True)
@@ -87,19 +86,6 @@ def test_an_older_torchrun_cannot_wait() -> None:
         check_torchrun(version)
     with pytest.raises(ConfigError, match=r"torchrun of torch 2\.11\.0 ends its ranks"):
         check_torchrun("2.11.0")
-
-
-def test_answers_without_torch() -> None:
-    code = (
-        "import sys; from gradsync.cli.main import main\n"
-        "dry = '--time=60 --dry-run -- train tiny'\n"
-        "for line in ('submit --help', 'launch --help', f'submit {dry}'):\n"
-        "    try: assert main(line.split()) == 0\n"
-        "    except SystemExit as stop: assert not stop.code\n"
-        "import gradsync.launch.requeue\n"
-        "assert 'torch' not in sys.modules, 'torch was imported'\n"
-    )
-    run_python(["-c", code]).ok()
 
 
 def test_a_configuration_file_may_name_the_run(capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,7 +46,7 @@ from gradsync.comm.shared_memory.segment import SharedMemoryError
 from gradsync.comm.values import all_gather_numbers
 from gradsync.errors import ConfigError
 from gradsync.runtime import environ
-from gradsync.runtime.memory_limit import available_bytes
+from gradsync.runtime.machine import available_bytes
 from gradsync.runtime.resolve import resolve
 from gradsync.runtime.session import Session, SessionOptions
 from gradsync.world import World

@@ -14,7 +14,7 @@ from gradsync.parallel.layout import Layout
 from gradsync.plan.description import Kind
 from gradsync.plan.memory.model import MemoryNeed, memory_need
 from gradsync.plan.workload import Split, Workload
-from gradsync.runtime.memory_limit import available_bytes
+from gradsync.runtime.machine import available_bytes
 
 DEVICES = ("auto", "cpu", "cuda")
 _SHARE = 0.9

@@ -12,8 +12,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from gradsync.core.files import json_text, write_text
 from gradsync.errors import ConfigError, GradsyncError, RunError
-from gradsync.runtime.machine import cpu_model, usable_cores
-from gradsync.runtime.memory_limit import total_bytes
+from gradsync.runtime.machine import cpu_model, total_bytes, usable_cores
 
 _HEAD = ("environment", "command", "benchmark")
 

@@ -28,7 +28,7 @@ from gradsync.bench.meter import StepClock, Wire
 from gradsync.bench.sync_plan import CHECK_STEPS
 from gradsync.comm.values import all_sum
 from gradsync.errors import RunError
-from gradsync.runtime.peak_memory import PeakMemory, give_back
+from gradsync.runtime.memory import PeakMemory, give_back
 from gradsync.sync.registry import STRATEGIES
 
 _SETTLING = 2

@@ -27,8 +27,7 @@ from gradsync.comm.groups import groups
 from gradsync.comm.values import all_gather_json
 from gradsync.errors import ConfigError
 from gradsync.runtime import environ
-from gradsync.runtime.memory import keep_freed_memory
-from gradsync.runtime.peak_memory import give_back
+from gradsync.runtime.memory import give_back, keep_freed_memory
 from gradsync.runtime.session import Session, SessionOptions
 from gradsync.runtime.store import join_store
 from gradsync.sync.registry import STRATEGIES, wants_groups

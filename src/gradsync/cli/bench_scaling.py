@@ -21,8 +21,7 @@ from gradsync.bench.scaling import (
 from gradsync.bench.sync_plan import fitting, settings_of
 from gradsync.cli.experiment import Experiment, Findings, command_of
 from gradsync.errors import ConfigError
-from gradsync.runtime.machine import usable_cores
-from gradsync.runtime.threads import choose_threads
+from gradsync.runtime.machine import choose_threads, usable_cores
 
 if TYPE_CHECKING:
     from gradsync.world import World

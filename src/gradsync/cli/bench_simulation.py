@@ -23,7 +23,7 @@ from gradsync.bench.sync_plan import fitting, settings_of
 from gradsync.cli.bench_collectives import EXPERIMENT as COLLECTIVES
 from gradsync.cli.experiment import Ask, Experiment, Findings, command_of
 from gradsync.errors import ConfigError
-from gradsync.runtime.threads import choose_threads
+from gradsync.runtime.machine import choose_threads
 
 if TYPE_CHECKING:
     from gradsync.plan.timing.alpha_beta import Fit

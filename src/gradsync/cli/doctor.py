@@ -18,8 +18,8 @@ from gradsync.plan.description import Hardware
 from gradsync.plan.detect.machine import detect_hardware
 from gradsync.runtime import environ
 from gradsync.runtime.coordinator import CoordinatorPlan, plan_coordinator
+from gradsync.runtime.machine import choose_threads
 from gradsync.runtime.resolve import Resolution, resolve
-from gradsync.runtime.threads import choose_threads
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +91,7 @@ def launcher_text(resolution: Resolution, plan: CoordinatorPlan) -> str:
         f"coordinator  {plan.kind}{where} ({plan.why})",
         f"generation   {resolution.generation}",
     ]
-    if resolution.needs_hosts:
+    if resolution.reading.needs_hosts:
         lines.append("hosts        not told by the launcher; ranks exchange their host names")
     return "\n".join([*lines, *(f"warning: {warning}" for warning in resolution.warnings)])
 
@@ -113,7 +113,7 @@ def launcher_document(resolution: Resolution, plan: CoordinatorPlan) -> dict[str
     return {
         "rows": rows,
         "world": asdict(resolution.world),
-        "needs_hosts": resolution.needs_hosts,
+        "needs_hosts": resolution.reading.needs_hosts,
         "generation": resolution.generation,
         "coordinator": asdict(plan),
         "warnings": list(resolution.warnings),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradsync.plan.description import Hardware
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 _SPELLINGS = ("--elastic", "--elastic-gpu", "--elastic_gpu")
 _DECIDED = "--elastic=decided"
 """Flags for ranks that gradsync starts: only the micro-batch is left to them."""
-_FILES = (".yaml", ".yml", ".toml")
 
 
 def take_flag(argv: Sequence[str]) -> tuple[list[str] | None, list[str]]:
@@ -39,9 +39,7 @@ def take_flag(argv: Sequence[str]) -> tuple[list[str] | None, list[str]]:
 def given_fields(flags: Sequence[str]) -> frozenset[str]:
     """Fields of `TrainConfig` that the user set, by flag or in the configuration file."""
     names = set()
-    if flags and flags[0].endswith(_FILES):
-        from pathlib import Path
-
+    if flags and flags[0].endswith((".yaml", ".yml", ".toml")):
         names |= {str(key).replace("-", "_") for key in read_file(Path(flags[0]))}
     for word in flags:
         if word.startswith("--"):
@@ -61,11 +59,7 @@ def before_ranks(
     """The configuration as far as it is known before ranks meet, and the arguments that say it.
 
     What it decides is printed on standard error. With `dry_run` also the micro-batch, as this
-    process alone finds it.
-
-    Raises:
-        ConfigError: impossible numbers.
-        RunError: the model fits nowhere.
+    process alone finds it. Raises `RunError` for a model that fits nowhere.
     """
     from gradsync.train.elastic import decide
 
@@ -98,22 +92,15 @@ def with_ranks(
 ) -> tuple[TrainConfig, list[str]]:
     """The configuration of the run, the same on all ranks, and lines about it; all ranks call it.
 
-    Args:
-        config: with `out`.
-        flags: from `before_ranks`.
-        world: with the device.
-        comm: over all ranks.
-        threads: intra-op threads of a rank.
-
-    Raises:
-        ConfigError, RunError: see `before_ranks`; not even the smallest micro-batch runs.
+    `flags` come from `before_ranks`. Raises `ConfigError` when not even the smallest micro-batch
+    runs.
     """
     from gradsync.train.micro_batch import find_micro_batch
 
     notes: list[str] = []
     settled = given_fields(flags)
     if _DECIDED not in flags:
-        decision = _of_rank_0(config, settled, world, comm)
+        decision = _decision_of_rank_0(config, settled, world, comm)
         config = decision.applied_to(config)
         notes += decision.notes
         settled |= decision.changes.keys()
@@ -134,18 +121,17 @@ def with_ranks(
     return config, [f"elastic: {note}" for note in notes]
 
 
-def _of_rank_0(
+def _decision_of_rank_0(
     config: TrainConfig, given: frozenset[str], world: World, comm: Communicator
 ) -> Decision:
-    """Decision of rank 0, on all ranks. Whole group, two small messages."""
+    """The whole group calls it: two small messages."""
     from gradsync.comm.values import broadcast_json
     from gradsync.train.elastic import Decision, decide
 
     told = None
     if world.is_main:
-        env = environ.snapshot()
+        env, size = environ.snapshot(), world.world_size
         hardware = _hardware(config, env, world)
-        size = world.world_size
         mine = decide(config, given, shape_before(config), hardware, env, world_size=size)
         told = [dict(mine.changes), mine.notes]
     changes, notes = broadcast_json(comm, told)

@@ -6,7 +6,7 @@ import json
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated
 
@@ -14,14 +14,13 @@ import tyro
 
 from gradsync.cli.arguments import parse
 from gradsync.errors import ConfigError, LaunchError
-from gradsync.launch.plan import DEFAULT_PORT, LaunchPlan
-from gradsync.launch.program import Program, parse_program, unknown_program
+from gradsync.launch.plan import LaunchPlan, LaunchRequest, Program, parse_program, unknown_program
 from gradsync.runtime import environ
 from gradsync.runtime.resolve import resolve
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LaunchOptions:
+class LaunchOptions(LaunchRequest):
     """Start ranks by hand: gradsync launch --nproc-per-node N [options] -- PROGRAM ARGS.
 
     PROGRAM is train (or verify, bench, tune), a script that ends in .py, -m MODULE, or any program.
@@ -29,22 +28,6 @@ class LaunchOptions:
     ranks. The exit code is the ranks': 75 means stopped with a checkpoint.
     """
 
-    nproc_per_node: int
-    """Ranks on each node."""
-    nnodes: int = 1
-    """Nodes."""
-    node_rank: int | None = None
-    """This node's number, from 0; without it, several nodes are only told their lines."""
-    master_addr: str = ""
-    """Name or address by which the other nodes reach node 0; in the lines, default: this host's."""
-    master_port: int = DEFAULT_PORT
-    """Port on node 0."""
-    max_restarts: int = 0
-    """Start all ranks again so many times after a failure; on one node."""
-    log_dir: str = ""
-    """Keep the standard output of ranks above 0 in this folder; otherwise it is dropped."""
-    wait_s: float = 300.0
-    """How long nodes wait for each other at the start, seconds."""
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print the plan as one JSON document; nothing is started."""
     dry_run: bool = False
@@ -62,7 +45,7 @@ def run(argv: list[str]) -> int:
     own, words = split(argv)
     options = parse(LaunchOptions, own, "launch", pairs=False)
     plan = plan_of(options, parse_program(words))
-    if options.as_json or options.dry_run or (plan.nodes > 1 and plan.node_rank is None):
+    if options.as_json or options.dry_run or (plan.nnodes > 1 and plan.node_rank is None):
         print(_as_json(plan) if options.as_json else _as_text(plan))
         return 0
     _refuse_nesting(plan)
@@ -74,11 +57,11 @@ def run(argv: list[str]) -> int:
     command = list(plan.program.words[2:] if own_command else plan.program.argv(sys.executable))
     return launch_ranks(
         command,
-        plan.ranks_per_node,
-        log_dir=Path(options.log_dir) if options.log_dir else None,
+        plan.nproc_per_node,
+        log_dir=Path(plan.log_dir) if plan.log_dir else None,
         max_restarts=plan.max_restarts,
         module="gradsync" if own_command else PROGRAM,
-        nodes=plan if plan.nodes > 1 else None,
+        nodes=plan if plan.nnodes > 1 else None,
     ).code
 
 
@@ -92,26 +75,15 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def plan_of(options: LaunchOptions, program: Program) -> LaunchPlan:
-    """The request as a plan.
-
-    Raises:
-        ConfigError: numbers that cannot be; several nodes and no way to node 0.
-    """
+    """The request as a plan."""
     coordinator = options.master_addr
     if options.nnodes > 1 and not coordinator and options.node_rank is None:
-        from gradsync.runtime.store import own_address
+        from gradsync.runtime.network import own_address
 
         coordinator = own_address()
-    return LaunchPlan(
-        program=program,
-        ranks_per_node=options.nproc_per_node,
-        nodes=options.nnodes,
-        node_rank=options.node_rank,
-        coordinator=coordinator if options.nnodes > 1 else "",
-        port=options.master_port,
-        max_restarts=options.max_restarts,
-        wait_s=options.wait_s,
-    )
+    request = {field.name: getattr(options, field.name) for field in fields(LaunchRequest)}
+    request["master_addr"] = coordinator if options.nnodes > 1 else ""
+    return LaunchPlan(program=program, **request)
 
 
 def check_program(program: Program, *, on_this_host: bool = True) -> None:
@@ -138,36 +110,40 @@ def _refuse_nesting(plan: LaunchPlan) -> None:
     if world.launcher != "python":
         raise LaunchError(
             f"{world.launcher} has started {world.world_size} rank(s) already, and gradsync launch "
-            f"would start {plan.ranks_per_node} more under each: give {world.launcher} the program "
+            f"would start {plan.nproc_per_node} more under each: give {world.launcher} the program "
             "itself, or call gradsync launch without it"
         )
 
 
 def _numbers(plan: LaunchPlan) -> range:
     return (
-        range(plan.nodes) if plan.node_rank is None else range(plan.node_rank, plan.node_rank + 1)
+        range(plan.nnodes) if plan.node_rank is None else range(plan.node_rank, plan.node_rank + 1)
     )
 
 
 def _as_text(plan: LaunchPlan) -> str:
-    each = plan.ranks_per_node
+    each = plan.nproc_per_node
     lines = []
     for node in _numbers(plan):
         ranks = f"ranks {node * each} to {node * each + each - 1} of {plan.world_size}"
-        here = f", which the others reach at {plan.coordinator}:{plan.port}" if node == 0 else ""
-        where = f"node {node}{here}" if plan.nodes > 1 else "this host"
+        here = (
+            f", which the others reach at {plan.master_addr}:{plan.master_port}"
+            if node == 0
+            else ""
+        )
+        where = f"node {node}{here}" if plan.nnodes > 1 else "this host"
         lines += [f"# {where}: {ranks}", plan.line(node)]
     return "\n".join(lines)
 
 
 def _as_json(plan: LaunchPlan) -> str:
     document = {
-        "nodes": plan.nodes,
-        "ranks_per_node": plan.ranks_per_node,
+        "nodes": plan.nnodes,
+        "ranks_per_node": plan.nproc_per_node,
         "world_size": plan.world_size,
         "node_rank": plan.node_rank,
-        "coordinator": plan.coordinator,
-        "port": plan.port if plan.nodes > 1 else None,
+        "coordinator": plan.master_addr,
+        "port": plan.master_port if plan.nnodes > 1 else None,
         "program": list(plan.program.argv("python")),
         "lines": {str(node): plan.line(node) for node in _numbers(plan)},
     }

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from gradsync.errors import RunError
@@ -60,12 +60,7 @@ class Signals:
             }
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # pyrefly: ignore[bad-argument-type]
 
@@ -86,11 +81,7 @@ class Signals:
 
 
 def until_stopped(world: World, body: Callable[[], int]) -> int:
-    """`body()`, or 128 + signal with one line when a signal ended it; SIGINT goes on as itself.
-
-    Raises:
-        Stopped: it was SIGINT.
-    """
+    """`body()`, or 128 + signal with one line when a signal ended it; SIGINT goes on as itself."""
     try:
         return body()
     except Stopped as stopped:
@@ -136,11 +127,7 @@ def work_folder(prefix: str) -> Iterator[Path]:
 
 
 def _remove_if_left(mark: Path) -> None:
-    """Remove the folder of `mark` if it is this user's and its command has ended.
-
-    Raises:
-        OSError: it is in use.
-    """
+    """Remove the folder of `mark` if it is this user's and its command has ended."""
     folder = mark.parent
     if folder.is_symlink() or folder.stat().st_uid != os.getuid():
         return
@@ -153,8 +140,7 @@ def _remove_if_left(mark: Path) -> None:
 class Outcome:
     """How a measurement on several ranks ended."""
 
-    code: int
-    """0, or the exit code of the ranks, which have said why."""
+    code: int  # 0, or the exit code of the ranks, which have said why
     result: dict[str, Any] | None = None
     """Measurements of rank 0; None above rank 0, and after a failure."""
 
@@ -179,7 +165,6 @@ def measure_on_ranks(
         settings: what JSON can write.
         measure: opens its own session.
         world: as the launcher says.
-        world_size: used without a launcher only.
 
     Raises:
         Stopped: a signal ended it.
@@ -198,25 +183,17 @@ def measure_on_ranks(
                 ended = start_ranks([*command, WORKER, str(folder)], world_size, signals)
                 if ended.code:
                     return Outcome(code=ended.code)
-                return Outcome(code=0, result=_read(folder / _RESULT))
+                try:
+                    return Outcome(code=0, result=json.loads((folder / _RESULT).read_text()))
+                except FileNotFoundError:
+                    raise RunError("the ranks ended without a result") from None
             finally:
                 signals.hold()
 
 
 def be_rank(folder: Path, measure: Measure) -> int:
-    """One rank that `measure_on_ranks` started; returns its exit code.
-
-    Raises:
-        GradsyncError: whatever `measure` raises.
-    """
+    """One rank that `measure_on_ranks` started; returns its exit code."""
     result = measure(json.loads((folder / _WORK).read_text()))
     if resolve(environ.snapshot()).world.is_main:
         (folder / _RESULT).write_text(json.dumps(result, allow_nan=False))
     return 0
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text())
-    except FileNotFoundError:
-        raise RunError("the ranks ended without a result") from None

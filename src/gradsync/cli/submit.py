@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated
@@ -20,17 +20,16 @@ from gradsync.cli.launch import check_program, split
 from gradsync.core.files import write_text
 from gradsync.errors import ConfigError, RunError
 from gradsync.launch import slurm
-from gradsync.launch.jobs import Submitted, remember, remembered
-from gradsync.launch.program import Program, parse_program
-from gradsync.launch.sbatch import sbatch_script
-from gradsync.launch.sbatch_plan import TASK, SbatchPlan
+from gradsync.launch.plan import Program, parse_program
+from gradsync.launch.sbatch import TASK, JobRequest, SbatchPlan, sbatch_script
+from gradsync.launch.slurm import Submitted, remember, remembered
 
 _SHOWN = 10
 """Jobs that a bare --status shows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SubmitOptions:
+class SubmitOptions(JobRequest):
     """Submit a Slurm job: gradsync submit --time 72:00:00 [options] -- PROGRAM ARGS.
 
     PROGRAM is train (or verify, bench, tune), a script that ends in .py, -m MODULE, or any program.
@@ -38,47 +37,6 @@ class SubmitOptions:
     checked is checked before it is submitted.
     """
 
-    nodes: int = 1
-    """Nodes."""
-    gpus_per_node: int = 0
-    """GPUs of each node, one rank each; 0: a CPU job."""
-    ntasks_per_node: int | None = None
-    """Ranks on each node; default: one a GPU, else one."""
-    time: str = ""
-    """Longest turn, as sbatch takes it: 72:00:00, 3-00, 90 (minutes)."""
-    partition: str = ""
-    """Partition."""
-    account: str = ""
-    """Account to charge."""
-    qos: str = ""
-    """Quality of service."""
-    cpus_per_task: int | None = None
-    """Cores of each rank."""
-    mem: str = ""
-    """Memory of each node: 64G."""
-    job_name: str = ""
-    """Name of the job; default: what is run."""
-    array: str = ""
-    """Numbers of an array: 0-9, 1,3,5, 0-99%4. {task} in the program's arguments becomes the
-    task's number."""
-    launcher: str = "srun"
-    """Launcher of the ranks: srun, mpirun or torchrun."""
-    module: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Module to load; may be given several times."""
-    setup: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Shell line to run before the ranks start; may be given several times."""
-    sbatch_arg: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Another option of sbatch, as --sbatch-arg=--constraint=h100; may be given several times."""
-    output: str = "slurm"
-    """Folder for the script and the log."""
-    run_dir: str = ""
-    """For programs other than train: the directory where they write exit.json."""
-    python: str = ""
-    """Interpreter on the nodes; default: this one."""
-    warn_s: int = 120
-    """Slurm's signal comes so many seconds before the time is over: long enough to save."""
-    fruitless_turns: int = 3
-    """Do not requeue after so many turns in a row that brought no step."""
     wait: bool = False
     """Follow the job: its states, its log, its exit code. Ctrl-C leaves it running."""
     status: tuple[str, ...] | None = None
@@ -114,49 +72,23 @@ def run(argv: list[str]) -> int:
 
 
 def plan_of(options: SubmitOptions, words: list[str]) -> SbatchPlan:
-    """The request as a plan, checked as far as this machine can.
-
-    Raises:
-        ConfigError: a request that cannot be right.
-        DataError: `train` names data that are not there.
-    """
+    """The request as a plan, checked as far as this machine can."""
     program = parse_program(words)
     if not options.time:
         raise ConfigError("--time is missing: the longest turn of the job, for example 24:00:00")
     if options.launcher == "torchrun" and not options.python:
         check_torchrun(metadata.version("torch"))
-    ranks = options.ntasks_per_node
-    if ranks is None:
-        ranks = max(options.gpus_per_node, 1)
     check_program(program, on_this_host=not (options.module or options.setup))
     run_dir, name = options.run_dir, program.name
     if program.command == "train":
         if run_dir:
             raise ConfigError("--run-dir is for other programs; train has --out")
-        program, run_dir, name = _checked_train(program, options.nodes * ranks, options.array)
-    return SbatchPlan(
-        program=program,
-        name=options.job_name or re.sub(r"[^A-Za-z0-9._-]", "-", name)[:64],
-        nodes=options.nodes,
-        ranks_per_node=ranks,
-        gpus_per_node=options.gpus_per_node,
-        time=options.time,
-        launcher=options.launcher,  # pyrefly: ignore[bad-argument-type]  checked there
-        partition=options.partition,
-        account=options.account,
-        qos=options.qos,
-        cpus_per_rank=options.cpus_per_task,
-        memory=options.mem,
-        array=options.array,
-        modules=options.module,
-        setup=options.setup,
-        directives=options.sbatch_arg,
-        folder=options.output,
-        run_dir=run_dir,
-        python=options.python or sys.executable,
-        warn_s=options.warn_s,
-        fruitless_turns=options.fruitless_turns,
-    )
+        ranks = options.nodes * options.ranks_per_node
+        program, run_dir, name = _checked_train(program, ranks, options.array)
+    request = {field.name: getattr(options, field.name) for field in fields(JobRequest)}
+    request["job_name"] = options.job_name or re.sub(r"[^A-Za-z0-9._-]", "-", name)[:64]
+    request |= {"run_dir": run_dir, "python": options.python or sys.executable}
+    return SbatchPlan(program=program, **request)
 
 
 def check_torchrun(version: str) -> None:
@@ -222,7 +154,7 @@ def _check_syntax(script: str) -> None:
 
 
 def _submit(options: SubmitOptions, plan: SbatchPlan, script: str) -> int:
-    path = Path(plan.folder, f"{plan.name}.sbatch").absolute()
+    path = Path(plan.output, f"{plan.job_name}.sbatch").absolute()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)  # Slurm does not make it, and says nothing
         write_text(path, script)
@@ -230,11 +162,11 @@ def _submit(options: SubmitOptions, plan: SbatchPlan, script: str) -> int:
         raise RunError(f"cannot write {path}: {error.strerror}") from error
     job = slurm.submit(str(path))
     numbers = f"{job}_%a" if plan.array else job
-    log = path.with_name(f"{plan.name}-{numbers}.out")
-    run_dir = plan.run_dir or (f"runs/{plan.name}-{numbers}" if _is_training(plan) else "")
+    log = path.with_name(f"{plan.job_name}-{numbers}.out")
+    run_dir = plan.run_dir or (f"runs/{plan.job_name}-{numbers}" if _is_training(plan) else "")
     done = Submitted(
         job=job,
-        name=plan.name,
+        name=plan.job_name,
         script=str(path),
         log=str(log),
         run_dir=str(Path(run_dir).absolute()) if run_dir else "",
@@ -258,7 +190,7 @@ def _is_training(plan: SbatchPlan) -> bool:
 
 
 def _wait(options: SubmitOptions, job: Submitted, *, array: bool) -> int:
-    from gradsync.launch.follow import follow
+    from gradsync.launch.slurm import follow
 
     out = sys.stderr if options.as_json else sys.stdout
     try:

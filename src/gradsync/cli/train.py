@@ -13,6 +13,7 @@ from gradsync.cli.train_places import settle, take_places
 from gradsync.data.plan import BatchPlan
 from gradsync.errors import ConfigError
 from gradsync.runtime import environ
+from gradsync.runtime.machine import choose_threads
 from gradsync.runtime.resolve import resolve
 from gradsync.runtime.threads import choose_threads
 from gradsync.sync.registry import find_strategy

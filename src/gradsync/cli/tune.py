@@ -80,12 +80,7 @@ class TuneOptions:
 
 
 def request_of(options: TuneOptions, world: World) -> TuneRequest:
-    """Check the request; under a launcher, at its number of ranks.
-
-    Raises:
-        ConfigError: see `run`.
-        DataError: see `run`.
-    """
+    """Check the request; under a launcher, at its number of ranks."""
     preset(options.model)
     start = recipe(options.model)
     for name in ("world_size", "batch_size", "leaves_per_rank", "context_length", "threads"):
@@ -125,12 +120,7 @@ def request_of(options: TuneOptions, world: World) -> TuneRequest:
 
 
 def batch_of(options: TuneOptions, start: TrainConfig, world_size: int) -> tuple[int, int]:
-    """Sequences and leaves of a rank and step: given, or those of `gradsync train MODEL`.
-
-    Raises:
-        ConfigError: a batch that does not divide into leaves; more ranks than the model's recipe
-            has leaves.
-    """
+    """Sequences and leaves of a rank and step: given, or those of `gradsync train MODEL`."""
     micro = start.micro_batch_size
     batch, leaves = options.batch_size, options.leaves_per_rank
     if batch is None and leaves is None:

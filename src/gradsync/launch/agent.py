@@ -16,10 +16,13 @@ import os
 import signal
 import sys
 import time
+import uuid
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from torch.distributed import PrefixStore
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     WorkerGroup,
@@ -28,13 +31,18 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+)
 
 from gradsync.core.torch_private import close_streams, end_ranks, forbid_restarts, rank_processes
-from gradsync.launch.exit_codes import STOPPED, may_restart
-from gradsync.launch.loopback_rendezvous import LoopbackRendezvous
-from gradsync.launch.nodes_rendezvous import NodesRendezvous
+from gradsync.errors import RendezvousError
+from gradsync.launch.local import STOPPED, may_restart
 from gradsync.launch.plan import LaunchPlan
 from gradsync.runtime.signals import LAUNCHED
+from gradsync.runtime.store import host_store, join_store, wait_until
 
 FORWARDED = (
     signal.SIGTERM,
@@ -49,6 +57,8 @@ LAST_WORDS_S = 4.0
 """How long ranks may take to notice another one's failure and say so, seconds."""
 
 _TORCH_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+_LOOPBACK = "127.0.0.1"
+_KNOCK_S = 1.0
 
 
 class RankLogs(LogsSpecs):
@@ -183,6 +193,120 @@ class LocalAgent(LocalElasticAgent):
             close_streams(process)
 
 
+class AgentRendezvous(RendezvousHandler):
+    """Where agents meet, and their ranks after them: a store that the agent of node 0 serves.
+
+    torch's own static rendezvous needs a port chosen beforehand and listens on all interfaces; it
+    does not say which node is missing, and cannot be interrupted.
+
+    Args:
+        plan: with a node rank and a coordinator; None for one host, where the socket listens on the
+            loopback only.
+    """
+
+    def __init__(self, plan: LaunchPlan | None) -> None:
+        self._plan = plan
+        # Over several nodes it must be the same on all of them; the port tells runs apart.
+        self._run_id = uuid.uuid4().hex if plan is None else "gradsync-launch"
+        self._store: Any = None
+        self.stopped: Callable[[], bool] = lambda: False
+        """True once a stop was asked for: no node is waited for then."""
+
+    @property
+    def use_agent_store(self) -> bool:
+        """True: the store lives as long as the agent, and ranks connect to it."""
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Where the ranks of the next generation meet; waits for all nodes."""
+        if self._plan is None:
+            if self._store is None:
+                self._store = host_store(_LOOPBACK, 0, one_host=True)
+            where = RendezvousStoreInfo(_LOOPBACK, self._store.port)
+            return RendezvousInfo(PrefixStore(self._run_id, self._store), 0, 1, where)
+        plan, node = self._plan, _node_of(self._plan)
+        deadline_s = time.monotonic() + plan.wait_s
+        if self._store is None:
+            self._store = self._open(plan, deadline_s)
+        store = PrefixStore(self._run_id, self._store)
+        try:
+            self._wait_for_nodes(plan, store, deadline_s)
+        except RendezvousError:
+            raise
+        except RuntimeError as error:  # torch's DistNetworkError is one
+            raise RendezvousError(
+                f"node {node}: node 0, which serves the store, went away while the nodes met"
+            ) from error
+        where = RendezvousStoreInfo(plan.master_addr, plan.master_port)
+        return RendezvousInfo(store, node, plan.nnodes, where)
+
+    def _open(self, plan: LaunchPlan, deadline_s: float) -> Any:
+        node = _node_of(plan)
+        if node == 0:
+            return host_store(plan.master_addr, plan.master_port, one_host=False)
+        while True:  # in short tries: a signal must be noticed in between
+            slice_s = min(deadline_s, time.monotonic() + _KNOCK_S)
+            try:
+                return join_store(plan.master_addr, plan.master_port, rank=node, deadline_s=slice_s)
+            except RendezvousError:
+                if self.stopped() or time.monotonic() >= deadline_s:
+                    raise self._vain(plan, "node 0 does not answer") from None
+
+    def _wait_for_nodes(self, plan: LaunchPlan, store: Any, deadline_s: float) -> None:
+        keys = [f"here/{node}" for node in range(plan.nnodes)]
+        store.set(keys[_node_of(plan)], str(plan.nnodes))
+        wait_until(lambda: store.check(keys) or self.stopped(), deadline_s)
+        missing = [node for node, key in enumerate(keys) if not store.check([key])]
+        if missing:
+            names = ", ".join(map(str, missing[:8])) + (" …" if len(missing) > 8 else "")
+            raise self._vain(plan, f"node(s) {names} did not come")
+        told = {int(number) for number in store.multi_get(keys)}
+        if told != {plan.nnodes}:
+            raise RendezvousError(
+                f"the nodes were started with different --nnodes: {sorted(told)}; start all again"
+            )
+
+    def _vain(self, plan: LaunchPlan, problem: str) -> RendezvousError:
+        if self.stopped():
+            return RendezvousError(f"stopped while waiting: {problem}")
+        return RendezvousError(
+            f"node {plan.node_rank} of {plan.nnodes} waited {plan.wait_s:.0f} s at "
+            f"{plan.master_addr}:{plan.master_port}, but {problem}. Is each node's line running, "
+            "do all lines say the same --master-addr and --master-port, and is that port open "
+            "between the nodes?"
+        )
+
+    def shutdown(self) -> bool:
+        """Let go of the store, whose socket closes with it, and of the agent that holds it too."""
+        self._store = None
+        self.stopped = lambda: False
+        return True
+
+    def get_backend(self) -> str:
+        """Name of this kind of rendezvous."""
+        return "gradsync"
+
+    def get_run_id(self) -> str:
+        """Name of this run."""
+        return self._run_id
+
+    def is_closed(self) -> bool:
+        """False: there may always be another generation."""
+        return False
+
+    def set_closed(self) -> None:
+        """Nothing to do: no other node can join."""
+
+    def num_nodes_waiting(self) -> int:
+        """0: the nodes are known."""
+        return 0
+
+
+def _node_of(plan: LaunchPlan) -> int:
+    assert plan.node_rank is not None
+    return plan.node_rank
+
+
 def build_agent(
     arguments: list[str],
     nproc_per_node: int,
@@ -194,14 +318,9 @@ def build_agent(
 ) -> LocalAgent:
     """An agent that will start `nproc_per_node` times `python ARGUMENTS` on this host.
 
-    Args:
-        arguments: for the Python interpreter; passed on as they are.
-        log_dir: see `RankLogs`.
-        max_restarts: how often all ranks are started again after a failure.
-        grace_s: see `LocalAgent`.
-        nodes: this host is one of several; None for all ranks on this host.
+    `arguments` reach the Python interpreter as they are; for the others see `local.launch_ranks`.
     """
-    handler = LoopbackRendezvous() if nodes is None else NodesRendezvous(nodes)
+    handler = AgentRendezvous(nodes)
     spec = WorkerSpec(
         role=LAUNCHED,
         local_world_size=nproc_per_node,
@@ -213,6 +332,5 @@ def build_agent(
         monitor_interval=0.1,
     )
     agent = LocalAgent(spec, RankLogs(log_dir), grace_s=grace_s)
-    if isinstance(handler, NodesRendezvous):
-        handler.stopped = lambda: bool(agent.received)
+    handler.stopped = lambda: bool(agent.received)
     return agent

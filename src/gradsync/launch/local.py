@@ -7,14 +7,13 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gradsync.errors import ConfigError
-from gradsync.launch import exit_codes
 from gradsync.runtime import environ
 
 if TYPE_CHECKING:
@@ -24,52 +23,24 @@ if TYPE_CHECKING:
 GRACE_S = 60.0
 """How long ranks may take to save and end after a signal, seconds."""
 
+STOPPED = 75
+"""Stopped after a signal with the checkpoint written; start me again."""
+
+# Codes with a meaning of their own; every other failure is a plain 1.
+_MEANINGFUL = (2, 124, 130)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ended:
     """How a launch ended."""
 
     code: int
-    """See `launch_local`."""
+    """0 when all ranks succeeded; otherwise the code of the rank that failed first if it is one of
+    gradsync's (2, 75, 124, 130), else 1. After a signal: 75 when the ranks stopped cleanly, 128 +
+    signal when it ended them."""
     received: signal.Signals | None
     """The first signal that the launcher got, whatever its ranks made of it."""
-    killed: dict[int, signal.Signals]
-    """Ranks that a signal had ended when the first failure showed."""
-
-
-def launch_local(
-    argv: list[str],
-    nproc_per_node: int,
-    *,
-    log_dir: Path | None,
-    max_restarts: int = 0,
-    module: str = "gradsync",
-) -> int:
-    """Run `python -m gradsync ARGV` as N ranks on this host and wait for them.
-
-    The ranks are children of torch's elastic agent and see torchrun's variables. Rank 0 keeps the
-    terminal; the other ranks keep its standard error. SIGTERM, SIGINT, SIGHUP, SIGQUIT and SIGUSR1
-    are passed on to each rank once, SIGHUP unless this process ignores it (nohup); ranks then have
-    `GRACE_S` seconds to end.
-
-    Args:
-        argv: arguments of the command, as each rank gets them.
-        nproc_per_node: number of ranks.
-        log_dir: folder for the standard output of ranks above 0; None drops it.
-        max_restarts: how often all ranks are started again when one failed.
-        module: the module that a rank runs.
-
-    Returns:
-        0 when all ranks succeeded; otherwise the code of the rank that failed first if it is one
-        of gradsync's (2, 75, 124, 130), else 1. After a signal: 75 when the ranks stopped cleanly,
-        128 + signal when it ended them.
-
-    Raises:
-        ConfigError: `nproc_per_node` or `max_restarts` is out of range.
-    """
-    return launch_ranks(
-        argv, nproc_per_node, log_dir=log_dir, max_restarts=max_restarts, module=module
-    ).code
+    killed: dict[int, signal.Signals]  # ranks that a signal had ended when the first failure showed
 
 
 def launch_ranks(
@@ -81,14 +52,23 @@ def launch_ranks(
     module: str = "gradsync",
     nodes: LaunchPlan | None = None,
 ) -> Ended:
-    """`launch_local` for callers that must know more than its exit code.
+    """Run `python -m MODULE ARGV` as ranks on this host and wait for them.
 
-    Args (besides those of `launch_local`):
-        module: also `worker.PROGRAM`: `argv` is a whole command line then.
+    The ranks are children of torch's elastic agent and see torchrun's variables. Rank 0 keeps the
+    terminal; the other ranks keep its standard error. SIGTERM, SIGINT, SIGHUP, SIGQUIT and SIGUSR1
+    are passed on to each rank once, SIGHUP unless this process ignores it (nohup); ranks then have
+    `GRACE_S` seconds to end.
+
+    Args:
+        argv: arguments of the command, as each rank gets them.
+        nproc_per_node: number of ranks.
+        log_dir: folder for the standard output of ranks above 0; None drops it.
+        max_restarts: how often all ranks are started again when one failed.
+        module: the module that a rank runs, or `worker.PROGRAM`: `argv` is a whole command line.
         nodes: this host is one of several.
 
     Raises:
-        ConfigError: see `launch_local`.
+        ConfigError: `nproc_per_node` or `max_restarts` is out of range.
         RendezvousError: another node did not come.
     """
     if nproc_per_node < 1:
@@ -118,10 +98,15 @@ def launch_ranks(
             print(f"gradsync: error: {obituary(rank, number)}", file=sys.stderr, flush=True)
         received = agent.received[0] if agent.received else None
         if received is not None:
-            code = exit_codes.after_signal(codes, received)
+            code = after_signal(codes, received)
         else:
-            code = exit_codes.after_failure(agent.first_failures or codes)
+            code = after_failure(agent.first_failures or codes)
         return Ended(code=code, received=received, killed=dict(agent.killed))
+
+
+def launch_local(argv: list[str], nproc_per_node: int, **options: Any) -> int:
+    """`launch_ranks` for callers that want no more than its exit code."""
+    return launch_ranks(argv, nproc_per_node, **options).code
 
 
 def obituary(rank: int, number: signal.Signals) -> str:
@@ -167,3 +152,28 @@ def _quiet() -> Iterator[None]:
     finally:
         logger.propagate = before
         logger.removeHandler(silent)
+
+
+def may_restart(failures: Sequence[int]) -> bool:
+    """True when starting again could help: not after a usage error or a stop that was asked for."""
+    return not any(code in (2, STOPPED, 130) for code in failures)
+
+
+def after_failure(codes: Sequence[int | None]) -> int:
+    """The launcher's exit code when `codes` are those of the ranks that ended first, or of all.
+
+    0 when none failed. A rank that only heard of another one's failure ends with 1, so a code
+    that says more counts; 75 counts only when no rank failed otherwise.
+    """
+    failures = [code for code in codes if code]
+    if all(code == STOPPED for code in failures):
+        return STOPPED if failures else 0
+    return next((code for code in failures if code in _MEANINGFUL), 1)
+
+
+def after_signal(codes: Sequence[int | None], received: signal.Signals) -> int:
+    """The launcher's exit code when it got `received` and the ranks ended with `codes`.
+
+    75 when all stopped cleanly, 128 + signal when the signal itself ended a rank.
+    """
+    return 128 + received if -received in codes else after_failure(codes)

@@ -1,17 +1,20 @@
-"""A launch as data: how many ranks where, started by what, meeting where, running what."""
+"""A launch as data: which program, how many ranks where, started by what, meeting where."""
 
 from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from difflib import get_close_matches
 
 from gradsync.errors import ConfigError
-from gradsync.launch.program import Program
 
-Launcher = Literal["srun", "mpirun", "torchrun"]
-LAUNCHERS: tuple[Launcher, ...] = ("srun", "mpirun", "torchrun")
+RANK_COMMANDS = ("train", "verify", "bench", "tune", "doctor")
+"""Commands of gradsync that make sense as one rank of many."""
+_PYTHONS = ("python", "python3")
+
+LAUNCHERS = ("srun", "mpirun", "torchrun")
 """Launchers of a Slurm job's ranks."""
 
 DEFAULT_PORT = 29_500
@@ -21,44 +24,133 @@ _HOST = re.compile(r"[A-Za-z0-9._:%-]{1,255}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LaunchPlan:
-    """Ranks started by hand: on this node, or one line for each of several."""
+class Program:
+    """A command line, as words that no shell has touched."""
 
-    program: Program
-    """Command of each rank."""
-    ranks_per_node: int
+    words: tuple[str, ...]  # after the interpreter when `by_python`, else the whole command line
+    by_python: bool = True
+    """Run by the Python that gradsync runs under; otherwise `words[0]` is a program."""
+
+    @property
+    def command(self) -> str:
+        """`train` for `gradsync train …`, "" for what is not gradsync's own command."""
+        own = self.by_python and self.words[:2] == ("-m", "gradsync") and len(self.words) > 2
+        return self.words[2] if own else ""
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Arguments of gradsync's own command."""
+        return self.words[3:] if self.command else ()
+
+    @property
+    def name(self) -> str:
+        """A short name: the command, module or script, without folders and endings."""
+        if self.command:
+            return self.command
+        if not self.by_python:
+            return self.words[0].rpartition("/")[2]
+        if self.words[0] == "-m":
+            return self.words[1]
+        script = next((word for word in self.words if word.endswith(".py")), "python")
+        return script.rpartition("/")[2].removesuffix(".py")
+
+    def argv(self, python: str) -> tuple[str, ...]:
+        """The whole command line, with `python` as the interpreter."""
+        return (python, *self.words) if self.by_python else self.words
+
+
+def parse_program(words: Sequence[str]) -> Program:
+    """A program from what stands after `--`.
+
+    Forms: `train ARGS` (any command of `RANK_COMMANDS`, with or without `gradsync` before it),
+    `SCRIPT.py ARGS`, `-m MODULE ARGS`, `python …` (stands for the Python that gradsync runs under),
+    or any other program, taken as it is.
+    """
+    rest = tuple(words[1:] if words[:1] == ["gradsync"] else words)
+    if not rest:
+        raise ConfigError(
+            "what is to run? Write it after --, for example: -- train mini, or -- my_script.py"
+        )
+    first = rest[0]
+    if first in RANK_COMMANDS:
+        return Program(words=("-m", "gradsync", *rest))
+    if len(rest) < len(words):
+        raise ConfigError(
+            f"gradsync {first} is no command for ranks{_near(first)} (there are: "
+            f"{', '.join(RANK_COMMANDS)})"
+        )
+    if rest == ("-m",):
+        raise ConfigError("-m needs the name of a module after it")
+    if first in _PYTHONS:
+        if len(rest) == 1:
+            raise ConfigError(f"{first} alone runs nothing; name a script or -m MODULE after it")
+        return Program(words=rest[1:])
+    return Program(words=rest, by_python=first == "-m" or first.endswith(".py"))
+
+
+def unknown_program(first: str) -> ConfigError:
+    """The error for a program that is not found."""
+    return ConfigError(
+        f"{first!r} is neither a command of gradsync for ranks ({', '.join(RANK_COMMANDS)}), nor a "
+        f"script that ends in .py, nor a program on the PATH{_near(first)}"
+    )
+
+
+def _near(first: str) -> str:
+    near = get_close_matches(first, RANK_COMMANDS, n=1)
+    return f"; perhaps you meant {near[0]!r}" if near else ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchRequest:
+    """Ranks by hand, under the names of the flags."""
+
+    nproc_per_node: int
     """Ranks on each node."""
-    nodes: int = 1
-    """Number of nodes."""
+    nnodes: int = 1
+    """Nodes."""
     node_rank: int | None = None
-    """This node's number; None on one node, or to say what to start on each."""
-    coordinator: str = ""
-    """Name or address of node 0, as the others reach it; "" on one node."""
-    port: int = DEFAULT_PORT
+    """This node's number, from 0; without it, several nodes are only told their lines."""
+    master_addr: str = ""
+    """Name or address by which the other nodes reach node 0; in the lines, default: this host's."""
+    master_port: int = DEFAULT_PORT
     """Port on node 0."""
     max_restarts: int = 0
-    """How often all ranks of a node are started again after a failure; on one node only."""
+    """Start all ranks again so many times after a failure; on one node."""
+    log_dir: str = ""
+    """Keep the standard output of ranks above 0 in this folder; otherwise it is dropped."""
     wait_s: float = 300.0
     """How long nodes wait for each other at the start, seconds."""
 
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchPlan(LaunchRequest):
+    """Ranks started by hand: on this node, or one line for each of several. Checked when made."""
+
+    program: Program  # command of each rank
+
     def __post_init__(self) -> None:
-        _at_least("--nproc-per-node", self.ranks_per_node, 1)
-        _at_least("--nnodes", self.nodes, 1)
-        _at_least("--max-restarts", self.max_restarts, 0)
-        if self.node_rank is not None and not 0 <= self.node_rank < self.nodes:
+        for flag, value, smallest in (
+            ("--nproc-per-node", self.nproc_per_node, 1),
+            ("--nnodes", self.nnodes, 1),
+            ("--max-restarts", self.max_restarts, 0),
+        ):
+            if value < smallest:
+                raise ConfigError(f"{flag} must be at least {smallest}; got {value}")
+        if self.node_rank is not None and not 0 <= self.node_rank < self.nnodes:
             raise ConfigError(
-                f"--node-rank must be in 0..{self.nodes - 1} with --nnodes {self.nodes}; "
+                f"--node-rank must be in 0..{self.nnodes - 1} with --nnodes {self.nnodes}; "
                 f"got {self.node_rank}"
             )
-        if not 1 <= self.port <= 65_535:
-            raise ConfigError(f"--master-port must be in 1..65535; got {self.port}")
-        if self.coordinator and _HOST.fullmatch(self.coordinator) is None:
+        if not 1 <= self.master_port <= 65_535:
+            raise ConfigError(f"--master-port must be in 1..65535; got {self.master_port}")
+        if self.master_addr and _HOST.fullmatch(self.master_addr) is None:
             raise ConfigError(
-                f"--master-addr must be a host name or address; got {self.coordinator[:80]!r}"
+                f"--master-addr must be a host name or address; got {self.master_addr[:80]!r}"
             )
-        if self.nodes > 1 and not self.coordinator:
+        if self.nnodes > 1 and not self.master_addr:
             raise ConfigError("--nnodes above 1 needs --master-addr: how others reach node 0")
-        if self.nodes > 1 and self.max_restarts:
+        if self.nnodes > 1 and self.max_restarts:
             raise ConfigError("--max-restarts works on one node; start again by hand on several")
         if not self.wait_s > 0:
             raise ConfigError(f"--wait-s must be positive; got {self.wait_s}")
@@ -66,20 +158,15 @@ class LaunchPlan:
     @property
     def world_size(self) -> int:
         """Ranks over all nodes."""
-        return self.nodes * self.ranks_per_node
+        return self.nnodes * self.nproc_per_node
 
     def line(self, node_rank: int) -> str:
         """Command for node `node_rank`, ready for a shell."""
         plan = replace(self, node_rank=node_rank)
-        words = ["gradsync", "launch", "--nproc-per-node", str(plan.ranks_per_node)]
-        if plan.nodes > 1:
-            words += ["--nnodes", str(plan.nodes), "--node-rank", str(node_rank)]
-            words += ["--master-addr", plan.coordinator, "--master-port", str(plan.port)]
+        words = ["gradsync", "launch", "--nproc-per-node", str(plan.nproc_per_node)]
+        if plan.nnodes > 1:
+            words += ["--nnodes", str(plan.nnodes), "--node-rank", str(node_rank)]
+            words += ["--master-addr", plan.master_addr, "--master-port", str(plan.master_port)]
         command = plan.program.words[2:] if plan.program.command else None
         given = ("python", *plan.program.words) if plan.program.by_python else plan.program.words
         return shlex.join([*words, "--", *(command or given)])
-
-
-def _at_least(flag: str, value: int, smallest: int) -> None:
-    if value < smallest:
-        raise ConfigError(f"{flag} must be at least {smallest}; got {value}")

@@ -23,7 +23,7 @@ from signal import Signals
 
 from gradsync.core.files import json_text, read_object, write_text
 from gradsync.errors import GradsyncError
-from gradsync.launch.exit_codes import STOPPED
+from gradsync.launch.local import STOPPED
 from gradsync.launch.slurm import ask, check_job_id, own_words, states_of
 from gradsync.runtime import environ
 
@@ -38,44 +38,32 @@ _TOLD_TO_STOP = (128 + Signals.SIGUSR1, 128 + Signals.SIGTERM)
 class Turn:
     """How one turn of the job ended."""
 
-    code: int
-    """Exit code of the run."""
-    steps: int | None
-    """Optimizer steps that its checkpoint holds; None where that is unknown."""
-    seconds: float
-    """How long it took."""
+    code: int  # exit code of the run
+    steps: int | None  # optimizer steps that its checkpoint holds; None where that is unknown
+    seconds: float  # how long it took
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class History:
     """Records of the job's earlier turns."""
 
-    steps: int = 0
-    """Optimizer steps after the last turn."""
-    fruitless: int = 0
-    """Turns in a row without a step."""
+    steps: int = 0  # optimizer steps after the last turn
+    fruitless: int = 0  # turns in a row without a step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
     """The decision after a turn."""
 
-    again: bool
-    """Ask for another turn."""
-    history: History
-    """For the next time."""
-    note: str
-    """A line to print; "" for none."""
+    again: bool  # ask for another turn
+    history: History  # for the next time
+    note: str = ""  # a line to print
 
 
 def decide(turn: Turn, history: History, *, fruitless_turns: int) -> Decision:
-    """Another turn or not.
-
-    Args:
-        fruitless_turns: stop after so many turns in a row that brought no step.
-    """
+    """Another turn or not; not after `fruitless_turns` in a row that brought no step."""
     if turn.code != STOPPED:
-        return Decision(again=False, history=history, note="")
+        return Decision(again=False, history=history)
     if turn.steps is None:
         fruitful = turn.seconds >= LONG_TURN_S
         what = f"ended within {LONG_TURN_S:.0f} s"
@@ -92,7 +80,7 @@ def decide(turn: Turn, history: History, *, fruitless_turns: int) -> Decision:
             "start-up and one step, or does somebody stop the job? `scontrol requeue` tries again"
         )
         return Decision(again=False, history=History(steps=after.steps), note=note)
-    return Decision(again=True, history=after, note="")
+    return Decision(again=True, history=after)
 
 
 def read_turn(run_dir: Path | None, status: int, seconds: float) -> Turn:

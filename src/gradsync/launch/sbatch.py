@@ -1,4 +1,4 @@
-"""Text of a job script from a `SbatchPlan`. Pure.
+"""A Slurm job as a checked value, and the text of its script. Pure.
 
 [Note: how the signal travels]
 The ranks must hear Slurm's warning, whatever started them.
@@ -17,15 +17,250 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import resources
 
-from gradsync.launch.sbatch_plan import TASK, SbatchPlan
+import tyro
 
+from gradsync.errors import ConfigError
+from gradsync.launch.plan import LAUNCHERS, Program
+
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_MEMORY = re.compile(r"[1-9][0-9]*[KMGT]?")
+_ARRAY = re.compile(
+    r"[0-9]+(-[0-9]+(:[1-9][0-9]*)?)?(,[0-9]+(-[0-9]+(:[1-9][0-9]*)?)?)*(%[1-9][0-9]*)?"
+)
+_DIRECTIVE = re.compile(r"--[a-z][a-z0-9-]*(=.*)?")
+_TIMES = (
+    (r"([0-9]{1,9})", (60,)),
+    (r"([0-9]{1,9}):([0-5]?[0-9])", (60, 1)),
+    (r"([0-9]{1,9}):([0-5]?[0-9]):([0-5]?[0-9])", (3600, 60, 1)),
+    (r"([0-9]{1,9})-([0-9]{1,9})", (86_400, 3600)),
+    (r"([0-9]{1,9})-([0-9]{1,9}):([0-5]?[0-9])", (86_400, 3600, 60)),
+    (r"([0-9]{1,9})-([0-9]{1,9}):([0-5]?[0-9]):([0-5]?[0-9])", (86_400, 3600, 60, 1)),
+)
+"""sbatch's own six ways to write a time, with the seconds of each part."""
+
+_WRITTEN = (
+    *("job-name", "nodes", "ntasks-per-node", "gres", "cpus-per-task", "mem", "time", "partition"),
+    *("account", "qos", "array", "signal", "open-mode", "requeue", "no-requeue", "output"),
+    *("ntasks", "gpus", "gpus-per-node", "gpus-per-task", "error", "wait"),
+)
+"""Options that the script decides itself."""
+
+TASK = "{task}"
+"""In the words of an array's program: the number of the task."""
+
+_SLURM_IS_EARLY_S = 60
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
 _JOB = '"$SLURM_JOB_ID"'
 _ARRAY_JOB = '"${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"'
 _KILL_GRACE_S = 10
 _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobRequest:
+    """Slurm's side of a job, under the names of its flags."""
+
+    nodes: int = 1
+    """Nodes."""
+    gpus_per_node: int = 0
+    """GPUs of each node, one rank each; 0: a CPU job."""
+    ntasks_per_node: int | None = None
+    """Ranks on each node; default: one a GPU, else one."""
+    time: str = ""
+    """Longest turn, as sbatch takes it: 72:00:00, 3-00, 90 (minutes)."""
+    partition: str = ""
+    """Partition."""
+    account: str = ""
+    """Account to charge."""
+    qos: str = ""
+    """Quality of service."""
+    cpus_per_task: int | None = None
+    """Cores of each rank."""
+    mem: str = ""
+    """Memory of each node: 64G."""
+    job_name: str = ""
+    """Name of the job; default: what is run."""
+    array: str = ""
+    """Numbers of an array: 0-9, 1,3,5, 0-99%4. {task} in the program's arguments becomes the
+    task's number."""
+    launcher: str = "srun"
+    """Launcher of the ranks: srun, mpirun or torchrun."""
+    module: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Module to load; may be given several times."""
+    setup: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Shell line to run before the ranks start; may be given several times."""
+    sbatch_arg: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Another option of sbatch, as --sbatch-arg=--constraint=h100; may be given several times."""
+    output: str = "slurm"
+    """Folder for the script and the log."""
+    run_dir: str = ""
+    """For programs other than train: the directory where they write exit.json."""
+    python: str = ""
+    """Interpreter on the nodes; default: this one."""
+    warn_s: int = 120
+    """Slurm's signal comes so many seconds before the time is over: long enough to save."""
+    fruitless_turns: int = 3
+    """Do not requeue after so many turns in a row that brought no step."""
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks on each node."""
+        given = self.ntasks_per_node
+        return max(self.gpus_per_node, 1) if given is None else given
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SbatchPlan(JobRequest):
+    """One Slurm job, or an array of them. Wrong requests are refused when it is made.
+
+    `run_dir` is where exit.json will lie; "" makes one of the job's own for `train`, and for other
+    programs means that there is none.
+    """
+
+    program: Program  # command of each rank
+    python: str = "python"  # interpreter on the nodes
+
+    def __post_init__(self) -> None:
+        self._check_numbers()
+        self._check_words()
+        self._check_time()
+        if self.gpus_per_node and self.ranks_per_node != self.gpus_per_node:
+            more = self.ranks_per_node > self.gpus_per_node
+            raise ConfigError(
+                f"{self.ranks_per_node} rank(s) on the {self.gpus_per_node} GPU(s) of a node: "
+                + (
+                    "two ranks would share a GPU"
+                    if more
+                    else f"{self.gpus_per_node - self.ranks_per_node} would be paid for and idle"
+                )
+                + "; --ntasks-per-node must equal --gpus-per-node (or leave it out)"
+            )
+
+    @property
+    def world_size(self) -> int:
+        """Ranks over all nodes."""
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def tasks_per_node(self) -> int:
+        """Slurm's tasks: ranks, but under torchrun one agent a node, which starts them."""
+        return 1 if self.launcher == "torchrun" else self.ranks_per_node
+
+    @property
+    def cores_per_task(self) -> int | None:
+        """Cores of one of Slurm's tasks."""
+        if self.cpus_per_task is None:
+            return None
+        return self.cpus_per_task * (self.ranks_per_node // self.tasks_per_node)
+
+    def _check_numbers(self) -> None:
+        for flag, value, smallest in (
+            ("--nodes", self.nodes, 1),
+            ("--ntasks-per-node", self.ntasks_per_node, 1),
+            ("--gpus-per-node", self.gpus_per_node, 0),
+            ("--cpus-per-task", self.cpus_per_task, 1),
+            ("--warn-s", self.warn_s, 1),
+            ("--fruitless-turns", self.fruitless_turns, 1),
+        ):
+            _require(
+                value is None or value >= smallest,
+                f"{flag} must be at least {smallest}; got {value}",
+            )
+
+    def _check_words(self) -> None:
+        _require(
+            self.launcher in LAUNCHERS,
+            f"--launcher must be one of {', '.join(LAUNCHERS)}; got {self.launcher!r}",
+        )
+        for flag, value in (("--job-name", self.job_name), ("--account", self.account)):
+            _check_name(flag, value, may_be_empty=flag != "--job-name")
+        _check_name("--qos", self.qos)
+        for part in self.partition.split(","):
+            _check_name("--partition", part, may_be_empty=not self.partition)
+        _require(
+            not self.mem or _MEMORY.fullmatch(self.mem) is not None,
+            f"--mem must be a number with K, M, G or T after it (64G); got {self.mem[:80]!r}",
+        )
+        _require(
+            not self.array or _ARRAY.fullmatch(self.array) is not None,
+            f"--array must be numbers such as 0-9, 1,3,5 or 0-99%4; got {self.array[:80]!r}",
+        )
+        _require(
+            not self.array or not self.run_dir or TASK in self.run_dir,
+            f"all tasks of the array would write into {self.run_dir}; put {TASK} into its name, "
+            "which becomes the task's number, or leave --out away",
+        )
+        for flag, value in (("--output", self.output), ("--run-dir", self.run_dir)):
+            _check_line(flag, value)
+        _require(self.output != "", "--output must name a folder")
+        _require("\\" not in self.output, f"--output {self.output!r}: Slurm reads a backslash")
+        for module in self.module:
+            _check_line("--module", module)
+            _require(bool(module) and module[0] != "-", f"--module {module!r} is no module's name")
+        for line in self.setup:
+            _require("\0" not in line, "--setup holds a zero byte")
+        for word in (self.python, *self.program.words):
+            _require("\0" not in word, "an argument holds a zero byte; no program can get it")
+        for directive in self.sbatch_arg:
+            _check_directive(directive)
+
+    def _check_time(self) -> None:
+        seconds = seconds_of(self.time)
+        shortest = self.warn_s + _SLURM_IS_EARLY_S
+        _require(
+            seconds > shortest,
+            f"--time {self.time} is {seconds} s: Slurm may warn {shortest} s before the end (it is "
+            "up to a minute early), so the run would be told to stop as soon as it begins; ask for "
+            "more time, or take a smaller --warn-s",
+        )
+
+
+def seconds_of(time: str) -> int:
+    """Seconds of one of sbatch's times: 30, 30:00, 1:30:00, 2-12, 2-12:30, 2-12:30:00."""
+    for pattern, parts in _TIMES:
+        found = re.fullmatch(pattern, time)
+        if found is not None:
+            return sum(int(text) * unit for text, unit in zip(found.groups(), parts, strict=True))
+    raise ConfigError(
+        "--time must be MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, DAYS-HOURS, "
+        f"DAYS-HOURS:MINUTES or DAYS-HOURS:MINUTES:SECONDS; got {time[:80]!r}"
+    )
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise ConfigError(message)
+
+
+def _check_name(flag: str, value: str, *, may_be_empty: bool = True) -> None:
+    _require(
+        (may_be_empty and not value) or _NAME.fullmatch(value) is not None,
+        f"{flag} must be 1 to 64 letters, digits, dots, dashes or underscores; got {value[:80]!r}",
+    )
+
+
+def _check_line(flag: str, value: str) -> None:
+    """Slurm reads directives line by line: nothing may end a line, or begin another directive."""
+    _require(
+        value.isprintable() and "#SBATCH" not in value,
+        f"{flag} must be one printable line without #SBATCH in it; got {value[:80]!r}",
+    )
+
+
+def _check_directive(directive: str) -> None:
+    _check_line("--sbatch-arg", directive)
+    _require(
+        _DIRECTIVE.fullmatch(directive) is not None and "\\" not in directive,
+        f"--sbatch-arg must look like --constraint=h100; got {directive[:80]!r}",
+    )
+    name = directive[2:].partition("=")[0]
+    _require(
+        name not in _WRITTEN,
+        f"--sbatch-arg --{name}: submit writes this one itself, from its flags",
+    )
 
 
 def sbatch_script(plan: SbatchPlan) -> str:
@@ -43,7 +278,7 @@ def sbatch_script(plan: SbatchPlan) -> str:
     return environment.from_string(source).render(
         headline=_headline(plan),
         directives=_directives(plan),
-        modules=[shell_word(module) for module in plan.modules],
+        modules=[shell_word(module) for module in plan.module],
         setup=plan.setup,
         python=shell_word(plan.python),
         run_dir=_run_dir(plan),
@@ -58,9 +293,8 @@ def sbatch_script(plan: SbatchPlan) -> str:
 def shell_word(text: str, *, array: bool = False, torchrun: bool = False) -> str:
     """`text` as one word of a shell, whatever is in it.
 
-    Args:
-        array: `{task}` in it stands for the number of the array's task.
-        torchrun: its agent substitutes ${…} in arguments; a doubled dollar sign comes out as one.
+    In an array `{task}` stands for the task's number. torchrun's agent substitutes ${…} in
+    arguments; a doubled dollar sign comes out as one.
     """
     text = text.replace("$", "$$") if torchrun else text
     if not array or TASK not in text:
@@ -79,20 +313,20 @@ def _headline(plan: SbatchPlan) -> str:
     if plan.gpus_per_node:
         each += ", one a GPU"
     array = f", for each task of {plan.array}" if plan.array else ""
-    return f"{plan.name}: {plan.nodes} node(s) with {each}, started by {plan.launcher}{array}."
+    return f"{plan.job_name}: {plan.nodes} node(s) with {each}, started by {plan.launcher}{array}."
 
 
 def _directives(plan: SbatchPlan) -> list[str]:
     only_shell = "B:" if plan.launcher == "mpirun" else ""
     numbers = "%A_%a" if plan.array else "%j"
-    log = f"{plan.folder.replace('%', '%%')}/%x-{numbers}.out"
+    log = f"{plan.output.replace('%', '%%')}/%x-{numbers}.out"
     options: list[tuple[str, object]] = [
-        ("job-name", plan.name),
+        ("job-name", plan.job_name),
         ("nodes", plan.nodes),
         ("ntasks-per-node", plan.tasks_per_node),
-        ("cpus-per-task", plan.cpus_per_task),
+        ("cpus-per-task", plan.cores_per_task),
         ("gres", f"gpu:{plan.gpus_per_node}" if plan.gpus_per_node else None),
-        ("mem", plan.memory),
+        ("mem", plan.mem),
         ("time", plan.time),
         ("partition", plan.partition),
         ("account", plan.account),
@@ -105,7 +339,7 @@ def _directives(plan: SbatchPlan) -> list[str]:
     given = [
         f"--{name}={directive_value(str(value))}" for name, value in options if value or value == 0
     ]
-    return [*given, "--requeue", *map(_free_directive, plan.directives)]
+    return [*given, "--requeue", *map(_free_directive, plan.sbatch_arg)]
 
 
 def _free_directive(directive: str) -> str:
@@ -118,7 +352,7 @@ def _run_dir(plan: SbatchPlan) -> str:
         return shell_word(plan.run_dir, array=bool(plan.array))
     if plan.program.command != "train":
         return ""
-    return shlex.quote(f"runs/{plan.name}-") + _job_id(plan)
+    return shlex.quote(f"runs/{plan.job_name}-") + _job_id(plan)
 
 
 def _job_id(plan: SbatchPlan) -> str:
@@ -140,8 +374,8 @@ def _launcher_words(plan: SbatchPlan) -> list[str]:
     # A rank that leaves with 75 a moment before the others must not end them. And since Slurm 22.05
     # a step does not inherit the job's cores per task.
     srun = ["srun", "--kill-on-bad-exit=0"]
-    if plan.cpus_per_task is not None:
-        srun.append(f"--cpus-per-task={plan.cpus_per_task}")
+    if plan.cores_per_task is not None:
+        srun.append(f"--cpus-per-task={plan.cores_per_task}")
     if plan.launcher == "srun":
         return srun
     meeting = ["--standalone"]
@@ -180,7 +414,7 @@ def _program_words(plan: SbatchPlan) -> list[str]:
 
 
 def _afterwards(plan: SbatchPlan) -> list[str]:
-    history = shlex.quote(f"{plan.folder}/{plan.name}-") + _job_id(plan) + ".turns.json"
+    history = shlex.quote(f"{plan.output}/{plan.job_name}-") + _job_id(plan) + ".turns.json"
     words = ['"$python" -m gradsync.launch.requeue', '--status="$status"', '--seconds="$SECONDS"']
     words += [f"--history={history}", f"--fruitless-turns={plan.fruitless_turns}"]
     return [*words, *(['--run-dir="$run_dir"'] if _run_dir(plan) else [])]

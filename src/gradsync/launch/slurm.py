@@ -1,13 +1,20 @@
-"""Slurm's commands, asked by argument lists, and what they say about a job."""
+"""Slurm's commands and what they say about a job; following a job; the jobs submitted from here."""
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
-from collections.abc import Sequence
-from dataclasses import dataclass
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TextIO
 
+from gradsync.core.files import parse_json
 from gradsync.errors import LaunchError, RunError
+from gradsync.runtime import environ
 
 ENDED = (
     *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL"),
@@ -16,6 +23,7 @@ ENDED = (
 """States from which a job does not go on by itself."""
 
 _TIMEOUT_S = 60
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0
 _JOB_ID = re.compile(r"[0-9]{1,18}(_[0-9]{1,10})?")
 
 
@@ -23,20 +31,13 @@ _JOB_ID = re.compile(r"[0-9]{1,18}(_[0-9]{1,10})?")
 class JobState:
     """One job, or one task of an array, as Slurm sees it."""
 
-    job: str
-    """Its id, `12` or `12_3`."""
-    name: str
-    """Its name."""
-    state: str
-    """PENDING, RUNNING, COMPLETING, COMPLETED, FAILED …"""
-    reason: str = ""
-    """Why it waits; "" when it does not."""
-    nodes: str = ""
-    """Nodes it runs or ran on."""
-    elapsed: str = ""
-    """Length of this turn."""
-    restarts: int = 0
-    """How often it was requeued."""
+    job: str  # its id, `12` or `12_3`
+    name: str  # its name
+    state: str  # PENDING, RUNNING, COMPLETING, COMPLETED, FAILED …
+    reason: str = ""  # why it waits; "" when it does not
+    nodes: str = ""  # nodes it runs or ran on
+    elapsed: str = ""  # length of this turn
+    restarts: int = 0  # how often it was requeued
     exit_code: int = 0
     """Its exit code, 128 + signal when one ended it; means something once it has ended."""
 
@@ -58,23 +59,14 @@ class JobState:
 
 
 def check_job_id(text: str) -> str:
-    """`text` if it is a job's id.
-
-    Raises:
-        LaunchError: it is not.
-    """
+    """`text` if it is a job's id."""
     if _JOB_ID.fullmatch(text) is None:
         raise LaunchError(f"{text[:80]!r} is no job id; it looks like 1234, or 1234_5 in an array")
     return text
 
 
 def ask(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run one of Slurm's commands to its end.
-
-    Raises:
-        LaunchError: there is no such command on this machine.
-        RunError: it did not answer in time.
-    """
+    """Run one of Slurm's commands to its end."""
     try:
         return subprocess.run(
             argv, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S, check=False
@@ -89,12 +81,7 @@ def ask(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 
 def submit(script: str) -> str:
-    """Hand the job script at path `script` to Slurm; returns the job's id.
-
-    Raises:
-        LaunchError: there is no Slurm here.
-        RunError: Slurm refused; the message is Slurm's own.
-    """
+    """Hand the job script at path `script` to Slurm; returns the job's id."""
     done = ask(["sbatch", "--parsable", script])
     if done.returncode != 0:
         raise RunError(f"sbatch refused the job: {own_words(done.stderr)}")
@@ -108,22 +95,13 @@ def own_words(text: str) -> str:
 
 
 def states_of(job: str) -> list[JobState]:
-    """The job, or each task of the array, from `scontrol`, else from `sacct`; [] if unknown.
-
-    Raises:
-        LaunchError: there is no Slurm here.
-        RunError: Slurm does not answer.
-    """
+    """The job, or each task of the array, from `scontrol`, else from `sacct`; [] if unknown."""
     shown = ask(["scontrol", "--oneliner", "show", "job", job])
     if shown.returncode == 0:
         return [parse_shown(line) for line in shown.stdout.splitlines() if line.strip()]
+    sacct = ["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}"]
     try:
-        accounts = ask(
-            [
-                *("sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}"),
-                "--format=JobID,JobName,State,ExitCode,Elapsed,NodeList",
-            ]
-        )
+        accounts = ask([*sacct, "--format=JobID,JobName,State,ExitCode,Elapsed,NodeList"])
     except LaunchError:
         accounts = None
     if accounts is not None and accounts.returncode == 0:
@@ -169,3 +147,106 @@ def _code(text: str, state: str) -> int:
     code, _, signal = text.partition(":")
     number = int(code or 0) or (128 + int(signal) if int(signal or 0) else 0)
     return number or int(state in ENDED and state != "COMPLETED")
+
+
+# -- following a job ------------------------------------------------------------------------------
+
+
+def follow(
+    job: str,
+    log: Path | None,
+    *,
+    out: TextIO,
+    err: TextIO | None = None,
+    states: Callable[[str], list[JobState]] = states_of,
+    pause: Callable[[float], None] = time.sleep,
+) -> list[JobState]:
+    """Follow a job, or an array (`log` None: each task has its own), until it has ended for good.
+
+    Prints changes of state to `err` and what is new in the log to `out`; returns the last states.
+    Asks Slurm every half second at first, and ever more rarely, down to every ten seconds, while
+    nothing changes.
+    """
+    err = err or sys.stderr
+    told: dict[str, str] = {}
+    offset, pause_s = 0, _FIRST_PAUSE_S
+    while True:
+        now = states(job)
+        if not now:
+            raise RunError(f"Slurm has forgotten job {job}; the log may tell how it ended")
+        changed = False
+        before = offset
+        offset = copy_new(log, offset, out)
+        for each in now:
+            text = each.describe()
+            if told.get(each.job) != text:
+                told[each.job], changed = text, True
+                print(f"gradsync: job {each.job} {text}", file=err, flush=True)
+        if all(each.ended for each in now):
+            copy_new(log, offset, out)
+            return now
+        quiet = not changed and offset == before
+        pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S) if quiet else _FIRST_PAUSE_S
+        pause(pause_s)
+
+
+def copy_new(log: Path | None, offset: int, out: TextIO) -> int:
+    """Copy what the file `log` holds beyond `offset` bytes to `out`; returns the new offset."""
+    if log is None:
+        return offset
+    try:
+        with log.open("rb") as file:
+            file.seek(offset)
+            new = file.read()
+    except OSError:  # not there yet
+        return offset
+    if new:
+        out.write(new.decode("utf-8", errors="replace"))
+        out.flush()
+    return offset + len(new)
+
+
+# -- jobs submitted from here ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Submitted:
+    """A job as it was handed over."""
+
+    job: str  # slurm's id
+    name: str  # its name
+    script: str  # absolute path of the script
+    log: str  # absolute path of the log, %a standing for the task in an array
+    run_dir: str  # run directory; "" when there is none
+    when: str  # local time, ISO 8601
+
+
+def jobs_file() -> Path:
+    """`jobs.jsonl` in the cache."""
+    return environ.cache_dir() / "jobs.jsonl"
+
+
+def remember(job: Submitted) -> None:
+    """Add a job."""
+    path = jobs_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(asdict(job)) + "\n")
+
+
+def remembered() -> list[Submitted]:
+    """All jobs, the latest last; lines that are none are passed over."""
+    names = {field.name for field in fields(Submitted)}
+    found = []
+    try:
+        lines = jobs_file().read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        try:
+            values = parse_json(line.encode())
+        except ValueError:  # torn by a full disk
+            continue
+        if isinstance(values, dict) and values.keys() == names:
+            found.append(Submitted(**values))
+    return found

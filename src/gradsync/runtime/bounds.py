@@ -44,9 +44,6 @@ def check_numbers(options: Any, spell: Callable[[str], str] = str) -> None:
         options: integers below 2**63 in size, `world_size` and the like smaller; floats finite in
             32 bits; what ends in `_s` positive, at most `LONGEST_S`.
         spell: the name that the user wrote, from the field's.
-
-    Raises:
-        ConfigError: naming the first that cannot be.
     """
     for field in fields(options):
         name, value = spell(field.name), getattr(options, field.name)

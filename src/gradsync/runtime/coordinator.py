@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import socket
 import subprocess
@@ -30,50 +31,44 @@ from typing import Literal
 from gradsync.errors import LaunchError
 from gradsync.runtime.bounds import whole_number
 from gradsync.runtime.hostlist import check_host, expand_hosts
-from gradsync.runtime.launchers.reading import integer
-from gradsync.runtime.proc import launcher_ancestor
+from gradsync.runtime.launchers import integer
 from gradsync.runtime.resolve import Resolution
 
 HAND_PORT = 29_500
 """Port when the ranks were started by hand and none is given; torch's own default."""
 
-_JOB_VARIABLES: dict[str, tuple[str, ...]] = {
+_JOB_VARIABLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     # The transports key is random per mpirun (Open MPI 4); the namespace holds a pid (Open MPI 5).
     "openmpi": (
-        "PMIX_NAMESPACE",
-        "PMIX_SERVER_TMPDIR",
-        "OMPI_MCA_ess_base_jobid",
-        "OMPI_MCA_orte_precondition_transports",
+        ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+        ("PMIX_SERVER_TMPDIR", "OMPI_MCA_orte_precondition_transports"),
     ),
-    "pals": ("PBS_JOBID", "PALS_APID"),
-    "flux": ("FLUX_URI", "FLUX_JOB_ID"),
-    "srun": ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID"),
+    "pals": (("PALS_APID",), ("PBS_JOBID",)),
+    "flux": (("FLUX_JOB_ID",), ("FLUX_URI",)),
+    "srun": (("SLURM_JOB_ID",), ("SLURM_CLUSTER_NAME", "SLURM_STEP_ID")),
 }
-# Which of them make a job unique on its host; without these we ask the process tree.
-_UNIQUE = {
-    "openmpi": ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
-    "pals": ("PALS_APID",),
-    "flux": ("FLUX_JOB_ID",),
-    "srun": ("SLURM_JOB_ID",),
-}
+"""Variables that make a job unique on its host, each one by itself; then others that help."""
+
+_JOB_NUMBERS = {"srun": "SLURM_JOB_ID", "pals": "PBS_JOBID", "flux": "FLUX_JOB_ID"}
+
+_LAUNCHERS = (
+    *("hydra_pmi_proxy", "mpiexec", "mpirun", "mpirun_rsh", "mpispawn", "orted"),
+    *("palsd", "prte", "prted", "prterun"),
+)
+"""Processes that start ranks, as the kernel shows them: cut to 15 characters."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CoordinatorPlan:
     """Where the ranks meet. The same on every rank of a job."""
 
-    kind: Literal["none", "given", "file", "port", "mpi"]
-    """How; see the table of this module."""
-    address: str = ""
-    """Host name or address of rank 0; "" where rank 0 publishes it."""
-    port: int = 0
-    """TCP port; 0 where rank 0 takes a free one and publishes it."""
+    kind: Literal["none", "given", "file", "port", "mpi"]  # how; see the table of this module
+    address: str = ""  # host name or address of rank 0; "" where rank 0 publishes it
+    port: int = 0  # TCP port; 0 where rank 0 takes a free one and publishes it
     hosted_by_agent: bool = False
     """The store is served by the agent that started the ranks: rank 0 must not bind."""
-    key: str = ""
-    """Kind `file`: a word for file names, of this job and generation alone."""
-    why: str = ""
-    """Where it comes from, for people."""
+    key: str = ""  # kind `file`: a word for file names, of this job and generation alone
+    why: str = ""  # where it comes from, for people
 
 
 def run_command(argv: Sequence[str]) -> str:
@@ -82,67 +77,104 @@ def run_command(argv: Sequence[str]) -> str:
     return done.stdout
 
 
+def launcher_ancestor(proc: Path = Path("/proc")) -> str:
+    """`PID:START` of the nearest ancestor that is an MPI launcher, else of the parent process.
+
+    All ranks that one launcher started on a host get the same text, and two launchers get
+    different ones, also when the system gives a process id out again: START is the start time.
+    """
+    pid = parent = os.getppid()
+    start = _read_stat(proc, pid)[2]
+    while pid > 1:
+        name, above, began = _read_stat(proc, pid)
+        if name.startswith(("mpiexec.", "mpirun.")) or name in _LAUNCHERS:
+            return f"{pid}:{began}"
+        pid = above
+    return f"{parent}:{start}"
+
+
+def _read_stat(proc: Path, pid: int) -> tuple[str, int, str]:
+    """Name, parent and start time (clock ticks since boot) of a process; ("", 0, "") if gone."""
+    try:
+        text = (proc / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return "", 0, ""
+    # The name is in parentheses and may itself hold spaces and parentheses.
+    name, _, rest = text.partition("(")[2].rpartition(")")
+    fields = rest.split()
+    return name, int(fields[1]), fields[19]
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """The questions that a plan may have to ask beyond the environment."""
+
+    resolve_host: Callable[[str], object] = socket.gethostbyname
+    """Raises `OSError` for a name that the system does not know."""
+    run: Callable[[Sequence[str]], str] = run_command  # output of a command
+    read_text: Callable[[str], str] = lambda path: Path(path).read_text(encoding="utf-8")
+    """Content of a file."""
+    ancestor: Callable[[], str] = launcher_ancestor
+    """Names the launching process on this host, equal on all its ranks."""
+
+
 def plan_coordinator(
-    env: Mapping[str, str],
-    resolution: Resolution,
-    *,
-    resolve_host: Callable[[str], object] = socket.gethostbyname,
-    run: Callable[[Sequence[str]], str] = run_command,
-    read_text: Callable[[str], str] = lambda path: Path(path).read_text(encoding="utf-8"),
-    ancestor: Callable[[], str] = launcher_ancestor,
+    env: Mapping[str, str], resolution: Resolution, system: System | None = None
 ) -> CoordinatorPlan:
     """Plan where the ranks meet; opens nothing.
 
     Args:
-        env: environment, as from `gradsync.runtime.environ.snapshot`.
+        env: environment variables.
         resolution: what `resolve` said about `env`.
-        resolve_host: raises `OSError` for a name that the system does not know.
-        run: output of a command (an argv list).
-        read_text: content of a file.
-        ancestor: text that names the launching process on this host, equal on all its ranks.
+        system: asked only where the environment does not say enough; default: this one.
 
     Raises:
         LaunchError: when there is no way to know rank 0's host, or a variable is malformed.
     """
+    system = system or System()
     world = resolution.world
     addr = env.get("MASTER_ADDR", "").strip()
-    given_port = _port(env)
+    given_port = _given_port(env)
     if addr and re.fullmatch(r"[A-Za-z0-9._:%-]{1,255}", addr) is None:
         raise LaunchError(f"MASTER_ADDR={addr[:80]!r} is not a host name or address")
     if addr and (given_port or world.is_distributed):
-        port = given_port or _fallback_port(env, world.launcher)
         agent = env.get("TORCHELASTIC_USE_AGENT_STORE", "").strip() == "True"
         return CoordinatorPlan(
             kind="given",
             address=addr,
-            port=port,
+            port=given_port or _fallback_port(env, world.launcher),
             hosted_by_agent=agent and world.launcher == "torchrun",
             why="MASTER_ADDR and " + ("MASTER_PORT" if given_port else "the fallback port"),
         )
     if not world.is_distributed:
         return CoordinatorPlan(kind="none", why="one rank needs no coordinator")
     if world.one_host:
-        return _plan_one_host(env, resolution, given_port, ancestor)
+        return _plan_one_host(env, resolution, given_port, system)
     # Without the local size, ranks may differ in whether they see several hosts: no broadcast.
-    if world.launcher in ("openmpi", "mvapich2", "hydra") and resolution.trust_local:
+    if world.launcher in ("openmpi", "mvapich2", "hydra") and resolution.reading.trust_local:
         return CoordinatorPlan(kind="mpi", port=given_port, why="rank 0 tells all through mpi4py")
-    host, source = _first_host(env, world.launcher, run, read_text)
+    host, source = _first_host(env, world.launcher, system)
     return CoordinatorPlan(
         kind="port",
-        address=_reachable(host, world.launcher, resolve_host, run),
+        address=_reachable(host, world.launcher, system),
         port=given_port or _fallback_port(env, world.launcher),
         why=f"first host of {source}, port from " + ("MASTER_PORT" if given_port else "the job id"),
     )
 
 
 def _plan_one_host(
-    env: Mapping[str, str], resolution: Resolution, port: int, ancestor: Callable[[], str]
+    env: Mapping[str, str], resolution: Resolution, port: int, system: System
 ) -> CoordinatorPlan:
     launcher = resolution.world.launcher
     if port or launcher in ("env", "torchrun"):
         why = "one host, " + ("MASTER_PORT" if port else "torch's default port")
         return CoordinatorPlan(kind="given", address="127.0.0.1", port=port or HAND_PORT, why=why)
-    key = job_key(env, launcher, ancestor)
+    # A name that all ranks of this job on this host share, and no other job there: the launcher's
+    # own job variables; where it sets none (Hydra, MVAPICH2), the process that started the ranks.
+    unique, others = _JOB_VARIABLES.get(launcher, ((), ()))
+    key = [f"{name}={env[name]}" for name in (*unique, *others) if env.get(name)]
+    if not any(env.get(name) for name in unique):
+        key.append(f"process={system.ancestor()}")
     digest = hashlib.sha256(json.dumps([launcher, key, resolution.generation]).encode())
     return CoordinatorPlan(
         kind="file",
@@ -152,19 +184,7 @@ def _plan_one_host(
     )
 
 
-def job_key(env: Mapping[str, str], launcher: str, ancestor: Callable[[], str]) -> list[str]:
-    """A name that all ranks of this job on this host share, and no other job there.
-
-    Taken from the launcher's own job variables; where it sets none (Hydra, MVAPICH2), from the
-    process that started the ranks.
-    """
-    key = [f"{name}={env[name]}" for name in _JOB_VARIABLES.get(launcher, ()) if env.get(name)]
-    if not any(env.get(name) for name in _UNIQUE.get(launcher, ())):
-        key.append(f"process={ancestor()}")
-    return key
-
-
-def _port(env: Mapping[str, str]) -> int:
+def _given_port(env: Mapping[str, str]) -> int:
     """`MASTER_PORT`, or 0 when it is not set."""
     if not env.get("MASTER_PORT", "").strip():
         return 0
@@ -176,8 +196,7 @@ def _port(env: Mapping[str, str]) -> int:
 
 def _fallback_port(env: Mapping[str, str], launcher: str) -> int:
     """A port that all ranks work out alone; see the head of this module."""
-    names = {"srun": "SLURM_JOB_ID", "pals": "PBS_JOBID", "flux": "FLUX_JOB_ID"}
-    job = env.get(names.get(launcher, ""), "").strip()
+    job = env.get(_JOB_NUMBERS.get(launcher, ""), "").strip()
     if not job:
         return HAND_PORT
     number = whole_number(job)
@@ -186,61 +205,50 @@ def _fallback_port(env: Mapping[str, str], launcher: str) -> int:
     return 15_000 + (job_number + 97 * (whole_number(step) or 0)) % 10_000
 
 
-def _first_host(
-    env: Mapping[str, str],
-    launcher: str,
-    run: Callable[[Sequence[str]], str],
-    read_text: Callable[[str], str],
-) -> tuple[str, str]:
+def _first_host(env: Mapping[str, str], launcher: str, system: System) -> tuple[str, str]:
     """Name of the first host of the job, and the variable or command that told it."""
     if launcher == "srun":
         for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"):
-            if env.get(name, "").strip():
-                return expand_hosts(env[name].strip())[0], name
+            if env.get(name):
+                return expand_hosts(env[name])[0], name
     if launcher == "pals" and env.get("PBS_NODEFILE"):
         try:
-            lines = read_text(env["PBS_NODEFILE"]).split()
+            lines = system.read_text(env["PBS_NODEFILE"]).split()
         except (OSError, UnicodeDecodeError) as error:
             raise LaunchError(f"PBS_NODEFILE cannot be read ({error}); set MASTER_ADDR") from error
         if lines:
             return check_host(lines[0]), "PBS_NODEFILE"
     if launcher == "flux" and env.get("FLUX_JOB_ID"):
-        return _flux_host(env["FLUX_JOB_ID"].strip(), run), "flux job info"
+        return _flux_host(env["FLUX_JOB_ID"].strip(), system), "flux job info"
     raise LaunchError(
         f"{launcher}: ranks run on several hosts and none says where rank 0 is; "
         "set MASTER_ADDR to its host name and MASTER_PORT to a free port there"
     )
 
 
-def _flux_host(job: str, run: Callable[[Sequence[str]], str]) -> str:
+def _flux_host(job: str, system: System) -> str:
     """First host of a Flux job, from its resource set (Flux RFC 20)."""
     if job.startswith("-"):
         raise LaunchError(f"FLUX_JOB_ID={job[:80]!r} is not a job id")
     try:
-        resources = json.loads(run(["flux", "job", "info", job, "R"]))
-        hosts = resources["execution"]["nodelist"]
-        return expand_hosts(",".join(hosts))[0]
+        resources = json.loads(system.run(["flux", "job", "info", job, "R"]))
+        return expand_hosts(",".join(resources["execution"]["nodelist"]))[0]
     except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError) as error:
         raise LaunchError(
             f"flux cannot tell the hosts of job {job[:80]!r} ({error}); set MASTER_ADDR"
         ) from error
 
 
-def _reachable(
-    host: str,
-    launcher: str,
-    resolve_host: Callable[[str], object],
-    run: Callable[[Sequence[str]], str],
-) -> str:
+def _reachable(host: str, launcher: str, system: System) -> str:
     """`host` if the system knows the name, else the address that Slurm has for that node."""
     try:
-        resolve_host(host)
+        system.resolve_host(host)
     except OSError as unknown:
+        asked = ""
         if launcher == "srun":
-            address = _slurm_address(host, run)
-            if address:
+            if address := _slurm_address(host, system):
                 return address
-        asked = ", and scontrol gives no address for it" if launcher == "srun" else ""
+            asked = ", and scontrol gives no address for it"
         raise LaunchError(
             f"rank 0's host {host!r} does not resolve ({unknown}){asked}; "
             "set MASTER_ADDR to an address of that host"
@@ -248,10 +256,10 @@ def _reachable(
     return host
 
 
-def _slurm_address(host: str, run: Callable[[Sequence[str]], str]) -> str:
+def _slurm_address(host: str, system: System) -> str:
     """`NodeAddr` of a Slurm node, "" when scontrol cannot tell."""
     try:
-        shown = run(["scontrol", "show", "node", host])
+        shown = system.run(["scontrol", "show", "node", host])
     except (OSError, subprocess.SubprocessError):
         return ""
     match = re.search(r"\bNodeAddr=([A-Za-z0-9._:-]{1,255})(?:\s|$)", shown)

@@ -1,10 +1,22 @@
-"""Which device a rank computes on."""
+"""Which device a rank computes on, and which of torch's backends carries its messages."""
 
 from __future__ import annotations
 
 import re
+from difflib import get_close_matches
 
-from gradsync.errors import LaunchError
+from gradsync.errors import ConfigError, LaunchError
+
+AUTO = "auto"
+NEEDS = {
+    "gloo": "in every torch",
+    "nccl": "CUDA or ROCm devices, and a torch built for them",
+    "mpi": "a torch built from source with MPI",
+    "ucc": "a torch built with UCC",
+    "xccl": "Intel GPUs, and a torch built for them",
+    "shm": "`import gradsync.backends`; ranks on one host",
+}
+"""The backends' names, and what each needs."""
 
 
 def device_name(requested: str, local_rank: int, visible: int) -> str:
@@ -24,9 +36,9 @@ def device_name(requested: str, local_rank: int, visible: int) -> str:
     kind, _, index = requested.partition(":")
     if kind == "cpu" and index:
         raise LaunchError(f"device {requested[:80]!r}: a CPU has no index; use cpu")
-    if kind == "cpu" or (kind == "auto" and visible == 0):
+    if kind == "cpu" or (kind == AUTO and visible == 0):
         return "cpu"
-    if kind not in ("auto", "cuda"):
+    if kind not in (AUTO, "cuda"):
         raise LaunchError(f"unknown device {requested[:80]!r}; use auto, cpu, cuda or cuda:N")
     if visible == 0:
         raise LaunchError(
@@ -77,9 +89,6 @@ def check_not_shared(hosts: list[str], identities: list[str]) -> None:
 
     Args:
         hosts, identities: host name and `device_identity` of each rank, in rank order.
-
-    Raises:
-        LaunchError: naming both ranks.
     """
     seen: dict[tuple[str, str], int] = {}
     for rank, key in enumerate(zip(hosts, identities, strict=True)):
@@ -89,3 +98,69 @@ def check_not_shared(hosts: list[str], identities: list[str]) -> None:
                 "start at most one rank per visible GPU, or use --device cpu"
             )
         seen[key] = rank
+
+
+def check_names(requested: str) -> dict[str, str]:
+    """The name for each device, from `cpu:gloo,cuda:nccl`; from `gloo`, the one for all, under "".
+
+    Needs no torch, so it knows no backend that another package brings.
+    """
+    names: dict[str, str] = {}
+    for part in requested.lower().split(","):
+        device, colon, name = part.strip().rpartition(":")
+        if not name or device in names or not bool(device) == bool(colon) == (":" in requested):
+            raise ConfigError(
+                f"backend {requested[:80]!r}: expected {AUTO}, a name such as gloo, or one for "
+                "each device such as cpu:gloo,cuda:nccl"
+            )
+        names[device] = name
+    return names
+
+
+def choose_backend(requested: str | None, device: str) -> str:
+    """The backend of the default process group; checked alike on one rank and on many.
+
+    Args:
+        requested: a name, names by device, or None or "auto": gloo, and nccl beside it on CUDA.
+            Beside one that carries no CPU tensors comes gloo, for the small messages.
+        device: this rank's torch device.
+    """
+    kind = device.partition(":")[0]
+    if requested in (None, AUTO):
+        return "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+    from torch.distributed import Backend, is_backend_available
+
+    names = check_names(requested)
+    carries = {
+        name: Backend.backend_capability.get(name, ["cpu", "cuda"])
+        for name in Backend.backend_list
+        if name not in ("undefined", "fake") and is_backend_available(name)
+    }
+    whole = names.get("")
+    if whole in carries and kind in carries[whole]:
+        names = {each: whole for each in ("cpu", "cuda") if each in carries[whole]}
+        names.setdefault("cpu", "gloo")
+    elif whole == "shm" and whole in carries:
+        names = {"cpu": whole, "cuda": "nccl"}
+    for each, name in names.items():
+        if name not in carries:
+            near = get_close_matches(name, NEEDS, n=1)
+            hint = f"; perhaps you meant {near[0]!r}" if near else ""
+            needs = f"needs {NEEDS[name]}" if name in NEEDS else f"is unknown{hint}"
+            raise ConfigError(f"backend {name[:40]!r} {needs}; {_listed(carries, name)}")
+        if each not in carries[name]:
+            raise ConfigError(
+                f"backend {name!r} carries no tensors of {each or kind}; {_listed(carries)}"
+            )
+    for needed in ("cpu", kind):
+        if needed not in names:
+            raise ConfigError(f"backend {requested!r} names none for {needed}; {_listed(carries)}")
+    if whole and len(set(names.values())) == 1:
+        return whole
+    return ",".join(f"{device}:{name}" for device, name in names.items())
+
+
+def _listed(carries: dict[str, list[str]], said: str = "") -> str:
+    """All names: usable ones, and what each of the others needs but the one `said`."""
+    rest = [f"{key} needs {needs}" for key, needs in NEEDS.items() if key not in (*carries, said)]
+    return f"here: {', '.join(carries)}" + "".join(f"; {each}" for each in rest)

@@ -6,8 +6,7 @@ Variables with the prefix `GRADSYNC_` are ours; all others belong to launchers, 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
 from gradsync.errors import ConfigError
@@ -23,19 +22,24 @@ def get(name: str, default: str = "") -> str:
     return os.environ.get(name, default)
 
 
-@contextmanager
-def exported(variables: Mapping[str, str]) -> Iterator[None]:
+class exported:  # noqa: N801  used as a function
     """Set `variables` for the length of a `with` block, then put back what was there.
 
     A session exports the torchrun set (`RANK` … `MASTER_PORT`) this way, so that other libraries in
-    the process agree with us about the world.
+    the process agree with us about the world. Not a generator: one that is never left would be
+    closed by the interpreter's end, when `os` has gone.
     """
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
+
+    def __init__(self, variables: Mapping[str, str]) -> None:
+        self._variables = dict(variables)
+        self._before: dict[str, str | None] = {}
+
+    def __enter__(self) -> None:
+        self._before = {name: os.environ.get(name) for name in self._variables}
+        os.environ.update(self._variables)
+
+    def __exit__(self, *_: object) -> None:
+        for name, value in self._before.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
@@ -43,15 +47,8 @@ def exported(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def cache_dir() -> Path:
-    """Where prepared data may be kept: `GRADSYNC_CACHE`, else `XDG_CACHE_HOME/gradsync`.
-
-    Without either it is `~/.cache/gradsync`.
-
-    Raises:
-        ConfigError: without either, for a user who has no home.
-    """
-    own = get("GRADSYNC_CACHE")
-    if own:
+    """Folder of the cache: `GRADSYNC_CACHE`, `XDG_CACHE_HOME/gradsync` or `~/.cache/gradsync`."""
+    if own := get("GRADSYNC_CACHE"):
         return Path(own)
     if base := get("XDG_CACHE_HOME"):
         return Path(base) / "gradsync"

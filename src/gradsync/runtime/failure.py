@@ -7,7 +7,9 @@
     rank 1's host is cut off -> as killed, once its connections have timed out (`silence_s`)
     rank 1 is late or left   -> rank 0's collective raises, says which of the two, is written down
 
-A thread per rank reads one key of the store and writes one heartbeat a few times a second.
+A thread per rank reads one key of the store and writes one heartbeat a few times a second. The
+record of a failure travels as JSON through the store. A reader takes whatever it finds there: a
+rank of another version, or one that died while it wrote, must not take the reader along.
 """
 
 from __future__ import annotations
@@ -18,18 +20,24 @@ import logging
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from gradsync.errors import LostPeerError, PeerError, RunError
-from gradsync.runtime.failure_record import Failure, describe, read_failure
-from gradsync.runtime.peer_connections import PeerConnections
-from gradsync.runtime.signals import say_interrupted, signal_when_parent_ends
+from gradsync.errors import GradsyncError, LostPeerError, PeerError, RunError
+from gradsync.runtime.network import PeerConnections
+from gradsync.runtime.signals import (
+    INTERRUPTED,
+    interrupted_line,
+    say_interrupted,
+    signal_when_parent_ends,
+)
 from gradsync.runtime.store import LEFT, server_name, wait_until
 
 log = logging.getLogger("gradsync")
@@ -40,9 +48,78 @@ _SILENT_S = 2.0
 _LAST_WORDS_S = 2.0
 _BEATS_A_LOOK = 8
 _CHAIN_LIMIT = 16
+_SUMMARY_LIMIT, _TRACEBACK_LIMIT = 2_000, 20_000
+_RECORD_LIMIT = 10 * _TRACEBACK_LIMIT  # bytes: JSON writes up to six for a character
 # Gloo begins with the line of its source, wherever torch was built.
 _GLOO = re.compile(r"\[[^]\s]*\bgloo/[^]\s]*:\d+\] *|^Application timeout caused pair closure")
 _LATE = re.compile(r"timed out waiting|application timeout", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The first failure of a run, as the failing rank wrote it down."""
+
+    rank: int
+    host: str
+    summary: str
+    traceback_text: str
+    """Empty for errors that gradsync raises on purpose: their one line says it all."""
+    exit_code: int = 1
+
+    def as_error(self) -> PeerError:
+        """The exception that the other ranks raise."""
+        rank, trace = self.rank, self.traceback_text
+        message = self.summary
+        if rank >= 0:
+            message = f"rank {rank} on {self.host} failed first: {message}"
+        if trace:
+            message += f"\n--- traceback of rank {rank} ---\n{trace.rstrip()}"
+        return PeerError(message, rank=rank, traceback_text=trace, exit_code=self.exit_code)
+
+
+def read_failure(record: bytes) -> Failure:
+    """The failure that a rank wrote down; one of rank -1 when `record` is none of ours."""
+    with suppress(ValueError, TypeError, RecursionError):
+        failure = Failure(**json.loads(record)) if len(record) <= _RECORD_LIMIT else None
+        if failure is not None and _is_sound(failure):
+            return failure
+    said = (
+        f"a rank failed and left an unreadable record of it ({len(record)} bytes, "
+        f"{record[:40]!r}); its own output says why"
+    )
+    return Failure(-1, "", said, "")
+
+
+def _is_sound(failure: Failure) -> bool:
+    numbers, texts = (failure.rank, failure.exit_code), (failure.host, failure.summary)
+    return (
+        all(type(number) is int for number in numbers)
+        and 0 <= failure.rank < 2**31
+        and 0 < failure.exit_code < 256
+        and all(isinstance(text, str) for text in (*texts, failure.traceback_text))
+    )
+
+
+def describe(error: BaseException, rank: int, reason: str = "") -> Failure:
+    """The record that rank `rank` publishes about `error`.
+
+    Args:
+        reason: one line that says more than the error's own.
+    """
+    host = socket.gethostname()
+    if isinstance(error, GradsyncError):
+        return Failure(rank, host, _shortened(str(error)), "", error.exit_code)
+    if isinstance(error, KeyboardInterrupt):
+        where = interrupted_line(error)
+        said = "interrupted (Ctrl-C)" + (f" in {where}" if where else "")
+        return Failure(rank, host, said, "", INTERRUPTED)
+    text = "".join(traceback.format_exception(error))[-_TRACEBACK_LIMIT:]
+    summary = reason or traceback.format_exception_only(error)[-1].strip()
+    return Failure(rank, host, _shortened(summary), text)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _SUMMARY_LIMIT else text[:_SUMMARY_LIMIT] + " …"
 
 
 def communication_error(error: BaseException) -> BaseException | None:
@@ -78,7 +155,6 @@ class FailureWatch:
 
     Args:
         store: a connection to the rendezvous store that nothing else blocks on.
-        rank, world_size: as in `World`.
         hosted_by_agent: the launcher serves the store, not rank 0.
         hosts: host name of each rank, if they sit on several.
         pids: process of each other rank on this host.
@@ -100,7 +176,7 @@ class FailureWatch:
     ) -> None:
         from torch.distributed import DistError
 
-        # What the store's client raises once its server has gone. Nothing wider: a mistake of ours
+        # The store's client raises it once its server has gone. Nothing wider: a mistake of ours
         # must not be reported as another process's death.
         self._store_gone = DistError
         self._store = store
@@ -172,12 +248,18 @@ class FailureWatch:
         return _because(LostPeerError(reason), error) if reason else None
 
     def peer_failure(self) -> PeerError | None:
-        """Failure record of another rank, if any has come."""
+        """Failure record of another rank, if any has come; for a rank that has said farewell."""
         try:
             failure = self._read()
         except self._store_gone:
             return None  # the store has gone, in good order
-        return failure.as_error() if failure is not None else None
+        if failure is None:
+            return None
+        if self._rank == 0 and not self._hosted_by_agent:
+            # It serves the store: it stays until the others have heard. Its own farewell counts.
+            until = time.monotonic() + _SILENT_S
+            wait_until(lambda: self._num_heard() >= self._world_size, until)
+        return failure.as_error()
 
     def _wait_for_survivors(self, num_silent: int) -> None:
         """Rank 0 serves the store: it stays until the others know as much as it does."""
@@ -263,9 +345,11 @@ class FailureWatch:
 
     def _server_gone(self, error: BaseException) -> str:
         where = f" on {self._hosts[0]}" if self._hosts else ""
+        # Torch's store ends its first line with the system's own words, such as "Broken pipe".
+        words = str(error).partition("\n")[0].rpartition(": ")[2]
         return (
             f"{server_name(self._hosted_by_agent)}{where}, which serves the rendezvous store, "
-            f"vanished without a word ({_cause(error)}); rank {self._rank} stops too"
+            f"vanished without a word ({words}); rank {self._rank} stops too"
         )
 
     def _end_process(self, message: str) -> None:
@@ -336,16 +420,13 @@ def _obituary(silent: list[int], hosts: Sequence[str], pids: Mapping[int, int]) 
     states = {rank: _state(pids[rank]) if rank in pids else "ended" for rank in silent}
     ended = [rank for rank, state in states.items() if state == "ended"]
     said = []
-    if ended and not hosts:
+    if ended:
+        where, why = "", "or the host died"
+        if hosts:
+            where = " on " + ", ".join(dict.fromkeys(hosts[rank] for rank in ended))
+            why = "the host died, or the network to it is broken"
         said.append(
-            f"rank(s) {_names(ended)} vanished without a word (killed, out of memory, or the host "
-            "died)"
-        )
-    elif ended:
-        theirs = ", ".join(dict.fromkeys(hosts[rank] for rank in ended))
-        said.append(
-            f"rank(s) {_names(ended)} on {theirs} vanished without a word (killed, out of memory, "
-            "the host died, or the network to it is broken)"
+            f"rank(s) {_names(ended)}{where} vanished without a word (killed, out of memory, {why})"
         )
     said += [
         f"rank {rank} (process {pids[rank]}) gives no sign of life ({state})"
@@ -371,9 +452,3 @@ def _state(pid: int) -> str:
 
 def _names(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))
-
-
-def _cause(error: BaseException) -> str:
-    """The system's own words at the end of what torch's store raises, such as "Broken pipe"."""
-    first = str(error).partition("\n")[0]
-    return first.rpartition(": ")[2]

@@ -1,14 +1,28 @@
-"""Kind of host, as the system tells it. No torch here."""
+"""What this host gives to ranks: processor, cores, threads, memory. No torch at import.
+
+Limits of containers and jobs (control groups, version 2 or 1) count as less of a host.
+"""
 
 from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Iterator
 from pathlib import Path
 
-from gradsync.runtime.threads import cgroup_cores
+import psutil
 
 _CPU_INFO = Path("/proc/cpuinfo")
+_GROUPS = Path("/sys/fs/cgroup")
+_OWN_GROUPS = Path("/proc/self/cgroup")
+_MEMORY_FILES = {
+    "memory.max": ("memory.current", ("inactive_file", "active_file")),
+    "memory.limit_in_bytes": (
+        "memory.usage_in_bytes",
+        ("total_inactive_file", "total_active_file"),
+    ),
+}
+"""Files of a memory limit, by version: its usage, and the lines of memory.stat that are caches."""
 
 
 def cpu_model() -> str:
@@ -20,11 +34,20 @@ def cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def host_cores() -> int:
+def cgroup_cores(root: Path = _GROUPS) -> float | None:
+    """CPU limit of this container in cores (cgroup v2 `cpu.max`), or None when there is none."""
+    try:
+        quota, period = (root / "cpu.max").read_text().split()
+        return None if quota == "max" else int(quota) / int(period)
+    except (OSError, ValueError):
+        return None
+
+
+def host_cores(root: Path = _GROUPS) -> int:
     """Cores of the host, or of this container where it is limited; the same for ranks that a
     launcher has bound to some of them."""
     cores = os.cpu_count() or 1
-    limit = cgroup_cores()
+    limit = cgroup_cores(root)
     return cores if limit is None else max(1, min(cores, int(limit)))
 
 
@@ -33,3 +56,81 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def choose_threads(local_world_size: int, *, requested: int | None = None) -> int:
+    """Intra-op threads for one rank: `requested`, or min(host cores // ranks here, usable cores).
+
+    Launchers leave different counts behind: plain python uses all cores, torchrun sets one, mpirun
+    binds a rank to a core. 16 of 56 fp32 operations change bits with the count, so the same script
+    would not give the same numbers: hence one rule, pinned before the first operation. A launcher
+    that binds (Open MPI does up to two ranks) has already divided the cores: the affinity mask is
+    then the smaller number.
+    """
+    if requested is not None:
+        return requested
+    return max(1, min(host_cores() // local_world_size, usable_cores()))
+
+
+def pin_threads(count: int) -> int:
+    """Set torch's intra-op threads to `count`; returns the count there was before."""
+    import torch
+
+    before = torch.get_num_threads()
+    if before != count:
+        torch.set_num_threads(count)
+    return before
+
+
+def available_bytes(root: Path = _GROUPS, own: Path = _OWN_GROUPS) -> int:
+    """The smallest of what the machine and the limits on this process have left, bytes.
+
+    Args:
+        root: where control groups are mounted.
+        own: the file that names the groups of this process.
+    """
+    limits = [free for _, free in _memory_limits(root, own)]
+    return min([psutil.virtual_memory().available, *limits])
+
+
+def total_bytes(root: Path = _GROUPS, own: Path = _OWN_GROUPS) -> int:
+    """The host's memory, or the limit on this process where that is less; bytes."""
+    limits = [total for total, _ in _memory_limits(root, own)]
+    return min([psutil.virtual_memory().total, *limits])
+
+
+def _memory_limits(root: Path, own: Path) -> Iterator[tuple[int, int]]:
+    """Limit of each group, and what is left below it: cached files count as free, the kernel drops
+    them first. Bytes."""
+    for folder in _groups(root, own):
+        for name, (usage, caches) in _MEMORY_FILES.items():
+            try:
+                total = int((folder / name).read_text())
+                used = int((folder / usage).read_text())
+                lines = (folder / "memory.stat").read_text().splitlines()
+                statistics = dict(line.split() for line in lines)
+                cached = sum(int(statistics.get(cache, 0)) for cache in caches)
+            except (OSError, ValueError):  # no such file, or "max"
+                continue
+            yield total, max(total - used + cached, 0)
+
+
+def _groups(root: Path, own: Path) -> Iterator[Path]:
+    """Folders of this process's groups that count memory, and of all groups around them: a Slurm
+    job on a bare host sees the host's whole tree, and its own limit somewhere below."""
+    yield root
+    yield root / "memory"
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, _, rest = line.partition(":")  # number:controllers:path
+        controllers, _, path = rest.partition(":")
+        parts = Path(path).parts[1:]
+        # A process from outside may see a way up and out of what is mounted here.
+        if controllers in ("", "memory") and ".." not in parts:
+            folder = root / controllers
+            for part in parts:
+                folder /= part
+                yield folder

@@ -1,4 +1,4 @@
-"""Memory that a training step frees stays with the process, for the next step.
+"""Memory of this process: what it keeps for the next step, and how much it took at its peak.
 
 [Note: Keeping freed memory]
 Each step allocates the same big temporaries (logits, activations, gradients) and frees them again.
@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from gradsync.runtime import environ
@@ -25,6 +27,11 @@ from gradsync.runtime import environ
 # Parameters of `mallopt`, from glibc's <malloc.h>.
 _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
 _USERS_OWN = ("mmap_threshold", "mmap_max", "trim_threshold")
+
+_STATUS = Path("/proc/self/status")
+_CLEAR = Path("/proc/self/clear_refs")
+_RESET_PEAK = "5"
+"""Makes the kernel forget the largest resident size so far (proc(5))."""
 
 
 class _SymbolInfo(ctypes.Structure):
@@ -84,3 +91,53 @@ def _library_of(process: Any, function: Any) -> int | None:
     info = _SymbolInfo()
     address = ctypes.cast(function, ctypes.c_void_p)
     return info.base if process.dladdr(address, ctypes.byref(info)) else None
+
+
+class PeakMemory:
+    """Peak of this process's resident memory, or of its CUDA device's, from here until `read`.
+
+    Pages that ranks share count in each of their processes.
+    """
+
+    def __init__(self, *, on_cuda: bool) -> None:
+        self._on_cuda = on_cuda
+        self._before = 0
+        if on_cuda:
+            import torch
+
+            torch.cuda.reset_peak_memory_stats()
+            self._before = torch.cuda.memory_allocated()
+            return
+        give_back()
+        if _CLEAR.exists():
+            _CLEAR.write_text(_RESET_PEAK)
+            self._before = resident_bytes()
+
+    def read(self) -> int | None:
+        """Bytes above what there was at the beginning; None where the system does not tell."""
+        if self._on_cuda:
+            import torch
+
+            return torch.cuda.max_memory_allocated() - self._before
+        return max(_status("VmHWM") - self._before, 0) if self._before else None
+
+
+def give_back() -> None:
+    """Return freed memory to the system: also what this process was told to keep (glibc)."""
+    gc.collect()
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
+
+
+def resident_bytes() -> int:
+    """Bytes that this process has in memory now; 0 where the system does not tell."""
+    return _status("VmRSS") if _STATUS.exists() else 0
+
+
+def _status(name: str) -> int:
+    for line in _STATUS.read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    return 0

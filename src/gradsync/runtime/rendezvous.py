@@ -7,25 +7,35 @@ one's addresses hangs (2 of 12 restarts came back without the prefix, 12 of 12 w
 
 from __future__ import annotations
 
+import json
+import os
+import socket
+import stat
 import struct
+import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from gradsync.errors import RendezvousError
 from gradsync.runtime.coordinator import plan_coordinator
-from gradsync.runtime.publish import publish_port, read_port
+from gradsync.runtime.network import address_of, own_address
 from gradsync.runtime.resolve import Resolution
-from gradsync.runtime.store import LEFT, host_store, join_store, own_address, wait_until
+from gradsync.runtime.store import LEFT, host_store, join_store, wait_until
 from gradsync.world import World
+
+_CONNECT_S = 10.0
+_HEAR_S = 2.0
 
 
 class Meeting:
     """A shared store, where it is, and what has to be cleaned up afterwards.
 
     Args:
-        rank: this rank.
         server: the `TCPStore` this rank serves, or None.
         client: this rank's connection to the store.
         address, port: where the store is served.
@@ -36,8 +46,8 @@ class Meeting:
 
     def __init__(
         self,
+        world: World,
         *,
-        rank: int,
         server: Any,
         client: Any,
         address: str,
@@ -49,19 +59,20 @@ class Meeting:
         self.address = address
         self.port = port
         self.hosted_by_agent = hosted_by_agent
+        self._world = world
         self._server = server
         self._client = client
         self._note = note
         self._prefix = f"gradsync/{generation}"
         # A store that outlives the session (torchrun's) still holds its keys when the same
         # processes open another one: each rank counts its own, and all count alike.
-        session = self._prefixed(client).add(f"sessions/{rank}", 1)
+        session = self._prefixed(client).add(f"sessions/{world.rank}", 1)
         self._prefix += f"/{session}"
         self.store = self._prefixed(client)
 
-    def second_connection(self, rank: int) -> Any:
+    def second_connection(self) -> Any:
         """A store connection of its own, for a thread: a blocked one must not block the other."""
-        deadline_s = time.monotonic() + 10
+        rank, deadline_s = self._world.rank, time.monotonic() + 10
         return self._prefixed(join_store(self.address, self.port, rank=rank, deadline_s=deadline_s))
 
     def everyone_is_here(self) -> None:
@@ -70,35 +81,21 @@ class Meeting:
             self._note.unlink(missing_ok=True)
             self._note = None
 
-    def say_farewell(self, world: World, timeout_s: float) -> None:
+    def say_farewell(self, timeout_s: float) -> None:
         """Leave last where this rank serves the store, or others would lose it too early.
 
-        When a rank has failed, nobody need be waited for.
+        When a rank has failed, none need be waited for.
         """
-        try:
-            self.store.set(f"noticed/{world.rank}", LEFT)  # its heartbeat stops in good order
+
+        def all_left() -> bool:
+            gone = self.store.add("farewell", 0) >= self._world.world_size
+            return gone or self.store.check(["failure"])
+
+        with suppress(RuntimeError):  # the server has gone already: there is no one to wait for
+            self.store.set(f"noticed/{self._world.rank}", LEFT)  # its heartbeat stops in good order
             self.store.add("farewell", 1)
             if self._server is not None:
-                wait_until(
-                    lambda: (
-                        self.store.add("farewell", 0) >= world.world_size
-                        or self.store.check(["failure"])
-                    ),
-                    time.monotonic() + timeout_s,
-                )
-        except RuntimeError:  # the server has gone already: there is no one to wait for
-            return
-
-    def torchrun_variables(self, world: World) -> dict[str, str]:
-        """The variables torchrun would have set, for other libraries in this process."""
-        return {
-            "RANK": str(world.rank),
-            "WORLD_SIZE": str(world.world_size),
-            "LOCAL_RANK": str(world.local_rank),
-            "LOCAL_WORLD_SIZE": str(world.local_world_size),
-            "MASTER_ADDR": self.address,
-            "MASTER_PORT": str(self.port),
-        }
+                wait_until(all_left, time.monotonic() + timeout_s)
 
     def close(self) -> None:
         """Drop the connections and, on the serving rank, the server."""
@@ -125,25 +122,23 @@ def meet(env: Mapping[str, str], resolution: Resolution, *, deadline_s: float) -
     """
     plan = plan_coordinator(env, resolution)
     world = resolution.world
-    serves = world.is_main and not plan.hosted_by_agent
     server, note = None, None
     address, port = plan.address, plan.port
     if world.one_host and not plan.hosted_by_agent:
         address = "127.0.0.1"  # where rank 0 listens, whatever name the host was given
     if plan.kind == "mpi":
         server, address, port = _meet_by_mpi(world, plan.port)
-    elif serves:
+    elif world.is_main and not plan.hosted_by_agent:
         server = host_store(address, port, one_host=world.one_host)
         port = server.port
         if plan.kind == "file":
             note = publish_port(plan.key, port)
     elif plan.kind == "file":
         port = read_port(plan.key, rank=world.rank, deadline_s=deadline_s)
-    client = join_store(address, port, rank=world.rank, deadline_s=deadline_s)
     return Meeting(
-        rank=world.rank,
+        world,
         server=server,
-        client=client,
+        client=join_store(address, port, rank=world.rank, deadline_s=deadline_s),
         address=address,
         port=port,
         generation=resolution.generation,
@@ -152,20 +147,7 @@ def meet(env: Mapping[str, str], resolution: Resolution, *, deadline_s: float) -
     )
 
 
-def _no_way(world: World, problem: str) -> RendezvousError:
-    """The error of a job over several MPI hosts that cannot use mpi4py."""
-    given = {
-        "openmpi": "-x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=<port>",
-        "hydra": "-genv MASTER_ADDR <host of rank 0> -genv MASTER_PORT <port>",
-    }.get(world.launcher, "MASTER_ADDR=<host of rank 0> MASTER_PORT=<port>")
-    return RendezvousError(
-        f"rank {world.rank}: the ranks sit on several hosts, no coordinator is given, and "
-        f"{problem}; install gradsync[mpi] (mpi4py), or pass {given}"
-    )
-
-
-def _first_line(said: object) -> str:
-    return (str(said).splitlines() or [""])[0].strip(" \t\0")
+# -- several hosts under MPI ----------------------------------------------------------------------
 
 
 def _meet_by_mpi(world: World, wanted_port: int) -> tuple[Any, str, int]:
@@ -193,3 +175,157 @@ def _meet_by_mpi(world: World, wanted_port: int) -> tuple[Any, str, int]:
     MPI.COMM_WORLD.Bcast([message, MPI.BYTE], root=0)
     port, name = struct.unpack("!H64s", message)
     return server, name.rstrip(b"\0").decode(), port
+
+
+def _no_way(world: World, problem: str) -> RendezvousError:
+    """The error of a job over several MPI hosts that cannot use mpi4py."""
+    given = {
+        "openmpi": "-x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=<port>",
+        "hydra": "-genv MASTER_ADDR <host of rank 0> -genv MASTER_PORT <port>",
+    }.get(world.launcher, "MASTER_ADDR=<host of rank 0> MASTER_PORT=<port>")
+    return RendezvousError(
+        f"rank {world.rank}: the ranks sit on several hosts, no coordinator is given, and "
+        f"{problem}; install gradsync[mpi] (mpi4py), or pass {given}"
+    )
+
+
+def _first_line(said: object) -> str:
+    return (str(said).splitlines() or [""])[0].strip(" \t\0")
+
+
+# -- one host: a port in a private file -----------------------------------------------------------
+#
+# Its name begins with the job's key, so that concurrent jobs cannot meet, and ends at random: in a
+# temporary directory that all users share, another one can neither take the name beforehand nor
+# make a file that belongs to this user, and readers look at no other. It names the process that
+# wrote it: a reader ignores what a dead process left.
+
+
+def publish_port(key: str, port: int) -> Path:
+    """Write `port` where `read_port(key)` finds it; the caller removes the file once all joined."""
+    for left in _notes(key):  # by a dead process of this job
+        with suppress(OSError):
+            left.unlink()
+    handle, path = tempfile.mkstemp(prefix=f"{key}-", suffix=".json")
+    with os.fdopen(handle, "w") as file:
+        json.dump({"port": port, "pid": os.getpid(), "started": _start_time(os.getpid())}, file)
+    return Path(path)
+
+
+def read_port(key: str, *, rank: int, deadline_s: float) -> int:
+    """Wait for rank 0's port until `deadline_s` (monotonic clock, seconds).
+
+    Raises:
+        RendezvousError: rank 0 published nothing in time.
+    """
+    found: list[int] = []
+
+    def published() -> bool:
+        for path in _notes(key):
+            with suppress(OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+                note = json.loads(_own_text(path))
+                if _start_time(note["pid"]) == note["started"] != "" and 0 < note["port"] < 65_536:
+                    found.append(int(note["port"]))
+        return bool(found)
+
+    started = time.monotonic()
+    if not wait_until(published, deadline_s):
+        raise RendezvousError(
+            f"rank {rank} waited {time.monotonic() - started:.0f} s for rank 0 on this host to "
+            f"publish its port in {tempfile.gettempdir()}/{key}-*.json; rank 0 did not start, or "
+            "runs with another TMPDIR or as another user"
+        )
+    return found[0]
+
+
+def _notes(key: str) -> list[Path]:
+    return list(Path(tempfile.gettempdir()).glob(f"{key}-*.json"))
+
+
+def _own_text(path: Path) -> bytes:
+    """Contents of a plain file of this user that no other may write; `OSError` if it is none."""
+    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        status = os.fstat(file)
+        private = status.st_uid == os.getuid() and not status.st_mode & 0o022
+        if not private or not stat.S_ISREG(status.st_mode):
+            raise OSError("not a private file")
+        return os.read(file, 4096)
+    finally:
+        os.close(file)
+
+
+def _start_time(pid: int) -> str:
+    """When `pid` started, "" when there is no such process: tells a process from its successor."""
+    try:
+        return repr(psutil.Process(pid).create_time())
+    except psutil.Error:
+        return ""
+
+
+# -- several hosts: are their ports open? ---------------------------------------------------------
+
+
+def check_reach(
+    store: Any, world: World, hosts: Sequence[str], *, interface: str, deadline_s: float
+) -> None:
+    """Whether hosts reach each other on free ports, tried on all ranks before gloo does.
+
+    A firewall between hosts often lets the coordinator's port through and nothing else. Gloo then
+    waits for its connections as long as a collective may take. So the first rank of each host opens
+    a free port, the first rank of the next host connects to it, and all ranks hear how it went.
+
+    Args:
+        store: that all ranks share.
+        hosts: host name of each rank.
+        interface: by which this host is to be reached.
+        deadline_s: monotonic clock, seconds.
+
+    Raises:
+        RendezvousError: a host cannot reach another one; on all ranks.
+    """
+    if world.one_host:
+        return
+    doors = [f"reach/door/{node}" for node in range(world.num_nodes)]
+    told = [f"reach/told/{node}" for node in range(world.num_nodes)]
+    address = address_of(interface) if world.local_rank == 0 else ""
+    with socket.socket() as door:
+        if world.local_rank == 0:
+            if address:
+                door.bind((address, 0))
+                door.listen()
+            store.set(doors[world.node_rank], f"{world.rank} {address} {door.getsockname()[1]}")
+            before = doors[world.node_rank - 1]
+            if wait_until(lambda: store.check([before]), deadline_s):
+                rank, there, port = store.get(before).decode().split(" ")
+                problem = _problem(there, int(port), deadline_s)
+                if problem:
+                    problem = (
+                        f"rank {world.rank} on {hosts[world.rank]} cannot connect to rank {rank} "
+                        f"on {hosts[int(rank)]} at {there}:{port} ({problem}), a port that the "
+                        "system picked, though the coordinator's port answers; open the ports "
+                        "between the hosts, or name another network's interface by "
+                        "GLOO_SOCKET_IFNAME"
+                    )
+                store.set(told[world.node_rank], problem)
+        # The one who was to tell may be gone: then making the group says who is missing.
+        wait_until(lambda: store.check(told), max(deadline_s, time.monotonic() + _CONNECT_S))
+    problems = [store.get(key).decode() if store.check([key]) else "" for key in told]
+    if problem := next(filter(None, problems), ""):
+        heard = "reach/heard"
+        store.add(heard, 1)
+        if world.is_main:  # it serves the store: it stays until the others know as much
+            wait_until(lambda: store.add(heard, 0) >= world.world_size, time.monotonic() + _HEAR_S)
+        raise RendezvousError(problem)
+
+
+def _problem(address: str, port: int, deadline_s: float) -> str:
+    """Why a host cannot be reached, "" if it can or its interface has no address (IPv4)."""
+    if not address:
+        return ""
+    patience_s = min(_CONNECT_S, max(deadline_s - time.monotonic(), 1.0))
+    try:
+        socket.create_connection((address, port), timeout=patience_s).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""

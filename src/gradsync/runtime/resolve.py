@@ -13,9 +13,7 @@ from dataclasses import dataclass
 
 from gradsync.errors import LaunchError
 from gradsync.runtime import environ
-from gradsync.runtime.launchers import PARSERS
-from gradsync.runtime.launchers.reading import Reading, integer
-from gradsync.runtime.launchers.srun import tasks_without_step
+from gradsync.runtime.launchers import PARSERS, Reading, integer, tasks_without_step
 from gradsync.world import World
 
 _MANAGERS = ("flux", "srun")
@@ -26,39 +24,21 @@ _RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 class Resolution:
     """This process's place among the ranks, and where it was read."""
 
-    world: World
-    """The place of this process among all ranks."""
-    reading: Reading
-    """The row that won."""
-    readings: tuple[Reading, ...]
-    """All rows, in the order in which they count."""
-    reasons: tuple[str, ...]
-    """Why each of `readings` won or did not."""
-    warnings: tuple[str, ...] = ()
-    """Lines that the main process prints once."""
+    world: World  # the place of this process among all ranks
+    reading: Reading  # the row that won
+    readings: tuple[Reading, ...]  # all rows, in the order in which they count
+    reasons: tuple[str, ...]  # why each of `readings` won or did not
+    warnings: tuple[str, ...] = ()  # lines that the main process prints once
     generation: str = "0"
     """Restart count of the job; differs between a dead run's processes and ours."""
 
-    @property
-    def needs_hosts(self) -> bool:
-        """True when `world` must be completed from the host names of all ranks."""
-        return self.reading.needs_hosts
-
-    @property
-    def trust_local(self) -> bool:
-        """With `needs_hosts`: the local rank and size are the launcher's own, not to be derived."""
-        return self.reading.trust_local
-
     def explain(self) -> str:
         """The table of rows, one line each: name, what it says, why it won or not."""
-        return table(self.readings, self.reasons)
+        return _table(self.readings, self.reasons)
 
 
 def resolve(env: Mapping[str, str]) -> Resolution:
     """Find this process's place from launcher variables.
-
-    Args:
-        env: environment, as from `gradsync.runtime.environ.snapshot`.
 
     Raises:
         LaunchError: when a variable is not a number, a family is partly set, or families
@@ -67,25 +47,32 @@ def resolve(env: Mapping[str, str]) -> Resolution:
     readings = tuple(parser(env) for parser in PARSERS)
     winner = next((reading for reading in readings if reading.complete), None)
     if winner is None:
-        _refuse_partly_set(readings)
+        for reading in readings:
+            if reading.partly_set:
+                raise LaunchError(
+                    f"launcher variables are partly set: {reading.says()}. Set the missing ones, "
+                    "or unset all of them to run one rank. What each launcher family says:\n"
+                    f"{_table(readings)}"
+                )
         winner = Reading(name="python", world=World())
     reasons = []
     for reading in readings:
-        reason, contradicts = _judge(reading, winner, readings)
-        reasons.append(reason)
-        if contradicts:
+        reason = _judge(reading, winner, readings)
+        if reason is None:
             raise _contradiction(reading, winner, readings)
+        reasons.append(reason)
     if winner.name == "python":
         readings = (*readings, winner)
         reasons.append("no launcher: one rank")
     assert winner.world is not None
+    counts = [name for name in _RESTART_COUNTS if env.get(name, "").strip()]
     return Resolution(
         world=winner.world,
         reading=winner,
         readings=readings,
         reasons=tuple(reasons),
         warnings=_warnings(env, winner),
-        generation=_generation(env),
+        generation=str(integer(env, counts[0])) if counts else "0",
     )
 
 
@@ -103,63 +90,57 @@ def explain_world(env: Mapping[str, str] | None = None) -> str:
     return "\n".join([*lines, *(f"warning: {warning}" for warning in resolution.warnings)])
 
 
-def table(readings: tuple[Reading, ...], reasons: tuple[str, ...] = ()) -> str:
+def _table(readings: tuple[Reading, ...], reasons: tuple[str, ...] = ()) -> str:
     """The rows as aligned text; `reasons`, if given, holds one for each row."""
     said = [reading.says() for reading in readings]
     names = max(len(reading.name) for reading in readings)
-    width = max(len(text) for text in said)
-    reasons = reasons or ("",) * len(readings)
-    lines = [
+    width = max(map(len, said))
+    rows = zip(readings, said, reasons or ("",) * len(readings), strict=True)
+    return "\n".join(
         f"  {reading.name:<{names}}  {text:<{width}}  {reason}".rstrip()
-        for reading, text, reason in zip(readings, said, reasons, strict=True)
-    ]
-    return "\n".join(lines)
+        for reading, text, reason in rows
+    )
 
 
-def _judge(reading: Reading, winner: Reading, readings: tuple[Reading, ...]) -> tuple[str, bool]:
-    """Why `reading` won or not, and whether it contradicts the winner."""
+def _judge(reading: Reading, winner: Reading, readings: tuple[Reading, ...]) -> str | None:
+    """Why `reading` won or not; None if it contradicts the winner."""
     if reading is winner:
-        return "won: the first complete row", False
+        return "won: the first complete row"
     if not reading.complete and not reading.partly_set:
-        return "", False
+        return ""
     if winner.name == "torchrun":
-        return "outer layer of torchrun", False
+        return "outer layer of torchrun"
     if reading.partly_set:
         return _judge_partly_set(reading, winner)
-    return _judge_complete(reading, winner, readings)
+    mine, theirs = winner.world, reading.world
+    assert mine is not None
+    assert theirs is not None
+    if (theirs.rank, theirs.world_size) == (mine.rank, mine.world_size):
+        return f"says the same as {winner.name}"
+    return _outer_layer(reading.name, theirs, mine, readings)
 
 
-def _judge_complete(
-    reading: Reading, winner: Reading, readings: tuple[Reading, ...]
-) -> tuple[str, bool]:
-    assert reading.world is not None
-    assert winner.world is not None
-    if _same_place(reading.world, winner.world):
-        return f"says the same as {winner.name}", False
-    mpi = [row.name for row in readings if row.complete and row.name not in ("env", *_MANAGERS)]
-    if reading.name in _MANAGERS and mpi:
-        # mpirun's daemons are tasks of a Slurm step of their own: its numbers mean nothing here.
-        return f"outer layer of {mpi[0]}", False
-    if winner.name == "env" and _nested(winner.world, reading.world):
-        return "outer layer of the ranks set by hand", False
-    return "contradicts", True
-
-
-def _judge_partly_set(reading: Reading, winner: Reading) -> tuple[str, bool]:
+def _judge_partly_set(reading: Reading, winner: Reading) -> str | None:
     if reading.name in _MANAGERS:
-        return "partly set, not needed", False
+        return "partly set, not needed"
     # Wrappers that bind devices export the local rank under torchrun's name.
     mine = winner.world
     assert mine is not None
-    known = {"LOCAL_RANK": mine.local_rank, "LOCAL_WORLD_SIZE": mine.local_world_size}
-    agrees = reading.name == "env" and all(
-        variable in known and value == str(known[variable]) for variable, value in reading.seen
-    )
-    return ("says the same, partly set", False) if agrees else ("partly set", True)
+    known = {"LOCAL_RANK": str(mine.local_rank), "LOCAL_WORLD_SIZE": str(mine.local_world_size)}
+    agrees = reading.name == "env" and dict(reading.seen).items() <= known.items()
+    return "says the same, partly set" if agrees else None
 
 
-def _same_place(one: World, other: World) -> bool:
-    return (one.rank, one.world_size) == (other.rank, other.world_size)
+def _outer_layer(
+    name: str, outer: World, inner: World, readings: tuple[Reading, ...]
+) -> str | None:
+    mpi = [row.name for row in readings if row.complete and row.name not in ("env", *_MANAGERS)]
+    if name in _MANAGERS and mpi:
+        # mpirun's daemons are tasks of a Slurm step of their own: its numbers mean nothing here.
+        return f"outer layer of {mpi[0]}"
+    if inner.launcher == "env" and _nested(inner, outer):
+        return "outer layer of the ranks set by hand"
+    return None
 
 
 def _nested(inner: World, outer: World) -> bool:
@@ -169,22 +150,12 @@ def _nested(inner: World, outer: World) -> bool:
     return inner.rank // (inner.world_size // outer.world_size) == outer.rank
 
 
-def _refuse_partly_set(readings: tuple[Reading, ...]) -> None:
-    for reading in readings:
-        if reading.partly_set:
-            raise LaunchError(
-                f"launcher variables are partly set: {reading.says()}. Set the missing ones, or "
-                f"unset all of them to run one rank. What each launcher family says:\n"
-                f"{table(readings)}"
-            )
-
-
 def _contradiction(reading: Reading, winner: Reading, readings: tuple[Reading, ...]) -> LaunchError:
     names = " ".join(f"-u {name}" for name, _ in (winner if winner.name == "env" else reading).seen)
     return LaunchError(
         f"launcher variables contradict each other: {winner.name} says {winner.says()}, "
         f"{reading.name} says {reading.says()}. Unset the ones that are left over (for example "
-        f"`env {names} gradsync …`). What each launcher family says:\n{table(readings)}"
+        f"`env {names} gradsync …`). What each launcher family says:\n{_table(readings)}"
     )
 
 
@@ -196,10 +167,3 @@ def _warnings(env: Mapping[str, str], winner: Reading) -> tuple[str, ...]:
         f"this Slurm job has {tasks} tasks, but this process was not started by srun: running as "
         f"one rank. Put `srun` before the command to use all {tasks}",
     )
-
-
-def _generation(env: Mapping[str, str]) -> str:
-    for name in _RESTART_COUNTS:
-        if env.get(name, "").strip():
-            return str(integer(env, name))
-    return "0"

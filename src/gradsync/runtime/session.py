@@ -3,9 +3,9 @@
     with gs.init() as world:
         ...                     # world.device, world.rank; collectives work
 
-Order of what happens: read the launcher, pin threads, choose the device, meet the other ranks,
-build the process group, watch for failures. Everything is undone at the end of the block, also
-when it ends by an exception. With one process there is no process group at all.
+Read the launcher, pin threads, choose the device, meet the other ranks, build the process group,
+watch for failures. Everything is undone at the end of the block, also when it ends by an exception.
+With one process there is no process group at all.
 """
 
 from __future__ import annotations
@@ -15,29 +15,31 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from types import TracebackType
 
 from gradsync.errors import ConfigError, LaunchError, RunError
 from gradsync.runtime import environ
-from gradsync.runtime.backend import choose_backend
 from gradsync.runtime.bounds import check_numbers
-from gradsync.runtime.device import check_not_shared, choose_device, device_here, device_identity
+from gradsync.runtime.device import (
+    check_not_shared,
+    choose_backend,
+    choose_device,
+    device_here,
+    device_identity,
+)
 from gradsync.runtime.failure import FailureWatch
 from gradsync.runtime.gloo_group import wait_until_workers_sleep
-from gradsync.runtime.interface import interface_towards
+from gradsync.runtime.machine import choose_threads, pin_threads
 from gradsync.runtime.memory import keep_freed_memory
-from gradsync.runtime.peer_connections import PeerConnections
-from gradsync.runtime.reach import check_reach
-from gradsync.runtime.rendezvous import Meeting, meet
+from gradsync.runtime.network import PeerConnections, interface_towards
+from gradsync.runtime.rendezvous import Meeting, check_reach, meet
 from gradsync.runtime.resolve import Resolution, resolve
 from gradsync.runtime.seeds import seed_everything
 from gradsync.runtime.signals import LAUNCHED, leave_out_interrupts, say_interrupted
 from gradsync.runtime.store import Presence, check_in
-from gradsync.runtime.threads import choose_threads, pin_threads
 from gradsync.world import World, place
 
 log = logging.getLogger("gradsync")
@@ -49,25 +51,16 @@ _ORDERLY_EXITS = (None, 0, 75)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SessionOptions:
-    """How to open a session."""
+    """How to open a session; `init` says what each is."""
 
     device: str = "auto"
-    """auto, cpu, cuda, or cuda:N."""
     backend: str | None = None
-    """Torch backend; None or "auto" takes gloo on CPU and gloo + nccl on CUDA."""
     timeout_s: float = 1800.0
-    """Longest a collective may take, seconds."""
     rendezvous_timeout_s: float = 60.0
-    """Longest to wait for the other ranks at the start, seconds."""
     silence_s: float = 10.0
-    """Longest that another rank's host may be silent, seconds, at least 1: then its connections
-    count as cut (Linux)."""
     threads: int | None = None
-    """Intra-op threads of this rank; None takes cores of the host / ranks on the host."""
     seed: int | None = None
-    """Seeds Python's, numpy's and torch's generators, alike on every rank; None leaves them."""
     keep_memory: bool = False
-    """Keep freed memory in the process; see [Note: Keeping freed memory]."""
 
     def __post_init__(self) -> None:
         check_numbers(self)
@@ -90,19 +83,14 @@ class Session:
         self._stack = ExitStack()
         self._meeting: Meeting | None = None
         self._watch: FailureWatch | None = None
-        self._in_order = False
+        self._show_interrupts: Callable[[], None] = lambda: None
 
     def __enter__(self) -> World:
         world = self.open()
-        self._leave_out_interrupts()  # one that hits the way to `close`, too
+        self._hide_interrupts()  # one that hits the way to `close`, too
         return world
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close(error)
 
     def open(self) -> World:
@@ -144,27 +132,30 @@ class Session:
         orderly = error is None or (isinstance(error, SystemExit) and error.code in _ORDERLY_EXITS)
         watch, self._watch = self._watch, None
         cause = None
-        self._in_order = orderly
-        self._leave_out_interrupts()
+        if orderly:
+            self._show_interrupts()
+        else:  # the error that ends the session may well end the program
+            self._hide_interrupts()
         try:
             if watch is None or self._meeting is None:
                 if error is not None:
                     say_interrupted(error)
             elif orderly or error is None:
                 watch.stop()
-                self._meeting.say_farewell(self.world, _FAREWELL_S)
+                self._meeting.say_farewell(_FAREWELL_S)
                 cause = watch.peer_failure()
             else:
                 cause = watch.settle(error)
-                self._abort_cuda_group()
+                if self.world.device.startswith("cuda"):
+                    _abort_group()
         finally:
             self._stack.close()
         if cause is not None:
             raise cause from cause.__cause__
 
-    def _leave_out_interrupts(self) -> None:
+    def _hide_interrupts(self) -> None:
         if self._env.get("ROLE_NAME") == LAUNCHED:
-            leave_out_interrupts(unless=lambda: self._in_order)
+            self._show_interrupts = leave_out_interrupts()
 
     def _join(self, resolution: Resolution) -> None:
         import torch.distributed as dist
@@ -180,7 +171,7 @@ class Session:
         connections.learn()
         # A rank's device is part of what it tells the others, unless they must first tell it
         # which of the host's ranks it is.
-        if not resolution.needs_hosts:
+        if not resolution.reading.needs_hosts:
             self._set_up_compute(world)
         presences = check_in(
             meeting.store,
@@ -192,8 +183,8 @@ class Session:
         )
         meeting.everyone_is_here()
         hosts = [presence.host for presence in presences]
-        if resolution.needs_hosts:
-            self._set_up_compute(place(world, hosts, trust_local=resolution.trust_local))
+        if resolution.reading.needs_hosts:
+            self._set_up_compute(place(world, hosts, trust_local=resolution.reading.trust_local))
         check_not_shared(hosts, [presence.device_identity for presence in presences])
         interface = self._interface(meeting)
         if "gloo" in self._backend or "shm" in self._backend:
@@ -237,9 +228,14 @@ class Session:
 
         world, options = self.world, self.options
         on_cuda = world.device.startswith("cuda")
-        variables = meeting.torchrun_variables(world)
-        if interface:
-            variables["GLOO_SOCKET_IFNAME"] = interface
+        variables = {
+            "RANK": str(world.rank),
+            "WORLD_SIZE": str(world.world_size),
+            "LOCAL_RANK": str(world.local_rank),
+            "LOCAL_WORLD_SIZE": str(world.local_world_size),
+            "MASTER_ADDR": meeting.address,
+            "MASTER_PORT": str(meeting.port),
+        } | ({"GLOO_SOCKET_IFNAME": interface} if interface else {})
         self._stack.enter_context(environ.exported(variables))
         dist.init_process_group(
             self._backend,
@@ -255,7 +251,7 @@ class Session:
     def _start_watch(
         self, meeting: Meeting, presences: Sequence[Presence], connections: PeerConnections
     ) -> None:
-        store = meeting.second_connection(self.world.rank)
+        store = meeting.second_connection()
         connections.learn()
         here = socket.gethostname()
         self._watch = FailureWatch(
@@ -269,13 +265,14 @@ class Session:
         )
         self._watch.start()
 
-    def _abort_cuda_group(self) -> None:
-        import torch.distributed as dist
 
-        from gradsync.core.torch_private import abort_process_groups
+def _abort_group() -> None:
+    import torch.distributed as dist
 
-        if dist.is_initialized() and self.world.device.startswith("cuda"):
-            abort_process_groups()
+    from gradsync.core.torch_private import abort_process_groups
+
+    if dist.is_initialized():
+        abort_process_groups()
 
 
 def init(
@@ -304,20 +301,16 @@ def init(
         threads: intra-op threads; None takes cores of the host / ranks on the host.
         seed: seeds Python's, numpy's and torch's global generators, alike on every rank; None
             leaves them as they are.
-        keep_memory: what is freed stays in this process for the next step (Linux with glibc; no
-            effect elsewhere). Faster steps on a CPU where they use big temporaries; the process
-            stays at its peak size, and the setting outlives the session.
+        keep_memory: what is freed stays in this process for the next step (Linux with glibc).
+            Faster steps on a CPU where they use big temporaries; the process stays at its peak
+            size, and the setting outlives the session. See [Note: Keeping freed memory].
 
     Returns:
         A context manager that gives this rank's `World`.
 
     Raises:
-        ConfigError: a number that no run could use, such as a time beyond 32 years.
-
-    Raises (when entered):
-        LaunchError: launcher variables or the requested device make no sense.
-        ConfigError: the requested backend is unknown, or cannot be used here.
-        RendezvousError: the other ranks did not come in time.
+        ConfigError: a number that no run could use, such as a time beyond 32 years; when entered,
+            whatever `Session.open` raises.
     """
     return Session(
         SessionOptions(

@@ -25,12 +25,9 @@ HANDLED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 INTERRUPTED = 130
 """Exit code of a program that Ctrl-C ended."""
-
 LAUNCHED = "gradsync"
 """`ROLE_NAME` of the ranks that our own launcher starts."""
-
 _PR_SET_PDEATHSIG = 1
-
 # A terminal's Ctrl-C may arrive twice: once from the terminal, once forwarded by the launcher.
 _SAME_PRESS_S = 1.0
 
@@ -66,12 +63,7 @@ class StopRequest:
                 self._previous[number] = signal.signal(number, self._on_signal)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # pyrefly: ignore[bad-argument-type]
         self._previous.clear()
@@ -116,17 +108,23 @@ def say_interrupted(error: BaseException, who: str = "") -> None:
         _say(f"gradsync: {who}interrupted (Ctrl-C) in {where}\n")
 
 
-def leave_out_interrupts(*, unless: Callable[[], bool]) -> None:
+def leave_out_interrupts() -> Callable[[], None]:
     """Let Python show no traceback of an interrupt, or of its echo from another rank, that ends
-    this program: one rank has said it in a line."""
-    before = sys.excepthook
+    this program: one rank has said it in a line. Returns what puts the former hook back."""
+    # Not over the hook of an earlier session that failed and kept it.
+    before = getattr(sys.excepthook, "__wrapped__", sys.excepthook)
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        told = kind is KeyboardInterrupt or getattr(error, "exit_code", 0) == INTERRUPTED
-        if unless() or not told:
+        if kind is not KeyboardInterrupt and getattr(error, "exit_code", 0) != INTERRUPTED:
             before(kind, error, trace)
 
+    def put_back() -> None:
+        if sys.excepthook is show:
+            sys.excepthook = before
+
+    show.__wrapped__ = before  # pyrefly: ignore[missing-attribute]
     sys.excepthook = show
+    return put_back
 
 
 def interrupted_line(error: KeyboardInterrupt) -> str:

@@ -19,7 +19,6 @@ from datetime import timedelta
 from typing import Any
 
 from gradsync.errors import RendezvousError
-from gradsync.runtime.interface import FAR, first_address, source_towards
 
 # How long one operation on a store that answers may take; connecting has its own deadline.
 _OPERATION_TIMEOUT = timedelta(seconds=60)
@@ -45,12 +44,7 @@ def host_store(address: str, port: int, *, one_host: bool) -> Any:
         address: name or IP under which the others will look for us.
         port: 0 for any free port.
         one_host: bind to loopback only.
-
-    Raises:
-        RendezvousError: the port is taken, or the address is not one of this host.
     """
-    import torch.distributed as dist
-
     bind_to = "127.0.0.1" if one_host else _bind_address(address)
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
@@ -61,15 +55,8 @@ def host_store(address: str, port: int, *, one_host: bool) -> Any:
     except OSError as error:
         listener.close()
         raise RendezvousError(_bind_problem(error, address, port)) from None
-    return dist.TCPStore(
-        "127.0.0.1" if bind_to == "0.0.0.0" else bind_to,
-        bound,
-        None,
-        is_master=True,
-        timeout=_OPERATION_TIMEOUT,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
+    connect_to = "127.0.0.1" if bind_to == "0.0.0.0" else bind_to
+    return _tcp_store(connect_to, bound, is_master=True, master_listen_fd=listener.detach())
 
 
 def join_store(address: str, port: int, *, rank: int, deadline_s: float) -> Any:
@@ -100,22 +87,11 @@ def join_store(address: str, port: int, *, rank: int, deadline_s: float) -> Any:
 
 def _connect(address: str, port: int, *, rank: int, deadline_s: float) -> Any:
     """Torch's client, given up at the deadline: it waits for ever for a server that is no store."""
-    import torch.distributed as dist
-
     outcome: list[Any] = []
 
     def connect() -> None:
         try:
-            outcome.append(
-                dist.TCPStore(
-                    address,
-                    port,
-                    None,
-                    is_master=False,
-                    timeout=_OPERATION_TIMEOUT,
-                    wait_for_workers=False,
-                )
-            )
+            outcome.append(_tcp_store(address, port, is_master=False))
         except RuntimeError as error:  # torch's DistError is one
             outcome.append(error)
 
@@ -129,6 +105,14 @@ def _connect(address: str, port: int, *, rank: int, deadline_s: float) -> Any:
             "MASTER_PORT to the port of rank 0's store"
         )
     return outcome[0]
+
+
+def _tcp_store(address: str, port: int, **options: Any) -> Any:
+    import torch.distributed as dist
+
+    return dist.TCPStore(
+        address, port, None, timeout=_OPERATION_TIMEOUT, wait_for_workers=False, **options
+    )
 
 
 def check_in(
@@ -158,9 +142,12 @@ def check_in(
         ) from error
     if found:
         return [_read_presence(other, value) for other, value in enumerate(found)]
+    named = ", ".join(map(str, missing[:8]))
+    if len(missing) > 8:
+        named += f" and {len(missing) - 8} more"
     raise RendezvousError(
-        f"rank {rank} waited in vain for rank(s) {_short(missing)} of {world_size}; they did not "
-        "start, crashed on the way, or were given another coordinator"
+        f"rank {rank} waited in vain for rank(s) {named} of {world_size}; they did not start, "
+        "crashed on the way, or were given another coordinator"
     )
 
 
@@ -191,14 +178,6 @@ def wait_until(holds: Callable[[], bool], deadline_s: float) -> bool:
     return True
 
 
-def own_address() -> str:
-    """The address other hosts reach this one by: the source address of its default route.
-
-    Without such a route (a cluster's own network): the address of its first interface.
-    """
-    return source_towards(FAR) or first_address() or "127.0.0.1"
-
-
 def _bind_address(address: str) -> str:
     """The interface to listen on, so that no other one is open.
 
@@ -227,8 +206,3 @@ def _bind_problem(error: OSError, address: str, port: int) -> str:
             f"{address}; set MASTER_ADDR to rank 0's host"
         )
     return f"cannot listen on {address}:{port}: {error.strerror}"
-
-
-def _short(ranks: list[int]) -> str:
-    head = ", ".join(map(str, ranks[:8]))
-    return head + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

@@ -12,8 +12,8 @@ from gradsync.data.plan import BatchPlan, solve_batch_plan
 from gradsync.errors import ConfigError
 from gradsync.models.config import GPTConfig, preset
 from gradsync.parallel.layout import Layout, parse_layout
-from gradsync.runtime.backend import NEEDS, check_names
 from gradsync.runtime.bounds import check_numbers
+from gradsync.runtime.device import NEEDS, check_names
 
 Dtype = Literal["bf16", "fp32", "fp16"]
 Schedule = Literal["cosine", "wsd", "constant"]

@@ -20,7 +20,7 @@ from gradsync.plan.timing.estimate import (
 from gradsync.plan.timing.profile import StepProfile
 from gradsync.plan.timing.step import predict_step
 from gradsync.plan.workload import Split, Workload
-from gradsync.runtime.threads import choose_threads
+from gradsync.runtime.machine import choose_threads
 
 _BUSY = 0.5
 """Processes that want to run, for each core: above this a probe measures them too."""

@@ -21,10 +21,15 @@ from gradsync.plan.described.links import LINKS, NETWORKS
 from gradsync.plan.description import Device, Hardware, Host, Link
 from gradsync.plan.detect.gpus import host_link, read_gpus, torch_devices, visible_devices
 from gradsync.plan.timing.alpha_beta import Fit, load_fits
-from gradsync.runtime.machine import cpu_model, usable_cores
-from gradsync.runtime.memory_limit import available_bytes, total_bytes
+from gradsync.runtime.machine import (
+    available_bytes,
+    choose_threads,
+    cpu_model,
+    host_cores,
+    total_bytes,
+    usable_cores,
+)
 from gradsync.runtime.resolve import resolve
-from gradsync.runtime.threads import cgroup_cores, choose_threads
 
 _FLOP_PER_CYCLE = {
     "amx_bf16": 1024,
@@ -96,7 +101,7 @@ def read_processor(root: Path = Path("/")) -> Processor:
     cgroup, own = root / "sys/fs/cgroup", root / "proc/self/cgroup"
     return Processor(
         name=next((value for key, value in values if key == "model name"), "") or cpu_model(),
-        cores=choose_threads(1, limit=cgroup_cores(cgroup)),
+        cores=min(host_cores(cgroup), usable_cores()),
         memory_bytes=total_bytes(cgroup, own),
         free_bytes=available_bytes(cgroup, own),
         instructions=tuple(name for name in _SHOWN if name in flags),

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from gradsync.runtime.memory_limit import available_bytes
-from gradsync.runtime.peak_memory import PeakMemory, give_back, resident_bytes
+from gradsync.runtime.machine import available_bytes
+from gradsync.runtime.memory import PeakMemory, give_back, resident_bytes
 
 CUDA_SHARE = 0.9
 """Share of the free memory of a GPU: the rest is for fragments and for NCCL's buffers."""

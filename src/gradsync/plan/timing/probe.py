@@ -23,8 +23,8 @@ from gradsync.models.gpt import GPT
 from gradsync.plan.timing.estimate import load_profile, profile_path, save_profile
 from gradsync.plan.timing.profile import BucketReady, StepProfile
 from gradsync.plan.workload import Workload
+from gradsync.runtime.machine import choose_threads, pin_threads
 from gradsync.runtime.memory import keep_freed_memory
-from gradsync.runtime.threads import choose_threads, pin_threads
 
 CLIP_NORM = 1.0
 _WARM_UP = 2

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from gradsync.launch.exit_codes import after_failure, after_signal, may_restart
+from gradsync.launch.local import after_failure, after_signal, may_restart
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Limits of containers and jobs, as folders of control groups say them."""
+"""Threads by one rule, whatever the launcher left behind; memory within limits of containers."""
 
 from __future__ import annotations
 
@@ -6,8 +6,81 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
-from gradsync.runtime.memory_limit import available_bytes, total_bytes
+from gradsync.runtime import machine
+from gradsync.runtime.machine import (
+    available_bytes,
+    cgroup_cores,
+    choose_threads,
+    pin_threads,
+    total_bytes,
+)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "host", "allowed", "limit", "expected"),
+    [
+        (1, 8, 8, None, 8),
+        (2, 8, 8, None, 4),
+        (3, 8, 8, None, 2),  # rounded down: three ranks use six of the eight
+        (2, 8, 1, None, 1),  # a launcher that binds has already divided
+        (2, 8, 4, None, 4),  # so the smaller one counts, not their quotient
+        (16, 8, 8, None, 1),  # more ranks than cores
+        (2, 64, 64, 4.0, 2),  # a container's share counts as the host's cores
+        (1, 64, 64, 2.5, 2),
+        (1, 64, 64, 0.5, 1),  # a share below one core
+        (1, 2, 2, 16.0, 2),  # a limit above what there is
+        (1, None, 1, None, 1),  # the system does not tell
+    ],
+)
+def test_cores_of_the_host_over_its_ranks(
+    ranks: int,
+    host: int | None,
+    allowed: int,
+    limit: float | None,
+    expected: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(machine.os, "cpu_count", lambda: host)
+    affinity = set(range(allowed))
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: affinity, raising=False)
+    monkeypatch.setattr(machine, "cgroup_cores", lambda _: limit)
+    assert choose_threads(ranks) == expected
+    assert choose_threads(ranks, requested=3) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "cores"),
+    [
+        ("max 100000\n", None),
+        ("200000 100000\n", 2.0),
+        ("150000 100000\n", 1.5),
+        ("", None),
+        ("what\n", None),
+        ("a b\n", None),
+    ],
+)
+def test_the_containers_limit(text: str, cores: float | None, tmp_path: Path) -> None:
+    (tmp_path / "cpu.max").write_text(text)
+    assert cgroup_cores(tmp_path) == cores
+
+
+def test_no_container(tmp_path: Path) -> None:
+    assert cgroup_cores(tmp_path / "nowhere") is None
+
+
+def test_pinning_tells_what_there_was() -> None:
+    before = torch.get_num_threads()
+    try:
+        assert pin_threads(before + 2) == before
+        assert torch.get_num_threads() == before + 2
+    finally:
+        assert pin_threads(before) == before + 2
+    assert torch.get_num_threads() == before
+
+
+# -- memory, as folders of control groups say it --------------------------------------------------
 
 MIB = 2**20
 UNLIMITED = "9223372036854771712"

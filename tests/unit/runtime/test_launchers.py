@@ -3,13 +3,17 @@
 import pytest
 
 from gradsync.errors import LaunchError
-from gradsync.runtime.launchers import PARSERS
-from gradsync.runtime.launchers.flux import read_flux
-from gradsync.runtime.launchers.mpi import read_hydra, read_mvapich2, read_openmpi
-from gradsync.runtime.launchers.pals import read_pals
-from gradsync.runtime.launchers.reading import is_loopback
-from gradsync.runtime.launchers.srun import read_srun
-from gradsync.runtime.launchers.torchrun import read_torchrun
+from gradsync.runtime.launchers import (
+    PARSERS,
+    is_loopback,
+    read_flux,
+    read_hydra,
+    read_mvapich2,
+    read_openmpi,
+    read_pals,
+    read_srun,
+    read_torchrun,
+)
 from gradsync.world import World
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from gradsync.runtime import environ
+from support.launchers import run_python
 
 
 def test_a_snapshot_is_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,6 +54,16 @@ def test_put_back_after_an_exception_and_a_deletion(monkeypatch: pytest.MonkeyPa
     with pytest.raises(ValueError, match="no luck"):
         block()
     assert dict(os.environ) == before
+
+
+def test_a_block_that_is_never_left_touches_nothing_at_the_end() -> None:
+    """A generator would be closed when `os` has gone: "'NoneType' has no attribute 'environ'"."""
+    code = (
+        "from contextlib import ExitStack; from gradsync.runtime import environ\n"
+        "environ.kept = ExitStack(); environ.kept.enter_context(environ.exported({'A': '1'}))\n"
+        "environ.os = None"
+    )
+    assert tuple(run_python(["-c", code])) == (0, "", "")
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,19 @@
-"""Connections to other ranks, found among the open files: bounded, and counted when they end."""
+"""Interfaces and own addresses; connections to other ranks, bounded, counted when they end."""
 
 from __future__ import annotations
 
 import os
 import socket
 from contextlib import closing
+from types import SimpleNamespace
 
+import psutil
 import pytest
+import torch.distributed as dist
 
-from gradsync.runtime import peer_connections
+from gradsync.runtime import network
 from gradsync.runtime.failure import FailureWatch
-from gradsync.runtime.peer_connections import PeerConnections
+from gradsync.runtime.network import PeerConnections, interface_towards, own_address
 
 BOUND_MS = 7_000
 
@@ -24,7 +27,7 @@ def connected() -> tuple[socket.socket, socket.socket]:
 @pytest.fixture
 def far(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loopback passes for a network: 127.0.0.2 is another host."""
-    monkeypatch.setattr(peer_connections, "_is_loopback", lambda _: False)
+    monkeypatch.setattr(network, "_is_loopback", lambda _: False)
 
 
 def pair_over_the_network() -> tuple[socket.socket, socket.socket]:
@@ -116,27 +119,6 @@ def test_a_default_timeout_changes_nobodys_socket(peers: PeerConnections) -> Non
         assert os.get_blocking(there.fileno())
 
 
-class Store:
-    """As much of a rendezvous store as the watch needs."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, bytes] = {}
-        self.numbers: dict[str, int] = {}
-
-    def add(self, key: str, amount: int) -> int:
-        self.numbers[key] = self.numbers.get(key, 0) + amount
-        return self.numbers[key]
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self.values for key in keys)
-
-    def get(self, key: str) -> bytes:
-        return self.values[key]
-
-    def set(self, key: str, value: str) -> None:
-        self.values[key] = value.encode()
-
-
 class Ended:
     """Connections of which so many have ended."""
 
@@ -151,7 +133,7 @@ class Ended:
 
 def looks(ended: int, *, left: int = 0, beats: tuple[str, str] = ("1", "9")) -> list[int]:
     """What rank 0 of 3 makes of two looks; between them, ranks 1 and 2 beat as told."""
-    store = Store()
+    store = dist.HashStore()
     watch = FailureWatch(store, rank=0, world_size=3, connections=Ended(ended))  # type: ignore
     store.add("farewell", left)
     for rank in range(left):
@@ -177,3 +159,47 @@ def test_either_alone_is_none() -> None:
 def test_who_left_in_good_order_is_not_dead() -> None:
     assert looks(1, left=1, beats=("1", "1")) == []
     assert looks(2, left=1, beats=("1", "1")) == [2]
+
+
+# -- interfaces and addresses ---------------------------------------------------------------------
+
+
+def test_loopback_itself_is_left_alone() -> None:
+    assert interface_towards("127.0.0.1") == ""
+    assert interface_towards("no such host.invalid") == ""
+
+
+def test_a_name_that_means_loopback_here_means_the_default_route(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sources = {"node1": "127.0.1.1", "192.0.2.1": "10.0.0.7", "node2": "10.0.0.7"}
+    monkeypatch.setattr(network, "source_towards", sources.__getitem__)
+    found = {"lo": [], "eth7": [SimpleNamespace(address="10.0.0.7")]}
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: found)
+    assert interface_towards("node1") == "eth7"
+    assert interface_towards("node2") == "eth7"
+
+
+def test_an_address_of_this_host_is_found() -> None:
+    own = own_address()
+    if own.startswith("127."):
+        pytest.skip("this machine has no network")
+    names = [
+        n for n, known in psutil.net_if_addrs().items() if any(a.address == own for a in known)
+    ]
+    assert [interface_towards(own)] == names
+
+
+def test_without_a_default_route_the_first_interface_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A cluster's own network: the host's name may well mean the loopback."""
+    known = {"lo": "127.0.0.1", "docker0": "172.17.0.1", "ib0": "10.1.0.4", "ib1": "10.2.0.4"}
+    addresses = {
+        name: [SimpleNamespace(address=address, family=socket.AF_INET)]
+        for name, address in known.items()
+    }
+    monkeypatch.setattr(network, "source_towards", lambda _: "")
+    monkeypatch.setattr(socket, "if_nameindex", lambda: list(enumerate(known, start=1)))
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: addresses)
+    assert own_address() == "10.1.0.4"

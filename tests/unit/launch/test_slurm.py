@@ -11,9 +11,19 @@ import pytest
 
 from gradsync.errors import LaunchError, RunError
 from gradsync.launch import slurm
-from gradsync.launch.follow import copy_new, follow
-from gradsync.launch.jobs import Submitted, jobs_file, remember, remembered
-from gradsync.launch.slurm import JobState, check_job_id, own_words, parse_accounted, parse_shown
+from gradsync.launch.slurm import (
+    JobState,
+    Submitted,
+    check_job_id,
+    copy_new,
+    follow,
+    jobs_file,
+    own_words,
+    parse_accounted,
+    parse_shown,
+    remember,
+    remembered,
+)
 
 SHOWN = (
     "JobId=12 ArrayJobId=10 ArrayTaskId=3 JobName=xl UserId=me(1) JobState=PENDING "

@@ -14,8 +14,7 @@ from gradsync.cli import launch, train_places
 from gradsync.cli.main import main
 from gradsync.cli.train_places import Places, settle, take_places
 from gradsync.errors import ConfigError
-from gradsync.launch.plan import LaunchPlan
-from gradsync.launch.program import Program, parse_program
+from gradsync.launch.plan import LaunchPlan, Program, parse_program
 from gradsync.world import World
 
 
@@ -57,13 +56,13 @@ def test_no_programs(words: list[str], message: str) -> None:
 
 
 def plan(**changes: Any) -> LaunchPlan:
-    values: dict[str, Any] = {"program": parse_program(["train", "xl"]), "ranks_per_node": 4}
+    values: dict[str, Any] = {"program": parse_program(["train", "xl"]), "nproc_per_node": 4}
     return LaunchPlan(**(values | changes))
 
 
 def test_a_line_for_each_node() -> None:
     program = parse_program(["my script.py", "$(x)", "it's"])
-    two = plan(program=program, nodes=2, coordinator="node-a", port=4000)
+    two = plan(program=program, nnodes=2, master_addr="node-a", master_port=4000)
     words = shlex.split(two.line(1))
     assert words[:2] == ["gradsync", "launch"]
     assert words[words.index("--node-rank") + 1] == "1"
@@ -76,14 +75,14 @@ def test_a_line_for_each_node() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"ranks_per_node": 0}, "--nproc-per-node must be at least 1; got 0"),
-        ({"nodes": 0}, "--nnodes must be at least 1"),
-        ({"nodes": 2, "coordinator": "a", "node_rank": 2}, "--node-rank must be in 0..1"),
-        ({"nodes": 2}, "--nnodes above 1 needs --master-addr"),
-        ({"nodes": 2, "coordinator": "a b"}, "--master-addr must be a host name or address"),
-        ({"port": 0}, "--master-port must be in 1..65535; got 0"),
+        ({"nproc_per_node": 0}, "--nproc-per-node must be at least 1; got 0"),
+        ({"nnodes": 0}, "--nnodes must be at least 1"),
+        ({"nnodes": 2, "master_addr": "a", "node_rank": 2}, "--node-rank must be in 0..1"),
+        ({"nnodes": 2}, "--nnodes above 1 needs --master-addr"),
+        ({"nnodes": 2, "master_addr": "a b"}, "--master-addr must be a host name or address"),
+        ({"master_port": 0}, "--master-port must be in 1..65535; got 0"),
         ({"max_restarts": -1}, "--max-restarts must be at least 0"),
-        ({"nodes": 2, "coordinator": "a", "max_restarts": 1}, "--max-restarts works on one node"),
+        ({"nnodes": 2, "master_addr": "a", "max_restarts": 1}, "--max-restarts works on one node"),
         ({"wait_s": 0.0}, "--wait-s must be positive"),
     ],
 )

@@ -1,65 +1,46 @@
 """How ranks find each other, as a plan."""
 
 import json
+import os
 import subprocess
 
 import pytest
 
 from gradsync.errors import LaunchError
-from gradsync.runtime.coordinator import plan_coordinator
+from gradsync.runtime.coordinator import System, launcher_ancestor, plan_coordinator
 from gradsync.runtime.resolve import resolve
 
-ONE_HOST_MPI = {
-    "OMPI_COMM_WORLD_RANK": "1",
-    "OMPI_COMM_WORLD_SIZE": "2",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-    "PMIX_NAMESPACE": "2102460417",
-    "PMIX_SERVER_TMPDIR": "/tmp/ompi.head.0/pid.4527",
-}
-TWO_HOST_MPI = ONE_HOST_MPI | {
-    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
-}
-HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
-ONE_HOST_SRUN = {
-    "SLURM_JOB_ID": "1234567",
-    "SLURM_STEP_ID": "2",
-    "SLURM_PROCID": "1",
-    "SLURM_LOCALID": "1",
-    "SLURM_STEP_NUM_TASKS": "2",
-    "SLURM_STEP_TASKS_PER_NODE": "2",
-    "SLURM_STEP_NODELIST": "n1",
-}
-SRUN = ONE_HOST_SRUN | {
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "1",
-    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
-    "SLURM_STEP_NODELIST": "n[03-04]",
-}
-PALS = {
-    "PALS_RANKID": "1",
-    "PMI_SIZE": "2",
-    "PALS_LOCAL_RANKID": "0",
-    "PALS_LOCAL_SIZE": "1",
-    "PBS_JOBID": "17.server",
-    "PBS_NODEFILE": "/var/spool/nodes",
-}
-FLUX = {
-    "FLUX_TASK_RANK": "1",
-    "FLUX_JOB_SIZE": "2",
-    "FLUX_TASK_LOCAL_ID": "0",
-    "FLUX_JOB_NNODES": "2",
-    "FLUX_JOB_ID": "f2ABc",
-}
-BY_HAND = {"RANK": "1", "WORLD_SIZE": "2"}
-TORCHRUN = BY_HAND | {
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "2",
-    "TORCHELASTIC_RUN_ID": "x",
-    "MASTER_ADDR": "localhost",
-    "MASTER_PORT": "40000",
-}
+
+def env(text):
+    """`A=1 B=2` as a mapping."""
+    return dict(pair.split("=", 1) for pair in text.split())
+
+
+MPI_LOCAL = "OMPI_COMM_WORLD_LOCAL_RANK={} OMPI_COMM_WORLD_LOCAL_SIZE={}"
+ONE_HOST_MPI = env(
+    "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 PMIX_NAMESPACE=2102460417 "
+    "PMIX_SERVER_TMPDIR=/tmp/ompi.head.0/pid.4527 " + MPI_LOCAL.format(1, 2)
+)
+TWO_HOST_MPI = ONE_HOST_MPI | env(MPI_LOCAL.format(0, 1))
+HYDRA = env("PMI_RANK=1 PMI_SIZE=2 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2")
+ONE_HOST_SRUN = env(
+    "SLURM_JOB_ID=1234567 SLURM_STEP_ID=2 SLURM_PROCID=1 SLURM_LOCALID=1 SLURM_STEP_NUM_TASKS=2 "
+    "SLURM_STEP_TASKS_PER_NODE=2 SLURM_STEP_NODELIST=n1"
+)
+SRUN = ONE_HOST_SRUN | env(
+    "SLURM_LOCALID=0 SLURM_NODEID=1 SLURM_STEP_TASKS_PER_NODE=1(x2) SLURM_STEP_NODELIST=n[03-04]"
+)
+PALS = env(
+    "PALS_RANKID=1 PMI_SIZE=2 PALS_LOCAL_RANKID=0 PALS_LOCAL_SIZE=1 PBS_JOBID=17.server "
+    "PBS_NODEFILE=/var/spool/nodes"
+)
+FLUX = env(
+    "FLUX_TASK_RANK=1 FLUX_JOB_SIZE=2 FLUX_TASK_LOCAL_ID=0 FLUX_JOB_NNODES=2 FLUX_JOB_ID=f2ABc"
+)
+BY_HAND = env("RANK=1 WORLD_SIZE=2")
+TORCHRUN = BY_HAND | env(
+    "LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 TORCHELASTIC_RUN_ID=x MASTER_ADDR=localhost MASTER_PORT=40000"
+)
 
 
 def never(*_):
@@ -68,11 +49,19 @@ def never(*_):
 
 def plan(env, **functions):
     asked = {"resolve_host": never, "run": never, "read_text": never, "ancestor": never}
-    return plan_coordinator(env, resolve(env), **(asked | functions))
+    return plan_coordinator(env, resolve(env), System(**(asked | functions)))
 
 
-def unknown_host(name):
-    raise OSError("Name or service not known")
+def answer_or_raise(answer):
+    def asked(_):
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    return asked
+
+
+unknown_host = answer_or_raise(OSError("Name or service not known"))
 
 
 def test_one_rank_needs_none():
@@ -172,24 +161,18 @@ def test_without_the_local_size_several_hosts_need_an_address():
 
 
 def test_srun_takes_the_first_host_and_a_port_from_the_job():
-    found = plan(SRUN, resolve_host=str)
-    assert (found.kind, found.address) == ("port", "n03")
-    assert found.port == 15000 + (1234567 + 2 * 97) % 10000
-    assert plan(SRUN | {"MASTER_PORT": "4711"}, resolve_host=str).port == 4711
-    assert plan(SRUN | {"SLURM_JOB_ID": "1234568"}, resolve_host=str).port != found.port
-    assert plan(SRUN | {"SLURM_STEP_ID": "3"}, resolve_host=str).port != found.port
+    def where(changes):
+        found = plan(SRUN | changes, resolve_host=str)
+        return found.kind, found.address, found.port
 
-
-def test_the_jobs_node_list_serves_where_the_steps_is_missing():
-    env = dict(SRUN, SLURM_JOB_NODELIST="n[07-08]")
-    del env["SLURM_STEP_NODELIST"]
-    assert plan(env, resolve_host=str).address == "n07"
-
-
-def test_an_address_without_a_port_takes_the_jobs_port():
-    found = plan(SRUN | {"MASTER_ADDR": "head"})
-    assert (found.kind, found.address) == ("given", "head")
-    assert found.port == plan(SRUN, resolve_host=str).port
+    port = 15000 + (1234567 + 2 * 97) % 10000
+    assert where({}) == ("port", "n03", port)
+    assert where({"MASTER_PORT": "4711"}) == ("port", "n03", 4711)
+    assert where({"MASTER_ADDR": "head"}) == ("given", "head", port)
+    assert where({"SLURM_JOB_ID": "1234568"})[2] != port
+    assert where({"SLURM_STEP_ID": "3"})[2] != port
+    of_the_job = {"SLURM_STEP_NODELIST": "", "SLURM_JOB_NODELIST": "n[07-08]"}
+    assert where(of_the_job)[1] == "n07"
 
 
 def test_scontrol_knows_a_host_that_does_not_resolve():
@@ -204,23 +187,18 @@ def test_scontrol_knows_a_host_that_does_not_resolve():
 
 
 @pytest.mark.parametrize(
-    "problem",
+    "answer",
     [
         OSError("no scontrol"),
         subprocess.TimeoutExpired("scontrol", 5),
         subprocess.CalledProcessError(1, "scontrol"),
-        None,
+        "NodeName=n03 NodeAddr=$(reboot)",
     ],
     ids=str,
 )
-def test_without_an_address_the_error_names_the_host(problem):
-    def run(argv):
-        if problem is not None:
-            raise problem
-        return "NodeName=n03 NodeAddr=$(reboot)"
-
+def test_without_an_address_the_error_names_the_host(answer):
     with pytest.raises(LaunchError, match=r"'n03' does not resolve.*scontrol.*MASTER_ADDR"):
-        plan(SRUN, resolve_host=unknown_host, run=run)
+        plan(SRUN, resolve_host=unknown_host, run=answer_or_raise(answer))
 
 
 @pytest.mark.parametrize("nodes", ["-v", "n1;reboot", "n[1", "a b"])
@@ -237,13 +215,8 @@ def test_pals_takes_the_first_line_of_the_node_file():
 
 @pytest.mark.parametrize("content", [OSError("gone"), "", "x1;reboot"], ids=str)
 def test_a_node_file_that_does_not_help(content):
-    def read_text(path):
-        if isinstance(content, OSError):
-            raise content
-        return content
-
     with pytest.raises(LaunchError):
-        plan(PALS, resolve_host=str, read_text=read_text)
+        plan(PALS, resolve_host=str, read_text=answer_or_raise(content))
 
 
 def test_flux_is_asked_for_the_jobs_hosts():
@@ -262,13 +235,43 @@ def test_a_flux_that_does_not_help(answer):
         plan(FLUX | {"FLUX_JOB_ID": "--help"}, resolve_host=str)
 
 
-@pytest.mark.parametrize("port", ["0", "65536", "-1", "ssh"])
-def test_a_port_that_is_none_is_refused(port):
-    with pytest.raises(LaunchError, match="MASTER_PORT"):
-        plan(BY_HAND | {"MASTER_PORT": port})
+@pytest.mark.parametrize(
+    ("env", "name"),
+    [
+        *((BY_HAND | {"MASTER_PORT": port}, "MASTER_PORT") for port in ("0", "65536", "-1", "ssh")),
+        *((TORCHRUN | {"MASTER_ADDR": a}, "MASTER_ADDR") for a in ("a b", "h;reboot", "x" * 300)),
+    ],
+)
+def test_a_coordinator_that_is_none_is_refused(env, name):
+    with pytest.raises(LaunchError, match=name):
+        plan(env)
 
 
-@pytest.mark.parametrize("address", ["a b", "head;reboot", "x" * 300])
-def test_an_address_that_is_none_is_refused(address):
-    with pytest.raises(LaunchError, match="MASTER_ADDR"):
-        plan(TORCHRUN | {"MASTER_ADDR": address})
+# -- the launching process, from a made-up /proc ---------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("processes", "expected"),
+    [
+        (["bash 20 500", "20 hydra_pmi_proxy 10 400", "10 mpiexec.hydra 1 300"], "20:400"),
+        (["a)_S_7_(b 10 500", "10 mpiexec.hydra 1 300"], "10:300"),  # spaces and parentheses
+        (["my_launcher 10 500", "10 mpirunner 1 300"], "{parent}:500"),
+        ([], "{parent}:"),  # processes that cannot be seen
+    ],
+)
+def test_the_nearest_launcher_counts(processes, expected, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "getppid", lambda: 4321)  # 1 for an orphan
+    for number, text in enumerate(processes):
+        words = text.split() if number else [str(os.getppid()), *text.split()]
+        pid, name, parent, start = words
+        (tmp_path / pid).mkdir()
+        name = name.replace("_S_7_", " S 7 ")
+        between = " ".join(["0"] * 17)  # start is field 22
+        line = f"{pid} ({name}) S {parent} {between} {start} 0 0\n"
+        (tmp_path / pid / "stat").write_text(line)
+    assert launcher_ancestor(tmp_path) == expected.format(parent=4321)
+
+
+def test_the_real_proc_gives_a_stable_answer():
+    assert launcher_ancestor() == launcher_ancestor()
+    assert launcher_ancestor().split(":")[1].isdigit()

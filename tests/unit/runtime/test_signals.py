@@ -12,7 +12,8 @@ import pytest
 
 from gradsync.errors import PeerError
 from gradsync.runtime import signals
-from gradsync.runtime.signals import HANDLED, StopRequest, leave_out_interrupts
+from gradsync.runtime.session import Session, SessionOptions
+from gradsync.runtime.signals import HANDLED, LAUNCHED, StopRequest, leave_out_interrupts
 from support.launchers import run_python
 
 
@@ -106,23 +107,38 @@ def test_only_a_second_press_ends_the_process(
 
 
 @pytest.mark.parametrize(
-    ("error", "over", "shown"),
+    ("error", "shown"),
     [
-        (KeyboardInterrupt(), False, 0),
-        (PeerError("rank 0 failed first: interrupted", exit_code=130), False, 0),
-        (PeerError("rank 0 failed first: ValueError"), False, 1),
-        (KeyboardInterrupt(), True, 1),
-        (ValueError(), False, 1),
+        (KeyboardInterrupt(), False),
+        (PeerError("rank 0 failed first: interrupted", exit_code=130), False),
+        (PeerError("rank 0 failed first: ValueError"), True),
+        (ValueError(), True),
     ],
 )
 def test_only_interrupts_of_a_session_go_without_a_traceback(
-    error: BaseException, over: bool, shown: int, monkeypatch: pytest.MonkeyPatch
+    error: BaseException, shown: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[object] = []
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: seen.append(error))
-    leave_out_interrupts(unless=lambda: over)
+    before = sys.excepthook
+    leave_out_interrupts()  # by a session that failed
+    put_back = leave_out_interrupts()
     sys.excepthook(type(error), error, None)
     assert seen == [error] * shown
+    put_back()
+    assert sys.excepthook is before
+
+
+@pytest.mark.parametrize("error", [None, SystemExit(75), ValueError()])
+def test_a_session_keeps_the_hook_only_for_the_error_that_ended_it(
+    error: BaseException | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", before := sys.excepthook)
+    session = Session(SessionOptions(device="cpu"), env={"ROLE_NAME": LAUNCHED})
+    session.__enter__()
+    assert sys.excepthook is not before
+    session.close(error)
+    assert (sys.excepthook is before) == (not isinstance(error, ValueError))
 
 
 def test_the_second_press_is_final_even_where_exceptions_are_caught() -> None:

@@ -15,16 +15,15 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from gradsync.errors import ConfigError
-from gradsync.launch.program import Program, parse_program
-from gradsync.launch.sbatch import sbatch_script
-from gradsync.launch.sbatch_plan import SbatchPlan, seconds_of
+from gradsync.launch.plan import Program, parse_program
+from gradsync.launch.sbatch import SbatchPlan, sbatch_script, seconds_of
 
 GOLDEN = Path(__file__).parent / "golden"
 
 
 def plan(*words: str, **changes: Any) -> SbatchPlan:
     program = parse_program(words or ["train", "mini"])
-    values: dict[str, Any] = {"program": program, "name": "mini", "time": "1:00:00"} | changes
+    values: dict[str, Any] = {"program": program, "job_name": "mini", "time": "1:00:00"} | changes
     return SbatchPlan(**values)
 
 
@@ -32,31 +31,31 @@ PLANS = {
     "srun_gpus": plan(
         *("train", "xl", "--optim.lr", "3e-4", "--data", "my data"),
         nodes=2,
-        ranks_per_node=4,
+        ntasks_per_node=4,
         gpus_per_node=4,
         time="72:00:00",
         partition="gpu",
         account="physics",
         qos="normal",
-        cpus_per_rank=8,
-        memory="200G",
-        modules=("cuda/12.4", "nccl"),
+        cpus_per_task=8,
+        mem="200G",
+        module=("cuda/12.4", "nccl"),
         setup=("source venv/bin/activate", 'export NCCL_DEBUG="INFO"'),
-        directives=("--constraint=h100", "--exclusive"),
+        sbatch_arg=("--constraint=h100", "--exclusive"),
         run_dir="runs/xl",
     ),
     "mpirun_cpus": plan(
         *("python", "my script.py", "$(reboot)"),
         nodes=2,
-        ranks_per_node=3,
+        ntasks_per_node=3,
         launcher="mpirun",
         run_dir="out",
     ),
-    "torchrun_nodes": plan(nodes=2, ranks_per_node=4, launcher="torchrun", cpus_per_rank=2),
+    "torchrun_nodes": plan(nodes=2, ntasks_per_node=4, launcher="torchrun", cpus_per_task=2),
     "array": plan(
         *("train", "tiny", "--seed", "{task}"),
         array="0-9%2",
-        folder="my 100% logs",
+        output="my 100% logs",
         python="/opt/python 3/bin/python",
     ),
     "bare": plan("./simulate", "--fast"),
@@ -78,7 +77,7 @@ def test_bash_reads_it(name: str) -> None:
 
 @pytest.mark.parametrize("launcher", ["srun", "mpirun", "torchrun"])
 def test_what_every_script_says(launcher: Any) -> None:
-    script = sbatch_script(plan(launcher=launcher, nodes=2, ranks_per_node=3))
+    script = sbatch_script(plan(launcher=launcher, nodes=2, ntasks_per_node=3))
     tasks = 1 if launcher == "torchrun" else 3
     assert f"#SBATCH --ntasks-per-node={tasks}\n" in script
     only_shell = "B:" if launcher == "mpirun" else ""
@@ -91,7 +90,7 @@ def test_what_every_script_says(launcher: Any) -> None:
 
 def test_cores_are_said_twice() -> None:
     """A step no longer inherits them from the job since Slurm 22.05."""
-    script = sbatch_script(plan(cpus_per_rank=4))
+    script = sbatch_script(plan(cpus_per_task=4))
     assert script.count("--cpus-per-task=4") == 2
 
 
@@ -99,32 +98,32 @@ def test_cores_are_said_twice() -> None:
     ("changes", "message"),
     [
         ({"nodes": 0}, "--nodes must be at least 1; got 0"),
-        ({"ranks_per_node": 0}, "--ntasks-per-node must be at least 1"),
+        ({"ntasks_per_node": 0}, "--ntasks-per-node must be at least 1"),
         ({"gpus_per_node": -1}, "--gpus-per-node must be at least 0"),
-        ({"gpus_per_node": 4, "ranks_per_node": 8}, "two ranks would share a GPU"),
-        ({"gpus_per_node": 4, "ranks_per_node": 1}, "3 would be paid for and idle"),
+        ({"gpus_per_node": 4, "ntasks_per_node": 8}, "two ranks would share a GPU"),
+        ({"gpus_per_node": 4, "ntasks_per_node": 1}, "3 would be paid for and idle"),
         ({"time": "tomorrow"}, "--time must be MINUTES"),
         ({"time": "3"}, "told to stop as soon as it begins"),
         ({"launcher": "ssh"}, "--launcher must be one of srun, mpirun, torchrun"),
-        ({"name": "a b"}, "--job-name must be 1 to 64"),
-        ({"name": ""}, "--job-name must be 1 to 64"),
-        ({"name": "x" * 65}, "--job-name must be 1 to 64"),
+        ({"job_name": "a b"}, "--job-name must be 1 to 64"),
+        ({"job_name": ""}, "--job-name must be 1 to 64"),
+        ({"job_name": "x" * 65}, "--job-name must be 1 to 64"),
         ({"partition": "gpu\n#SBATCH --uid=0"}, "--partition must be 1 to 64"),
         ({"partition": "gpu,"}, "--partition must be 1 to 64"),
         ({"account": "$(id)"}, "--account must be"),
         ({"qos": "-"[:0] + "a;b"}, "--qos must be"),
-        ({"memory": "64 GB"}, "--mem must be a number"),
+        ({"mem": "64 GB"}, "--mem must be a number"),
         ({"array": "0-9;rm"}, "--array must be numbers"),
-        ({"folder": ""}, "--output must name a folder"),
-        ({"folder": "a\nb"}, "--output must be one printable line"),
-        ({"folder": "a#SBATCH"}, "--output must be one printable line"),
-        ({"folder": "a\\b"}, "Slurm reads a backslash"),
+        ({"output": ""}, "--output must name a folder"),
+        ({"output": "a\nb"}, "--output must be one printable line"),
+        ({"output": "a#SBATCH"}, "--output must be one printable line"),
+        ({"output": "a\\b"}, "Slurm reads a backslash"),
         ({"run_dir": "a\rb"}, "--run-dir must be one printable line"),
         ({"array": "0-1", "run_dir": "runs/x"}, "put {task} into its name"),
-        ({"modules": ("-x",)}, "is no module's name"),
-        ({"directives": ("constraint=h100",)}, "must look like --constraint=h100"),
-        ({"directives": ("--comment=a\n#SBATCH --uid=0",)}, "one printable line"),
-        ({"directives": ("--ntasks=7",)}, "submit writes this one itself"),
+        ({"module": ("-x",)}, "is no module's name"),
+        ({"sbatch_arg": ("constraint=h100",)}, "must look like --constraint=h100"),
+        ({"sbatch_arg": ("--comment=a\n#SBATCH --uid=0",)}, "one printable line"),
+        ({"sbatch_arg": ("--ntasks=7",)}, "submit writes this one itself"),
         ({"python": "a\0b"}, "zero byte"),
         ({"fruitless_turns": 0}, "--fruitless-turns must be at least 1"),
     ],
@@ -233,7 +232,7 @@ def test_arguments_are_never_shell(cases: list[tuple[list[str], Any, str, str]])
             launcher=launcher,
             run_dir=run_dir,
             python="interpreter",
-            modules=(run_dir,) if run_dir else (),
+            module=(run_dir,) if run_dir else (),
         )
         for words, launcher, kind, run_dir in cases
     ]
@@ -264,11 +263,11 @@ def test_arguments_are_never_shell(cases: list[tuple[list[str], Any, str, str]])
 def test_a_folder_adds_no_line(folder: str) -> None:
     plain = sbatch_script(plan())
     try:
-        script = sbatch_script(plan(folder=folder))
+        script = sbatch_script(plan(output=folder))
     except ConfigError:
         return
-    directives = [line for line in script.splitlines() if line.lstrip().startswith("#SBATCH")]
-    assert len(directives) == plain.count("\n#SBATCH")
+    sbatch_arg = [line for line in script.splitlines() if line.lstrip().startswith("#SBATCH")]
+    assert len(sbatch_arg) == plain.count("\n#SBATCH")
     assert script.count("\n") - script.count("\\\n") == plain.count("\n") - plain.count("\\\n")
 
 

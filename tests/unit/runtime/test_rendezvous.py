@@ -1,4 +1,4 @@
-"""The rendezvous store: bound by us, on one interface, with names for who is missing."""
+"""Where ranks meet: the store, the published port, and ports between hosts tried before gloo."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ import pytest
 import torch.distributed as dist
 
 from gradsync.errors import RendezvousError
-from gradsync.runtime import publish, store
-from gradsync.runtime.publish import _start_time, publish_port, read_port
+from gradsync.runtime import rendezvous, store
+from gradsync.runtime.rendezvous import _start_time, check_reach, publish_port, read_port
 from gradsync.runtime.store import Presence, check_in, host_store, join_store, wait_until
+from gradsync.world import World
 
 
 def soon(seconds: float = 5.0) -> float:
@@ -229,7 +231,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def note_of(port: int) -> str:
     """A note of this process, as `publish_port` writes it."""
-    started = publish._start_time(os.getpid())
+    started = _start_time(os.getpid())
     return json.dumps({"port": port, "pid": os.getpid(), "started": started})
 
 
@@ -264,7 +266,7 @@ def test_a_note_of_another_user_is_not_read(
 ) -> None:
     publish_port("job-1", 4711)
     me = os.getuid()
-    monkeypatch.setattr(publish.os, "getuid", lambda: me + 1)
+    monkeypatch.setattr(rendezvous.os, "getuid", lambda: me + 1)
     with pytest.raises(RendezvousError, match="as another user"):
         read_port("job-1", rank=1, deadline_s=soon(0.05))
 
@@ -314,3 +316,67 @@ def test_a_store_that_dies_during_the_meeting() -> None:
         check_in(Dead(), presence(1), rank=1, world_size=2, deadline_s=soon())
     with pytest.raises(RendezvousError, match=r"the launcher, which serves .* went away"):
         check_in(Dead(), presence(1), rank=1, world_size=2, deadline_s=soon(), hosted_by_agent=True)
+
+
+# -- whether hosts reach each other ---------------------------------------------------------------
+
+HOSTS = ["first", "first", "second", "second"]
+
+
+def ask(store: Any, rank: int, interface: str = "lo") -> str:
+    """What a rank on one of two hosts hears, "" for nothing."""
+    world = World(
+        rank=rank,
+        world_size=4,
+        local_rank=rank % 2,
+        local_world_size=2,
+        node_rank=rank // 2,
+        num_nodes=2,
+    )
+    try:
+        deadline_s = time.monotonic() + 10
+        check_reach(store, world, HOSTS, interface=interface, deadline_s=deadline_s)
+    except RendezvousError as error:
+        return str(error)
+    return ""
+
+
+def on_all(interface: str) -> list[str]:
+    """What all four hear."""
+    store = dist.HashStore()
+    with ThreadPoolExecutor(4) as threads:
+        return list(threads.map(lambda rank: ask(store, rank, interface), range(4)))
+
+
+def refused(*_: Any, **__: Any) -> socket.socket:
+    raise TimeoutError("timed out")
+
+
+def test_open_ports_are_no_news() -> None:
+    assert on_all("lo") == [""] * 4
+
+
+def test_all_hear_what_one_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous.socket, "create_connection", refused)
+    said = set(on_all("lo"))
+    assert len(said) == 1
+    (message,) = said
+    assert message.startswith("rank 0 on first cannot connect to rank 2 on second at 127.0.0.1:")
+    assert "(timed out), a port that the system picked" in message
+
+
+def test_who_serves_the_store_stays_until_all_have_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous.socket, "create_connection", refused)
+    store = dist.HashStore()
+    with ThreadPoolExecutor(3) as threads:
+        first, *others = [threads.submit(ask, store, rank) for rank in range(3)]
+        said = {other.result() for other in others}
+        assert not first.done()  # rank 3 has not asked yet
+        said |= {ask(store, 3), first.result()}
+    assert len(said) == 1
+    assert "" not in said
+
+
+def test_without_an_address_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(rendezvous.socket, "create_connection")
+    assert on_all("no such interface") == [""] * 4

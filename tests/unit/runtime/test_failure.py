@@ -6,6 +6,7 @@ import ctypes
 import json
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
@@ -16,8 +17,13 @@ from hypothesis import strategies as st
 
 from gradsync.errors import DataError, LostPeerError, PeerError, RunError
 from gradsync.runtime import failure
-from gradsync.runtime.failure import FailureWatch, communication_error
-from gradsync.runtime.failure_record import Failure, describe, read_failure
+from gradsync.runtime.failure import (
+    Failure,
+    FailureWatch,
+    communication_error,
+    describe,
+    read_failure,
+)
 from gradsync.runtime.store import LEFT
 
 CLOSED = (
@@ -198,6 +204,23 @@ def test_a_server_that_has_left_in_good_order_takes_nobody_along(
     watch._thread.join(5.0)
     assert not watch._thread.is_alive()
     assert ended == []
+
+
+def test_who_serves_the_store_stays_until_the_others_have_heard(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 0 is done when rank 1 fails; rank 2, in a collective, has yet to read why."""
+    monkeypatch.setattr(failure, "_SILENT_S", 5.0)
+    store = Store("alive")
+    store.values["failure"] = PEERS
+    store.add("farewell", 1)
+    watch = FailureWatch(store, rank=0, world_size=3)
+    with ThreadPoolExecutor(1) as threads:
+        left = threads.submit(watch.peer_failure)
+        with pytest.raises(TimeoutError):
+            left.result(timeout=0.1)
+        store.add("acknowledged", 1)
+        assert "rank 1 on there failed first" in str(left.result(timeout=3.0))
 
 
 def test_a_stopped_process_is_not_called_dead(monkeypatch: pytest.MonkeyPatch) -> None:

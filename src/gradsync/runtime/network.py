@@ -1,16 +1,15 @@
-"""The TCP connections to other ranks: how long they may be silent, and how many have ended.
+"""The network as this process sees it: interfaces, own addresses, and connections to other ranks.
 
-A cut cable says nothing. Left alone, Linux gives up an unanswered message after a quarter of an
-hour and never looks at an idle connection (tcp(7), tcp_retries2 and SO_KEEPALIVE); gloo waits for
-the whole timeout of the collective. Here the system is told to knock on idle connections and to end
-unanswered ones after a bound; whoever waits on one then sees "Connection timed out".
+Left alone, gloo listens where the host's own name points to. On Debian, and in many containers,
+that is the loopback: then ranks of several hosts cannot connect.
 
-It is the other host's kernel that answers. A rank that computes for long, holds Python's lock or
-was stopped in a debugger is not silent, with one exception: a message larger than the buffers, to
-a rank that is stopped while it arrives, counts as unanswered.
-
-The connections belong to gloo, NCCL and torch's store, which offer no such option, so they are
-found among this process's open files. Linux only; elsewhere nothing is bounded or counted.
+[Note: Silent hosts] A cut cable says nothing. Left alone, Linux gives up an unanswered message
+after a quarter of an hour and never looks at an idle connection (tcp(7), tcp_retries2 and
+SO_KEEPALIVE); gloo waits for the whole timeout of the collective. `PeerConnections` has the system
+knock on idle connections and end unanswered ones after a bound; whoever waits on one then sees
+"Connection timed out". It is the other host's kernel that answers: a rank that computes for long,
+holds Python's lock or was stopped in a debugger is not silent, with one exception: a message larger
+than the buffers, to a rank that is stopped while it arrives, counts as unanswered.
 """
 
 from __future__ import annotations
@@ -22,15 +21,70 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+import psutil
+
+FAR = "192.0.2.1"
+"""TEST-NET-1: an address of no host, behind the default route."""
+_LOCAL = ("docker", "podman", "virbr", "cni")
+"""Beginnings of names of interfaces that lead to containers and virtual machines of this host."""
 _OPEN_FILES = "/proc/self/fd"
 Opened = tuple[int, str]
 """File descriptor and identity of a socket."""
 
 
+def interface_towards(address: str) -> str:
+    """Name of the interface by which this host talks to `address`, "" if that cannot be told.
+
+    On the host that owns `address` it is the interface which has it. Its *name* may mean loopback
+    there (Debian maps the own name to 127.0.1.1): then the default route's. Sends nothing.
+    """
+    own = source_towards(address)
+    if own and ipaddress.ip_address(own).is_loopback:
+        literal = address in (own, "localhost")
+        own = "" if literal else source_towards(FAR)
+    for name, addresses in psutil.net_if_addrs().items():
+        if own and any(known.address == own for known in addresses):
+            return name
+    return ""
+
+
+def address_of(interface: str) -> str:
+    """IPv4 address of an interface of this host, "" if there is none."""
+    known = psutil.net_if_addrs().get(interface, ())
+    return next((each.address for each in known if each.family == socket.AF_INET), "")
+
+
+def own_address() -> str:
+    """The address other hosts reach this one by: the source address of its default route.
+
+    Without such a route (a cluster's own network): that of the first interface that leads to other
+    hosts.
+    """
+    if source := source_towards(FAR):
+        return source
+    for _, name in socket.if_nameindex():
+        address = address_of(name)
+        if address and not name.startswith(_LOCAL) and not _is_loopback(address):
+            return address
+    return "127.0.0.1"
+
+
+def source_towards(address: str) -> str:
+    """The address this host would send from to `address`, "" if no route leads there."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, 9))  # a datagram connect only looks up the route
+            return probe.getsockname()[0]
+        except OSError:
+            return ""
+
+
 class PeerConnections:
     """Bounds the silence of other ranks' hosts; counts the connections that have ended.
 
-    Made before the first connection. Connections within a host are only counted.
+    Made before the first connection. The connections belong to gloo, NCCL and torch's store, which
+    offer no such option, so they are found among this process's open files. Those within a host are
+    only counted. Linux only; elsewhere nothing is bounded or counted. See [Note: Silent hosts].
 
     Args:
         silence_s: longest silence, seconds; at least 1.
@@ -49,9 +103,7 @@ class PeerConnections:
     def learn_pairs(self, world_size: int, store_port: int) -> None:
         """As `learn`, right after gloo has connected each rank with each other one.
 
-        Args:
-            world_size: number of ranks.
-            store_port: of the rendezvous store, whose connections come and go.
+        The connections of the rendezvous store, at `store_port`, come and go: they do not count.
         """
         made = self._look(learn=True)
         pairs = {opened for opened, ports in made.items() if store_port not in ports}

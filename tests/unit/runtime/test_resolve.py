@@ -5,7 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradsync.errors import LaunchError
+from gradsync.runtime.coordinator import System, plan_coordinator
 from gradsync.runtime.resolve import explain_world, resolve
+from gradsync.runtime.session import Session, SessionOptions
 
 
 def by_hand(rank, size):
@@ -83,10 +85,6 @@ def test_torchrun_wins_over_anything(family):
     assert resolution.world.rank == 1
 
 
-def test_torchrun_wins_over_a_partly_set_family():
-    assert resolve({"OMPI_COMM_WORLD_RANK": "4"} | torchrun(1, 2)).world.launcher == "torchrun"
-
-
 @pytest.mark.parametrize("inner", MPI, ids=say)
 @pytest.mark.parametrize("outer", [(0, 1), (1, 2), (3, 4)], ids=str)
 def test_mpi_wins_over_slurm_whatever_slurm_says(inner, outer):
@@ -124,11 +122,6 @@ def test_by_hand_may_be_nested_in_blocks(family, outer_size, block, data):
     else:
         with pytest.raises(LaunchError, match="contradict"):
             resolve(variables)
-
-
-def test_by_hand_inside_mpirun_inside_slurm_is_held_against_mpirun():
-    resolution = resolve(srun(0, 2) | openmpi(2, 3) | by_hand(2, 3))
-    assert resolution.world.launcher == "env"
 
 
 @pytest.mark.parametrize(
@@ -170,23 +163,24 @@ def test_partly_set_is_an_error_that_shows_every_family(variables):
     assert "without" in text
 
 
-def test_a_wrapper_may_export_the_local_rank_it_was_given():
-    assert resolve({"LOCAL_RANK": "1"} | openmpi(1, 2)).world.launcher == "openmpi"
-    assert resolve({"LOCAL_RANK": "1"} | srun(1, 2)).world.launcher == "srun"
-
-
-def test_the_coordinator_alone_is_no_launcher():
-    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    assert resolve(variables).world.launcher == "python"
-    assert resolve(variables | openmpi(1, 2)).world.launcher == "openmpi"
-
-
-def test_a_filtered_slurm_environment_does_not_disturb_an_mpi_rank():
-    assert resolve({"SLURM_STEP_ID": "0"} | openmpi(1, 2)).world.launcher == "openmpi"
-
-
-def test_pmix_variables_of_srun_are_no_family():
-    assert resolve(srun(1, 2) | {"PMIX_RANK": "1"}).world.launcher == "srun"
+@pytest.mark.parametrize(
+    ("variables", "launcher"),
+    [
+        ({"OMPI_COMM_WORLD_RANK": "4"} | torchrun(1, 2), "torchrun"),  # partly set, outside
+        (srun(0, 2) | openmpi(2, 3) | by_hand(2, 3), "env"),  # held against mpirun, not Slurm
+        # A wrapper may export the local rank that it was given.
+        ({"LOCAL_RANK": "1"} | openmpi(1, 2), "openmpi"),
+        ({"LOCAL_RANK": "1"} | srun(1, 2), "srun"),
+        # The coordinator alone is no launcher.
+        ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}, "python"),
+        ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"} | openmpi(1, 2), "openmpi"),
+        ({"SLURM_STEP_ID": "0"} | openmpi(1, 2), "openmpi"),  # a filtered environment of Slurm
+        (srun(1, 2) | {"PMIX_RANK": "1"}, "srun"),  # srun's own PMIx is no family
+    ],
+    ids=lambda value: value if isinstance(value, str) else "+".join(value)[:40],
+)
+def test_what_may_stand_beside_the_winner(variables, launcher):
+    assert resolve(variables).world.launcher == launcher
 
 
 @pytest.mark.parametrize(
@@ -221,3 +215,91 @@ def test_explain_world_reads_this_process_by_default(monkeypatch):
     for name, value in openmpi(1, 2).items():
         monkeypatch.setenv(name, value)
     assert "launcher=openmpi" in explain_world()
+
+
+# -- environments as real launchers set them (Open MPI 4.1, torchrun 2.13, Slurm 22.05), shortened
+
+
+def env(text):
+    return dict(word.split("=", 1) for word in text.split())
+
+
+MPIRUN = """
+OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=1
+OMPI_COMM_WORLD_LOCAL_SIZE=2 OMPI_COMM_WORLD_NODE_RANK=1 OMPI_APP_CTX_NUM_PROCS=2
+OMPI_MCA_ess_base_jobid=2102460417 OMPI_MCA_orte_num_nodes=1
+OMPI_MCA_orte_hnp_uri=2102460416.0;tcp://192.0.2.2:57987
+OMPI_MCA_orte_precondition_transports=8a274bc7269c84c0-b5035b42b605fa8b
+PMIX_HOSTNAME=head PMIX_ID=2102460417.1 PMIX_NAMESPACE=2102460417 PMIX_RANK=1
+PMIX_SERVER_TMPDIR=/tmp/ompi.head.0/pid.4527
+"""
+TORCHRUN = """
+RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 GROUP_RANK=0 GROUP_WORLD_SIZE=1
+MASTER_ADDR=localhost MASTER_PORT=32857 ROLE_RANK=1 ROLE_WORLD_SIZE=2
+TORCHELASTIC_MAX_RESTARTS=3 TORCHELASTIC_RESTART_COUNT=1 TORCHELASTIC_USE_AGENT_STORE=True
+TORCHELASTIC_RUN_ID=1f74dc67-b2c2-417d-b589-9a985861f13d
+"""
+SALLOC_SHELL = """
+SLURM_CLUSTER_NAME=c SLURM_JOB_ID=7 SLURM_JOB_NAME=interactive SLURM_JOB_NODELIST=n[1-2]
+SLURM_JOB_NUM_NODES=2 SLURM_NNODES=2 SLURM_NPROCS=4 SLURM_NTASKS=4 SLURM_TASKS_PER_NODE=3,1
+"""
+SBATCH_SHELL = f"""{SALLOC_SHELL} SLURMD_NODENAME=n1 SLURM_GTIDS=0 SLURM_LOCALID=0 SLURM_NODEID=0
+SLURM_PROCID=0 SLURM_TASK_PID=5025
+"""
+SRUN_TASK = f"""{SALLOC_SHELL} SLURM_GTIDS=0,1,2 SLURM_LOCALID=1 SLURM_NODEID=0 SLURM_PROCID=1
+SLURM_STEPID=1 SLURM_STEP_ID=1 SLURM_STEP_NODELIST=n[1-2] SLURM_STEP_NUM_NODES=2
+SLURM_STEP_NUM_TASKS=4 SLURM_STEP_TASKS_PER_NODE=3,1
+"""
+SRUN_PMI2_TASK = f"{SRUN_TASK} PMI_FD=13 PMI_JOBID=7.1 PMI_RANK=1 PMI_SIZE=4 "
+ONE_TASK_SHELL = """
+SLURM_GTIDS=0 SLURM_JOB_ID=8 SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_NTASKS=1 SLURM_PROCID=0
+SLURM_STEP_ID=0 SLURM_STEP_NODELIST=n1 SLURM_STEP_NUM_NODES=1 SLURM_STEP_NUM_TASKS=1
+SLURM_STEP_TASKS_PER_NODE=1
+"""
+# What an MPI rank inherits from the Open MPI daemon that srun started, one on each node.
+MPI_DAEMON = f"""{SALLOC_SHELL} SLURM_GTIDS=1 SLURM_LOCALID=0 SLURM_NODEID=1 SLURM_PROCID=1
+SLURM_STEP_ID=2 SLURM_STEP_NODELIST=n[1-2] SLURM_STEP_NUM_NODES=2 SLURM_STEP_NUM_TASKS=2
+SLURM_STEP_TASKS_PER_NODE=1(x2)
+"""
+MPIRUN_OF_5 = MPIRUN.replace("WORLD_SIZE=2", "WORLD_SIZE=5").replace("WORLD_RANK=1", "WORLD_RANK=4")
+
+
+@pytest.mark.parametrize(
+    ("text", "launcher", "ranks", "node", "kind"),
+    [
+        (MPIRUN, "openmpi", (1, 2, 1, 2), (0, 1), "file"),
+        (TORCHRUN, "torchrun", (1, 2, 1, 2), (0, 1), "given"),
+        (SALLOC_SHELL, "python", (0, 1, 0, 1), (0, 1), "none"),
+        (SBATCH_SHELL, "python", (0, 1, 0, 1), (0, 1), "none"),
+        (SRUN_TASK, "srun", (1, 4, 1, 3), (0, 2), "port"),
+        (SRUN_PMI2_TASK, "srun", (1, 4, 1, 3), (0, 2), "port"),
+        (ONE_TASK_SHELL, "srun", (0, 1, 0, 1), (0, 1), "none"),
+        (SBATCH_SHELL + MPIRUN, "openmpi", (1, 2, 1, 2), (0, 1), "file"),
+        (MPI_DAEMON + MPIRUN_OF_5, "openmpi", (4, 5, 1, 2), (2, 3), "mpi"),
+        (ONE_TASK_SHELL + MPIRUN, "openmpi", (1, 2, 1, 2), (0, 1), "file"),
+        (SRUN_TASK + TORCHRUN, "torchrun", (1, 2, 1, 2), (0, 1), "given"),
+        (SBATCH_SHELL + TORCHRUN, "torchrun", (1, 2, 1, 2), (0, 1), "given"),
+        (MPIRUN_OF_5 + TORCHRUN, "torchrun", (1, 2, 1, 2), (0, 1), "given"),
+    ],
+)
+def test_a_real_environment(text, launcher, ranks, node, kind):
+    resolution = resolve(env(text))
+    world = resolution.world
+    assert world.launcher == launcher
+    assert (world.rank, world.world_size, world.local_rank, world.local_world_size) == ranks
+    assert (world.node_rank, world.num_nodes) == node
+    plan = plan_coordinator(env(text), resolution, System(resolve_host=str))
+    assert plan.kind == kind
+
+
+@pytest.mark.parametrize("text", [SALLOC_SHELL, SBATCH_SHELL])
+def test_a_plain_process_in_a_slurm_shell_is_one_rank_and_hears_of_srun(text, caplog):
+    with Session(SessionOptions(device="cpu"), env=env(text)) as world:
+        assert world.world_size == 1
+    assert "has 4 tasks" in caplog.text
+    assert "Put `srun` before the command" in caplog.text
+
+
+@pytest.mark.parametrize("text", [SRUN_TASK, ONE_TASK_SHELL, SBATCH_SHELL + MPIRUN, TORCHRUN, ""])
+def test_nobody_else_is_warned(text):
+    assert resolve(env(text)).warnings == ()

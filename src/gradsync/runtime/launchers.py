@@ -1,0 +1,368 @@
+"""One pure parser per launcher family: environment mapping in, `Reading` out.
+
+    torchrun    TORCHELASTIC_RUN_ID; the same names set by hand are "env"
+    openmpi     OMPI_COMM_WORLD_*
+    pals        PALS_RANKID (HPE PALS, the `mpiexec` of PBS on Cray machines)
+    flux        FLUX_TASK_RANK
+    mvapich2    MV2_COMM_WORLD_*
+    hydra       PMI_RANK with MPI_LOCALRANKID (MPICH, Intel MPI, MVAPICH 3)
+    srun        SLURM_STEP_ID, for a step that srun started
+
+`PARSERS` holds them in the order in which they count: the first complete row wins.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from gradsync.errors import LaunchError
+from gradsync.runtime.bounds import whole_number
+from gradsync.runtime.hostlist import expand_counts
+from gradsync.world import World
+
+_INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
+
+# Of each family: rank, world size, local rank, local world size.
+_TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_GROUP = ("GROUP_RANK", "GROUP_WORLD_SIZE")
+_COMM_WORLD = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+_PALS = ("PALS_RANKID", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE")
+_FLUX = ("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID")
+_PMI = ("PMI_RANK", "PMI_SIZE")
+_HYDRA_LOCAL = ("MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+_CRAY_LOCAL = ("PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")
+_SRUN = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
+
+_PMI_OWNERS = (
+    ("srun", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    ("flux", "FLUX_JOB_ID", "FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
+    ("pals", "PALS_RANKID", "PALS_RANKID", "PMI_SIZE"),
+)
+"""Managers whose own PMI server sets PMI_RANK and PMI_SIZE: name, mark, their rank and size."""
+
+_FIRST_RESERVED_STEP = 0xFFFFFFF0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reading:
+    """One row of the launcher table as found in an environment: complete, partly set or absent."""
+
+    name: str  # launcher, one of the names that `World.launcher` may take
+    world: World | None = None
+    """The place it gives this process; None when the row is absent or partly set."""
+    seen: tuple[tuple[str, str], ...] = ()  # the variables it was read from, with their values
+    missing: tuple[str, ...] = ()
+    """The variables that are needed but not set; empty unless the row is partly set."""
+    note: str = ""  # why the row is absent, where that is not plain
+    needs_hosts: bool = False
+    """The hosts are a guess; complete the world with `gradsync.world.place`."""
+    trust_local: bool = True
+    """With `needs_hosts`: local rank and size are the launcher's own (`place(trust_local=)`)."""
+
+    @property
+    def complete(self) -> bool:
+        """True when the row gives a world."""
+        return self.world is not None
+
+    @property
+    def partly_set(self) -> bool:
+        """True when some variables of the row are set and others that it needs are not."""
+        return self.world is None and bool(self.missing)
+
+    def says(self) -> str:
+        """The row in words: `rank 1 of 4, local rank 1 of 2`, or what is missing."""
+        if self.world is not None:
+            world = self.world
+            return (
+                f"rank {world.rank} of {world.world_size}, "
+                f"local rank {world.local_rank} of {world.local_world_size}"
+            )
+        if self.missing:
+            return f"{_listed(dict(self.seen))} without {' '.join(self.missing)}"
+        return self.note or "not set"
+
+
+def read_torchrun(env: Mapping[str, str]) -> Reading:
+    """`RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE`; the node from `GROUP_RANK GROUP_WORLD_SIZE`.
+
+    By hand, without `TORCHELASTIC_RUN_ID`, the `LOCAL_*` variables may be missing.
+    """
+    run_id = _found(env, ("TORCHELASTIC_RUN_ID",))
+    name = "torchrun" if run_id else "env"
+    seen = _found(env, _TORCH)
+    if run_id and len(seen) < len(_TORCH):
+        return _partly(name, run_id | seen, _TORCH)
+    if seen and not ("RANK" in seen and "WORLD_SIZE" in seen):
+        return _partly(name, seen, _TORCH[:2])
+    if 0 < len(seen) < len(_TORCH):
+        return _without_local(name, env, seen, _TORCH)
+    group = _found(env, _GROUP) if seen else {}
+    whole = len(group) == len(_GROUP)
+    node = (integer(group, _GROUP[0]), integer(group, _GROUP[1])) if whole else None
+    return _read(name, env, _TORCH, node=node)
+
+
+def read_openmpi(env: Mapping[str, str]) -> Reading:
+    """`OMPI_COMM_WORLD_{RANK,SIZE,LOCAL_RANK,LOCAL_SIZE}`.
+
+    `OMPI_COMM_WORLD_NODE_RANK` is not read: it counts processes on the node, not nodes.
+    """
+    return _read("openmpi", env, [f"OMPI_COMM_WORLD_{part}" for part in _COMM_WORLD])
+
+
+def read_mvapich2(env: Mapping[str, str]) -> Reading:
+    """`MV2_COMM_WORLD_{RANK,SIZE,LOCAL_RANK,LOCAL_SIZE}`; the last may be missing, as by hand."""
+    names = [f"MV2_COMM_WORLD_{part}" for part in _COMM_WORLD]
+    seen = _found(env, names)
+    if list(seen) == names[:3]:
+        return _without_local("mvapich2", env, seen, names)
+    return _read("mvapich2", env, names)
+
+
+def read_hydra(env: Mapping[str, str]) -> Reading:
+    """`PMI_RANK PMI_SIZE` with `MPI_LOCALRANKID MPI_LOCALNRANKS` (Cray: `PMI_LOCAL_RANK _SIZE`).
+
+    srun, Flux and PALS serve PMI too and set the first two to their own rank and size: without
+    Hydra's local variables, the row is theirs.
+    """
+    pmi = _found(env, _PMI)
+    if _found(env, _HYDRA_LOCAL):
+        return _read("hydra", env, [*_PMI, *_HYDRA_LOCAL])
+    if not pmi:
+        return Reading(name="hydra")
+    for owner, mark, *numbers in _PMI_OWNERS:
+        theirs = {
+            name: env.get(other, "").strip() for name, other in zip(_PMI, numbers, strict=True)
+        }
+        if _found(env, (mark,)) and pmi.items() <= theirs.items():
+            return Reading(name="hydra", note=f"PMI_RANK and PMI_SIZE are {owner}'s")
+    return _read(
+        "hydra", env, [*_PMI, *(_CRAY_LOCAL if _found(env, _CRAY_LOCAL) else _HYDRA_LOCAL)]
+    )
+
+
+def read_pals(env: Mapping[str, str]) -> Reading:
+    """`PALS_RANKID PMI_SIZE PALS_LOCAL_RANKID PALS_LOCAL_SIZE` (`PALS_SIZE` if PMI is off).
+
+    Only these decide: srun on a Cray sets other `PALS_*` variables (`PALS_APID`, …).
+    """
+    if not _found(env, _PALS):
+        return Reading(name="pals")
+    size = next(iter(_found(env, ("PMI_SIZE", "PALS_SIZE"))), "PMI_SIZE")
+    return _read("pals", env, (_PALS[0], size, *_PALS[1:]))
+
+
+def read_flux(env: Mapping[str, str]) -> Reading:
+    """`FLUX_TASK_RANK FLUX_JOB_SIZE FLUX_TASK_LOCAL_ID`, and `FLUX_JOB_NNODES` for the hosts.
+
+    Flux does not tell the local size: it is the job's on one host, otherwise an even share that
+    must be completed from the host names.
+    """
+    seen = _found(env, _FLUX)
+    if 0 < len(seen) < len(_FLUX):
+        return _partly("flux", seen, _FLUX)
+    if not seen:
+        return Reading(name="flux")
+    seen |= _found(env, ("FLUX_JOB_NNODES",))
+    num_nodes = integer(seen, "FLUX_JOB_NNODES") if "FLUX_JOB_NNODES" in seen else 1
+    if num_nodes < 1:
+        raise LaunchError(f"FLUX_JOB_NNODES={num_nodes} must be at least 1")
+    rank, world_size, local_rank = (integer(seen, name) for name in _FLUX)
+    share = max(-(-world_size // num_nodes), local_rank + 1)
+    return _complete(
+        "flux",
+        seen,
+        (rank, world_size, local_rank, share),
+        node=(min(rank // max(share, 1), num_nodes - 1), num_nodes),
+        trust_local=num_nodes == 1,
+        needs_hosts=num_nodes > 1,
+    )
+
+
+def read_srun(env: Mapping[str, str]) -> Reading:
+    """`SLURM_PROCID SLURM_STEP_NUM_TASKS SLURM_LOCALID SLURM_STEP_TASKS_PER_NODE SLURM_NODEID`.
+
+    They count only in a step that srun started.
+
+    [Note: when SLURM_* means a rank] Everything inside an allocation inherits SLURM_JOB_ID and
+    SLURM_NTASKS; they say what was asked for, not what this process is. Seen on Slurm 22.05:
+    - the shell of `sbatch` has SLURM_PROCID=0, SLURM_NTASKS=4 and no SLURM_STEP_ID;
+    - the shell of `salloc` has SLURM_NTASKS=4 and neither;
+    - a task of `srun` has SLURM_STEP_ID, SLURM_STEP_NUM_TASKS and SLURM_STEP_TASKS_PER_NODE, and
+      SLURM_GTIDS lists the ranks on its own node;
+    - the daemons that `mpirun` starts through srun are tasks of a step too, and the MPI ranks
+      inherit their variables: the reason why MPI rows come before this one.
+    Newer versions give the shells steps of their own, with reserved numbers from 0xfffffff0 on. And
+    `sbatch` called from within a step hands that step's variables to its shell: there SLURM_GTIDS
+    is of the shell (`0`) and no longer fits the number of tasks on the node.
+    """
+    step = env.get("SLURM_STEP_ID", "").strip()
+    if not step:
+        inside = _found(env, ("SLURM_JOB_ID",))
+        return Reading(name="srun", note="in a Slurm job, but not in a step" if inside else "")
+    number = whole_number(step)
+    if step.isdecimal() and number is None:
+        raise LaunchError(f"SLURM_STEP_ID={step[:80]!r} is not a step's number; unset it")
+    if number is None or number >= _FIRST_RESERVED_STEP:
+        note = f"SLURM_STEP_ID={step[:20]} is a shell's, not a step of srun"
+        return Reading(name="srun", note=note)
+    seen = {"SLURM_STEP_ID": step} | _found(env, _SRUN)
+    if len(seen) <= len(_SRUN):
+        return _partly("srun", seen, _SRUN)
+    tasks = expand_counts(seen["SLURM_STEP_TASKS_PER_NODE"])
+    seen |= _found(env, ("SLURM_NODEID", "SLURM_STEP_NUM_NODES"))
+    if len(tasks) > 1 and "SLURM_NODEID" not in seen:
+        return _partly("srun", seen, ("SLURM_NODEID",))
+    defaults = {"SLURM_STEP_NUM_NODES": str(len(tasks)), "SLURM_NODEID": "0"} | seen
+    num_nodes, node = (integer(defaults, name) for name in ("SLURM_STEP_NUM_NODES", "SLURM_NODEID"))
+    world_size = integer(seen, "SLURM_STEP_NUM_TASKS")
+    on_a_node = 0 <= node < len(tasks)
+    gtids = env.get("SLURM_GTIDS", "").strip()
+    if gtids and on_a_node and len(gtids.split(",")) != tasks[node]:
+        note = "the step's variables were inherited from another job"
+        return Reading(name="srun", note=note)
+    if not on_a_node or len(tasks) != num_nodes or sum(tasks) != world_size:
+        raise LaunchError(
+            f"srun: the tasks per node do not fit the step, read from {_listed(seen)}"
+        )
+    rank, local_rank = integer(seen, "SLURM_PROCID"), integer(seen, "SLURM_LOCALID")
+    numbers = (rank, world_size, local_rank, tasks[node])
+    return _complete("srun", seen, numbers, node=(node, num_nodes))
+
+
+PARSERS: tuple[Callable[[Mapping[str, str]], Reading], ...] = (
+    read_torchrun,
+    read_openmpi,
+    read_pals,
+    read_flux,
+    read_mvapich2,
+    read_hydra,
+    read_srun,
+)
+"""Every family's parser, the one that counts most first."""
+
+
+def tasks_without_step(env: Mapping[str, str]) -> int:
+    """How many tasks the surrounding Slurm job asked for; 0 outside a job."""
+    names = _found(env, ("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_NPROCS"))
+    if "SLURM_JOB_ID" not in names or len(names) == 1:
+        return 0
+    return integer(env, list(names)[1])
+
+
+def integer(env: Mapping[str, str], name: str) -> int:
+    """The variable `name` as an integer."""
+    value = env[name].strip()
+    if _INTEGER.fullmatch(value) is None:
+        raise LaunchError(f"{name}={value[:80]!r} is not an integer; correct it or unset it")
+    return int(value)
+
+
+def is_loopback(address: str) -> bool:
+    """True for an address that never leaves this host: empty, localhost, 127.x.y.z, ::1."""
+    if address in ("", "localhost", "localhost.localdomain", "ip6-localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def _found(env: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
+    """The variables among `names` that are set; an empty value counts as unset."""
+    return {name: env[name].strip() for name in names if env.get(name, "").strip()}
+
+
+def _listed(seen: Mapping[str, str]) -> str:
+    """Variables and their values for a line of text, whatever is in them."""
+    return " ".join(f"{name}={ascii(value[:80])[1:-1]}" for name, value in seen.items())
+
+
+def _partly(name: str, seen: Mapping[str, str], needed: Sequence[str]) -> Reading:
+    missing = tuple(variable for variable in needed if variable not in seen)
+    return Reading(name=name, seen=tuple(seen.items()), missing=missing)
+
+
+def _read(
+    name: str, env: Mapping[str, str], names: Sequence[str], *, node: tuple[int, int] | None = None
+) -> Reading:
+    """The row of a family that sets all four numbers, under `names` in the order of `_TORCH`."""
+    seen = _found(env, names)
+    if not seen:
+        return Reading(name=name)
+    if len(seen) < len(names):
+        return _partly(name, seen, names)
+    return _complete(name, seen, [integer(seen, each) for each in names], node=node)
+
+
+def _without_local(
+    name: str, env: Mapping[str, str], seen: Mapping[str, str], names: Sequence[str]
+) -> Reading:
+    """The row of a family that lacks the local rank or size, or both.
+
+    Without a coordinator on another host (`MASTER_ADDR`), all ranks share this host; with one, the
+    reading needs the host names.
+    """
+    rank, world_size = integer(seen, names[0]), integer(seen, names[1])
+    local_rank = integer(seen, names[2]) if names[2] in seen else rank
+    local_world_size = integer(seen, names[3]) if names[3] in seen else world_size
+    here = is_loopback(env.get("MASTER_ADDR", "").strip())
+    if here and (local_rank, local_world_size) == (rank, world_size):
+        return _complete(name, seen, (rank, world_size, rank, world_size))
+    # Until the hosts are known, 0 of 1 are the only local numbers that cannot be wrong together.
+    return _complete(
+        name,
+        seen,
+        (rank, world_size, 0, 1),
+        node=(rank, world_size),
+        trust_local=False,
+        needs_hosts=world_size > 1,
+    )
+
+
+def _complete(
+    name: str,
+    seen: Mapping[str, str],
+    numbers: Sequence[int],
+    *,
+    node: tuple[int, int] | None = None,
+    trust_local: bool = True,
+    needs_hosts: bool = False,
+) -> Reading:
+    """The reading of a row that gives a world.
+
+    Args:
+        numbers: rank, world size, local rank, local world size.
+        node: node rank and number of nodes; None when the launcher does not tell. They are guessed
+            then, with ranks in blocks of the local size, and marked so if there are several.
+
+    Raises:
+        LaunchError: when the numbers contradict each other; names the variables.
+    """
+    rank, world_size, local_rank, local_world_size = numbers
+    if node is None:
+        needs_hosts = local_world_size != world_size
+        blocks = -(-world_size // max(local_world_size, 1))
+        node = (min(rank // max(local_world_size, 1), max(blocks - 1, 0)), blocks)
+    try:
+        world = World(
+            rank=rank,
+            world_size=world_size,
+            local_rank=local_rank,
+            local_world_size=local_world_size,
+            node_rank=node[0],
+            num_nodes=node[1],
+            launcher=name,
+        )
+    except LaunchError as error:
+        raise LaunchError(f"{name}: {error}, read from {_listed(seen)}") from error
+    return Reading(
+        name=name,
+        world=world,
+        seen=tuple(seen.items()),
+        needs_hosts=needs_hosts,
+        trust_local=trust_local,
+    )

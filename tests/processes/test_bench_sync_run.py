@@ -25,7 +25,7 @@ from gradsync.bench.sync_check import (
 from gradsync.bench.sync_plan import SyncSettings, sync_plan
 from gradsync.bench.sync_run import Runner
 from gradsync.models.config import PRESETS, GPTConfig
-from gradsync.runtime.peak_memory import PeakMemory
+from gradsync.runtime.memory import PeakMemory
 from support.launchers import run_python
 from support.rank_session import open_session
 

@@ -27,7 +27,7 @@ from gradsync.comm.groups import communicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.models.gpt import GPT, loss_sum
 from gradsync.runtime import environ
-from gradsync.runtime.threads import pin_threads
+from gradsync.runtime.machine import pin_threads
 from gradsync.sync.exchange import OverHosts
 from gradsync.sync.registry import STRATEGIES
 from gradsync.sync.replicate import replicate

@@ -158,7 +158,7 @@ def _probed_alone(config: TrainConfig, hardware: Hardware, world: World) -> Trai
     """The micro-batch as one rank of `world` finds it, without the others."""
     from gradsync.comm.groups import SingleCommunicator
     from gradsync.runtime.device import choose_device
-    from gradsync.runtime.threads import choose_threads
+    from gradsync.runtime.machine import choose_threads
     from gradsync.train.micro_batch import find_micro_batch
 
     wanted = config.device if hardware.devices[0].kind == "cuda" else "cpu"

@@ -15,7 +15,6 @@ from gradsync.errors import ConfigError
 from gradsync.runtime import environ
 from gradsync.runtime.machine import choose_threads
 from gradsync.runtime.resolve import resolve
-from gradsync.runtime.threads import choose_threads
 from gradsync.sync.registry import find_strategy
 from gradsync.train.check import check_request, check_size
 from gradsync.train.config import AUTO, TrainConfig

@@ -17,7 +17,7 @@ from gradsync.bench.tune import STAGES, TuneRequest, print_report
 from gradsync.cli.experiment import Ask, Experiment, Findings, command_of, flag_of
 from gradsync.errors import ConfigError
 from gradsync.models.config import preset
-from gradsync.runtime.threads import choose_threads
+from gradsync.runtime.machine import choose_threads
 from gradsync.train.config import TrainConfig, recipe
 from gradsync.train.data import vocabulary
 from gradsync.train.tuned import TUNED, Choice, Conditions, Tuned, conditions_of

@@ -101,8 +101,8 @@ def log_gpu_memory(label: str = "") -> None:
     """
     import torch
 
-    from gradsync.runtime.memory_limit import available_bytes
-    from gradsync.runtime.peak_memory import resident_bytes
+    from gradsync.runtime.machine import available_bytes
+    from gradsync.runtime.memory import resident_bytes
 
     lines = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):

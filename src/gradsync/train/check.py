@@ -14,7 +14,7 @@ from gradsync.data.plan import BatchPlan
 from gradsync.errors import ConfigError, DataError
 from gradsync.models.config import GPTConfig
 from gradsync.parallel.layout import Layout, check_divisible
-from gradsync.runtime.memory_limit import total_bytes
+from gradsync.runtime.machine import total_bytes
 from gradsync.sync.registry import STRATEGIES, check_options, find_strategy
 from gradsync.train.config import AUTO, TrainConfig
 

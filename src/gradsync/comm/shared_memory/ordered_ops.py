@@ -36,7 +36,7 @@ from torch import Tensor
 
 from gradsync.comm.base import Work
 from gradsync.errors import LostPeerError, RunError
-from gradsync.runtime.threads import cgroup_cores
+from gradsync.runtime.machine import cgroup_cores
 
 # A page in words of 8 bytes. Words polled by different ranks are on separate cache lines (8 words).
 PAGE_BYTES = 4096

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gradsync.comm.base import Communicator
 from gradsync.errors import RunError
-from gradsync.runtime.memory_limit import available_bytes
+from gradsync.runtime.machine import available_bytes
 
 _TOKEN_BYTES = 8
 _PAGE = 4096

@@ -73,7 +73,7 @@ def measure_here(arguments: argparse.Namespace) -> None:
     from measure import measure
 
     import gradsync as gs
-    from gradsync.bench.record import environment
+    from gradsync.bench.experiment import environment
 
     settings = Settings(
         only=tuple(arguments.only), **{name: getattr(arguments, name) for name in NUMBERS}
@@ -97,7 +97,7 @@ def show(record: dict[str, Any], folder: Path | None) -> None:
 
     print(table(record))
     if folder is not None:
-        from gradsync.bench.record import write_record
+        from gradsync.bench.experiment import write_record
 
         made = dict(record)
         head = {name: made.pop(name) for name in ("environment", "command")}

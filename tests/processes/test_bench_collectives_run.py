@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from gradsync.bench.collectives_measure import Bench
-from gradsync.bench.collectives_plan import ALGORITHMS, OPERATIONS, Settings
+from gradsync.bench.collectives import ALGORITHMS, OPERATIONS, Settings
+from gradsync.bench.collectives_run import Bench
 from support.launchers import run_python
 from support.rank_session import open_session
 
@@ -51,13 +51,13 @@ def _with_a_fault(rank: int, world_size: int, store_path: str) -> dict[str, Any]
     )
     from gradsync.comm.shared_memory.unavailable import SharedMemoryError
 
-    module = "gradsync.bench.collectives_measure.tree_broadcast"
+    module = "gradsync.bench.collectives_run.tree_broadcast"
     refuse = mock.Mock(side_effect=SharedMemoryError("not here"))
     told: list[tuple[int, int, str]] = []
     with (
         open_session(rank, world_size, store_path) as world,
         mock.patch(module, return_value=None),
-        mock.patch("gradsync.bench.collectives_measure.share_memory", refuse),
+        mock.patch("gradsync.bench.collectives_run.share_memory", refuse),
     ):
         bench = Bench(settings, world, lambda *what: told.append(what))
         samples = bench.run()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from gradsync.bench.memory_plan import MemoryCase, MemoryRun
+from gradsync.bench.memory import MemoryCase, MemoryRun
 from gradsync.plan.memory.model import CPU_PROCESS
 
 STRATEGIES = ("ddp", "invariant", "zero1", "zero2", "fsdp")

@@ -16,7 +16,7 @@ import sys
 import traceback
 from typing import Any
 
-from gradsync.bench.memory_run import measure
+from gradsync.bench.memory import measure
 
 RANKS = 2
 IMPORTED_LATER = ("torch._dynamo", "torch.distributed.fsdp", "torch.utils.checkpoint")

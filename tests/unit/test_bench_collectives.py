@@ -15,31 +15,27 @@ from typing import Any
 import pytest
 import torch
 
-from gradsync.bench.collectives_check import Patterns
-from gradsync.bench.collectives_clock import Lap, in_time
-from gradsync.bench.collectives_plan import (
+from gradsync.bench.collectives import (
     ALGORITHMS,
+    EXPERIMENT,
     OPERATIONS,
+    CollectivesOptions,
+    Samples,
     Settings,
+    bus_factor,
     choose_sizes,
     counts_of,
+    fits_of,
     parse_size,
+    plan_of,
     repetitions_of,
     rounds_of,
-    size_text,
-)
-from gradsync.bench.collectives_report import (
-    Report,
-    Samples,
-    bus_factor,
-    fits_of,
-    print_report,
-    report_csv,
     rows_of,
+    size_text,
     time_text,
 )
-from gradsync.bench.record import from_json
-from gradsync.cli.bench_collectives import CollectivesOptions, command_text, plan_of
+from gradsync.bench.collectives_run import Lap, Patterns, in_time
+from gradsync.bench.experiment import Findings, from_json
 from gradsync.cli.main import main
 from gradsync.errors import ConfigError
 from gradsync.launch import local
@@ -229,14 +225,14 @@ def result(*, wrong: list[str] | None = None) -> dict[str, Any]:
     }
 
 
-def report() -> Report:
+def report() -> Findings:
     made = json.loads(json.dumps(result(wrong=["all_reduce by tree: element 3"])))
-    return Report.of(SETTINGS, made)
+    return EXPERIMENT.metrics(CollectivesOptions(), SETTINGS, made, World())
 
 
 def test_the_printed_report() -> None:
     stream = io.StringIO()
-    print_report(report(), stream)
+    report().show(stream)
     text = stream.getvalue()
     assert text.startswith("2 ranks on 1 host(s), fp32, gloo; a [bold] cpu, 2 cores, load 0.5")
     lines = [" ".join(line.split()) for line in text.splitlines()]
@@ -249,7 +245,7 @@ def test_the_printed_report() -> None:
 
 
 def test_rows_as_csv() -> None:
-    rows = list(csv.DictReader(io.StringIO(report_csv(report()))))
+    rows = list(csv.DictReader(io.StringIO(report().csv())))
     assert [row["algorithm"] for row in rows] == ["ring", "copy"] * 2
     first = rows[0]
     assert first["operation"] == "all_reduce"
@@ -282,9 +278,9 @@ def test_times_have_three_digits() -> None:
         (["--dtype", "fp31"], "unknown dtype 'fp31'; perhaps you meant 'fp32'"),
         (["--device", "gpu"], "unknown device 'gpu'"),
         (["--device", "cuda"], "--device cuda: torch finds no CUDA device here"),
-        (["--rounds", "0"], "--rounds 0: must be at least 1"),
-        (["--burst", "0"], "--burst 0: must be at least 1"),
-        (["--threads", "0"], "--threads 0: must be at least 1"),
+        (["--rounds", "0"], "--rounds must be at least 1; got 0"),
+        (["--burst", "0"], "--burst must be at least 1; got 0"),
+        (["--threads", "0"], "--threads must be at least 1; got 0"),
         (["--seconds-per-point", "nan"], "--seconds-per-point must be a finite number"),
         (["--csv", "nowhere/x.csv"], "--csv nowhere/x.csv: there is no folder nowhere"),
         (["--csv", "."], "--csv .: is a folder"),
@@ -378,8 +374,8 @@ def test_exit_codes(
 
 def test_the_command_names_what_was_asked_for() -> None:
     options = CollectivesOptions(sizes="4 K", rounds=2, out="x", as_json=True, save=True)
-    words = "gradsync bench collectives --world-size 3 --sizes '4 K' --rounds 2"
-    assert command_text(options, 3) == words
+    words = "gradsync bench collectives --world-size 2 --sizes '4 K' --rounds 2"
+    assert EXPERIMENT.metrics(options, SETTINGS, result(), World()).command == words
     assert plan_of(options, World()).sizes == (4096,)
 
 

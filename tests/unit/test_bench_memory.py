@@ -10,17 +10,17 @@ from types import SimpleNamespace
 import pytest
 from bench_tables import memory_table
 
-from gradsync.bench.memory_plan import (
+from gradsync.bench.experiment import command_of, from_json
+from gradsync.bench.memory import (
     SHAPES,
     MemoryCase,
+    MemoryOptions,
     MemoryRun,
     memory_cases,
     print_report,
     row_of,
 )
-from gradsync.bench.record import from_json
-from gradsync.cli import bench_memory, experiment
-from gradsync.cli.experiment import command_of
+from gradsync.cli import experiment
 from gradsync.cli.main import main
 from gradsync.plan.memory.model import memory_need
 from gradsync.sync.registry import STRATEGIES
@@ -125,6 +125,6 @@ def test_ranks_of_a_launcher_are_not_new_enough(
 
 
 def test_the_command_line_of_a_record() -> None:
-    options = bench_memory.MemoryOptions(shapes="long", exact=True, out="somewhere", steps=3)
+    options = MemoryOptions(shapes="long", exact=True, out="somewhere", steps=3)
     expected = "gradsync bench memory --shapes long --steps 3 --exact"
     assert command_of(options, ("bench", "memory")) == expected

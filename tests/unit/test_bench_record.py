@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +12,9 @@ from unittest import mock
 
 import pytest
 
-from gradsync.bench.collectives_measure import measure
-from gradsync.bench.collectives_plan import Settings
-from gradsync.bench.record import check_folder, environment, write_record
+from gradsync.bench.collectives import CollectivesOptions, plan_of
+from gradsync.bench.collectives_run import measure
+from gradsync.bench.experiment import check_folder, environment, write_record
 from gradsync.core.files import json_text, write_text
 from gradsync.errors import ConfigError, RunError
 from gradsync.world import World
@@ -90,7 +91,7 @@ def test_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
 
 def test_the_machine_is_described_before_it_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its load would else be that of the measurement."""
-    module, order = "gradsync.bench.collectives_measure", []
+    module, order = "gradsync.bench.collectives_run", []
     session = mock.MagicMock(threads=1)
     session.__enter__.return_value = World(world_size=2, local_world_size=2)
 
@@ -101,8 +102,7 @@ def test_the_machine_is_described_before_it_is_measured(monkeypatch: pytest.Monk
     monkeypatch.setattr(f"{module}.Session", lambda _: session)
     monkeypatch.setattr(f"{module}.environment", called("described", {}))
     monkeypatch.setattr(f"{module}.Bench", lambda *_: bench)
-    settings = dict.fromkeys(Settings.__dataclass_fields__, ()) | {"device": "cpu", "threads": 1}
-    measure(settings)
+    measure(asdict(plan_of(CollectivesOptions(device="cpu"), World())))
     assert order == ["described", "measured"]
 
 

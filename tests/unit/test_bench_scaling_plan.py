@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from gradsync.bench.plan import SyncSettings
+from gradsync.bench.report import interval
 from gradsync.bench.scaling import (
     ScalingPlan,
     judge,
@@ -14,14 +16,12 @@ from gradsync.bench.scaling import (
     scaling_plan,
     usual_sizes,
 )
-from gradsync.bench.statistics import interval
-from gradsync.bench.sync_plan import SyncSettings
 from gradsync.cli.main import main
 
 
 def planned(**changes: Any) -> ScalingPlan:
     settings = SyncSettings(model_size="tiny", rounds=6, context_length=10)
-    asked = {"strategy": "bucketed", "world_sizes": "4,2", "mode": "both", "batch_size": 1}
+    asked = {"strategy": "bucketed", "sizes": (1, 2, 4), "mode": "both", "batch_size": 1}
     return scaling_plan(settings, **{**asked, **changes})
 
 
@@ -56,7 +56,7 @@ def results_of(scaling: ScalingPlan, step_s: dict[str, list[float]]) -> list[dic
 
 
 def test_efficiencies_compare_rounds_with_themselves() -> None:
-    scaling = planned(world_sizes="2")
+    scaling = planned(sizes=(1, 2))
     step_s = {
         "1 rank, 1 a rank": [1.0, 1.0, 4.0, 1.0],
         "2 ranks, 1 a rank": [1.25, 1.25, 5.0, 1.25],

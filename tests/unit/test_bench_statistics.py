@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradsync.bench.statistics import Spread, percentile, ratios, spread
+from gradsync.bench.report import Spread, percentile, ratios, spread
 
 
 @pytest.mark.parametrize(

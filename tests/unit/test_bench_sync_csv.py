@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from gradsync.bench.contestant import parse_contestants, with_ideals
+from gradsync.bench.contestants import parse_contestants, with_ideals
+from gradsync.bench.plan import Plan, SyncSettings, sync_plan, turns
 from gradsync.bench.plot import bars_of
-from gradsync.bench.sync_plan import Plan, SyncSettings, sync_plan
-from gradsync.bench.sync_result import rows_csv, rows_of, turns
+from gradsync.bench.sync import rows_csv, rows_of
 
 CHECKED = {"losses": [5.5, 5.0], "memory_bytes": 2**20, "operations": 3.0, "sent_bytes": 100.0}
 

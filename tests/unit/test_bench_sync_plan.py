@@ -11,20 +11,24 @@ from types import SimpleNamespace
 import pytest
 import tyro
 
-from gradsync.bench import memory_choice
-from gradsync.bench.contestant import parse_contestants, with_ideals
-from gradsync.bench.memory_choice import Load, check_fits, fits, largest_that_fits, needed_bytes
-from gradsync.bench.record import from_json
-from gradsync.bench.sync_plan import (
+from gradsync.bench import plan as bench_plan
+from gradsync.bench import sync as bench_sync
+from gradsync.bench.contestants import parse_contestants, with_ideals
+from gradsync.bench.experiment import command_of, from_json
+from gradsync.bench.plan import (
+    Load,
     Plan,
     SyncSettings,
     duration,
+    fits,
+    largest_that_fits,
+    needed_bytes,
     seconds_of,
+    size_of,
     sync_plan,
 )
-from gradsync.bench.sync_run import Baton, my_set
-from gradsync.cli import bench_sync, experiment
-from gradsync.cli.experiment import command_of
+from gradsync.bench.steps import Baton, my_set
+from gradsync.cli import experiment
 from gradsync.cli.main import main
 from gradsync.errors import ConfigError
 from gradsync.models.presets import PRESETS
@@ -106,7 +110,7 @@ def test_contestants_that_cannot_be(text: str, message: str) -> None:
 
 
 def test_a_missing_package_is_named_or_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradsync.bench.contestant.find_spec", lambda name: None)
+    monkeypatch.setattr("gradsync.bench.contestants.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs the package lightning_fabric.*gradsync\[bench\]"):
         parse_contestants("naive,fabric")
     assert names("default")[-1] == "torch_ddp"
@@ -196,11 +200,12 @@ def test_memory_decides_which_size() -> None:
     )
     assert needed_bytes(PRESETS["mini"], LOAD) == 2 * need.total
     assert fits(PRESETS["tiny"], side_by_side, 20 * GB)
-    check_fits("small", LOAD, 20 * GB)
+    assert size_of("small", LOAD, 20 * GB) == "small"
+    assert size_of("auto", LOAD, 22 * GB) == "medium"
     with pytest.raises(ConfigError, match=r"xl: 2 rank\(s\) need .* GB short\); 'medium' fits"):
-        check_fits("xl", LOAD, 22 * GB)
+        size_of("xl", LOAD, 22 * GB)
     with pytest.raises(ConfigError, match="no size fits"):
-        check_fits("tiny", LOAD, 10**6)
+        size_of("tiny", LOAD, 10**6)
 
 
 @pytest.mark.parametrize(
@@ -248,7 +253,7 @@ def test_requests_that_cannot_be(
 def test_dry_run_says_what_would_be_measured(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_choice, "available_bytes", lambda: 6 * GB)
+    monkeypatch.setattr(bench_plan, "available_bytes", lambda: 6 * GB)
     words = ["--model-size", "tiny", "--strategies", "naive,torch_ddp", "--same-allocator"]
     assert main(["bench", "sync", *words, "--dry-run"]) == 0
     plan = from_json(Plan, json.loads(capsys.readouterr().out))
@@ -298,16 +303,16 @@ def test_how_long_it_takes() -> None:
     assert [duration(s) for s in (0.2, 40, 170, 4_800)] == ["1 s", "40 s", "3 min", "1 h 20 min"]
 
 
-@pytest.mark.parametrize("command", ["bench_sync", "tune"])
+@pytest.mark.parametrize("command", ["bench.sync", "cli.tune"])
 def test_one_rank_of_a_launcher_says_what_would_be_measured(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = import_module(f"gradsync.cli.{command}")
+    found = import_module(f"gradsync.{command}").EXPERIMENT
     said = []
     for rank in range(2):
         world = World(rank=rank, world_size=2, local_rank=rank, local_world_size=2)
         monkeypatch.setattr(experiment, "resolve", lambda _, w=world: SimpleNamespace(world=w))
-        assert module.run(["--dry-run"]) == 0
+        assert experiment.run_experiment(found, ["--dry-run"]) == 0
         said.append(capsys.readouterr().out)
     assert json.loads(said[0])
     assert said[1] == ""

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from bench_tables import PAGES, ROOT, TABLE, main, render
 
-from gradsync.bench.contestant import parse_contestants, with_ideals
+from gradsync.bench.contestants import parse_contestants, with_ideals
+from gradsync.bench.plan import SyncSettings, sync_plan
 from gradsync.bench.simulation import simulation_plan
-from gradsync.bench.sync_plan import SyncSettings, sync_plan
 
 MACHINE = {"cpu": "Some CPU", "cores": 2, "torch": "2.13.0", "date": "2026-01-02"}
 SPREAD = {"median": 1200.4, "low": 1100.0, "high": 1300.0, "count": 5}
@@ -74,7 +74,7 @@ def collectives_record() -> str:
 
 def simulation_record() -> str:
     settings = SyncSettings(model_size="mini", rounds=5, num_steps=2)
-    plan = simulation_plan(settings, strategies="invariant", world_sizes="2", batch_size=1).plan
+    plan = simulation_plan(settings, strategies="invariant", sizes=(1, 2), batch_size=1).plan
     row = {
         "strategy": "invariant",
         "world_size": 2,

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from gradsync.bench.plan import SyncSettings
 from gradsync.bench.scaling import parse_world_sizes
 from gradsync.bench.simulation import (
+    EXPERIMENT,
     Prediction,
     SimulationPlan,
     collectives_settings,
@@ -19,8 +21,7 @@ from gradsync.bench.simulation import (
     print_report,
     simulation_plan,
 )
-from gradsync.bench.sync_plan import SyncSettings
-from gradsync.cli.bench_simulation import run
+from gradsync.cli.experiment import run_experiment
 from gradsync.errors import ConfigError
 from support.planned_machines import line
 
@@ -36,7 +37,7 @@ ENVIRONMENT = {**MACHINE, "threads_per_rank": 1, "backend": "gloo", "accelerator
 
 
 def planned(rounds: int = 3, **changes: Any) -> SimulationPlan:
-    about = {"strategies": STRATEGIES, "world_sizes": "2,4", "batch_size": 1} | changes
+    about = {"strategies": STRATEGIES, "sizes": (1, 2, 4), "batch_size": 1} | changes
     settings = SyncSettings(model_size="tiny", num_steps=2, rounds=rounds, device="cpu")
     return simulation_plan(settings, **about)
 
@@ -192,12 +193,13 @@ def test_for_readers() -> None:
 )
 def test_refusals(words: list[str], said: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        run(words)
+        run_experiment(EXPERIMENT, words)
     assert said in str(caught.value)
 
 
 def test_a_dry_run_says_what_would_be_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["--dry-run", "--world-sizes", "2", "--strategies", "bucketed"]) == 0
+    words = ["--dry-run", "--world-sizes", "2", "--strategies", "bucketed"]
+    assert run_experiment(EXPERIMENT, words) == 0
     document = json.loads(capsys.readouterr().out)
     assert [entry["contestant"]["label"] for entry in document["entries"]] == [
         *("none, 1 rank", "bucketed, 1 rank", "none, 2 ranks", "bucketed, 2 ranks"),

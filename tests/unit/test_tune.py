@@ -12,22 +12,23 @@ import numpy as np
 import pytest
 import tyro
 
-from gradsync.bench.record import from_json
-from gradsync.bench.statistics import interval
-from gradsync.bench.sync_plan import SyncSettings
+from gradsync.bench.experiment import from_json
+from gradsync.bench.plan import SyncSettings
+from gradsync.bench.report import interval
 from gradsync.bench.tune import (
     Decision,
     TuneRequest,
     bucket_stage,
     compile_stage,
     decide,
+    decision_of,
     fewest_rounds,
     first_bucket_stage,
+    has_messages,
     strategies,
     strategy_stage,
     verdicts,
 )
-from gradsync.bench.tune_worker import decision_of, has_messages
 from gradsync.cli.main import main
 from gradsync.cli.train import _threads
 from gradsync.cli.tune import TuneOptions, command_text, request_of

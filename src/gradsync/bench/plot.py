@@ -12,9 +12,9 @@ from gradsync.bench.report import where
 from gradsync.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
+    from gradsync.bench.plan import Plan
     from gradsync.bench.scaling import Point, ScalingPlan
-    from gradsync.bench.sync_plan import Plan
-    from gradsync.bench.sync_result import Row
+    from gradsync.bench.sync import Row
     from gradsync.plan.simulate.simulation import Simulation
 
 _SUFFIXES = (".png", ".svg", ".pdf")
@@ -25,8 +25,7 @@ _MARKERS = "osD^vPX*"
 _DASHED = (0, (4, 2))
 _BAR = 0.62
 _ROW_INCHES, _FRAME_INCHES = 0.42, 2.0
-_ROOM = 1.22
-"""Width over the longest bar's, so that its figures stand beside it."""
+_ROOM = 1.22  # width over the longest bar's, so that its figures stand beside it
 _MODES = {"weak": (_COMPUTE, 0.99, (8, 6)), "strong": (_EXPOSED, 1.01, (8, -14))}
 """Each mode's color; a factor, so that two intervals at one number of ranks stand side by
 side; and where a point's figure stands, so that those of two modes do not meet, points."""
@@ -51,16 +50,12 @@ class Bar:
     """A contestant's step, ms."""
 
     name: str
-    ideal: float
-    """`none` in its allocator setting."""
+    ideal: float  # `none` in its allocator setting
     computing: float
     exposed: float
-    hidden: float
-    """Time that communication would add if nothing hid it; 0 where nothing can, whatever it took
-    when it was timed apart."""
-    low: float
+    hidden: float  # what communication would add if nothing hid it; 0 where nothing can
+    low: float  # quartiles of the whole
     high: float
-    """Quartiles of the whole."""
 
     @property
     def step(self) -> float:
@@ -74,8 +69,8 @@ class Bar:
 
 
 def bars_of(plan: Plan, rows: Sequence[Row]) -> list[Bar]:
-    """Lengths to draw, in the order of the rows: ratios to `none` of the same round, times `none`'s
-    median. What else the machine did in a round met both."""
+    """Lengths to draw: ratios to `none` of the same round, times `none`'s median. What else the
+    machine did in a round met both."""
     known = {row.contestant: row for row in rows}
     found = []
     for entry, row in zip(plan.entries, rows, strict=True):
@@ -97,7 +92,9 @@ def bars_of(plan: Plan, rows: Sequence[Row]) -> list[Bar]:
     return found
 
 
-def plot_sync(path: Path, plan: Plan, rows: Sequence[Row], environment: Mapping[str, Any]) -> None:
+def plot_sync(
+    path: Path, plan: Plan, rows: Sequence[Row], title: str, environment: Mapping[str, Any]
+) -> None:
     """Draw where each contestant's step goes: a bar each, in the table's order, beside the ideal.
 
         name      [ computation         ┆ exposed ][ hidden ]  ratio, ms
@@ -106,8 +103,6 @@ def plot_sync(path: Path, plan: Plan, rows: Sequence[Row], environment: Mapping[
     Raises:
         RunError: the file could not be written.
     """
-    from gradsync.bench.sync_result import title
-
     bars = bars_of(plan, rows)
     figure, axes = _new_figure(10, _FRAME_INCHES + _ROW_INCHES * len(bars))
     _draw_bars(axes, bars)
@@ -127,36 +122,31 @@ def plot_sync(path: Path, plan: Plan, rows: Sequence[Row], environment: Mapping[
     axes.set_xlabel("one training step, ms (quartiles over rounds: thin lines)", color=_INK)
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="x", color=_GRID, linewidth=0.8)
-    _save(figure, path, title(plan), where(environment))
+    _save(figure, path, title, where(environment))
 
 
 def plot_scaling(
     path: Path,
     scaling: ScalingPlan,
     points: Sequence[Point],
-    *,
     threshold: float,
     notes: Sequence[str],
-    environment: Mapping[str, Any],
 ) -> None:
     """Draw efficiency over the number of ranks, with its interval.
 
     Raises:
         RunError: the file could not be written.
     """
-    from gradsync.bench.scaling import title
-
     figure, axes = _new_figure(8.5, 5.2)
     for mode in scaling.modes:
         color, shift, aside = _MODES[mode]
         chosen = [point for point in points if point.mode == mode]
+        below = [point.efficiency - point.low for point in chosen]
+        above = [point.high - point.efficiency for point in chosen]
         axes.errorbar(
             [point.world_size * shift for point in chosen],
             [point.efficiency for point in chosen],
-            yerr=[
-                [point.efficiency - point.low for point in chosen],
-                [point.high - point.efficiency for point in chosen],
-            ],
+            yerr=[below, above],
             color=color,
             marker="o",
             capsize=4,
@@ -172,19 +162,16 @@ def plot_scaling(
                 color=color,
                 fontsize=9.5,
             )
+    sizes, highest = scaling.plan.world_sizes, max(point.high for point in points)
     axes.axhline(1.0, color=_INK, linewidth=1.2, label="perfect: one rank without any wrapper")
-    axes.set_xlim(scaling.plan.world_sizes[0] * 0.85, scaling.plan.world_sizes[-1] * 1.35)
+    axes.set_xlim(sizes[0] * 0.85, sizes[-1] * 1.35)
     axes.set_ylabel("efficiency: speed-up per rank", color=_INK)
-    label = f"threshold, {threshold:.0%}"
-    _over_ranks(
-        axes, scaling.plan.world_sizes, max(point.high for point in points), threshold, label
-    )
-    _save(figure, path, title(scaling), *notes, where(environment))
+    _over_ranks(axes, sizes, highest, threshold, f"threshold, {threshold:.0%}")
+    _save(figure, path, scaling.title, *notes)
 
 
 def plot_simulation(path: Path, found: Simulation) -> None:
-    """Draw simulated efficiency over the number of ranks, per strategy; `check_plot` says
-    beforehand whether that will work.
+    """Draw simulated efficiency over the number of ranks, per strategy.
 
     Raises:
         RunError: the file could not be written.
@@ -251,11 +238,7 @@ def _over_ranks(
 
 
 def _save(figure: Any, path: Path, title: str, *notes: str) -> None:
-    """Put title and legend above the axes, `notes` under them, and write the file.
-
-    Raises:
-        RunError: it could not be written.
-    """
+    """Put title and legend above the axes, `notes` under them, and write the file."""
     figure.legend(
         loc="outside upper left",
         title=title,

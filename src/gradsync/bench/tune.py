@@ -1,13 +1,12 @@
-"""Plan and decisions of `gradsync tune`: stage after stage, each with the winner of the one before.
+"""`gradsync tune`: stage after stage, each with the winner of the one before.
 
     strategy      the default, itself once more, and whatever promises as much
     bucket size   of the winner, if buckets of it travel as messages
     first bucket  likewise
     compilation   on request
 
-No torch here.
-
-When a candidate takes the place of what was there: the rule, on plain numbers.
+Every rank has every rank's samples, and so comes to the same decisions by itself. No torch here
+before ranks measure.
 
 [Note: What counts as faster]
 Steps are compared within rounds: a candidate's time over that of one copy of the default in the
@@ -30,14 +29,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import IO, Any
 
-from gradsync.bench.contestant import Contestant
-from gradsync.bench.report import print_notes, print_table, spread_text, where
-from gradsync.bench.statistics import Spread, interval, ratios
-from gradsync.bench.sync_plan import SyncSettings
+from gradsync.bench.contestants import ALONE, Contestant, with_ideals
+from gradsync.bench.experiment import failed, from_json
+from gradsync.bench.plan import SyncSettings, sync_plan, turns
+from gradsync.bench.report import (
+    Spread,
+    Tell,
+    interval,
+    print_notes,
+    print_table,
+    progress_bar,
+    ratios,
+    silent,
+    where,
+)
+from gradsync.bench.sync import STEP_LEGEND, Row, rows_of
 from gradsync.errors import ConfigError
 from gradsync.sync.engine.recipe import Recipe
 from gradsync.sync.registry import STRATEGIES
@@ -50,6 +60,10 @@ STAGES = ("strategy", "bucket size", "first bucket", "compilation")
 _BUCKETS_MB = (2.0, 5.0, 10.0, 50.0, 100.0)
 _FIRST_MB = (0.25, 4.0, 10.0)
 _MIB = 2**20
+_DOUBT = 0.05
+"""How often noise may win a stage, on both sides together."""
+_SOME_MESSAGES = 0.01
+"""Part of the bytes of the contestant that sends most."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,18 +74,12 @@ class TuneRequest:
         ConfigError: an unknown promise, one rank, too few rounds to tell anything.
     """
 
-    settings: SyncSettings
-    """How each contestant is measured."""
-    batch_size: int
-    """Sequences of a rank and step."""
+    settings: SyncSettings  # how each contestant is measured
+    batch_size: int  # sequences of a rank and step
     world_size: int
-    """Ranks."""
-    promise: str = "bitwise"
-    """The least that a strategy must promise: bitwise, or rounding."""
-    keep_memory: bool = True
-    """Whether freed memory stays in the process."""
-    compile: bool = False
-    """Whether to try `torch.compile`."""
+    promise: str = "bitwise"  # the least that a strategy must promise: bitwise, or rounding
+    keep_memory: bool = True  # whether freed memory stays in the process
+    compile: bool = False  # whether to try `torch.compile`
 
     def __post_init__(self) -> None:
         if self.promise not in PROMISES:
@@ -85,10 +93,11 @@ class TuneRequest:
             )
         tried = [strategies(self.promise, on_cpu=True, hosts=hosts) for hosts in (1, 2)]
         most = max(len(_BUCKETS_MB), *(len(choices) - 1 for choices in tried))
-        if self.settings.rounds < fewest_rounds(most):
+        least, rounds = fewest_rounds(most), self.settings.rounds
+        if rounds < least:
             raise ConfigError(
-                f"--rounds must be at least {fewest_rounds(most)} to tell {most} candidates from "
-                f"noise; got {self.settings.rounds}"
+                f"--rounds must be at least {least} to tell {most} candidates from noise; got "
+                f"{rounds}"
             )
 
 
@@ -98,30 +107,27 @@ class Stage:
 
     name: str
     candidates: tuple[Choice, ...] = ()
-    skipped: str = ""
-    """Why there is nothing to measure; "" otherwise."""
+    skipped: str = ""  # why there is nothing to measure
 
     def contestants(self, *, keep_memory: bool) -> list[Contestant]:
         """The first candidate twice, which shows what noise looks like, and the others."""
         twice = [self.candidates[0], *self.candidates]
-        made = [contestant_of(choice, keep_memory=keep_memory) for choice in twice]
+        made = [
+            Contestant(
+                label=choice.text,
+                name=choice.sync,
+                options=choice.options,
+                keep_memory=keep_memory,
+                compile=choice.compile,
+            )
+            for choice in twice
+        ]
         return [made[0], replace(made[1], label=again(made[1].label)), *made[2:]]
 
 
 def again(label: str) -> str:
     """Name of the second copy of the first candidate."""
     return f"{label} (again)"
-
-
-def contestant_of(choice: Choice, *, keep_memory: bool) -> Contestant:
-    """A choice that takes part in a measurement."""
-    return Contestant(
-        label=choice.text,
-        name=choice.sync,
-        options=choice.options,
-        keep_memory=keep_memory,
-        compile=choice.compile,
-    )
 
 
 def strategies(promise: str, *, on_cpu: bool, hosts: int) -> list[Choice]:
@@ -221,36 +227,25 @@ def _no_buckets(winner: Choice, *, has_messages: bool) -> str:
     return ""
 
 
-_DOUBT = 0.05
-"""How often noise may win a stage, on both sides together."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Judged:
     """A candidate beside the default; a ratio is its time over the default's."""
 
     label: str
-    ratio: float
-    """Median over rounds."""
-    low: float
-    """The interval's ends."""
+    ratio: float  # median over rounds
+    low: float  # the interval's ends
     high: float
-    faster: bool
-    """See [Note: What counts as faster]."""
+    faster: bool  # see [Note: What counts as faster]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
     """A stage's outcome."""
 
-    winner: str
-    """Label of the fastest candidate, or of the default."""
-    noise: float
-    """By how much the default's second copy differs from the first, as a fraction."""
-    judged: tuple[Judged, ...]
-    """Every candidate but the default, in order."""
-    words: str
-    """In one line."""
+    winner: str  # label of the fastest candidate, or of the default
+    noise: float  # by how much the default's second copy differs from the first, as a fraction
+    judged: tuple[Judged, ...]  # every candidate but the default, in order
+    words: str  # in one line
 
 
 def decide(
@@ -309,10 +304,8 @@ def _words(best: Judged, name: str, noise: float) -> str:
 
 _COLUMNS = ("candidate", "step, ms", "to none", "to the default", "sent, MB", "verdict")
 _LEGEND = (
-    "step: each rank's mean over a turn, of these the slowest rank's; median (quartiles) over "
-    "rounds. to none: the same over "
-    "ranks that never talk. to the default: median of the ratios within rounds, and the "
-    "bootstrap's 95 % interval, widened for the number of candidates; below 1 is faster. The "
+    f"{STEP_LEGEND}ranks that never talk. to the default: median of the ratios within rounds, and "
+    "the bootstrap's 95 % interval, widened for the number of candidates; below 1 is faster. The "
     "default is there twice: what its copies differ by is noise."
 )
 
@@ -360,9 +353,121 @@ def _cells(row: Mapping[str, Any], judged: Sequence[Mapping[str, Any]]) -> tuple
             verdict = "faster" if each["faster"] else slower
     return (
         row["contestant"],
-        spread_text(Spread(**row["total_ms"]), 1),
-        spread_text(Spread(**row["ratio"]), 3),
+        Spread(**row["total_ms"]).text(1),
+        Spread(**row["ratio"]).text(3),
         ratio,
         f"{row['comm_bytes'] / 1e6:.2f}",
         verdict,
     )
+
+
+def measure(request_json: dict[str, Any]) -> dict[str, Any]:
+    """This rank's part; the same on all ranks.
+
+    Returns:
+        `choice`, `stages` (each with `name`, `skipped`, `rows`, `decision`), `device`, `num_nodes`,
+        `environment` and `samples` (of each stage that was measured); or `failed` and `exit_code`,
+        when a candidate does not train, or its options do not go together.
+    """
+    from gradsync.bench.steps import NotTrainingError, quiet_session
+
+    request = from_json(TuneRequest, request_json)
+    settings = request.settings
+    session = quiet_session(settings.device, settings.threads, keep_memory=request.keep_memory)
+    with session as (world, keeps):
+        tell = progress_bar() if world.is_main else silent
+        try:
+            return Tuner(request, world, tell, keeps_memory=keeps).run()
+        except (ConfigError, NotTrainingError) as error:  # the same on all ranks
+            return failed(error)
+
+
+class Tuner:
+    """The stages, one after the other.
+
+    Args:
+        request: what to tune.
+        world: of the session.
+        tell: called before each piece of work.
+        keeps_memory: whether this process does keep freed memory.
+    """
+
+    def __init__(
+        self, request: TuneRequest, world: World, tell: Tell, *, keeps_memory: bool
+    ) -> None:
+        self._keeps_memory = keeps_memory
+        self._request, self._world, self._tell = request, world, tell
+        self._environment: Mapping[str, Any] = {}
+        self._samples: dict[str, Any] = {}
+        self._stages: list[dict[str, Any]] = []
+        self._has_messages = True
+
+    def run(self) -> dict[str, Any]:
+        """See `measure`."""
+        request = self._request
+        size = 4 * request.settings.config.num_params()  # fp32, as the weights are
+        choice = self._ask(strategy_stage(request, self._world), Choice())
+        for stage_of in (bucket_stage, first_bucket_stage):
+            stage = stage_of(choice, has_messages=self._has_messages, gradient_bytes=size)
+            choice = self._ask(stage, choice)
+        choice = self._ask(compile_stage(choice, wanted=request.compile), choice)
+        return {
+            "choice": asdict(choice),
+            "stages": self._stages,
+            "device": self._world.device,
+            "num_nodes": self._world.num_nodes,
+            "environment": self._environment,
+            "samples": self._samples,
+        }
+
+    def _ask(self, stage: Stage, before: Choice) -> Choice:
+        """The answer to one question: one of the stage's candidates."""
+        from gradsync.bench.steps import Runner
+
+        if stage.skipped:
+            self._stages.append({"name": stage.name, "skipped": stage.skipped})
+            return before
+        request = self._request
+        plan = sync_plan(
+            request.settings,
+            with_ideals(stage.contestants(keep_memory=request.keep_memory), same_allocator=False),
+            world_size=self._world.world_size,
+            batch_size=request.batch_size,
+        )
+        result = Runner(plan, 0, self._world, None, self._tell).run()
+        rows = rows_of(plan, [{"keeps_memory": self._keeps_memory, **result}])
+        decision = decision_of(stage, result["contestants"])
+        self._environment = self._environment or result["environment"]
+        self._samples[stage.name] = result["contestants"]
+        self._stages.append(
+            {
+                "name": stage.name,
+                "rows": [row.as_json() for row in rows],
+                "decision": asdict(decision),
+            }
+        )
+        winner = next(each for each in stage.candidates if each.text == decision.winner)
+        if stage.name == "strategy":
+            self._has_messages = has_messages(rows, winner.text)
+        return winner
+
+
+def decision_of(stage: Stage, found: Mapping[str, Any]) -> Decision:
+    """The decision that the samples of a stage (by label, each rank's) lead to."""
+    name, *others = (choice.text for choice in stage.candidates)
+    seconds = {label: turns([rank["step_s"] for rank in ranks]) for label, ranks in found.items()}
+    return decide(
+        seconds[name],
+        seconds[again(name)],
+        {label: seconds[label] for label in others},
+        name=name,
+    )
+
+
+def has_messages(rows: list[Row], label: str) -> bool:
+    """Whether the gradients of contestant `label` travel; through shared memory they do not.
+
+    Where the system counts no bytes they may.
+    """
+    sent = {row.contestant: row.comm_bytes for row in rows if row.contestant != ALONE}
+    return sent[label] >= _SOME_MESSAGES * max(sent.values())

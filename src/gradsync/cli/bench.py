@@ -1,10 +1,11 @@
-"""`gradsync bench NAME`: pick a benchmark. Each one is a module `bench_NAME` of this package."""
+"""`gradsync bench NAME`: pick a benchmark. Each one is an experiment in `gradsync.bench.NAME`."""
 
 from __future__ import annotations
 
 from difflib import get_close_matches
 from importlib import import_module
 
+from gradsync.cli.experiment import run_experiment
 from gradsync.errors import ConfigError
 
 BENCHMARKS = {
@@ -44,4 +45,4 @@ def run(argv: list[str]) -> int:
         near = get_close_matches(name, BENCHMARKS, n=1)
         hint = f"; perhaps you meant {near[0]!r}" if near else ""
         raise ConfigError(f"unknown benchmark {name!r}{hint} (there are: {', '.join(BENCHMARKS)})")
-    return import_module(f"gradsync.cli.bench_{name}").run(rest)
+    return run_experiment(import_module(f"gradsync.bench.{name}").EXPERIMENT, rest)

@@ -10,11 +10,18 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from gradsync.bench.memory_choice import fits, memory_for, size_of, uses_cuda
-from gradsync.bench.record import check_folder, raise_failed
-from gradsync.bench.sync_plan import settings_of
+from gradsync.bench.experiment import (
+    Ask,
+    Experiment,
+    Findings,
+    check_folder,
+    check_least,
+    command_of,
+    raise_failed,
+)
+from gradsync.bench.plan import fits, memory_for, settings_of, size_of, uses_cuda
 from gradsync.bench.tune import STAGES, TuneRequest, print_report
-from gradsync.cli.experiment import Ask, Experiment, Findings, command_of, flag_of
+from gradsync.cli.experiment import run_experiment
 from gradsync.errors import ConfigError
 from gradsync.models.presets import preset
 from gradsync.runtime.threads import choose_threads
@@ -96,9 +103,7 @@ def request_of(options: TuneOptions, world: World) -> TuneRequest:
     """
     preset(options.model)
     start = recipe(options.model)
-    for name in ("world_size", "batch_size", "leaves_per_rank", "context_length", "threads"):
-        if (value := getattr(options, name)) is not None and value < 1:
-            raise ConfigError(f"{flag_of(name)} must be at least 1; got {value}")
+    check_least(options, world_size=1, batch_size=1, leaves_per_rank=1, context_length=1, threads=1)
     if options.data and not Path(options.data).is_dir():
         raise ConfigError(f"--data {options.data} is no directory")
     world_size = world.world_size if world.is_distributed else options.world_size
@@ -235,10 +240,10 @@ def measured_conditions(
 EXPERIMENT = Experiment(
     command=_COMMAND,
     options=TuneOptions,
-    measure="gradsync.bench.tune_worker:measure",
+    measure="gradsync.bench.tune:measure",
     variants=request_of,
     collect=_collect,
     metrics=_findings,
     dry=lambda request: {"request": asdict(request), "stages": STAGES},
 )
-run = EXPERIMENT.run
+run = partial(run_experiment, EXPERIMENT)

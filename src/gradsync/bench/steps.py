@@ -1,7 +1,12 @@
-"""One rank of `bench sync` and `bench scaling`: its set, its session, its part of the work.
+"""One rank's part in timing steps: its set, its session, checks, turns.
 
 Started by one launcher of ours, ranks of several sets share that launcher's store: by it they pass
 on the baton and their results. Started by torchrun, mpirun or srun, all ranks are one set.
+
+[Note: Checks] Before anything is timed: does a contestant train, and what does it send? Each one
+takes the same few steps from the same weights on the same leaves as a reference that is as simple
+as can be: backward, one all-reduce per gradient, one division, clip, step. Losses must agree, and
+ranks must hold equal weights afterwards. One that does not synchronise is fast, and would win.
 """
 
 from __future__ import annotations
@@ -17,29 +22,189 @@ from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from gradsync.bench.entrants import Entrant, Leaves, Site, enter, make_leaves
-from gradsync.bench.meter import StepClock
-from gradsync.bench.record import environment, failed, from_json, raise_failed
+import torch
+from torch import Tensor
+
+from gradsync.bench.contestants import ALONE, Contestant
+from gradsync.bench.entrants import CLIP_NORM, Blocking, Entrant, Leaves, Site, enter, mean_loss
+from gradsync.bench.experiment import environment, failed, from_json, raise_failed
+from gradsync.bench.meter import StepClock, Wire
+from gradsync.bench.plan import CHECK_STEPS, Entry, Plan, duration, seconds_of
 from gradsync.bench.report import Tell, progress_bar, say, silent
-from gradsync.bench.sync_check import NotTrainingError, check, entrant_step, reference_losses
-from gradsync.bench.sync_plan import CHECK_STEPS, Entry, Plan, duration, seconds_of
 from gradsync.comm.groups import groups
-from gradsync.comm.values import all_gather_json
-from gradsync.errors import ConfigError
+from gradsync.comm.values import all_gather_json, all_sum
+from gradsync.errors import ConfigError, RunError
 from gradsync.runtime import environ
 from gradsync.runtime.memory import keep_freed_memory
-from gradsync.runtime.peak_memory import give_back
+from gradsync.runtime.peak_memory import PeakMemory, give_back
 from gradsync.runtime.session import Session, SessionOptions
 from gradsync.runtime.store import join_store
 from gradsync.sync.registry import STRATEGIES, wants_groups
 from gradsync.world import World
 
+_SETTLING = 2
+"""Steps in which contestants may still build things (DDP regroups its buckets after the first)."""
+TOLERANCE = 2e-3
+"""Largest relative difference of a loss, for those that promise one rank's numbers."""
+_LOSSY_TOLERANCE = 2e-2
+"""For those that round on the wire."""
+_WEIGHTS_TOLERANCE = 1e-6
+_FREE = (ALONE, "local_sgd", "diloco", "powersgd")
+"""Contestants whose losses are their own; they must fall."""
 _SET_PATIENCE = timedelta(days=7)
 """Longest sleep: the other sets work as long as they need. A dead one ends all by the launcher."""
 _RESULT_PATIENCE = timedelta(days=1)
 _JOIN_S = 60.0
 _FIRST_GENERATION = 1000
 _DONE = "done"
+
+
+class NotTrainingError(RunError):
+    """A contestant does not do what it is timed for; said on all ranks of its set."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checked:
+    """Findings of the check; on each rank its own."""
+
+    losses: list[float]  # each step's mean over ranks
+    operations: float  # collectives (a batch of messages is one) in a step
+    sent_bytes: float  # by this rank in a step
+    memory_bytes: int | None  # at the peak, above what there was before; None: cannot be told
+    comm_s: float | None  # in collectives, in a step that hides nothing; None: cannot be seen
+
+
+def reference_losses(site: Site, leaves: Leaves) -> list[float]:
+    """Losses that every contestant should see; all ranks call it."""
+    model = site.model()
+    optimizer = site.optimizer(model)
+    comm, losses = site.comm, []
+    for _ in range(CHECK_STEPS):
+        total = torch.zeros((), device=site.device)
+        for tokens_BT, targets_BT in leaves:
+            with site.autocast():
+                loss = mean_loss(model(tokens_BT), targets_BT) / len(leaves)
+            loss.backward()
+            total += loss.detach()
+        for parameter in model.parameters():
+            assert parameter.grad is not None, "the model uses all its parameters"
+            # Whole group, the parameter's shape and dtype; overlaps nothing.
+            comm.all_reduce(parameter.grad).wait()
+            parameter.grad /= comm.world_size
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(_mean(site, total))
+    return losses
+
+
+def check(contestant: Contestant, site: Site, leaves: Leaves, expected: list[float]) -> Checked:
+    """Let `contestant` take the steps, twice: as it is, and with its communication laid bare.
+
+    Raises:
+        NotTrainingError: on all ranks of the set: it does not train, or ranks drift apart.
+    """
+    peak = PeakMemory(on_cuda=site.on_cuda)
+    entrant = enter(contestant, site, StepClock(on_cuda=site.on_cuda))
+    losses = [_mean(site, entrant.step(leaves)) for _ in range(_SETTLING)]
+    wire, settled = Wire(entrant.communicators()), CHECK_STEPS - _SETTLING
+    counted = whole_periods(settled, entrant.period)
+    raw = [entrant.step(leaves) for _ in range(counted)]
+    operations, sent = wire.read()
+    memory = peak.read()
+    losses += [_mean(site, loss) for loss in raw[:settled]]
+    drift = _drift(entrant.weights(), site)
+    entrant.close()
+    del entrant, wire  # before the next one is built: there may be room for one only
+    give_back()
+    judge(contestant, losses, expected, drift)
+    return Checked(
+        losses=losses,
+        operations=operations / counted,
+        sent_bytes=sent / counted,
+        memory_bytes=memory,
+        comm_s=_communication(contestant, site, leaves),
+    )
+
+
+def whole_periods(steps: int, period: int) -> int:
+    """At least `steps`, and as many as repeat themselves."""
+    return -(-steps // period) * period
+
+
+def judge(contestant: Contestant, losses: list[float], expected: list[float], drift: float) -> None:
+    """Whether these losses and weights are those of a contestant that trains.
+
+    Args:
+        contestant: who.
+        losses: of each step, over all ranks.
+        expected: of the reference.
+        drift: largest relative difference of weights between ranks.
+
+    Raises:
+        NotTrainingError: they are not.
+    """
+    label = contestant.label
+    if not all(torch.isfinite(torch.tensor(losses))) or not losses[-1] < losses[0]:
+        raise NotTrainingError(f"contestant {label} does not train: losses {_shown(losses)}")
+    if drift > _WEIGHTS_TOLERANCE:
+        raise NotTrainingError(
+            f"contestant {label} does not synchronise: after {CHECK_STEPS} steps the ranks' "
+            f"weights differ by {drift:.1e}"
+        )
+    if contestant.name in _FREE:
+        return
+    lossy = contestant.is_ours and STRATEGIES[contestant.name].promise == "lossy"
+    tolerance = _LOSSY_TOLERANCE if lossy else TOLERANCE
+    off = max(abs(a - b) / b for a, b in zip(losses, expected, strict=True))
+    if off > tolerance:
+        raise NotTrainingError(
+            f"contestant {label} does not train as others do: losses {_shown(losses)}, expected "
+            f"{_shown(expected)} (off by {off:.1e}, {tolerance:.0e} is allowed)"
+        )
+
+
+def _communication(contestant: Contestant, site: Site, leaves: Leaves) -> float | None:
+    """Time in collectives in a step that hides nothing, on this rank, seconds."""
+    if contestant.name == ALONE or not site.world.is_distributed:
+        return 0.0
+    blocking = Blocking(site.comm)
+    entrant = enter(contestant, site, StepClock(on_cuda=site.on_cuda), blocking=blocking)
+    try:
+        if not entrant.knows_communication:
+            return None
+        entrant.step(leaves)
+        blocking.seconds = 0.0
+        steps = whole_periods(CHECK_STEPS, entrant.period)
+        for _ in range(steps):
+            entrant.step(leaves)
+        return blocking.seconds / steps
+    finally:
+        entrant.close()
+
+
+def _mean(site: Site, loss: Tensor) -> float:
+    """Over all ranks, which have equally many targets."""
+    (total,) = all_sum(site.comm, float(loss))
+    return total / site.world.world_size
+
+
+def _drift(weights: list[Tensor] | None, site: Site) -> float:
+    """Largest relative difference of any parameter's checksum to its mean over ranks."""
+    if weights is None:
+        return 0.0
+    sums = torch.stack([weight.double().abs().sum() for weight in weights]).cpu()
+    mean = sums.clone()
+    # Whole group, float64 [parameters]; overlaps nothing.
+    site.comm.all_reduce(mean).wait()
+    mean /= site.world.world_size
+    off: Any = ((sums - mean).abs() / mean.abs().clamp_min(1e-30)).max().reshape(1)
+    site.comm.all_reduce(off, "max").wait()
+    return float(off)
+
+
+def _shown(losses: list[float]) -> str:
+    return ", ".join(f"{loss:.4f}" for loss in losses)
 
 
 @dataclass(slots=True)
@@ -49,11 +214,9 @@ class _Bench:
     leaves: Leaves
     clock: StepClock
     entrant: Entrant | None = None
-    step_s: list[list[float]] = field(default_factory=list)
-    """Per round and step, seconds."""
+    step_s: list[list[float]] = field(default_factory=list)  # per round and step, seconds
     compute_s: list[list[float]] = field(default_factory=list)
-    found: dict[str, Any] = field(default_factory=dict)
-    """Findings of the check."""
+    found: dict[str, Any] = field(default_factory=dict)  # by the check
 
 
 class Runner:
@@ -85,8 +248,7 @@ class Runner:
         self._order = [(entry, True) for entry in checks]
         self._order += [(entry, False) for entry in plan.turns()]
         self._baton = Baton(store, mine, [entry.worker_set for entry, _ in self._order])
-        self._place = 0
-        """Place of the work at hand, in the order of all sets."""
+        self._place = 0  # of the work at hand, in the order of all sets
         contestants = [e.contestant for e in plan.entries if e.worker_set == mine]
         levels = any(
             each.is_ours and wants_groups(STRATEGIES[each.name], each.options)
@@ -95,7 +257,6 @@ class Runner:
         self._site = Site(
             settings=plan.settings, world=world, groups=groups(world) if levels else None
         )
-        self._comm = self._site.comm
         self._benches: dict[str, _Bench] = {}
         self._expected: dict[int, list[float]] = {}
 
@@ -107,7 +268,8 @@ class Runner:
             NotTrainingError: on all ranks of the set.
             ConfigError: likewise, for options that do not go together.
         """
-        before = environment(world_size=self._world.world_size, threads=self._plan.settings.threads)
+        world = self._world
+        before = environment(world_size=world.world_size, threads=self._plan.settings.threads)
         for place, (entry, is_check) in enumerate(self._order):
             self._place = place
             verb = "checking" if is_check else "measuring"
@@ -120,14 +282,24 @@ class Runner:
                 self._check(entry)
             else:
                 self._turn(entry)
-            self._comm.barrier()
-            if self._world.is_main:
+            self._site.comm.barrier()
+            if world.is_main:
                 self._baton.hand_on(place)
         self._tell(len(self._order), len(self._order), "")
         for bench in self._benches.values():
             if bench.entrant is not None:
                 bench.entrant.close()
-        return {"environment": before, **self._gather()}
+        mine = {
+            label: {"step_s": bench.step_s, "compute_s": bench.compute_s, **bench.found}
+            for label, bench in self._benches.items()
+        }
+        by_rank = all_gather_json(self._site.comm, mine) if world.is_distributed else [mine]
+        return {
+            "environment": before,
+            "device": world.device,
+            "one_host": world.one_host,
+            "contestants": {label: [rank[label] for rank in by_rank] for label in mine},
+        }
 
     def give_up(self) -> None:
         """This set cannot go on: the others shall not wait for it."""
@@ -138,7 +310,7 @@ class Runner:
         """Whether it trains; models that stay are built now, alike in all sets."""
         site, settings = self._site, self._plan.settings
         clock = StepClock(on_cuda=site.on_cuda)
-        bench = _Bench(leaves=make_leaves(site, entry.batch_size), clock=clock)
+        bench = _Bench(leaves=site.leaves(entry.batch_size), clock=clock)
         self._benches[entry.label] = bench
         if entry.batch_size not in self._expected:
             began = time.perf_counter()
@@ -157,35 +329,21 @@ class Runner:
         settings, bench = self._plan.settings, self._benches[entry.label]
         entrant = bench.entrant or enter(entry.contestant, self._site, bench.clock)
         for _ in range(settings.num_warmup):
-            entrant_step(entrant, bench.leaves)
-        self._comm.barrier()
+            entrant.step(bench.leaves)
+        self._site.comm.barrier()
         bench.clock.begin()
         for _ in range(settings.num_steps):
             entrant.backward(bench.leaves)
             bench.clock.backward_done()
             entrant.update()
             bench.clock.step_done()
-        times = bench.clock.read()
-        bench.step_s.append(times.step_s)
-        bench.compute_s.append(times.compute_s)
+        step_s, compute_s = bench.clock.read()
+        bench.step_s.append(step_s)
+        bench.compute_s.append(compute_s)
         if bench.entrant is None:
             entrant.close()
             del entrant
             give_back()
-
-    def _gather(self) -> dict[str, Any]:
-        """Every rank's samples, by contestant."""
-        mine = {
-            label: {"step_s": bench.step_s, "compute_s": bench.compute_s, **bench.found}
-            for label, bench in self._benches.items()
-        }
-        world = self._world
-        by_rank = all_gather_json(self._comm, mine) if world.is_distributed else [mine]
-        return {
-            "device": world.device,
-            "one_host": world.one_host,
-            "contestants": {label: [rank[label] for rank in by_rank] for label in mine},
-        }
 
 
 def my_set(env: Mapping[str, str], sizes: Sequence[int]) -> tuple[int, dict[str, str]]:
@@ -200,17 +358,11 @@ def my_set(env: Mapping[str, str], sizes: Sequence[int]) -> tuple[int, dict[str,
     while rank >= sizes[index]:
         rank -= sizes[index]
         index += 1
-    size = str(sizes[index])
-    return index, {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "ROLE_RANK": str(rank),
-        "WORLD_SIZE": size,
-        "LOCAL_WORLD_SIZE": size,
-        "ROLE_WORLD_SIZE": size,
-        # The rendezvous store is one for all: keys begin with the restart count.
-        "TORCHELASTIC_RESTART_COUNT": str(_FIRST_GENERATION + index),
-    }
+    ranks = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))
+    world = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE")
+    # The rendezvous store is one for all: keys begin with the restart count.
+    generation = {"TORCHELASTIC_RESTART_COUNT": str(_FIRST_GENERATION + index)}
+    return index, ranks | dict.fromkeys(world, str(sizes[index])) | generation
 
 
 class Baton:
@@ -223,9 +375,7 @@ class Baton:
     """
 
     def __init__(self, store: Any, mine: int, owners: Sequence[int]) -> None:
-        self._store = store
-        self._mine = mine
-        self._owners = owners
+        self._store, self._mine, self._owners = store, mine, owners
 
     def take(self, place: int) -> bool:
         """Wait until the work at `place`, this set's, may begin; False: another set gave up."""

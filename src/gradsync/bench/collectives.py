@@ -127,11 +127,7 @@ class CollectivesOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """The request, as every rank is told it; see `CollectivesOptions`.
-
-    Raises:
-        ConfigError: an unknown name, a number out of range, nothing to measure.
-    """
+    """The request, as every rank is told it; see `CollectivesOptions`."""
 
     operations: tuple[str, ...]
     algorithms: tuple[str, ...]
@@ -199,11 +195,7 @@ def _check_names(what: str, names: Sequence[str], known: Collection[str]) -> Non
 
 
 def parse_size(option: str, text: str) -> int:
-    """Bytes from `4`, `4B`, `64K`, `25M`, `25MiB` (powers of 1024) or `25MB` (of 1000).
-
-    Raises:
-        ConfigError: any other text, or less than one byte.
-    """
+    """Bytes from `4`, `4B`, `64K`, `25M`, `25MiB` (powers of 1024) or `25MB` (of 1000)."""
     pattern = r"([0-9]{1,19}(?:\.[0-9]+)?) ?([KMG]?)(iB|B|)"
     found = re.fullmatch(pattern, text.strip(), re.IGNORECASE)
     if found is None:
@@ -230,16 +222,8 @@ def size_text(size_bytes: int) -> str:
 
 
 def choose_sizes(settings: Settings, *, available_bytes: int, ranks: int) -> list[int]:
-    """Sizes in ascending order: those asked for, or 4 B, 16 B, 64 B, ... as far as memory goes.
-
-    Args:
-        settings: with or without sizes.
-        available_bytes: free memory.
-        ranks: how many share it.
-
-    Raises:
-        ConfigError: a size that was asked for needs more than there is.
-    """
+    """Bytes in ascending order, where `ranks` ranks share `available_bytes`: those asked for (a
+    `ConfigError` if they need more), or 4 B, 16 B, 64 B, ... as far as memory goes."""
     usable = int(_SPARE * available_bytes)
     if settings.sizes:
         largest = max(settings.sizes)
@@ -334,13 +318,8 @@ def bus_factor(operation: str, world_size: int) -> float:
 
 
 def rows_of(found: Sequence[Samples], world_size: int, *, one_memory: bool) -> list[Row]:
-    """A row for each entry, in their order.
-
-    Args:
-        found: with the copy's samples for each operation and size.
-        world_size: number of ranks.
-        one_memory: whether all ranks share a host's memory, so that the copy is a yardstick.
-    """
+    """A row for each entry, with the copy's samples among them; where ranks share `one_memory`, the
+    copy is a yardstick."""
     copies = {(s.operation, s.count): s for s in found if s.algorithm == COPY}
     return [_row(s, copies[s.operation, s.count], world_size, one_memory=one_memory) for s in found]
 
@@ -536,6 +515,5 @@ EXPERIMENT = Experiment(
     options=CollectivesOptions,
     measure="gradsync.bench.collectives_run:measure",
     variants=plan_of,
-    collect=lambda options, settings, world, ask: ask(settings, options.world_size),
     metrics=_findings,
 )

@@ -153,17 +153,14 @@ class Clock:
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         begin = time.perf_counter()
-        self.time(lambda: None, _TRIALS)
+        for _ in range(_TRIALS):
+            self.lap(lambda: None)
         [lap] = slowest(comm, [Lap((time.perf_counter() - begin) / _TRIALS)])
         self.overhead_s = lap.seconds
         """Cost of each repetition besides the operation, about, seconds; alike on all ranks."""
 
-    def time(self, run: Callable[[], None], repetitions: int) -> list[Lap]:
-        """Each repetition on this rank; all ranks call it."""
-        return [self.lap(run) for _ in range(repetitions)]
-
     def lap(self, run: Callable[[], None]) -> Lap:
-        """One repetition."""
+        """One repetition on this rank; all ranks call it."""
         self._comm.barrier()
         begin = time.perf_counter()
         run()
@@ -238,17 +235,9 @@ class Operation:
 
 
 class Buffers:
-    """Ordinary and shared tensors of one size: [count] and [count / ranks] of each kind.
-
-    Args:
-        count: elements of the whole tensor.
-        ranks: how many divide it.
-        like: of its dtype, and on its device.
-        shared: all ranks by shared memory, if some algorithm wants its buffers there.
-
-    Raises:
-        SharedMemoryError: on all ranks, when there is not enough of it.
-    """
+    """Ordinary and shared tensors of one size: [count] and [count / ranks] of each kind, of the
+    dtype and on the device of `like`. `shared` is all ranks by shared memory, if some algorithm
+    wants its buffers there; `SharedMemoryError` on all ranks when there is not enough of it."""
 
     def __init__(
         self, count: int, ranks: int, like: Tensor, shared: SharedMemoryCommunicator | None
@@ -279,15 +268,8 @@ class Buffers:
 def build(
     operation: str, algorithm: str, comm: Communicator, levels: Groups, buffers: Buffers
 ) -> Operation:
-    """`operation` by `algorithm` over `buffers`; see `collectives.OPERATIONS`.
-
-    Args:
-        operation: name.
-        algorithm: name.
-        comm: all ranks, for `shared` and `shared_copies` through shared memory.
-        levels: inside and between hosts.
-        buffers: of the size.
-    """
+    """`operation` by `algorithm` over `buffers`; see `collectives.OPERATIONS`. `comm` is all ranks,
+    for `shared` and `shared_copies` through shared memory."""
     in_place = algorithm == "shared"
     whole = buffers.shared_whole if in_place else buffers.whole
     part = buffers.shared_part if in_place else buffers.part
@@ -327,12 +309,7 @@ def build(
 
 def measure(settings_json: dict[str, Any]) -> dict[str, Any]:
     """Open a session, measure everything; returns what `--json` and the record are made of, with
-    samples as `Samples` has them.
-
-    Raises:
-        ConfigError: fewer than two ranks, a size beyond memory, a dtype that a backend cannot add.
-        GradsyncError: the ranks did not meet, or one of them failed.
-    """
+    samples as `Samples` has them."""
     settings = from_json(Settings, settings_json)
     session = Session(SessionOptions(device=_device(settings.device), threads=settings.threads))
     with session as world:
@@ -352,13 +329,7 @@ def measure(settings_json: dict[str, Any]) -> dict[str, Any]:
 
 
 class Bench:
-    """One rank's part.
-
-    Args:
-        settings: the same on all ranks.
-        world: with at least two of them.
-        tell: called on rank 0 before each size.
-    """
+    """One rank's part; `tell` is called on rank 0 before each size."""
 
     def __init__(self, settings: Settings, world: World, tell: Tell) -> None:
         self._settings, self._world = settings, world
@@ -500,7 +471,7 @@ class Bench:
             for _ in range(burst):
                 contestant.run()
 
-        laps = slowest(self._comm, self._clock.time(run, repetitions))
+        laps = slowest(self._comm, [self._clock.lap(run) for _ in range(repetitions)])
         return [round(seconds / burst, 9) for seconds in in_time(laps)]
 
 

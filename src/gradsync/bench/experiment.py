@@ -41,9 +41,9 @@ class Findings:
     """Results, for every place that they may go to."""
 
     environment: Mapping[str, Any]  # see `environment`
-    command: str  # the command line for the same measurement
     data: Mapping[str, Any]  # for `--json` and the record
     show: Callable[[IO[str]], None]  # prints it for people
+    command: str = ""  # for the same measurement; usually as it was typed, without the places
     samples: Any = None  # for the record alone
     csv: Callable[[], str] | None = None
     draw: Callable[[Path], None] | None = None
@@ -59,10 +59,12 @@ class Experiment:
     options: type  # its flags: a dataclass
     measure: str  # `module:function`; imported by ranks only
     variants: Callable[[Any, World], Any]  # from options and world; raises `ConfigError`
-    collect: Callable[[Any, Any, World, Ask], Any]
-    """From options, variants and world: what ranks measured, on rank 0."""
     metrics: Callable[[Any, Any, Any, World], Findings]
     """From options, variants, what was collected, and world."""
+    collect: Callable[[Any, Any, World, Ask], Any] = lambda options, variants, _, ask: ask(
+        variants, options.world_size
+    )
+    """From options, variants and world: what ranks measured, on rank 0."""
     dry: Callable[[Any], Any] = asdict  # what `--dry-run` prints of the variants, as JSON has it
 
 
@@ -82,11 +84,7 @@ def flag_of(name: str) -> str:
 
 
 def check_least(options: Any, **least: int) -> None:
-    """Refuse options that are below the least they may be; None may always be.
-
-    Raises:
-        ConfigError: naming the flag.
-    """
+    """Refuse options that are below the least they may be; None may always be."""
     for name, number in least.items():
         if (value := getattr(options, name)) is not None and value < number:
             raise ConfigError(f"{flag_of(name)} must be at least {number}; got {value}")
@@ -98,12 +96,8 @@ def names_in(text: str) -> tuple[str, ...]:
 
 
 def environment(*, world_size: int, threads: int) -> dict[str, Any]:
-    """Facts that a reader needs to judge the figures, as JSON; taken before anything is measured.
-
-    Args:
-        world_size: ranks that are measured.
-        threads: intra-op threads of a rank.
-    """
+    """Facts that a reader needs to judge the figures, as JSON; taken before anything is
+    measured."""
     import torch
     import torch.distributed as dist
 
@@ -127,11 +121,8 @@ def environment(*, world_size: int, threads: int) -> dict[str, Any]:
 
 
 def check_folder(option: str, folder: Path) -> None:
-    """Refuse a folder that cannot be written, before anything is measured for it.
-
-    Raises:
-        ConfigError: it is a file, or may not be written or made.
-    """
+    """Refuse a folder that is a file, or may not be written or made, before anything is
+    measured."""
     there = folder
     while not there.exists() and there != there.parent:
         there = there.parent
@@ -149,18 +140,8 @@ def write_record(
     environment: Mapping[str, Any],
     data: Mapping[str, Any],
 ) -> Path:
-    """Write `folder/record.json`, complete or not at all; returns its path.
-
-    Args:
-        folder: made when it is missing.
-        name: of the benchmark.
-        command: what to type for the same measurement.
-        environment: see the function `environment`.
-        data: what JSON can write; no NaN and no infinity.
-
-    Raises:
-        RunError: it could not be written.
-    """
+    """Write `folder/record.json`, complete or not at all; returns its path. `command` is what to
+    type for the same measurement, `data` what JSON can write, without NaN and infinity."""
     assert not set(_HEAD) & set(data), "a key of the head in the data"
     document = {"environment": dict(environment), "command": command, "benchmark": name, **data}
     path = folder / "record.json"

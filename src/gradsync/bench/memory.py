@@ -26,7 +26,6 @@ from gradsync.bench.experiment import (
     Experiment,
     Findings,
     check_least,
-    command_of,
     environment,
     from_json,
     names_in,
@@ -74,7 +73,6 @@ _EVERY_BLOCK_MAPPED = {
     "MALLOC_TRIM_THRESHOLD_": str(2**16),
 }
 """glibc then keeps nothing that is not used (mallopt(3))."""
-_COMMAND = ("bench", "memory")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,11 +164,7 @@ class MemoryRun:
 
 
 def memory_cases(shapes: Sequence[str], strategies: Sequence[str]) -> Iterator[MemoryCase]:
-    """Every strategy as it is, then the ways to take less, or more.
-
-    Raises:
-        ConfigError: an unknown shape or strategy.
-    """
+    """Every strategy as it is, then the ways to take less, or more."""
     for name in strategies:
         find_strategy(name)
     for shape in shapes:
@@ -211,12 +205,8 @@ def _collect(
 
 
 def measure(run_json: dict[str, Any]) -> dict[str, Any]:
-    """A rank's part: train one case for a few steps, and look at its largest size.
-
-    Returns:
-        `environment`, `kind` (cpu or cuda), `keeps_memory`, and `peak_bytes`, one for each rank;
-        the same on all ranks.
-    """
+    """A rank's part: train one case for a few steps, and look at its largest size. All ranks return
+    the same; `peak_bytes` has one for each rank."""
     from gradsync.bench.steps import quiet_session
     from gradsync.comm.choose import communicator
     from gradsync.comm.values import all_gather_json
@@ -364,7 +354,6 @@ def _findings(
     kept = ("kind", "keeps_memory", "peak_bytes")
     return Findings(
         environment=results[0]["environment"],
-        command=command_of(options, _COMMAND),
         data={
             "rows": [asdict(row) for row in rows],
             "cases": [asdict(case) for case in cases],
@@ -375,7 +364,7 @@ def _findings(
 
 
 EXPERIMENT = Experiment(
-    command=_COMMAND,
+    command=("bench", "memory"),
     options=MemoryOptions,
     measure="gradsync.bench.memory:measure",
     variants=cases_of,

@@ -154,13 +154,9 @@ class Wire:
 
 
 class Watched:
-    """Shadows the methods of one communicator object: each call is counted and passed on.
-
-    Args:
-        comm: whose calls are counted.
-        before: called before each collective in `timed`, so that ranks begin it together.
-        timed: methods that are waited for at once, and how long that takes is added up.
-    """
+    """Shadows the methods of one communicator object: each call is counted and passed on. Methods
+    in `timed` are waited for at once, after `before` has made ranks begin together, and how long
+    that takes is added up."""
 
     def __init__(
         self,

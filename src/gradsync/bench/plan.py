@@ -42,11 +42,7 @@ _LARGEST_SEED = 2**32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SyncSettings:
-    """How each contestant is measured.
-
-    Raises:
-        ConfigError: numbers that cannot be, naming those that can.
-    """
+    """How each contestant is measured; numbers that cannot be are refused."""
 
     model_size: str  # a preset of `gradsync.models.presets`
     vocab_size: int | None = None  # number of token ids; None takes the preset's
@@ -146,11 +142,7 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """The whole measurement.
-
-    Raises:
-        ConfigError: a world size of 0, a batch that does not divide into leaves.
-    """
+    """The whole measurement."""
 
     settings: SyncSettings
     sets: tuple[WorkerSet, ...]
@@ -252,13 +244,8 @@ def turns(by_rank: Sequence[Sequence[Sequence[float]]]) -> list[float]:
 def step_seconds(
     results: Sequence[Mapping[str, Any]], entry: Entry, part: str = "step_s"
 ) -> list[float]:
-    """Each round's mean on the slowest rank; see `turns`.
-
-    Args:
-        results: of each set, what `Runner.run` returned.
-        entry: whose.
-        part: step_s or compute_s.
-    """
+    """Each round's mean on the slowest rank, see `turns`; `results` are of each set what
+    `Runner.run` returned, `part` is step_s or compute_s."""
     return turns([rank[part] for rank in results[entry.worker_set]["contestants"][entry.label]])
 
 
@@ -302,11 +289,8 @@ def largest_that_fits(load: Load, available: int) -> str:
 
 
 def size_of(name: str, load: Load, room: int) -> str:
-    """The preset to take: the one that was named, or the largest that fits into `room` bytes.
-
-    Raises:
-        ConfigError: unknown, or it does not fit: by how much, and what does.
-    """
+    """The preset to take: the one that was named, or the largest that fits into `room` bytes; one
+    that does not fit is refused with what does."""
     largest = largest_that_fits(load, room)
     name = largest or "tiny" if name == "auto" else name
     preset(name)
@@ -322,11 +306,8 @@ def size_of(name: str, load: Load, room: int) -> str:
 
 
 def uses_cuda(device: str) -> bool:
-    """Whether accelerators will compute; asks torch only when it must.
-
-    Raises:
-        ConfigError: no such device, or none here.
-    """
+    """Whether accelerators will compute; asks torch only when it must, refuses what is not
+    there."""
     if device not in DEVICES:
         raise ConfigError(f"--device must be one of {', '.join(DEVICES)}; got {device!r}")
     has_driver = any(Path(name).exists() for name in ("/proc/driver/nvidia", "/dev/kfd"))
@@ -341,11 +322,8 @@ def uses_cuda(device: str) -> bool:
 
 
 def memory_for(device: str, *, leaf_tokens: int, ranks: int, busy_ranks: int) -> tuple[Load, int]:
-    """The load, and the bytes it has to fit into: all ranks into the host, or one into its device.
-
-    Raises:
-        ConfigError: see `uses_cuda`.
-    """
+    """The load, and the bytes it has to fit into: all ranks into the host, or one into its
+    device."""
     if not uses_cuda(device):
         return Load(leaf_tokens=leaf_tokens, ranks=ranks, busy_ranks=busy_ranks), available_bytes()
     import torch
@@ -391,14 +369,10 @@ def trial_step(work: Workload, *, ranks_per_host: int) -> float:
 
 
 def in_time(plan: Plan, kind: Kind, trial: Callable[[Workload], float]) -> Plan:
-    """`plan` with the largest model, not above its own, that takes at most `BUDGET_S`.
+    """`plan`, whose model is the largest that fits into memory, with the largest one that takes at
+    most `BUDGET_S`; `trial` times a step of a rank, seconds.
 
     From the smallest upwards: a larger one is timed only when by its operations it may do.
-
-    Args:
-        plan: with the largest model that fits into memory.
-        kind: of device.
-        trial: times a step of a rank, seconds.
     """
     largest = PRESETS[plan.settings.model_size].num_params()
     length = plan.settings.context_length or 1

@@ -32,11 +32,7 @@ side; and where a point's figure stands, so that those of two modes do not meet,
 
 
 def check_plot(path: Path) -> None:
-    """Refuse what cannot be drawn, before anything is measured for it.
-
-    Raises:
-        ConfigError: matplotlib is missing, a file of another kind, a folder that is not there.
-    """
+    """Refuse what cannot be drawn, before anything is measured for it."""
     if path.suffix not in _SUFFIXES:
         raise ConfigError(f"--plot {path}: name a file that ends in {', '.join(_SUFFIXES)}")
     if not path.parent.is_dir():
@@ -97,15 +93,23 @@ def plot_sync(
 ) -> None:
     """Draw where each contestant's step goes: a bar each, in the table's order, beside the ideal.
 
-        name      [ computation         ┆ exposed ][ hidden ]  ratio, ms
-                                      ideal
-
-    Raises:
-        RunError: the file could not be written.
+    name      [ computation         ┆ exposed ][ hidden ]  ratio, ms
+                                  ideal
     """
     bars = bars_of(plan, rows)
     figure, axes = _new_figure(10, _FRAME_INCHES + _ROW_INCHES * len(bars))
-    _draw_bars(axes, bars)
+    places = range(len(bars))
+    computing, steps = [bar.computing for bar in bars], [bar.step for bar in bars]
+    exposed, hidden = [bar.exposed for bar in bars], [bar.hidden for bar in bars]
+    axes.barh(places, computing, _BAR, color=_COMPUTE, label="computation")
+    label = "exposed communication: the step waits for it"
+    axes.barh(places, exposed, _BAR, left=computing, color=_EXPOSED, label=label)
+    label = "hidden communication: it would come on top"
+    hatched: dict[str, Any] = {"color": "none", "edgecolor": _HIDDEN, "hatch": "////"}
+    axes.barh(places, hidden, _BAR, left=steps, linewidth=0, label=label, **hatched)
+    spreads = [[bar.step - min(bar.low, bar.step) for bar in bars]]
+    spreads.append([max(bar.high, bar.step) - bar.step for bar in bars])
+    axes.errorbar(steps, places, xerr=spreads, fmt="none", ecolor=_SOFT, elinewidth=1)
     label = "no communication at all: the ideal"
     longest = max(bar.end for bar in bars)
     for place, bar in enumerate(bars):
@@ -116,7 +120,7 @@ def plot_sync(
         digits = 0 if bar.step >= 100 else 1
         text = f"x {bar.step / bar.ideal:.2f}   {bar.step:,.{digits}f} ms"
         axes.text(bar.end + 0.012 * longest, place, text, va="center", color=_INK, fontsize=9.5)
-    axes.set_yticks(range(len(bars)), [bar.name for bar in bars])
+    axes.set_yticks(places, [bar.name for bar in bars])
     axes.invert_yaxis()
     axes.set_xlim(0, longest * _ROOM)
     axes.set_xlabel("one training step, ms (quartiles over rounds: thin lines)", color=_INK)
@@ -132,11 +136,7 @@ def plot_scaling(
     threshold: float,
     notes: Sequence[str],
 ) -> None:
-    """Draw efficiency over the number of ranks, with its interval.
-
-    Raises:
-        RunError: the file could not be written.
-    """
+    """Draw efficiency over the number of ranks, with its interval."""
     figure, axes = _new_figure(8.5, 5.2)
     for mode in scaling.modes:
         color, shift, aside = _MODES[mode]
@@ -171,11 +171,7 @@ def plot_scaling(
 
 
 def plot_simulation(path: Path, found: Simulation) -> None:
-    """Draw simulated efficiency over the number of ranks, per strategy.
-
-    Raises:
-        RunError: the file could not be written.
-    """
+    """Draw simulated efficiency over the number of ranks, per strategy."""
     from gradsync.plan.simulate.simulation import HALF, notes
 
     figure, axes = _new_figure(9.5, 5.6)
@@ -206,21 +202,6 @@ def _new_figure(width: float, height: float) -> tuple[Any, Any]:
     axes.tick_params(colors=_INK, labelsize=10)
     axes.set_axisbelow(True)
     return figure, axes
-
-
-def _draw_bars(axes: Any, bars: Sequence[Bar]) -> None:
-    places = range(len(bars))
-    computing, steps = [bar.computing for bar in bars], [bar.step for bar in bars]
-    exposed, hidden = [bar.exposed for bar in bars], [bar.hidden for bar in bars]
-    axes.barh(places, computing, _BAR, color=_COMPUTE, label="computation")
-    label = "exposed communication: the step waits for it"
-    axes.barh(places, exposed, _BAR, left=computing, color=_EXPOSED, label=label)
-    label = "hidden communication: it would come on top"
-    hatched: dict[str, Any] = {"color": "none", "edgecolor": _HIDDEN, "hatch": "////"}
-    axes.barh(places, hidden, _BAR, left=steps, linewidth=0, label=label, **hatched)
-    spreads = [[bar.step - min(bar.low, bar.step) for bar in bars]]
-    spreads.append([max(bar.high, bar.step) - bar.step for bar in bars])
-    axes.errorbar(steps, places, xerr=spreads, fmt="none", ecolor=_SOFT, elinewidth=1)
 
 
 def _over_ranks(

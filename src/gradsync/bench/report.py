@@ -81,17 +81,8 @@ def print_table(
     words: Collection[str] = (),
     framed: bool = True,
 ) -> None:
-    """A table, and notes under it.
-
-    Args:
-        stream: a terminal, or a file, in which no line is cut.
-        title: above the table.
-        columns: headings.
-        rows: a cell for each column.
-        notes: a paragraph each.
-        words: the columns that hold words, and not numbers; the first one of a framed table does.
-        framed: with lines around it.
-    """
+    """A table, and notes under it, a paragraph each; in a file no line is cut. `words` are the
+    columns that do not hold numbers; the first one of a framed table does not."""
     table = Table(title=title, title_justify="left")
     if not framed:
         table.box, table.pad_edge = None, False

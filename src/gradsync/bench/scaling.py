@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from gradsync.bench.contestants import ALONE, Contestant, parse_contestants
-from gradsync.bench.experiment import Experiment, Findings, check_least, command_of
+from gradsync.bench.experiment import Experiment, Findings, check_least
 from gradsync.bench.plan import (
     USUAL_TOKENS,
     Entry,
     Plan,
-    SyncSettings,
     memory_for,
     ranks_text,
     settings_of,
@@ -44,7 +43,6 @@ MODES = ("weak", "strong")
 FEWEST_ROUNDS = 6
 """The bootstrap's interval lies within its values: all of n lie on one side of the median once in
 2**(n-1) times, so from fewer no interval holds for 95 %."""
-_COMMAND = ("bench", "scaling")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,7 +118,7 @@ def plan_of(options: ScalingOptions, world: World) -> ScalingPlan:
         raise ConfigError(
             f"--threshold must be positive and finite, 0.85 for 85 %; got {options.threshold}"
         )
-    check_least(options, batch_size=1, context_length=1)
+    check_least(options, batch_size=1, context_length=1, rounds=FEWEST_ROUNDS)
     sizes = parse_world_sizes(options.world_sizes or usual_sizes(usable_cores()))
     load, room = memory_for(
         options.device,
@@ -133,42 +131,17 @@ def plan_of(options: ScalingOptions, world: World) -> ScalingPlan:
         model_size=size_of(options.model_size, load, room),
         threads=choose_threads(sizes[-1], requested=options.threads),
     )
-    scaling = scaling_plan(
-        settings,
-        strategy=options.strategy,
-        sizes=sizes,
-        mode=options.mode,
-        batch_size=options.batch_size,
-    )
-    plan = scaling.plan.fitting(load, room, contestants=len(scaling.modes) + 1)
-    return replace(scaling, plan=plan)
-
-
-def scaling_plan(
-    settings: SyncSettings, *, strategy: str, sizes: tuple[int, ...], mode: str, batch_size: int
-) -> ScalingPlan:
-    """Entries for every mode and number of ranks.
-
-    Args:
-        settings: how each point is measured.
-        strategy: for more than one rank, with options if need be.
-        sizes: see `parse_world_sizes`.
-        mode: weak, strong or both.
-        batch_size: see `ScalingPlan.batch_size`.
-
-    Raises:
-        ConfigError: an unknown mode or strategy, too few rounds, a global batch that does not
-            divide.
-    """
+    mode, batch_size = options.mode, options.batch_size
     if mode != "both" and mode not in MODES:
         raise ConfigError(f"--mode must be {', '.join(MODES)} or both; got {mode!r}")
-    check_least(settings, rounds=FEWEST_ROUNDS)
     modes = MODES if mode == "both" else (mode,)
-    chosen = parse_contestants(strategy)
+    chosen = parse_contestants(options.strategy)
     if any(each.chose_memory for each in chosen):
-        raise ConfigError(f"--strategy {strategy}: here all keep freed memory; drop keep_memory")
+        raise ConfigError(
+            f"--strategy {options.strategy}: here all keep freed memory; drop keep_memory"
+        )
     if len(chosen) != 1:
-        raise ConfigError(f"--strategy takes one name; got {strategy!r}")
+        raise ConfigError(f"--strategy takes one name; got {options.strategy!r}")
     entries: dict[str, Entry] = {}
     for each in modes:
         for place, size in enumerate(sizes):
@@ -181,7 +154,11 @@ def scaling_plan(
                 batch_size=batch,
             )
     plan = sizes_plan(settings, sizes, entries.values())
-    return ScalingPlan(plan=plan, modes=modes, batch_size=batch_size)
+    return ScalingPlan(
+        plan=plan.fitting(load, room, contestants=len(modes) + 1),
+        modes=modes,
+        batch_size=batch_size,
+    )
 
 
 def usual_sizes(cores: int) -> str:
@@ -193,11 +170,7 @@ def usual_sizes(cores: int) -> str:
 
 
 def parse_world_sizes(text: str) -> tuple[int, ...]:
-    """`"2,4"` as (1, 2, 4): ascending, 1 first.
-
-    Raises:
-        ConfigError: not a number, one below 1, none above 1.
-    """
+    """`"2,4"` as (1, 2, 4): ascending, 1 first."""
     sizes = {1}
     for word in filter(None, (word.strip() for word in text.split(","))):
         number = whole_number(word.removeprefix("-"), MOST_RANKS)
@@ -248,13 +221,7 @@ class Point:
 def points_of(
     scaling: ScalingPlan, results: Sequence[Mapping[str, Any]], threshold: float
 ) -> list[Point]:
-    """One point per mode and world size.
-
-    Args:
-        scaling: what was measured.
-        results: of each world size, what `Runner.run` returned.
-        threshold: efficiency to reach.
-    """
+    """One point per mode and world size; `threshold` is the efficiency to reach."""
     found = []
     for mode in scaling.modes:
         baseline = step_seconds(results, scaling.entry(mode, 1))
@@ -352,7 +319,6 @@ def _findings(
     notes, place = notes_of(scaling, on_cpu=on_cpu, cores=environment["cores"]), where(environment)
     return Findings(
         environment=environment,
-        command=command_of(options, _COMMAND),
         data={
             "threshold": threshold,
             "same_host_cpu": on_cpu,
@@ -369,7 +335,7 @@ def _findings(
 
 
 EXPERIMENT = Experiment(
-    command=_COMMAND,
+    command=("bench", "scaling"),
     options=ScalingOptions,
     measure="gradsync.bench.steps:measure",
     variants=plan_of,

@@ -33,11 +33,10 @@ import tyro
 from gradsync.bench import collectives
 from gradsync.bench.collectives import COPY, Samples, Settings, fit_of, fits_of, rows_of
 from gradsync.bench.contestants import ALONE, Contestant, parse_contestants
-from gradsync.bench.experiment import Ask, Experiment, Findings, command_of
+from gradsync.bench.experiment import Ask, Experiment, Findings
 from gradsync.bench.plan import (
     Entry,
     Plan,
-    SyncSettings,
     memory_for,
     ranks_text,
     settings_of,
@@ -75,7 +74,6 @@ _SMALLEST = 2**14
 """Bytes; below, a process group's time is another line's (gloo), which no bucket is on."""
 _FACTOR = 8
 _LIBRARIES = ("accelerate", "fabric")
-_COMMAND = ("bench", "simulation")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,36 +132,9 @@ def plan_of(options: SimulationOptions, world: World) -> SimulationPlan:
     sizes = parse_world_sizes(options.world_sizes)
     threads = choose_threads(sizes[-1], requested=options.threads)
     settings = settings_of(options, threads=threads, device="cpu")
-    simulation = simulation_plan(
-        settings, strategies=options.strategies, sizes=sizes, batch_size=options.batch_size
+    chosen = tuple(
+        replace(each, keep_memory=True) for each in parse_contestants(options.strategies)
     )
-    collectives_settings(simulation, options.seconds_per_point)  # refuses what cannot be
-    load, room = memory_for(
-        "cpu",
-        leaf_tokens=options.batch_size // options.leaves_per_rank * settings.tokens,
-        ranks=simulation.plan.num_ranks,
-        busy_ranks=sizes[-1],
-    )
-    size_of(options.model_size, load, room)  # refuses what fits for no contestant alone
-    contestants = len(simulation.strategies) + 2
-    return replace(simulation, plan=simulation.plan.fitting(load, room, contestants=contestants))
-
-
-def simulation_plan(
-    settings: SyncSettings, *, strategies: str, sizes: tuple[int, ...], batch_size: int
-) -> SimulationPlan:
-    """Entries for every strategy and number of ranks.
-
-    Args:
-        settings: how each entry is measured.
-        strategies: names with commas between them, each with options if need be.
-        sizes: see `parse_world_sizes`.
-        batch_size: sequences of a rank and step.
-
-    Raises:
-        ConfigError: an unknown strategy, one that cannot be predicted.
-    """
-    chosen = [replace(each, keep_memory=True) for each in parse_contestants(strategies)]
     if not chosen:
         raise ConfigError("--strategies: name at least one to predict")
     for each in chosen:
@@ -175,13 +146,23 @@ def simulation_plan(
         Entry(
             contestant=replace(each, label=_label(each.label, size)),
             worker_set=place,
-            batch_size=batch_size,
+            batch_size=options.batch_size,
         )
         for place, size in enumerate(sizes)
         for each in (Contestant(label=ALONE, name=ALONE), *chosen)
         if size > 1 or each.name == ALONE or _works_alone(each)
     ]
-    return SimulationPlan(plan=sizes_plan(settings, sizes, entries), strategies=tuple(chosen))
+    simulation = SimulationPlan(plan=sizes_plan(settings, sizes, entries), strategies=chosen)
+    collectives_settings(simulation, options.seconds_per_point)  # refuses what cannot be
+    load, room = memory_for(
+        "cpu",
+        leaf_tokens=options.batch_size // options.leaves_per_rank * settings.tokens,
+        ranks=sum(sizes),
+        busy_ranks=sizes[-1],
+    )
+    size_of(options.model_size, load, room)  # refuses what fits for no contestant alone
+    plan = simulation.plan.fitting(load, room, contestants=len(chosen) + 2)
+    return replace(simulation, plan=plan)
 
 
 def collectives_settings(simulation: SimulationPlan, seconds_per_point: float) -> Settings:
@@ -278,14 +259,8 @@ def predictions_of(
     *,
     cores: int,
 ) -> list[Prediction]:
-    """One per strategy and number of ranks above 1.
-
-    Args:
-        simulation: what was measured.
-        results: of each number of ranks, what `Runner.run` returned.
-        fits: by number of ranks.
-        cores: that all ranks share.
-    """
+    """One per strategy and number of ranks above 1; `fits` are by number of ranks, which share
+    `cores`."""
     alone, alone_jitter = rounds_of(simulation, results, 1, cores=cores)
     found = []
     for size in simulation.plan.world_sizes[1:]:
@@ -461,7 +436,6 @@ def _findings(
     found = predictions_of(simulation, results, fits, cores=environment["cores"])
     return Findings(
         environment=environment,
-        command=command_of(options, _COMMAND),
         data={
             "plan": asdict(simulation.plan),
             "predictions": [each.as_json() for each in found],
@@ -473,7 +447,7 @@ def _findings(
 
 
 EXPERIMENT = Experiment(
-    command=_COMMAND,
+    command=("bench", "simulation"),
     options=SimulationOptions,
     measure="gradsync.bench.steps:measure",
     variants=plan_of,

@@ -100,10 +100,7 @@ def reference_losses(site: Site, leaves: Leaves) -> list[float]:
 
 def check(contestant: Contestant, site: Site, leaves: Leaves, expected: list[float]) -> Checked:
     """Let `contestant` take the steps, twice: as it is, and with its communication laid bare.
-
-    Raises:
-        NotTrainingError: on all ranks of the set: it does not train, or ranks drift apart.
-    """
+    Raises `NotTrainingError` on all ranks of the set."""
     peak = PeakMemory(on_cuda=site.on_cuda)
     entrant = enter(contestant, site, StepClock(on_cuda=site.on_cuda))
     losses = [_mean(site, entrant.step(leaves)) for _ in range(_SETTLING)]
@@ -133,17 +130,9 @@ def whole_periods(steps: int, period: int) -> int:
 
 
 def judge(contestant: Contestant, losses: list[float], expected: list[float], drift: float) -> None:
-    """Whether these losses and weights are those of a contestant that trains.
-
-    Args:
-        contestant: who.
-        losses: of each step, over all ranks.
-        expected: of the reference.
-        drift: largest relative difference of weights between ranks.
-
-    Raises:
-        NotTrainingError: they are not.
-    """
+    """Refuse losses (of each step, over all ranks) and weights (`drift`: the largest relative
+    difference between ranks) that are not those of a contestant that trains; `expected` are the
+    reference's losses."""
     label = contestant.label
     if not all(torch.isfinite(torch.tensor(losses))) or not losses[-1] < losses[0]:
         raise NotTrainingError(f"contestant {label} does not train: losses {_shown(losses)}")
@@ -220,15 +209,10 @@ class _Bench:
 
 
 class Runner:
-    """This rank's part.
+    """This rank's part in a plan of all sets, of which `mine` is this rank's.
 
-    Args:
-        plan: of all sets.
-        mine: index of this rank's set.
-        world: of the set's session.
-        store: that all sets share; None when there is one set.
-        tell: called before each piece of work of any set.
-        say: called once with how long it will take.
+    `store` is what all sets share, None when there is one set; `tell` is called before each piece
+    of work of any set, `say` once with how long it will take.
     """
 
     def __init__(
@@ -261,13 +245,8 @@ class Runner:
         self._expected: dict[int, list[float]] = {}
 
     def run(self) -> dict[str, Any]:
-        """All work of this set; the same result on each of its ranks, nothing when another set
-        gave up.
-
-        Raises:
-            NotTrainingError: on all ranks of the set.
-            ConfigError: likewise, for options that do not go together.
-        """
+        """All work of this set; the same result on each of its ranks, nothing when another set gave
+        up. Raises `NotTrainingError` or `ConfigError` on all ranks of the set."""
         world = self._world
         before = environment(world_size=world.world_size, threads=self._plan.settings.threads)
         for place, (entry, is_check) in enumerate(self._order):
@@ -347,12 +326,8 @@ class Runner:
 
 
 def my_set(env: Mapping[str, str], sizes: Sequence[int]) -> tuple[int, dict[str, str]]:
-    """Which set this rank is in, and the variables that say so.
-
-    Args:
-        env: as the launcher of all ranks made it (torchrun's variables).
-        sizes: numbers of ranks, set by set.
-    """
+    """Which set of `sizes` this rank is in, by torchrun's variables, and the variables that say
+    so."""
     rank = int(env["RANK"])
     index = 0
     while rank >= sizes[index]:
@@ -366,13 +341,9 @@ def my_set(env: Mapping[str, str], sizes: Sequence[int]) -> tuple[int, dict[str,
 
 
 class Baton:
-    """Lets one set work at a time; the others sleep in a read from a socket.
-
-    Args:
-        store: a `torch.distributed.Store` that all sets share; None when there is one set.
-        mine: this rank's set.
-        owners: for each piece of work, in order, the set that does it.
-    """
+    """Lets one set work at a time; the others sleep in a read from a socket, of a
+    `torch.distributed.Store` that all share. `owners` are, for each piece of work in order, the set
+    that does it."""
 
     def __init__(self, store: Any, mine: int, owners: Sequence[int]) -> None:
         self._store, self._mine, self._owners = store, mine, owners
@@ -381,7 +352,7 @@ class Baton:
         """Wait until the work at `place`, this set's, may begin; False: another set gave up."""
         if self._store is None or place == 0 or self._owners[place - 1] == self._mine:
             return True
-        key = _key(place - 1)
+        key = f"bench/turn/{place - 1}"
         self._store.wait([key], _SET_PATIENCE)
         return self._store.get(key) == _DONE.encode()
 
@@ -389,7 +360,7 @@ class Baton:
         """The work at `place` is done; one rank says so, once all of its set have come so far."""
         more = place + 1 < len(self._owners)
         if self._store is not None and more and self._owners[place + 1] != self._mine:
-            self._store.set(_key(place), _DONE)
+            self._store.set(f"bench/turn/{place}", _DONE)
 
     def give_up(self, place: int) -> None:
         """Nothing shall follow, from `place` on; one rank says so, to whoever waits."""
@@ -397,21 +368,12 @@ class Baton:
             return
         for later in range(place, len(self._owners)):
             if self._owners[later] == self._mine:
-                self._store.set(_key(later), "gave up")
-
-
-def _key(place: int) -> str:
-    return f"bench/turn/{place}"
+                self._store.set(f"bench/turn/{later}", "gave up")
 
 
 def measure(plan_json: dict[str, Any]) -> dict[str, Any]:
-    """This rank's part of a plan. Rank 0 of all returns what every set measured, as `results`;
-    other ranks return nothing that counts.
-
-    Raises:
-        GradsyncError: on rank 0 of all, what stopped any set; elsewhere only what happened to one
-            rank alone.
-    """
+    """This rank's part of a plan. Rank 0 of all returns what every set measured, as `results`, or
+    raises what stopped any of them; other ranks return nothing that counts."""
     plan = from_json(Plan, plan_json)
     env = environ.snapshot()
     mine, variables = 0, dict[str, str]()

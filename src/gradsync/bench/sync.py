@@ -290,11 +290,8 @@ def title(plan: Plan) -> str:
 
 
 def rows_csv(plan: Plan, rows: Sequence[Row]) -> str:
-    """A header and a line for each row; what could not be measured is empty.
-
-    The first eight columns are those that other benchmarks have. `total_time_ms` is the median,
-    `total_low_ms` and `total_high_ms` are quartiles.
-    """
+    """A header and a line for each row; what could not be measured is empty. The first eight
+    columns are those that other benchmarks have."""
     settings = plan.settings
     return csv_text(
         [

@@ -49,7 +49,6 @@ from gradsync.bench.report import (
 )
 from gradsync.bench.sync import STEP_LEGEND, Row, rows_of
 from gradsync.errors import ConfigError
-from gradsync.sync.engine.recipe import Recipe
 from gradsync.sync.registry import STRATEGIES
 from gradsync.train.config import CompileOrder
 from gradsync.train.tuned import Choice
@@ -68,11 +67,7 @@ _SOME_MESSAGES = 0.01
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TuneRequest:
-    """A request to tune.
-
-    Raises:
-        ConfigError: an unknown promise, one rank, too few rounds to tell anything.
-    """
+    """A request to tune."""
 
     settings: SyncSettings  # how each contestant is measured
     batch_size: int  # sequences of a rank and step
@@ -131,13 +126,8 @@ def again(label: str) -> str:
 
 
 def strategies(promise: str, *, on_cpu: bool, hosts: int) -> list[Choice]:
-    """The default, and what promises as much as was asked for.
-
-    Args:
-        promise: bitwise or rounding.
-        on_cpu: where ranks of a host may share memory, or not.
-        hosts: above 1 there are two levels to add in; 0 where hosts hold unequal numbers of ranks.
-    """
+    """The default, and what promises as much as was asked for; with `hosts` above 1 there are two
+    levels to add in, 0 stands for hosts with unequal numbers of ranks."""
     names = ["invariant", "zero1"]
     names += ["bucketed", "flat", "zero2", "ddp"] if promise == "rounding" else []
     found = [Choice(sync=name) for name in names]
@@ -165,66 +155,38 @@ def strategy_stage(request: TuneRequest, world: World) -> Stage:
     )
 
 
-def bucket_stage(winner: Choice, *, has_messages: bool, gradient_bytes: int) -> Stage:
-    """Sizes of buckets that cut the model's gradients otherwise than the winner's does."""
-    recipe, whole = _recipe_of(winner), gradient_bytes / _MIB
-    usual = 25.0 if recipe is None else recipe.bucket_mb
-    sizes = [size for size in _BUCKETS_MB if size != usual and min(size, usual) < whole]
-    why = _no_buckets(winner, has_messages=has_messages)
-    if not (why or sizes):
-        why = f"all gradients are {whole:.1f} MiB"
-    return _sizes_stage(STAGES[1], winner, "bucket_mb", sizes, why)
-
-
-def first_bucket_stage(winner: Choice, *, has_messages: bool, gradient_bytes: int) -> Stage:
-    """Sizes of the first bucket."""
-    recipe, most = _recipe_of(winner), gradient_bytes / _MIB
-    why = _no_buckets(winner, has_messages=has_messages)
-    if recipe is None:
-        why = why or f"{winner.sync} chooses it by itself"
+def bucket_stage(winner: Choice, *, first: bool, has_messages: bool, gradient_bytes: int) -> Stage:
+    """Sizes of buckets, or of the first one, that cut the model's gradients otherwise than the
+    winner's do."""
+    name, option = (STAGES[2], "first_bucket_mb") if first else (STAGES[1], "bucket_mb")
+    known = STRATEGIES[winner.sync]
+    recipe = None if known.recipe is None else replace(known.recipe, **winner.options)
+    usual, whole = 25.0 if recipe is None else recipe.bucket_mb, gradient_bytes / _MIB
+    most = min(usual, whole)
+    if first:
+        sizes = [size for size in _FIRST_MB if size < most]
+        why = "" if sizes else f"there is nothing beyond {most:.1f} MiB to divide"
     else:
-        most = min(recipe.bucket_mb, most)
-    sizes = [size for size in _FIRST_MB if size < most]
-    if not (why or sizes):
-        why = f"there is nothing beyond {most:.1f} MiB to divide"
-    return _sizes_stage(STAGES[2], winner, "first_bucket_mb", sizes, why)
-
-
-def compile_stage(winner: Choice, *, wanted: bool) -> Stage:
-    """Whether to compile, and in which order with DDP."""
-    if not wanted:
-        return Stage(name=STAGES[3], skipped="not asked for (--compile)")
-    orders: list[CompileOrder] = ["none", "model"]
-    if winner.sync == "ddp":
-        orders.append("ddp")
-    return Stage(
-        name=STAGES[3], candidates=tuple(replace(winner, compile=order) for order in orders)
-    )
-
-
-def _sizes_stage(name: str, winner: Choice, option: str, sizes: Sequence[float], why: str) -> Stage:
-    """The winner, and the winner with each of `sizes`; skipped when there is a reason."""
+        sizes = [size for size in _BUCKETS_MB if size != usual and min(size, usual) < whole]
+        why = "" if sizes else f"all gradients are {whole:.1f} MiB"
+    if "bucket_mb" not in known.options if recipe is None else recipe.grouping != "buckets":
+        why = f"{winner.sync} has no buckets"
+    elif not has_messages:
+        why = "the ranks share memory, and no bucket travels"
+    elif first and recipe is None:
+        why = f"{winner.sync} chooses it by itself"
     if why:
         return Stage(name=name, skipped=why)
     others = [replace(winner, options={**winner.options, option: size}) for size in sizes]
     return Stage(name=name, candidates=(winner, *others))
 
 
-def _recipe_of(choice: Choice) -> Recipe | None:
-    recipe = STRATEGIES[choice.sync].recipe
-    return None if recipe is None else replace(recipe, **choice.options)
-
-
-def _no_buckets(winner: Choice, *, has_messages: bool) -> str:
-    """Why there are no buckets to cut otherwise; "" when there are."""
-    recipe = _recipe_of(winner)
-    if recipe is not None and recipe.grouping != "buckets":
-        return f"{winner.sync} has no buckets"
-    if recipe is None and "bucket_mb" not in STRATEGIES[winner.sync].options:
-        return f"{winner.sync} has no buckets"
-    if not has_messages:
-        return "the ranks share memory, and no bucket travels"
-    return ""
+def compile_stage(winner: Choice, *, wanted: bool) -> Stage:
+    """Whether to compile, and in which order with DDP."""
+    if not wanted:
+        return Stage(name=STAGES[3], skipped="not asked for (--compile)")
+    orders: list[CompileOrder] = ["none", "model", *(["ddp"] if winner.sync == "ddp" else [])]
+    return Stage(name=STAGES[3], candidates=tuple(replace(winner, compile=o) for o in orders))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -255,17 +217,8 @@ def decide(
     *,
     name: str,
 ) -> Decision:
-    """Choose between the default and the candidates.
-
-    Args:
-        default: its step time in each round, seconds.
-        again: the same of its second copy.
-        candidates: the same of each candidate, by label; at least one.
-        name: the default's label.
-
-    Raises:
-        ValueError: not the same number of rounds.
-    """
+    """Choose between the default, called `name`, and the candidates, by step times in each round:
+    the default's, those of its second copy, those of each candidate by label."""
     copies = [pair[n % 2] for n, pair in enumerate(zip(default, again, strict=True))]
     noise = abs(median(ratios(again, default)) - 1)
     judged = []
@@ -362,13 +315,8 @@ def _cells(row: Mapping[str, Any], judged: Sequence[Mapping[str, Any]]) -> tuple
 
 
 def measure(request_json: dict[str, Any]) -> dict[str, Any]:
-    """This rank's part; the same on all ranks.
-
-    Returns:
-        `choice`, `stages` (each with `name`, `skipped`, `rows`, `decision`), `device`, `num_nodes`,
-        `environment` and `samples` (of each stage that was measured); or `failed` and `exit_code`,
-        when a candidate does not train, or its options do not go together.
-    """
+    """This rank's part; the same on all ranks. With `failed` and `exit_code` alone when a candidate
+    does not train, or its options do not go together."""
     from gradsync.bench.steps import NotTrainingError, quiet_session
 
     request = from_json(TuneRequest, request_json)
@@ -383,14 +331,8 @@ def measure(request_json: dict[str, Any]) -> dict[str, Any]:
 
 
 class Tuner:
-    """The stages, one after the other.
-
-    Args:
-        request: what to tune.
-        world: of the session.
-        tell: called before each piece of work.
-        keeps_memory: whether this process does keep freed memory.
-    """
+    """The stages, one after the other; `keeps_memory`: whether this process does keep freed
+    memory."""
 
     def __init__(
         self, request: TuneRequest, world: World, tell: Tell, *, keeps_memory: bool
@@ -407,8 +349,10 @@ class Tuner:
         request = self._request
         size = 4 * request.settings.config.num_params()  # fp32, as the weights are
         choice = self._ask(strategy_stage(request, self._world), Choice())
-        for stage_of in (bucket_stage, first_bucket_stage):
-            stage = stage_of(choice, has_messages=self._has_messages, gradient_bytes=size)
+        for first in (False, True):
+            stage = bucket_stage(
+                choice, first=first, has_messages=self._has_messages, gradient_bytes=size
+            )
             choice = self._ask(stage, choice)
         choice = self._ask(compile_stage(choice, wanted=request.compile), choice)
         return {

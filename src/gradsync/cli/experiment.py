@@ -11,7 +11,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradsync.bench.experiment import Experiment, Findings, check_folder, write_record
+from gradsync.bench.experiment import (
+    Experiment,
+    Findings,
+    check_folder,
+    command_of,
+    write_record,
+)
 from gradsync.bench.plot import check_plot
 from gradsync.cli.arguments import parse
 from gradsync.cli.ranks import WORKER, be_rank, measure_on_ranks, until_stopped
@@ -71,7 +77,8 @@ def _work(experiment: Experiment, options: Any, variants: Any, world: World) -> 
     except _RanksEndedError as ended:
         return ended.code
     found = experiment.metrics(options, variants, collected, world)
-    _deliver(options, experiment.command[-1], found)
+    command = found.command or command_of(options, experiment.command)
+    _deliver(options, experiment.command[-1], command, found)
     return found.code
 
 
@@ -100,12 +107,12 @@ def check_places(options: Any) -> None:
             raise ConfigError(f"--csv {path}: may not be written")
 
 
-def _deliver(options: Any, name: str, found: Findings) -> None:
+def _deliver(options: Any, name: str, command: str, found: Findings) -> None:
     """To every place that was asked for."""
     human = sys.stderr if options.as_json else sys.stdout
     found.show(human)
     if options.as_json:
-        head = {"environment": found.environment, "command": found.command}
+        head = {"environment": found.environment, "command": command}
         print(json.dumps({**head, **found.data}, indent=1, allow_nan=False), flush=True)
     if found.csv and options.csv:
         try:
@@ -119,7 +126,7 @@ def _deliver(options: Any, name: str, found: Findings) -> None:
         path = write_record(
             Path(options.out),
             name=name,
-            command=found.command,
+            command=command,
             environment=found.environment,
             data={**found.data, **samples},
         )

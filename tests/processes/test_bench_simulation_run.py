@@ -1,33 +1,54 @@
-"""Real ranks: `bench simulation` measures, predicts and writes its record."""
+"""Real ranks: `bench simulation` measures collectives and steps, and predicts the ones by the
+others."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from dataclasses import asdict
+from typing import Any
 
-from support.launchers import run_python
+from gradsync.bench.collectives import Settings
+from gradsync.bench.collectives_run import Bench
+from gradsync.bench.report import silent
+from gradsync.bench.simulation import EXPERIMENT, SimulationOptions, plan_of
+from gradsync.cli.ranks import measure_on_ranks
+from gradsync.world import World
+from support.rank_session import open_session
 
-QUICK = [
-    *("--world-sizes", "2", "--strategies", "bucketed", "--context-length", "8"),
-    *("--rounds", "2", "--num-steps", "1", "--seconds-per-point", "0"),
-]
+OPTIONS = SimulationOptions(
+    **{"world_sizes": "2", "strategies": "bucketed", "context_length": 8, "threads": 1},
+    **{"rounds": 2, "num_steps": 1, "seconds_per_point": 0.0},
+)
 
 
-def test_predicted_beside_measured(tmp_path: Path) -> None:
-    words = ["-m", "gradsync", "bench", "simulation", *QUICK, "--json", "--out", tmp_path]
-    done = run_python(words, timeout_s=110).ok()
-    document = json.loads(done.stdout)
-    (found,) = document["predictions"]
+def _collectives(rank: int, world_size: int, store_path: str, settings: Settings) -> dict[str, Any]:
+    with open_session(rank, world_size, store_path) as world:
+        samples = Bench(settings, world, silent).run()
+    return {"environment": {"world_size": world_size}, "samples": [asdict(s) for s in samples]}
+
+
+def test_predicted_beside_measured(pool: Any) -> None:
+    """Collectives on warm ranks; one launch starts the set of one rank and that of two."""
+    here, plan = World(), plan_of(OPTIONS, World())
+
+    def ask(work: Any, ranks: int, **_: Any) -> dict[str, Any]:
+        if isinstance(work, Settings):
+            return pool.run(_collectives, ranks, work)[0]
+        command = ("bench", "simulation")
+        ended = measure_on_ranks(command, asdict(work), dict, world=here, world_size=ranks)
+        assert ended.result is not None
+        return ended.result
+
+    collected = EXPERIMENT.collect(OPTIONS, plan, here, ask)
+    document = EXPERIMENT.metrics(OPTIONS, plan, collected, here)
+    (found,) = document.data["predictions"]
     assert (found["strategy"], found["world_size"]) == ("bucketed", 2)
     for name in ("predicted_ms", "measured_ms"):
         assert found[name]["count"] == 2
         assert 0 < found[name]["low"] <= found[name]["high"] < 10_000
     parts = ("compute_ms", "update_ms", "communication_ms")
     assert abs(sum(found[part] for part in parts) - found["predicted_ms"]["median"]) < 1e-6
-    lines = {(fit["operation"], fit["algorithm"]) for fit in document["fits"]["2"]}
+    lines = {(fit["operation"], fit["algorithm"]) for fit in document.data["fits"]["2"]}
     assert {("reduce_scatter", "shared"), ("all_reduce", "backend"), ("copy", "copy")} <= lines
-    record = json.loads((tmp_path / "record.json").read_text())
-    assert record["benchmark"] == "simulation"
-    assert record["predictions"] == document["predictions"]
-    labels = [sorted(measured) for measured in record["samples"]]
+    labels = [sorted(measured) for measured in document.samples]
     assert labels == [["bucketed, 1 rank", "none, 1 rank"], ["bucketed, 2 ranks", "none, 2 ranks"]]
+    assert [len(ranks) for ranks in document.samples[1].values()] == [2, 2]

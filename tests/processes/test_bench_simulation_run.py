@@ -3,15 +3,20 @@ others."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
+
+from torch.distributed import TCPStore
 
 from gradsync.bench.collectives import Settings
 from gradsync.bench.collectives_run import Bench
 from gradsync.bench.report import silent
 from gradsync.bench.simulation import EXPERIMENT, SimulationOptions, plan_of
-from gradsync.cli.ranks import measure_on_ranks
+from gradsync.cli.ranks import WORKER
 from gradsync.world import World
+from support.fork_server import rank_variables, run_forked
 from support.rank_session import open_session
 
 OPTIONS = SimulationOptions(
@@ -26,17 +31,25 @@ def _collectives(rank: int, world_size: int, store_path: str, settings: Settings
     return {"environment": {"world_size": world_size}, "samples": [asdict(s) for s in samples]}
 
 
-def test_predicted_beside_measured(pool: Any) -> None:
-    """Collectives on warm ranks; one launch starts the set of one rank and that of two."""
+def test_predicted_beside_measured(pool: Any, tmp_path: Path) -> None:
+    """A set of one rank and one of two, started together, as an agent starts them."""
     here, plan = World(), plan_of(OPTIONS, World())
 
     def ask(work: Any, ranks: int, **_: Any) -> dict[str, Any]:
         if isinstance(work, Settings):
             return pool.run(_collectives, ranks, work)[0]
-        command = ("bench", "simulation")
-        ended = measure_on_ranks(command, asdict(work), dict, world=here, world_size=ranks)
-        assert ended.result is not None
-        return ended.result
+        (tmp_path / "work.json").write_text(json.dumps(asdict(work)))
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        agent = {"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        local = {"LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_RESTART_COUNT": "0"}
+        variables = [
+            {**rank_variables(rank, ranks, store.port), **agent, **local, "LOCAL_RANK": str(rank)}
+            for rank in range(ranks)
+        ]
+        argv = ["-m", "gradsync", "bench", "simulation", WORKER, tmp_path]
+        for rank in run_forked(argv, variables):
+            rank.ok()
+        return json.loads((tmp_path / "result.json").read_text())
 
     collected = EXPERIMENT.collect(OPTIONS, plan, here, ask)
     document = EXPERIMENT.metrics(OPTIONS, plan, collected, here)

@@ -34,24 +34,19 @@ SMALL = {"tiny": GPTConfig(n_layer=1, n_head=1, n_embd=64, vocab_size=2048, bloc
 NUM_PARAMETERS = 11  # embedding, the last norm, and 9 of the one layer
 SIZE = 4 * SMALL["tiny"].num_params()
 SETTINGS = SyncSettings(model_size="tiny", context_length=16, rounds=2, num_steps=2, num_warmup=0)
-CONTESTANTS = "naive,bucketed:collective=shared_memory,ring,hierarchical,local_sgd"
+CONTESTANTS = "naive,bucketed:collective=shared_memory,ring,hierarchical,local_sgd,torch_ddp"
 
 
 def _measured(rank: int, world_size: int, store_path: str) -> dict[str, Any]:
-    with patch.dict(PRESETS, SMALL):
-        return _run(rank, world_size, store_path)
-
-
-def _run(rank: int, world_size: int, store_path: str) -> dict[str, Any]:
-    plan = sync_plan(
-        SETTINGS,
-        with_ideals(parse_contestants(CONTESTANTS + ",torch_ddp"), same_allocator=True),
-        world_size=world_size,
-        batch_size=1,
-    )
     told, said = [], []
     begin = patch.object(steps, "environment", lambda **_: {"told": len(told)})
-    with begin, open_session(rank, world_size, store_path) as world:
+    chosen = with_ideals(parse_contestants(CONTESTANTS), same_allocator=True)
+    with (
+        patch.dict(PRESETS, SMALL),
+        begin,
+        open_session(rank, world_size, store_path) as world,
+    ):
+        plan = sync_plan(SETTINGS, chosen, world_size=world_size, batch_size=1)
         runner = Runner(
             plan, 0, world, None, lambda place, count, what: told.append(what), say=said.append
         )
@@ -123,19 +118,14 @@ def _refused(rank: int, world_size: int, store_path: str) -> list[str]:
         site = Site(settings=SETTINGS, world=world)
         leaves = site.leaves(1)
         expected = reference_losses(site, leaves)
-        whole = steps.enter
         for kind in (Asleep, Apart, Shrunk):
 
             def enter(*arguments: Any, kind: type[Entrant] = kind, **named: Any) -> Entrant:
                 return kind(*arguments, named.get("blocking"))
 
-            steps.enter = enter  # type: ignore[assignment]
-            try:
+            with patch.object(steps, "enter", enter), pytest.raises(NotTrainingError) as caught:
                 check(contestant, site, leaves, expected)
-            except NotTrainingError as error:
-                messages.append(str(error))
-            finally:
-                steps.enter = whole
+            messages.append(str(caught.value))
     return messages
 
 

@@ -33,16 +33,23 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from difflib import get_close_matches
 from functools import partial
 from itertools import chain, groupby
 from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from gradsync.bench.experiment import Experiment, Findings, check_least, command_of, names_in
+from gradsync.bench.experiment import (
+    Experiment,
+    Findings,
+    check_least,
+    check_name,
+    command_of,
+    names_in,
+    taken,
+)
 from gradsync.bench.plan import DEVICES, uses_cuda
 from gradsync.bench.report import (
     Spread,
@@ -141,10 +148,16 @@ class Settings:
     seconds_per_point: float
 
     def __post_init__(self) -> None:
-        _check_names("operation", self.operations, OPERATIONS)
-        _check_names("algorithm", self.algorithms, ALGORITHMS)
-        _check_names("dtype", [self.dtype], DTYPES)
-        _check_names("device", [self.device], DEVICES)
+        for what, names, known in (
+            ("operation", self.operations, OPERATIONS),
+            ("algorithm", self.algorithms, ALGORITHMS),
+            ("dtype", (self.dtype,), DTYPES),
+            ("device", (self.device,), DEVICES),
+        ):
+            if not names:
+                raise ConfigError(f"no {what} given (there are: {', '.join(known)})")
+            for name in names:
+                check_name(what, name, known)
         if not any(self.algorithms_of(operation) for operation in self.operations):
             raise ConfigError(
                 f"nothing to measure: {', '.join(self.operations)} by "
@@ -168,30 +181,16 @@ def plan_of(options: CollectivesOptions, world: World) -> Settings:
             "nothing to move"
         )
     operations, algorithms = options.operations, options.algorithms
-    settings = Settings(
+    settings = taken(
+        Settings,
+        options,
         operations=tuple(OPERATIONS) if operations == "all" else names_in(operations),
         algorithms=ALGORITHMS if algorithms == "all" else names_in(algorithms),
         sizes=tuple(parse_size("--sizes", word) for word in names_in(options.sizes)),
         max_bytes=parse_size("--max-bytes", options.max_bytes),
-        dtype=options.dtype,
-        device=options.device,
-        threads=options.threads,
-        rounds=options.rounds,
-        burst=options.burst,
-        seconds_per_point=options.seconds_per_point,
     )
     uses_cuda(options.device)  # refuses it where there is none
     return settings
-
-
-def _check_names(what: str, names: Sequence[str], known: Collection[str]) -> None:
-    if not names:
-        raise ConfigError(f"no {what} given (there are: {', '.join(known)})")
-    for name in names:
-        if name not in known:
-            near = get_close_matches(name, known, n=1)
-            hint = f"; perhaps you meant {near[0]!r}" if near else ""
-            raise ConfigError(f"unknown {what} {name!r}{hint} (there are: {', '.join(known)})")
 
 
 def parse_size(option: str, text: str) -> int:

@@ -19,10 +19,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from importlib.util import find_spec
 from typing import Any
 
+from gradsync.bench.experiment import check_name
 from gradsync.errors import ConfigError
 from gradsync.sync.engine.recipe import Kind, check_value
 from gradsync.sync.registry import STRATEGIES, check_options
@@ -163,11 +163,7 @@ def _words(text: str) -> list[str]:
 
 def _contestant(word: str) -> Contestant:
     name, _, listed = word.partition(":")
-    if name not in STRATEGIES and name not in OTHERS:
-        known = [*STRATEGIES, *OTHERS, ALONE]
-        near = get_close_matches(name, known, n=1)
-        hint = f"; perhaps you meant {near[0]!r}" if near else ""
-        raise ConfigError(f"unknown contestant {name!r}{hint} (there are: {', '.join(known)})")
+    check_name("contestant", name, (*STRATEGIES, *OTHERS, ALONE))
     options = dict(_option(name, part) for part in listed.split(",") if part)
     keep = options.pop(_KEEP, name in STRATEGIES)
     if not isinstance(keep, bool):

@@ -12,9 +12,10 @@ from __future__ import annotations
 import os
 import platform
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from datetime import UTC, datetime
+from difflib import get_close_matches
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -88,6 +89,20 @@ def check_least(options: Any, **least: int) -> None:
     for name, number in least.items():
         if (value := getattr(options, name)) is not None and value < number:
             raise ConfigError(f"{flag_of(name)} must be at least {number}; got {value}")
+
+
+def check_name(what: str, name: str, known: Collection[str]) -> None:
+    """Refuse a name that is not `known`, with the nearest one."""
+    if name not in known:
+        near = get_close_matches(name, known, n=1)
+        hint = f"; perhaps you meant {near[0]!r}" if near else ""
+        raise ConfigError(f"unknown {what} {name!r}{hint} (there are: {', '.join(known)})")
+
+
+def taken(kind: type[T], options: Any, **others: Any) -> T:
+    """A `kind` of the options that have the names of its fields, with `others` in their place."""
+    names = [entry.name for entry in fields(kind) if hasattr(options, entry.name)]  # type: ignore[arg-type]
+    return kind(**{name: getattr(options, name) for name in names} | others)
 
 
 def names_in(text: str) -> tuple[str, ...]:

@@ -56,7 +56,6 @@ SHAPES = {
 """A leaf is one sequence of `block_size` tokens, at most 512. What training `nothing` takes is the
 process."""
 LONGEST = 512
-_MIB = 2**20
 _ON_HOST = ("bucketed", "invariant")
 """On CPUs the trainer keeps one copy of weights and state for all ranks of a host under these."""
 _VARIANTS: tuple[tuple[str, Mapping[str, Any]], ...] = (
@@ -284,29 +283,19 @@ def _peak_of_device() -> int:
     return torch.cuda.max_memory_reserved() + beside
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryRow:
-    """One case."""
-
-    shape: str
-    case: str  # strategy and what is special
-    predicted_bytes: int
-    measured_bytes: int  # the size of the rank that took most
-    parts: dict[str, int]  # of the prediction
-
-
-def row_of(case: MemoryCase, result: Mapping[str, Any]) -> MemoryRow:
-    """From what `measure` returned; without slack where an allocator gives everything back."""
+def row_of(case: MemoryCase, result: Mapping[str, Any]) -> dict[str, Any]:
+    """A case's line: bytes predicted, with their parts, and measured on the rank that took most;
+    without slack where an allocator gives everything back."""
     need = case.need(len(result["peak_bytes"]), result["kind"])
     if result["kind"] == "cpu" and not result["keeps_memory"]:
         need = replace(need, slack=0)
-    return MemoryRow(
-        shape=case.shape,
-        case=str(case),
-        predicted_bytes=need.total,
-        measured_bytes=max(result["peak_bytes"]),
-        parts=asdict(need),
-    )
+    return {
+        "shape": case.shape,
+        "case": str(case),
+        "predicted_bytes": need.total,
+        "measured_bytes": max(result["peak_bytes"]),
+        "parts": asdict(need),
+    }
 
 
 _COLUMNS = ("model", "case", "predicted, MiB", "measured, MiB", "predicted / measured")
@@ -317,18 +306,15 @@ _LEGEND = (
 
 
 def print_report(
-    rows: Sequence[MemoryRow], environment: Mapping[str, Any], stream: IO[str]
+    rows: Sequence[Mapping[str, Any]], environment: Mapping[str, Any], stream: IO[str]
 ) -> None:
     """Table, what the columns mean, where it was measured."""
-    cells = [
-        (
-            *(row.shape, row.case),
-            *(f"{size / _MIB:,.0f}" for size in (row.predicted_bytes, row.measured_bytes)),
-            f"{row.predicted_bytes / row.measured_bytes:.2f}",
-        )
-        for row in rows
-    ]
-    shapes = [shape_text(name) for name in dict.fromkeys(row.shape for row in rows)]
+    cells = []
+    for row in rows:
+        sizes = row["predicted_bytes"], row["measured_bytes"]
+        numbers = [f"{size / 2**20:,.0f}" for size in sizes]
+        cells.append((row["shape"], row["case"], *numbers, f"{sizes[0] / sizes[1]:.2f}"))
+    shapes = [shape_text(name) for name in dict.fromkeys(row["shape"] for row in rows)]
     notes = (_LEGEND, *shapes, where(environment))
     title = "Memory of a rank, by formula and measured"
     print_table(stream, title, _COLUMNS, cells, notes, words=("case",))
@@ -355,7 +341,7 @@ def _findings(
     return Findings(
         environment=results[0]["environment"],
         data={
-            "rows": [asdict(row) for row in rows],
+            "rows": rows,
             "cases": [asdict(case) for case in cases],
             "raw": [{name: result[name] for name in kept} for result in results],
         },

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -222,13 +222,6 @@ def sizes_plan(settings: SyncSettings, sizes: Sequence[int], entries: Iterable[E
 def ranks_text(world_size: int) -> str:
     """`1 rank`, `2 ranks`."""
     return f"{world_size} rank{'s' if world_size > 1 else ''}"
-
-
-def settings_of(options: Any, **others: Any) -> SyncSettings:
-    """Settings from the options of a command that have the same names, with `others` in the place
-    of options."""
-    names = [entry.name for entry in fields(SyncSettings) if hasattr(options, entry.name)]
-    return SyncSettings(**{name: getattr(options, name) for name in names} | others)
 
 
 def turns(by_rank: Sequence[Sequence[Sequence[float]]]) -> list[float]:

@@ -17,14 +17,14 @@ from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from gradsync.bench.contestants import ALONE, Contestant, parse_contestants
-from gradsync.bench.experiment import Experiment, Findings, check_least
+from gradsync.bench.experiment import Experiment, Findings, check_least, taken
 from gradsync.bench.plan import (
     USUAL_TOKENS,
     Entry,
     Plan,
+    SyncSettings,
     memory_for,
     ranks_text,
-    settings_of,
     size_of,
     sizes_plan,
     step_seconds,
@@ -126,7 +126,8 @@ def plan_of(options: ScalingOptions, world: World) -> ScalingPlan:
         ranks=sum(sizes),
         busy_ranks=sizes[-1],
     )
-    settings = settings_of(
+    settings = taken(
+        SyncSettings,
         options,
         model_size=size_of(options.model_size, load, room),
         threads=choose_threads(sizes[-1], requested=options.threads),

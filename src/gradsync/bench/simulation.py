@@ -22,7 +22,7 @@ rank's delay adds to the step: there all ranks are as slow as their mean.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from statistics import fmean, median
@@ -33,13 +33,13 @@ import tyro
 from gradsync.bench import collectives
 from gradsync.bench.collectives import COPY, Samples, Settings, fit_of, fits_of, rows_of
 from gradsync.bench.contestants import ALONE, Contestant, parse_contestants
-from gradsync.bench.experiment import Ask, Experiment, Findings
+from gradsync.bench.experiment import Ask, Experiment, Findings, taken
 from gradsync.bench.plan import (
     Entry,
     Plan,
+    SyncSettings,
     memory_for,
     ranks_text,
-    settings_of,
     size_of,
     sizes_plan,
     step_seconds,
@@ -131,7 +131,7 @@ def plan_of(options: SimulationOptions, world: World) -> SimulationPlan:
         )
     sizes = parse_world_sizes(options.world_sizes)
     threads = choose_threads(sizes[-1], requested=options.threads)
-    settings = settings_of(options, threads=threads, device="cpu")
+    settings = taken(SyncSettings, options, threads=threads, device="cpu")
     chosen = tuple(
         replace(each, keep_memory=True) for each in parse_contestants(options.strategies)
     )
@@ -265,19 +265,21 @@ def predictions_of(
     found = []
     for size in simulation.plan.world_sizes[1:]:
         busy, jitter = rounds_of(simulation, results, size, cores=cores)
-        crowded = max(1.0, size / cores)
+        crowded, even = max(1.0, size / cores), alone_jitter if size <= cores else (1.0,)
         for strategy in simulation.strategies:
-            predict = _Predictor(simulation, strategy, size, fits[size])
+            costs = _costs_of(simulation, strategy, size, fits[size])
             handling = _handling(simulation, results, strategy)
             predicted, from_one = [], []
             for here, one in zip(busy, alone, strict=True):
                 slower = here.leaf_s / one.leaf_s
-                predicted.append(predict.seconds(here, jitter, handling, slower, cores=size))
-                even = alone_jitter if size <= cores else (1.0,)
-                from_one.append(predict.seconds(one, even, handling, crowded, cores=cores))
+                step, first = (costs(*each) for each in ((here, size), (one, cores)))
+                predicted.append(_simulated(step, jitter, handling, slower))
+                from_one.append(_simulated(first, even, handling, crowded))
             measured = step_seconds(results, simulation.measured(strategy, size))
-            compute = predict.leaves * median(each.leaf_s for each in busy)
-            update = predict.update_s(median(each.update_s for each in busy))
+            leaves = simulation.plan.settings.leaves_per_rank
+            compute = leaves * median(each.leaf_s for each in busy)
+            update_s = median(each.update_s for each in busy)
+            update = costs(Round(leaf_s=1.0, update_s=update_s), size).update_s
             found.append(
                 Prediction(
                     strategy=strategy.label,
@@ -333,63 +335,44 @@ def _handling(
     return max(0.0, median(_mean_step(own, n) - _mean_step(none, n) for n in rounds))
 
 
-class _Predictor:
-    """One strategy on one number of ranks."""
+def _costs_of(
+    simulation: SimulationPlan, strategy: Contestant, size: int, fits: Sequence[Fit]
+) -> Callable[[Round, int], StepCosts]:
+    """What one strategy's step costs on this host, by times of `none` and cores. The host is ranks
+    and cores; of memory and peaks a prediction asks nothing."""
+    settings, options = simulation.plan.settings, dict(strategy.options)
+    if strategy.name in INNER_STEPS:  # one meeting in each turn, as they are measured
+        options.setdefault("inner_steps", settings.num_steps)
+    work = settings.workload(simulation.none(size).batch_size, "cpu", ranks=size)
+    split = Split(strategy=strategy.name, layout=Layout(dp=size))
+    traffic = traffic_of(strategy.name, options)
+    device = Device(kind="cpu", name="a rank", memory_bytes=1, peak_flops=1.0)
 
-    def __init__(
-        self, simulation: SimulationPlan, strategy: Contestant, size: int, fits: Sequence[Fit]
-    ) -> None:
-        settings = simulation.plan.settings
-        self._strategy, self._size, self._fits = strategy, size, fits
-        self.leaves = settings.leaves_per_rank
-        self._options = dict(strategy.options)
-        if strategy.name in INNER_STEPS:  # one meeting in each turn, as they are measured
-            self._options.setdefault("inner_steps", settings.num_steps)
-        self._split = Split(strategy=strategy.name, layout=Layout(dp=size))
-        self._work = settings.workload(simulation.none(size).batch_size, "cpu", ranks=size)
-
-    def seconds(
-        self,
-        known: Round,
-        jitter: Sequence[float],
-        handling: float | None,
-        slower: float,
-        *,
-        cores: int,
-    ) -> float:
-        """Mean of simulated steps; `handling` takes `slower` times as long as on a rank alone."""
-        costs = self._costs(known.leaf_s, known.update_s, cores)
-        if handling is not None:
-            costs = replace(costs, copy_s=handling * slower)
-        stragglers = Stragglers(jitter, random.Random(_SEED))
-        return fmean(step_s(costs, stragglers) for _ in range(_STEPS))
-
-    def update_s(self, update_s: float) -> float:
-        """A rank's part of it."""
-        return self._costs(1.0, update_s, self._size).update_s
-
-    def _costs(self, leaf_s: float, update_s: float, cores: int) -> StepCosts:
-        backward_s = leaf_s * (1 - FORWARD_PART)
-        traffic = traffic_of(self._strategy.name, self._options)
+    def costs(known: Round, cores: int) -> StepCosts:
+        backward_s = known.leaf_s * (1 - FORWARD_PART)
         profile = StepProfile(
-            forward_s=leaf_s * FORWARD_PART,
+            forward_s=known.leaf_s * FORWARD_PART,
             backward_s=backward_s,
-            update_s=update_s,
-            buckets=bucket_timeline(self._work, traffic, backward_s),
+            update_s=known.update_s,
+            buckets=bucket_timeline(work, traffic, backward_s),
             measured=True,
         )
-        return step_costs(
-            *(self._work, self._split, _host(self._size, cores), profile),
-            options=self._options,
-            fits=self._fits,
-        )
+        host = Host(devices=(device,) * size, link=_NOWHERE, cores=cores, memory_bytes=1)
+        hardware = Hardware(hosts=(host,))
+        return step_costs(work, split, hardware, profile, options=options, fits=fits)
+
+    return costs
 
 
-def _host(ranks: int, cores: int) -> Hardware:
-    """This host, as far as a prediction asks: ranks and cores; memory and peaks it does not."""
-    device = Device(kind="cpu", name="a rank", memory_bytes=1, peak_flops=1.0)
-    host = Host(devices=(device,) * ranks, link=_NOWHERE, cores=cores, memory_bytes=1)
-    return Hardware(hosts=(host,))
+def _simulated(
+    costs: StepCosts, jitter: Sequence[float], handling: float | None, slower: float
+) -> float:
+    """Mean of simulated steps, seconds; `handling` takes `slower` times as long as on a rank
+    alone."""
+    if handling is not None:
+        costs = replace(costs, copy_s=handling * slower)
+    stragglers = Stragglers(jitter, random.Random(_SEED))
+    return fmean(step_s(costs, stragglers) for _ in range(_STEPS))
 
 
 def _error(predicted: Sequence[float], measured: Sequence[float]) -> Spread:

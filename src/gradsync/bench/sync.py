@@ -19,14 +19,14 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 import tyro
 
 from gradsync.bench.contestants import left_out, parse_contestants, with_ideals
-from gradsync.bench.experiment import Ask, Experiment, Findings, check_least, command_of
+from gradsync.bench.experiment import Ask, Experiment, Findings, check_least, command_of, taken
 from gradsync.bench.plan import (
     USUAL_TOKENS,
     Entry,
     Plan,
+    SyncSettings,
     in_time,
     memory_for,
-    settings_of,
     size_of,
     step_seconds,
     sync_plan,
@@ -109,7 +109,8 @@ def plan_of(options: SyncOptions, world: World) -> Plan:
         ranks=local * len({each.keep_memory for each in contestants}),
         busy_ranks=local,
     )
-    settings = settings_of(
+    settings = taken(
+        SyncSettings,
         options,
         dtype=_dtype_of(options),
         model_size=size_of(options.model_size, load, room),

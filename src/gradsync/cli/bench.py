@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from importlib import import_module
 
+from gradsync.bench.experiment import check_name
 from gradsync.cli.experiment import run_experiment
-from gradsync.errors import ConfigError
 
 BENCHMARKS = {
     "sync": "training steps of every strategy, beside DDP, Accelerate, Fabric and no communication",
@@ -41,8 +40,5 @@ def run(argv: list[str]) -> int:
         print(_HELP.format(benchmarks="\n".join(lines)), end="")
         return 0 if argv else 2
     name, *rest = argv
-    if name not in BENCHMARKS:
-        near = get_close_matches(name, BENCHMARKS, n=1)
-        hint = f"; perhaps you meant {near[0]!r}" if near else ""
-        raise ConfigError(f"unknown benchmark {name!r}{hint} (there are: {', '.join(BENCHMARKS)})")
+    check_name("benchmark", name, BENCHMARKS)
     return run_experiment(import_module(f"gradsync.bench.{name}").EXPERIMENT, rest)

@@ -18,8 +18,9 @@ from gradsync.bench.experiment import (
     check_least,
     command_of,
     raise_failed,
+    taken,
 )
-from gradsync.bench.plan import fits, memory_for, settings_of, size_of, uses_cuda
+from gradsync.bench.plan import SyncSettings, fits, memory_for, size_of, uses_cuda
 from gradsync.bench.tune import STAGES, TuneRequest, print_report
 from gradsync.cli.experiment import run_experiment
 from gradsync.errors import ConfigError
@@ -110,7 +111,8 @@ def request_of(options: TuneOptions, world: World) -> TuneRequest:
     local = world.local_world_size if world.is_distributed else world_size
     batch, leaves = batch_of(options, start, world_size)
     on_cuda = uses_cuda(options.device)
-    settings = settings_of(
+    settings = taken(
+        SyncSettings,
         options,
         model_size=options.model,
         vocab_size=vocabulary(options.data) or preset(options.model).vocab_size,

@@ -369,7 +369,7 @@ def test_memory_predicted_and_measured() -> None:
     need = CASE.need(2, "cpu")
     result = {"kind": "cpu", "keeps_memory": True, "peak_bytes": [need.total // 4, need.total // 2]}
     bare = memory.row_of(CASE, {**result, "keeps_memory": False})
-    assert bare.predicted_bytes == need.total - need.slack
+    assert bare["predicted_bytes"] == need.total - need.slack
     measured = [{**result, "environment": ENVIRONMENT}]
     found = memory.EXPERIMENT.metrics(memory.MemoryOptions(), (CASE,), measured, World())
     [row] = found.data["rows"]

@@ -78,8 +78,7 @@ OPERATIONS = {
 """Algorithms of each operation. `backend` is the process group's own, `shared` goes through shared
 memory over buffers that lie there, `shared_copies` over ordinary ones."""
 ALGORITHMS = tuple(dict.fromkeys(name for names in OPERATIONS.values() for name in names))
-COPY = "copy"
-"""The yardstick that runs beside the algorithms: each rank copies on its own."""
+COPY = "copy"  # the yardstick that runs beside the algorithms: each rank copies on its own
 DTYPES = {
     **{"fp64": ("float64", 8), "fp32": ("float32", 4), "bf16": ("bfloat16", 2)},
     **{"fp16": ("float16", 2), "int64": ("int64", 8), "int32": ("int32", 4), "int8": ("int8", 1)},
@@ -90,8 +89,7 @@ _SMALLEST = 4
 _BUFFERS = 7
 """The most buffers of the tensor's size that a rank holds: two ordinary ones, two in shared memory,
 one in which an algorithm receives, and as much again inside a backend."""
-_SPARE = 0.9
-"""Part of the free memory that may be taken."""
+_SPARE = 0.9  # part of the free memory that may be taken
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _COMMAND = ("bench", "collectives")
 

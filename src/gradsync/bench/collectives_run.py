@@ -62,10 +62,8 @@ if TYPE_CHECKING:
 
 _WARM_UP = 2
 _SHARED = ("shared", "shared_copies")
-_LENGTH = 65_521
-"""Numbers of a rank before they repeat: the largest prime below 2**16."""
-_MOST = 127
-"""No sum of them may exceed it: int8 ends there, and bfloat16 is exact up to 256."""
+_LENGTH = 65_521  # numbers of a rank before they repeat: the largest prime below 2**16
+_MOST = 127  # no sum of them may exceed it: int8 ends there, and bfloat16 is exact up to 256
 _TRIALS = 30
 _SHORTEST_NS, _LONGEST_NS = 50_000, 2_000_000
 _LATE_S, _LATE_PART = 5e-6, 0.02

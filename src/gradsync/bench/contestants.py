@@ -45,8 +45,7 @@ _SEVERAL = {
     "all": (*STRATEGIES, *OTHERS),
 }
 _KEEP = "keep_memory"
-_OVERLAPPING = ("ddp", "powersgd", "fsdp")
-"""Strategies outside the engine that overlap."""
+_OVERLAPPING = ("ddp", "powersgd", "fsdp")  # strategies outside the engine that overlap
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -40,12 +40,10 @@ from gradsync.world import World
 if TYPE_CHECKING:
     from gradsync.comm.groups import Groups
 
-CLIP_NORM = 1.0
-"""Largest norm of the gradient, as `gradsync train` has it."""
+CLIP_NORM = 1.0  # largest norm of the gradient, as `gradsync train` has it
 _UNSEEN = ("fsdp", "powersgd")
 """Torch's own, with messages that cannot be made to block from outside."""
-_DRIFTING = ("local_sgd", "diloco")
-"""Ranks differ between meetings."""
+_DRIFTING = ("local_sgd", "diloco")  # ranks differ between meetings
 
 Leaves = Sequence[tuple[Tensor, Tensor]]
 """A rank's micro-batches: tokens and targets, each [sequences, tokens], int64."""

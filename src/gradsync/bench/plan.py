@@ -31,13 +31,10 @@ from gradsync.runtime.memory_limit import available_bytes
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("fp32", "bf16")
-CHECK_STEPS = 4
-"""Optimizer steps by which each contestant is checked."""
+CHECK_STEPS = 4  # optimizer steps by which each contestant is checked
 USUAL_TOKENS = 512
-_SHARE = 0.9
-"""The part of the free memory that may be taken."""
-_LARGEST_SEED = 2**32
-"""Each leaf's is a multiple of it, and generators take 64 bits."""
+_SHARE = 0.9  # the part of the free memory that may be taken
+_LARGEST_SEED = 2**32  # each leaf's is a multiple of it, and generators take 64 bits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,8 +17,7 @@ _RESAMPLES = 4000
 _WIDE = 240  # columns of a file: a table in it must not be cut
 _BAR = 24
 
-Tell = Callable[[int, int, str], None]
-"""`tell(pieces of work done, pieces in all, what comes now)`."""
+Tell = Callable[[int, int, str], None]  # `tell(pieces of work done, pieces in all, what comes now)`
 
 
 @dataclass(frozen=True, slots=True)

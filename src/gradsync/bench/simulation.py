@@ -63,8 +63,7 @@ from gradsync.sync.registry import STRATEGIES
 if TYPE_CHECKING:
     from gradsync.world import World
 
-LIMIT = 0.15
-"""How far a prediction may be off."""
+LIMIT = 0.15  # how far a prediction may be off
 _STEPS = 200
 _SEED = 0
 _NOWHERE = Link(name="measured lines", alpha_s=0.0, bytes_per_s=1e12, source="never asked")

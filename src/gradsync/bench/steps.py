@@ -44,10 +44,8 @@ from gradsync.world import World
 
 _SETTLING = 2
 """Steps in which contestants may still build things (DDP regroups its buckets after the first)."""
-TOLERANCE = 2e-3
-"""Largest relative difference of a loss, for those that promise one rank's numbers."""
-_LOSSY_TOLERANCE = 2e-2
-"""For those that round on the wire."""
+TOLERANCE = 2e-3  # largest relative difference of a loss, for those that promise one rank's numbers
+_LOSSY_TOLERANCE = 2e-2  # for those that round on the wire
 _WEIGHTS_TOLERANCE = 1e-6
 _FREE = (ALONE, "local_sgd", "diloco", "powersgd")
 """Contestants whose losses are their own; they must fall."""

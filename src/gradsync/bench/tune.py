@@ -59,10 +59,8 @@ STAGES = ("strategy", "bucket size", "first bucket", "compilation")
 _BUCKETS_MB = (2.0, 5.0, 10.0, 50.0, 100.0)
 _FIRST_MB = (0.25, 4.0, 10.0)
 _MIB = 2**20
-_DOUBT = 0.05
-"""How often noise may win a stage, on both sides together."""
-_SOME_MESSAGES = 0.01
-"""Part of the bytes of the contestant that sends most."""
+_DOUBT = 0.05  # how often noise may win a stage, on both sides together
+_SOME_MESSAGES = 0.01  # part of the bytes of the contestant that sends most
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -40,8 +40,7 @@ from gradsync.train.tuned import (
 from gradsync.world import World
 
 _COMMAND = ("tune",)
-_SIDE_BY_SIDE = 10
-"""Models that the largest stage holds."""
+_SIDE_BY_SIDE = 10  # models that the largest stage holds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,43 +55,28 @@ class TuneOptions:
 
     model: Annotated[str, tyro.conf.Positional] = "tiny"
     """tiny, mini, small, medium, large, xl, 1.3b, 2.7b."""
-    world_size: int = 2
-    """Ranks to start on this host."""
+    world_size: int = 2  # Ranks to start on this host.
     promise: str = "bitwise"
     """What a strategy must promise at least: bitwise (one rank's bits on any number of ranks), or
     rounding (one rank's numbers but for the order of sums)."""
-    dtype: Literal["fp32", "bf16"] | None = None
-    """fp32, or bf16 (autocast over fp32 weights)."""
-    batch_size: int | None = None
-    """Sequences per rank and step."""
-    leaves_per_rank: int | None = None
-    """Micro-batches into which these are divided."""
-    context_length: int | None = None
-    """Tokens of a sequence."""
-    data: str = ""
-    """Directory with train.bin, for the vocabulary; default: the built-in text's."""
-    num_steps: int = 5
-    """Optimizer steps of a turn that count."""
-    num_warmup: int = 1
-    """Optimizer steps of a turn before those."""
-    rounds: int = 12
-    """Turns of each candidate."""
+    dtype: Literal["fp32", "bf16"] | None = None  # fp32, or bf16 (autocast over fp32 weights).
+    batch_size: int | None = None  # Sequences per rank and step.
+    leaves_per_rank: int | None = None  # Micro-batches into which these are divided.
+    context_length: int | None = None  # Tokens of a sequence.
+    data: str = ""  # Directory with train.bin, for the vocabulary; default: the built-in text's.
+    num_steps: int = 5  # Optimizer steps of a turn that count.
+    num_warmup: int = 1  # Optimizer steps of a turn before those.
+    rounds: int = 12  # Turns of each candidate.
     threads: int | None = None
     """Intra-op threads of a rank; default: as `gradsync train` has it, 1 on a CPU."""
-    device: str = "auto"
-    """auto, cpu or cuda."""
-    keep_memory: bool = True
-    """CPU: what a step frees stays in the process, as in `gradsync train`."""
-    compile: bool = False
-    """Try torch.compile too (changes bits; `--sync auto` then compiles)."""
-    seed: int = 0
-    """Names tokens and weights."""
-    out: str = ""
-    """Write record.json, with every sample, into this folder."""
+    device: str = "auto"  # auto, cpu or cuda.
+    keep_memory: bool = True  # CPU: what a step frees stays in the process, as in `gradsync train`.
+    compile: bool = False  # Try torch.compile too (changes bits; `--sync auto` then compiles).
+    seed: int = 0  # Names tokens and weights.
+    out: str = ""  # Write record.json, with every sample, into this folder.
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print one JSON document on standard output; tables go to standard error."""
-    dry_run: bool = False
-    """Only say what would be measured."""
+    dry_run: bool = False  # Only say what would be measured.
 
 
 def request_of(options: TuneOptions, world: World) -> TuneRequest:

@@ -101,15 +101,6 @@ def test_what_lies_within_the_copies_difference_is_refused() -> None:
     assert decide(steady, again, {"c": much}, name="default").winner == "c"
 
 
-def test_rounds_are_compared_with_themselves() -> None:
-    default = [1.0, 10.0, 100.0, 1.0, 10.0, 100.0, 1.0, 10.0]
-    found = decide(default, default, {"c": [0.9 * x for x in default]}, name="default")
-    assert found.winner == "c"
-    (judged,) = found.judged
-    assert judged.low == pytest.approx(0.9)
-    assert judged.high == pytest.approx(0.9)
-
-
 def test_rounds_that_chance_needs() -> None:
     """Values that all lie on one side by chance: less often than the doubt."""
     assert [fewest_rounds(k) for k in (1, 2, 4, 5, 7)] == [6, 7, 8, 8, 9]

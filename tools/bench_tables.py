@@ -17,11 +17,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gradsync.bench.memory_plan import shape_text
-from gradsync.bench.record import from_json
-from gradsync.bench.simulation import settings_text
-from gradsync.bench.sync_plan import Plan, SyncSettings
-from gradsync.bench.sync_result import title
+from gradsync.bench.experiment import from_json
+from gradsync.bench.memory import shape_text
+from gradsync.bench.plan import Plan, SyncSettings
+from gradsync.bench.sync import title
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("docs/figures.md", "docs/guide/strategies.md", "docs/guide/planning.md")
@@ -102,7 +101,7 @@ def simulation_table(record: Mapping[str, Any]) -> str:
         ]
         lines.append(_row(cells))
     settings = from_json(SyncSettings, record["plan"]["settings"])
-    said = f"`{record['command']}`: {settings_text(settings)}"
+    said = f"`{record['command']}`: {settings.text}"
     return "\n".join([*lines, "", f"{said}; medians (quartiles). {_machine(record)}"])
 
 

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 import gradsync.backends  # noqa: F401  registers "shm"
-from gradsync.bench.record import environment, write_record
-from gradsync.bench.statistics import ratios, spread
+from gradsync.bench.experiment import environment, write_record
+from gradsync.bench.report import ratios, spread
 
 SIZES_MIB = (1, 25, 64)
 

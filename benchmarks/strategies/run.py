@@ -67,27 +67,23 @@ def command(arguments: argparse.Namespace, world_size: int) -> str:
     return " ".join(words)
 
 
-def measure_here(arguments: argparse.Namespace) -> None:
-    """One rank's part."""
+def record_of(arguments: argparse.Namespace, world: Any) -> dict[str, Any]:
+    """One rank's part; the whole record, the same on all ranks."""
     from contestants import Settings
     from measure import measure
 
-    import gradsync as gs
-    from gradsync.bench.record import environment
+    from gradsync.bench.experiment import environment
 
     settings = Settings(
         only=tuple(arguments.only), **{name: getattr(arguments, name) for name in NUMBERS}
     )
-    with gs.init(device="cpu", threads=1) as world:
-        record: dict[str, Any] = {
-            "environment": environment(world_size=world.world_size, threads=1),
-            "command": command(arguments, world.world_size),
-            "world_size": world.world_size,
-            "settings": settings.as_json(),
-            **measure(settings, world),
-        }
-        if world.is_main:
-            show(record, arguments.out)
+    return {
+        "environment": environment(world_size=world.world_size, threads=1),
+        "command": command(arguments, world.world_size),
+        "world_size": world.world_size,
+        "settings": settings.as_json(),
+        **measure(settings, world),
+    }
 
 
 def show(record: dict[str, Any], folder: Path | None) -> None:
@@ -97,7 +93,7 @@ def show(record: dict[str, Any], folder: Path | None) -> None:
 
     print(table(record))
     if folder is not None:
-        from gradsync.bench.record import write_record
+        from gradsync.bench.experiment import write_record
 
         made = dict(record)
         head = {name: made.pop(name) for name in ("environment", "command")}
@@ -112,7 +108,12 @@ def main(argv: list[str]) -> int:
     arguments = parse(argv)
     if asked.world_size is not None:
         return launch(rest, asked.world_size)
-    measure_here(arguments)
+    import gradsync as gs
+
+    with gs.init(device="cpu", threads=1) as world:
+        record = record_of(arguments, world)
+        if world.is_main:
+            show(record, arguments.out)
     return 0
 
 

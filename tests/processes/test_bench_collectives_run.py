@@ -2,23 +2,47 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from contextlib import ExitStack
+from dataclasses import asdict
 from typing import Any
 from unittest import mock
 
-from gradsync.bench.collectives_measure import Bench
-from gradsync.bench.collectives_plan import ALGORITHMS, OPERATIONS, Settings
-from support.launchers import run_python
+from gradsync.bench import collectives_run
+from gradsync.bench.collectives import EXPERIMENT, OPERATIONS, CollectivesOptions, plan_of
+from gradsync.comm.shared_memory.unavailable import SharedMemoryError
+from gradsync.world import World
 from support.rank_session import open_session
 
-QUICK = ["--rounds", "1", "--seconds-per-point", "0"]
+EVERY = CollectivesOptions(sizes="4,100K", rounds=1, seconds_per_point=0.0)
+FAULTY = CollectivesOptions(
+    **{"operations": "all_reduce,broadcast", "sizes": "400", "dtype": "bf16", "rounds": 1},
+    **{"burst": 2, "seconds_per_point": 0.0},
+)
 
 
-def test_every_algorithm_on_two_ranks(tmp_path: Path) -> None:
-    words = ["--sizes", "4,100K", *QUICK, "--json", "--out", tmp_path]
-    done = run_python(["-m", "gradsync", "bench", "collectives", *words], timeout_s=90).ok()
-    document = json.loads(done.stdout)
+def _measured(
+    rank: int, world_size: int, store_path: str, options: CollectivesOptions
+) -> dict[str, Any]:
+    """In `FAULTY`, a tree forgets to hand the sum back, and there is no shared memory."""
+    told: list[tuple[int, int, str]] = []
+    fakes: dict[str, Any] = {
+        "Session": lambda _: open_session(rank, world_size, store_path),
+        "progress_bar": lambda: lambda *what: told.append(what),
+    }
+    if options == FAULTY:
+        fakes["tree_broadcast"] = mock.Mock()
+        fakes["share_memory"] = mock.Mock(side_effect=SharedMemoryError("not here"))
+        fakes["environment"] = lambda **_: {"told": len(told)}
+    with ExitStack() as stack:
+        for name, fake in fakes.items():
+            stack.enter_context(mock.patch.object(collectives_run, name, fake))
+        return collectives_run.measure(asdict(plan_of(options, World()))) | {"told": told}
+
+
+def test_every_algorithm_on_two_ranks(pool: Any) -> None:
+    result = pool.run(_measured, 2, EVERY)[0]
+    findings = EXPERIMENT.metrics(EVERY, plan_of(EVERY, World()), result, World())
+    document = findings.data
     found: dict[str, list[tuple[str, int]]] = {}
     for row in document["rows"]:
         assert 0 < row["p50_s"] <= row["p95_s"] < 60
@@ -28,56 +52,24 @@ def test_every_algorithm_on_two_ranks(tmp_path: Path) -> None:
         least = 4 if operation in ("all_reduce", "broadcast") else 8
         expected = [(name, size) for size in (least, 102400) for name in (*algorithms, "copy")]
         assert found[operation] == expected
-    assert (document["wrong"], document["skipped"]) == ([], [])
+    assert (document["wrong"], document["skipped"], findings.code) == ([], [], 0)
     assert len(document["fits"]) == sum(map(len, OPERATIONS.values()))
-    assert document["environment"]["backend"] == "gloo"
-    record = json.loads((tmp_path / "record.json").read_text())
-    assert [len(entry["rounds_s"]) for entry in record["samples"]] == [1] * len(document["rows"])
-
-
-def _with_a_fault(rank: int, world_size: int, store_path: str) -> dict[str, Any]:
-    """A tree that forgets to hand the sum back; shared memory that does not exist."""
-    settings = Settings(
-        operations=("all_reduce", "broadcast"),
-        algorithms=ALGORITHMS,
-        sizes=(400,),
-        max_bytes=4,
-        dtype="bf16",
-        device="cpu",
-        threads=1,
-        rounds=1,
-        burst=2,
-        seconds_per_point=0.0,
-    )
-    from gradsync.comm.shared_memory.segment import SharedMemoryError
-
-    module = "gradsync.bench.collectives_measure.tree_broadcast"
-    refuse = mock.Mock(side_effect=SharedMemoryError("not here"))
-    told: list[tuple[int, int, str]] = []
-    with (
-        open_session(rank, world_size, store_path) as world,
-        mock.patch(module, return_value=None),
-        mock.patch("gradsync.bench.collectives_measure.share_memory", refuse),
-    ):
-        bench = Bench(settings, world, lambda *what: told.append(what))
-        samples = bench.run()
-    return {
-        "timed": [(entry.operation, entry.algorithm) for entry in samples],
-        "wrong": bench.wrong,
-        "skipped": bench.skipped,
-        "told": told,
-    }
+    assert findings.environment["backend"] == "gloo"
+    assert [len(each["rounds_s"]) for each in findings.samples] == [1] * len(document["rows"])
 
 
 def test_a_wrong_result_is_named_and_not_timed(pool: Any) -> None:
-    first, *others = pool.run(_with_a_fault, 3)
-    assert all(other == first | {"told": []} for other in others)
+    first, *others = pool.run(_measured, 3, FAULTY)
+    assert first["environment"] == {"told": 0}  # the load is that of before all work
+    same = ("samples", "wrong", "skipped")
+    assert all([other[name] for name in same] == [first[name] for name in same] for other in others)
+    assert [other["told"] for other in others] == [[], []]
     assert len(first["wrong"]) == 2
     for line, operation in zip(first["wrong"], ("all_reduce", "broadcast"), strict=True):
         assert line.startswith(f"{operation} by tree, 200 elements of bf16: element ")
         assert line.endswith("is wrong on rank 1")
     assert first["skipped"] == ["shared, shared_copies: not here"]
-    assert first["timed"] == [
+    assert [(entry["operation"], entry["algorithm"]) for entry in first["samples"]] == [
         *(("all_reduce", name) for name in ("backend", "ring", "recursive_doubling")),
         *(("all_reduce", "hierarchical"), ("all_reduce", "copy")),
         *(("broadcast", "backend"), ("broadcast", "copy")),

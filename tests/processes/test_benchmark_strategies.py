@@ -1,35 +1,57 @@
-"""One tiny round of the benchmark runs, and its record holds what the formulas say."""
+"""One tiny round of the benchmark, and its record holds what the formulas say."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import pytest
 from benchmark_table import rows
 
-from support.launchers import run_python
+from gradsync.launch import local
+from gradsync.runtime import environ
+from support.rank_session import open_session
 
-RUN = Path(__file__).resolve().parents[2] / "benchmarks" / "strategies" / "run.py"
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "strategies"
 NUM_PARAMETERS = 11  # embedding, the last norm, and 9 of the one layer
-TINY = ["--rounds", "1", "--steps", "2", "--width", "64", "--depth", "1", "--tokens", "16"]
+ONLY = ["naive", "bucketed", "invariant", "bf16", "zero1", "ddp"]
+STEPS = 2
+TINY = ["--rounds", "1", "--steps", str(STEPS), "--width", "64", "--depth", "1", "--tokens", "16"]
 
 
-def test_one_round_on_two_ranks(tmp_path: Path) -> None:
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by the ranks of the pool."""
+    monkeypatch.syspath_prepend(FOLDER)
+
+
+def _measured(rank: int, world_size: int, store_path: str) -> dict[str, Any]:
+    from run import parse, record_of
+
+    with open_session(rank, world_size, store_path) as world:
+        return record_of(parse([*TINY, "--only", *ONLY]), world)
+
+
+def test_one_round_on_two_ranks(
+    pool: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Bytes as the kernel counts them: W = 2, so a sum sends S and a gather S/2."""
-    only = ["naive", "bucketed", "invariant", "bf16", "zero1", "ddp"]
-    argv = [RUN, "--world-size", "2", *TINY, "--out", tmp_path, "--only", *only]
-    done = run_python(argv, timeout_s=90).ok()
+    from run import show
+
+    show(pool.run(_measured, 2)[0], tmp_path)
+    printed = capsys.readouterr().out
     record = json.loads((tmp_path / "record.json").read_text())
-    assert list(record["contestants"]) == ["none", *only]
+    assert list(record["contestants"]) == ["none", *ONLY]
     assert record["world_size"] == 2
-    assert all(name in done.stdout for name in only)
+    assert record["command"].endswith(f"--bucket-mb 1.0 --only {' '.join(ONLY)}")
+    assert all(name in printed for name in ONLY)
     for found in record["contestants"].values():
         assert [len(rounds) for rounds in found["step_s"]] == [1, 1]
-        assert all(len(steps) == 2 and min(steps) > 0 for [steps] in found["step_s"])
+        assert all(len(steps) == STEPS and min(steps) > 0 for [steps] in found["step_s"])
     size = record["gradient_bytes"]
-    steps = 2
-    sent = {n: sum(f["sent_bytes"]) / 2 / steps / size for n, f in record["contestants"].items()}
-    expected = dict.fromkeys(only, 1.0) | {"none": 0.0, "bf16": 0.5, "zero1": 1.5}
+    sent = {n: sum(f["sent_bytes"]) / 2 / STEPS / size for n, f in record["contestants"].items()}
+    expected = dict.fromkeys(ONLY, 1.0) | {"none": 0.0, "bf16": 0.5, "zero1": 1.5}
     assert all(value <= sent[name] < value + 0.1 for name, value in expected.items()), sent
     held = {name: float(row.held) for name, row in rows(record).items()}
     assert all(4.0 <= held[name] < 4.3 for name in ("none", "naive", "bucketed", "invariant"))
@@ -39,3 +61,15 @@ def test_one_round_on_two_ranks(tmp_path: Path) -> None:
     assert operations["naive"] == NUM_PARAMETERS + 1
     assert operations["bucketed"] == operations["ddp"] == 2  # one bucket and the small message
     assert operations["invariant"] == 4  # two per bucket, who has which leaves, the small message
+
+
+def test_it_starts_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from run import main
+
+    def launch_local(argv: list[str], nproc: int, **options: Any) -> int:
+        assert (argv, nproc, options) == (TINY, 2, {"log_dir": None, "module": "run"})
+        assert str(FOLDER) in str(environ.get("PYTHONPATH"))
+        return 7
+
+    monkeypatch.setattr(local, "launch_local", launch_local)
+    assert main(["--world-size", "2", *TINY]) == 7

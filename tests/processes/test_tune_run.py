@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from gradsync.bench import sync_run, tune, tune_worker
-from gradsync.bench.contestant import Contestant
-from gradsync.bench.sync_check import Checked
-from gradsync.bench.sync_plan import SyncSettings
-from gradsync.bench.tune import Decision, TuneRequest
-from gradsync.bench.tune_worker import Tuner
+from gradsync.bench import steps, tune
+from gradsync.bench.contestants import Contestant
+from gradsync.bench.plan import SyncSettings
+from gradsync.bench.steps import Checked
+from gradsync.bench.tune import Decision, Tuner, TuneRequest
 from gradsync.cli.train import _named_sync
 from gradsync.models.config import PRESETS, GPTConfig
 from gradsync.runtime import environ
@@ -55,9 +54,9 @@ def _stages(rank: int, world_size: int, store_path: str) -> tuple[dict[str, Any]
         patch.object(tune, "strategies", lambda *_, **__: [Choice(), BY_MESSAGES]),
         patch.object(tune, "_BUCKETS_MB", (0.1,)),
         patch.object(tune, "_FIRST_MB", (0.01,)),
-        patch.object(tune_worker, "decide", decide),
-        patch.object(sync_run, "check", check),
-        patch.object(sync_run, "reference_losses", lambda *_: []),
+        patch.object(tune, "decide", decide),
+        patch.object(steps, "check", check),
+        patch.object(steps, "reference_losses", lambda *_: []),
         open_session(rank, world_size, store_path) as world,
     ):
         tuner = Tuner(request, world, lambda *what: told.append(what[2]), keeps_memory=False)

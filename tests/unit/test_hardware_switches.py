@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from gradsync.cli import bench_sync, train
+from gradsync.bench import sync as bench_sync
+from gradsync.cli import train
 from gradsync.plan.description import Device, Hardware, Host, Link
 from gradsync.plan.detect import machine
 from gradsync.plan.switches import Switches, speed_switches

@@ -78,7 +78,7 @@ def test_a_cache_that_cannot_be_written_does_no_harm(cache: Path) -> None:
 
 def test_saved_lines_of_this_machine(cache: Path) -> None:
     """The key is that of `bench collectives --save`."""
-    from gradsync.bench.record import environment
+    from gradsync.bench.experiment import environment
     from gradsync.plan.timing.alpha_beta import save_fits
     from support.planned_machines import line
 

@@ -13,7 +13,7 @@ import pytest
 import tyro
 import yaml
 
-from gradsync.bench.record import environment
+from gradsync.bench.experiment import environment
 from gradsync.cli import experiment
 from gradsync.cli.main import main
 from gradsync.cli.ranks import Outcome

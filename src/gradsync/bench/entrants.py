@@ -19,33 +19,31 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from gradsync.bench.contestant import ALONE, Contestant
+from gradsync.bench.contestants import ALONE, Contestant, few_steps
 from gradsync.bench.meter import StepClock, Watched, taking
-from gradsync.bench.sync_plan import SyncSettings
+from gradsync.bench.plan import SyncSettings
 from gradsync.comm.base import Communicator
-from gradsync.comm.groups import communicator
+from gradsync.comm.choose import communicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.models.gpt import GPT, loss_sum
 from gradsync.runtime import environ
-from gradsync.runtime.machine import pin_threads
-from gradsync.sync.exchange import OverHosts
+from gradsync.runtime.threads import pin_threads
+from gradsync.sync.engine.over_hosts import OverHosts
 from gradsync.sync.registry import STRATEGIES
 from gradsync.sync.replicate import replicate
 from gradsync.sync.torch_ddp import TorchDdpReducer
 from gradsync.train.config import OptimConfig
-from gradsync.train.learner import build_optimizer, trainer_options
+from gradsync.train.optimizer import build_optimizer
+from gradsync.train.setup import trainer_options
 from gradsync.world import World
 
 if TYPE_CHECKING:
     from gradsync.comm.groups import Groups
 
-CLIP_NORM = 1.0
-"""Largest norm of the gradient, as `gradsync train` has it."""
-
+CLIP_NORM = 1.0  # largest norm of the gradient, as `gradsync train` has it
 _UNSEEN = ("fsdp", "powersgd")
 """Torch's own, with messages that cannot be made to block from outside."""
-_DRIFTING = ("local_sgd", "diloco")
-"""Ranks differ between meetings."""
+_DRIFTING = ("local_sgd", "diloco")  # ranks differ between meetings
 
 Leaves = Sequence[tuple[Tensor, Tensor]]
 """A rank's micro-batches: tokens and targets, each [sequences, tokens], int64."""
@@ -57,8 +55,7 @@ class Site:
 
     settings: SyncSettings
     world: World
-    groups: Groups | None = None
-    """Inside and between hosts, where a strategy asks for them; made once."""
+    groups: Groups | None = None  # inside and between hosts, where a strategy asks for them
 
     @property
     def device(self) -> torch.device:
@@ -88,6 +85,17 @@ class Site:
         if self.settings.dtype == "fp32":
             return nullcontext()
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
+
+    def leaves(self, batch_size: int) -> Leaves:
+        """Random tokens of this rank, the same in every step; others on each rank and leaf."""
+        settings, made = self.settings, []
+        shape = (2, batch_size // settings.leaves_per_rank, settings.tokens)
+        for leaf in range(settings.leaves_per_rank):
+            place = self.world.rank * settings.leaves_per_rank + leaf
+            generator = torch.Generator().manual_seed(settings.seed * 100_003 + place)
+            tokens, targets = torch.randint(settings.config.vocab_size, shape, generator=generator)
+            made.append((tokens.to(self.device), targets.to(self.device)))
+        return made
 
 
 class Blocking:
@@ -126,14 +134,12 @@ class Entrant:
     Args:
         contestant: which one, with its options.
         site: where.
-        clock: told when the last gradient is there.
+        clock: told when the last gradient of a step is there.
         blocking: None, or what takes the time of communication; then nothing may be hidden.
     """
 
-    knows_communication = True
-    """Whether `blocking` can see all of it."""
-    period = 1
-    """Steps after which what a step sends repeats itself."""
+    knows_communication = True  # whether `blocking` can see all of it
+    period = 1  # steps after which what a step sends repeats itself
 
     def __init__(
         self, contestant: Contestant, site: Site, clock: StepClock, blocking: Blocking | None
@@ -149,20 +155,34 @@ class Entrant:
         """Wrap the model, make the optimizer."""
         self.optimizer = self.site.optimizer(self.model)
 
+    def step(self, leaves: Leaves) -> Tensor:
+        """One step; the rank's own mean loss, []."""
+        loss = self.backward(leaves)
+        self.update()
+        return loss
+
     def backward(self, leaves: Leaves) -> Tensor:
         """Forward and backward of this rank's leaves; their mean loss, detached, []."""
         total = torch.zeros((), device=self.site.device)
         for number, (tokens_BT, targets_BT) in enumerate(leaves, 1):
             with self.accumulating(last=number == len(leaves)):
-                with self.site.autocast():
-                    loss = mean_loss(self.called(tokens_BT), targets_BT) / len(leaves)
-                loss.backward()
+                loss = self.loss(tokens_BT, targets_BT)
+                self.differentiate(loss, len(leaves))
             total += loss.detach()
-        return total
+        return total / len(leaves)
 
     def accumulating(self, *, last: bool) -> AbstractContextManager[Any]:
         """Around a leaf; gradients are synchronised in the last one only."""
         return nullcontext()
+
+    def loss(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        """A leaf's mean loss, []."""
+        with self.site.autocast():
+            return mean_loss(self.called(tokens_BT), targets_BT)
+
+    def differentiate(self, loss: Tensor, leaves: int) -> None:
+        """Add the gradients of a leaf's loss, a part of the mean over `leaves`."""
+        (loss / leaves).backward()
 
     def update(self) -> None:
         """The rest of the step."""
@@ -191,8 +211,7 @@ class Alone(Entrant):
     """The ideal: a training loop on this rank's leaves, nothing else."""
 
     def weights(self) -> list[Tensor] | None:
-        """Every rank goes its own way."""
-        return None
+        return None  # every rank goes its own way
 
 
 class TorchDdp(Entrant):
@@ -202,7 +221,6 @@ class TorchDdp(Entrant):
     _group: Any = None
 
     def set_up(self) -> None:
-        """See `Entrant.set_up`."""
         super().set_up()
         site = self.site
         if not site.world.is_distributed:
@@ -219,26 +237,27 @@ class TorchDdp(Entrant):
             self.blocking.register(self.called)
 
     def accumulating(self, *, last: bool) -> AbstractContextManager[Any]:
-        """See `Entrant.accumulating`."""
         skip = not last and isinstance(self.called, DistributedDataParallel)
         return self.called.no_sync() if skip else nullcontext()
 
     def close(self) -> None:
-        """See `Entrant.close`."""
         if self._group is not None:
             dist.destroy_process_group(self._group)
 
 
 class Accelerated(Entrant):
     """Hugging Face Accelerate, as its users write a loop: `Accelerator.prepare`, `accumulate`,
-    `backward`; it finds the process group that is there."""
+    `backward`; it finds the process group that is there.
+
+    It divides by the number of leaves itself, and its optimizer only steps when gradients are
+    whole, so calling it after the last leaf will do.
+    """
 
     def set_up(self) -> None:
-        """See `Entrant.set_up`."""
         from accelerate import Accelerator, DistributedDataParallelKwargs
 
-        site = self.site
-        size = site.settings.bucket_mb
+        site, size = self.site, self.site.settings.bucket_mb
+        handlers = [] if size is None else [DistributedDataParallelKwargs(bucket_cap_mb=size)]
         # One rank is a script without a launcher: by these it would take itself for one of many.
         alone = {} if site.world.is_distributed else {"LOCAL_RANK": "-1", "WORLD_SIZE": "1"}
         with environ.exported(alone):
@@ -246,28 +265,23 @@ class Accelerated(Entrant):
                 cpu=not site.on_cuda,
                 mixed_precision="bf16" if site.settings.dtype == "bf16" else "no",
                 gradient_accumulation_steps=site.settings.leaves_per_rank,
-                kwargs_handlers=(
-                    [] if size is None else [DistributedDataParallelKwargs(bucket_cap_mb=size)]
-                ),
+                kwargs_handlers=handlers,
             )
         optimizer = site.optimizer(self.model)
         self.called, self.optimizer = self.accelerator.prepare(self.model, optimizer)
         if self.blocking is not None and isinstance(self.called, DistributedDataParallel):
             self.blocking.register(self.called)
 
-    def backward(self, leaves: Leaves) -> Tensor:
-        """See `Entrant.backward`. Accelerate divides by the number of leaves itself, and its
-        optimizer only steps when gradients are whole, so calling it after the last leaf will do."""
-        total = torch.zeros((), device=self.site.device)
-        for tokens_BT, targets_BT in leaves:
-            with self.accelerator.accumulate(self.called):
-                loss = mean_loss(self.called(tokens_BT), targets_BT)
-                self.accelerator.backward(loss)
-            total += loss.detach()
-        return total / len(leaves)
+    def accumulating(self, *, last: bool) -> AbstractContextManager[Any]:
+        return self.accelerator.accumulate(self.called)
+
+    def loss(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        return mean_loss(self.called(tokens_BT), targets_BT)
+
+    def differentiate(self, loss: Tensor, leaves: int) -> None:
+        self.accelerator.backward(loss)
 
     def clip(self) -> None:
-        """See `Entrant.clip`."""
         self.accelerator.clip_grad_norm_(self.called.parameters(), CLIP_NORM)
 
     def close(self) -> None:
@@ -277,10 +291,9 @@ class Accelerated(Entrant):
 
 class Fabricated(Entrant):
     """Lightning Fabric, as its users write a loop: `Fabric.setup`, `backward`, `clip_gradients`; it
-    finds the process group that is there."""
+    finds the process group that is there, and mixed precision is its own."""
 
     def set_up(self) -> None:
-        """See `Entrant.set_up`."""
         from lightning_fabric import Fabric
         from lightning_fabric.plugins.environments import TorchElasticEnvironment
         from lightning_fabric.strategies import DDPStrategy
@@ -306,19 +319,16 @@ class Fabricated(Entrant):
                 if isinstance(part, DistributedDataParallel):
                     self.blocking.register(part)
 
-    def backward(self, leaves: Leaves) -> Tensor:
-        """See `Entrant.backward`; mixed precision is Fabric's own."""
-        total = torch.zeros((), device=self.site.device)
-        for number, (tokens_BT, targets_BT) in enumerate(leaves, 1):
-            unfinished = number < len(leaves)
-            with self.fabric.no_backward_sync(self.called, enabled=unfinished):
-                loss = mean_loss(self.called(tokens_BT), targets_BT) / len(leaves)
-                self.fabric.backward(loss)
-            total += loss.detach()
-        return total
+    def accumulating(self, *, last: bool) -> AbstractContextManager[Any]:
+        return self.fabric.no_backward_sync(self.called, enabled=not last)
+
+    def loss(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        return mean_loss(self.called(tokens_BT), targets_BT)
+
+    def differentiate(self, loss: Tensor, leaves: int) -> None:
+        self.fabric.backward(loss / leaves)
 
     def clip(self) -> None:
-        """See `Entrant.clip`."""
         self.fabric.clip_gradients(self.called, self.optimizer, max_norm=CLIP_NORM)
 
 
@@ -332,7 +342,6 @@ class Synchronised(Entrant):
     _watched: Watched | None = None
 
     def set_up(self) -> None:
-        """See `Entrant.set_up`."""
         contestant, site, blocking = self.contestant, self.site, self.blocking
         by_engine = STRATEGIES[contestant.name].recipe is not None
         options = given_options(contestant, site)
@@ -359,7 +368,6 @@ class Synchronised(Entrant):
         self._exposed_counts = blocking is not None and by_engine
 
     def backward(self, leaves: Leaves) -> Tensor:
-        """See `Entrant.backward`."""
         total = torch.zeros((), device=self.site.device)
         first = self.site.world.rank * len(leaves)
         weight = 0
@@ -373,7 +381,6 @@ class Synchronised(Entrant):
         return total / weight
 
     def update(self) -> None:
-        """See `Entrant.update`."""
         if self._exposed_counts:
             self.site.comm.barrier()
         before = 0.0 if self._watched is None else self._watched.seconds
@@ -385,7 +392,6 @@ class Synchronised(Entrant):
                 self.blocking.seconds += self._watched.seconds - before
 
     def communicators(self) -> list[Communicator]:
-        """See `Entrant.communicators`."""
         levels = self.site.groups
         found = [self.sync.comm] if levels is None else [self.sync.comm, levels.intra, levels.inter]
         transport = getattr(self.sync.reducer, "exchange", None)
@@ -395,13 +401,11 @@ class Synchronised(Entrant):
         return list(unique.values())
 
     def weights(self) -> list[Tensor] | None:
-        """See `Entrant.weights`."""
-        if not self.sync.reducer.shards.whole_parameters or self.contestant.name in _DRIFTING:
+        if not self.sync.whole_parameters or self.contestant.name in _DRIFTING:
             return None
         return super().weights()
 
     def close(self) -> None:
-        """See `Entrant.close`."""
         if self._watched is not None:
             self._watched.stop()
         self.sync.close()
@@ -416,24 +420,19 @@ class Synchronised(Entrant):
         self.sync.prime(lambda: self._loss_sum(tokens_BT, tokens_BT).backward())
 
 
+_OTHERS: dict[str, type[Entrant]] = {
+    ALONE: Alone,
+    "torch_ddp": TorchDdp,
+    "accelerate": Accelerated,
+    "fabric": Fabricated,
+}
+
+
 def enter(
     contestant: Contestant, site: Site, clock: StepClock, *, blocking: Blocking | None = None
 ) -> Entrant:
-    """Build it; all ranks of the set call this together.
-
-    Args:
-        contestant: who.
-        site: where.
-        clock: told when the last gradient of a step is there.
-        blocking: takes the time of communication; then nothing is hidden.
-    """
-    others = {
-        ALONE: Alone,
-        "torch_ddp": TorchDdp,
-        "accelerate": Accelerated,
-        "fabric": Fabricated,
-    }
-    entrant = others.get(contestant.name, Synchronised)(contestant, site, clock, blocking)
+    """Build it, see `Entrant`; all ranks of the set call this together."""
+    entrant = _OTHERS.get(contestant.name, Synchronised)(contestant, site, clock, blocking)
     pin_threads(site.settings.threads)  # Accelerate sets a number of its own
     return entrant
 
@@ -443,28 +442,11 @@ def mean_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
 
 
-def make_leaves(site: Site, batch_size: int) -> Leaves:
-    """Random tokens of this rank, the same in every step; others on each rank and leaf."""
-    settings = site.settings
-    shape = (2, batch_size // settings.leaves_per_rank, settings.tokens)
-    made = []
-    for leaf in range(settings.leaves_per_rank):
-        place = site.world.rank * settings.leaves_per_rank + leaf
-        generator = torch.Generator().manual_seed(settings.seed * 100_003 + place)
-        tokens, targets = torch.randint(settings.config.vocab_size, shape, generator=generator)
-        made.append((tokens.to(site.device), targets.to(site.device)))
-    return made
-
-
 def given_options(contestant: Contestant, site: Site) -> dict[str, Any]:
     """Options of the contestant and of the trainer; `inner_steps` is shortened unless it is given,
     so that ranks meet within a turn."""
     settings = site.settings
-    options: dict[str, Any] = {
-        "local_sgd": {"inner_steps": settings.num_steps},  # one meeting in each turn
-        "diloco": {"inner_steps": settings.num_steps},
-        "powersgd": {"start_powerSGD_iter": 2},
-    }.get(contestant.name, {})
+    options = few_steps(contestant.name, settings.num_steps)  # one meeting in each turn
     strategy = STRATEGIES[contestant.name]
     has_buckets = strategy.recipe is None or strategy.recipe.grouping == "buckets"
     if settings.bucket_mb is not None and "bucket_mb" in strategy.options and has_buckets:

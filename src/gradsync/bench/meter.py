@@ -19,7 +19,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -31,15 +30,10 @@ from gradsync.comm.base import Communicator
 from gradsync.comm.work import Done
 from gradsync.core.torch_private import num_issued, process_groups
 
-
-@dataclass(slots=True)
-class StepTimes:
-    """Times of the steps of a turn, seconds."""
-
-    step_s: list[float] = field(default_factory=list)
-    """Whole steps."""
-    compute_s: list[float] = field(default_factory=list)
-    """Forward and backward, until the rank's last gradient is there."""
+_BYTES_SENT = 200
+"""Where `struct tcp_info` has `tcpi_bytes_sent` (linux/tcp.h, since Linux 4.19): data, headers of
+TCP and IP not counted."""
+_COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "reduce_scatter")
 
 
 class StepClock:
@@ -58,7 +52,11 @@ class StepClock:
 
     def watch(self, parameter: Tensor) -> None:
         """`parameter` is the one whose gradient comes last; see [Note: The last gradient]."""
-        parameter.register_post_accumulate_grad_hook(self._gradient_ready)
+
+        def ready(_: Tensor) -> None:
+            self._last_gradient = self._now()
+
+        parameter.register_post_accumulate_grad_hook(ready)
 
     def begin(self) -> None:
         """The first step of a turn begins."""
@@ -75,19 +73,16 @@ class StepClock:
         """The step has ended, and the next one begins."""
         self._marks.append(self._now())
 
-    def read(self) -> StepTimes:
-        """Times of all steps since `begin`; waits for the device."""
+    def read(self) -> tuple[list[float], list[float]]:
+        """Seconds of all steps since `begin`, and of their forward and backward until the rank's
+        last gradient was there; waits for the device."""
         if self._on_cuda:
             torch.cuda.synchronize()
-        times = StepTimes()
         begins, readies, ends = self._marks[:-1:2], self._marks[1::2], self._marks[2::2]
-        for begin, ready, end in zip(begins, readies, ends, strict=True):
-            times.compute_s.append(self._between(begin, ready))
-            times.step_s.append(self._between(begin, end))
-        return times
-
-    def _gradient_ready(self, _: Tensor) -> None:
-        self._last_gradient = self._now()
+        return (
+            [self._between(*pair) for pair in zip(begins, ends, strict=True)],
+            [self._between(*pair) for pair in zip(begins, readies, strict=True)],
+        )
 
     def _now(self) -> Any:
         if not self._on_cuda:
@@ -98,12 +93,6 @@ class StepClock:
 
     def _between(self, first: Any, last: Any) -> float:
         return first.elapsed_time(last) / 1000 if self._on_cuda else last - first
-
-
-_BYTES_SENT = 200
-"""Where `struct tcp_info` has `tcpi_bytes_sent` (linux/tcp.h, since Linux 4.19): data, headers of
-TCP and IP not counted."""
-_COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "reduce_scatter")
 
 
 def bytes_sent() -> int:
@@ -130,43 +119,30 @@ def bytes_sent() -> int:
 
 def operations_issued() -> int:
     """Collectives, sends and receives that this process has given to all its process groups."""
-    if not dist.is_initialized():
-        return 0
-    return sum(num_issued(group) for group in process_groups())
-
-
-def device_done() -> None:
-    """Wait until the accelerator, if there is one, has done all that it was given."""
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+    return sum(map(num_issued, process_groups())) if dist.is_initialized() else 0
 
 
 @contextmanager
 def taking(total: Any) -> Iterator[None]:
     """Add to `total.seconds` how long the block takes, with all that an accelerator was given."""
-    device_done()
+    synchronize = torch.cuda.synchronize if torch.cuda.is_initialized() else lambda: None
+    synchronize()
     begin = time.perf_counter()
     yield
-    device_done()
+    synchronize()
     total.seconds += time.perf_counter() - begin
 
 
 class Wire:
-    """Counts from its making on; `read` tells what has come since.
-
-    Args:
-        comms: those of a strategy of ours; none for contestants of others.
-    """
+    """Counts from its making on; `comms` are those of a strategy of ours."""
 
     def __init__(self, comms: Sequence[Communicator] = ()) -> None:
         self._watched = [Watched(comm) for comm in comms]
         self._begin = operations_issued(), bytes_sent()
 
     def read(self) -> tuple[int, int]:
-        """(operations, bytes sent) of this rank; a batch of messages is one operation.
-
-        Through shared memory nothing is sent.
-        """
+        """(operations, bytes sent) of this rank; a batch of messages is one operation. Through
+        shared memory nothing is sent."""
         operations = operations_issued() - self._begin[0]
         sent = bytes_sent() - self._begin[1]
         for watched in self._watched:
@@ -179,13 +155,9 @@ class Wire:
 
 
 class Watched:
-    """Shadows the methods of one communicator object: each call is counted and passed on.
-
-    Args:
-        comm: whose calls are counted.
-        before: called before each collective in `timed`, so that ranks begin it together.
-        timed: methods that are waited for at once, and how long that takes is added up.
-    """
+    """Shadows the methods of one communicator object: each call is counted and passed on. Methods
+    in `timed` are waited for at once, after `before` has made ranks begin together, and how long
+    that takes is added up."""
 
     def __init__(
         self,
@@ -195,10 +167,8 @@ class Watched:
         before: Callable[[], None] | None = None,
     ) -> None:
         self.calls: Counter[str] = Counter()
-        self.messages = 0
-        """Sends and receives of all batches."""
-        self.seconds = 0.0
-        """In the collectives that are `timed`."""
+        self.messages = 0  # sends and receives of all batches
+        self.seconds = 0.0  # in the collectives that are `timed`
         self.in_memory = hasattr(comm, "parts_of")
         self._comm: Any = comm
         self._timed, self._before = timed, before
@@ -214,7 +184,12 @@ class Watched:
         self._shadows = []
 
     def _call(self, name: str, method: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
-        self._count(name, arguments)
+        with self._lock:
+            messages = 1
+            if name == "exchange":
+                messages = sum(t.numel() > 0 for t, _ in (*arguments[0], *arguments[1]))
+                self.messages += messages
+            self.calls[name] += messages > 0  # an empty batch is nothing
         if name not in self._timed:
             return method(*arguments, **named)
         if self._before is not None:
@@ -222,12 +197,3 @@ class Watched:
         with taking(self):
             method(*arguments, **named).wait()
         return Done()
-
-    def _count(self, name: str, arguments: tuple[Any, ...]) -> None:
-        with self._lock:
-            if name == "exchange":
-                messages = sum(t.numel() > 0 for t, _ in (*arguments[0], *arguments[1]))
-                self.messages += messages
-                self.calls[name] += messages > 0  # an empty batch is nothing
-            else:
-                self.calls[name] += 1

@@ -12,9 +12,9 @@ from gradsync.bench.report import where
 from gradsync.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
+    from gradsync.bench.plan import Plan
     from gradsync.bench.scaling import Point, ScalingPlan
-    from gradsync.bench.sync_plan import Plan
-    from gradsync.bench.sync_result import Row
+    from gradsync.bench.sync import Row
     from gradsync.plan.simulate.simulation import Simulation
 
 _SUFFIXES = (".png", ".svg", ".pdf")
@@ -25,19 +25,14 @@ _MARKERS = "osD^vPX*"
 _DASHED = (0, (4, 2))
 _BAR = 0.62
 _ROW_INCHES, _FRAME_INCHES = 0.42, 2.0
-_ROOM = 1.22
-"""Width over the longest bar's, so that its figures stand beside it."""
+_ROOM = 1.22  # width over the longest bar's, so that its figures stand beside it
 _MODES = {"weak": (_COMPUTE, 0.99, (8, 6)), "strong": (_EXPOSED, 1.01, (8, -14))}
 """Each mode's color; a factor, so that two intervals at one number of ranks stand side by
 side; and where a point's figure stands, so that those of two modes do not meet, points."""
 
 
 def check_plot(path: Path) -> None:
-    """Refuse what cannot be drawn, before anything is measured for it.
-
-    Raises:
-        ConfigError: matplotlib is missing, a file of another kind, a folder that is not there.
-    """
+    """Refuse what cannot be drawn, before anything is measured for it."""
     if path.suffix not in _SUFFIXES:
         raise ConfigError(f"--plot {path}: name a file that ends in {', '.join(_SUFFIXES)}")
     if not path.parent.is_dir():
@@ -51,16 +46,12 @@ class Bar:
     """A contestant's step, ms."""
 
     name: str
-    ideal: float
-    """`none` in its allocator setting."""
+    ideal: float  # `none` in its allocator setting
     computing: float
     exposed: float
-    hidden: float
-    """Time that communication would add if nothing hid it; 0 where nothing can, whatever it took
-    when it was timed apart."""
-    low: float
+    hidden: float  # what communication would add if nothing hid it; 0 where nothing can
+    low: float  # quartiles of the whole
     high: float
-    """Quartiles of the whole."""
 
     @property
     def step(self) -> float:
@@ -74,8 +65,8 @@ class Bar:
 
 
 def bars_of(plan: Plan, rows: Sequence[Row]) -> list[Bar]:
-    """Lengths to draw, in the order of the rows: ratios to `none` of the same round, times `none`'s
-    median. What else the machine did in a round met both."""
+    """Lengths to draw: ratios to `none` of the same round, times `none`'s median. What else the
+    machine did in a round met both."""
     known = {row.contestant: row for row in rows}
     found = []
     for entry, row in zip(plan.entries, rows, strict=True):
@@ -97,20 +88,28 @@ def bars_of(plan: Plan, rows: Sequence[Row]) -> list[Bar]:
     return found
 
 
-def plot_sync(path: Path, plan: Plan, rows: Sequence[Row], environment: Mapping[str, Any]) -> None:
+def plot_sync(
+    path: Path, plan: Plan, rows: Sequence[Row], title: str, environment: Mapping[str, Any]
+) -> None:
     """Draw where each contestant's step goes: a bar each, in the table's order, beside the ideal.
 
-        name      [ computation         ┆ exposed ][ hidden ]  ratio, ms
-                                      ideal
-
-    Raises:
-        RunError: the file could not be written.
+    name      [ computation         ┆ exposed ][ hidden ]  ratio, ms
+                                  ideal
     """
-    from gradsync.bench.sync_result import title
-
     bars = bars_of(plan, rows)
     figure, axes = _new_figure(10, _FRAME_INCHES + _ROW_INCHES * len(bars))
-    _draw_bars(axes, bars)
+    places = range(len(bars))
+    computing, steps = [bar.computing for bar in bars], [bar.step for bar in bars]
+    exposed, hidden = [bar.exposed for bar in bars], [bar.hidden for bar in bars]
+    axes.barh(places, computing, _BAR, color=_COMPUTE, label="computation")
+    label = "exposed communication: the step waits for it"
+    axes.barh(places, exposed, _BAR, left=computing, color=_EXPOSED, label=label)
+    label = "hidden communication: it would come on top"
+    hatched: dict[str, Any] = {"color": "none", "edgecolor": _HIDDEN, "hatch": "////"}
+    axes.barh(places, hidden, _BAR, left=steps, linewidth=0, label=label, **hatched)
+    spreads = [[bar.step - min(bar.low, bar.step) for bar in bars]]
+    spreads.append([max(bar.high, bar.step) - bar.step for bar in bars])
+    axes.errorbar(steps, places, xerr=spreads, fmt="none", ecolor=_SOFT, elinewidth=1)
     label = "no communication at all: the ideal"
     longest = max(bar.end for bar in bars)
     for place, bar in enumerate(bars):
@@ -121,42 +120,33 @@ def plot_sync(path: Path, plan: Plan, rows: Sequence[Row], environment: Mapping[
         digits = 0 if bar.step >= 100 else 1
         text = f"x {bar.step / bar.ideal:.2f}   {bar.step:,.{digits}f} ms"
         axes.text(bar.end + 0.012 * longest, place, text, va="center", color=_INK, fontsize=9.5)
-    axes.set_yticks(range(len(bars)), [bar.name for bar in bars])
+    axes.set_yticks(places, [bar.name for bar in bars])
     axes.invert_yaxis()
     axes.set_xlim(0, longest * _ROOM)
     axes.set_xlabel("one training step, ms (quartiles over rounds: thin lines)", color=_INK)
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="x", color=_GRID, linewidth=0.8)
-    _save(figure, path, title(plan), where(environment))
+    _save(figure, path, title, where(environment))
 
 
 def plot_scaling(
     path: Path,
     scaling: ScalingPlan,
     points: Sequence[Point],
-    *,
     threshold: float,
     notes: Sequence[str],
-    environment: Mapping[str, Any],
 ) -> None:
-    """Draw efficiency over the number of ranks, with its interval.
-
-    Raises:
-        RunError: the file could not be written.
-    """
-    from gradsync.bench.scaling import title
-
+    """Draw efficiency over the number of ranks, with its interval."""
     figure, axes = _new_figure(8.5, 5.2)
     for mode in scaling.modes:
         color, shift, aside = _MODES[mode]
         chosen = [point for point in points if point.mode == mode]
+        below = [point.efficiency - point.low for point in chosen]
+        above = [point.high - point.efficiency for point in chosen]
         axes.errorbar(
             [point.world_size * shift for point in chosen],
             [point.efficiency for point in chosen],
-            yerr=[
-                [point.efficiency - point.low for point in chosen],
-                [point.high - point.efficiency for point in chosen],
-            ],
+            yerr=[below, above],
             color=color,
             marker="o",
             capsize=4,
@@ -172,23 +162,16 @@ def plot_scaling(
                 color=color,
                 fontsize=9.5,
             )
+    sizes, highest = scaling.plan.world_sizes, max(point.high for point in points)
     axes.axhline(1.0, color=_INK, linewidth=1.2, label="perfect: one rank without any wrapper")
-    axes.set_xlim(scaling.plan.world_sizes[0] * 0.85, scaling.plan.world_sizes[-1] * 1.35)
+    axes.set_xlim(sizes[0] * 0.85, sizes[-1] * 1.35)
     axes.set_ylabel("efficiency: speed-up per rank", color=_INK)
-    label = f"threshold, {threshold:.0%}"
-    _over_ranks(
-        axes, scaling.plan.world_sizes, max(point.high for point in points), threshold, label
-    )
-    _save(figure, path, title(scaling), *notes, where(environment))
+    _over_ranks(axes, sizes, highest, threshold, f"threshold, {threshold:.0%}")
+    _save(figure, path, scaling.title, *notes)
 
 
 def plot_simulation(path: Path, found: Simulation) -> None:
-    """Draw simulated efficiency over the number of ranks, per strategy; `check_plot` says
-    beforehand whether that will work.
-
-    Raises:
-        RunError: the file could not be written.
-    """
+    """Draw simulated efficiency over the number of ranks, per strategy."""
     from gradsync.plan.simulate.simulation import HALF, notes
 
     figure, axes = _new_figure(9.5, 5.6)
@@ -221,21 +204,6 @@ def _new_figure(width: float, height: float) -> tuple[Any, Any]:
     return figure, axes
 
 
-def _draw_bars(axes: Any, bars: Sequence[Bar]) -> None:
-    places = range(len(bars))
-    computing, steps = [bar.computing for bar in bars], [bar.step for bar in bars]
-    exposed, hidden = [bar.exposed for bar in bars], [bar.hidden for bar in bars]
-    axes.barh(places, computing, _BAR, color=_COMPUTE, label="computation")
-    label = "exposed communication: the step waits for it"
-    axes.barh(places, exposed, _BAR, left=computing, color=_EXPOSED, label=label)
-    label = "hidden communication: it would come on top"
-    hatched: dict[str, Any] = {"color": "none", "edgecolor": _HIDDEN, "hatch": "////"}
-    axes.barh(places, hidden, _BAR, left=steps, linewidth=0, label=label, **hatched)
-    spreads = [[bar.step - min(bar.low, bar.step) for bar in bars]]
-    spreads.append([max(bar.high, bar.step) - bar.step for bar in bars])
-    axes.errorbar(steps, places, xerr=spreads, fmt="none", ecolor=_SOFT, elinewidth=1)
-
-
 def _over_ranks(
     axes: Any, world_sizes: Sequence[int], highest: float, line: float, label: str
 ) -> None:
@@ -251,11 +219,7 @@ def _over_ranks(
 
 
 def _save(figure: Any, path: Path, title: str, *notes: str) -> None:
-    """Put title and legend above the axes, `notes` under them, and write the file.
-
-    Raises:
-        RunError: it could not be written.
-    """
+    """Put title and legend above the axes, `notes` under them, and write the file."""
     figure.legend(
         loc="outside upper left",
         title=title,

@@ -1,4 +1,4 @@
-"""Plan and figures of `bench scaling`: the same training on 1 .. N ranks, in two modes. No torch.
+"""`gradsync bench scaling`: the same training on 1 .. N ranks, in two modes. No torch.
 
     weak     a rank's batch stays, the global batch grows with the ranks: a step should take as long
     strong   the global batch stays, a rank's shrinks: a step should take a W-th of the time
@@ -8,24 +8,78 @@ The baseline is one rank with no wrapper at all. All world sizes are alive at on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median
-from typing import IO, Any, Literal
+from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
 
-from gradsync.bench.contestant import ALONE, Contestant, parse_contestants
-from gradsync.bench.report import print_table, spread_text, where
-from gradsync.bench.statistics import Spread, interval, spread
-from gradsync.bench.sync_plan import Entry, Plan, SyncSettings, ranks_text, sizes_plan
-from gradsync.bench.sync_result import step_seconds
+import tyro
+
+from gradsync.bench.contestants import ALONE, Contestant, parse_contestants
+from gradsync.bench.experiment import Experiment, Findings, check_least, taken
+from gradsync.bench.plan import (
+    USUAL_TOKENS,
+    Entry,
+    Plan,
+    SyncSettings,
+    memory_for,
+    ranks_text,
+    size_of,
+    sizes_plan,
+    step_seconds,
+)
+from gradsync.bench.report import Spread, interval, print_table, spread, where
 from gradsync.errors import ConfigError
 from gradsync.runtime.bounds import MOST_RANKS, whole_number
+from gradsync.runtime.machine import usable_cores
+from gradsync.runtime.threads import choose_threads
+
+if TYPE_CHECKING:
+    from gradsync.world import World
 
 Verdict = Literal["yes", "no", "cannot tell"]
 MODES = ("weak", "strong")
 FEWEST_ROUNDS = 6
 """The bootstrap's interval lies within its values: all of n lie on one side of the median once in
 2**(n-1) times, so from fewer no interval holds for 95 %."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScalingOptions:
+    """Train the same GPT on 1, 2, 4 … ranks of this host and say how well that scales.
+
+    Weak: each rank keeps its batch. Strong: the global batch stays. The baseline is one rank
+    without any wrapper; every round measures all world sizes.
+    """
+
+    world_sizes: str = ""
+    """Numbers of ranks with commas between them; 1 is always measured. Default: 1, 2, 4 … as far
+    as the cores go."""
+    mode: str = "both"  # weak, strong or both.
+    strategy: str = "invariant"
+    """How gradients are synchronised, with options if need be: bucketed:bucket_mb=1."""
+    threshold: float = 0.85  # Efficiency to reach.
+    model_size: str = "tiny"
+    """tiny, mini, small, medium, large, xl, 1.3b, 2.7b; auto takes the largest that fits."""
+    batch_size: int = 1
+    """Sequences per rank and step at the largest world size; weak: at every one."""
+    context_length: int | None = None
+    """Tokens of a sequence; default: what the model takes, at most 512."""
+    num_steps: int = 10  # Optimizer steps of a turn that count.
+    num_warmup: int = 2  # Optimizer steps of a turn before those.
+    rounds: int = 10  # Turns of each world size; the interval comes from these.
+    dtype: str = "bf16"  # fp32, or bf16 (autocast over fp32 weights).
+    bucket_mb: float | None = None  # Size of buckets, MiB.
+    threads: int | None = None
+    """Intra-op threads of a rank, the same for all; default: cores / the most ranks."""
+    device: str = "auto"  # auto, cpu or cuda.
+    seed: int = 0  # Names tokens and weights.
+    plot: str = ""  # Draw a picture: FILE.png, FILE.svg or FILE.pdf.
+    out: str = ""  # Write record.json, with every sample, into this folder.
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
+    """Print one JSON document on standard output; the table goes to standard error."""
+    dry_run: bool = False  # Only say what would be measured.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,52 +100,66 @@ class ScalingPlan:
         """The entry that measures it; both modes may share one."""
         return self.plan.entry(_label(world_size, self.batch_of(mode, world_size)))
 
+    @property
+    def title(self) -> str:
+        """The measurement, in one line."""
+        strategy = self.entry(self.modes[0], self.plan.world_sizes[-1]).contestant.name
+        return f"Scaling of {strategy}: {self.plan.settings.text}"
 
-def scaling_plan(
-    settings: SyncSettings, *, strategy: str, world_sizes: str, mode: str, batch_size: int
-) -> ScalingPlan:
-    """Check what was asked for.
 
-    Args:
-        settings: how each point is measured.
-        strategy: for more than one rank, with options if need be.
-        world_sizes: numbers with commas between them; 1 is always measured.
-        mode: weak, strong or both.
-        batch_size: see `ScalingPlan.batch_size`.
-
-    Raises:
-        ConfigError: not a number, a world size below 1, none above 1, an unknown mode or strategy,
-            too few rounds, a global batch that does not divide.
-    """
+def plan_of(options: ScalingOptions, world: World) -> ScalingPlan:
+    """Check the request."""
+    if world.is_distributed:
+        raise ConfigError(
+            "bench scaling starts its own ranks, of several world sizes: run it without "
+            f"{world.launcher}; bench sync measures the ranks that a launcher started"
+        )
+    if not 0 < options.threshold < math.inf:
+        raise ConfigError(
+            f"--threshold must be positive and finite, 0.85 for 85 %; got {options.threshold}"
+        )
+    check_least(options, batch_size=1, context_length=1, rounds=FEWEST_ROUNDS)
+    sizes = parse_world_sizes(options.world_sizes or usual_sizes(usable_cores()))
+    load, room = memory_for(
+        options.device,
+        leaf_tokens=options.batch_size * (options.context_length or USUAL_TOKENS),
+        ranks=sum(sizes),
+        busy_ranks=sizes[-1],
+    )
+    settings = taken(
+        SyncSettings,
+        options,
+        model_size=size_of(options.model_size, load, room),
+        threads=choose_threads(sizes[-1], requested=options.threads),
+    )
+    mode, batch_size = options.mode, options.batch_size
     if mode != "both" and mode not in MODES:
         raise ConfigError(f"--mode must be {', '.join(MODES)} or both; got {mode!r}")
-    if settings.rounds < FEWEST_ROUNDS:
-        raise ConfigError(f"--rounds must be at least {FEWEST_ROUNDS}; got {settings.rounds}")
-    if batch_size < 1:
-        raise ConfigError(f"--batch-size must be at least 1; got {batch_size}")
-    sizes = parse_world_sizes(world_sizes)
     modes = MODES if mode == "both" else (mode,)
-    chosen = parse_contestants(strategy)
+    chosen = parse_contestants(options.strategy)
     if any(each.chose_memory for each in chosen):
-        raise ConfigError(f"--strategy {strategy}: here all keep freed memory; drop keep_memory")
+        raise ConfigError(
+            f"--strategy {options.strategy}: here all keep freed memory; drop keep_memory"
+        )
     if len(chosen) != 1:
-        raise ConfigError(f"--strategy takes one name; got {strategy!r}")
+        raise ConfigError(f"--strategy takes one name; got {options.strategy!r}")
     entries: dict[str, Entry] = {}
     for each in modes:
         for place, size in enumerate(sizes):
             batch = _batch_of(each, size, sizes, batch_size)
             label = _label(size, batch)
+            many = Contestant(label=label, name=chosen[0].name, options=chosen[0].options)
             entries[label] = Entry(
-                contestant=Contestant(
-                    label=label,
-                    name=chosen[0].name if size > 1 else ALONE,
-                    options=chosen[0].options if size > 1 else {},
-                ),
+                contestant=many if size > 1 else Contestant(label=label, name=ALONE),
                 worker_set=place,
                 batch_size=batch,
             )
     plan = sizes_plan(settings, sizes, entries.values())
-    return ScalingPlan(plan=plan, modes=modes, batch_size=batch_size)
+    return ScalingPlan(
+        plan=plan.fitting(load, room, contestants=len(modes) + 1),
+        modes=modes,
+        batch_size=batch_size,
+    )
 
 
 def usual_sizes(cores: int) -> str:
@@ -103,11 +171,7 @@ def usual_sizes(cores: int) -> str:
 
 
 def parse_world_sizes(text: str) -> tuple[int, ...]:
-    """`"2,4"` as (1, 2, 4): ascending, 1 first.
-
-    Raises:
-        ConfigError: not a number, one below 1, none above 1.
-    """
+    """`"2,4"` as (1, 2, 4): ascending, 1 first."""
     sizes = {1}
     for word in filter(None, (word.strip() for word in text.split(","))):
         number = whole_number(word.removeprefix("-"), MOST_RANKS)
@@ -145,33 +209,20 @@ class Point:
 
     mode: str
     world_size: int
-    batch_size: int
-    """Sequences of a rank and step."""
-    step_ms: Spread
-    """On the slowest rank, over rounds."""
-    tokens_per_s: float
-    """Tokens of all ranks."""
-    speedup: float
-    """In tokens per second, over one rank."""
-    efficiency: float
-    """Speed-up per rank: 1 is perfect."""
-    low: float
-    """95 % confidence interval of the efficiency."""
+    batch_size: int  # sequences of a rank and step
+    step_ms: Spread  # on the slowest rank, over rounds
+    tokens_per_s: float  # tokens of all ranks
+    speedup: float  # in tokens per second, over one rank
+    efficiency: float  # speed-up per rank: 1 is perfect
+    low: float  # 95 % confidence interval of the efficiency
     high: float
-    verdict: Verdict
-    """Whether the efficiency reaches the threshold; "cannot tell" if that is in the interval."""
+    verdict: Verdict  # whether the efficiency reaches the threshold
 
 
 def points_of(
     scaling: ScalingPlan, results: Sequence[Mapping[str, Any]], threshold: float
 ) -> list[Point]:
-    """One point per mode and world size.
-
-    Args:
-        scaling: what was measured.
-        results: of each world size, what `Runner.run` returned.
-        threshold: efficiency to reach.
-    """
+    """One point per mode and world size; `threshold` is the efficiency to reach."""
     found = []
     for mode in scaling.modes:
         baseline = step_seconds(results, scaling.entry(mode, 1))
@@ -220,39 +271,22 @@ def print_report(
     *,
     threshold: float,
     notes: Sequence[str],
-    environment: Mapping[str, Any],
     stream: IO[str],
 ) -> None:
-    """Table, notes, legend, where it was measured."""
+    """Table, legend and notes."""
     verdict = f"at least {threshold:.0%}?"
     columns = ("mode", "ranks", "batch a rank", "step, ms", "tokens/s", "speed-up", "efficiency")
-    cells = [
-        (
-            point.mode,
-            str(point.world_size),
-            str(point.batch_size),
-            spread_text(point.step_ms, 1),
-            f"{point.tokens_per_s:,.0f}",
-            f"{point.speedup:.2f}",
-            "1"
-            if point.world_size == 1
-            else f"{point.efficiency:.1%} ({point.low:.1%}-{point.high:.1%})",
-            "" if point.world_size == 1 else point.verdict,
+    cells = []
+    for point in points:
+        efficiency = f"{point.efficiency:.1%} ({point.low:.1%}-{point.high:.1%})"
+        cells.append(
+            (
+                *(point.mode, str(point.world_size), str(point.batch_size), point.step_ms.text(1)),
+                *(f"{point.tokens_per_s:,.0f}", f"{point.speedup:.2f}"),
+                *(("1", "") if point.world_size == 1 else (efficiency, point.verdict)),
+            )
         )
-        for point in points
-    ]
-    about = (*notes, _LEGEND, where(environment))
-    print_table(stream, title(scaling), (*columns, verdict), cells, about, words=(verdict,))
-
-
-def title(scaling: ScalingPlan) -> str:
-    """The measurement, in one line."""
-    settings = scaling.plan.settings
-    strategy = scaling.entry(scaling.modes[0], scaling.plan.world_sizes[-1]).contestant.name
-    return (
-        f"Scaling of {strategy}: {settings.model_text}, sequences of {settings.tokens}; "
-        f"{settings.turns_text}"
-    )
+    print_table(stream, scaling.title, (*columns, verdict), cells, notes, words=(verdict,))
 
 
 def notes_of(scaling: ScalingPlan, *, on_cpu: bool, cores: int) -> list[str]:
@@ -270,3 +304,43 @@ def notes_of(scaling: ScalingPlan, *, on_cpu: bool, cores: int) -> list[str]:
             "there are: efficiency beyond that many ranks says nothing."
         )
     return notes
+
+
+def _findings(
+    options: ScalingOptions,
+    scaling: ScalingPlan,
+    results: Sequence[Mapping[str, Any]],
+    world: World,
+) -> Findings:
+    from gradsync.bench.plot import plot_scaling
+
+    environment = results[-1]["environment"]  # of the most ranks
+    on_cpu, threshold = results[-1]["device"] == "cpu", options.threshold
+    points = points_of(scaling, results, threshold)
+    notes, place = notes_of(scaling, on_cpu=on_cpu, cores=environment["cores"]), where(environment)
+    return Findings(
+        environment=environment,
+        data={
+            "threshold": threshold,
+            "same_host_cpu": on_cpu,
+            "notes": notes,
+            "plan": asdict(scaling.plan),
+            "points": [asdict(point) for point in points],
+        },
+        samples=[result["contestants"] for result in results],
+        show=lambda stream: print_report(
+            scaling, points, threshold=threshold, notes=(*notes, _LEGEND, place), stream=stream
+        ),
+        draw=lambda path: plot_scaling(path, scaling, points, threshold, (*notes, place)),
+    )
+
+
+EXPERIMENT = Experiment(
+    command=("bench", "scaling"),
+    options=ScalingOptions,
+    measure="gradsync.bench.steps:measure",
+    variants=plan_of,
+    collect=lambda _, scaling, __, ask: ask(scaling.plan, scaling.plan.num_ranks)["results"],
+    metrics=_findings,
+    dry=lambda scaling: asdict(scaling.plan),
+)

@@ -1,11 +1,11 @@
-"""Plan and predictions of `bench simulation`: steps to predict, beside ranks that never talk.
+"""`gradsync bench simulation`: are simulated steps as long as real ones? No torch here.
 
     1 rank       none   invariant   bucketed     what a strategy's own work costs a rank alone
     2 ranks      none   invariant   bucketed     none: 2 ranks that compute, and share the host
     4 ranks      none   invariant   bucketed
 
 All are alive at once and take turns, so that what disturbs a round disturbs all in it. The lines
-through the collectives' times are measured before, on as many ranks. No torch here.
+through the collectives' times are measured before, on as many ranks.
 
 A prediction knows: what ranks do that talk to nobody (`none`, as many ranks, the same round), the
 lines through the collectives' times, and the model's shape. It never sees the step it predicts.
@@ -22,19 +22,30 @@ rank's delay adds to the step: there all ranks are as slow as their mean.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from statistics import fmean, median
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Annotated, Any
 
-from gradsync.bench.collectives_plan import COPY, Settings, check_settings
-from gradsync.bench.collectives_report import Samples, fit_of, fits_of, rows_of
-from gradsync.bench.contestant import ALONE, Contestant, parse_contestants
-from gradsync.bench.report import print_table, spread_text, where
+import tyro
+
+from gradsync.bench import collectives
+from gradsync.bench.collectives import COPY, Samples, Settings, fit_of, fits_of, rows_of
+from gradsync.bench.contestants import ALONE, Contestant, parse_contestants
+from gradsync.bench.experiment import Ask, Experiment, Findings, taken
+from gradsync.bench.plan import (
+    Entry,
+    Plan,
+    SyncSettings,
+    memory_for,
+    ranks_text,
+    size_of,
+    sizes_plan,
+    step_seconds,
+)
+from gradsync.bench.report import Spread, print_table, spread, where
 from gradsync.bench.scaling import parse_world_sizes
-from gradsync.bench.statistics import Spread, spread
-from gradsync.bench.sync_plan import Entry, Plan, SyncSettings, ranks_text, sizes_plan
-from gradsync.bench.sync_result import step_seconds
 from gradsync.errors import ConfigError
 from gradsync.parallel.layout import Layout
 from gradsync.plan.description import Device, Hardware, Host, Link
@@ -45,9 +56,17 @@ from gradsync.plan.timing.estimate import FORWARD_PART
 from gradsync.plan.timing.profile import StepProfile, bucket_timeline
 from gradsync.plan.timing.step import StepCosts, step_costs
 from gradsync.plan.timing.traffic import INNER_STEPS, traffic_of
-from gradsync.plan.workload import Split, Workload
+from gradsync.plan.workload import Split
+from gradsync.runtime.threads import choose_threads
 from gradsync.sync.registry import STRATEGIES
 
+if TYPE_CHECKING:
+    from gradsync.world import World
+
+LIMIT = 0.15  # how far a prediction may be off
+_STEPS = 200
+_SEED = 0
+_NOWHERE = Link(name="measured lines", alpha_s=0.0, bytes_per_s=1e12, source="never asked")
 _OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather")
 _ALGORITHMS = ("backend", "shared", "shared_copies")
 _SMALLEST = 2**14
@@ -57,42 +76,64 @@ _LIBRARIES = ("accelerate", "fabric")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SimulationOptions:
+    """Predict training steps on 2, 4 ... ranks of this host, measure them, show both.
+
+    A prediction is made of ranks that compute and talk to nobody, and of the collectives' measured
+    costs; it never sees the step that it predicts. On CPUs.
+    """
+
+    world_sizes: str = "2,4"  # Numbers of ranks with commas between them.
+    strategies: str = "invariant,bucketed,torch_ddp"
+    """What to predict, with options if need be: bucketed:bucket_mb=1."""
+    model_size: str = "tiny"  # tiny, mini, small, medium, large, xl, 1.3b, 2.7b.
+    batch_size: int = 1  # Sequences per rank and step.
+    context_length: int | None = None
+    """Tokens of a sequence; default: what the model takes, at most 512."""
+    leaves_per_rank: int = 1  # Micro-batches into which a rank's sequences are divided.
+    num_steps: int = 5  # Optimizer steps of a turn that count.
+    num_warmup: int = 1  # Optimizer steps of a turn before those.
+    rounds: int = 7  # Turns of each.
+    seconds_per_point: float = 0.2  # Time for one collective at one size, about, seconds.
+    dtype: str = "bf16"  # fp32, or bf16 (autocast over fp32 weights).
+    threads: int | None = None
+    """Intra-op threads of a rank, the same for all; default: cores / the most ranks."""
+    seed: int = 0  # Names tokens and weights.
+    out: str = ""  # Write record.json, with every sample, into this folder.
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
+    """Print one JSON document on standard output; the table goes to standard error."""
+    dry_run: bool = False  # Only say what would be measured.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SimulationPlan:
     """Entries to measure, and which of them are predicted from which."""
 
     plan: Plan
-    strategies: tuple[Contestant, ...]
-    """As they were named."""
+    strategies: tuple[Contestant, ...]  # as they were named
 
     def none(self, world_size: int) -> Entry:
         """Ranks that do not communicate."""
         return self.plan.entry(_label(ALONE, world_size))
-
-    def alone(self, strategy: Contestant) -> Entry | None:
-        """The strategy on one rank; None where that is not the same code."""
-        return self.measured(strategy, 1) if _works_alone(strategy) else None
 
     def measured(self, strategy: Contestant, world_size: int) -> Entry:
         """The entry that is to be predicted."""
         return self.plan.entry(_label(strategy.label, world_size))
 
 
-def simulation_plan(
-    settings: SyncSettings, *, strategies: str, world_sizes: str, batch_size: int
-) -> SimulationPlan:
-    """Check what was asked for.
-
-    Args:
-        settings: how each entry is measured.
-        strategies: names with commas between them, each with options if need be.
-        world_sizes: numbers with commas between them; 1 is always measured.
-        batch_size: sequences of a rank and step.
-
-    Raises:
-        ConfigError: not a number, none above 1, an unknown strategy, one that cannot be predicted.
-    """
-    sizes = parse_world_sizes(world_sizes)
-    chosen = [replace(each, keep_memory=True) for each in parse_contestants(strategies)]
+def plan_of(options: SimulationOptions, world: World) -> SimulationPlan:
+    """Check the request."""
+    if world.is_distributed:
+        raise ConfigError(
+            "bench simulation starts its own ranks, of several world sizes: run it without "
+            f"{world.launcher}"
+        )
+    sizes = parse_world_sizes(options.world_sizes)
+    threads = choose_threads(sizes[-1], requested=options.threads)
+    settings = taken(SyncSettings, options, threads=threads, device="cpu")
+    chosen = tuple(
+        replace(each, keep_memory=True) for each in parse_contestants(options.strategies)
+    )
     if not chosen:
         raise ConfigError("--strategies: name at least one to predict")
     for each in chosen:
@@ -104,28 +145,28 @@ def simulation_plan(
         Entry(
             contestant=replace(each, label=_label(each.label, size)),
             worker_set=place,
-            batch_size=batch_size,
+            batch_size=options.batch_size,
         )
         for place, size in enumerate(sizes)
         for each in (Contestant(label=ALONE, name=ALONE), *chosen)
         if size > 1 or each.name == ALONE or _works_alone(each)
     ]
-    return SimulationPlan(
-        plan=sizes_plan(settings, sizes, entries),
-        strategies=tuple(chosen),
+    simulation = SimulationPlan(plan=sizes_plan(settings, sizes, entries), strategies=chosen)
+    collectives_settings(simulation, options.seconds_per_point)  # refuses what cannot be
+    load, room = memory_for(
+        "cpu",
+        leaf_tokens=options.batch_size // options.leaves_per_rank * settings.tokens,
+        ranks=sum(sizes),
+        busy_ranks=sizes[-1],
     )
+    size_of(options.model_size, load, room)  # refuses what fits for no contestant alone
+    plan = simulation.plan.fitting(load, room, contestants=len(chosen) + 2)
+    return replace(simulation, plan=plan)
 
 
 def collectives_settings(simulation: SimulationPlan, seconds_per_point: float) -> Settings:
-    """The collectives to measure: from small buckets to all gradients at once.
-
-    Args:
-        simulation: the steps.
-        seconds_per_point: for one algorithm at one size, about.
-
-    Raises:
-        ConfigError: see `check_settings`.
-    """
+    """The collectives to measure: from small buckets to all gradients at once, for about
+    `seconds_per_point` for one algorithm at one size."""
     settings = simulation.plan.settings
     gradients = settings.config.num_params() * 4
     own = {traffic_of(each.name, each.options).algorithm for each in simulation.strategies}
@@ -133,22 +174,20 @@ def collectives_settings(simulation: SimulationPlan, seconds_per_point: float) -
     while size < gradients:
         sizes.add(size)
         size *= _FACTOR
-    return check_settings(
-        Settings(
-            operations=_OPERATIONS,
-            algorithms=(
-                *_ALGORITHMS,
-                *(OWN_ALGORITHMS[name] for name in OWN_ALGORITHMS if name in own),
-            ),
-            sizes=tuple(sorted(sizes)),
-            max_bytes=gradients,
-            dtype="fp32",
-            device="cpu",
-            threads=settings.threads,
-            rounds=5,
-            burst=1,
-            seconds_per_point=seconds_per_point,
-        )
+    return Settings(
+        operations=_OPERATIONS,
+        algorithms=(
+            *_ALGORITHMS,
+            *(OWN_ALGORITHMS[name] for name in OWN_ALGORITHMS if name in own),
+        ),
+        sizes=tuple(sorted(sizes)),
+        max_bytes=gradients,
+        dtype="fp32",
+        device="cpu",
+        threads=settings.threads,
+        rounds=5,
+        burst=1,
+        seconds_per_point=seconds_per_point,
     )
 
 
@@ -161,11 +200,22 @@ def _label(name: str, world_size: int) -> str:
     return f"{name}, {ranks_text(world_size)}"
 
 
-LIMIT = 0.15
-"""How far a prediction may be off."""
-_STEPS = 200
-_SEED = 0
-_NOWHERE = Link(name="measured lines", alpha_s=0.0, bytes_per_s=1e12, source="never asked")
+def _collect(
+    options: SimulationOptions, simulation: SimulationPlan, world: World, ask: Ask
+) -> tuple[dict[int, list[Fit]], Sequence[Mapping[str, Any]]]:
+    """Lines through the collectives' costs by number of ranks, and what steps took."""
+    settings = collectives_settings(simulation, options.seconds_per_point)
+    sizes = simulation.plan.world_sizes[1:]
+    fits = {size: fits_from(ask(settings, size, of=collectives.EXPERIMENT)) for size in sizes}
+    return fits, ask(simulation.plan, simulation.plan.num_ranks)["results"]
+
+
+def fits_from(result: Mapping[str, Any]) -> list[Fit]:
+    """Lines through what `collectives` measured, that of the plain copy with them."""
+    samples = [Samples(**entry) for entry in result["samples"]]
+    rows = rows_of(samples, result["environment"]["world_size"], one_memory=False)
+    copies = {row.size_bytes: row.p50_s for row in rows if row.algorithm == COPY}
+    return [*fits_of(rows), fit_of(COPY, COPY, copies)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,17 +224,12 @@ class Prediction:
 
     strategy: str
     world_size: int
-    predicted_ms: Spread
-    """Over rounds."""
-    measured_ms: Spread
-    """Over rounds, of each the slowest rank's mean step."""
-    error: Spread
-    """Predicted over measured of the same round, less 1."""
-    compute_ms: float
-    """A part of the prediction, as are the next two: forward and backward."""
+    predicted_ms: Spread  # over rounds
+    measured_ms: Spread  # over rounds, of each the slowest rank's mean step
+    error: Spread  # predicted over measured of the same round, less 1
+    compute_ms: float  # a part of the prediction, as are the next two: forward and backward
     update_ms: float
-    communication_ms: float
-    """Collectives, copies, and waiting for the slowest rank."""
+    communication_ms: float  # collectives, copies, and waiting for the slowest rank
     error_from_one: float
     """As `error`, where only one rank alone is known, and ranks beyond the cores share them."""
 
@@ -200,20 +245,10 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Round:
-    """Times of `none` on some number of ranks in one round; means over ranks and steps."""
+    """Times of `none` on some number of ranks in one round, seconds; means over ranks and steps."""
 
-    leaf_s: float
-    """Forward and backward of one leaf."""
-    update_s: float
-    """Clipping and optimizer."""
-
-
-def fits_from(result: Mapping[str, Any]) -> list[Fit]:
-    """Lines through what `measure_collectives` returned, that of the plain copy with them."""
-    samples = [Samples(**entry) for entry in result["samples"]]
-    rows = rows_of(samples, result["environment"]["world_size"], one_memory=False)
-    copies = {row.size_bytes: row.p50_s for row in rows if row.algorithm == COPY}
-    return [*fits_of(rows), fit_of(COPY, COPY, copies)]
+    leaf_s: float  # forward and backward of one leaf
+    update_s: float  # clipping and optimizer
 
 
 def predictions_of(
@@ -223,31 +258,27 @@ def predictions_of(
     *,
     cores: int,
 ) -> list[Prediction]:
-    """One per strategy and number of ranks above 1.
-
-    Args:
-        simulation: what was measured.
-        results: of each number of ranks, what `Runner.run` returned.
-        fits: by number of ranks.
-        cores: that all ranks share.
-    """
+    """One per strategy and number of ranks above 1; `fits` are by number of ranks, which share
+    `cores`."""
     alone, alone_jitter = rounds_of(simulation, results, 1, cores=cores)
     found = []
     for size in simulation.plan.world_sizes[1:]:
         busy, jitter = rounds_of(simulation, results, size, cores=cores)
-        crowded = max(1.0, size / cores)
+        crowded, even = max(1.0, size / cores), alone_jitter if size <= cores else (1.0,)
         for strategy in simulation.strategies:
-            predict = _Predictor(simulation, strategy, size, fits[size])
+            costs = _costs_of(simulation, strategy, size, fits[size])
             handling = _handling(simulation, results, strategy)
             predicted, from_one = [], []
             for here, one in zip(busy, alone, strict=True):
                 slower = here.leaf_s / one.leaf_s
-                predicted.append(predict.seconds(here, jitter, handling, slower, cores=size))
-                even = alone_jitter if size <= cores else (1.0,)
-                from_one.append(predict.seconds(one, even, handling, crowded, cores=cores))
+                step, first = (costs(*each) for each in ((here, size), (one, cores)))
+                predicted.append(_simulated(step, jitter, handling, slower))
+                from_one.append(_simulated(first, even, handling, crowded))
             measured = step_seconds(results, simulation.measured(strategy, size))
-            compute = predict.leaves * median(each.leaf_s for each in busy)
-            update = predict.update_s(median(each.update_s for each in busy))
+            leaves = simulation.plan.settings.leaves_per_rank
+            compute = leaves * median(each.leaf_s for each in busy)
+            update_s = median(each.update_s for each in busy)
+            update = costs(Round(leaf_s=1.0, update_s=update_s), size).update_s
             found.append(
                 Prediction(
                     strategy=strategy.label,
@@ -271,9 +302,8 @@ def rounds_of(
     *,
     cores: int,
 ) -> tuple[list[Round], tuple[float, ...]]:
-    """Times of `none`, and the jitter of all its rounds; see the module's note on cores."""
-    entry = simulation.none(world_size)
-    ranks = results[entry.worker_set]["contestants"][entry.label]
+    """Times of `none`, and the jitter of all its rounds; see [Note: More ranks than cores]."""
+    ranks = _ranks(results, simulation.none(world_size))
     rounds, jitter = [], []
     for number in range(simulation.plan.settings.rounds):
         computes = [seconds for rank in ranks for seconds in rank["compute_s"][number]]
@@ -282,6 +312,10 @@ def rounds_of(
         rounds.append(Round(leaf_s=leaf, update_s=step - compute))
         jitter += [seconds / compute for seconds in computes]
     return rounds, tuple(jitter) if world_size <= cores else (1.0,)
+
+
+def _ranks(results: Sequence[Mapping[str, Any]], entry: Entry) -> Sequence[Mapping[str, Any]]:
+    return results[entry.worker_set]["contestants"][entry.label]
 
 
 def _mean_step(ranks: Sequence[Mapping[str, Any]], number: int) -> float:
@@ -293,82 +327,51 @@ def _handling(
 ) -> float | None:
     """Time of a strategy's own work on a rank alone, seconds; None: it was not measured. One for
     all rounds, since the difference of two steps is noisier than either."""
-    entry, none = simulation.alone(strategy), simulation.none(1)
-    if entry is None:
+    if not _works_alone(strategy):
         return None
-    ranks = results[entry.worker_set]["contestants"]
-    beyond = [
-        _mean_step(ranks[entry.label], number) - _mean_step(ranks[none.label], number)
-        for number in range(simulation.plan.settings.rounds)
-    ]
-    return max(0.0, median(beyond))
+    own, none = (_ranks(results, e) for e in (simulation.measured(strategy, 1), simulation.none(1)))
+    rounds = range(simulation.plan.settings.rounds)
+    return max(0.0, median(_mean_step(own, n) - _mean_step(none, n) for n in rounds))
 
 
-class _Predictor:
-    """One strategy on one number of ranks."""
+def _costs_of(
+    simulation: SimulationPlan, strategy: Contestant, size: int, fits: Sequence[Fit]
+) -> Callable[[Round, int], StepCosts]:
+    """What one strategy's step costs on this host, by times of `none` and cores. The host is ranks
+    and cores; of memory and peaks a prediction asks nothing."""
+    settings, options = simulation.plan.settings, dict(strategy.options)
+    if strategy.name in INNER_STEPS:  # one meeting in each turn, as they are measured
+        options.setdefault("inner_steps", settings.num_steps)
+    work = settings.workload(simulation.none(size).batch_size, "cpu", ranks=size)
+    split = Split(strategy=strategy.name, layout=Layout(dp=size))
+    traffic = traffic_of(strategy.name, options)
+    device = Device(kind="cpu", name="a rank", memory_bytes=1, peak_flops=1.0)
 
-    def __init__(
-        self, simulation: SimulationPlan, strategy: Contestant, size: int, fits: Sequence[Fit]
-    ) -> None:
-        settings = simulation.plan.settings
-        batch = simulation.none(size).batch_size
-        self._strategy, self._size, self._fits = strategy, size, fits
-        self.leaves = settings.leaves_per_rank
-        self._options = dict(strategy.options)
-        if strategy.name in INNER_STEPS:  # one meeting in each turn, as they are measured
-            self._options.setdefault("inner_steps", settings.num_steps)
-        self._split = Split(strategy=strategy.name, layout=Layout(dp=size))
-        self._work = Workload(
-            model=settings.config,
-            micro_batch_size=batch // settings.leaves_per_rank,
-            seq_len=settings.tokens,
-            num_leaves=settings.leaves_per_rank * size,
-            dtype="fp32" if settings.dtype == "fp32" else "bf16",
-            kind="cpu",
-        )
-
-    def seconds(
-        self,
-        known: Round,
-        jitter: Sequence[float],
-        handling: float | None,
-        slower: float,
-        *,
-        cores: int,
-    ) -> float:
-        """Mean of simulated steps; `handling` takes `slower` times as long as on a rank alone."""
-        costs = self._costs(known.leaf_s, known.update_s, cores)
-        if handling is not None:
-            costs = replace(costs, copy_s=handling * slower)
-        stragglers = Stragglers(jitter, random.Random(_SEED))
-        return fmean(step_s(costs, stragglers) for _ in range(_STEPS))
-
-    def update_s(self, update_s: float) -> float:
-        """A rank's part of it."""
-        return self._costs(1.0, update_s, self._size).update_s
-
-    def _costs(self, leaf_s: float, update_s: float, cores: int) -> StepCosts:
-        backward_s = leaf_s * (1 - FORWARD_PART)
-        traffic = traffic_of(self._strategy.name, self._options)
+    def costs(known: Round, cores: int) -> StepCosts:
+        backward_s = known.leaf_s * (1 - FORWARD_PART)
         profile = StepProfile(
-            forward_s=leaf_s * FORWARD_PART,
+            forward_s=known.leaf_s * FORWARD_PART,
             backward_s=backward_s,
-            update_s=update_s,
-            buckets=bucket_timeline(self._work, traffic, backward_s),
+            update_s=known.update_s,
+            buckets=bucket_timeline(work, traffic, backward_s),
             measured=True,
         )
-        return step_costs(
-            *(self._work, self._split, _host(self._size, cores), profile),
-            options=self._options,
-            fits=self._fits,
-        )
+        host = Host(devices=(device,) * size, link=_NOWHERE, cores=cores, memory_bytes=1)
+        hardware = Hardware(hosts=(host,))
+        return step_costs(work, split, hardware, profile, options=options, fits=fits)
+
+    return costs
 
 
-def _host(ranks: int, cores: int) -> Hardware:
-    """This host, as far as a prediction asks: ranks and cores; memory and peaks it does not."""
-    device = Device(kind="cpu", name="a rank", memory_bytes=1, peak_flops=1.0)
-    host = Host(devices=(device,) * ranks, link=_NOWHERE, cores=cores, memory_bytes=1)
-    return Hardware(hosts=(host,))
+def _simulated(
+    costs: StepCosts, jitter: Sequence[float], handling: float | None, slower: float
+) -> float:
+    """Mean of simulated steps, seconds; `handling` takes `slower` times as long as on a rank
+    alone."""
+    if handling is not None:
+        costs = replace(costs, copy_s=handling * slower)
+    stragglers = Stragglers(jitter, random.Random(_SEED))
+    return fmean(step_s(costs, stragglers) for _ in range(_STEPS))
 
 
 def _error(predicted: Sequence[float], measured: Sequence[float]) -> Spread:
@@ -383,11 +386,6 @@ _LEGEND = (
 )
 
 
-def settings_text(settings: SyncSettings) -> str:
-    """The measurement, in one line."""
-    return f"{settings.model_text}, sequences of {settings.tokens}; {settings.turns_text}"
-
-
 def print_report(
     simulation: SimulationPlan,
     found: Sequence[Prediction],
@@ -395,15 +393,13 @@ def print_report(
     stream: IO[str],
 ) -> None:
     """Table, legend, where it was measured."""
-    title = f"Steps predicted and measured: {settings_text(simulation.plan.settings)}"
+    title = f"Steps predicted and measured: {simulation.plan.settings.text}"
     verdict = f"within {LIMIT:.0%}?"
     columns = ("strategy", "ranks", "predicted, ms", "measured, ms", "error", "from one rank")
     cells = [
         (
-            each.strategy,
-            str(each.world_size),
-            spread_text(each.predicted_ms, 1),
-            spread_text(each.measured_ms, 1),
+            *(each.strategy, str(each.world_size)),
+            *(each.predicted_ms.text(1), each.measured_ms.text(1)),
             f"{each.error.median:+.1%} ({each.error.low:+.1%} to {each.error.high:+.1%})",
             f"{each.error_from_one:+.1%}",
             "yes" if each.within else "no",
@@ -412,3 +408,32 @@ def print_report(
     ]
     notes = (_LEGEND, where(environment))
     print_table(stream, title, (*columns, verdict), cells, notes, words=(verdict,))
+
+
+def _findings(
+    options: SimulationOptions, simulation: SimulationPlan, collected: Any, world: World
+) -> Findings:
+    fits, results = collected
+    environment = results[-1]["environment"]  # of the most ranks
+    found = predictions_of(simulation, results, fits, cores=environment["cores"])
+    return Findings(
+        environment=environment,
+        data={
+            "plan": asdict(simulation.plan),
+            "predictions": [each.as_json() for each in found],
+            "fits": {str(size): [fit.to_json() for fit in lines] for size, lines in fits.items()},
+        },
+        samples=[result["contestants"] for result in results],
+        show=partial(print_report, simulation, found, environment),
+    )
+
+
+EXPERIMENT = Experiment(
+    command=("bench", "simulation"),
+    options=SimulationOptions,
+    measure="gradsync.bench.steps:measure",
+    variants=plan_of,
+    collect=_collect,
+    metrics=_findings,
+    dry=lambda simulation: asdict(simulation.plan),
+)

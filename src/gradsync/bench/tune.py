@@ -1,13 +1,12 @@
-"""Plan and decisions of `gradsync tune`: stage after stage, each with the winner of the one before.
+"""`gradsync tune`: stage after stage, each with the winner of the one before.
 
     strategy      the default, itself once more, and whatever promises as much
     bucket size   of the winner, if buckets of it travel as messages
     first bucket  likewise
     compilation   on request
 
-No torch here.
-
-When a candidate takes the place of what was there: the rule, on plain numbers.
+Every rank has every rank's samples, and so comes to the same decisions by itself. No torch here
+before ranks measure.
 
 [Note: What counts as faster]
 Steps are compared within rounds: a candidate's time over that of one copy of the default in the
@@ -30,14 +29,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import IO, Any
 
-from gradsync.bench.contestant import Contestant
-from gradsync.bench.report import print_notes, print_table, spread_text, where
-from gradsync.bench.statistics import Spread, interval, ratios
-from gradsync.bench.sync_plan import SyncSettings
+from gradsync.bench.contestants import ALONE, Contestant, with_ideals
+from gradsync.bench.experiment import failed, from_json
+from gradsync.bench.plan import SyncSettings, sync_plan, turns
+from gradsync.bench.report import (
+    Spread,
+    Tell,
+    interval,
+    print_notes,
+    print_table,
+    progress_bar,
+    ratios,
+    silent,
+    where,
+)
+from gradsync.bench.sync import STEP_LEGEND, Row, rows_of
 from gradsync.errors import ConfigError
 from gradsync.sync.options import Recipe
 from gradsync.sync.registry import STRATEGIES
@@ -50,28 +60,20 @@ STAGES = ("strategy", "bucket size", "first bucket", "compilation")
 _BUCKETS_MB = (2.0, 5.0, 10.0, 50.0, 100.0)
 _FIRST_MB = (0.25, 4.0, 10.0)
 _MIB = 2**20
+_DOUBT = 0.05  # how often noise may win a stage, on both sides together
+_SOME_MESSAGES = 0.01  # part of the bytes of the contestant that sends most
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TuneRequest:
-    """A request to tune.
+    """A request to tune."""
 
-    Raises:
-        ConfigError: an unknown promise, one rank, too few rounds to tell anything.
-    """
-
-    settings: SyncSettings
-    """How each contestant is measured."""
-    batch_size: int
-    """Sequences of a rank and step."""
+    settings: SyncSettings  # how each contestant is measured
+    batch_size: int  # sequences of a rank and step
     world_size: int
-    """Ranks."""
-    promise: str = "bitwise"
-    """The least that a strategy must promise: bitwise, or rounding."""
-    keep_memory: bool = True
-    """Whether freed memory stays in the process."""
-    compile: bool = False
-    """Whether to try `torch.compile`."""
+    promise: str = "bitwise"  # the least that a strategy must promise: bitwise, or rounding
+    keep_memory: bool = True  # whether freed memory stays in the process
+    compile: bool = False  # whether to try `torch.compile`
 
     def __post_init__(self) -> None:
         if self.promise not in PROMISES:
@@ -85,10 +87,11 @@ class TuneRequest:
             )
         tried = [strategies(self.promise, on_cpu=True, hosts=hosts) for hosts in (1, 2)]
         most = max(len(_BUCKETS_MB), *(len(choices) - 1 for choices in tried))
-        if self.settings.rounds < fewest_rounds(most):
+        least, rounds = fewest_rounds(most), self.settings.rounds
+        if rounds < least:
             raise ConfigError(
-                f"--rounds must be at least {fewest_rounds(most)} to tell {most} candidates from "
-                f"noise; got {self.settings.rounds}"
+                f"--rounds must be at least {least} to tell {most} candidates from noise; got "
+                f"{rounds}"
             )
 
 
@@ -98,13 +101,21 @@ class Stage:
 
     name: str
     candidates: tuple[Choice, ...] = ()
-    skipped: str = ""
-    """Why there is nothing to measure; "" otherwise."""
+    skipped: str = ""  # why there is nothing to measure
 
     def contestants(self, *, keep_memory: bool) -> list[Contestant]:
         """The first candidate twice, which shows what noise looks like, and the others."""
         twice = [self.candidates[0], *self.candidates]
-        made = [contestant_of(choice, keep_memory=keep_memory) for choice in twice]
+        made = [
+            Contestant(
+                label=choice.text,
+                name=choice.sync,
+                options=choice.options,
+                keep_memory=keep_memory,
+                compile=choice.compile,
+            )
+            for choice in twice
+        ]
         return [made[0], replace(made[1], label=again(made[1].label)), *made[2:]]
 
 
@@ -113,25 +124,9 @@ def again(label: str) -> str:
     return f"{label} (again)"
 
 
-def contestant_of(choice: Choice, *, keep_memory: bool) -> Contestant:
-    """A choice that takes part in a measurement."""
-    return Contestant(
-        label=choice.text,
-        name=choice.sync,
-        options=choice.options,
-        keep_memory=keep_memory,
-        compile=choice.compile,
-    )
-
-
 def strategies(promise: str, *, on_cpu: bool, hosts: int) -> list[Choice]:
-    """The default, and what promises as much as was asked for.
-
-    Args:
-        promise: bitwise or rounding.
-        on_cpu: where ranks of a host may share memory, or not.
-        hosts: above 1 there are two levels to add in; 0 where hosts hold unequal numbers of ranks.
-    """
+    """The default, and what promises as much as was asked for; with `hosts` above 1 there are two
+    levels to add in, 0 stands for hosts with unequal numbers of ranks."""
     names = ["invariant", "zero1"]
     names += ["bucketed", "flat", "zero2", "ddp"] if promise == "rounding" else []
     found = [Choice(sync=name) for name in names]
@@ -159,70 +154,38 @@ def strategy_stage(request: TuneRequest, world: World) -> Stage:
     )
 
 
-def bucket_stage(winner: Choice, *, has_messages: bool, gradient_bytes: int) -> Stage:
-    """Sizes of buckets that cut the model's gradients otherwise than the winner's does."""
-    recipe, whole = _recipe_of(winner), gradient_bytes / _MIB
-    usual = 25.0 if recipe is None else recipe.bucket_mb
-    sizes = [size for size in _BUCKETS_MB if size != usual and min(size, usual) < whole]
-    why = _no_buckets(winner, has_messages=has_messages)
-    if not (why or sizes):
-        why = f"all gradients are {whole:.1f} MiB"
-    return _sizes_stage(STAGES[1], winner, "bucket_mb", sizes, why)
-
-
-def first_bucket_stage(winner: Choice, *, has_messages: bool, gradient_bytes: int) -> Stage:
-    """Sizes of the first bucket."""
-    recipe, most = _recipe_of(winner), gradient_bytes / _MIB
-    why = _no_buckets(winner, has_messages=has_messages)
-    if recipe is None:
-        why = why or f"{winner.sync} chooses it by itself"
+def bucket_stage(winner: Choice, *, first: bool, has_messages: bool, gradient_bytes: int) -> Stage:
+    """Sizes of buckets, or of the first one, that cut the model's gradients otherwise than the
+    winner's do."""
+    name, option = (STAGES[2], "first_bucket_mb") if first else (STAGES[1], "bucket_mb")
+    known = STRATEGIES[winner.sync]
+    recipe = None if known.recipe is None else replace(known.recipe, **winner.options)
+    usual, whole = 25.0 if recipe is None else recipe.bucket_mb, gradient_bytes / _MIB
+    most = min(usual, whole)
+    if first:
+        sizes = [size for size in _FIRST_MB if size < most]
+        why = "" if sizes else f"there is nothing beyond {most:.1f} MiB to divide"
     else:
-        most = min(recipe.bucket_mb, most)
-    sizes = [size for size in _FIRST_MB if size < most]
-    if not (why or sizes):
-        why = f"there is nothing beyond {most:.1f} MiB to divide"
-    return _sizes_stage(STAGES[2], winner, "first_bucket_mb", sizes, why)
-
-
-def compile_stage(winner: Choice, *, wanted: bool) -> Stage:
-    """Whether to compile, and in which order with DDP."""
-    if not wanted:
-        return Stage(name=STAGES[3], skipped="not asked for (--compile)")
-    orders: list[CompileOrder] = ["none", "model"]
-    if winner.sync == "ddp":
-        orders.append("ddp")
-    return Stage(
-        name=STAGES[3], candidates=tuple(replace(winner, compile=order) for order in orders)
-    )
-
-
-def _sizes_stage(name: str, winner: Choice, option: str, sizes: Sequence[float], why: str) -> Stage:
-    """The winner, and the winner with each of `sizes`; skipped when there is a reason."""
+        sizes = [size for size in _BUCKETS_MB if size != usual and min(size, usual) < whole]
+        why = "" if sizes else f"all gradients are {whole:.1f} MiB"
+    if "bucket_mb" not in known.options if recipe is None else recipe.grouping != "buckets":
+        why = f"{winner.sync} has no buckets"
+    elif not has_messages:
+        why = "the ranks share memory, and no bucket travels"
+    elif first and recipe is None:
+        why = f"{winner.sync} chooses it by itself"
     if why:
         return Stage(name=name, skipped=why)
     others = [replace(winner, options={**winner.options, option: size}) for size in sizes]
     return Stage(name=name, candidates=(winner, *others))
 
 
-def _recipe_of(choice: Choice) -> Recipe | None:
-    recipe = STRATEGIES[choice.sync].recipe
-    return None if recipe is None else replace(recipe, **choice.options)
-
-
-def _no_buckets(winner: Choice, *, has_messages: bool) -> str:
-    """Why there are no buckets to cut otherwise; "" when there are."""
-    recipe = _recipe_of(winner)
-    if recipe is not None and recipe.grouping != "buckets":
-        return f"{winner.sync} has no buckets"
-    if recipe is None and "bucket_mb" not in STRATEGIES[winner.sync].options:
-        return f"{winner.sync} has no buckets"
-    if not has_messages:
-        return "the ranks share memory, and no bucket travels"
-    return ""
-
-
-_DOUBT = 0.05
-"""How often noise may win a stage, on both sides together."""
+def compile_stage(winner: Choice, *, wanted: bool) -> Stage:
+    """Whether to compile, and in which order with DDP."""
+    if not wanted:
+        return Stage(name=STAGES[3], skipped="not asked for (--compile)")
+    orders: list[CompileOrder] = ["none", "model", *(["ddp"] if winner.sync == "ddp" else [])]
+    return Stage(name=STAGES[3], candidates=tuple(replace(winner, compile=o) for o in orders))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -230,27 +193,20 @@ class Judged:
     """A candidate beside the default; a ratio is its time over the default's."""
 
     label: str
-    ratio: float
-    """Median over rounds."""
-    low: float
-    """The interval's ends."""
+    ratio: float  # median over rounds
+    low: float  # the interval's ends
     high: float
-    faster: bool
-    """See [Note: What counts as faster]."""
+    faster: bool  # see [Note: What counts as faster]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
     """A stage's outcome."""
 
-    winner: str
-    """Label of the fastest candidate, or of the default."""
-    noise: float
-    """By how much the default's second copy differs from the first, as a fraction."""
-    judged: tuple[Judged, ...]
-    """Every candidate but the default, in order."""
-    words: str
-    """In one line."""
+    winner: str  # label of the fastest candidate, or of the default
+    noise: float  # by how much the default's second copy differs from the first, as a fraction
+    judged: tuple[Judged, ...]  # every candidate but the default, in order
+    words: str  # in one line
 
 
 def decide(
@@ -260,17 +216,8 @@ def decide(
     *,
     name: str,
 ) -> Decision:
-    """Choose between the default and the candidates.
-
-    Args:
-        default: its step time in each round, seconds.
-        again: the same of its second copy.
-        candidates: the same of each candidate, by label; at least one.
-        name: the default's label.
-
-    Raises:
-        ValueError: not the same number of rounds.
-    """
+    """Choose between the default, called `name`, and the candidates, by step times in each round:
+    the default's, those of its second copy, those of each candidate by label."""
     copies = [pair[n % 2] for n, pair in enumerate(zip(default, again, strict=True))]
     noise = abs(median(ratios(again, default)) - 1)
     judged = []
@@ -309,10 +256,8 @@ def _words(best: Judged, name: str, noise: float) -> str:
 
 _COLUMNS = ("candidate", "step, ms", "to none", "to the default", "sent, MB", "verdict")
 _LEGEND = (
-    "step: each rank's mean over a turn, of these the slowest rank's; median (quartiles) over "
-    "rounds. to none: the same over "
-    "ranks that never talk. to the default: median of the ratios within rounds, and the "
-    "bootstrap's 95 % interval, widened for the number of candidates; below 1 is faster. The "
+    f"{STEP_LEGEND}ranks that never talk. to the default: median of the ratios within rounds, and "
+    "the bootstrap's 95 % interval, widened for the number of candidates; below 1 is faster. The "
     "default is there twice: what its copies differ by is noise."
 )
 
@@ -360,9 +305,112 @@ def _cells(row: Mapping[str, Any], judged: Sequence[Mapping[str, Any]]) -> tuple
             verdict = "faster" if each["faster"] else slower
     return (
         row["contestant"],
-        spread_text(Spread(**row["total_ms"]), 1),
-        spread_text(Spread(**row["ratio"]), 3),
+        Spread(**row["total_ms"]).text(1),
+        Spread(**row["ratio"]).text(3),
         ratio,
         f"{row['comm_bytes'] / 1e6:.2f}",
         verdict,
     )
+
+
+def measure(request_json: dict[str, Any]) -> dict[str, Any]:
+    """This rank's part; the same on all ranks. With `failed` and `exit_code` alone when a candidate
+    does not train, or its options do not go together."""
+    from gradsync.bench.steps import NotTrainingError, quiet_session
+
+    request = from_json(TuneRequest, request_json)
+    settings = request.settings
+    session = quiet_session(settings.device, settings.threads, keep_memory=request.keep_memory)
+    with session as (world, keeps):
+        tell = progress_bar() if world.is_main else silent
+        try:
+            return Tuner(request, world, tell, keeps_memory=keeps).run()
+        except (ConfigError, NotTrainingError) as error:  # the same on all ranks
+            return failed(error)
+
+
+class Tuner:
+    """The stages, one after the other; `keeps_memory`: whether this process does keep freed
+    memory."""
+
+    def __init__(
+        self, request: TuneRequest, world: World, tell: Tell, *, keeps_memory: bool
+    ) -> None:
+        self._keeps_memory = keeps_memory
+        self._request, self._world, self._tell = request, world, tell
+        self._environment: Mapping[str, Any] = {}
+        self._samples: dict[str, Any] = {}
+        self._stages: list[dict[str, Any]] = []
+        self._has_messages = True
+
+    def run(self) -> dict[str, Any]:
+        """See `measure`."""
+        request = self._request
+        size = 4 * request.settings.config.num_params()  # fp32, as the weights are
+        choice = self._ask(strategy_stage(request, self._world), Choice())
+        for first in (False, True):
+            stage = bucket_stage(
+                choice, first=first, has_messages=self._has_messages, gradient_bytes=size
+            )
+            choice = self._ask(stage, choice)
+        choice = self._ask(compile_stage(choice, wanted=request.compile), choice)
+        return {
+            "choice": asdict(choice),
+            "stages": self._stages,
+            "device": self._world.device,
+            "num_nodes": self._world.num_nodes,
+            "environment": self._environment,
+            "samples": self._samples,
+        }
+
+    def _ask(self, stage: Stage, before: Choice) -> Choice:
+        """The answer to one question: one of the stage's candidates."""
+        from gradsync.bench.steps import Runner
+
+        if stage.skipped:
+            self._stages.append({"name": stage.name, "skipped": stage.skipped})
+            return before
+        request = self._request
+        plan = sync_plan(
+            request.settings,
+            with_ideals(stage.contestants(keep_memory=request.keep_memory), same_allocator=False),
+            world_size=self._world.world_size,
+            batch_size=request.batch_size,
+        )
+        result = Runner(plan, 0, self._world, None, self._tell).run()
+        rows = rows_of(plan, [{"keeps_memory": self._keeps_memory, **result}])
+        decision = decision_of(stage, result["contestants"])
+        self._environment = self._environment or result["environment"]
+        self._samples[stage.name] = result["contestants"]
+        self._stages.append(
+            {
+                "name": stage.name,
+                "rows": [row.as_json() for row in rows],
+                "decision": asdict(decision),
+            }
+        )
+        winner = next(each for each in stage.candidates if each.text == decision.winner)
+        if stage.name == "strategy":
+            self._has_messages = has_messages(rows, winner.text)
+        return winner
+
+
+def decision_of(stage: Stage, found: Mapping[str, Any]) -> Decision:
+    """The decision that the samples of a stage (by label, each rank's) lead to."""
+    name, *others = (choice.text for choice in stage.candidates)
+    seconds = {label: turns([rank["step_s"] for rank in ranks]) for label, ranks in found.items()}
+    return decide(
+        seconds[name],
+        seconds[again(name)],
+        {label: seconds[label] for label in others},
+        name=name,
+    )
+
+
+def has_messages(rows: list[Row], label: str) -> bool:
+    """Whether the gradients of contestant `label` travel; through shared memory they do not.
+
+    Where the system counts no bytes they may.
+    """
+    sent = {row.contestant: row.comm_bytes for row in rows if row.contestant != ALONE}
+    return sent[label] >= _SOME_MESSAGES * max(sent.values())

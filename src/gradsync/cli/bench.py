@@ -1,11 +1,11 @@
-"""`gradsync bench NAME`: pick a benchmark. Each one is a module `bench_NAME` of this package."""
+"""`gradsync bench NAME`: pick a benchmark. Each one is an experiment in `gradsync.bench.NAME`."""
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from importlib import import_module
 
-from gradsync.errors import ConfigError
+from gradsync.bench.experiment import check_name
+from gradsync.cli.experiment import run_experiment
 
 BENCHMARKS = {
     "sync": "training steps of every strategy, beside DDP, Accelerate, Fabric and no communication",
@@ -40,8 +40,5 @@ def run(argv: list[str]) -> int:
         print(_HELP.format(benchmarks="\n".join(lines)), end="")
         return 0 if argv else 2
     name, *rest = argv
-    if name not in BENCHMARKS:
-        near = get_close_matches(name, BENCHMARKS, n=1)
-        hint = f"; perhaps you meant {near[0]!r}" if near else ""
-        raise ConfigError(f"unknown benchmark {name!r}{hint} (there are: {', '.join(BENCHMARKS)})")
-    return import_module(f"gradsync.cli.bench_{name}").run(rest)
+    check_name("benchmark", name, BENCHMARKS)
+    return run_experiment(import_module(f"gradsync.bench.{name}").EXPERIMENT, rest)

@@ -10,11 +10,19 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from gradsync.bench.memory_choice import fits, memory_for, size_of, uses_cuda
-from gradsync.bench.record import check_folder, raise_failed
-from gradsync.bench.sync_plan import settings_of
+from gradsync.bench.experiment import (
+    Ask,
+    Experiment,
+    Findings,
+    check_folder,
+    check_least,
+    command_of,
+    raise_failed,
+    taken,
+)
+from gradsync.bench.plan import SyncSettings, fits, memory_for, size_of, uses_cuda
 from gradsync.bench.tune import STAGES, TuneRequest, print_report
-from gradsync.cli.experiment import Ask, Experiment, Findings, command_of, flag_of
+from gradsync.cli.experiment import run_experiment
 from gradsync.errors import ConfigError
 from gradsync.models.config import preset
 from gradsync.runtime.machine import choose_threads
@@ -24,8 +32,7 @@ from gradsync.train.tuned import TUNED, Choice, Conditions, Tuned, conditions_of
 from gradsync.world import World
 
 _COMMAND = ("tune",)
-_SIDE_BY_SIDE = 10
-"""Models that the largest stage holds."""
+_SIDE_BY_SIDE = 10  # models that the largest stage holds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,59 +47,43 @@ class TuneOptions:
 
     model: Annotated[str, tyro.conf.Positional] = "tiny"
     """tiny, mini, small, medium, large, xl, 1.3b, 2.7b."""
-    world_size: int = 2
-    """Ranks to start on this host."""
+    world_size: int = 2  # Ranks to start on this host.
     promise: str = "bitwise"
     """What a strategy must promise at least: bitwise (one rank's bits on any number of ranks), or
     rounding (one rank's numbers but for the order of sums)."""
-    dtype: Literal["fp32", "bf16"] | None = None
-    """fp32, or bf16 (autocast over fp32 weights)."""
-    batch_size: int | None = None
-    """Sequences per rank and step."""
-    leaves_per_rank: int | None = None
-    """Micro-batches into which these are divided."""
-    context_length: int | None = None
-    """Tokens of a sequence."""
-    data: str = ""
-    """Directory with train.bin, for the vocabulary; default: the built-in text's."""
-    num_steps: int = 5
-    """Optimizer steps of a turn that count."""
-    num_warmup: int = 1
-    """Optimizer steps of a turn before those."""
-    rounds: int = 12
-    """Turns of each candidate."""
+    dtype: Literal["fp32", "bf16"] | None = None  # fp32, or bf16 (autocast over fp32 weights).
+    batch_size: int | None = None  # Sequences per rank and step.
+    leaves_per_rank: int | None = None  # Micro-batches into which these are divided.
+    context_length: int | None = None  # Tokens of a sequence.
+    data: str = ""  # Directory with train.bin, for the vocabulary; default: the built-in text's.
+    num_steps: int = 5  # Optimizer steps of a turn that count.
+    num_warmup: int = 1  # Optimizer steps of a turn before those.
+    rounds: int = 12  # Turns of each candidate.
     threads: int | None = None
     """Intra-op threads of a rank; default: as `gradsync train` has it, 1 on a CPU."""
-    device: str = "auto"
-    """auto, cpu or cuda."""
-    keep_memory: bool = True
-    """CPU: what a step frees stays in the process, as in `gradsync train`."""
-    compile: bool = False
-    """Try torch.compile too (changes bits; `--sync auto` then compiles)."""
-    seed: int = 0
-    """Names tokens and weights."""
-    out: str = ""
-    """Write record.json, with every sample, into this folder."""
+    device: str = "auto"  # auto, cpu or cuda.
+    keep_memory: bool = True  # CPU: what a step frees stays in the process, as in `gradsync train`.
+    compile: bool = False  # Try torch.compile too (changes bits; `--sync auto` then compiles).
+    seed: int = 0  # Names tokens and weights.
+    out: str = ""  # Write record.json, with every sample, into this folder.
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print one JSON document on standard output; tables go to standard error."""
-    dry_run: bool = False
-    """Only say what would be measured."""
+    dry_run: bool = False  # Only say what would be measured.
 
 
 def request_of(options: TuneOptions, world: World) -> TuneRequest:
     """Check the request; under a launcher, at its number of ranks."""
     preset(options.model)
     start = recipe(options.model)
-    for name in ("world_size", "batch_size", "leaves_per_rank", "context_length", "threads"):
-        if (value := getattr(options, name)) is not None and value < 1:
-            raise ConfigError(f"{flag_of(name)} must be at least 1; got {value}")
+    check_least(options, world_size=1, batch_size=1, leaves_per_rank=1, context_length=1, threads=1)
     if options.data and not Path(options.data).is_dir():
         raise ConfigError(f"--data {options.data} is no directory")
     world_size = world.world_size if world.is_distributed else options.world_size
     local = world.local_world_size if world.is_distributed else world_size
     batch, leaves = batch_of(options, start, world_size)
     on_cuda = uses_cuda(options.device)
-    settings = settings_of(
+    settings = taken(
+        SyncSettings,
         options,
         model_size=options.model,
         vocab_size=vocabulary(options.data) or preset(options.model).vocab_size,
@@ -217,10 +208,10 @@ def measured_conditions(
 EXPERIMENT = Experiment(
     command=_COMMAND,
     options=TuneOptions,
-    measure="gradsync.bench.tune_worker:measure",
+    measure="gradsync.bench.tune:measure",
     variants=request_of,
     collect=_collect,
     metrics=_findings,
     dry=lambda request: {"request": asdict(request), "stages": STAGES},
 )
-run = EXPERIMENT.run
+run = partial(run_experiment, EXPERIMENT)

@@ -40,7 +40,7 @@ class Fit:
     alpha_s: float
     """Seconds; at least 0."""
     beta_s_per_byte: float
-    """Seconds per byte of the whole tensor (see `collectives_plan`); at least 0."""
+    """Seconds per byte of the whole tensor (see `bench.collectives`); at least 0."""
     residual: float
     """Median of |predicted / measured - 1|: 0.1 means that half of the sizes lie within 10 %."""
     worst: float

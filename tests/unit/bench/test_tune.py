@@ -12,23 +12,21 @@ import numpy as np
 import pytest
 import tyro
 
-from gradsync.bench.record import from_json
-from gradsync.bench.statistics import interval
-from gradsync.bench.sync_plan import SyncSettings
+from gradsync.bench.experiment import from_json
+from gradsync.bench.plan import SyncSettings
 from gradsync.bench.tune import (
     Decision,
     TuneRequest,
     bucket_stage,
     compile_stage,
     decide,
+    decision_of,
     fewest_rounds,
-    first_bucket_stage,
+    has_messages,
     strategies,
     strategy_stage,
     verdicts,
 )
-from gradsync.bench.tune_worker import decision_of, has_messages
-from gradsync.cli.main import main
 from gradsync.cli.train import _threads
 from gradsync.cli.tune import TuneOptions, command_text, request_of
 from gradsync.sync.registry import STRATEGIES
@@ -77,16 +75,16 @@ def test_a_real_gain_is_taken() -> None:
     assert set(winners) <= {"c1", "default"}
 
 
-def test_the_fastest_of_several_is_taken_and_slower_ones_are_called_so() -> None:
+def test_the_fastest_of_several_is_taken() -> None:
     found = decided([0.10, 0.30, 0.20], seed=0)
     assert found.winner == "c1"
     assert [each.faster for each in found.judged] == [True, True, True]
     assert found.words.startswith("c1 takes 30.")
     assert "less time than default (95 % interval" in found.words
-    found = decided([-0.2, -0.4], seed=1)
-    assert found.winner == "default"
-    assert found.words == "nothing is faster than default, which stays"
-    assert all(each.low > 1 for each in found.judged)
+    slower = decided([-0.2, -0.4], seed=1)
+    assert slower.winner == "default"
+    assert slower.words == "nothing is faster than default, which stays"
+    assert all(each.low > 1 for each in slower.judged)
 
 
 def test_what_lies_within_the_copies_difference_is_refused() -> None:
@@ -103,23 +101,8 @@ def test_what_lies_within_the_copies_difference_is_refused() -> None:
     assert decide(steady, again, {"c": much}, name="default").winner == "c"
 
 
-def test_rounds_are_compared_with_themselves() -> None:
-    default = [1.0, 10.0, 100.0, 1.0, 10.0, 100.0, 1.0, 10.0]
-    found = decide(default, default, {"c": [0.9 * x for x in default]}, name="default")
-    assert found.winner == "c"
-    (judged,) = found.judged
-    assert judged.low == pytest.approx(0.9)
-    assert judged.high == pytest.approx(0.9)
-
-
-def test_interval_narrows_with_the_doubt_and_rounds_are_as_many_as_chance_needs() -> None:
-    values = list(np.random.default_rng(0).normal(1, 0.1, 15))
-    low, high = interval(values, doubt=0.05)
-    wide_low, wide_high = interval(values, doubt=0.005)
-    assert wide_low <= low < np.median(values) < high <= wide_high
-    assert (wide_low, wide_high) != (low, high)
-    assert interval(values, doubt=0.05) == (low, high)
-    # Values that all lie on one side by chance: less often than the doubt.
+def test_rounds_that_chance_needs() -> None:
+    """Values that all lie on one side by chance: less often than the doubt."""
     assert [fewest_rounds(k) for k in (1, 2, 4, 5, 7)] == [6, 7, 8, 8, 9]
     assert all(k * 2.0 ** (1 - fewest_rounds(k)) <= 0.05 for k in range(1, 20))
 
@@ -152,55 +135,55 @@ def test_two_levels_need_hosts_with_equally_many_ranks() -> None:
 
 
 def test_the_default_takes_part_twice() -> None:
-    stage = bucket_stage(Choice(sync="zero1"), has_messages=True, gradient_bytes=30 * MIB)
+    stage = bucket_stage(
+        Choice(sync="zero1"), first=False, has_messages=True, gradient_bytes=30 * MIB
+    )
     labels = [each.label for each in stage.contestants(keep_memory=False)]
     assert labels[:3] == ["zero1", "zero1 (again)", "zero1:bucket_mb=2.0"]
     assert len(set(labels)) == len(labels)
     assert not any(each.keep_memory for each in stage.contestants(keep_memory=False))
 
 
-def sizes_of(stage: Any, option: str) -> list[float]:
-    assert not stage.skipped
-    return [choice.options[option] for choice in stage.candidates[1:]]
-
-
 def test_only_sizes_that_cut_otherwise_are_tried() -> None:
-    invariant = Choice()
-
-    def sizes(mib: float) -> list[float]:
-        stage = bucket_stage(invariant, has_messages=True, gradient_bytes=int(mib * MIB))
-        return sizes_of(stage, "bucket_mb")
+    def sizes(mib: float, *, first: bool = False, winner: Choice | None = None) -> Any:
+        stage = bucket_stage(
+            winner or Choice(), first=first, has_messages=True, gradient_bytes=int(mib * MIB)
+        )
+        option = "first_bucket_mb" if first else "bucket_mb"
+        return stage.skipped or [choice.options[option] for choice in stage.candidates[1:]]
 
     assert sizes(500) == [2.0, 5.0, 10.0, 50.0, 100.0]
     assert sizes(20) == [2.0, 5.0, 10.0]
     assert sizes(7) == [2.0, 5.0]
-    tiny = bucket_stage(invariant, has_messages=True, gradient_bytes=MIB)
-    assert tiny.skipped == "all gradients are 1.0 MiB"
-    small = replace(invariant, options={"bucket_mb": 2.0})
-    first = first_bucket_stage(small, has_messages=True, gradient_bytes=500 * MIB)
-    assert sizes_of(first, "first_bucket_mb") == [0.25]
-    assert all(choice.options["bucket_mb"] == 2.0 for choice in first.candidates)
+    assert sizes(1) == "all gradients are 1.0 MiB"
+    small = Choice(options={"bucket_mb": 2.0})
+    assert sizes(500, first=True, winner=small) == [0.25]
+    stage = bucket_stage(small, first=True, has_messages=True, gradient_bytes=500 * MIB)
+    assert all(choice.options["bucket_mb"] == 2.0 for choice in stage.candidates)
+    assert sizes(0.1, first=True) == "there is nothing beyond 0.1 MiB to divide"
 
 
-@pytest.mark.parametrize("stage_of", [bucket_stage, first_bucket_stage])
-def test_buckets_are_not_measured_where_there_are_none(stage_of: Any) -> None:
+@pytest.mark.parametrize("first", [False, True])
+def test_buckets_are_not_measured_where_there_are_none(first: bool) -> None:
     def skipped(sync: str, *, messages: bool = True) -> str:
-        stage = stage_of(Choice(sync=sync), has_messages=messages, gradient_bytes=500 * MIB)
-        return stage.skipped
+        return bucket_stage(
+            Choice(sync=sync), first=first, has_messages=messages, gradient_bytes=500 * MIB
+        ).skipped
 
     assert skipped("flat") == "flat has no buckets"
     assert skipped("naive") == "naive has no buckets"
     assert skipped("invariant", messages=False) == "the ranks share memory, and no bucket travels"
     assert skipped("invariant") == ""
-    ddp = skipped("ddp")
-    assert ddp == ("" if stage_of is bucket_stage else "ddp chooses it by itself")
+    assert skipped("ddp") == ("ddp chooses it by itself" if first else "")
 
 
 def test_compilation_only_on_request() -> None:
     assert compile_stage(Choice(), wanted=False).skipped == "not asked for (--compile)"
-    for sync, orders in (("invariant", ["none", "model"]), ("ddp", ["none", "model", "ddp"])):
-        stage = compile_stage(Choice(sync=sync), wanted=True)
-        assert [each.compile for each in stage.candidates] == orders
+    found = compile_stage(Choice(), wanted=True).candidates
+    assert [each.compile for each in found] == ["none", "model"]
+    assert [c.compile for c in compile_stage(Choice(sync="ddp"), wanted=True).candidates] == [
+        *("none", "model", "ddp")
+    ]
     (_, _, compiled) = compile_stage(Choice(), wanted=True).contestants(keep_memory=True)
     assert (compiled.label, compiled.compile) == ("invariant, compile model", "model")
 
@@ -253,9 +236,9 @@ def test_sizes_are_those_of_the_training_run() -> None:
 
 
 def test_threads_are_those_of_the_training_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("os.cpu_count", 64), ("gradsync.runtime.machine.usable_cores", 64)):
+    for name, value in (("os.cpu_count", 64), ("gradsync.runtime.threads._affinity", 64)):
         monkeypatch.setattr(name, lambda value=value: value)
-    monkeypatch.setattr("gradsync.runtime.machine.cgroup_cores", lambda: None)
+    monkeypatch.setattr("gradsync.runtime.threads.cgroup_cores", lambda: None)
     assert requested(device="cpu").settings.threads == 1
     assert requested(device="cpu", threads=3).settings.threads == 3
     assert _threads(TrainConfig(sync="auto", device="cpu")) == 1
@@ -272,37 +255,3 @@ def test_the_record_says_what_to_type(options: TuneOptions) -> None:
     words = shlex.split(command_text(replace(options, out="x", as_json=True)))
     assert words[:2] == ["gradsync", "tune"]
     assert tyro.cli(TuneOptions, args=words[2:]) == options
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (("tny",), "did you mean tiny?"),
-        (("--world-size", "1"), "--world-size must be at least 2; got 1"),
-        (("--world-size", "0"), "--world-size must be at least 1; got 0"),
-        (("--rounds", "7"), "--rounds must be at least 8 to tell 5 candidates from noise; got 7"),
-        (("--promise", "lossy"), "--promise must be one of bitwise, rounding; got 'lossy'"),
-        (("--batch-size", "3", "--leaves-per-rank", "2"), "3 does not divide into 2 leaves"),
-        (("--context-length", "999"), "'tiny' takes 1 to 256 tokens"),
-        (("--data", "nowhere"), "--data nowhere is no directory"),
-        (("2.7b", "--world-size", "64", "--batch-size", "1"), "error: model 2.7b: 64 rank(s) need"),
-        (("--out", "/dev/null/x"), "--out"),
-        (("--device", "cudax"), "--device must be one of auto, cpu, cuda; got 'cudax'"),
-        (("--world-size", "16"), "fewer ranks than 16; give --batch-size or --leaves-per-rank"),
-    ],
-)
-def test_bad_requests_get_one_line(
-    flags: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["tune", *flags]) == 2
-    printed = capsys.readouterr()
-    assert message in printed.err
-    assert printed.err.count("\n") == 1
-    assert printed.out == ""
-
-
-def test_dry_run_says_what_would_be_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["tune", "mini", "--dry-run", "--batch-size", "1", "--world-size", "2"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert document["request"]["settings"]["model_size"] == "mini"
-    assert document["stages"] == ["strategy", "bucket size", "first bucket", "compilation"]

@@ -5,18 +5,13 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 
-from gradsync.bench.collectives_measure import measure
-from gradsync.bench.collectives_plan import Settings
-from gradsync.bench.record import check_folder, environment, write_record
+from gradsync.bench.experiment import check_folder, environment, write_record
 from gradsync.core.files import json_text, write_text
 from gradsync.errors import ConfigError, RunError
-from gradsync.world import World
 
 
 def record(folder: Path, **data: Any) -> Path:
@@ -86,24 +81,6 @@ def test_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"--out .*file/below: .*file is no folder"):
         check_folder("--out", tmp_path / "file" / "below")
-
-
-def test_the_machine_is_described_before_it_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its load would else be that of the measurement."""
-    module, order = "gradsync.bench.collectives_measure", []
-    session = mock.MagicMock(threads=1)
-    session.__enter__.return_value = World(world_size=2, local_world_size=2)
-
-    def called(what: str, value: Any) -> Any:
-        return lambda *_, **__: order.append(what) or value
-
-    bench = SimpleNamespace(run=called("measured", []), skipped=[], wrong=[])
-    monkeypatch.setattr(f"{module}.Session", lambda _: session)
-    monkeypatch.setattr(f"{module}.environment", called("described", {}))
-    monkeypatch.setattr(f"{module}.Bench", lambda *_: bench)
-    settings = dict.fromkeys(Settings.__dataclass_fields__, ()) | {"device": "cpu", "threads": 1}
-    measure(settings)
-    assert order == ["described", "measured"]
 
 
 def test_the_environment_is_json_and_names_nobody() -> None:

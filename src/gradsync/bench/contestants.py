@@ -1,4 +1,4 @@
-"""The contestants of `bench sync`: names, options, allocator settings. No torch here.
+"""Contestants of a measurement: names, options, allocator settings. No torch here.
 
     none          plain torch that talks to nobody: the ideal
     NAME          a strategy of the registry, used as its documentation says
@@ -11,18 +11,18 @@ A name may carry options: `bucketed:bucket_mb=1,collective=gloo`.
 [Note: Two allocator settings]
 `gradsync train` keeps freed memory in the process (glibc), which alone makes steps on a CPU much
 faster. Others do not: "as their users run them" is without. So `none` takes part in both settings,
-and everybody is compared with the `none` of the own setting. The setting holds for a whole process
-and cannot be taken back, hence one set of processes for each.
+and each contestant is compared with the `none` of its own setting. The setting holds for a whole
+process and cannot be taken back, hence one set of processes for each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from importlib.util import find_spec
 from typing import Any
 
+from gradsync.bench.experiment import check_name
 from gradsync.errors import ConfigError
 from gradsync.sync.options import Kind, check_value
 from gradsync.sync.registry import STRATEGIES, check_options
@@ -39,37 +39,33 @@ OTHERS: dict[str, dict[str, Kind]] = {
     "fabric": {},
 }
 """Contestants that are not ours, with the options they take."""
-PACKAGES = {"accelerate": "accelerate", "fabric": "lightning_fabric"}
-"""Packages that they need (extra `bench`)."""
-DEFAULT = ("naive", "flat", "overlap", "bucketed", "invariant", *OTHERS)
+_PACKAGES = {"accelerate": "accelerate", "fabric": "lightning_fabric"}  # extra `bench`
+_SEVERAL = {
+    "default": ("naive", "flat", "overlap", "bucketed", "invariant", *OTHERS),
+    "all": (*STRATEGIES, *OTHERS),
+}
 _KEEP = "keep_memory"
-_OVERLAPPING = ("ddp", "powersgd", "fsdp")
-"""Strategies outside the engine that overlap."""
+_OVERLAPPING = ("ddp", "powersgd", "fsdp")  # strategies outside the engine that overlap
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contestant:
     """One row of the table."""
 
-    label: str
-    """Its name in the table; no two are called alike."""
-    name: str
-    """A strategy of the registry, `none`, or one of `OTHERS`."""
+    label: str  # its name in the table; no two are called alike
+    name: str  # a strategy of the registry, `none`, or one of `OTHERS`
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Given with the name."""
-    keep_memory: bool = True
-    """Whether its processes keep freed memory; see [Note: Two allocator settings]."""
-    compile: str = "none"
-    """For our strategies: where `torch.compile` stands, as in `gradsync train --compile`."""
+    keep_memory: bool = True  # see [Note: Two allocator settings]
+    compile: str = "none"  # for our strategies: as in `gradsync train --compile`
 
     @property
     def chose_memory(self) -> bool:
-        """Whether `keep_memory` was given with the name, and not left to it."""
+        """Whether `keep_memory` was given with the name."""
         return f"{_KEEP}=" in self.label
 
     @property
     def is_ours(self) -> bool:
-        """True for strategies of the registry."""
+        """Whether it is a strategy of the registry."""
         return self.name in STRATEGIES
 
     @property
@@ -96,9 +92,8 @@ def parse_contestants(text: str) -> list[Contestant]:
     """
     chosen: list[Contestant] = []
     for word in _words(text):
-        if word in ("default", "all"):
-            names = DEFAULT if word == "default" else (*STRATEGIES, *OTHERS)
-            chosen += [_contestant(name) for name in names if not missing_package(name)]
+        if word in _SEVERAL:
+            chosen += [_contestant(name) for name in _SEVERAL[word] if not _missing(name)]
         elif word.startswith(f"{ALONE}:"):
             raise ConfigError(f"--strategies: {ALONE} always takes part, and has no options")
         elif word != ALONE:
@@ -106,11 +101,10 @@ def parse_contestants(text: str) -> list[Contestant]:
     if not chosen and ALONE not in _words(text):
         raise ConfigError("--strategies: name at least one contestant")
     labels = [each.label for each in chosen]
-    for label in labels:
-        if labels.count(label) > 1:
-            raise ConfigError(f"--strategies: {label} is named twice")
     for each in chosen:
-        if package := missing_package(each.name):
+        if labels.count(each.label) > 1:
+            raise ConfigError(f"--strategies: {each.label} is named twice")
+        if package := _missing(each.name):
             raise ConfigError(
                 f"contestant {each.name!r} needs the package {package}: "
                 "pip install 'gradsync[bench]'"
@@ -118,25 +112,30 @@ def parse_contestants(text: str) -> list[Contestant]:
     return chosen
 
 
+def few_steps(name: str, inner_steps: int) -> dict[str, Any]:
+    """Options with which a few steps of a strategy show what many would."""
+    return {
+        "local_sgd": {"inner_steps": inner_steps},
+        "diloco": {"inner_steps": inner_steps},
+        "powersgd": {"start_powerSGD_iter": 2},
+    }.get(name, {})
+
+
 def left_out(text: str) -> list[str]:
     """Contestants that `default` or `all` in `text` stand for, but whose package is missing."""
-    several = {"default", "all"} & set(_words(text))
-    return [name for name in OTHERS if missing_package(name)] if several else []
+    several = set(_SEVERAL) & set(_words(text))
+    return [name for name in OTHERS if _missing(name)] if several else []
 
 
-def missing_package(name: str) -> str:
+def _missing(name: str) -> str:
     """The package that contestant `name` needs and that is not installed; "" when all is there."""
-    package = PACKAGES.get(name, "")
+    package = _PACKAGES.get(name, "")
     return package if package and find_spec(package) is None else ""
 
 
 def with_ideals(chosen: Sequence[Contestant], *, same_allocator: bool) -> list[Contestant]:
-    """`chosen` behind the `none` of each allocator setting that occurs.
-
-    Args:
-        chosen: see `parse_contestants`.
-        same_allocator: all keep freed memory, whoever they are.
-    """
+    """`chosen` behind the `none` of each allocator setting that occurs; with `same_allocator` all
+    keep freed memory."""
     if same_allocator:
         chosen = [replace(each, keep_memory=True) for each in chosen]
     settings = {each.keep_memory for each in chosen} or {True}
@@ -163,11 +162,7 @@ def _words(text: str) -> list[str]:
 
 def _contestant(word: str) -> Contestant:
     name, _, listed = word.partition(":")
-    if name not in STRATEGIES and name not in OTHERS:
-        known = [*STRATEGIES, *OTHERS, ALONE]
-        near = get_close_matches(name, known, n=1)
-        hint = f"; perhaps you meant {near[0]!r}" if near else ""
-        raise ConfigError(f"unknown contestant {name!r}{hint} (there are: {', '.join(known)})")
+    check_name("contestant", name, (*STRATEGIES, *OTHERS, ALONE))
     options = dict(_option(name, part) for part in listed.split(",") if part)
     keep = options.pop(_KEEP, name in STRATEGIES)
     if not isinstance(keep, bool):

@@ -1,40 +1,38 @@
-"""What `bench sync` understands and refuses, and in which order it measures."""
+"""Contestants, sets of ranks and their turns, what fits into memory and time."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from importlib import import_module
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import tyro
 
-from gradsync.bench import memory_choice
-from gradsync.bench.contestant import parse_contestants, with_ideals
-from gradsync.bench.memory_choice import Load, check_fits, fits, largest_that_fits, needed_bytes
-from gradsync.bench.record import from_json
-from gradsync.bench.sync_plan import (
+from gradsync.bench import sync
+from gradsync.bench.contestants import parse_contestants, with_ideals
+from gradsync.bench.experiment import from_json
+from gradsync.bench.plan import (
+    Load,
     Plan,
     SyncSettings,
     duration,
+    fits,
+    largest_that_fits,
+    needed_bytes,
     seconds_of,
+    size_of,
     sync_plan,
 )
-from gradsync.bench.sync_run import Baton, my_set
-from gradsync.cli import bench_sync, experiment
-from gradsync.cli.experiment import command_of
-from gradsync.cli.main import main
+from gradsync.bench.steps import Baton, my_set
 from gradsync.errors import ConfigError
 from gradsync.models.config import PRESETS
 from gradsync.parallel.layout import Layout
 from gradsync.plan.memory.model import memory_need
 from gradsync.plan.workload import Split, Workload
 from gradsync.world import World
+from support.bench_results import GB
 
 LOAD = Load(leaf_tokens=512, ranks=2, busy_ranks=2)
-GB = 10**9
 
 
 def names(text: str) -> list[str]:
@@ -106,7 +104,7 @@ def test_contestants_that_cannot_be(text: str, message: str) -> None:
 
 
 def test_a_missing_package_is_named_or_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradsync.bench.contestant.find_spec", lambda name: None)
+    monkeypatch.setattr("gradsync.bench.contestants.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs the package lightning_fabric.*gradsync\[bench\]"):
         parse_contestants("naive,fabric")
     assert names("default")[-1] == "torch_ddp"
@@ -196,71 +194,12 @@ def test_memory_decides_which_size() -> None:
     )
     assert needed_bytes(PRESETS["mini"], LOAD) == 2 * need.total
     assert fits(PRESETS["tiny"], side_by_side, 20 * GB)
-    check_fits("small", LOAD, 20 * GB)
+    assert size_of("small", LOAD, 20 * GB) == "small"
+    assert size_of("auto", LOAD, 22 * GB) == "medium"
     with pytest.raises(ConfigError, match=r"xl: 2 rank\(s\) need .* GB short\); 'medium' fits"):
-        check_fits("xl", LOAD, 22 * GB)
+        size_of("xl", LOAD, 22 * GB)
     with pytest.raises(ConfigError, match="no size fits"):
-        check_fits("tiny", LOAD, 10**6)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--model-size", "tinny"], "did you mean tiny"),
-        (["--model-size", "tiny", "--context-length", "300"], "takes 1 to 256 tokens"),
-        (["--model-size", "tiny", "--world-size", "0"], "--world-size must be at least 1"),
-        (["--model-size", "tiny", "--batch-size", "0"], "--batch-size must be at least 1"),
-        (["--model-size", "tiny", "--leaves-per-rank", "2"], "does not divide into 2 leaves"),
-        (["--model-size", "tiny", "--dtype", "fp8"], "--dtype must be one of fp32, bf16"),
-        (["--model-size", "tiny", "--rounds", "0"], "--rounds must be at least 1"),
-        (["--model-size", "tiny", "--num-warmup", "-1"], "--num-warmup must not be negative"),
-        (["--model-size", "tiny", "--bucket-mb", "0"], "--bucket-mb must be positive"),
-        (
-            ["--model-size", "tiny", "--bucket-mb", "inf"],
-            "must be a finite number in 32 bits; got inf",
-        ),
-        (["--model-size", "tiny", "--seed", "9" * 20], "--seed must be at most 92233720"),
-        (["--model-size", "tiny", "--device", "cudax"], "--device must be one of auto, cpu, cuda"),
-        (["--model-size", "tiny", "--device", "cuda"], "torch finds no CUDA device here"),
-        (
-            ["--same-allocator", "--strategies", "torch_ddp:keep_memory=false"],
-            "all keep freed memory, and torch_ddp:keep_memory=false does not",
-        ),
-        (["--model-size", "tiny", "--threads", "0"], "--threads must be at least 1"),
-        (["--model-size", "2.7b", "--world-size", "64"], "GB short"),
-        (["--model-size", "tiny", "--plot", "x.jpg"], "ends in .png, .svg, .pdf"),
-        (["--model-size", "tiny", "--csv", "/no/such/x.csv"], "there is no folder /no/such"),
-    ],
-)
-def test_requests_that_cannot_be(
-    words: list[str],
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert main(["bench", "sync", *words]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
-
-
-def test_dry_run_says_what_would_be_measured(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(memory_choice, "available_bytes", lambda: 6 * GB)
-    words = ["--model-size", "tiny", "--strategies", "naive,torch_ddp", "--same-allocator"]
-    assert main(["bench", "sync", *words, "--dry-run"]) == 0
-    plan = from_json(Plan, json.loads(capsys.readouterr().out))
-    assert [entry.label for entry in plan.entries] == ["none", "naive", "torch_ddp"]
-    assert plan.settings.side_by_side
-    assert plan.settings.tokens == 256
-    words = ["--model-size", "mini", "--strategies", "naive,torch_ddp", "--batch-size", "2"]
-    assert main(["bench", "sync", *words, "--dry-run"]) == 0
-    plan = from_json(Plan, json.loads(capsys.readouterr().out))
-    assert len(plan.sets) == 2
-    assert not plan.settings.side_by_side  # all at once would need more
-    assert (plan.settings.tokens, plan.entries[0].batch_size) == (512, 2)
+        size_of("tiny", LOAD, 10**6)
 
 
 @pytest.mark.parametrize(
@@ -282,10 +221,10 @@ def test_a_model_that_nobody_chose_is_done_in_three_minutes(
         assert ranks_per_host == 2
         return work.model.flops_per_token(work.seq_len) * work.leaf_tokens / flops
 
-    monkeypatch.setattr(bench_sync, "trial_step", trial)
-    monkeypatch.setattr(bench_sync, "size_of", lambda name, *_: name.replace("auto", longest))
-    options = tyro.cli(bench_sync.SyncOptions, args=[*words, "--device", "cpu"])
-    plan = bench_sync.plan_of(options, World())
+    monkeypatch.setattr(sync, "trial_step", trial)
+    monkeypatch.setattr(sync, "size_of", lambda name, *_: name.replace("auto", longest))
+    options = tyro.cli(sync.SyncOptions, args=[*words, "--device", "cpu"])
+    plan = sync.plan_of(options, World())
     assert plan.settings.model_size == model
 
 
@@ -296,32 +235,3 @@ def test_how_long_it_takes() -> None:
     steps = 4 * (9 + 3 * 5) + 2 * 4
     assert seconds_of(plan, 2.0) - seconds_of(plan, 0.0) == pytest.approx(steps * 2.0)
     assert [duration(s) for s in (0.2, 40, 170, 4_800)] == ["1 s", "40 s", "3 min", "1 h 20 min"]
-
-
-@pytest.mark.parametrize("command", ["bench_sync", "tune"])
-def test_one_rank_of_a_launcher_says_what_would_be_measured(
-    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module = import_module(f"gradsync.cli.{command}")
-    said = []
-    for rank in range(2):
-        world = World(rank=rank, world_size=2, local_rank=rank, local_world_size=2)
-        monkeypatch.setattr(experiment, "resolve", lambda _, w=world: SimpleNamespace(world=w))
-        assert module.run(["--dry-run"]) == 0
-        said.append(capsys.readouterr().out)
-    assert json.loads(said[0])
-    assert said[1] == ""
-
-
-def test_the_command_line_says_what_a_launcher_started() -> None:
-    world = World(world_size=4, local_world_size=4, launcher="torchrun")
-    asked = bench_sync.SyncOptions(model_size="tiny")
-    found = command_of(bench_sync.as_measured(asked, world), ("bench", "sync"))
-    assert found == "gradsync bench sync --model-size tiny --world-size 4 --same-allocator"
-    assert bench_sync.as_measured(asked, World()) == asked
-
-
-def test_the_command_line_of_a_record(tmp_path: Path) -> None:
-    options = bench_sync.SyncOptions(model_size="tiny", same_allocator=True, out=str(tmp_path))
-    found = command_of(options, ("bench", "sync"))
-    assert found == "gradsync bench sync --model-size tiny --same-allocator"

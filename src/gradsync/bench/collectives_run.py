@@ -2,11 +2,22 @@
 
 At each size every algorithm's result is checked once; then come rounds in which each algorithm,
 and the copy, has a turn of several repetitions. The next round begins with the next algorithm.
+
+[Note: A common begin] Ranks leave a barrier one after the other, up to a fraction of a millisecond
+apart: longer than many operations take. Whoever is early would measure waiting, and an operation
+that some ranks may begin alone (a broadcast) would seem to take no time at all. Ranks of one host
+have one clock: they agree on a moment a little ahead, wait for it in a loop, and measure from that
+moment. A repetition for which a rank came late (the system gave its core to another one) did not
+begin together and is dropped; unless there are more ranks than cores, which cannot be in time.
+Ranks of several hosts measure from the end of a barrier. On a GPU that barrier is a collective on
+the same stream, and the time is between two events on it, read when the device is done.
 """
 
 from __future__ import annotations
 
 import gc
+import os
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,11 +25,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gradsync.bench.collectives_check import Patterns
-from gradsync.bench.collectives_clock import Clock, clock_for, in_time, slowest
-from gradsync.bench.collectives_plan import (
+from gradsync.bench.collectives import (
     COPY,
     DTYPES,
+    Samples,
     Settings,
     choose_sizes,
     counts_of,
@@ -26,9 +36,8 @@ from gradsync.bench.collectives_plan import (
     rounds_of,
     size_text,
 )
-from gradsync.bench.collectives_report import Samples
-from gradsync.bench.record import environment, from_json
-from gradsync.bench.report import Tell, progress_bar, silent
+from gradsync.bench.experiment import environment, from_json
+from gradsync.bench.report import Tell, percentile, progress_bar, silent
 from gradsync.comm.base import Communicator
 from gradsync.comm.groups import communicator, groups
 from gradsync.comm.p2p_collectives import (
@@ -55,41 +64,182 @@ if TYPE_CHECKING:
     from gradsync.comm.groups import Groups
     from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
 
-
 _WARM_UP = 2
 _SHARED = ("shared", "shared_copies")
+_LENGTH = 65_521  # numbers of a rank before they repeat: the largest prime below 2**16
+_MOST = 127  # no sum of them may exceed it: int8 ends there, and bfloat16 is exact up to 256
+_TRIALS = 30
+_SHORTEST_NS, _LONGEST_NS = 50_000, 2_000_000
+_LATE_S, _LATE_PART = 5e-6, 0.02
+"""A rank may be as late as the longer of these: seconds, part of the operation's time."""
+
+
+class Patterns:
+    """The numbers that ranks bring, and the results that they should get: sums are exact.
+
+    Each rank has its own sequence of small integers, of prime length, repeated over the tensor: a
+    part that ends up in a wrong place, or a rank that is missing or counted twice, shows. Sums are
+    exact up to 127 ranks.
+    """
+
+    def __init__(
+        self, rank: int, world_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._rank, self._world_size = rank, world_size
+        highest = max(min(_MOST // world_size, 4), 1)
+        tiles = [
+            torch.randint(highest + 1, (_LENGTH,), generator=torch.Generator().manual_seed(seed))
+            for seed in range(world_size)
+        ]
+        self._tiles = [tile.to(device, dtype) for tile in tiles]
+        self._sum = torch.stack(tiles).sum(0).to(device, dtype)
+
+    def fill(self, source: Tensor, result: Tensor) -> None:
+        """This rank's numbers into `source`, and before that nonsense into `result`, so that an
+        operation that does nothing is found out. Both [n] of any length; they may overlap."""
+        result.fill_(-1)
+        for piece in source.split(_LENGTH):
+            piece.copy_(self._tiles[self._rank][: len(piece)])
+
+    def first_wrong(self, operation: str, result: Tensor) -> int:
+        """Index of the first wrong element of this rank's `result`, or -1."""
+        if operation == "all_gather":
+            parts = result.view(self._world_size, -1)
+            for rank, part in enumerate(parts):
+                found = _first_difference(self._tiles[rank], part, 0)
+                if found >= 0:
+                    return rank * parts.shape[1] + found
+            return -1
+        if operation == "broadcast":
+            return _first_difference(self._tiles[0], result, 0)
+        start = self._rank * len(result) if operation == "reduce_scatter" else 0
+        return _first_difference(self._sum, result, start)
+
+
+def _first_difference(tile: Tensor, found: Tensor, start: int) -> int:
+    """Where [n] differs from the repeated tile from `start` on; -1 for nowhere."""
+    turned = tile.roll(-(start % len(tile)))
+    for number, piece in enumerate(found.split(len(tile))):
+        expected = turned[: len(piece)]
+        if not torch.equal(piece, expected):
+            return number * len(tile) + int((piece != expected).nonzero()[0])
+    return -1
+
+
+@dataclass(frozen=True, slots=True)
+class Lap:
+    """One repetition."""
+
+    seconds: float  # from the common begin to the end
+    late_s: float = 0.0  # from the common begin to the real one
+
+
+def slowest(comm: Communicator, laps: list[Lap]) -> list[Lap]:
+    """The longest time of each repetition and its latest begin, over all ranks."""
+    found = torch.tensor([[lap.seconds, lap.late_s] for lap in laps], dtype=torch.float64)
+    # All ranks, float64 [n, 2], on the CPU.
+    comm.all_reduce(found, "max").wait()
+    return [Lap(*pair) for pair in found.tolist()]
+
+
+def in_time(laps: list[Lap]) -> list[float]:
+    """Seconds of the repetitions that began together; of the least late one when none did."""
+    kept = [lap.seconds for lap in laps if lap.late_s <= max(_LATE_S, _LATE_PART * lap.seconds)]
+    return kept or [min(laps, key=lambda lap: lap.late_s).seconds]
+
+
+class Clock:
+    """Times an operation on all ranks at once, each repetition from the end of a barrier: for CPU
+    ranks of several hosts."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        begin = time.perf_counter()
+        for _ in range(_TRIALS):
+            self.lap(lambda: None)
+        [lap] = slowest(comm, [Lap((time.perf_counter() - begin) / _TRIALS)])
+        self.overhead_s = lap.seconds
+        """Cost of each repetition besides the operation, about, seconds; alike on all ranks."""
+
+    def lap(self, run: Callable[[], None]) -> Lap:
+        """One repetition on this rank; all ranks call it."""
+        self._comm.barrier()
+        begin = time.perf_counter()
+        run()
+        return Lap(time.perf_counter() - begin)
+
+
+class MomentClock(Clock):
+    """See [Note: A common begin]; for CPU ranks of one host."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._crowded = comm.world_size > usable_cores()
+        late = []
+        for _ in range(_TRIALS):
+            agreed_ns = self._agree()
+            late.append(time.perf_counter_ns() - agreed_ns)
+        [longest] = slowest(comm, [Lap(2e-9 * percentile(late, 90))])
+        self._ahead_ns = int(min(max(longest.seconds * 1e9, _SHORTEST_NS), _LONGEST_NS))
+        self.overhead_s = 2e-9 * self._ahead_ns
+
+    def lap(self, run: Callable[[], None]) -> Lap:
+        begin = self._agree() + self._ahead_ns
+        while time.perf_counter_ns() < begin:
+            if self._crowded:
+                os.sched_yield()
+        late = 0 if self._crowded else time.perf_counter_ns() - begin
+        run()
+        return Lap((time.perf_counter_ns() - begin) * 1e-9, late * 1e-9)
+
+    def _agree(self) -> int:
+        """When the last rank came, nanoseconds: one all-reduce, int64 [1], on the CPU."""
+        now = torch.tensor([time.perf_counter_ns()])
+        self._comm.all_reduce(now, "max").wait()
+        return int(now)
+
+
+class EventClock(Clock):
+    """For ranks with a CUDA device each."""
+
+    def __init__(self, comm: Communicator, device: torch.device) -> None:
+        self._small = torch.zeros(1, device=device)
+        super().__init__(comm)
+
+    def lap(self, run: Callable[[], None]) -> Lap:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        # All ranks, float32 [1]: behind it on the stream, all begin together.
+        self._comm.all_reduce(self._small).wait()
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        return Lap(begin.elapsed_time(end) * 1e-3)
+
+
+def clock_for(world: World, comm: Communicator, device: torch.device) -> Clock:
+    """The best one there is; all ranks call it."""
+    if device.type == "cuda":
+        return EventClock(comm, device)
+    return MomentClock(comm) if world.one_host else Clock(comm)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Operation:
-    """One operation by one algorithm over its buffers.
-
-    Values of buffers are zeros while it is timed: a sum in place would otherwise grow with each
-    repetition, until it is infinite.
-    """
+    """One operation by one algorithm over its buffers, which are zeros while it is timed: a sum in
+    place would otherwise grow with each repetition, until it is infinite."""
 
     algorithm: str
-    """Its name."""
-    source: Tensor
-    """The numbers that this rank brings; overwritten where the operation works in place."""
-    result: Tensor
-    """Where the result will be; may share memory with `source`."""
+    source: Tensor  # the numbers that this rank brings; overwritten by what works in place
+    result: Tensor  # may share memory with `source`
     run: Callable[[], object]
     """Carry it out once, blocking (on CUDA: until the current stream may use the result)."""
 
 
 class Buffers:
-    """Ordinary and shared tensors of one size: [count] and [count / ranks] of each kind.
-
-    Args:
-        count: elements of the whole tensor.
-        ranks: how many divide it.
-        like: of its dtype, and on its device.
-        shared: all ranks by shared memory, if some algorithm wants its buffers there.
-
-    Raises:
-        SharedMemoryError: on all ranks, when there is not enough of it.
-    """
+    """Ordinary and shared tensors of one size: [count] and [count / ranks] of each kind, of the
+    dtype and on the device of `like`. `shared` is all ranks by shared memory, if some algorithm
+    wants its buffers there; `SharedMemoryError` on all ranks when there is not enough of it."""
 
     def __init__(
         self, count: int, ranks: int, like: Tensor, shared: SharedMemoryCommunicator | None
@@ -120,15 +270,8 @@ class Buffers:
 def build(
     operation: str, algorithm: str, comm: Communicator, levels: Groups, buffers: Buffers
 ) -> Operation:
-    """`operation` by `algorithm` over `buffers`; see `collectives_plan.OPERATIONS`.
-
-    Args:
-        operation: name.
-        algorithm: name.
-        comm: all ranks, for `shared` and `shared_copies` through shared memory.
-        levels: inside and between hosts.
-        buffers: of the size.
-    """
+    """`operation` by `algorithm` over `buffers`; see `collectives.OPERATIONS`. `comm` is all ranks,
+    for `shared` and `shared_copies` through shared memory."""
     in_place = algorithm == "shared"
     whole = buffers.shared_whole if in_place else buffers.whole
     part = buffers.shared_part if in_place else buffers.part
@@ -168,12 +311,7 @@ def build(
 
 def measure(settings_json: dict[str, Any]) -> dict[str, Any]:
     """Open a session, measure everything; returns what `--json` and the record are made of, with
-    samples as `Samples` has them.
-
-    Raises:
-        ConfigError: fewer than two ranks, a size beyond memory, a dtype that a backend cannot add.
-        GradsyncError: the ranks did not meet, or one of them failed.
-    """
+    samples as `Samples` has them."""
     settings = from_json(Settings, settings_json)
     session = Session(SessionOptions(device=_device(settings.device), threads=settings.threads))
     with session as world:
@@ -193,26 +331,18 @@ def measure(settings_json: dict[str, Any]) -> dict[str, Any]:
 
 
 class Bench:
-    """One rank's part.
-
-    Args:
-        settings: the same on all ranks.
-        world: with at least two of them.
-        tell: called on rank 0 before each size.
-    """
+    """One rank's part; `tell` is called on rank 0 before each size."""
 
     def __init__(self, settings: Settings, world: World, tell: Tell) -> None:
-        self._settings = settings
-        self._world = world
+        self._settings, self._world = settings, world
         self._tell = tell if world.is_main else silent
-        self._comm = communicator(world)
-        self._groups = groups(world)
+        self._comm, self._groups = communicator(world), groups(world)
         self._shared: SharedMemoryCommunicator | None = None
         self._device = torch.device(world.device)
-        dtype: torch.dtype = getattr(torch, DTYPES[settings.dtype])
+        dtype: torch.dtype = getattr(torch, DTYPES[settings.dtype][0])
         self._like = torch.zeros(1, dtype=dtype, device=self._device)
         self._patterns = Patterns(world.rank, world.world_size, dtype, self._device)
-        self._clock: Clock = clock_for(world, self._comm, self._device)
+        self._clock = clock_for(world, self._comm, self._device)
         self.skipped: list[str] = []
         """Operations that could not be measured, and why: a line each."""
         self.wrong: list[str] = []
@@ -223,7 +353,13 @@ class Bench:
         settings, samples = self._settings, list[Samples]()
         if set(settings.operations) & {"all_reduce", "reduce_scatter"}:
             check_supported(self._comm, self._like, "sum", "backend")
-        sizes = choose_sizes(settings, available_bytes=self._free_bytes(), ranks=self._sharers())
+        on_cpu = self._device.type == "cpu"
+        free = available_bytes() if on_cpu else torch.cuda.mem_get_info(self._device)[0]
+        sizes = choose_sizes(
+            settings,
+            available_bytes=min(all_gather_numbers(self._comm, free)),  # so that all choose alike
+            ranks=self._world.local_world_size if on_cpu else 1,
+        )
         self._share_memory()
         was_on = gc.isenabled()
         gc.disable()  # Python collects garbage now and then, for milliseconds: not meanwhile
@@ -249,12 +385,12 @@ class Bench:
         if not set(_SHARED) & set(self._settings.algorithms):
             return
         if self._device.type != "cpu":
-            self._skip("shared, shared_copies: for tensors on the CPU only")
+            self.skipped.append("shared, shared_copies: for tensors on the CPU only")
             return
         try:
             self._shared = share_memory(self._comm)
         except SharedMemoryError as error:
-            self._skip(f"shared, shared_copies: {error}")
+            self.skipped.append(f"shared, shared_copies: {error}")
 
     def _algorithms(self, operation: str) -> list[str]:
         names = self._settings.algorithms_of(operation)
@@ -269,7 +405,9 @@ class Bench:
             in_memory = self._shared if "shared" in names else None
             buffers = Buffers(count, ranks, self._like, in_memory)
         except SharedMemoryError as error:
-            self._skip(f"{operation} by shared at {size_text(self._bytes(count))}: {error}")
+            self.skipped.append(
+                f"{operation} by shared at {size_text(self._bytes(count))}: {error}"
+            )
             names.remove("shared")
             buffers = Buffers(count, ranks, self._like, None)
         copy = Operation(
@@ -335,22 +473,8 @@ class Bench:
             for _ in range(burst):
                 contestant.run()
 
-        laps = slowest(self._comm, self._clock.time(run, repetitions))
+        laps = slowest(self._comm, [self._clock.lap(run) for _ in range(repetitions)])
         return [round(seconds / burst, 9) for seconds in in_time(laps)]
-
-    def _sharers(self) -> int:
-        """Ranks that share one memory with this one."""
-        return self._world.local_world_size if self._device.type == "cpu" else 1
-
-    def _free_bytes(self) -> int:
-        """The least on any rank, so that all choose alike; see `Communicator.all_gather`."""
-        on_cpu = self._device.type == "cpu"
-        free = available_bytes() if on_cpu else torch.cuda.mem_get_info(self._device)[0]
-        return min(all_gather_numbers(self._comm, free))
-
-    def _skip(self, line: str) -> None:
-        if line not in self.skipped:
-            self.skipped.append(line)
 
 
 def _device(asked: str) -> str:

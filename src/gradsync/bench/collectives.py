@@ -1,0 +1,516 @@
+"""`gradsync bench collectives`: what collectives cost here, beside the memory's own bandwidth.
+
+Sizes are nccl-tests': bytes of the whole tensor, that is of the input of all_reduce, broadcast and
+reduce_scatter, and of the output of all_gather. So are `algbw` = size / time, and `busbw`, which is
+that times the part of the tensor that must pass each rank's link, so that a ring at its best shows
+the link's speed (PERFORMANCE.md of nccl-tests):
+
+    all_reduce 2 (n - 1) / n     reduce_scatter, all_gather (n - 1) / n     broadcast 1
+
+For ranks that share a host's memory there is a yardstick: the least bytes that an operation must
+move, at the rate at which a plain copy of S bytes moves its 2 S. That rate is measured beside the
+operations, with all ranks busy at once: each one copies between two buffers of its own.
+
+[Note: Least bytes] What the busiest of W ranks must at least read and write, for a tensor of S
+bytes, when every rank's buffer can be reached by all and nothing is copied on the way:
+
+    all_reduce       its share S/W of W buffers is read, and written into W buffers      2 S
+    reduce_scatter   its share of W buffers is read, and written once              S + S/W
+    all_gather       W parts of S/W are read and written                                 2 S
+    broadcast        S is read and written                                               2 S
+
+[Note: Beyond the limit] It is a yardstick rather than a bound, and an operation may pass it:
+
+- A processor that writes to memory first reads the line that it writes to, unless it is in a cache
+  already. A copy's destination is not: of S bytes it moves 3 S, and counts as 2 S. An operation in
+  place has just read what it writes, and moves no more than it counts. So a pass in place reaches
+  up to 150 % of the rate of a copy: all_reduce can.
+- Caches: W ranks that copy hold 2 W S bytes, W ranks that all-reduce W S. Where the one is too much
+  and the other fits, the copy goes to memory and the operation does not.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import chain, groupby
+from typing import IO, TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from gradsync.bench.experiment import (
+    Experiment,
+    Findings,
+    check_least,
+    check_name,
+    command_of,
+    names_in,
+    taken,
+)
+from gradsync.bench.plan import DEVICES, uses_cuda
+from gradsync.bench.report import (
+    Spread,
+    csv_text,
+    percentile,
+    print_notes,
+    print_table,
+    ratios,
+    spread,
+)
+from gradsync.errors import ConfigError
+from gradsync.plan.timing.alpha_beta import Fit, fit_line, quality, save_fits
+
+if TYPE_CHECKING:
+    from gradsync.world import World
+
+OPERATIONS = {
+    "all_reduce": (
+        *("backend", "ring", "recursive_doubling", "hierarchical", "tree"),
+        *("shared", "shared_copies"),
+    ),
+    "reduce_scatter": ("backend", "ring", "shared", "shared_copies"),
+    "all_gather": ("backend", "ring", "shared", "shared_copies"),
+    "broadcast": ("backend", "tree", "shared", "shared_copies"),
+}
+"""Algorithms of each operation. `backend` is the process group's own, `shared` goes through shared
+memory over buffers that lie there, `shared_copies` over ordinary ones."""
+ALGORITHMS = tuple(dict.fromkeys(name for names in OPERATIONS.values() for name in names))
+COPY = "copy"  # the yardstick that runs beside the algorithms: each rank copies on its own
+DTYPES = {
+    **{"fp64": ("float64", 8), "fp32": ("float32", 4), "bf16": ("bfloat16", 2)},
+    **{"fp16": ("float16", 2), "int64": ("int64", 8), "int32": ("int32", 4), "int8": ("int8", 1)},
+}
+"""By the name for users: torch's, and bytes."""
+GB = 1e9
+_SMALLEST = 4
+_BUFFERS = 7
+"""The most buffers of the tensor's size that a rank holds: two ordinary ones, two in shared memory,
+one in which an algorithm receives, and as much again inside a backend."""
+_SPARE = 0.9  # part of the free memory that may be taken
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+_COMMAND = ("bench", "collectives")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CollectivesOptions:
+    """Time all_reduce, reduce_scatter, all_gather and broadcast by every algorithm, from 4 B to
+    1 GiB: p50, p95, algbw and busbw as nccl-tests define them.
+
+    Beside them runs a plain copy, all ranks at once. For ranks of one host, "of limit" is an
+    operation's rate relative to that copy's; in place it can exceed 100 %, because a copy reads its
+    destination's lines before it writes them. Each algorithm's result is checked at each size.
+    Started by torchrun, mpirun or srun, it measures these ranks.
+    """
+
+    operations: str = "all"
+    """all_reduce, reduce_scatter, all_gather, broadcast, with commas between them; or all."""
+    algorithms: str = "all"
+    """backend (gloo or nccl), ring, recursive_doubling, hierarchical, tree, shared (in place, over
+    shared memory), shared_copies; or all."""
+    sizes: str = ""
+    """Of the whole tensor, with commas: 4K,25M (K, M, G are powers of 1024; KB, MB, GB of 1000).
+    Default: 4 B, 16 B, 64 B, ... as far as memory goes."""
+    max_bytes: str = "1G"  # Largest of the default sizes.
+    world_size: int = 2  # Ranks to start on this host.
+    dtype: str = "fp32"  # fp64, fp32, bf16, fp16, int64, int32 or int8.
+    device: str = "auto"  # cpu, cuda, or auto: GPUs where there is one for each rank of a host.
+    threads: int | None = None  # Intra-op threads of a rank; default: cores / ranks.
+    rounds: int = 7  # Turns of each algorithm at each size; slow ones get fewer, at least 3.
+    burst: int = 1
+    """Operations that follow each other in one repetition, which counts as their mean. With 1 each
+    one comes after a pause, as in training; nccl-tests have 20."""
+    seconds_per_point: float = 0.3  # Time for one algorithm at one size, about, seconds.
+    save: bool = False  # Keep the fitted costs in the user's cache, for planning.
+    csv: str = ""  # Write one row per operation, size and algorithm to this file.
+    out: str = ""  # Write record.json, with every sample, into this folder.
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
+    """Print one JSON document on standard output; the tables go to standard error."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """The request, as every rank is told it; see `CollectivesOptions`."""
+
+    operations: tuple[str, ...]
+    algorithms: tuple[str, ...]
+    sizes: tuple[int, ...]  # bytes; none for the default ones
+    max_bytes: int
+    dtype: str
+    device: str
+    threads: int | None
+    rounds: int
+    burst: int
+    seconds_per_point: float
+
+    def __post_init__(self) -> None:
+        for what, names, known in (
+            ("operation", self.operations, OPERATIONS),
+            ("algorithm", self.algorithms, ALGORITHMS),
+            ("dtype", (self.dtype,), DTYPES),
+            ("device", (self.device,), DEVICES),
+        ):
+            if not names:
+                raise ConfigError(f"no {what} given (there are: {', '.join(known)})")
+            for name in names:
+                check_name(what, name, known)
+        if not any(self.algorithms_of(operation) for operation in self.operations):
+            raise ConfigError(
+                f"nothing to measure: {', '.join(self.operations)} by "
+                f"{', '.join(self.algorithms)} does not exist"
+            )
+        check_least(self, rounds=1, burst=1, threads=1)
+        seconds = self.seconds_per_point
+        if not (math.isfinite(seconds) and seconds >= 0):
+            raise ConfigError(f"--seconds-per-point {seconds}: must be a finite number, at least 0")
+
+    def algorithms_of(self, operation: str) -> list[str]:
+        """The algorithms asked for that the operation has."""
+        return [name for name in OPERATIONS[operation] if name in self.algorithms]
+
+
+def plan_of(options: CollectivesOptions, world: World) -> Settings:
+    """Check the request."""
+    if options.world_size < 2:
+        raise ConfigError(
+            f"--world-size {options.world_size}: collectives need at least 2 ranks; one has "
+            "nothing to move"
+        )
+    operations, algorithms = options.operations, options.algorithms
+    settings = taken(
+        Settings,
+        options,
+        operations=tuple(OPERATIONS) if operations == "all" else names_in(operations),
+        algorithms=ALGORITHMS if algorithms == "all" else names_in(algorithms),
+        sizes=tuple(parse_size("--sizes", word) for word in names_in(options.sizes)),
+        max_bytes=parse_size("--max-bytes", options.max_bytes),
+    )
+    uses_cuda(options.device)  # refuses it where there is none
+    return settings
+
+
+def parse_size(option: str, text: str) -> int:
+    """Bytes from `4`, `4B`, `64K`, `25M`, `25MiB` (powers of 1024) or `25MB` (of 1000)."""
+    pattern = r"([0-9]{1,19}(?:\.[0-9]+)?) ?([KMG]?)(iB|B|)"
+    found = re.fullmatch(pattern, text.strip(), re.IGNORECASE)
+    if found is None:
+        raise ConfigError(
+            f"{option}: {text[:80]!r} is no size; write bytes, or a number with K, M or G: 64K"
+        )
+    number, unit, suffix = found[1], found[2].upper(), found[3].lower()
+    factor = _UNITS[unit]
+    if suffix == "b" and unit:
+        factor = 1000 ** (list(_UNITS).index(unit))
+    size = int(float(number) * factor)
+    if size < 1:
+        raise ConfigError(f"{option}: {text!r} is less than one byte")
+    return size
+
+
+def size_text(size_bytes: int) -> str:
+    """Short, exact: `4 B`, `64 KiB`, `25 MiB`; plain bytes where that does not come out even."""
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size_bytes >= factor:
+            even = size_bytes % (factor // 4) == 0
+            return f"{size_bytes / factor:g} {unit}" if even else f"{size_bytes} B"
+    return f"{size_bytes} B"
+
+
+def choose_sizes(settings: Settings, *, available_bytes: int, ranks: int) -> list[int]:
+    """Bytes in ascending order, where `ranks` ranks share `available_bytes`: those asked for (a
+    `ConfigError` if they need more), or 4 B, 16 B, 64 B, ... as far as memory goes."""
+    usable = int(_SPARE * available_bytes)
+    if settings.sizes:
+        largest = max(settings.sizes)
+        needed = _BUFFERS * ranks * largest
+        if needed > usable:
+            raise ConfigError(
+                f"--sizes: {size_text(largest)} takes {needed / 2**30:.1f} "
+                f"GiB for {ranks} rank(s), and {usable / 2**30:.1f} GiB may be taken here; the "
+                f"largest size is {usable // (_BUFFERS * ranks)} bytes"
+            )
+        return sorted(set(settings.sizes))
+    sizes, size = [], _SMALLEST
+    while size <= settings.max_bytes and _BUFFERS * ranks * size <= usable:
+        sizes.append(size)
+        size *= 4
+    if not sizes:
+        raise ConfigError(f"--max-bytes {settings.max_bytes}: the smallest size is {_SMALLEST}")
+    return sizes
+
+
+def counts_of(operation: str, sizes: Sequence[int], dtype: str, world_size: int) -> list[int]:
+    """Elements of the whole tensor for each size, without repetition.
+
+    Rounded down to whole elements, and up to whole parts where each rank has a part of its own.
+    """
+    counts = [max(size // DTYPES[dtype][1], 1) for size in sizes]
+    if operation in ("reduce_scatter", "all_gather"):
+        counts = [math.ceil(count / world_size) * world_size for count in counts]
+    return list(dict.fromkeys(counts))
+
+
+def repetitions_of(seconds: float, settings: Settings, overhead_s: float) -> int:
+    """How often one turn repeats an operation that takes `seconds`."""
+    turn_s = settings.seconds_per_point / settings.rounds
+    return max(1, min(int(turn_s / (seconds + overhead_s)), 50))
+
+
+def rounds_of(seconds: Sequence[float], settings: Settings) -> int:
+    """How many rounds for algorithms that take `seconds` each: fewer where they are slow, but at
+    least three (unless fewer were asked for)."""
+    affordable = int(settings.seconds_per_point * len(seconds) / sum(seconds))
+    return max(min(3, settings.rounds), min(affordable, settings.rounds))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Samples:
+    """Times of one algorithm at one size."""
+
+    operation: str
+    algorithm: str  # one of the operation's, or `COPY`
+    size_bytes: int
+    count: int  # elements
+    rounds_s: list[list[float]]  # per round and repetition: seconds on the slowest rank
+
+    @property
+    def medians_s(self) -> list[float]:
+        """The median of each round, seconds."""
+        return [percentile(times, 50) for times in self.rounds_s]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """A table's line: one algorithm at one size."""
+
+    operation: str
+    algorithm: str  # one of the operation's, or `COPY`
+    size_bytes: int
+    count: int  # elements
+    repetitions: int  # over all rounds
+    p50_s: float
+    p95_s: float
+    algbw_gbs: float  # 1e9 bytes per second
+    busbw_gbs: float | None  # None for the copy
+    limit_s: float | None
+    """Time of the least bytes at the rate of a plain copy, where ranks share memory, seconds;
+    None elsewhere, and for the copy."""
+    of_limit: Spread | None
+    """The operation's rate relative to a plain copy's, by rounds; what works in place may pass 1
+    (see [Note: Beyond the limit])."""
+
+
+def limit_s(operation: str, world_size: int, copy_s: float) -> float:
+    """The time of an operation at the rate of a copy of as many bytes, which takes `copy_s` with
+    all ranks copying at once; see [Note: Least bytes]."""
+    return copy_s * (1 + 1 / world_size if operation == "reduce_scatter" else 2) / 2
+
+
+def bus_factor(operation: str, world_size: int) -> float:
+    """busbw / algbw; see the table above."""
+    others = (world_size - 1) / world_size
+    return {"all_reduce": 2 * others, "broadcast": 1.0}.get(operation, others)
+
+
+def rows_of(found: Sequence[Samples], world_size: int, *, one_memory: bool) -> list[Row]:
+    """A row for each entry, with the copy's samples among them; where ranks share `one_memory`, the
+    copy is a yardstick."""
+    copies = {(s.operation, s.count): s for s in found if s.algorithm == COPY}
+    return [_row(s, copies[s.operation, s.count], world_size, one_memory=one_memory) for s in found]
+
+
+def _row(samples: Samples, copy: Samples, world_size: int, *, one_memory: bool) -> Row:
+    times, size = list(chain.from_iterable(samples.rounds_s)), samples.size_bytes
+    p50_s = percentile(times, 50)
+    is_copy = samples.algorithm == COPY
+    # What a copy moves is read once and written once; an algorithm's size counts once.
+    algbw = (2 * size if is_copy else size) / p50_s / GB
+    limit, of_limit = None, None
+    if one_memory and not is_copy:
+        limits = [limit_s(samples.operation, world_size, s) for s in copy.medians_s]
+        limit = percentile(limits, 50)
+        of_limit = spread(ratios(limits, samples.medians_s))
+    return Row(
+        operation=samples.operation,
+        algorithm=samples.algorithm,
+        size_bytes=size,
+        count=samples.count,
+        repetitions=len(times),
+        p50_s=p50_s,
+        p95_s=percentile(times, 95),
+        algbw_gbs=algbw,
+        busbw_gbs=None if is_copy else algbw * bus_factor(samples.operation, world_size),
+        limit_s=limit,
+        of_limit=of_limit,
+    )
+
+
+def fits_of(rows: Sequence[Row]) -> list[Fit]:
+    """A line for each operation and algorithm that was measured at two sizes or more."""
+    by_name: dict[tuple[str, str], dict[int, float]] = {}
+    for row in rows:
+        if row.algorithm != COPY:
+            points = by_name.setdefault((row.operation, row.algorithm), {})
+            points[row.size_bytes] = row.p50_s
+    return [fit_of(*name, points) for name, points in by_name.items() if len(points) > 1]
+
+
+def fit_of(operation: str, algorithm: str, points: Mapping[int, float]) -> Fit:
+    """The line through `points`: seconds by bytes."""
+    sizes, seconds = list(points), list(points.values())
+    alpha, beta = fit_line(sizes, seconds)
+    residual, worst = quality(alpha, beta, sizes, seconds)
+    return Fit(
+        operation=operation,
+        algorithm=algorithm,
+        alpha_s=alpha,
+        beta_s_per_byte=beta,
+        residual=residual,
+        worst=worst,
+        num_sizes=len(points),
+    )
+
+
+def _findings(
+    options: CollectivesOptions, settings: Settings, result: Mapping[str, Any], world: World
+) -> Findings:
+    found, num_nodes = result["environment"], result["num_nodes"]
+    samples = [Samples(**entry) for entry in result["samples"]]
+    rows = rows_of(samples, found["world_size"], one_memory=result["one_memory"])
+    fits = fits_of(rows)
+    about = {"num_nodes": num_nodes, "dtype": settings.dtype}
+    # The command at the number of ranks that there were.
+    words = (*_COMMAND, "--world-size", str(found["world_size"]))
+    flags = replace(options, world_size=CollectivesOptions().world_size)
+    return Findings(
+        environment=found,
+        command=command_of(flags, words),
+        data={
+            "passed": not result["wrong"],
+            "num_nodes": num_nodes,
+            "settings": asdict(settings),
+            "rows": [asdict(row) for row in rows],
+            "fits": [fit.to_json() for fit in fits],
+            "skipped": result["skipped"],
+            "wrong": result["wrong"],
+        },
+        samples=result["samples"],
+        show=partial(print_report, rows, fits, result, settings.dtype),
+        csv=lambda: csv_text(
+            [_csv_row(row, {**about, "world_size": found["world_size"]}) for row in rows]
+        ),
+        keep=(lambda: f"kept alpha and beta in {save_fits({**found, **about}, fits)}")
+        if options.save and fits
+        else None,
+        code=1 if result["wrong"] else 0,
+    )
+
+
+def _csv_row(row: Row, about: Mapping[str, Any]) -> dict[str, Any]:
+    """Times in microseconds; empty for no number."""
+    return {
+        "operation": row.operation,
+        "algorithm": row.algorithm,
+        "size_bytes": row.size_bytes,
+        "count": row.count,
+        **{name: about[name] for name in ("dtype", "world_size", "num_nodes")},
+        "repetitions": row.repetitions,
+        "p50_us": round(row.p50_s * 1e6, 3),
+        "p95_us": round(row.p95_s * 1e6, 3),
+        "algbw_gbs": row.algbw_gbs,
+        "busbw_gbs": row.busbw_gbs,
+        "limit_us": None if row.limit_s is None else round(row.limit_s * 1e6, 3),
+        "of_limit": None if row.of_limit is None else round(row.of_limit.median, 4),
+    }
+
+
+_OF_LIMIT = (
+    "of limit: the least bytes of the operation, moved at the rate of the plain copy beside it. A "
+    "copy reads the lines of its destination before it writes them, and has more buffers for the "
+    "caches to hold; an operation in place (all_reduce) does not, and may pass 100%."
+)
+
+
+def print_report(
+    rows: Sequence[Row],
+    fits: Sequence[Fit],
+    result: Mapping[str, Any],
+    dtype: str,
+    stream: IO[str],
+) -> None:
+    """A table per operation, the fits, what was skipped and what was wrong."""
+    found = result["environment"]
+    device = found["accelerator"] if found["backend"].endswith("nccl") else found["cpu"]
+    print(
+        f"{found['world_size']} ranks on {result['num_nodes']} host(s), {dtype}, "
+        f"{found['backend']}; {device}, {found['cores']} cores, load {found['load_at_start']} "
+        f"at the start, torch {found['torch']}, {found['date']}",
+        file=stream,
+    )
+    limited = any(row.of_limit is not None for row in rows)
+    columns = ["size", "algorithm", "p50", "p95", "algbw GB/s", "busbw GB/s"]
+    columns += ["of limit"] if limited else []
+    for operation, group in groupby(rows, key=lambda row: row.operation):
+        cells = [
+            _cells(row, first=not place)[: len(columns)]
+            for _, entries in groupby(group, key=lambda row: row.size_bytes)
+            for place, row in enumerate(entries)
+        ]
+        print(file=stream)
+        print_table(stream, operation, columns, cells, words=("algorithm",), framed=False)
+    if limited:
+        print(file=stream)
+        print_notes(stream, (_OF_LIMIT,))
+    if fits:
+        columns = ["operation", "algorithm", "alpha", "1/beta GB/s"]
+        columns += ["half of the sizes within", "worst factor"]
+        cells = [
+            (
+                *(fit.operation, fit.algorithm, time_text(fit.alpha_s)),
+                "" if not fit.beta_s_per_byte else rate_text(1 / fit.beta_s_per_byte / 1e9),
+                *(f"{fit.residual:.0%}", f"{fit.worst:.2f}"),
+            )
+            for fit in fits
+        ]
+        print(file=stream)
+        title = "seconds = alpha + beta * bytes"
+        print_table(stream, title, columns, cells, words=columns[:2], framed=False)
+    for word, lines in (("skipped:", result["skipped"]), ("WRONG", result["wrong"])):
+        for line in lines:
+            print(word, line, file=stream)
+
+
+def _cells(row: Row, *, first: bool) -> tuple[str, ...]:
+    """A line of a table; the first one of a size names that."""
+    return (
+        size_text(row.size_bytes) if first else "",
+        "copy (reads + writes)" if row.algorithm == COPY else row.algorithm,
+        time_text(row.p50_s),
+        time_text(row.p95_s),
+        rate_text(row.algbw_gbs),
+        "" if row.busbw_gbs is None else rate_text(row.busbw_gbs),
+        "" if row.of_limit is None else f"{row.of_limit.median:.0%}",
+    )
+
+
+def time_text(seconds: float) -> str:
+    """Three digits: `4.21 us`, `1.30 ms`, `2.05 s`."""
+    unit, factor = ("s", 1) if seconds >= 1 else ("ms", 1e3) if seconds >= 1e-3 else ("us", 1e6)
+    value = seconds * factor
+    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {unit}"
+
+
+def rate_text(gbs: float) -> str:
+    """Three digits, more where it is little."""
+    return f"{gbs:.3g}" if gbs < 100 else f"{gbs:.0f}"
+
+
+EXPERIMENT = Experiment(
+    command=_COMMAND,
+    options=CollectivesOptions,
+    measure="gradsync.bench.collectives_run:measure",
+    variants=plan_of,
+    metrics=_findings,
+)

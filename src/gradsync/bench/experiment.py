@@ -1,0 +1,195 @@
+"""A measurement from request to record, as values; `gradsync.cli.experiment` carries it out.
+
+Experiment(options, variants, measure, metrics)
+
+variants   from the command's options: what to measure, or why not
+measure    a rank's part, from JSON to JSON, on ranks of a launcher or on new ones
+metrics    what came out, for people, as JSON, CSV, picture and `record.json`
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from datetime import UTC, datetime
+from difflib import get_close_matches
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
+
+from gradsync.core.files import json_text, write_text
+from gradsync.errors import ConfigError, GradsyncError, RunError
+from gradsync.runtime.machine import cpu_model, usable_cores
+from gradsync.runtime.memory_limit import total_bytes
+
+if TYPE_CHECKING:
+    from gradsync.world import World
+
+_HEAD = ("environment", "command", "benchmark")
+_PLACES = ("csv", "plot", "out", "save", "as_json", "dry_run")
+"""Options that do not change what is measured."""
+
+T = TypeVar("T")
+Ask = Callable[..., dict[str, Any]]
+"""`ask(work, ranks, of=None)`: what rank 0 measured of `work`, a dataclass, on a launcher's ranks
+or on `ranks` new ones; `of` is another experiment, whose measurement it is."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Findings:
+    """Results, for every place that they may go to."""
+
+    environment: Mapping[str, Any]  # see `environment`
+    data: Mapping[str, Any]  # for `--json` and the record
+    show: Callable[[IO[str]], None]  # prints it for people
+    command: str = ""  # for the same measurement; usually as it was typed, without the places
+    samples: Any = None  # for the record alone
+    csv: Callable[[], str] | None = None
+    draw: Callable[[Path], None] | None = None
+    keep: Callable[[], str] | None = None  # keeps what other commands use, last; says where
+    code: int = 0  # exit code
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Experiment:
+    """A command that measures."""
+
+    command: tuple[str, ...]  # as typed
+    options: type  # its flags: a dataclass
+    measure: str  # `module:function`; imported by ranks only
+    variants: Callable[[Any, World], Any]  # from options and world; raises `ConfigError`
+    metrics: Callable[[Any, Any, Any, World], Findings]
+    """From options, variants, what was collected, and world."""
+    collect: Callable[[Any, Any, World, Ask], Any] = lambda options, variants, _, ask: ask(
+        variants, options.world_size
+    )
+    """From options, variants and world: what ranks measured, on rank 0."""
+    dry: Callable[[Any], Any] = asdict  # what `--dry-run` prints of the variants, as JSON has it
+
+
+def command_of(options: Any, command: Sequence[str]) -> str:
+    """The command line for the same measurement, without the places for its results."""
+    words = ["gradsync", *command]
+    for entry in fields(options):
+        value = getattr(options, entry.name)
+        if entry.name not in _PLACES and value != entry.default:
+            words += [flag_of(entry.name)] if value is True else [flag_of(entry.name), str(value)]
+    return shlex.join(words)
+
+
+def flag_of(name: str) -> str:
+    """An option as users type it."""
+    return "--" + name.replace("_", "-")
+
+
+def check_least(options: Any, **least: int) -> None:
+    """Refuse options that are below the least they may be; None may always be."""
+    for name, number in least.items():
+        if (value := getattr(options, name)) is not None and value < number:
+            raise ConfigError(f"{flag_of(name)} must be at least {number}; got {value}")
+
+
+def check_name(what: str, name: str, known: Collection[str]) -> None:
+    """Refuse a name that is not `known`, with the nearest one."""
+    if name not in known:
+        near = get_close_matches(name, known, n=1)
+        hint = f"; perhaps you meant {near[0]!r}" if near else ""
+        raise ConfigError(f"unknown {what} {name!r}{hint} (there are: {', '.join(known)})")
+
+
+def taken(kind: type[T], options: Any, **others: Any) -> T:
+    """A `kind` of the options that have the names of its fields, with `others` in their place."""
+    names = [entry.name for entry in fields(kind) if hasattr(options, entry.name)]  # type: ignore[arg-type]
+    return kind(**{name: getattr(options, name) for name in names} | others)
+
+
+def names_in(text: str) -> tuple[str, ...]:
+    """Words with commas between them, each once."""
+    return tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+
+
+def environment(*, world_size: int, threads: int) -> dict[str, Any]:
+    """Facts that a reader needs to judge the figures, as JSON; taken before anything is
+    measured."""
+    import torch
+    import torch.distributed as dist
+
+    has_group = dist.is_available() and dist.is_initialized()
+    has_cuda = torch.cuda.is_available()
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "cpu": cpu_model(),
+        "cores": usable_cores(),
+        "load_at_start": round(os.getloadavg()[0], 2),  # of the last minute
+        "memory_gib": round(total_bytes() / 2**30, 1),
+        "world_size": world_size,
+        "threads_per_rank": threads,
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "backend": str(dist.get_backend()) if has_group else "none",
+        "accelerator": torch.cuda.get_device_name() if has_cuda else None,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def check_folder(option: str, folder: Path) -> None:
+    """Refuse a folder that is a file, or may not be written or made, before anything is
+    measured."""
+    there = folder
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    if not there.is_dir():
+        raise ConfigError(f"{option} {folder}: {there} is no folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"{option} {folder}: {there} may not be written")
+
+
+def write_record(
+    folder: Path,
+    *,
+    name: str,
+    command: str,
+    environment: Mapping[str, Any],
+    data: Mapping[str, Any],
+) -> Path:
+    """Write `folder/record.json`, complete or not at all; returns its path. `command` is what to
+    type for the same measurement, `data` what JSON can write, without NaN and infinity."""
+    assert not set(_HEAD) & set(data), "a key of the head in the data"
+    document = {"environment": dict(environment), "command": command, "benchmark": name, **data}
+    path = folder / "record.json"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(path, json_text(document))
+    except OSError as error:
+        raise RunError(f"could not write {path}: {error.strerror}") from error
+    return path
+
+
+def failed(error: GradsyncError) -> dict[str, Any]:
+    """An error that all ranks found alike, as their result: one process speaks for all."""
+    return {"failed": str(error), "exit_code": error.exit_code}
+
+
+def raise_failed(result: Mapping[str, Any]) -> None:
+    """Raise what `failed` put into a result, as a `ConfigError` or a `RunError`."""
+    if "failed" in result:
+        kind = ConfigError if result["exit_code"] == ConfigError.exit_code else RunError
+        raise kind(result["failed"])
+
+
+def from_json(kind: type[T], data: Mapping[str, Any]) -> T:
+    """The dataclass `kind` out of what `dataclasses.asdict` and JSON made of it; fields may be
+    dataclasses, and tuples of one type."""
+    hints = get_type_hints(kind)
+    return kind(**{name: _value(hints[name], value) for name, value in data.items()})
+
+
+def _value(hint: Any, value: Any) -> Any:
+    if is_dataclass(hint):
+        return from_json(hint, value)
+    if get_origin(hint) is tuple:
+        return tuple(_value(get_args(hint)[0], each) for each in value)
+    return value

@@ -1,0 +1,384 @@
+"""What is measured, as checked values: a model, sets of processes, contestants, order of turns.
+
+    round 0    none  naive  flat  …                a turn: some steps to warm up, then `num_steps`
+    round 1    naive  flat  …  none                the next round begins with the next contestant
+    round 2    flat  …  none  naive
+
+A *set* is a number of ranks with one process group and one allocator setting. All sets are alive
+all the time; one of them works, the others sleep. No torch here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from gradsync.bench.contestants import ALONE, Contestant
+from gradsync.bench.experiment import check_least
+from gradsync.errors import ConfigError
+from gradsync.models.config import GPTConfig
+from gradsync.models.presets import PRESETS, preset
+from gradsync.parallel.layout import Layout
+from gradsync.plan.description import Kind
+from gradsync.plan.memory.model import memory_need
+from gradsync.plan.timing.estimate import leaf_operations, probe_work, scaled_profile
+from gradsync.plan.workload import Split, Workload
+from gradsync.runtime.memory_limit import available_bytes
+
+DEVICES = ("auto", "cpu", "cuda")
+DTYPES = ("fp32", "bf16")
+CHECK_STEPS = 4  # optimizer steps by which each contestant is checked
+USUAL_TOKENS = 512
+_SHARE = 0.9  # the part of the free memory that may be taken
+_LARGEST_SEED = 2**32  # each leaf's is a multiple of it, and generators take 64 bits
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SyncSettings:
+    """How each contestant is measured; numbers that cannot be are refused."""
+
+    model_size: str  # a preset of `gradsync.models.presets`
+    vocab_size: int | None = None  # number of token ids; None takes the preset's
+    context_length: int | None = None  # tokens of a sequence; None: the model's own, at most 512
+    num_steps: int = 10  # optimizer steps of a turn that count
+    num_warmup: int = 2  # optimizer steps of a turn before those
+    rounds: int = 5  # turns of each contestant
+    leaves_per_rank: int = 1  # micro-batches of a rank and step
+    dtype: str = "bf16"  # fp32, or bf16 (autocast over fp32 weights)
+    bucket_mb: float | None = None  # MiB, where there are any; None: each contestant's own
+    threads: int = 1  # intra-op threads of a rank
+    device: str = "auto"  # auto, cpu or cuda
+    seed: int = 0  # of tokens and weights
+    side_by_side: bool = True  # models stay from turn to turn; else each turn builds its own
+
+    def __post_init__(self) -> None:
+        preset(self.model_size)
+        check_least(self, num_steps=1, rounds=1, leaves_per_rank=1, threads=1)
+        if self.num_warmup < 0:
+            raise ConfigError(f"--num-warmup must not be negative; got {self.num_warmup}")
+        for name, known in (("dtype", DTYPES), ("device", DEVICES)):
+            if (value := getattr(self, name)) not in known:
+                raise ConfigError(f"--{name} must be one of {', '.join(known)}; got {value!r}")
+        if self.bucket_mb is not None and not 0 < self.bucket_mb < math.inf:
+            raise ConfigError(f"--bucket-mb must be positive and finite; got {self.bucket_mb}")
+        if abs(self.seed) > _LARGEST_SEED:
+            raise ConfigError(f"--seed must be within +-{_LARGEST_SEED}; got {self.seed}")
+        longest = PRESETS[self.model_size].block_size
+        if not 1 <= self.tokens <= longest:
+            raise ConfigError(
+                f"--context-length {self.context_length}: {self.model_size!r} takes 1 to {longest} "
+                "tokens"
+            )
+
+    @property
+    def config(self) -> GPTConfig:
+        """The model's shape."""
+        shape = PRESETS[self.model_size]
+        return shape if self.vocab_size is None else replace(shape, vocab_size=self.vocab_size)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a sequence."""
+        if self.context_length is None:
+            return min(USUAL_TOKENS, PRESETS[self.model_size].block_size)
+        return self.context_length
+
+    @property
+    def model_text(self) -> str:
+        """Model and precision, for titles."""
+        millions = self.config.num_params() / 1e6
+        return f"GPT {self.model_size} ({millions:.1f} M parameters), {self.dtype}"
+
+    @property
+    def turns_text(self) -> str:
+        """How often, for titles."""
+        return f"{self.rounds} rounds of {self.num_steps} steps"
+
+    @property
+    def text(self) -> str:
+        """The measurement, for titles."""
+        return f"{self.model_text}, sequences of {self.tokens}; {self.turns_text}"
+
+    def workload(self, batch_size: int, kind: Kind, *, ranks: int = 1) -> Workload:
+        """A step of `ranks` ranks of `batch_size` sequences each, as the formulas take it."""
+        return Workload(
+            model=self.config,
+            micro_batch_size=batch_size // self.leaves_per_rank,
+            seq_len=self.tokens,
+            num_leaves=self.leaves_per_rank * ranks,
+            dtype="bf16" if self.dtype == "bf16" else "fp32",
+            kind=kind,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerSet:
+    """Ranks with one process group."""
+
+    world_size: int
+    keep_memory: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """A contestant in its set."""
+
+    contestant: Contestant
+    worker_set: int  # index into `Plan.sets`
+    batch_size: int  # sequences of a rank and step
+
+    @property
+    def label(self) -> str:
+        """The contestant's."""
+        return self.contestant.label
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """The whole measurement."""
+
+    settings: SyncSettings
+    sets: tuple[WorkerSet, ...]
+    entries: tuple[Entry, ...]
+
+    def __post_init__(self) -> None:
+        leaves = self.settings.leaves_per_rank
+        for each in self.sets:
+            check_least(each, world_size=1)
+        for entry in self.entries:
+            check_least(entry, batch_size=1)
+            if entry.batch_size % leaves:
+                raise ConfigError(
+                    f"--batch-size {entry.batch_size} does not divide into {leaves} leaves; take "
+                    f"a multiple of {leaves}"
+                )
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of all sets."""
+        return sum(self.world_sizes)
+
+    @property
+    def world_sizes(self) -> tuple[int, ...]:
+        """Ranks of each set."""
+        return tuple(each.world_size for each in self.sets)
+
+    def turns(self) -> list[Entry]:
+        """Entries in the order of turns: round after round, each begun by the next contestant."""
+        order = []
+        for number in range(self.settings.rounds):
+            first = number % len(self.entries)
+            order += [*self.entries[first:], *self.entries[:first]]
+        return order
+
+    def entry(self, label: str) -> Entry:
+        """The one that is called so."""
+        return next(entry for entry in self.entries if entry.label == label)
+
+    def ideal_of(self, entry: Entry) -> Entry:
+        """The `none` of the same set, which does not communicate and holds equal batches."""
+        same_set = (each for each in self.entries if each.worker_set == entry.worker_set)
+        return next(each for each in same_set if each.contestant.name == ALONE)
+
+    def fitting(self, load: Load, room: int, *, contestants: int) -> Plan:
+        """With models that stay from turn to turn if `contestants` fit into `room` bytes."""
+        if fits(self.settings.config, replace(load, contestants=contestants), room):
+            return self
+        return replace(self, settings=replace(self.settings, side_by_side=False))
+
+
+def sync_plan(
+    settings: SyncSettings, contestants: Sequence[Contestant], *, world_size: int, batch_size: int
+) -> Plan:
+    """One set per allocator setting that occurs."""
+    keeps = list(dict.fromkeys(each.keep_memory for each in contestants))
+    return Plan(
+        settings=settings,
+        sets=tuple(WorkerSet(world_size=world_size, keep_memory=keep) for keep in keeps),
+        entries=tuple(
+            Entry(
+                contestant=each,
+                worker_set=keeps.index(each.keep_memory),
+                batch_size=batch_size,
+            )
+            for each in contestants
+        ),
+    )
+
+
+def sizes_plan(settings: SyncSettings, sizes: Sequence[int], entries: Iterable[Entry]) -> Plan:
+    """One set per number of ranks, in this order; all keep freed memory."""
+    sets = tuple(WorkerSet(world_size=size, keep_memory=True) for size in sizes)
+    return Plan(settings=settings, sets=sets, entries=tuple(entries))
+
+
+def ranks_text(world_size: int) -> str:
+    """`1 rank`, `2 ranks`."""
+    return f"{world_size} rank{'s' if world_size > 1 else ''}"
+
+
+def turns(by_rank: Sequence[Sequence[Sequence[float]]]) -> list[float]:
+    """For each round the mean over its steps, of the rank whose mean is the greatest.
+
+    Ranks that never meet must not be compared step by step: the slowest one is another in each, and
+    no rank waits for it. Ranks that meet end their steps together, and have nearly equal means.
+    `by_rank` is [rank][round][step].
+    """
+    return [max(map(fmean, ranks)) for ranks in zip(*by_rank, strict=True)]
+
+
+def step_seconds(
+    results: Sequence[Mapping[str, Any]], entry: Entry, part: str = "step_s"
+) -> list[float]:
+    """Each round's mean on the slowest rank, see `turns`; `results` are of each set what
+    `Runner.run` returned, `part` is step_s or compute_s."""
+    return turns([rank[part] for rank in results[entry.worker_set]["contestants"][entry.label]])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Load:
+    """The models and leaves to be held at once."""
+
+    leaf_tokens: int  # tokens of one micro-batch
+    ranks: int  # processes in all, idle ones included
+    busy_ranks: int  # processes that train at the same time
+    contestants: int = 1  # models that a rank holds side by side
+    kind: Kind = "cpu"  # of a rank's device
+
+
+def needed_bytes(config: GPTConfig, load: Load) -> int:
+    """Memory of all ranks of the host together, each counted as one of `ddp`."""
+    ranks = max(load.busy_ranks, 2)  # one rank alone needs no buckets: that others do, counts
+    work = Workload(
+        model=config,
+        micro_batch_size=1,
+        seq_len=load.leaf_tokens,
+        num_leaves=ranks,
+        kind=load.kind,
+    )
+    need = memory_need(work, Split(strategy="ddp", layout=Layout(dp=ranks)))
+    models = load.busy_ranks if load.contestants == 1 else load.ranks * load.contestants
+    held = need.weights + need.gradients + need.optimizer + need.buckets
+    leaf = need.total - need.process - held
+    return load.ranks * need.process + models * held + load.busy_ranks * leaf
+
+
+def fits(config: GPTConfig, load: Load, available: int) -> bool:
+    """Whether `available` bytes are enough."""
+    return needed_bytes(config, load) <= _SHARE * available
+
+
+def largest_that_fits(load: Load, available: int) -> str:
+    """The largest preset for which `available` bytes are enough, "" when none is."""
+    names = [name for name, config in PRESETS.items() if fits(config, load, available)]
+    return max(names, key=lambda name: PRESETS[name].num_params(), default="")
+
+
+def size_of(name: str, load: Load, room: int) -> str:
+    """The preset to take: the one that was named, or the largest that fits into `room` bytes; one
+    that does not fit is refused with what does."""
+    largest = largest_that_fits(load, room)
+    name = largest or "tiny" if name == "auto" else name
+    preset(name)
+    if not fits(PRESETS[name], load, room):
+        needed, usable = needed_bytes(PRESETS[name], load), _SHARE * room
+        cure = f"{largest!r} fits" if largest else "no size fits: take fewer ranks"
+        raise ConfigError(
+            f"model {name}: {load.busy_ranks} rank(s) need about {needed / 1e9:.1f} GB, "
+            f"{usable / 1e9:.1f} GB can be used here ({(needed - usable) / 1e9:.1f} GB short); "
+            f"{cure}"
+        )
+    return name
+
+
+def uses_cuda(device: str) -> bool:
+    """Whether accelerators will compute; asks torch only when it must, refuses what is not
+    there."""
+    if device not in DEVICES:
+        raise ConfigError(f"--device must be one of {', '.join(DEVICES)}; got {device!r}")
+    has_driver = any(Path(name).exists() for name in ("/proc/driver/nvidia", "/dev/kfd"))
+    if device == "cpu" or (device == "auto" and not has_driver):
+        return False
+    import torch
+
+    found = torch.cuda.is_available()
+    if device == "cuda" and not found:
+        raise ConfigError("--device cuda: torch finds no CUDA device here; take cpu or auto")
+    return found
+
+
+def memory_for(device: str, *, leaf_tokens: int, ranks: int, busy_ranks: int) -> tuple[Load, int]:
+    """The load, and the bytes it has to fit into: all ranks into the host, or one into its
+    device."""
+    if not uses_cuda(device):
+        return Load(leaf_tokens=leaf_tokens, ranks=ranks, busy_ranks=busy_ranks), available_bytes()
+    import torch
+
+    room = torch.cuda.get_device_properties(0).total_memory
+    return Load(leaf_tokens=leaf_tokens, ranks=1, busy_ranks=1, kind="cuda"), room
+
+
+BUDGET_S = 140.0
+"""Limit for a measurement without a chosen model: with its ranks' start, under three minutes."""
+_COMPANY = 1.5
+"""A step with other ranks beside it, and with their gradients, over that of a rank alone: from 1.0
+(`invariant`) to 2 (default malloc) in `benchmarks/sync/mini-512/record.json`."""
+
+
+def seconds_of(plan: Plan, step_s: float) -> float:
+    """How long all of it takes when a step takes `step_s`: checks and turns, one after another."""
+    settings = plan.settings
+    # A check: as it is, and laid bare after a step more; and once for each set the reference.
+    each = 2 * CHECK_STEPS + 1 + settings.rounds * (settings.num_warmup + settings.num_steps)
+    return (len(plan.entries) * each + len(plan.sets) * CHECK_STEPS) * step_s
+
+
+def duration(seconds: float) -> str:
+    """For people: `40 s`, `3 min`, `1 h 20 min`."""
+    if seconds < 90:
+        return f"{max(seconds, 1):.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def trial_step(work: Workload, *, ranks_per_host: int) -> float:
+    """Seconds of a step in company: timed here alone, or a smaller leaf of the model, scaled."""
+    from gradsync.plan.timing.probe import probe_profile
+
+    small = probe_work(work)
+    measured = probe_profile(
+        small, device=work.kind, ranks_per_host=ranks_per_host, budget_s=1.0, cached=False
+    )
+    profile = scaled_profile(measured, small, work)
+    alone_s = work.num_leaves * (profile.forward_s + profile.backward_s) + profile.update_s
+    return _COMPANY * alone_s
+
+
+def in_time(plan: Plan, kind: Kind, trial: Callable[[Workload], float]) -> Plan:
+    """`plan`, whose model is the largest that fits into memory, with the largest one that takes at
+    most `BUDGET_S`; `trial` times a step of a rank, seconds.
+
+    From the smallest upwards: a larger one is timed only when by its operations it may do.
+    """
+    largest = PRESETS[plan.settings.model_size].num_params()
+    length = plan.settings.context_length or 1
+    found: Plan | None = None
+    step_s, operations = 0.0, 1.0
+    for name, shape in PRESETS.items():
+        if shape.num_params() > largest or shape.block_size < length:
+            continue
+        one = replace(plan, settings=replace(plan.settings, model_size=name))
+        work = one.settings.workload(plan.entries[0].batch_size, kind)
+        wanted = leaf_operations(work)
+        if found and seconds_of(one, step_s * wanted / operations) > 2 * BUDGET_S:
+            break  # larger models use a machine better, but not that much
+        step_s, operations = trial(work), wanted
+        if found and seconds_of(one, step_s) > BUDGET_S:
+            break
+        found = one
+    assert found is not None, "the plan's own model is among them"
+    return found

@@ -1,0 +1,360 @@
+"""`gradsync bench sync`: a training step of every strategy, beside its peers and the ideal.
+
+[Note: Exposed communication]
+What nothing hid is what a step takes beyond the step of `none` in the same round, with the same
+allocator setting: waiting for messages, copying for them, and computing more slowly because they
+are under way; and waiting, step by step, for the rank that is the slowest in it, which those that
+never meet do not do. So it means the same for each contestant, whatever it can tell about itself.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from statistics import fmean
+from typing import IO, TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from gradsync.bench.contestants import left_out, parse_contestants, with_ideals
+from gradsync.bench.experiment import Ask, Experiment, Findings, check_least, command_of, taken
+from gradsync.bench.plan import (
+    USUAL_TOKENS,
+    Entry,
+    Plan,
+    SyncSettings,
+    in_time,
+    memory_for,
+    size_of,
+    step_seconds,
+    sync_plan,
+    trial_step,
+    uses_cuda,
+)
+from gradsync.bench.report import Spread, csv_text, print_table, ratios, spread, where
+from gradsync.errors import ConfigError
+from gradsync.models.presets import PRESETS
+from gradsync.plan.detect.machine import read_processor
+from gradsync.plan.switches import multiplies_bf16
+from gradsync.runtime.threads import choose_threads
+
+if TYPE_CHECKING:
+    from gradsync.world import World
+
+_COMMAND = ("bench", "sync")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SyncOptions:
+    """Time training steps of a GPT on random tokens: strategies of gradsync, torch DDP, Accelerate
+    and Fabric as their users run them, and `none`, which talks to nobody.
+
+    All ranks hold all contestants, which take turns; each one's step is compared with `none` of the
+    same round. Before that, each is checked: it must train, and give the losses that it should.
+    Started by torchrun, mpirun or srun, it measures these ranks.
+    """
+
+    model_size: str = "auto"
+    """tiny, mini, small, medium, large, xl, 1.3b, 2.7b; auto takes the largest that fits into
+    memory and takes less than three minutes here, as a few timed steps say (under a launcher, into
+    memory)."""
+    world_size: int = 2  # Ranks to start on this host.
+    strategies: str = "default"
+    """Names with commas between them, each with options if need be: naive,bucketed:bucket_mb=1.
+    Beside the strategies there are torch_ddp, accelerate and fabric; `default` and `all` stand for
+    several. none is always there."""
+    num_steps: int = 10  # Optimizer steps of a turn that count.
+    num_warmup: int = 2  # Optimizer steps of a turn before those.
+    rounds: int = 5  # Turns of each contestant.
+    context_length: int | None = None
+    """Tokens of a sequence; default: what the model takes, at most 512."""
+    batch_size: int = 1  # Sequences per rank and step.
+    leaves_per_rank: int = 1  # Micro-batches into which these are divided.
+    dtype: str = "auto"
+    """fp32, bf16 (autocast over fp32 weights), or auto: bf16, except where a CPU emulates it."""
+    bucket_mb: float | None = None
+    """Size of buckets, of whoever has some; default: each contestant's own. MiB."""
+    threads: int | None = None  # Intra-op threads of a rank; default: cores / ranks.
+    device: str = "auto"  # auto, cpu or cuda.
+    same_allocator: bool = False
+    """All keep freed memory in the process, as gradsync does; default: torch_ddp, accelerate and
+    fabric run with the system's own setting, beside a `none` that does so too."""
+    seed: int = 0  # Names tokens and weights.
+    csv: str = ""  # Write one row per contestant to this file.
+    plot: str = ""  # Draw a picture: FILE.png, FILE.svg or FILE.pdf.
+    out: str = ""  # Write record.json, with every sample, into this folder.
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
+    """Print one JSON document on standard output; the table goes to standard error."""
+    dry_run: bool = False  # Only say what would be measured.
+
+
+def plan_of(options: SyncOptions, world: World) -> Plan:
+    """Check the request; under a launcher, at its number of ranks."""
+    chosen = parse_contestants(options.strategies)
+    world_size = world.world_size if world.is_distributed else options.world_size
+    check_least(options, world_size=1, batch_size=1, leaves_per_rank=1, context_length=1)
+    for each in chosen:
+        if options.same_allocator and each.chose_memory and not each.keep_memory:
+            raise ConfigError(f"--same-allocator: all keep freed memory, and {each.label} does not")
+    # Only ranks of our own can be started twice, once for each setting of the allocator.
+    one_set = options.same_allocator or world.is_distributed or uses_cuda(options.device)
+    contestants = with_ideals(chosen, same_allocator=one_set)
+    local = world.local_world_size if world.is_distributed else world_size
+    tokens = options.context_length or USUAL_TOKENS
+    load, room = memory_for(
+        options.device,
+        leaf_tokens=options.batch_size // options.leaves_per_rank * tokens,
+        ranks=local * len({each.keep_memory for each in contestants}),
+        busy_ranks=local,
+    )
+    settings = taken(
+        SyncSettings,
+        options,
+        dtype=_dtype_of(options),
+        model_size=size_of(options.model_size, load, room),
+        threads=choose_threads(local, requested=options.threads),
+    )
+    plan = sync_plan(settings, contestants, world_size=world_size, batch_size=options.batch_size)
+    if options.model_size == "auto" and not world.is_distributed:
+        plan = in_time(plan, load.kind, partial(trial_step, ranks_per_host=local))
+    most = max(sum(e.worker_set == n for e in plan.entries) for n in range(len(plan.sets)))
+    # The one under way is there twice.
+    return plan.fitting(load, room, contestants=most + 1)
+
+
+def _dtype_of(options: SyncOptions) -> str:
+    if options.dtype != "auto":
+        return options.dtype
+    fast = uses_cuda(options.device) or multiplies_bf16(read_processor().instructions)
+    return "bf16" if fast else "fp32"
+
+
+def as_measured(options: SyncOptions, world: World) -> SyncOptions:
+    """The options that measure the same again, without a launcher."""
+    if not world.is_distributed:
+        return options
+    return replace(options, world_size=world.world_size, same_allocator=True)
+
+
+def _collect(
+    options: SyncOptions, plan: Plan, world: World, ask: Ask
+) -> Sequence[Mapping[str, Any]]:
+    if world.is_main:
+        for line in _decided(options, plan, world):
+            print(f"gradsync: {line}", file=sys.stderr)
+    return ask(plan, plan.num_ranks)["results"]
+
+
+def _decided(options: SyncOptions, plan: Plan, world: World) -> list[str]:
+    """Decisions made for the user, one line each."""
+    lines = [
+        f"{name} is left out: its package is not installed (pip install 'gradsync[bench]')"
+        for name in left_out(options.strategies)
+    ]
+    if options.dtype == "auto" and plan.settings.dtype == "fp32":
+        lines.append(
+            "dtype fp32: this processor emulates bf16; --dtype bf16 measures it all the same"
+        )
+    others = any(not entry.contestant.is_ours for entry in plan.entries[1:])
+    if world.is_distributed and others and not options.same_allocator:
+        lines.append(
+            f"under {world.launcher} there is one set of ranks: all contestants keep freed memory "
+            "(as with --same-allocator)"
+        )
+    if options.model_size == "auto":
+        name = plan.settings.model_size
+        millions = PRESETS[name].num_params() / 1e6
+        done = "" if world.is_distributed else " and is done in three minutes"
+        lines.append(
+            f"model size {name} ({millions:.0f} M parameters), the largest that fits{done}; "
+            "--model-size takes another"
+        )
+    return lines
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One contestant."""
+
+    contestant: str
+    keep_memory: bool  # whether its processes did keep freed memory: not possible everywhere
+    total_ms: Spread  # a step, on the slowest rank (see `turns`); over rounds
+    compute_ms: float  # forward and backward of it, until the last gradient
+    comm_ms: float | None  # in collectives, if nothing hides them; None: cannot be seen
+    exposed_ms: float  # see [Note: Exposed communication]
+    ratio: Spread  # the step over `none`'s, over rounds
+    num_comm_ops: float  # operations of a rank in a step; a batch of messages is one
+    comm_bytes: float  # given to sockets by a rank in a step; none through shared memory
+    tokens_per_s: float  # tokens of all ranks
+    memory_bytes: int | None  # peak above the process's start, of the rank with the most
+    final_loss: float  # after the check's steps
+
+    @property
+    def comm_fraction(self) -> float | None:
+        """Communication in units of the step."""
+        return None if self.comm_ms is None else self.comm_ms / self.total_ms.median
+
+    @property
+    def exposed_fraction(self) -> float:
+        """The part of the step that is exposed communication."""
+        return self.exposed_ms / self.total_ms.median
+
+    def as_json(self) -> dict[str, Any]:
+        """All fields, and the fractions."""
+        return asdict(self) | {
+            "comm_fraction": self.comm_fraction,
+            "exposed_fraction": self.exposed_fraction,
+        }
+
+
+def rows_of(plan: Plan, results: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """One row per entry of the plan; `results` of each set are what `Runner.run` returned."""
+    return [_row(plan, entry, results) for entry in plan.entries]
+
+
+def _row(plan: Plan, entry: Entry, results: Sequence[Mapping[str, Any]]) -> Row:
+    result = results[entry.worker_set]
+    ranks: Sequence[Mapping[str, Any]] = result["contestants"][entry.label]
+    own = step_seconds(results, entry)
+    ideal = step_seconds(results, plan.ideal_of(entry))
+    beyond = spread([mine - best for mine, best in zip(own, ideal, strict=True)]).median
+    total = spread([1000 * seconds for seconds in own])
+    tokens = len(ranks) * entry.batch_size * plan.settings.tokens
+    times = [rank["comm_s"] for rank in ranks]
+    memory = [rank["memory_bytes"] for rank in ranks]
+    return Row(
+        contestant=entry.label,
+        keep_memory=result["keeps_memory"],
+        total_ms=total,
+        compute_ms=1000 * spread(step_seconds(results, entry, "compute_s")).median,
+        comm_ms=None if None in times else 1000 * max(times),
+        exposed_ms=max(1000 * beyond, 0.0),
+        ratio=spread(ratios(own, ideal)),
+        num_comm_ops=fmean(rank["operations"] for rank in ranks),
+        comm_bytes=fmean(rank["sent_bytes"] for rank in ranks),
+        tokens_per_s=tokens / total.median * 1000,
+        memory_bytes=None if None in memory else max(memory),
+        final_loss=ranks[0]["losses"][-1],
+    )
+
+
+_COLUMNS = (
+    *("contestant", "keeps memory", "step, ms", "to none", "forward + backward, ms"),
+    *("communication, ms", "exposed, ms", "operations", "sent, MB", "tokens/s", "memory, MB"),
+)
+STEP_LEGEND = (
+    "step: each rank's mean over a turn, of these the slowest rank's; median (quartiles) over "
+    "rounds. to none: the same over "
+)
+_LEGEND = (
+    f"{STEP_LEGEND}`none` of the same round and allocator setting. forward + backward: until the "
+    "last gradient. communication: in collectives, if nothing hides them (- : cannot be seen from "
+    "outside). exposed: what the step takes beyond `none`'s. sent: by a rank, through sockets. "
+    "memory: peak of a rank above its start, pages shared by ranks counted in each."
+)
+
+
+def print_report(
+    plan: Plan, rows: Sequence[Row], environment: Mapping[str, Any], stream: IO[str]
+) -> None:
+    """Table, what the columns mean, where it was measured."""
+    cells = [
+        (
+            row.contestant,
+            "yes" if row.keep_memory else "no",
+            row.total_ms.text(1),
+            row.ratio.text(3),
+            f"{row.compute_ms:.1f}",
+            "-" if row.comm_ms is None else f"{row.comm_ms:.1f}",
+            f"{row.exposed_ms:.1f} ({row.exposed_fraction:.0%})",
+            f"{row.num_comm_ops:.3g}",
+            f"{row.comm_bytes / 1e6:.2f}",
+            f"{row.tokens_per_s:,.0f}",
+            "-" if row.memory_bytes is None else f"{row.memory_bytes / 2**20:.0f}",
+        )
+        for row in rows
+    ]
+    notes = (_LEGEND, where(environment))
+    print_table(stream, title(plan), _COLUMNS, cells, notes, words=("keeps memory",))
+
+
+def title(plan: Plan) -> str:
+    """The measurement, in one line."""
+    settings, first = plan.settings, plan.entries[0]
+    leaves = f", {settings.leaves_per_rank} leaves" if settings.leaves_per_rank > 1 else ""
+    return (
+        f"{settings.model_text}, {plan.sets[first.worker_set].world_size} ranks x "
+        f"{first.batch_size} x {settings.tokens} tokens a step{leaves}; {settings.turns_text}"
+    )
+
+
+def rows_csv(plan: Plan, rows: Sequence[Row]) -> str:
+    """A header and a line for each row; what could not be measured is empty. The first eight
+    columns are those that other benchmarks have."""
+    settings = plan.settings
+    return csv_text(
+        [
+            {
+                "model_size": settings.model_size,
+                "d_model": settings.config.n_embd,
+                "num_layers": settings.config.n_layer,
+                "total_time_ms": _digits(row.total_ms.median),
+                "compute_time_ms": _digits(row.compute_ms),
+                "comm_time_ms": _digits(row.comm_ms),
+                "comm_fraction": _digits(row.comm_fraction),
+                "num_comm_ops": _digits(row.num_comm_ops),
+                "contestant": row.contestant,
+                "keep_memory": "true" if row.keep_memory else "false",
+                "world_size": plan.sets[entry.worker_set].world_size,
+                "batch_size": entry.batch_size,
+                "context_length": settings.tokens,
+                "leaves_per_rank": settings.leaves_per_rank,
+                "dtype": settings.dtype,
+                "total_low_ms": _digits(row.total_ms.low),
+                "total_high_ms": _digits(row.total_ms.high),
+                "exposed_time_ms": _digits(row.exposed_ms),
+                "exposed_fraction": _digits(row.exposed_fraction),
+                "ratio_to_none": _digits(row.ratio.median),
+                "ratio_low": _digits(row.ratio.low),
+                "ratio_high": _digits(row.ratio.high),
+                "comm_bytes": round(row.comm_bytes),
+                "tokens_per_s": _digits(row.tokens_per_s),
+                "memory_mb": None if row.memory_bytes is None else round(row.memory_bytes / 2**20),
+            }
+            for entry, row in zip(plan.entries, rows, strict=True)
+        ]
+    )
+
+
+def _digits(value: float | None) -> str:
+    """Five that count, without an exponent where it can be."""
+    return "" if value is None else f"{value:.5g}" if abs(value) < 1e5 else f"{value:.0f}"
+
+
+def _findings(
+    options: SyncOptions, plan: Plan, results: Sequence[Mapping[str, Any]], world: World
+) -> Findings:
+    from gradsync.bench.plot import plot_sync
+
+    environment, rows = results[0]["environment"], rows_of(plan, results)
+    return Findings(
+        environment=environment,
+        command=command_of(as_measured(options, world), _COMMAND),
+        data={"plan": asdict(plan), "rows": [row.as_json() for row in rows]},
+        samples=[result["contestants"] for result in results],
+        show=partial(print_report, plan, rows, environment),
+        csv=partial(rows_csv, plan, rows),
+        draw=lambda path: plot_sync(path, plan, rows, title(plan), environment),
+    )
+
+
+EXPERIMENT = Experiment(
+    command=_COMMAND,
+    options=SyncOptions,
+    measure="gradsync.bench.steps:measure",
+    variants=plan_of,
+    collect=_collect,
+    metrics=_findings,
+)

@@ -1,0 +1,277 @@
+"""Every benchmark from the command line: refusals, dry runs, commands of records, exit codes."""
+
+from __future__ import annotations
+
+import json
+import signal
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gradsync.bench import plan as bench_plan
+from gradsync.bench.collectives import Settings
+from gradsync.bench.experiment import command_of, from_json
+from gradsync.bench.memory import MemoryOptions
+from gradsync.bench.plan import Plan
+from gradsync.bench.sync import SyncOptions, as_measured
+from gradsync.cli import experiment
+from gradsync.cli.main import main
+from gradsync.launch import local
+from gradsync.world import World
+from support.bench_results import COLLECTIVES, GB
+
+REFUSALS = {
+    "bench": [("colectives", "perhaps you meant 'collectives'")],
+    "bench collectives": [
+        ("--operations all_redcue", "unknown operation 'all_redcue'; perhaps you meant"),
+        ("--algorithms rong", "unknown algorithm 'rong'; perhaps you meant 'ring'"),
+        ("--operations ,", "no operation given (there are: all_reduce,"),
+        ("--operations broadcast --algorithms ring", "nothing to measure: broadcast by"),
+        ("--sizes 12Q", "--sizes: '12Q' is no size"),
+        ("--max-bytes 0", "--max-bytes: '0' is less than one byte"),
+        ("--world-size 0", "--world-size 0: collectives need at least 2 ranks"),
+        ("--dtype fp31", "unknown dtype 'fp31'; perhaps you meant 'fp32'"),
+        ("--device gpu", "unknown device 'gpu'"),
+        ("--device cuda", "--device cuda: torch finds no CUDA device here"),
+        ("--rounds 0", "--rounds must be at least 1; got 0"),
+        ("--burst 0", "--burst must be at least 1; got 0"),
+        ("--threads 0", "--threads must be at least 1; got 0"),
+        ("--seconds-per-point nan", "--seconds-per-point must be a finite number"),
+        ("--csv nowhere/x.csv", "--csv nowhere/x.csv: there is no folder nowhere"),
+        ("--csv .", "--csv .: is a folder"),
+        ("--out file/x", "--out file/x: file is no folder"),
+    ],
+    "bench memory": [
+        ("--shapes long,wid", "unknown shape 'wid'"),
+        ("--strategies ddb", "perhaps you meant 'ddp'"),
+        ("--strategies ,", "name at least one of each"),
+        ("--steps 1", "--steps must be at least 2; got 1"),
+        ("--world-size 0", "--world-size must be at least 1; got 0"),
+        ("--device cudax", "--device must be one of auto, cpu, cuda"),
+        ("--out /dev/null/x", "is no folder"),
+    ],
+    "bench scaling": [
+        ("--world-sizes 1", "name a number above 1"),
+        ("--world-sizes two", "'two' is not a number"),
+        ("--world-sizes 0,2", "must be at least 1; got 0"),
+        ("--world-sizes 1,²", "'²' is not a number"),
+        ("--world-sizes=--2", "'--2' is not a number"),
+        ("--mode sideways", "--mode must be weak, strong or both"),
+        ("--strategy bucketd", "perhaps you meant 'bucketed'"),
+        ("--strategy naive,flat", "--strategy takes one name"),
+        ("--strategy flat:keep_memory=false", "here all keep freed memory"),
+        ("--rounds 5", "--rounds must be at least 6"),
+        ("--threshold 0", "--threshold must be positive"),
+        ("--threshold inf", "--threshold must be a finite number"),
+        ("--device cudax", "--device must be one of auto, cpu, cuda"),
+        ("--world-sizes 2,3 --mode strong", "does not divide among 2 ranks"),
+    ],
+    "bench simulation": [
+        ("--strategies accelerate", "nobody predicts accelerate"),
+        ("--strategies torch_ddp:backend=shm", "predicted without options only"),
+        ("--strategies none", "name at least one to predict"),
+        ("--strategies invarant", "perhaps you meant 'invariant'"),
+        ("--world-sizes 1", "name a number above 1"),
+        ("--model-size huge", "unknown model preset 'huge'"),
+        ("--batch-size 3 --leaves-per-rank 2", "does not divide into 2 leaves"),
+        ("--leaves-per-rank 0", "--leaves-per-rank must be at least 1"),
+        ("--seconds-per-point -1", "--seconds-per-point -1.0: must be"),
+        ("--rounds 0", "--rounds must be at least 1"),
+        ("--out /dev/null/x", "is no folder"),
+    ],
+    "bench sync": [
+        ("--model-size tinny", "did you mean tiny"),
+        ("--model-size 2.7b --world-size 64", "GB short"),
+        (
+            "--same-allocator --strategies torch_ddp:keep_memory=false",
+            "torch_ddp:keep_memory=false",
+        ),
+    ],
+    "bench sync --model-size tiny": [
+        ("--context-length 300", "takes 1 to 256 tokens"),
+        ("--world-size 0", "--world-size must be at least 1"),
+        ("--batch-size 0", "--batch-size must be at least 1"),
+        ("--leaves-per-rank 2", "does not divide into 2 leaves"),
+        ("--dtype fp8", "--dtype must be one of fp32, bf16"),
+        ("--rounds 0", "--rounds must be at least 1"),
+        ("--num-warmup -1", "--num-warmup must not be negative"),
+        ("--bucket-mb 0", "--bucket-mb must be positive"),
+        ("--bucket-mb inf", "must be a finite number in 32 bits; got inf"),
+        ("--seed 99999999999999999999", "--seed must be at most 92233720"),
+        ("--device cudax", "--device must be one of auto, cpu, cuda"),
+        ("--device cuda", "torch finds no CUDA device here"),
+        ("--threads 0", "--threads must be at least 1"),
+        ("--plot x.jpg", "ends in .png, .svg, .pdf"),
+        ("--csv /no/such/x.csv", "there is no folder /no/such"),
+    ],
+    "tune": [
+        ("tny", "did you mean tiny?"),
+        ("--world-size 1", "--world-size must be at least 2; got 1"),
+        ("--world-size 0", "--world-size must be at least 1; got 0"),
+        ("--rounds 7", "--rounds must be at least 8 to tell 5 candidates from noise; got 7"),
+        ("--promise lossy", "--promise must be one of bitwise, rounding; got 'lossy'"),
+        ("--batch-size 3 --leaves-per-rank 2", "3 does not divide into 2 leaves"),
+        ("--context-length 999", "'tiny' takes 1 to 256 tokens"),
+        ("--data nowhere", "--data nowhere is no directory"),
+        ("2.7b --world-size 64 --batch-size 1", "error: model 2.7b: 64 rank(s) need"),
+        ("--out /dev/null/x", "--out"),
+        ("--device cudax", "--device must be one of auto, cpu, cuda; got 'cudax'"),
+        ("--world-size 16", "fewer ranks than 16; give --batch-size or --leaves-per-rank"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "message"),
+    [(command, *refused) for command, cases in REFUSALS.items() for refused in cases],
+)
+def test_what_cannot_be_is_refused_in_one_line_before_any_rank_starts(
+    command: str,
+    words: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(local, "launch_ranks", None)
+    Path("file").touch()
+    assert main([*command.split(), *words.split()]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert message in printed.err
+    assert printed.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["memory", "scaling", "simulation"])
+def test_what_starts_its_own_ranks_refuses_those_of_a_launcher(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world = World(world_size=2, local_world_size=2, launcher="torchrun")
+    monkeypatch.setattr(experiment, "resolve", lambda _: SimpleNamespace(world=world))
+    assert main(["bench", command]) == 2
+    assert f"bench {command} starts " in (said := capsys.readouterr().err)
+    assert "without" in said
+
+
+def test_dry_run_says_what_would_be_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def said(*words: str) -> Any:
+        assert main([*words, "--dry-run"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    monkeypatch.setattr(bench_plan, "available_bytes", lambda: 6 * GB)
+    sync = ("bench", "sync", "--strategies", "naive,torch_ddp", "--model-size")
+    plan = from_json(Plan, said(*sync, "tiny", "--same-allocator"))
+    assert [entry.label for entry in plan.entries] == ["none", "naive", "torch_ddp"]
+    assert (plan.settings.side_by_side, plan.settings.tokens) == (True, 256)
+    plan = from_json(Plan, said(*sync, "mini", "--batch-size", "2"))
+    assert len(plan.sets) == 2
+    assert not plan.settings.side_by_side  # all at once would need more
+    assert (plan.settings.tokens, plan.entries[0].batch_size) == (512, 2)
+    found = said("bench", "simulation", "--world-sizes", "2", "--strategies", "bucketed")
+    assert [entry["contestant"]["label"] for entry in found["entries"]] == [
+        *("none, 1 rank", "bucketed, 1 rank", "none, 2 ranks", "bucketed, 2 ranks"),
+    ]
+    found = said("tune", "mini", "--batch-size", "1", "--world-size", "2")
+    assert found["request"]["settings"]["model_size"] == "mini"
+    assert found["stages"] == ["strategy", "bucket size", "first bucket", "compilation"]
+
+
+@pytest.mark.parametrize("module", ["bench.sync", "cli.tune"])
+def test_one_rank_of_a_launcher_says_what_would_be_measured(
+    module: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = import_module(f"gradsync.{module}").EXPERIMENT
+    said = []
+    for rank in range(2):
+        world = World(rank=rank, world_size=2, local_rank=rank, local_world_size=2)
+        monkeypatch.setattr(experiment, "resolve", lambda _, w=world: SimpleNamespace(world=w))
+        assert experiment.run_experiment(found, ["--dry-run"]) == 0
+        said.append(capsys.readouterr().out)
+    assert json.loads(said[0])
+    assert said[1] == ""
+
+
+def test_the_command_line_of_a_record() -> None:
+    """Without the places for results; what a launcher started, as it is started without one."""
+    asked = SyncOptions(model_size="tiny")
+    world = World(world_size=4, local_world_size=4, launcher="torchrun")
+    found = command_of(as_measured(asked, world), ("bench", "sync"))
+    assert found == "gradsync bench sync --model-size tiny --world-size 4 --same-allocator"
+    assert as_measured(asked, World()) == asked
+    options = MemoryOptions(shapes="long", exact=True, out="somewhere", steps=3)
+    expected = "gradsync bench memory --shapes long --steps 3 --exact"
+    assert command_of(options, ("bench", "memory")) == expected
+
+
+def pretend(
+    monkeypatch: pytest.MonkeyPatch, found: dict[str, Any] | None = None, **ended: Any
+) -> None:
+    """Replace the ranks of `bench collectives` by a result."""
+
+    def launch_ranks(argv: list[str], nproc_per_node: int, **options: Any) -> local.Ended:
+        assert argv[:3] == ["bench", "collectives", "--worker"]
+        assert nproc_per_node == 2
+        work = json.loads((Path(argv[3]) / "work.json").read_text())
+        assert from_json(Settings, work).rounds == 7
+        if found is not None:
+            (Path(argv[3]) / "result.json").write_text(json.dumps(found))
+        return local.Ended(**{"received": None, "killed": {}, **ended})
+
+    monkeypatch.setattr(local, "launch_ranks", launch_ranks)
+
+
+def test_the_document_and_the_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("GRADSYNC_CACHE", str(tmp_path / "cache"))
+    pretend(monkeypatch, COLLECTIVES, code=0)
+    places = ["--out", str(tmp_path / "out"), "--csv", str(tmp_path / "rows.csv"), "--save"]
+    assert main(["bench", "collectives", "--json", "--sizes", "1000,4K", *places]) == 0
+    printed = capsys.readouterr()
+    document = json.loads(printed.out)
+    assert document["passed"]
+    assert [row["algorithm"] for row in document["rows"]] == ["ring", "copy"] * 2
+    assert document["fits"][0]["operation"] == "all_reduce"
+    record = json.loads((tmp_path / "out" / "record.json").read_text())
+    assert record["benchmark"] == "collectives"
+    assert record["command"] == "gradsync bench collectives --world-size 2 --sizes 1000,4K"
+    assert record["samples"] == COLLECTIVES["samples"]
+    assert "all_reduce" in printed.err
+    [kept] = (tmp_path / "cache" / "alpha-beta").iterdir()
+    assert f"kept alpha and beta in {kept}" in printed.err
+    assert (tmp_path / "rows.csv").exists()
+
+
+@pytest.mark.parametrize(
+    ("found", "ended", "code", "message"),
+    [
+        (COLLECTIVES | {"wrong": ["a line"]}, {"code": 0}, 1, ""),
+        (None, {"code": 2}, 2, ""),  # the ranks have said why
+        (None, {"code": 0}, 1, "gradsync: error: the ranks ended without a result\n"),
+        (None, {"code": 130, "received": signal.SIGINT}, 130, "gradsync: error: interrupted\n"),
+        (
+            *(None, {"code": 75, "received": signal.SIGTERM}, 143),
+            "gradsync: error: ended by SIGTERM\n",
+        ),
+    ],
+)
+def test_exit_codes(
+    found: dict[str, Any] | None,
+    ended: dict[str, Any],
+    code: int,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pretend(monkeypatch, found, **ended)
+    assert main(["bench", "collectives"]) == code
+    printed = capsys.readouterr()
+    assert printed.err == message
+    assert ("WRONG a line" in printed.out) == (found is not None)

@@ -9,7 +9,7 @@ from unittest import mock
 
 from gradsync.bench import collectives_run
 from gradsync.bench.collectives import EXPERIMENT, OPERATIONS, CollectivesOptions, plan_of
-from gradsync.comm.shared_memory.unavailable import SharedMemoryError
+from gradsync.comm.shared_memory.segment import SharedMemoryError
 from gradsync.world import World
 from support.rank_session import open_session
 

@@ -24,8 +24,6 @@ from gradsync.bench.steps import (
     reference_losses,
     whole_periods,
 )
-from gradsync.bench.sync_plan import SyncSettings, sync_plan
-from gradsync.bench.sync_run import Runner
 from gradsync.models.config import PRESETS, GPTConfig
 from gradsync.runtime.memory import PeakMemory
 from support.launchers import run_python

@@ -23,18 +23,17 @@ from gradsync.bench.contestants import ALONE, Contestant, few_steps
 from gradsync.bench.meter import StepClock, Watched, taking
 from gradsync.bench.plan import SyncSettings
 from gradsync.comm.base import Communicator
-from gradsync.comm.choose import communicator
+from gradsync.comm.groups import communicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.models.gpt import GPT, loss_sum
 from gradsync.runtime import environ
-from gradsync.runtime.threads import pin_threads
-from gradsync.sync.engine.over_hosts import OverHosts
+from gradsync.runtime.machine import pin_threads
+from gradsync.sync.exchange import OverHosts
 from gradsync.sync.registry import STRATEGIES
 from gradsync.sync.replicate import replicate
 from gradsync.sync.torch_ddp import TorchDdpReducer
 from gradsync.train.config import OptimConfig
-from gradsync.train.optimizer import build_optimizer
-from gradsync.train.setup import trainer_options
+from gradsync.train.learner import build_optimizer, trainer_options
 from gradsync.world import World
 
 if TYPE_CHECKING:

@@ -21,8 +21,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_ty
 
 from gradsync.core.files import json_text, write_text
 from gradsync.errors import ConfigError, GradsyncError, RunError
-from gradsync.runtime.machine import cpu_model, usable_cores
-from gradsync.runtime.memory_limit import total_bytes
+from gradsync.runtime.machine import cpu_model, total_bytes, usable_cores
 
 if TYPE_CHECKING:
     from gradsync.world import World

@@ -33,8 +33,7 @@ from gradsync.bench.experiment import (
 from gradsync.bench.plan import uses_cuda
 from gradsync.bench.report import print_table, progress_bar, where
 from gradsync.errors import ConfigError
-from gradsync.models.config import GPTConfig
-from gradsync.models.presets import PRESETS
+from gradsync.models.config import PRESETS, GPTConfig
 from gradsync.parallel.layout import Layout
 from gradsync.plan.description import Kind
 from gradsync.plan.memory.model import MemoryNeed, memory_need
@@ -43,7 +42,7 @@ from gradsync.runtime import environ
 from gradsync.sync.registry import STRATEGIES, find_strategy
 
 if TYPE_CHECKING:
-    from gradsync.train.setup import Learner
+    from gradsync.train.learner import Learner
     from gradsync.world import World
 
 SHAPES = {
@@ -207,7 +206,7 @@ def measure(run_json: dict[str, Any]) -> dict[str, Any]:
     """A rank's part: train one case for a few steps, and look at its largest size. All ranks return
     the same; `peak_bytes` has one for each rank."""
     from gradsync.bench.steps import quiet_session
-    from gradsync.comm.choose import communicator
+    from gradsync.comm.groups import communicator
     from gradsync.comm.values import all_gather_json
 
     run = from_json(MemoryRun, run_json)
@@ -229,10 +228,10 @@ def _trained(run: MemoryRun, world: World) -> Learner:
     """Steps as the trainer makes them, on random tokens."""
     import torch
 
-    from gradsync.comm.choose import communicator
+    from gradsync.comm.groups import communicator
     from gradsync.models.gpt import loss_sum
     from gradsync.train.config import SyncConfig, TrainConfig
-    from gradsync.train.setup import autocast, build_learner
+    from gradsync.train.learner import autocast, build_learner
 
     case = run.case
     config = TrainConfig(

@@ -20,14 +20,13 @@ from typing import Any
 from gradsync.bench.contestants import ALONE, Contestant
 from gradsync.bench.experiment import check_least
 from gradsync.errors import ConfigError
-from gradsync.models.config import GPTConfig
-from gradsync.models.presets import PRESETS, preset
+from gradsync.models.config import PRESETS, GPTConfig, preset
 from gradsync.parallel.layout import Layout
 from gradsync.plan.description import Kind
 from gradsync.plan.memory.model import memory_need
 from gradsync.plan.timing.estimate import leaf_operations, probe_work, scaled_profile
 from gradsync.plan.workload import Split, Workload
-from gradsync.runtime.memory_limit import available_bytes
+from gradsync.runtime.machine import available_bytes
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("fp32", "bf16")

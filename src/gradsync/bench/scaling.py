@@ -32,8 +32,7 @@ from gradsync.bench.plan import (
 from gradsync.bench.report import Spread, interval, print_table, spread, where
 from gradsync.errors import ConfigError
 from gradsync.runtime.bounds import MOST_RANKS, whole_number
-from gradsync.runtime.machine import usable_cores
-from gradsync.runtime.threads import choose_threads
+from gradsync.runtime.machine import choose_threads, usable_cores
 
 if TYPE_CHECKING:
     from gradsync.world import World

@@ -57,7 +57,7 @@ from gradsync.plan.timing.profile import StepProfile, bucket_timeline
 from gradsync.plan.timing.step import StepCosts, step_costs
 from gradsync.plan.timing.traffic import INNER_STEPS, traffic_of
 from gradsync.plan.workload import Split
-from gradsync.runtime.threads import choose_threads
+from gradsync.runtime.machine import choose_threads
 from gradsync.sync.registry import STRATEGIES
 
 if TYPE_CHECKING:

@@ -35,7 +35,7 @@ from gradsync.comm.groups import groups
 from gradsync.comm.values import all_gather_json, all_sum
 from gradsync.errors import ConfigError, RunError
 from gradsync.runtime import environ
-from gradsync.runtime.memory import give_back, keep_freed_memory
+from gradsync.runtime.memory import PeakMemory, give_back, keep_freed_memory
 from gradsync.runtime.session import Session, SessionOptions
 from gradsync.runtime.store import join_store
 from gradsync.sync.registry import STRATEGIES, wants_groups

@@ -49,7 +49,6 @@ from gradsync.bench.report import (
 )
 from gradsync.bench.sync import STEP_LEGEND, Row, rows_of
 from gradsync.errors import ConfigError
-from gradsync.sync.options import Recipe
 from gradsync.sync.registry import STRATEGIES
 from gradsync.train.config import CompileOrder
 from gradsync.train.tuned import Choice

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from gradsync.bench.memory_plan import MemoryCase, MemoryRun
-from gradsync.plan.memory.model import CPU_PROCESS
+from gradsync.plan.memory import CPU_PROCESS
 
 STRATEGIES = ("ddp", "invariant", "zero1", "zero2", "fsdp")
 # A processor without bf16 multiplies it sixty times slower: few tokens, or fp32.

@@ -12,8 +12,8 @@ from torch import nn
 
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.single import SingleCommunicator
-from gradsync.plan.memory.probe import Cost, MemoryProbe, is_out_of_memory
 from gradsync.plan.micro_batch import Trial, chosen_size, try_sizes
+from gradsync.plan.probe import Cost, MemoryProbe, is_out_of_memory
 from gradsync.train.micro_batch_probe import MicroBatch, find_micro_batch
 from gradsync.train.rehearsal import Rehearsal
 from gradsync.world import World

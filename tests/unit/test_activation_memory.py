@@ -10,7 +10,7 @@ import torch
 
 from gradsync.models.config import GPTConfig
 from gradsync.models.gpt import GPT
-from gradsync.plan.memory.activations import FP32, Activations
+from gradsync.plan.activations import FP32, Activations
 from gradsync.plan.workload import Workload
 
 PLAIN = GPTConfig(n_layer=3, n_head=4, n_embd=64, vocab_size=96, block_size=32)

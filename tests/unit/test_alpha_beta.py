@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gradsync.errors import RunError
-from gradsync.plan.timing.alpha_beta import (
+from gradsync.plan.collectives import (
     Fit,
     fit_line,
     fits_path,

@@ -22,7 +22,7 @@ from gradsync.bench.record import from_json
 from gradsync.cli import bench_memory, experiment
 from gradsync.cli.experiment import command_of
 from gradsync.cli.main import main
-from gradsync.plan.memory.model import memory_need
+from gradsync.plan.memory import memory_need
 from gradsync.sync.registry import STRATEGIES
 from gradsync.world import World
 

@@ -29,7 +29,7 @@ from gradsync.cli.main import main
 from gradsync.errors import ConfigError
 from gradsync.models.presets import PRESETS
 from gradsync.parallel.layout import Layout
-from gradsync.plan.memory.model import memory_need
+from gradsync.plan.memory import memory_need
 from gradsync.plan.workload import Split, Workload
 from gradsync.world import World
 

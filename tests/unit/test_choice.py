@@ -4,21 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from gradsync.models.presets import preset
 from gradsync.parallel.layout import Layout
-from gradsync.plan.choice.candidate import Candidate, Models, Search, counts, obstacle, splits
-from gradsync.plan.choice.choose import ERROR, MARGIN, Choice, choose, room_bytes
-from gradsync.plan.choice.remedy import find_remedy
-from gradsync.plan.choice.report import commands
-from gradsync.plan.choice.words import gb, percent
+from gradsync.plan.choice import (
+    ERROR,
+    Candidate,
+    Choice,
+    Search,
+    choose,
+    counts,
+    find_remedy,
+    obstacle,
+    percent,
+    room_bytes,
+    splits,
+)
 from gradsync.plan.description import Device, Hardware, Host, Link
-from gradsync.plan.memory.model import MemoryNeed
-from gradsync.plan.timing.profile import BucketReady, StepProfile
-from gradsync.plan.timing.step import StepTime
+from gradsync.plan.memory import MemoryNeed
+from gradsync.plan.placement import MARGIN, gb
+from gradsync.plan.profile import BucketReady, StepProfile
+from gradsync.plan.report import commands
+from gradsync.plan.step import StepTime
 from gradsync.plan.workload import Split, Workload
 
 GB = 10**9
@@ -65,7 +76,7 @@ def models(
     state_gb: float = 20,
     activations_gb: float = 5,
     exposed_s: float = 0.0,
-) -> Models:
+) -> Any:
     """A second per sequence and rank; a strategy takes `factor` times as long, stages and shards a
     quarter longer each; any communication takes `exposed_s`."""
 
@@ -87,7 +98,7 @@ def models(
         total = own * longer * strategy + exposed_s * (split.world_size > 1)
         return step_time(work, split, total)
 
-    return Models(memory=memory(state_gb, activations_gb), profile=profile, step=step)
+    return SimpleNamespace(memory=memory(state_gb, activations_gb), profile=profile, step=step)
 
 
 def step_time(work: Workload, split: Split, seconds: float) -> StepTime:
@@ -103,7 +114,7 @@ def step_time(work: Workload, split: Split, seconds: float) -> StepTime:
     )
 
 
-def chosen(hardware: Hardware, costs: Models, work: Workload = WORK, **search) -> Choice:
+def chosen(hardware: Hardware, costs: Any, work: Workload = WORK, **search) -> Choice:
     given = {"strategies": STRATEGIES, "micro_batch_sizes": (4, 1, 2, 8)} | search
     return choose(work, hardware, costs, Search(**given))
 
@@ -203,7 +214,7 @@ def test_one_host_where_the_network_is_slow() -> None:
         time = costs.step(work, split, hardware, profile)
         return replace(time, exposed_comm_s=100.0 if len(hardware.hosts) > 1 else 0.0)
 
-    pick = taken(chosen(gpus(4, hosts=2), replace(costs, step=step)))
+    pick = taken(chosen(gpus(4, hosts=2), SimpleNamespace(**vars(costs) | {"step": step})))
     assert pick.split.world_size == 4
 
 

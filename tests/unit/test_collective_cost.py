@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from gradsync.errors import ConfigError
+from gradsync.plan.collectives import ALL_REDUCE, Place, all_reduce_s, half_s
 from gradsync.plan.description import Link
-from gradsync.plan.timing.collective_cost import ALL_REDUCE, Place, all_reduce_s, half_s
 
 NEAR = Link(name="near", alpha_s=1.0, bytes_per_s=1.0)
 FAR = Link(name="far", alpha_s=10.0, bytes_per_s=0.1)

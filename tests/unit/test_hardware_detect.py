@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from gradsync.errors import ConfigError, LaunchError
-from gradsync.plan.detect.machine import detect_hardware
+from gradsync.plan.machine import detect_hardware
 from support.fake_machine import found
 from support.fake_nvml import FakeGpu, FakeNvml, FakeSlice, h100
 

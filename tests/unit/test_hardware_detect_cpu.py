@@ -11,8 +11,9 @@ import psutil
 import pytest
 
 from gradsync.errors import RunError
-from gradsync.plan.detect import machine
-from gradsync.plan.detect.machine import (
+from gradsync.plan import machine
+from gradsync.plan.collectives import Fit
+from gradsync.plan.machine import (
     DEFAULT_LINK,
     cpu_devices,
     cpu_link,
@@ -20,7 +21,6 @@ from gradsync.plan.detect.machine import (
     read_interfaces,
     read_processor,
 )
-from gradsync.plan.timing.alpha_beta import Fit
 from support.fake_machine import EPYC, GIB, WIRED, found
 
 

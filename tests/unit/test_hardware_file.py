@@ -12,26 +12,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradsync.errors import ConfigError
-from gradsync.plan.described.catalog import GB, device_of, hardware_of
-from gradsync.plan.described.file import (
-    dump_hardware,
-    hardware_document,
-    load_hardware,
-    read_hardware,
-)
-from gradsync.plan.described.links import LINKS, NETWORKS
-from gradsync.plan.described.section import (
+from gradsync.plan.catalog import GB, LINKS, NETWORKS, device_of, hardware_of
+from gradsync.plan.description import Device, Hardware, Host, Link
+from gradsync.plan.hardware_file import (
     FLOPS,
     RATES,
     SIZES,
     TIMES,
+    dump_hardware,
+    hardware_document,
+    load_hardware,
+    read_hardware,
     read_quantity,
     write_bytes,
     write_flops,
     write_rate,
     write_time,
 )
-from gradsync.plan.description import Device, Hardware, Host, Link
 
 texts = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), max_size=30)
 rates = st.floats(1e-3, 1e20, allow_nan=False)

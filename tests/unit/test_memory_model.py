@@ -10,13 +10,15 @@ import pytest
 from gradsync.errors import ConfigError
 from gradsync.models.presets import PRESETS
 from gradsync.parallel.layout import Layout
-from gradsync.plan.memory.activations import Activations, rank_shape
-from gradsync.plan.memory.model import (
+from gradsync.plan.activations import Activations, rank_shape
+from gradsync.plan.memory import (
     CPU_PROCESS,
-    leaves_in_flight,
+    FORMULAS,
+    Case,
     memory_need,
+    most_open_nodes,
+    strategy_memory,
 )
-from gradsync.plan.memory.strategies import FORMULAS, Case, most_open_nodes, strategy_memory
 from gradsync.plan.workload import Split, Workload
 from gradsync.sync.registry import STRATEGIES
 
@@ -136,10 +138,10 @@ def test_a_stage_holds_its_blocks_and_its_leaves() -> None:
     shapes = [rank_shape(MODEL, layout, stage) for stage in range(4)]
     for schedule, expected in (("1f1b", [4, 3, 2, 1]), ("gpipe", [16] * 4)):
         divided = Split(strategy="naive", layout=layout, schedule=schedule)  # type: ignore[arg-type]
-        assert [leaves_in_flight(Case(work, divided, shape)) for shape in shapes] == expected
+        assert [Case(work, divided, shape).leaves_in_flight for shape in shapes] == expected
     few = replace(work, num_leaves=2)
     cases = [Case(few, Split(strategy="naive", layout=layout), shape) for shape in shapes]
-    assert [leaves_in_flight(case) for case in cases] == [2, 2, 2, 1]
+    assert [case.leaves_in_flight for case in cases] == [2, 2, 2, 1]
     few_words = replace(work, model=replace(MODEL, vocab_size=256))
     first = memory_need(few_words, Split(strategy="naive", layout=layout))
     leaf = Activations(few_words, blocks=3)

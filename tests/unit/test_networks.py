@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from gradsync.errors import ConfigError
-from gradsync.plan.described.links import NETWORKS, load_network
+from gradsync.plan.catalog import NETWORKS
+from gradsync.plan.hardware_file import load_network
 
 
 def test_every_name_has_a_source() -> None:

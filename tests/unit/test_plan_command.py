@@ -18,20 +18,18 @@ from gradsync.cli.plan import PlanOptions, hardware_of, request_of
 from gradsync.errors import ConfigError
 from gradsync.models.presets import preset
 from gradsync.parallel.layout import Layout
-from gradsync.plan.choice.candidate import obstacle, splits
-from gradsync.plan.choice.choose import MARGIN, Choice, choose
-from gradsync.plan.choice.costs import Costs
-from gradsync.plan.choice.submodels import Submodels, parse_submodel, place_submodels
-from gradsync.plan.described.file import load_hardware
+from gradsync.plan.choice import Choice, Costs, choose, obstacle, splits
 from gradsync.plan.description import Hardware, Host, Link
-from gradsync.plan.memory.model import memory_need
-from gradsync.plan.timing.estimate import (
+from gradsync.plan.hardware_file import load_hardware
+from gradsync.plan.memory import memory_need
+from gradsync.plan.placement import MARGIN, Submodels, parse_submodel, place_submodels
+from gradsync.plan.profile import (
+    StepProfile,
     estimate_profile,
     leaf_operations,
     probe_work,
     scaled_profile,
 )
-from gradsync.plan.timing.profile import StepProfile
 from gradsync.plan.workload import Split, Workload
 from gradsync.sync.registry import STRATEGIES
 from gradsync.train.recipes import recipe
@@ -64,7 +62,7 @@ def run(*arguments: str) -> int:
 @cache
 def planned(model: str, hardware: str, **options: Any) -> Choice:
     request = request_of(PlanOptions(model=model, hardware=hardware, **options))
-    return choose(request.work, request.hardware, Costs().models, request.search)
+    return choose(request.work, request.hardware, Costs(), request.search)
 
 
 def layout_of(model: str, hardware: str) -> Layout:
@@ -360,7 +358,7 @@ def test_a_leaf_is_measured_here(
     hardware = load_hardware(box)
     monkeypatch.setenv("GRADSYNC_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("gradsync.cli.plan.detect_hardware", lambda *_, **__: hardware)
-    monkeypatch.setattr("gradsync.plan.timing.probe.probe_profile", probe)
+    monkeypatch.setattr("gradsync.plan.probe.probe_profile", probe)
     monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
     assert run("tiny") == 0
     printed = capsys.readouterr().out

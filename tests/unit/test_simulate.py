@@ -12,19 +12,24 @@ import pytest
 
 from gradsync.errors import ConfigError
 from gradsync.models.presets import preset
-from gradsync.plan.described.links import load_network
 from gradsync.plan.description import Device, Host
-from gradsync.plan.simulate.failures import (
+from gradsync.plan.hardware_file import load_network
+from gradsync.plan.profile import estimate_profile
+from gradsync.plan.simulation import (
     Failures,
+    Simulation,
+    Stragglers,
+    crossovers,
     daly_interval_s,
     goodput,
+    order_of,
+    report_text,
+    simulate,
     simulated_goodput,
+    step_s,
     young_interval_s,
 )
-from gradsync.plan.simulate.play import Stragglers, order_of, step_s
-from gradsync.plan.simulate.simulation import Simulation, crossovers, report_text, simulate
-from gradsync.plan.timing.estimate import estimate_profile
-from gradsync.plan.timing.step import Sending, predict_step, step_costs
+from gradsync.plan.step import Sending, predict_step, step_costs
 from gradsync.plan.workload import Split
 from gradsync.sync.registry import STRATEGIES
 from support.planned_machines import FAR, hardware, profile, split, work

@@ -10,12 +10,16 @@ import torch
 from gradsync.errors import ConfigError
 from gradsync.models.config import GPTConfig
 from gradsync.models.gpt import GPT
+from gradsync.plan.collectives import Place, Traffic, all_reduce_s, half_s, traffic_of
 from gradsync.plan.description import Device
-from gradsync.plan.timing.collective_cost import Place, all_reduce_s, half_s
-from gradsync.plan.timing.estimate import UPDATE_BYTES, UTILISATION, estimate_profile
-from gradsync.plan.timing.profile import bucket_timeline, parameters_of
-from gradsync.plan.timing.step import Sending, channel_end, predict_step, step_costs
-from gradsync.plan.timing.traffic import Traffic, traffic_of
+from gradsync.plan.profile import (
+    UPDATE_BYTES,
+    UTILISATION,
+    bucket_timeline,
+    estimate_profile,
+    parameters_of,
+)
+from gradsync.plan.step import Sending, channel_end, predict_step, step_costs
 from gradsync.sync.registry import STRATEGIES
 from support.planned_machines import (
     FAR,

@@ -37,7 +37,7 @@ from typing import IO, Any
 from gradsync.bench.collectives_plan import COPY, Settings, size_text
 from gradsync.bench.report import csv_text, print_notes, print_table
 from gradsync.bench.statistics import Spread, percentile, ratios, spread
-from gradsync.plan.timing.alpha_beta import Fit, fit_line, quality
+from gradsync.plan.collectives import Fit, fit_line, quality
 
 GB = 1e9
 

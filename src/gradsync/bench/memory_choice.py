@@ -13,7 +13,7 @@ from gradsync.models.config import GPTConfig
 from gradsync.models.presets import PRESETS, preset
 from gradsync.parallel.layout import Layout
 from gradsync.plan.description import Kind
-from gradsync.plan.memory.model import MemoryNeed, memory_need
+from gradsync.plan.memory import MemoryNeed, memory_need
 from gradsync.plan.workload import Split, Workload
 from gradsync.runtime.memory_limit import available_bytes
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from gradsync.bench.scaling import Point, ScalingPlan
     from gradsync.bench.sync_plan import Plan
     from gradsync.bench.sync_result import Row
-    from gradsync.plan.simulate.simulation import Simulation
+    from gradsync.plan.simulation import Simulation
 
 _SUFFIXES = (".png", ".svg", ".pdf")
 _INK, _SOFT, _GRID = "#1b1f24", "#6b7480", "#e3e7eb"
@@ -189,7 +189,7 @@ def plot_simulation(path: Path, found: Simulation) -> None:
     Raises:
         RunError: the file could not be written.
     """
-    from gradsync.plan.simulate.simulation import HALF, notes
+    from gradsync.plan.simulation import HALF, notes
 
     figure, axes = _new_figure(9.5, 5.6)
     for number, name in enumerate(found.names):

@@ -37,14 +37,11 @@ from gradsync.bench.sync_plan import Entry, Plan, SyncSettings, ranks_text, size
 from gradsync.bench.sync_result import step_seconds
 from gradsync.errors import ConfigError
 from gradsync.parallel.layout import Layout
+from gradsync.plan.collectives import INNER_STEPS, OWN_ALGORITHMS, Fit, traffic_of
 from gradsync.plan.description import Device, Hardware, Host, Link
-from gradsync.plan.simulate.play import Stragglers, step_s
-from gradsync.plan.timing.alpha_beta import Fit
-from gradsync.plan.timing.collective_cost import OWN_ALGORITHMS
-from gradsync.plan.timing.estimate import FORWARD_PART
-from gradsync.plan.timing.profile import StepProfile, bucket_timeline
-from gradsync.plan.timing.step import StepCosts, step_costs
-from gradsync.plan.timing.traffic import INNER_STEPS, traffic_of
+from gradsync.plan.profile import FORWARD_PART, StepProfile, bucket_timeline
+from gradsync.plan.simulation import Stragglers, step_s
+from gradsync.plan.step import StepCosts, step_costs
 from gradsync.plan.workload import Split, Workload
 from gradsync.sync.registry import STRATEGIES
 

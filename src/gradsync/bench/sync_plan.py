@@ -21,7 +21,7 @@ from gradsync.errors import ConfigError
 from gradsync.models.config import GPTConfig
 from gradsync.models.presets import PRESETS, preset
 from gradsync.plan.description import Kind
-from gradsync.plan.timing.estimate import leaf_operations, probe_work, scaled_profile
+from gradsync.plan.profile import leaf_operations, probe_work, scaled_profile
 from gradsync.plan.workload import Workload
 
 DTYPES = ("fp32", "bf16")
@@ -285,7 +285,7 @@ def duration(seconds: float) -> str:
 
 def trial_step(work: Workload, *, ranks_per_host: int) -> float:
     """Seconds of a step in company: timed here alone, or a smaller leaf of the model, scaled."""
-    from gradsync.plan.timing.probe import probe_profile
+    from gradsync.plan.probe import probe_profile
 
     small = probe_work(work)
     measured = probe_profile(

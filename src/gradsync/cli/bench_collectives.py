@@ -113,7 +113,7 @@ def _findings(
     options: CollectivesOptions, settings: Settings, result: dict[str, Any], world: World
 ) -> Findings:
     from gradsync.bench.collectives_report import Report, print_report, report_csv
-    from gradsync.plan.timing.alpha_beta import save_fits
+    from gradsync.plan.collectives import save_fits
 
     report = Report.of(settings, result)
 

@@ -26,7 +26,7 @@ from gradsync.errors import ConfigError
 from gradsync.runtime.threads import choose_threads
 
 if TYPE_CHECKING:
-    from gradsync.plan.timing.alpha_beta import Fit
+    from gradsync.plan.collectives import Fit
     from gradsync.world import World
 
 _COMMAND = ("bench", "simulation")

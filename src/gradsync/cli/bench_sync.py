@@ -16,8 +16,8 @@ from gradsync.bench.sync_plan import Plan, fitting, in_time, settings_of, sync_p
 from gradsync.cli.experiment import Ask, Experiment, Findings, command_of, flag_of
 from gradsync.errors import ConfigError
 from gradsync.models.presets import PRESETS
-from gradsync.plan.detect.machine import read_processor
-from gradsync.plan.switches import multiplies_bf16
+from gradsync.plan.description import multiplies_bf16
+from gradsync.plan.machine import read_processor
 from gradsync.runtime.threads import choose_threads
 
 if TYPE_CHECKING:

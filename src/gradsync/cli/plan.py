@@ -15,33 +15,28 @@ import tyro
 from gradsync.bench.plot import check_plot
 from gradsync.cli.arguments import parse
 from gradsync.errors import ConfigError, RunError
-from gradsync.plan.choice.candidate import Search
-from gradsync.plan.choice.choose import Choice, choose
-from gradsync.plan.choice.costs import Costs
-from gradsync.plan.choice.remedy import find_remedy
-from gradsync.plan.choice.report import (
+from gradsync.plan.catalog import DEFAULT_NETWORK, NETWORKS, check_size
+from gradsync.plan.choice import Choice, Costs, Search, choose, find_remedy
+from gradsync.plan.description import Hardware, speed_switches
+from gradsync.plan.hardware_file import hardware_document, load_hardware, load_network
+from gradsync.plan.machine import detect_hardware
+from gradsync.plan.memory import memory_need
+from gradsync.plan.placement import gb, parse_submodel, place_submodels
+from gradsync.plan.report import (
     commands,
+    figure_lines,
     hardware_lines,
     pick_sections,
     print_table,
     section,
     work_lines,
 )
-from gradsync.plan.choice.submodels import parse_submodel, place_submodels
-from gradsync.plan.choice.words import gb
-from gradsync.plan.described.catalog import DEFAULT_NETWORK, check_size
-from gradsync.plan.described.file import hardware_document, load_hardware
-from gradsync.plan.described.links import NETWORKS, load_network
-from gradsync.plan.description import Hardware
-from gradsync.plan.detect.machine import detect_hardware
-from gradsync.plan.memory.model import memory_need
-from gradsync.plan.simulate.simulation import (
+from gradsync.plan.simulation import (
     DEFAULT_STRATEGIES,
     Simulation,
     report_text,
     simulate,
 )
-from gradsync.plan.switches import speed_switches
 from gradsync.plan.workload import Split, Workload
 from gradsync.runtime import environ
 from gradsync.runtime.bounds import MOST_NODES, whole_number
@@ -134,9 +129,9 @@ def run(argv: list[str]) -> int:
     if options.submodel:
         return _tell_submodels(options, request)
     costs, work, hardware = Costs(), request.work, request.hardware
-    choice = choose(work, hardware, costs.models, request.search)
+    choice = choose(work, hardware, costs, request.search)
     if options.probe and request.here and choice.pick is not None and costs.measure(work, hardware):
-        choice = choose(work, hardware, costs.models, request.search)
+        choice = choose(work, hardware, costs, request.search)
     simulation = _simulated(options, request, costs, choice)
     _tell(options, request, costs, choice, simulation)
     return 0
@@ -303,7 +298,7 @@ def _simulated(
         splits.insert(0, replace(best, shared_weights=False))
     work = replace(pick.work, num_leaves=-(-pick.work.num_leaves // pick.split.layout.dp))
     device = request.hardware.devices[0]
-    profile = costs.models.profile(work, device)
+    profile = costs.profile(work, device)
     return simulate(work, host, network, sizes, profile, splits=list(dict.fromkeys(splits)))
 
 
@@ -357,7 +352,7 @@ def _tell(
             "hardware": hardware_document(request.hardware),
             **choice.to_json(),
             "commands": [line for _, line in lines],
-            "figures": costs.lines(request.hardware),
+            "figures": figure_lines(costs, request.hardware),
             "simulation": None if simulation is None else simulation.to_json(),
         }
         print(json.dumps(document, indent=1, allow_nan=False), flush=True)
@@ -368,7 +363,7 @@ def _tell(
         if pick is not None:
             print("\n".join(pick_sections(pick, lines)))
             print(section("switches", _switch_lines(request)))
-            print(section("figures", costs.lines(request.hardware)))
+            print(section("figures", figure_lines(costs, request.hardware)))
         if simulation is not None:
             print(f"\n{report_text(simulation)}")
     if simulation is not None and options.plot:
@@ -377,5 +372,5 @@ def _tell(
         plot_simulation(Path(options.plot), simulation)
         print(f"wrote {options.plot}", file=sys.stderr)
     if pick is None:
-        remedy = find_remedy(choice, request.work, request.hardware, costs.models)
+        remedy = find_remedy(choice, request.work, request.hardware, costs)
         raise RunError(remedy.words(name, request.hardware))

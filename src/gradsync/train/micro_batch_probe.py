@@ -17,8 +17,8 @@ from gradsync.comm.base import Communicator
 from gradsync.comm.values import all_gather_numbers, broadcast_json
 from gradsync.errors import ConfigError, GradsyncError
 from gradsync.models.config import GPTConfig
-from gradsync.plan.memory.probe import Cost, MemoryProbe
 from gradsync.plan.micro_batch import Trial, chosen_size, legal_sizes, try_sizes
+from gradsync.plan.probe import Cost, MemoryProbe
 from gradsync.sync.registry import STRATEGIES
 from gradsync.train.config import AUTO, TrainConfig
 from gradsync.train.elastic import sequences_of

@@ -16,8 +16,8 @@ from torch import nn
 from gradsync.models.config import GPTConfig
 from gradsync.models.gpt import GPT, loss_sum
 from gradsync.parallel.layout import Layout
-from gradsync.plan.memory.model import memory_need
-from gradsync.plan.memory.probe import Attempt
+from gradsync.plan.memory import memory_need
+from gradsync.plan.probe import Attempt
 from gradsync.plan.workload import Split, Workload
 from gradsync.sync.registry import find_strategy
 from gradsync.train.config import AUTO, TrainConfig

@@ -1,9 +1,8 @@
 """GPUs of a host, which of them a process may use, and how they reach each other.
 
-The NVIDIA driver tells them through `nvidia-ml-py` (module pynvml), which comes in as an object, so
-that another one can stand in for it; without it torch does. Memory is always what the driver says;
-the catalogue only has the peak arithmetic of a name. Devices reach each other over NVLink where
-there is some, else over PCIe.
+The NVIDIA driver tells them through `nvidia-ml-py` (module pynvml, here `nvml`, initialised);
+without it torch does. Memory is always what the driver says; the catalogue only has the peak
+arithmetic of a name. Devices reach each other over NVLink where there is some, else over PCIe.
 """
 
 from __future__ import annotations
@@ -12,15 +11,21 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import combinations
 from typing import Any
 
-from gradsync.plan.described.catalog import by_driver_name, rates_of, slice_of
-from gradsync.plan.described.links import nvlink, pcie
+from gradsync.plan.catalog import (
+    COMPUTE_SLICES,
+    by_driver_name,
+    nvlink,
+    pcie,
+    rates_of,
+    slice_of,
+)
 from gradsync.plan.description import Device, Link
 from gradsync.runtime.bounds import whole_number
 
-_MIG_SLICES = 7
 _CORES_PER_SM = {(7, 0): 64, (7, 2): 64, (7, 5): 64, (8, 0): 64}
 """CUDA cores of a multiprocessor, by compute capability; 128 for all others since Maxwell."""
 _ACROSS_SOCKETS = 10e9
@@ -35,7 +40,6 @@ class Slice:
 
     device: Device
     uuid: str
-    """Such as `MIG-41b36014-…`."""
     old_name: str
     """As drivers before 470 call it: `MIG-GPU-…/gpu instance/compute instance`."""
 
@@ -48,24 +52,25 @@ class Gpu:
     """As `nvidia-smi` counts, by PCI bus."""
     device: Device
     uuid: str
-    """Such as `GPU-8932f937-…`."""
     handle: Any
-    """The library's."""
     mig: bool = False
     """It is divided, and can only be used in slices."""
     slices: tuple[Slice, ...] = ()
-    """MIG devices that were made of it."""
+
+    @property
+    def parts(self) -> list[Visible]:
+        """What a process can use: the whole, or its slices."""
+        devices = [part.device for part in self.slices] if self.mig else [self.device]
+        return [(device, self) for device in devices]
+
+
+Visible = tuple[Device, Gpu]
+"""A device that may be used, and the GPU that it is, or is a slice of."""
 
 
 def read_gpus(nvml: Any) -> tuple[list[Gpu], list[str]]:
-    """Every GPU that the driver shows, and a line for each that cannot be asked.
-
-    Args:
-        nvml: `pynvml`, initialised.
-
-    Raises:
-        nvml.NVMLError: the driver does not answer at all.
-    """
+    """Every GPU that the driver shows, and a line for each that cannot be asked; raises NVMLError
+    where the driver does not answer at all."""
     gpus, notes = [], []
     for index in range(nvml.nvmlDeviceGetCount()):
         try:
@@ -84,22 +89,19 @@ def _read_gpu(nvml: Any, index: int) -> Gpu:
     megahertz = ask(nvml, 0, nvml.nvmlDeviceGetMaxClockInfo, handle, nvml.NVML_CLOCK_SM)
     num_sms = max(cores // _CORES_PER_SM.get((major, minor), 128), 1)
     flops, rate, source = rates_of(name, (major, minor), num_sms, megahertz * 1e6 or None)
-    gpu = Gpu(
-        index=index,
-        uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
-        handle=handle,
-        device=Device(
-            kind="cuda",
-            name=name,
-            memory_bytes=int(memory.total),
-            free_bytes=int(memory.free),
-            peak_flops=flops,
-            compute_capability=(major, minor),
-            memory_bytes_per_s=rate,
-            shared=_is_shared(nvml, handle),
-            source=source,
-        ),
+    device = Device(
+        kind="cuda",
+        name=name,
+        memory_bytes=int(memory.total),
+        free_bytes=int(memory.free),
+        peak_flops=flops,
+        compute_capability=(major, minor),
+        memory_bytes_per_s=rate,
+        shared=_is_shared(nvml, handle),
+        source=source,
     )
+    uuid = _text(nvml.nvmlDeviceGetUUID(handle))
+    gpu = Gpu(index=index, uuid=uuid, handle=handle, device=device)
     if not ask(nvml, (0, 0), nvml.nvmlDeviceGetMigMode, handle)[0]:
         return gpu
     return replace(gpu, mig=True, slices=tuple(_slices(nvml, gpu)))
@@ -118,21 +120,18 @@ def _slices(nvml: Any, gpu: Gpu) -> list[Slice]:
 
 
 def _read_slice(nvml: Any, gpu: Gpu, handle: Any) -> Slice:
-    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-    parts = nvml.nvmlDeviceGetAttributes(handle)
-    model = by_driver_name(gpu.device.name)
+    whole, memory = gpu.device, nvml.nvmlDeviceGetMemoryInfo(handle)
+    parts, model = nvml.nvmlDeviceGetAttributes(handle), by_driver_name(whole.name)
+    share = parts.computeInstanceSliceCount / COMPUTE_SLICES
     if model is not None:
         share = parts.multiprocessorCount / model.num_sms
-    else:
-        share = parts.computeInstanceSliceCount / _MIG_SLICES
-    whole = gpu.device
     device = slice_of(whole, arithmetic=min(share, 1.0), memory_bytes=int(memory.total))
     instance = nvml.nvmlDeviceGetGpuInstanceId(handle)
     compute = nvml.nvmlDeviceGetComputeInstanceId(handle)
     name = _text(nvml.nvmlDeviceGetName(handle))
     if "MIG" not in name:  # as older drivers answer
-        profile = f"{parts.computeInstanceSliceCount}g.{round(memory.total / 2**30)}gb"
-        name = f"{whole.name} MIG {profile}"
+        gib = round(memory.total / 2**30)
+        name = f"{whole.name} MIG {parts.computeInstanceSliceCount}g.{gib}gb"
     return Slice(
         uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
         old_name=f"MIG-{gpu.uuid}/{instance}/{compute}",
@@ -169,13 +168,8 @@ def _text(value: str | bytes) -> str:
 
 
 def torch_devices(torch: Any) -> list[Device]:
-    """The CUDA devices that this process sees; none without CUDA.
-
-    How much memory is free is not asked: that would take some of it.
-
-    Args:
-        torch: the module.
-    """
+    """The CUDA devices that torch (the module) sees; none without CUDA. How much memory is free is
+    not asked: that would take some of it."""
     devices = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         told = torch.cuda.get_device_properties(index)
@@ -195,10 +189,6 @@ def torch_devices(torch: Any) -> list[Device]:
     return devices
 
 
-Visible = tuple[Device, Gpu]
-"""A device that may be used, and the GPU that it is, or is a slice of."""
-
-
 def visible_devices(env: Mapping[str, str], gpus: Sequence[Gpu]) -> list[Visible]:
     """Devices in the order in which CUDA counts them; of a divided GPU, its slices.
 
@@ -209,10 +199,6 @@ def visible_devices(env: Mapping[str, str], gpus: Sequence[Gpu]) -> list[Visible
 
     CUDA itself shows a process one slice at most. As a description of the host all are listed:
     each rank can be given its own.
-
-    Args:
-        env: CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER count.
-        gpus: as the driver lists them, by PCI bus.
     """
     ordered = list(gpus)
     if env.get("CUDA_DEVICE_ORDER", "").strip().upper() != "PCI_BUS_ID":
@@ -220,7 +206,7 @@ def visible_devices(env: Mapping[str, str], gpus: Sequence[Gpu]) -> list[Visible
         ordered.sort(key=lambda gpu: -gpu.device.peak_flops)
     value = env.get("CUDA_VISIBLE_DEVICES")
     if value is None:
-        return [entry for gpu in ordered for entry in _parts(gpu)]
+        return [entry for gpu in ordered for entry in gpu.parts]
     chosen: list[Visible] = []
     seen: set[str] = set()
     for word in value.split(","):
@@ -241,33 +227,25 @@ def _find(word: str, gpus: Sequence[Gpu]) -> tuple[str, list[Visible]] | None:
         number = whole_number(word)
         if number is None or number >= len(gpus):
             return None
-        gpu = gpus[number]
-        return gpu.uuid, _parts(gpu)
+        return gpus[number].uuid, gpus[number].parts
+    found: list[tuple[str, list[Visible]]] = []
     if word.startswith("GPU-"):
-        named = [gpu for gpu in gpus if gpu.uuid.startswith(word)]
-        return (named[0].uuid, _parts(named[0])) if len(named) == 1 else None
-    if word.startswith("MIG-"):
-        slices = [
+        found = [(gpu.uuid, gpu.parts) for gpu in gpus if gpu.uuid.startswith(word)]
+    elif word.startswith("MIG-"):
+        found = [
             (part.uuid, [(part.device, gpu)])
             for gpu in gpus
             for part in gpu.slices
             if part.uuid.startswith(word) or part.old_name == word
         ]
-        return slices[0] if len(slices) == 1 else None
-    return None
-
-
-def _parts(gpu: Gpu) -> list[Visible]:
-    if gpu.mig:
-        return [(part.device, gpu) for part in gpu.slices]
-    return [(gpu.device, gpu)]
+    return found[0] if len(found) == 1 else None
 
 
 def host_link(nvml: Any, used: Sequence[Gpu], gpus: Sequence[Gpu]) -> tuple[Link, str]:
     """The slowest link between two of the visible devices; of one device, its PCIe.
 
     Args:
-        nvml: `pynvml`, initialised.
+        nvml: the library.
         used: the GPU of each visible device; at least one.
         gpus: all of the host: NVLinks that lead to none of them lead to a switch.
 
@@ -278,17 +256,16 @@ def host_link(nvml: Any, used: Sequence[Gpu], gpus: Sequence[Gpu]) -> tuple[Link
         alone = _pcie(nvml, used[0], used[0])
         return replace(alone, source=f"the one device's own; {alone.source}"), ""
     wires = {gpu.index: _wires(nvml, gpu) for gpu in gpus}
-    by_gpus: dict[tuple[int, int], Link] = {}
-    pairs: list[tuple[Link, int, int]] = []
-    for (i, one), (j, other) in combinations(enumerate(used), 2):
-        key = (one.index, other.index)
-        if key not in by_gpus:
-            by_gpus[key] = _between(nvml, one, other, wires, gpus)
-        pairs.append((by_gpus[key], i, j))
+    by_index = {gpu.index: gpu for gpu in gpus}
+    between = cache(lambda i, j: _between(nvml, by_index[i], by_index[j], wires, gpus))
+    pairs = [
+        (between(one.index, other.index), i, j)
+        for (i, one), (j, other) in combinations(enumerate(used), 2)
+    ]
     slowest, i, j = min(pairs, key=lambda pair: pair[0].bytes_per_s)
-    counts = Counter(link.name for link, _, _ in pairs)
     note = ""
     if len({link.bytes_per_s for link, _, _ in pairs}) > 1:
+        counts = Counter(link.name for link, _, _ in pairs)
         all_pairs = ", ".join(f"{name} {count}" for name, count in counts.most_common())
         note = f"pairs of devices by link: {all_pairs}; plans reckon with the slowest, {i} to {j}"
     which = f"devices {i} and {j}, the slowest pair" if note else "every pair of devices"
@@ -321,24 +298,18 @@ def _between(
 
 def _wires(nvml: Any, gpu: Gpu) -> list[str]:
     """PCI bus id of what each NVLink of `gpu` that is up leads to, "" where it is not told."""
-    up = [
-        link
+    ends = [
+        ask(nvml, None, nvml.nvmlDeviceGetNvLinkRemotePciInfo, gpu.handle, link)
         for link in range(nvml.NVML_NVLINK_MAX_LINKS)
         if ask(nvml, 0, nvml.nvmlDeviceGetNvLinkState, gpu.handle, link)
     ]
-    ends = [ask(nvml, None, nvml.nvmlDeviceGetNvLinkRemotePciInfo, gpu.handle, link) for link in up]
-    return [_bus_text(end) if end is not None else "" for end in ends]
+    return ["" if end is None else _text(end.busId).lower() for end in ends]
 
 
 def _joined(nvml: Any, one: Gpu, other: Gpu) -> bool:
     """Whether two GPUs reach each other over NVLink, directly or through switches."""
-    status = ask(
-        nvml,
-        None,
-        nvml.nvmlDeviceGetP2PStatus,
-        *(one.handle, other.handle, nvml.NVML_P2P_CAPS_INDEX_NVLINK),
-    )
-    return status == nvml.NVML_P2P_STATUS_OK
+    what = (one.handle, other.handle, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
+    return ask(nvml, None, nvml.nvmlDeviceGetP2PStatus, *what) == nvml.NVML_P2P_STATUS_OK
 
 
 def _pcie(nvml: Any, one: Gpu, other: Gpu) -> Link:
@@ -355,9 +326,4 @@ def _pcie(nvml: Any, one: Gpu, other: Gpu) -> Link:
 
 def _bus(nvml: Any, gpu: Gpu) -> str:
     info = ask(nvml, None, nvml.nvmlDeviceGetPciInfo, gpu.handle)
-    return f"GPU {gpu.index}" if info is None else _bus_text(info)
-
-
-def _bus_text(info: Any) -> str:
-    bus = info.busId
-    return (bus.decode() if isinstance(bus, bytes) else bus).lower()
+    return f"GPU {gpu.index}" if info is None else _text(info.busId).lower()

@@ -1,11 +1,9 @@
-"""A rank's parameters, and the activations that forward keeps for backward; pure, no torch.
+"""A rank's parameters, and the activations that forward keeps for backward; no torch.
 
-Activations are counted tensor by tensor. Symbols as in `models/gpt.py`: N tokens of a leaf, C
-width, G = K x key/value heads, F width of the SwiGLU, H heads, V vocabulary; e is 2 under bf16 and
-fp16 autocast, 4 in fp32.
-
-A block keeps, in bytes a token (after Korthikanti et al. 2022, arXiv 2205.05198, section 4, counted
-anew for this decoder, whose norms are RMSNorm in fp32 and whose attention is a fused kernel):
+Activations are counted tensor by tensor. A block keeps, in bytes a token, with C width, G = K x
+key/value heads, F width of the SwiGLU, H heads, and e bytes of an element where products are
+computed (2 under autocast, else 4); after Korthikanti et al. 2022, arXiv 2205.05198, section 4,
+counted anew for this decoder, whose norms are RMSNorm in fp32 and whose attention is fused:
 
     two norms          2 (4 C + 4 C + 4)   the residual stream, the normalised, 1 / root mean square
     inputs of q, k, v  3 e C               autocast casts each time; fp32: one C for all, 4 C
@@ -28,6 +26,9 @@ from gradsync.parallel.layout import Coordinates, Layout
 from gradsync.parallel.partition import EMBEDDING, Part, check_divisible
 from gradsync.plan.workload import Workload
 
+FP32, _HALF = 4, 2
+"""Bytes of an element."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankShape:
@@ -38,9 +39,8 @@ class RankShape:
     sizes: tuple[int, ...]
     """Elements of each parameter, in `named_parameters` order."""
     block_params: int
-    """Elements of one block."""
+    """Elements of one of its blocks."""
     blocks: int
-    """How many there are."""
     table_params: int
     """Elements of the embedding, and of the head."""
     is_tied: bool
@@ -69,11 +69,7 @@ class RankShape:
 
 @cache
 def rank_shape(model: GPTConfig, layout: Layout, stage: int) -> RankShape:
-    """The rank's on stage `stage`.
-
-    Raises:
-        ConfigError: the model cannot be divided so.
-    """
+    """The shape of a rank on this stage; ConfigError where the model cannot be divided so."""
     check_divisible(model, layout)
     part = Part(config=model, layout=layout, place=Coordinates(data=0, stage=stage, shard=0))
     sizes = {name: piece.numel for name, piece in part.pieces().items()}
@@ -87,15 +83,6 @@ def rank_shape(model: GPTConfig, layout: Layout, stage: int) -> RankShape:
         table_params=model.vocab_size * model.n_embd,
         is_tied=model.tie_head and EMBEDDING in sizes and layout.pp == 1,
     )
-
-
-FP32 = 4
-_HALF = 2
-
-
-def compute_bytes(work: Workload) -> int:
-    """Bytes of an element where products are computed."""
-    return FP32 if work.dtype == "fp32" else _HALF
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,26 +99,34 @@ class Activations:
     tp: int = 1
 
     @property
+    def element(self) -> int:
+        """Bytes of one where products are computed."""
+        return FP32 if self.work.dtype == "fp32" else _HALF
+
+    @property
+    def _kv_width(self) -> int:
+        return self.work.model.num_kv_heads * self.work.model.head_dim
+
+    @property
     def weight_copies(self) -> int:
         """16-bit copies of one block's matrices; 0 in fp32."""
-        if self.work.dtype == "fp32":
-            return 0
         model = self.work.model
-        width, kv_width = model.n_embd, model.num_kv_heads * model.head_dim
-        elements = 2 * width * width + 2 * width * kv_width + 3 * width * model.mlp_dim
+        if self.element == FP32:
+            return 0
+        width = model.n_embd
+        elements = 2 * width * width + 2 * width * self._kv_width + 3 * width * model.mlp_dim
         return _HALF * elements // self.tp
 
     @property
     def block(self) -> int:
         """All that one block keeps, see the module's table."""
-        work, model = self.work, self.work.model
-        size, width = compute_bytes(work), model.n_embd
-        kv_width = model.num_kv_heads * model.head_dim
+        model, size, width = self.work.model, self.element, self.work.model.n_embd
         whole = 2 * (2 * FP32 * width + FP32)
-        whole += (2 * FP32 if work.dtype == "fp32" else 5 * size) * width
-        parts = size * (2 * width + 2 * kv_width) + FP32 * model.n_head + 4 * size * model.mlp_dim
+        whole += (2 * FP32 if size == FP32 else 5 * size) * width
+        parts = size * (2 * width + 2 * self._kv_width)
+        parts += FP32 * model.n_head + 4 * size * model.mlp_dim
         per_token = whole + parts // self.tp + 2 * self._dropout_bytes(size)
-        return work.leaf_tokens * per_token + self.weight_copies
+        return self.work.leaf_tokens * per_token + self.weight_copies
 
     @property
     def stream(self) -> int:
@@ -143,8 +138,7 @@ class Activations:
         """By all blocks. With checkpointing only the stream at the beginning of each
         (arXiv 1604.06174)."""
         each = self.stream if self.work.activation_checkpointing else self.block
-        embedding = self.work.leaf_tokens * self._dropout_bytes(FP32)
-        return self.blocks * each + embedding
+        return self.blocks * each + self.work.leaf_tokens * self._dropout_bytes(FP32)
 
     @property
     def recomputed(self) -> int:
@@ -154,8 +148,8 @@ class Activations:
     @property
     def last_norm(self) -> int:
         """The norm before the head, and the head's input."""
-        size = compute_bytes(self.work)
-        return self.work.leaf_tokens * ((2 * FP32 + size) * self.work.model.n_embd + FP32)
+        per_token = (2 * FP32 + self.element) * self.work.model.n_embd + FP32
+        return self.work.leaf_tokens * per_token
 
     def _dropout_bytes(self, size: int) -> int:
         """A token's mask: of the dtype of what is masked on a CPU, bool on CUDA."""

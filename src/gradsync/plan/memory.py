@@ -1,26 +1,57 @@
-"""Bytes of gradients, optimizer state and buffers under each strategy, at each moment of a step.
+"""How many bytes a rank needs to train, by closed formulas; no torch.
 
-S = 4 x parameters of the rank (gradients are fp32), W replicas, k leaves of a rank, b the largest
-bucket (bytes). AdamW keeps two fp32 moments: 2 S (Kingma & Ba 2014, arXiv 1412.6980); Rajbhandari
-et al. 2020 (ZeRO, arXiv 1910.02054, section 3.1) count the same 16 bytes a parameter with weights
-and gradients, and divide them by W stage by stage.
+A step has a few moments at which memory can be fullest; the need is that of the fullest one, on the
+pipeline stage that needs most. N tokens of a leaf, V vocabulary, C width, e bytes of an element
+where products are computed (2 under autocast, 4 in fp32):
 
-Moments of a rank's last leaf, of which one is the fullest:
+    loss       blocks' activations, last norm, and for the head
+               whole: 12 N V (logarithms of probabilities, the gradients of these and of logits)
+               in R rows: 4 V C (gradient of the head) + (8 + 4 e) R V
+    head       activations, e N V (gradient of the logits), (e + e + 4) V C (the head's 16-bit copy,
+               its gradient in 16 bits and in fp32)
+    block      activations, one block's own gradients, what checkpointing recomputes
+    backward   all gradients, and the embedding's once more (two when it is tied: the head's waits
+               until the embedding's comes)
+    update     activations are gone: all gradients, optimizer; what the strategy gathers
 
-    loss      forward is over, nothing of this leaf's gradient is there
-    backward  all gradients are there, nothing of the leaf but the embedding's own gradient
-    update    activations are gone; optimizer, gathers, meetings
+Gradients, optimizer state and buffers are the strategy's: S = 4 x parameters of the rank (gradients
+are fp32), W replicas, k leaves of a rank, b the largest bucket (bytes). AdamW keeps two fp32
+moments: 2 S (Kingma & Ba 2014, arXiv 1412.6980); Rajbhandari et al. 2020 (ZeRO, arXiv 1910.02054,
+section 3.1) count the same 16 bytes a parameter with weights and gradients, and divide them by W
+stage by stage.
+
+[Note: Shared pages] With `Split.shared_weights` (and for gradients in shared memory) a rank counts
+its share: what all ranks of the host map, divided by them, so that ranks add up to what the host
+needs. The kernel's RSS counts such pages in every rank that has touched them, PSS (proportional set
+size, proc(5) smaps) counts them as here.
+
+[Note: Slack] On a CPU, what glibc's heap holds without using it, with `keep_freed_memory`. Torch
+asks for blocks aligned to 64 bytes, and glibc before 2.38 cannot put such a block into a hole of
+just its size (bug 14581): so temporaries leave holes between what stays, and whatever goes through
+memory of the process leaves some of its place unused:
+
+    CPU_SLACK        of what a leaf takes
+    RECOMPUTE_SLACK  of a block that checkpointing computes twice
+    GATHER_SLACK     of the blocks under `fsdp`: each is gathered twice and its gradient sent once
+    RENEW_SLACK      of buckets, copies and gathered weights that a step makes anew
+    MOVE_SLACK       of what was built here and then moved into shared memory
+
+Measured with `gradsync bench memory`: peaks with `keep_freed_memory` less what the formulas count
+(which is what --exact measures, where every block is mapped by itself), over 16 strategies at two
+sizes (benchmarks/memory); one number each, chosen there for all cases together. And the heap never
+shrinks below the model as it was built. On CUDA, what torch's caching allocator reserves beyond
+what is allocated (CUDA_SLACK): a default, not measured here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import NamedTuple
 
 from gradsync.data.plan import share
-from gradsync.plan.memory.activations import FP32, RankShape
+from gradsync.plan.activations import FP32, Activations, RankShape, rank_shape
 from gradsync.plan.workload import Split, Workload
 from gradsync.sync.engine.leaf_tree import LeafStack
 from gradsync.sync.engine.plan import Item, plan_buckets
@@ -28,8 +59,15 @@ from gradsync.sync.engine.recipe import Recipe
 from gradsync.sync.registry import find_strategy
 
 MIB = 2**20
+CPU_PROCESS = 333 * MIB
+"""Python, torch and gradsync after a step of a model of no size; measured, torch 2.13, x86-64."""
+CUDA_PROCESS = 1024 * MIB
+"""CUDA context, kernels, cuBLAS workspace and NCCL's buffers; a default."""
+CPU_SLACK, RECOMPUTE_SLACK, GATHER_SLACK, RENEW_SLACK, MOVE_SLACK = 0.45, 2.0, 3.0, 0.2, 0.4
+CUDA_SLACK = 0.1
+"""See [Note: Slack]."""
 _IN_FLIGHT = 3
-"""Buckets of parameters that `sharded/optimizer.py` has in memory: one updated, two under way."""
+"""Buckets of parameters that the sharded optimizer has in memory: one updated, two under way."""
 
 
 class Moment(NamedTuple):
@@ -43,14 +81,15 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StrategyMemory:
-    """Bytes of one rank under one strategy."""
+    """Bytes of one rank under one strategy, at the moments of its last leaf."""
 
     weights: int
     """All the time; a rank's share of one copy per host. Likewise `optimizer`."""
     optimizer: int
     loss: Moment
-    """See the module's list for this one and the next two."""
+    """Forward is over, nothing of this leaf's gradient is there."""
     backward: Moment
+    """All gradients are there, nothing of the leaf but the embedding's own gradient."""
     update: Moment
     fresh: int
     """Gradients of the embedding that backward has just made, beside `backward`."""
@@ -71,7 +110,11 @@ class Case:
     work: Workload
     split: Split
     shape: RankShape
-    """The rank's part."""
+
+    @property
+    def leaf(self) -> Activations:
+        """What forward of one leaf keeps."""
+        return Activations(self.work, self.shape.blocks, self.shape.layout.tp)
 
     @property
     def gradient_bytes(self) -> int:
@@ -129,6 +172,18 @@ class Case:
         """Gradient buffers that the fixed tree keeps at once, on the rank that needs most."""
         return most_open_nodes(self.work.num_leaves, self.replicas)
 
+    @property
+    def leaves_in_flight(self) -> int:
+        """Leaves whose activations a pipeline stage keeps at once.
+
+        GPipe (Huang et al. 2018, arXiv 1811.06965): all of a replica's. 1F1B (Narayanan et al. 2019
+        and 2021, arXiv 1806.03377, 2104.04473): as many as there are stages from here to the last.
+        """
+        stages = self.split.layout.pp
+        if stages > 1 and self.split.schedule == "gpipe":
+            return self.leaves
+        return min(self.leaves, stages - self.shape.stage)
+
 
 @cache
 def most_open_nodes(num_leaves: int, world_size: int) -> int:
@@ -143,11 +198,7 @@ def most_open_nodes(num_leaves: int, world_size: int) -> int:
 
 
 def strategy_memory(case: Case) -> StrategyMemory:
-    """The memory of the strategy of `case`.
-
-    Raises:
-        ConfigError: an unknown strategy.
-    """
+    """The memory of the strategy of `case`; ConfigError for an unknown one."""
     strategy = find_strategy(case.split.strategy)
     # One replica has nobody to talk to; see `registry.build_reducer`.
     name = "naive" if strategy.needs_group and case.replicas == 1 else strategy.name
@@ -176,14 +227,8 @@ def _made(case: Case, buckets: int = 0) -> Moment:
 
 
 def _engine(case: Case, *, buffers: int = 1, passing: int = 0, **other: int) -> StrategyMemory:
-    """Flat buffers that stay from step to step; `.grad` is a view of the first.
-
-    Args:
-        case: what is trained.
-        buffers: of each bucket.
-        passing: bytes on the way while backward ends.
-        other: as `_memory`.
-    """
+    """Flat buffers that stay from step to step, `buffers` of each bucket; `.grad` is a view of the
+    first. `passing`: bytes on the way while backward ends."""
     size = case.gradient_bytes
     held = Moment(size, (buffers - 1) * size)
     moving = held._replace(buckets=held.buckets + passing)
@@ -336,3 +381,139 @@ FORMULAS: dict[str, Callable[[Case], StrategyMemory]] = {
     "local_sgd": _local_sgd,
     "diloco": _diloco,
 }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryNeed:
+    """The sum of closed formulas; each field's formula and source stand above."""
+
+    weights: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    """The optimizer's state."""
+    buckets: int = 0
+    """Copies of gradients made for communication, gathered blocks and windows of a strategy."""
+    activations: int = 0
+    """Kept by forward for backward, at the fullest moment of the schedule."""
+    logits: int = 0
+    """The head's output and what the loss makes of it."""
+    workspace: int = 0
+    """Temporary buffers beside these."""
+    slack: int = 0
+    """Held by the allocator without use."""
+    process: int = 0
+    """The interpreter, torch, the CUDA context, communication buffers."""
+
+    @property
+    def total(self) -> int:
+        """The sum of all parts."""
+        return sum(getattr(self, f.name) for f in fields(self))
+
+    @property
+    def loose(self) -> int:
+        """The part that lives no longer than a leaf."""
+        return self.activations + self.logits + self.workspace
+
+
+def memory_need(work: Workload, split: Split) -> MemoryNeed:
+    """The need of the rank that needs most.
+
+    Raises:
+        ConfigError: an unknown strategy, or a model that cannot be divided so.
+    """
+    stages = (
+        _of_stage(work, split, rank_shape(work.model, split.layout, stage))
+        for stage in range(split.layout.pp)
+    )
+    return max(stages, key=lambda need: need.total)
+
+
+def _of_stage(work: Workload, split: Split, shape: RankShape) -> MemoryNeed:
+    case = Case(work, split, shape)
+    strategy = strategy_memory(case)
+    moments = list(_moments(case, strategy))
+    fragments = _fragments(case, strategy, max(each.loose for each in moments))
+    rope = 2 * FP32 * work.model.block_size * work.model.head_dim
+    always = {
+        "weights": strategy.weights + rope,
+        "optimizer": strategy.optimizer,
+        "process": CUDA_PROCESS if work.kind == "cuda" else CPU_PROCESS,
+    }
+    return max(
+        (
+            replace(each, slack=_slack(case, strategy, each, fragments), **always)
+            for each in moments
+        ),
+        key=lambda need: need.total,
+    )
+
+
+def _fragments(case: Case, strategy: StrategyMemory, loose: int) -> int:
+    """Holes, see [Note: Slack]: made when a leaf takes most, there until the process ends."""
+    if case.work.kind == "cuda":
+        return int(CUDA_SLACK * loose)
+    shares = (
+        (CPU_SLACK, loose),
+        (RECOMPUTE_SLACK, case.leaf.recomputed),
+        (GATHER_SLACK, strategy.gathered_blocks),
+        (RENEW_SLACK, strategy.renewed),
+        (MOVE_SLACK, strategy.moved),
+    )
+    return int(sum(share * size for share, size in shares))
+
+
+def _slack(case: Case, strategy: StrategyMemory, moment: MemoryNeed, fragments: int) -> int:
+    """Fragments; or the model as it was built, where less than that lies in its place now."""
+    held = 0
+    if not case.split.shared_weights:
+        held = strategy.weights + strategy.optimizer + moment.gradients + moment.buckets
+    return max(fragments, case.gradient_bytes - held - moment.loose)
+
+
+def _moments(case: Case, strategy: StrategyMemory) -> Iterator[MemoryNeed]:
+    """Gradients, buckets and whatever lives no longer than a leaf, at each moment of a step."""
+    work, shape, leaf, flying = case.work, case.shape, case.leaf, case.leaves_in_flight
+    kept = flying * leaf.kept
+    if shape.layout.pp > 1:  # what a stage gives; what it got is its first block's input
+        kept += flying * leaf.stream
+    head_waits = FP32 * shape.table_params if shape.is_tied else 0
+    block = FP32 * shape.block_params + 2 * leaf.stream + strategy.gathered_block
+    loss = MemoryNeed(**strategy.loss._asdict())
+    yield replace(loss, activations=kept + leaf.recomputed, workspace=block + head_waits)
+    backward = MemoryNeed(**strategy.backward._asdict())
+    yield replace(backward, activations=leaf.stream, workspace=strategy.fresh)
+    # A tied embedding on both ends of a pipeline: the other end's gradient.
+    is_end = shape.layout.pp > 1 and (shape.has_embedding or shape.has_head)
+    other_end = FP32 * shape.table_params if work.model.tie_head and is_end else 0
+    yield MemoryNeed(**strategy.update._asdict(), workspace=other_end)
+    if shape.has_head:
+        # What the loss keeps of each leaf that waits for its backward.
+        in_rows = work.loss_rows is not None
+        kept_by_loss = shape.table_params if in_rows else work.leaf_tokens * work.model.vocab_size
+        of_others = (flying - 1) * FP32 * kept_by_loss
+        activations = kept + flying * leaf.last_norm
+        for own, workspace in _head(case):
+            logits = own + of_others
+            yield replace(loss, activations=activations, logits=logits, workspace=workspace)
+
+
+def _head(case: Case) -> list[tuple[int, int]]:
+    """Logits and workspace at the moments of the loss and of the head's gradient."""
+    work, shape, leaf = case.work, case.shape, case.leaf
+    size, vocab, table = leaf.element, work.model.vocab_size, FP32 * shape.table_params
+    copy = 0 if size == FP32 else size * shape.table_params
+    if work.loss_rows is not None:
+        rows = min(work.loss_rows, work.leaf_tokens) * vocab
+        return [
+            ((2 * FP32 + 4 * size) * rows, table + 2 * copy + leaf.stream),
+            (0, 2 * table + 2 * leaf.stream),
+        ]
+    logits = work.leaf_tokens * vocab
+    # Autocast keeps its copies of weights until forward is over, whether blocks keep them or not.
+    cached = shape.blocks * leaf.weight_copies if work.activation_checkpointing else 0
+    forward = 2 * FP32 + (size if copy else 0)
+    return [
+        (forward * logits, copy + cached),
+        (3 * FP32 * logits, copy),
+        (size * logits, 2 * copy + table),
+    ]

@@ -16,11 +16,10 @@ from typing import Any
 import psutil
 
 from gradsync.errors import ConfigError, GradsyncError
-from gradsync.plan.described.catalog import pcie_of
-from gradsync.plan.described.links import LINKS, NETWORKS
+from gradsync.plan.catalog import NETWORKS, pcie_of
+from gradsync.plan.collectives import Fit, load_fits
 from gradsync.plan.description import Device, Hardware, Host, Link
-from gradsync.plan.detect.gpus import host_link, read_gpus, torch_devices, visible_devices
-from gradsync.plan.timing.alpha_beta import Fit, load_fits
+from gradsync.plan.gpus import host_link, read_gpus, torch_devices, visible_devices
 from gradsync.runtime.machine import cpu_model, usable_cores
 from gradsync.runtime.memory_limit import available_bytes, total_bytes
 from gradsync.runtime.resolve import resolve
@@ -75,17 +74,13 @@ class Processor:
     """By the container's limit."""
     free_bytes: int
     instructions: tuple[str, ...]
-    """Instructions that decide how fast matrices multiply, by the kernel's names."""
+    """Those that decide how fast matrices multiply, by the kernel's names."""
     clock_hz: float | None
     """The fastest core's now; None where it is not told."""
 
 
 def read_processor(root: Path = Path("/")) -> Processor:
-    """Ask the system.
-
-    Args:
-        root: where /proc and /sys lie.
-    """
+    """Ask the system, whose /proc and /sys lie under `root`."""
     try:
         info = (root / "proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -94,22 +89,20 @@ def read_processor(root: Path = Path("/")) -> Processor:
     values = [(key.strip(), value.strip()) for key, _, value in entries]
     flags = " ".join(value for key, value in values if key in ("flags", "Features")).split()
     cgroup, own = root / "sys/fs/cgroup", root / "proc/self/cgroup"
+    clocks = [_number(value) * 1e6 for key, value in values if key == "cpu MHz"]
     return Processor(
         name=next((value for key, value in values if key == "model name"), "") or cpu_model(),
         cores=choose_threads(1, limit=cgroup_cores(cgroup)),
         memory_bytes=total_bytes(cgroup, own),
         free_bytes=available_bytes(cgroup, own),
         instructions=tuple(name for name in _SHOWN if name in flags),
-        clock_hz=max((_hertz(value) for key, value in values if key == "cpu MHz"), default=0)
-        or None,
+        clock_hz=max(clocks, default=0) or None,
     )
 
 
 def cpu_devices(processor: Processor, ranks: int) -> tuple[Device, ...]:
-    """Equal shares of the cores and the memory, one per rank; pure.
-
-    The peak is an estimate: cores x clock x operations per cycle of the widest instruction.
-    """
+    """Equal shares of the cores and the memory, one per rank; the peak is an estimate: cores x
+    clock x operations per cycle of the widest instruction."""
     widest = next((name for name in _FLOP_PER_CYCLE if name in processor.instructions), "none")
     per_cycle = _FLOP_PER_CYCLE.get(widest, _OLDEST)
     clock = processor.clock_hz or _USUAL_HZ
@@ -132,13 +125,11 @@ def cpu_devices(processor: Processor, ranks: int) -> tuple[Device, ...]:
 def cpu_link(
     ranks: int, load: Callable[[dict[str, Any]], Sequence[Fit]] = load_fits
 ) -> tuple[Link, str]:
-    """Between ranks of this host: as `gradsync bench collectives` measured it here, else usual.
+    """Between ranks of this host: as `gradsync bench collectives` measured it here, else usual; and
+    a line about what went wrong, "" when nothing did.
 
     A measured all_reduce of n ranks, alpha + beta S, becomes the link by which a ring would take
     that time: 2 (n-1) messages of S / n bytes.
-
-    Returns:
-        The link, and a line about what went wrong, "" when nothing did.
     """
     for world_size in dict.fromkeys((max(ranks, 2), 2, 4)):
         try:
@@ -150,12 +141,12 @@ def cpu_link(
             fit = found.get(algorithm)
             if fit is not None and fit.beta_s_per_byte > 0:
                 messages = 2 * (world_size - 1)
-                about = f"all_reduce ({algorithm}) of {world_size} ranks, measured on this machine"
-                link = Link(
-                    name="shared memory",
+                link = replace(
+                    DEFAULT_LINK,
                     alpha_s=fit.alpha_s / messages,
                     bytes_per_s=messages / world_size / fit.beta_s_per_byte,
-                    source=about,
+                    source=f"all_reduce ({algorithm}) of {world_size} ranks, measured on this "
+                    "machine",
                 )
                 return link, ""
     return DEFAULT_LINK, ""
@@ -184,9 +175,10 @@ def version_of(package: str) -> str:
         return ""
 
 
-def _hertz(megahertz: str) -> float:
+def _number(text: str) -> float:
+    """0 where it is none."""
     try:
-        return float(megahertz) * 1e6
+        return float(text)
     except ValueError:
         return 0.0
 
@@ -203,11 +195,7 @@ class Interfaces:
 
 
 def read_interfaces(root: Path = Path("/")) -> Interfaces:
-    """Ask the system.
-
-    Args:
-        root: where /sys lies.
-    """
+    """Ask the system, whose /sys lies under `root`."""
     up = {
         name: interface
         for name, interface in psutil.net_if_stats().items()
@@ -221,11 +209,8 @@ def read_interfaces(root: Path = Path("/")) -> Interfaces:
 
 
 def network_link(interfaces: Interfaces, ranks_per_host: int) -> Link:
-    """Between this host and its like; pure.
-
-    The rate is what the adapters say of themselves, the latency that of the usual network of their
-    kind: `gradsync plan --network` takes measured ones.
-    """
+    """Between this host and its like: the rate is what the adapters say of themselves, the latency
+    that of the usual network of their kind (`gradsync plan --network` takes measured ones)."""
     if interfaces.infiniband_gigabits:
         usual = NETWORKS["infiniband-hdr"]
         total = sum(interfaces.infiniband_gigabits)
@@ -276,13 +261,9 @@ class Sources:
     module: Callable[[str], Any | None] = _module
     """Imports `pynvml` or `torch`; None where it is not installed."""
     version: Callable[[str], str] = version_of
-    """A package's, without importing it; "" where it is not installed."""
     processor: Callable[[], Processor] = read_processor
-    """Cores, memory, instructions."""
     interfaces: Callable[[], Interfaces] = read_interfaces
-    """The way to other hosts."""
     cpu_link: Callable[[int], tuple[Link, str]] = cpu_link
-    """Between so many ranks of the CPU."""
     root: Path = field(default_factory=lambda: Path("/"))
     """Where /proc and /dev lie."""
 
@@ -359,8 +340,7 @@ def _gpus(
     if not devices:
         return [], None
     notes.append("the GPUs are as torch sees them; nvidia-ml-py tells free memory and links")
-    oldest = min(device.compute_capability or (0, 0) for device in devices)
-    return devices, LINKS[pcie_of(oldest)]
+    return devices, pcie_of(devices)
 
 
 def _ask_driver(

@@ -12,10 +12,10 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from gradsync.plan.choice.candidate import Candidate
-from gradsync.plan.choice.choose import MARGIN, Choice
-from gradsync.plan.choice.words import gb, percent
+from gradsync.plan.choice import Candidate, Choice, Costs, percent
 from gradsync.plan.description import Hardware, Host, Link
+from gradsync.plan.placement import MARGIN, gb
+from gradsync.plan.profile import UTILISATION
 from gradsync.plan.workload import Workload
 
 _WIDE = 240
@@ -28,16 +28,25 @@ def section(name: str, lines: Sequence[str]) -> str:
     return "\n".join(f"{name if not n else '':<9} {line}" for n, line in enumerate(lines))
 
 
+def duration(seconds: float) -> str:
+    """In a unit that suits it."""
+    if seconds >= 120:
+        return f"{seconds / 60:,.1f} min"
+    if seconds >= 1:
+        return f"{seconds:,.2f} s"
+    return f"{1e3 * seconds:,.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:,.3g} µs"
+
+
 def hardware_lines(hardware: Hardware) -> list[str]:
     """Equal hosts in one line, then what connects them, then what was assumed."""
     lines = []
     for host, equal in groupby(hardware.hosts):
         count = len(list(equal))
         several = "" if count == 1 else f"{count} hosts of "
-        between = f"; {link_text(host.link)}" if len(host.devices) > 1 else ""
+        between = f"; {_link_text(host.link)}" if len(host.devices) > 1 else ""
         lines.append(f"{several}{_devices_text(host)}{between}")
     if len(hardware.hosts) > 1 and hardware.network is not None:
-        lines.append(f"between hosts: {link_text(hardware.network)}")
+        lines.append(f"between hosts: {_link_text(hardware.network)}")
     return [*lines, *hardware.notes]
 
 
@@ -52,8 +61,7 @@ def _devices_text(host: Host) -> str:
     )
 
 
-def link_text(link: Link) -> str:
-    """Name, bandwidth and latency."""
+def _link_text(link: Link) -> str:
     return f"{link.name} ({link.bytes_per_s / 1e9:,.4g} GB/s, {link.alpha_s * 1e6:,.3g} µs)"
 
 
@@ -64,6 +72,32 @@ def work_lines(name: str, work: Workload) -> list[str]:
         f"{work.model.vocab_size:,}), {work.dtype}, {work.step_tokens:,} tokens per update in "
         f"sequences of {work.seq_len:,}"
     ]
+
+
+def figure_lines(costs: Costs, hardware: Hardware) -> list[str]:
+    """Where the figures come from."""
+    sources = dict.fromkeys(device.source for device in hardware.devices if device.source)
+    peak = f" ({'; '.join(sources)})" if sources else ""
+    computing = f"estimated, {UTILISATION:.1%} of the peak{peak}"
+    if costs.measured is not None:
+        profile, leaf = costs.measured
+        computing = (
+            f"measured here, forward {duration(profile.forward_s)}, backward "
+            f"{duration(profile.backward_s)} of {leaf.micro_batch_size} x {leaf.seq_len} "
+            f"tokens, update {duration(profile.update_s)}; other leaves in proportion"
+        )
+    lines = ["memory: closed formulas", f"computing: {computing}"]
+    if costs.load is not None:
+        lines.append(
+            f"the machine was busy with other work (load {costs.load:.1f}): too slow, and not "
+            "kept; ask again when it is quiet"
+        )
+    links = [host.link for host in hardware.hosts if len(host.devices) > 1]
+    if hardware.network is not None and len(hardware.hosts) > 1:
+        links.append(hardware.network)
+    for link in dict.fromkeys(links):
+        lines.append(f"messages: {link.name}, {link.source or 'as given'}")
+    return lines
 
 
 def print_table(choice: Choice, stream: IO[str]) -> None:
@@ -84,24 +118,19 @@ def print_table(choice: Choice, stream: IO[str]) -> None:
 
 
 def _cells(row: Candidate, taken: bool) -> list[str]:
-    split, work = row.split, row.work
-    layout = split.layout
-    sizes = (("dp", layout.dp), ("pp", layout.pp), ("tp", layout.tp))
-    recomputes = " recomputed" if work.activation_checkpointing else ""
-    memory = ""
+    work, time, memory, missing = row.work, row.time, "", row.obstacle
     if row.memory is not None:
         memory = f"{row.memory.total / 1e9:,.1f} of {row.room_bytes / 1e9:,.1f}"
+        missing = f"{gb(row.short_bytes)} short"
     cells = [
-        split.strategy,
-        ",".join(f"{name}={size}" for name, size in sizes if size > 1) or "one rank",
-        f"{work.micro_batch_size}{recomputes}",
+        row.split.strategy,
+        row.split.sizes or "one rank",
+        f"{work.micro_batch_size}{' recomputed' if work.activation_checkpointing else ''}",
         memory,
     ]
-    if row.time is None:
-        missing = f"{gb(row.short_bytes)} short" if row.memory is not None else row.obstacle
+    if time is None:
         cells += ["", "", "", missing]
     else:
-        time = row.time
         cells += [duration(time.total_s), f"{time.tokens_per_s:,.0f}", percent(time.efficiency)]
         cells.append("taken" if taken else row.remark)
     return [f"[bold]{cell}[/bold]" if taken and cell else cell for cell in cells]
@@ -124,28 +153,16 @@ def pick_sections(pick: Candidate, commands: Sequence[tuple[str, str]]) -> list[
     listed = ", ".join(f"{name} {gb(size)}" for size, name in sorted(sizes, reverse=True) if size)
     memory = f"{gb(pick.memory.total)} a rank: {listed}"
     width = max(len(where) for where, _ in commands)
+    taken = (
+        f"{pick.split}: {work.num_leaves:,} leaves x {work.micro_batch_size} x "
+        f"{work.seq_len:,} tokens{recomputes}"
+    )
     return [
-        section(
-            "taken",
-            [
-                f"{pick.split}: {work.num_leaves:,} leaves x {work.micro_batch_size} x "
-                f"{work.seq_len:,} tokens{recomputes}",
-                *pick.remark.split("; "),
-            ],
-        ),
+        section("taken", [taken, *pick.remark.split("; ")]),
         section("memory", [f"{memory}; a {MARGIN:.0%} margin stays free"]),
         section("step", [f"{duration(time.total_s)}: {shown}"]),
         section("run", [f"{where:<{width}}{'  ' * (width > 0)}{line}" for where, line in commands]),
     ]
-
-
-def duration(seconds: float) -> str:
-    """In a unit that suits it."""
-    if seconds >= 120:
-        return f"{seconds / 60:,.1f} min"
-    if seconds >= 1:
-        return f"{seconds:,.2f} s"
-    return f"{1e3 * seconds:,.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:,.3g} µs"
 
 
 _TIME = "24:00:00"
@@ -155,32 +172,24 @@ _TIME = "24:00:00"
 def commands(
     pick: Candidate, hardware: Hardware, model: str, extra: Sequence[str]
 ) -> list[tuple[str, str]]:
-    """Lines to type, each with a word about where: one host needs one, several a launcher.
-
-    Args:
-        pick: what to run.
-        hardware: what it was chosen for.
-        model: its preset.
-        extra: further flags of `gradsync train`.
-    """
+    """Lines to type, each with a word about where: one host needs one, several a launcher; `extra`
+    are further flags of `gradsync train MODEL`."""
     used = hardware.with_devices(pick.split.world_size)
-    ranks = len(used.hosts[0].devices)
-    train = shlex.join(["train", model, *train_flags(pick), *extra])
-    if len(used.hosts) == 1:
+    nodes, ranks = len(used.hosts), len(used.hosts[0].devices)
+    train = shlex.join(["train", model, *_train_flags(pick), *extra])
+    if nodes == 1:
         nproc = f" --nproc-per-node {ranks}" if ranks > 1 else ""
         return [("", f"gradsync {train}{nproc}")]
-    nodes = len(used.hosts)
     per_node = "--gpus-per-node" if used.devices[0].kind == "cuda" else "--ntasks-per-node"
     by_hand = f"gradsync launch --nnodes {nodes} --nproc-per-node {ranks} -- {train}"
     slurm = f"gradsync submit --nodes {nodes} {per_node} {ranks} --time {_TIME} -- {train}"
     return [("by hand", by_hand), ("under Slurm", slurm)]
 
 
-def train_flags(pick: Candidate) -> list[str]:
+def _train_flags(pick: Candidate) -> list[str]:
     """The flags of `gradsync train` that the choice is about."""
-    split, work = pick.split, pick.work
+    split, work, layout = pick.split, pick.work, pick.split.layout
     flags = ["--sync", split.strategy]
-    layout = split.layout
     if layout.model_ranks > 1:
         sizes = (("pp", layout.pp), ("tp", layout.tp), ("dp", layout.dp))
         flags += ["--parallel", ",".join(f"{name}={size}" for name, size in sizes if size > 1)]

@@ -1,4 +1,4 @@
-"""The pieces of a step, each with its duration, and their sum by closed formula; pure, no torch.
+"""The pieces of a step, each with its duration, and their sum by closed formula; no torch.
 
     leaf 1 .. k-1    forward, backward, and what a leaf itself waits for
     leaf k           the same; its backward fills the buckets, each of which then travels
@@ -20,17 +20,24 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from gradsync.errors import ConfigError
+from gradsync.plan.collectives import (
+    COPY,
+    OWN_ALGORITHMS,
+    Fit,
+    Place,
+    Traffic,
+    all_reduce_s,
+    half_s,
+    traffic_of,
+)
 from gradsync.plan.description import Hardware
-from gradsync.plan.timing.alpha_beta import Fit
-from gradsync.plan.timing.collective_cost import Prices
-from gradsync.plan.timing.profile import (
+from gradsync.plan.profile import (
     GRADIENT_BYTES,
     Parameter,
     StepProfile,
     bucket_plan,
     parameters_of,
 )
-from gradsync.plan.timing.traffic import Traffic, traffic_of
 from gradsync.plan.workload import Split, Workload
 
 _AGREE_BYTES = 64
@@ -38,6 +45,94 @@ _AGREE_BYTES = 64
 _ACTIVATION_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 _TENSOR_PARALLEL_SUMS = 4
 """Sums of activations, per layer and leaf: two in forward, two in backward (arXiv 1909.08053)."""
+
+
+class Prices:
+    """Seconds of one split's messages on one hardware.
+
+    Args:
+        hardware: of exactly the devices that are used; ranks fill its hosts in order.
+        split: its layout says which ranks talk.
+        traffic: of its strategy.
+        fits: measured here for as many ranks as there are replicas, on one host.
+    """
+
+    def __init__(
+        self, hardware: Hardware, split: Split, traffic: Traffic, fits: Sequence[Fit] = ()
+    ) -> None:
+        layout, host, network = split.layout, hardware.hosts[0], hardware.network
+        on_host, on_cpu = len(hardware.hosts) == 1, host.devices[0].kind == "cpu"
+        local = min(len(host.devices), layout.world_size)
+        per_host = max(local // layout.model_ranks, 1)
+        self.data = Place(
+            ranks=layout.dp,
+            per_host=per_host,
+            link=host.link,
+            network=network,
+            groups_per_host=max(local // per_host, 1),
+        )
+        self.shards = Place(
+            ranks=layout.tp, per_host=min(layout.tp, local), link=host.link, network=network
+        )
+        self._stages_far = layout.model_ranks > local
+        self.hides = not (on_cpu and on_host)
+        """On one host's CPU the cores that would communicate beside backward are computing it."""
+        self.divided = (
+            on_cpu and on_host and traffic.through_host and layout.model_ranks == 1 < layout.dp
+        )
+        """Whether the ranks of a host add up and update in shares, through shared memory."""
+        self._memory_bytes_per_s = host.devices[0].memory_bytes_per_s
+        self._traffic = traffic
+        # Gloo's all_reduce is a ring, whatever the size; NCCL chooses.
+        gloo = on_cpu and traffic.algorithm == "best"
+        self._algorithm = "ring" if gloo else traffic.algorithm
+        self._fits = {(f.operation, f.algorithm): f for f in fits if on_host and layout.dp > 1}
+
+    def all_reduce_s(self, num_bytes: float) -> float:
+        """Among replicas."""
+        fit = self._measured("all_reduce")
+        if fit is not None:
+            return fit.seconds(num_bytes)
+        return all_reduce_s(self.data, num_bytes, self._algorithm)
+
+    def half_s(self, operation: str, num_bytes: float) -> float:
+        """reduce_scatter or all_gather among replicas, over so many bytes of the whole tensor."""
+        fit = self._measured(operation)
+        return half_s(self.data, num_bytes) if fit is None else fit.seconds(num_bytes)
+
+    def gather_s(self, num_bytes: float) -> float:
+        """all_gather, likewise."""
+        return self.half_s("all_gather", num_bytes)
+
+    def bucket_s(self, num_bytes: float) -> float:
+        """The strategy's collective of a bucket."""
+        if self._traffic.operation == "all_reduce":
+            return self.all_reduce_s(num_bytes)
+        return self.half_s("reduce_scatter", num_bytes)
+
+    def tensor_s(self, num_bytes: float) -> float:
+        """all_reduce among tensor shards."""
+        return all_reduce_s(self.shards, num_bytes)
+
+    def hop_s(self, num_bytes: float) -> float:
+        """From stage to stage."""
+        return self.data.seconds(num_bytes, far=self._stages_far)
+
+    def copy_s(self, num_bytes: float) -> float:
+        """From memory to memory of one rank, while all do so; 0 where it is not known."""
+        fit = self._fits.get((COPY, COPY))
+        if fit is not None:
+            return fit.seconds(num_bytes)
+        rate = self._memory_bytes_per_s
+        return 0.0 if rate is None else 2 * num_bytes / rate  # read, and written
+
+    def _measured(self, operation: str) -> Fit | None:
+        """The line of whatever carries this strategy's messages on a host."""
+        ways = (OWN_ALGORITHMS.get(self._traffic.algorithm, "shared"), "shared_copies", "backend")
+        if self._traffic.by_library:
+            ways = ("backend",)
+        found = (self._fits.get((operation, way)) for way in ways)
+        return next((fit for fit in found if fit is not None), None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,24 +274,23 @@ def _sendings(
     ready_s = _timeline(profile)
     whole_bytes = _bytes(parameters)
     if prices.divided:  # one pass over all buckets, after backward
-        end_s = ready_s(math.inf) * scale
-        return (Sending(ready_s=end_s, cost_s=prices.scatter_s(whole_bytes / parts)),)
+        cost_s = prices.half_s("reduce_scatter", whole_bytes / parts)
+        return (Sending(ready_s=ready_s(math.inf) * scale, cost_s=cost_s),)
     if traffic.gathers_blocks:
         blocks = _blocks(parameters)[::-1]
     else:
         plans = bucket_plan(parameters, traffic)
         blocks = [[parameters[slot.index] for slot in plan.slots] for plan in plans]
-    cost = prices.all_reduce_s if traffic.operation == "all_reduce" else prices.scatter_s
     done, found = 0.0, []
     for block in blocks:
         done += _bytes(block)
-        if traffic.low_rank is None:
-            seconds = cost(_bytes(block) * traffic.wire / parts)
-        else:
-            seconds = cost(_factor_bytes(block, traffic.low_rank) / parts)
+        sent = _bytes(block) * traffic.wire
+        if traffic.low_rank is not None:
+            sent = _factor_bytes(block, traffic.low_rank)
+        seconds = prices.bucket_s(sent / parts)
         if traffic.gathers_blocks and prices.hides:
             # Backward gathers the next block's weights over the same channel.
-            seconds += prices.gather_s(_bytes(block) * traffic.wire / parts)
+            seconds += prices.gather_s(sent / parts)
         found.append(Sending(ready_s=ready_s(done) * scale, cost_s=seconds))
     return tuple(found)
 

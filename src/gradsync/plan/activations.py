@@ -36,15 +36,11 @@ class RankShape:
 
     layout: Layout
     stage: int
-    sizes: tuple[int, ...]
-    """Elements of each parameter, in `named_parameters` order."""
-    block_params: int
-    """Elements of one of its blocks."""
+    sizes: tuple[int, ...]  # Elements of each parameter, in `named_parameters` order
+    block_params: int  # Elements of one of its blocks
     blocks: int
-    table_params: int
-    """Elements of the embedding, and of the head."""
-    is_tied: bool
-    """Whether both are one parameter of this rank."""
+    table_params: int  # Elements of the embedding, and of the head
+    is_tied: bool  # Whether both are one parameter of this rank
 
     @property
     def has_embedding(self) -> bool:

@@ -26,8 +26,7 @@ from gradsync.plan.description import Device, Hardware, Host, Link
 GB = 10**9
 
 _NCCL = "NCCL's own model of a ring's step (src/graph/tuning.cc)"
-_NETWORK_S = 9.6e-6
-"""`_NCCL`, a step between hosts under protocol Simple, seconds."""
+_NETWORK_S = 9.6e-6  # `_NCCL`, a step between hosts under protocol Simple, seconds
 _NVLINK_ALPHA_S, _PCIE_ALPHA_S = 3.4e-6, 5.7e-6
 _TCP_PART = 1448 / 1538
 """Payload of a full Ethernet frame: 1500 bytes less IP, TCP and time stamps (52); over those and
@@ -35,8 +34,7 @@ its 38 bytes of header, check sum, preamble and gap (IEEE 802.3)."""
 
 _NVLINK = {2: (25e9, 20e9), 3: (25e9, 20e9), 4: (25e9, 20.6e9), 5: (50e9, 40.1e9)}
 """One link, one direction, bytes per second: as specified, and as NCCL reckons."""
-_GA102_NVLINK = (14.0625e9, 12e9)
-"""NVLink 3 as in RTX 3090, A40 and A6000 (compute capability 8.6)."""
+_GA102_NVLINK = (14.0625e9, 12e9)  # NVLink 3 as in RTX 3090, A40 and A6000 (compute capability 8.6)
 _GENERATIONS = {(7, 0): 2, (7, 2): 2, (7, 5): 2, (8, 0): 3, (8, 6): 3, (9, 0): 4, (10, 0): 5}
 """NVLink by compute capability."""
 _NEWEST_NVLINK = 5
@@ -119,17 +117,14 @@ slow: measure it with `gradsync bench collectives`, and write a file."""
 class Model(NamedTuple):
     """A product, as its data sheet has it."""
 
-    name: str
-    """Its driver's name for it."""
+    name: str  # Its driver's name for it
     memory_gb: int
     tflops: float
     """Dense bf16 products (fp16 where it has no bf16) with sums in fp32; 1e12 per second. Data
     sheets that state the doubled rate for sparse matrices are halved."""
-    gb_per_s: float
-    """Bandwidth of its memory; 1e9 bytes per second."""
+    gb_per_s: float  # Bandwidth of its memory; 1e9 bytes per second
     capability: tuple[int, int]
-    num_sms: int
-    """Streaming multiprocessors, of which a MIG slice gets some."""
+    num_sms: int  # Streaming multiprocessors, of which a MIG slice gets some
     link: str
     """A name in `LINKS`: to the other devices of a usual host. Cards whose NVLink is a bridge that
     one may buy have PCIe here."""
@@ -181,8 +176,7 @@ MODELS = {
 }
 """By the name that users type."""
 
-MAX_DEVICES = 2**17
-"""In all; so that a slip of the finger does not fill the memory."""
+MAX_DEVICES = 2**17  # In all; so that a slip of the finger does not fill the memory
 CORES_PER_DEVICE = 16
 MEMORY_PER_DEVICE = 128 * GB
 """Assumed of a host that is only named: NVIDIA's DGX A100 has 128 cores and 1 TB for 8 devices."""
@@ -191,8 +185,7 @@ DEFAULT_NETWORK = "infiniband-hdr"
 
 _PART = re.compile(r"(.+)x(\d{1,9})", re.ASCII)
 _SLICE = re.compile(r"(.+)-(\d{1,3})g\.(\d{1,9})gb", re.ASCII)
-COMPUTE_SLICES = 7
-"""Slices of a whole GPU's arithmetic."""
+COMPUTE_SLICES = 7  # Slices of a whole GPU's arithmetic
 _FLOP_PER_CYCLE = {
     **{(7, 0): 1024, (7, 2): 1024, (7, 5): 1024, (8, 0): 2048, (8, 6): 512, (8, 7): 1024},
     **{(8, 9): 512, (9, 0): 4096, (10, 0): 8192, (10, 3): 8192, (12, 0): 512, (12, 1): 512},

@@ -33,12 +33,9 @@ from gradsync.plan.workload import Split, Workload
 from gradsync.runtime.threads import choose_threads
 from gradsync.sync.registry import STRATEGIES, Promise
 
-ERROR = 0.15
-"""Times that differ by less count as equal: the time model is held to 15 %."""
-PROMISES: tuple[Promise, ...] = ("bitwise", "rounding", "lossy")
-"""The strongest first."""
-_BUSY = 0.5
-"""Processes that want to run, for each core: above this a probe measures them too."""
+ERROR = 0.15  # Times that differ by less count as equal: the time model is held to 15 %
+PROMISES: tuple[Promise, ...] = ("bitwise", "rounding", "lossy")  # The strongest first
+_BUSY = 0.5  # Processes that want to run, for each core: above this a probe measures them too
 
 
 class Costs:
@@ -89,8 +86,7 @@ class Costs:
 class Search:
     """The variants that may be tried."""
 
-    strategies: tuple[str, ...]
-    """The simplest first: it is taken where times are equal."""
+    strategies: tuple[str, ...]  # The simplest first: it is taken where times are equal
     micro_batch_sizes: tuple[int, ...]
     """Sequences of a leaf; the usual one first. Each divides the global batch."""
     checkpointing: tuple[bool, ...] = (False, True)
@@ -115,16 +111,11 @@ class Candidate:
 
     work: Workload
     split: Split
-    memory: MemoryNeed | None = None
-    """None where arithmetic alone forbids it."""
-    room_bytes: int = 0
-    """Bytes that a rank may take on the device that has least."""
-    time: StepTime | None = None
-    """Predicted; None where it cannot run."""
-    obstacle: str = ""
-    """Why it cannot run; empty: it can."""
-    remark: str = ""
-    """Why it was taken, or was not."""
+    memory: MemoryNeed | None = None  # None where arithmetic alone forbids it
+    room_bytes: int = 0  # Bytes that a rank may take on the device that has least
+    time: StepTime | None = None  # Predicted; None where it cannot run
+    obstacle: str = ""  # Why it cannot run; empty: it can
+    remark: str = ""  # Why it was taken, or was not
 
     @property
     def runs(self) -> bool:
@@ -265,10 +256,8 @@ def room_bytes(hardware: Hardware, count: int) -> int:
 class Choice:
     """All candidates, and the one to take."""
 
-    candidates: tuple[Candidate, ...]
-    """In the order in which they were tried."""
-    pick: Candidate | None
-    """None: the model fits nowhere."""
+    candidates: tuple[Candidate, ...]  # In the order in which they were tried
+    pick: Candidate | None  # None: the model fits nowhere
     search: Search
 
     def rows(self) -> list[Candidate]:
@@ -403,10 +392,8 @@ _PROMISE = {
     "rounding": "one rank's numbers but for the order of sums",
     "lossy": "lossy",
 }
-_EQUAL = 0.01
-"""Times that differ by less are called equal."""
-_FACTOR = 1.95
-"""From here on a factor says more than percents."""
+_EQUAL = 0.01  # Times that differ by less are called equal
+_FACTOR = 1.95  # From here on a factor says more than percents
 
 
 def percent(share: float) -> str:
@@ -516,10 +503,8 @@ def _beside(pick: Candidate, rival: Candidate | None) -> str:
 
 
 _MOST_DEVICES = 1024
-_ONE_BY_ONE = 64
-"""From here on whole hosts are added."""
-_GPUS_OF_A_HOST = 8
-"""Assumed of a host when more devices are counted."""
+_ONE_BY_ONE = 64  # From here on whole hosts are added
+_GPUS_OF_A_HOST = 8  # Assumed of a host when more devices are counted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -530,8 +515,7 @@ class Remedy:
     """The one that needs least beyond what there is; None where arithmetic forbade all."""
     devices: int | None
     """Smallest number of such devices on which the model fits; None: not even on 1,024."""
-    preset: str
-    """Largest smaller preset that fits on what there is; "" when none does."""
+    preset: str  # Largest smaller preset that fits on what there is; "" when none does
 
     def words(self, name: str, hardware: Hardware) -> str:
         """In one line, for people."""

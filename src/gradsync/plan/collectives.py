@@ -43,28 +43,22 @@ from gradsync.sync.engine.recipe import Grouping, Recipe
 from gradsync.sync.registry import check_options, find_strategy
 
 _ITERATIONS = 200
-_SMALL_ERROR = 0.1
-"""Up to here errors count squared, beyond that in proportion."""
+_SMALL_ERROR = 0.1  # Up to here errors count squared, beyond that in proportion
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fit:
     """The line through one algorithm's times."""
 
-    operation: str
-    """Such as all_reduce."""
-    algorithm: str
-    """Such as ring."""
-    alpha_s: float
-    """Seconds; at least 0."""
+    operation: str  # Such as all_reduce
+    algorithm: str  # Such as ring
+    alpha_s: float  # Seconds; at least 0
     beta_s_per_byte: float
     """Seconds per byte of the whole tensor (see `collectives_plan`); at least 0."""
     residual: float
     """Median of |predicted / measured - 1|: 0.1 means that half of the sizes lie within 10 %."""
-    worst: float
-    """Largest factor between predicted and measured, whichever is more; at least 1."""
-    num_sizes: int
-    """How many sizes it goes through."""
+    worst: float  # Largest factor between predicted and measured, whichever is more; at least 1
+    num_sizes: int  # How many sizes it goes through
 
     def seconds(self, num_bytes: float) -> float:
         """Predicted time for a tensor of `num_bytes`."""
@@ -174,10 +168,8 @@ class Place:
 
     ranks: int
     per_host: int
-    link: Link
-    """Between ranks of a host."""
-    network: Link | None = None
-    """Between hosts."""
+    link: Link  # Between ranks of a host
+    network: Link | None = None  # Between hosts
     groups_per_host: int = 1
     """Groups like this one that use a host's network at the same time, where it has one port."""
 
@@ -301,8 +293,7 @@ def half_s(place: Place, num_bytes: float) -> float:
     return min(ring_pass(place, num_bytes), hierarchical(place, num_bytes) / 2)
 
 
-COPY = "copy"
-"""Operation and algorithm of the line through a plain copy's times."""
+COPY = "copy"  # Operation and algorithm of the line through a plain copy's times
 OWN_ALGORITHMS = {
     "ring": "ring",
     "doubling": "recursive_doubling",
@@ -312,8 +303,7 @@ OWN_ALGORITHMS = {
 
 INNER_STEPS = {"local_sgd": 8, "diloco": 100}
 """Steps between two meetings, where no option says it; as their reducers have it."""
-_POWERSGD_RANK = 1
-"""Torch's default."""
+_POWERSGD_RANK = 1  # Torch's default
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -326,38 +316,27 @@ class Traffic:
     now and then    an all_reduce of the weights every so many steps (local_sgd, diloco)
     """
 
-    grouping: Grouping = "buckets"
-    """Which gradients travel together."""
-    bucket_mb: float = 25.0
-    """MiB; likewise `first_bucket_mb`."""
+    grouping: Grouping = "buckets"  # Which gradients travel together
+    bucket_mb: float = 25.0  # MiB; likewise `first_bucket_mb`
     first_bucket_mb: float = 1.0
     overlap: bool = True
     """Whether it communicates beside backward, where something else than the computing cores does
     the communicating."""
-    operation: Literal["all_reduce", "reduce_scatter"] = "all_reduce"
-    """A bucket's collective."""
-    algorithm: str = "best"
-    """A name in `ALL_REDUCE`, or best."""
-    wire: float = 1.0
-    """Bytes that travel over bytes of gradients."""
-    gathers_weights: bool = False
-    """After the update."""
+    operation: Literal["all_reduce", "reduce_scatter"] = "all_reduce"  # A bucket's collective
+    algorithm: str = "best"  # A name in `ALL_REDUCE`, or best
+    wire: float = 1.0  # Bytes that travel over bytes of gradients
+    gathers_weights: bool = False  # After the update
     gathers_blocks: bool = False
     """In each leaf's forward and backward, and gradients are reduced in each leaf's backward."""
-    update_in_shares: bool = False
-    """Each rank updates its part only."""
-    every: int = 1
-    """Steps between two meetings; more than 1: no other communication."""
+    update_in_shares: bool = False  # Each rank updates its part only
+    every: int = 1  # Steps between two meetings; more than 1: no other communication
     through_host: bool = False
     """Whether ranks of one host may share memory instead, and divide the update among them."""
-    copies: int = 1
-    """Copies of all gradients in a rank's memory: into buckets, and out of them."""
-    agrees: bool = True
-    """Whether a small message ends the step."""
+    copies: int = 1  # Copies of all gradients in a rank's memory: into buckets, and out of them
+    agrees: bool = True  # Whether a small message ends the step
     by_library: bool = False
     """Whether the process group's own collectives are called (gloo, NCCL), whatever is there."""
-    low_rank: int | None = None
-    """PowerSGD's rank; matrices travel as their factors."""
+    low_rank: int | None = None  # PowerSGD's rank; matrices travel as their factors
 
 
 def traffic_of(strategy: str, options: Mapping[str, Any] | None = None) -> Traffic:

@@ -35,22 +35,15 @@ class Device:
     """A device that one rank trains on: a GPU, a slice of one, or a share of a host's cores."""
 
     kind: Kind
-    name: str
-    """As its maker calls it, such as "NVIDIA H100 80GB HBM3"."""
-    memory_bytes: int
-    """All of it; for a CPU rank: its share of the host's."""
-    peak_flops: float
-    """Dense bf16 products at best, floating-point operations per second."""
-    free_bytes: int | None = None
-    """The part that is not taken now; None: not known, all of it."""
+    name: str  # As its maker calls it, such as "NVIDIA H100 80GB HBM3"
+    memory_bytes: int  # All of it; for a CPU rank: its share of the host's
+    peak_flops: float  # Dense bf16 products at best, floating-point operations per second
+    free_bytes: int | None = None  # The part that is not taken now; None: not known, all of it
     compute_capability: tuple[int, int] | None = None
     memory_bytes_per_s: float | None = None
-    mig: bool = False
-    """A slice of a GPU."""
-    shared: bool = False
-    """Other processes were using it when it was looked at."""
-    source: str = ""
-    """Where `peak_flops` and `memory_bytes_per_s` come from."""
+    mig: bool = False  # A slice of a GPU
+    shared: bool = False  # Other processes were using it when it was looked at
+    source: str = ""  # Where `peak_flops` and `memory_bytes_per_s` come from
 
     def __post_init__(self) -> None:
         for name in ("memory_bytes", "peak_flops"):
@@ -68,14 +61,10 @@ class Device:
 class Link:
     """Between two ranks: `seconds = alpha_s + bytes / bytes_per_s` (Hockney 1994)."""
 
-    name: str
-    """Such as nvlink4, pcie4, shared memory, infiniband-ndr, ethernet-10g."""
-    alpha_s: float
-    """Latency of one message, however short."""
-    bytes_per_s: float
-    """In one direction, of one rank, while all use it."""
-    source: str = ""
-    """Where the two numbers come from."""
+    name: str  # Such as nvlink4, pcie4, shared memory, infiniband-ndr, ethernet-10g
+    alpha_s: float  # Latency of one message, however short
+    bytes_per_s: float  # In one direction, of one rank, while all use it
+    source: str = ""  # Where the two numbers come from
     per_host: bool = False
     """For a network: `bytes_per_s` is that of a host's one port, which its ranks divide among them;
     else each rank has a port of its own."""
@@ -95,14 +84,11 @@ class Host:
 
     devices: tuple[Device, ...]
     link: Link
-    cores: int
-    """Cores that this user may occupy (affinity and container limit)."""
-    memory_bytes: int
-    """The host's, or the container's."""
+    cores: int  # Cores that this user may occupy (affinity and container limit)
+    memory_bytes: int  # The host's, or the container's
     instructions: tuple[str, ...] = ()
     """Such as avx512_bf16, amx_bf16: what decides how fast bf16 is on the CPU."""
-    interfaces: tuple[str, ...] = ()
-    """Network interfaces that are up, loopback left out."""
+    interfaces: tuple[str, ...] = ()  # Network interfaces that are up, loopback left out
 
     def __post_init__(self) -> None:
         if not self.devices:
@@ -114,10 +100,8 @@ class Hardware:
     """All hosts, in rank order."""
 
     hosts: tuple[Host, ...]
-    network: Link | None = None
-    """None where there is one host."""
-    notes: tuple[str, ...] = ()
-    """How it was found, as far as a reader should know; one line each."""
+    network: Link | None = None  # None where there is one host
+    notes: tuple[str, ...] = ()  # How it was found, as far as a reader should know; one line each
 
     def __post_init__(self) -> None:
         if not self.hosts:
@@ -150,15 +134,11 @@ _CPU_BF16 = ("amx_bf16", "avx512_bf16", "bf16")
 class Switches:
     """The settings to turn on; the same for all devices."""
 
-    dtype: Literal["bf16", "fp16", "fp32"]
-    """The fastest that every device multiplies in hardware."""
+    dtype: Literal["bf16", "fp16", "fp32"]  # The fastest that every device multiplies in hardware
     tf32: bool = False
-    flash_attention: bool = False
-    """Whether torch will take its flash kernel, under `dtype`."""
-    fused: bool = True
-    """Fused AdamW: one pass over the parameters (CUDA and CPU have it)."""
-    keep_memory: bool = False
-    """Freed memory stays in the process: saves page faults on a CPU."""
+    flash_attention: bool = False  # Whether torch will take its flash kernel, under `dtype`
+    fused: bool = True  # Fused AdamW: one pass over the parameters (CUDA and CPU have it)
+    keep_memory: bool = False  # Freed memory stays in the process: saves page faults on a CPU
     reasons: tuple[str, ...]
     suggestions: Mapping[str, str] = field(default_factory=dict)
     """Environment variables that may help and are not set."""

@@ -40,21 +40,18 @@ class Slice:
 
     device: Device
     uuid: str
-    old_name: str
-    """As drivers before 470 call it: `MIG-GPU-…/gpu instance/compute instance`."""
+    old_name: str  # As drivers before 470 call it: `MIG-GPU-…/gpu instance/compute instance`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
     """One GPU of the host, whether this process may use it or not."""
 
-    index: int
-    """As `nvidia-smi` counts, by PCI bus."""
+    index: int  # As `nvidia-smi` counts, by PCI bus
     device: Device
     uuid: str
     handle: Any
-    mig: bool = False
-    """It is divided, and can only be used in slices."""
+    mig: bool = False  # It is divided, and can only be used in slices
     slices: tuple[Slice, ...] = ()
 
     @property
@@ -64,8 +61,7 @@ class Gpu:
         return [(device, self) for device in devices]
 
 
-Visible = tuple[Device, Gpu]
-"""A device that may be used, and the GPU that it is, or is a slice of."""
+Visible = tuple[Device, Gpu]  # A device that may be used, and the GPU that it is, or is a slice of
 
 
 def read_gpus(nvml: Any) -> tuple[list[Gpu], list[str]]:

@@ -24,12 +24,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from decimal import Decimal
 from difflib import get_close_matches
+from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from gradsync.core.document import brief, read_document
 from gradsync.errors import ConfigError
@@ -42,7 +43,7 @@ from gradsync.plan.catalog import (
     host_of,
     usual_host,
 )
-from gradsync.plan.description import Device, Hardware, Host, Kind, Link
+from gradsync.plan.description import Device, Hardware, Host, Link
 
 T = TypeVar("T")
 
@@ -119,16 +120,93 @@ def _write(number: float, units: Mapping[str, Decimal]) -> str:
     return f"{text if len(text) <= 24 else scaled}{unit}"
 
 
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a value is written in a file."""
+
+    expected: str
+    read: Callable[[Any], Any]  # The value; None: it is none
+    write: Callable[[Any], Any] = lambda value: value
+
+
+def _number(value: Any, units: Mapping[str, Decimal], *, zero: bool = False) -> float | None:
+    number = read_quantity(value, units)
+    if number is None or not (0 < number <= _LARGEST or (zero and number == 0)):
+        return None
+    return float(number)
+
+
+def _size(value: Any, least: int = 1) -> int | None:
+    """Whole bytes; a fraction of one is left out."""
+    number = read_quantity(value, SIZES)
+    return None if number is None or not least <= number <= _LARGEST else int(number)
+
+
+def _capability(value: Any) -> tuple[int, int] | None:
+    parts = value if isinstance(value, list) else str(value).split(".")
+    try:
+        major, minor = (int(str(part)) for part in parts)
+    except ValueError:
+        return None
+    return major, minor
+
+
+def _texts(value: Any) -> tuple[str, ...] | None:
+    words = isinstance(value, list) and all(isinstance(word, str) for word in value)
+    return tuple(value) if words else None
+
+
+COUNT = Form("a whole number, at least 1", lambda v: v if type(v) is int and v > 0 else None)
+FLAG = Form("true or false", lambda v: v if type(v) is bool else None)
+TEXT = Form(
+    f"text, at most {_LONGEST_TEXT} characters",
+    lambda v: v if isinstance(v, str) and len(v) <= _LONGEST_TEXT else None,
+)
+TEXTS = Form("a list of words", _texts, list)
+KIND = Form("cuda or cpu", lambda v: v if v in ("cuda", "cpu") else None)
+SIZE = Form("a size such as 80GB or 80GiB", _size, write_bytes)
+FREE = replace(SIZE, read=partial(_size, least=0))
+FLOP_RATE = Form("a rate such as 989TFLOP/s", partial(_number, units=FLOPS), write_flops)
+RATE = Form("a rate such as 10Gbit/s or 1.25TB/s", partial(_number, units=RATES), write_rate)
+TIME = Form("a time such as 5us", partial(_number, units=TIMES, zero=True), write_time)
+CAPABILITY = Form("two numbers such as [9, 0]", _capability, list)  # 9.0 is understood too
+
+Fields = Mapping[str, tuple[str, Form]]
+"""By key of the file: field of the dataclass, and how it is written."""
+_DEVICE: Fields = {
+    "name": ("name", TEXT),
+    "kind": ("kind", KIND),
+    "memory": ("memory_bytes", SIZE),
+    "free": ("free_bytes", FREE),
+    "flops": ("peak_flops", FLOP_RATE),
+    "bandwidth": ("memory_bytes_per_s", RATE),
+    "compute_capability": ("compute_capability", CAPABILITY),
+    "mig": ("mig", FLAG),
+    "shared": ("shared", FLAG),
+    "source": ("source", TEXT),
+}
+_LINK: Fields = {
+    "name": ("name", TEXT),
+    "latency": ("alpha_s", TIME),
+    "bandwidth": ("bytes_per_s", RATE),
+    "per_host": ("per_host", FLAG),
+    "source": ("source", TEXT),
+}
+_HOST: Fields = {
+    "cores": ("cores", COUNT),
+    "memory": ("memory_bytes", SIZE),
+    "instructions": ("instructions", TEXTS),
+    "interfaces": ("interfaces", TEXTS),
+}
+_HARDWARE: Fields = {"notes": ("notes", TEXTS)}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Section:
-    """Keys and values of a file that people write, and the way that leads to them.
+    """Keys and values of a file that people write, and the way that leads to them. An empty value
+    (YAML's null) counts as left out; errors say where, what was got and expected, in one line."""
 
-    What a method reads raises ConfigError, in one line, when it is missing without a default or is
-    not what it should be. An empty value (YAML's null) counts as left out.
-    """
-
-    where: str
-    """Such as `hardware file a.yaml: hosts[0].link`."""
+    where: str  # Such as `hardware file a.yaml: hosts[0].link`
     values: Mapping[str, Any]
 
     @classmethod
@@ -168,65 +246,24 @@ class Section:
             raise self.refuse(key, f"a list with at least one entry ({', '.join(known)})")
         return [Section.of(value, f"{self.at(key)}[{i}]", known) for i, value in enumerate(values)]
 
-    def quantity(
-        self,
-        key: str,
-        units: Mapping[str, Decimal],
-        expected: str,
-        default: float | None = None,
-        *,
-        zero: bool = False,
-    ) -> float:
-        """A number above 0 (or from 0 on, with `zero`), with one of `units`."""
-        if not self.has(key) and default is not None:
-            return default
-        number = read_quantity(self.values.get(key), units)
-        if number is None or not (0 < number <= _LARGEST or (zero and number == 0)):
-            raise self.refuse(key, expected)
-        return float(number)
+    def value(self, key: str, form: Form) -> Any:
+        """The value under `key`, which must be there."""
+        found = form.read(self.values.get(key)) if self.has(key) else None
+        if found is None:
+            raise self.refuse(key, form.expected)
+        return found
 
-    def size(self, key: str, default: int | None = None, *, least: int = 1) -> int:
-        """Whole bytes; a fraction of one is left out."""
-        if not self.has(key) and default is not None:
-            return default
-        number = read_quantity(self.values.get(key), SIZES)
-        if number is None or not least <= number <= _LARGEST:
-            raise self.refuse(key, "a size such as 80GB or 80GiB")
-        return int(number)
+    def count(self) -> int:
+        """How many there are of such."""
+        return self.value("count", COUNT) if self.has("count") else 1
 
-    def count(self, key: str, default: int = 1) -> int:
-        """A whole number, at least 1."""
-        value = self.values[key] if self.has(key) else default
-        if type(value) is not int or value < 1:
-            raise self.refuse(key, "a whole number, at least 1")
-        return value
-
-    def flag(self, key: str, default: bool) -> bool:
-        """True or false."""
-        value = self.values[key] if self.has(key) else default
-        if type(value) is not bool:
-            raise self.refuse(key, "true or false")
-        return value
-
-    def text(self, key: str, default: str | None = None) -> str:
-        """Words, so few that an error may repeat them."""
-        value = self.values[key] if self.has(key) else default
-        if not isinstance(value, str):
-            raise self.refuse(key, "text")
-        if len(value) > _LONGEST_TEXT:
-            raise self.refuse(key, f"at most {_LONGEST_TEXT} characters")
-        return value
-
-    def texts(self, key: str) -> tuple[str, ...]:
-        """A list of words; none when left out."""
-        value = self.values[key] if self.has(key) else []
-        if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
-            raise self.refuse(key, "a list of words")
-        return tuple(value)
+    def given(self, known: Fields) -> dict[str, Any]:
+        """The fields of a dataclass that the file gives."""
+        return {name: self.value(key, form) for key, (name, form) in known.items() if self.has(key)}
 
     def named(self, key: str, find: Callable[[str], T]) -> T:
         """The text under `key` through `find`, whose error gets the place."""
-        text = self.text(key)
+        text = self.value(key, TEXT)
         try:
             return find(text)
         except ConfigError as error:
@@ -234,16 +271,6 @@ class Section:
 
 
 _SUFFIXES = (".yaml", ".yml", ".json")
-_HARDWARE = ("hosts", "network", "notes")
-_HOST = ("count", "devices", "link", "cores", "memory", "instructions", "interfaces")
-_DEVICE = (
-    *("count", "type", "name", "kind", "memory", "free", "flops", "bandwidth"),
-    *("compute_capability", "mig", "shared", "source"),
-)
-_LINK = ("name", "latency", "bandwidth", "per_host", "source")
-_KINDS = ("cuda", "cpu")
-_A_RATE = "a rate such as 3.35TB/s or 400Gbit/s"
-_A_SPEED = "a rate such as 989TFLOP/s"
 
 
 def load_hardware(name_or_path: str) -> Hardware:
@@ -278,8 +305,8 @@ def load_network(name_or_path: str) -> Link:
     path, suffixes = Path(name_or_path), _SUFFIXES[:2]
     if path.suffix in suffixes or path.is_file():
         document = read_document(path, "network file")
-        section = Section.of(document.values, document.where, _LINK)
-        return _read_link(section, path.stem, f"file {path.name}")
+        usual = {"name": path.stem, "source": f"file {path.name}"}
+        return _read_link(Section.of(document.values, document.where, _LINK), usual)
     near = get_close_matches(name_or_path, NETWORKS, n=1)
     hint = f"; perhaps you meant {near[0]!r}" if near else ""
     raise ConfigError(
@@ -290,11 +317,11 @@ def load_network(name_or_path: str) -> Link:
 
 def read_hardware(document: Any, where: str) -> Hardware:
     """The hardware that a file's content describes; `where` begins the errors."""
-    top = Section.of(document, where, _HARDWARE)
+    top = Section.of(document, where, ("hosts", "network", "notes"))
     hosts: list[Host] = []
     num_devices = 0
-    for section in top.sections("hosts", _HOST):
-        host, count = _host(section), section.count("count")
+    for section in top.sections("hosts", ("count", "devices", "link", *_HOST)):
+        host, count = _read_host(section), section.count()
         num_devices += count * len(host.devices)
         check_size(num_devices, section.where)
         hosts += [host] * count
@@ -303,99 +330,59 @@ def read_hardware(document: Any, where: str) -> Hardware:
             f"{where}: network is missing; {len(hosts)} hosts need one, such as "
             "ethernet-10g or {name: ours, latency: 30us, bandwidth: 10Gbit/s}"
         )
-    network = _link(top, "network", NETWORKS) if top.has("network") else None
-    return Hardware(hosts=tuple(hosts), network=network, notes=top.texts("notes"))
+    network = _named_link(top, "network", NETWORKS) if top.has("network") else None
+    return Hardware(hosts=tuple(hosts), network=network, **top.given(_HARDWARE))
 
 
-def _host(section: Section) -> Host:
+def _read_host(section: Section) -> Host:
     if isinstance(section.values.get("devices"), str):
         host = section.named("devices", host_of)
     else:  # listed; the rest as of a host that is only named
         devices: list[tuple[str, Device]] = []
-        for part in section.sections("devices", _DEVICE):
-            count = part.count("count")
+        for part in section.sections("devices", ("count", "type", *_DEVICE)):
+            count = part.count()
             check_size(len(devices) + count, part.where)
-            devices += [(part.text("type", ""), _device(part))] * count
+            key = part.value("type", TEXT) if part.has("type") else ""
+            devices += [(key, _read_device(part))] * count
         host = usual_host(devices)
-    return replace(
-        host,
-        link=_link(section, "link", LINKS) if section.has("link") else host.link,
-        cores=section.count("cores", host.cores),
-        memory_bytes=section.size("memory", host.memory_bytes),
-        instructions=section.texts("instructions"),
-        interfaces=section.texts("interfaces"),
-    )
+    link = _named_link(section, "link", LINKS) if section.has("link") else host.link
+    return replace(host, link=link, **section.given(_HOST))
 
 
-def _link(section: Section, key: str, known: Mapping[str, Link]) -> Link:
+def _read_device(section: Section) -> Device:
+    if section.has("type"):
+        device = section.named("type", device_of)
+        if section.has("flops") or section.has("bandwidth"):
+            device = replace(device, source="given")
+        device = replace(device, **section.given(_DEVICE))
+    else:
+        needed = {key: _DEVICE[key] for key in ("name", "memory", "flops")}
+        start: dict[str, Any] = {"kind": "cuda"}
+        start |= {name: section.value(key, form) for key, (name, form) in needed.items()}
+        device = Device(**start | section.given(_DEVICE))
+    if device.free_bytes is not None and device.free_bytes > device.memory_bytes:
+        memory = device.memory_bytes
+        raise section.refuse("free", f"at most the device's memory, {memory} bytes")
+    return device
+
+
+def _named_link(section: Section, key: str, known: Mapping[str, Link]) -> Link:
     """A link by its name or by its figures."""
-    if not isinstance(section.values[key], str):
-        return _read_link(Section.of(section.values[key], section.at(key), _LINK))
-    name = section.text(key)
+    name = section.values[key]
+    if not isinstance(name, str):
+        return _read_link(Section.of(name, section.at(key), _LINK), {})
     if name not in known:
-        there = f"unknown {key} {name!r} (there are: {', '.join(known)})"
+        there = f"unknown {key} {brief(name)} (there are: {', '.join(known)})"
         raise ConfigError(f"{section.at(key)}: {there}")
     return known[name]
 
 
-def _read_link(part: Section, name: str | None = None, source: str = "") -> Link:
-    """A link by its figures; `name` and `source` where the section has none."""
-    return Link(
-        name=part.text("name", name),
-        alpha_s=part.quantity("latency", TIMES, "a time such as 5us", zero=True),
-        bytes_per_s=part.quantity("bandwidth", RATES, "a rate such as 10Gbit/s or 1.25GB/s"),
-        per_host=part.flag("per_host", False),
-        source=part.text("source", source),
-    )
-
-
-def _device(section: Section) -> Device:
-    if section.has("type"):
-        start = section.named("type", device_of)
-        if section.has("flops") or section.has("bandwidth"):
-            start = replace(start, source="given")
-    else:
-        start = Device(
-            kind="cuda",
-            name=section.text("name"),
-            memory_bytes=section.size("memory"),
-            peak_flops=section.quantity("flops", FLOPS, _A_SPEED),
-        )
-    memory = section.size("memory", start.memory_bytes)
-    free = section.size("free", least=0) if section.has("free") else None
-    if free is not None and free > memory:
-        raise section.refuse("free", f"at most the device's memory, {memory} bytes")
-    kind = section.text("kind", start.kind)
-    if kind not in _KINDS:
-        raise section.refuse("kind", " or ".join(_KINDS))
-    rate = start.memory_bytes_per_s
-    if section.has("bandwidth"):
-        rate = section.quantity("bandwidth", RATES, _A_RATE)
-    return Device(
-        kind=cast(Kind, kind),
-        name=section.text("name", start.name),
-        memory_bytes=memory,
-        free_bytes=free,
-        peak_flops=section.quantity("flops", FLOPS, _A_SPEED, start.peak_flops),
-        compute_capability=_capability(section, start.compute_capability),
-        memory_bytes_per_s=rate,
-        mig=section.flag("mig", start.mig),
-        shared=section.flag("shared", start.shared),
-        source=section.text("source", start.source),
-    )
-
-
-def _capability(section: Section, default: tuple[int, int] | None) -> tuple[int, int] | None:
-    """Written as [9, 0]; 9.0 and "9.0" are understood."""
-    if not section.has("compute_capability"):
-        return default
-    value = section.values["compute_capability"]
-    parts = value if isinstance(value, list) else str(value).split(".")
-    try:
-        major, minor = (int(str(part)) for part in parts)
-    except ValueError:
-        raise section.refuse("compute_capability", "two numbers such as [9, 0]") from None
-    return major, minor
+def _read_link(section: Section, usual: dict[str, Any]) -> Link:
+    """A link by its figures; `usual` is what a file may leave out."""
+    for key in ("name", "latency", "bandwidth"):
+        if key not in usual:
+            section.value(key, _LINK[key][1])
+    return Link(**usual | section.given(_LINK))
 
 
 def dump_hardware(hardware: Hardware) -> str:
@@ -413,49 +400,26 @@ def hardware_document(hardware: Hardware) -> dict[str, Any]:
     return {
         "hosts": [_counted(count, _host_document(host)) for count, host in _runs(hardware.hosts)],
         **({} if network is None else {"network": _link_document(network, NETWORKS)}),
-        **({"notes": list(hardware.notes)} if hardware.notes else {}),
+        **_plain(hardware, _HARDWARE),
     }
 
 
 def _host_document(host: Host) -> dict[str, Any]:
-    devices = [_counted(count, _device_document(device)) for count, device in _runs(host.devices)]
-    words = {"instructions": list(host.instructions), "interfaces": list(host.interfaces)}
-    return {
-        "devices": devices,
-        "link": _link_document(host.link, LINKS),
-        "cores": host.cores,
-        "memory": write_bytes(host.memory_bytes),
-        **{key: value for key, value in words.items() if value},
-    }
-
-
-def _device_document(device: Device) -> dict[str, Any]:
-    free, rate = device.free_bytes, device.memory_bytes_per_s
-    capability = device.compute_capability
-    values = {
-        "name": device.name,
-        "kind": device.kind,
-        "memory": write_bytes(device.memory_bytes),
-        "free": None if free is None else write_bytes(free),
-        "flops": write_flops(device.peak_flops),
-        "bandwidth": None if rate is None else write_rate(rate),
-        "compute_capability": None if capability is None else list(capability),
-        "mig": device.mig or None,
-        "shared": device.shared or None,
-        "source": device.source or None,
-    }
-    return {key: value for key, value in values.items() if value is not None}
+    devices = [_counted(count, _plain(device, _DEVICE)) for count, device in _runs(host.devices)]
+    return {"devices": devices, "link": _link_document(host.link, LINKS), **_plain(host, _HOST)}
 
 
 def _link_document(link: Link, known: Mapping[str, Link]) -> dict[str, Any] | str:
-    if known.get(link.name) == link:
-        return link.name
+    return link.name if known.get(link.name) == link else _plain(link, _LINK)
+
+
+def _plain(value: Any, known: Fields) -> dict[str, Any]:
+    """The keys and values of a dataclass, but for fields that have their defaults."""
+    usual = {field.name: field.default for field in fields(value)}
     return {
-        "name": link.name,
-        "latency": write_time(link.alpha_s),
-        "bandwidth": write_rate(link.bytes_per_s),
-        **({"per_host": True} if link.per_host else {}),
-        **({"source": link.source} if link.source else {}),
+        key: form.write(found)
+        for key, (name, form) in known.items()
+        if (found := getattr(value, name)) != usual[name]
     }
 
 

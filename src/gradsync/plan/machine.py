@@ -44,8 +44,7 @@ _SHOWN = (
     *("amx_tile", "amx_int8", "amx_bf16", "amx_fp16"),
     *("asimd", "bf16", "i8mm", "sve", "sve2"),
 )
-_USUAL_HZ = 2e9
-"""Where the system does not tell the clock, as on Arm."""
+_USUAL_HZ = 2e9  # Where the system does not tell the clock, as on Arm
 
 DEFAULT_LINK = Link(
     name="shared memory",
@@ -59,8 +58,7 @@ _MESSAGES = ("shared", "ring", "backend")
 
 _SLOWEST = "ethernet-10g"
 """Assumed where the system does not tell the speed, as in most virtual machines."""
-_UNKNOWN_SPEED = 65535
-"""Told by some drivers that do not know it."""
+_UNKNOWN_SPEED = 65535  # Told by some drivers that do not know it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,15 +66,12 @@ class Processor:
     """The part of a host that this user may occupy."""
 
     name: str
-    cores: int
-    """By affinity and container limit."""
-    memory_bytes: int
-    """By the container's limit."""
+    cores: int  # By affinity and container limit
+    memory_bytes: int  # By the container's limit
     free_bytes: int
     instructions: tuple[str, ...]
     """Those that decide how fast matrices multiply, by the kernel's names."""
-    clock_hz: float | None
-    """The fastest core's now; None where it is not told."""
+    clock_hz: float | None  # The fastest core's now; None where it is not told
 
 
 def read_processor(root: Path = Path("/")) -> Processor:
@@ -188,10 +183,8 @@ class Interfaces:
     """Network interfaces that are up; the loopback does not count."""
 
     names: tuple[str, ...]
-    megabits: int
-    """Rate of the fastest, as its driver tells; 0 where none does."""
-    infiniband_gigabits: tuple[float, ...]
-    """Rate of each active InfiniBand (or RoCE) port."""
+    megabits: int  # Rate of the fastest, as its driver tells; 0 where none does
+    infiniband_gigabits: tuple[float, ...]  # Rate of each active InfiniBand (or RoCE) port
 
 
 def read_interfaces(root: Path = Path("/")) -> Interfaces:
@@ -264,8 +257,7 @@ class Sources:
     processor: Callable[[], Processor] = read_processor
     interfaces: Callable[[], Interfaces] = read_interfaces
     cpu_link: Callable[[int], tuple[Link, str]] = cpu_link
-    root: Path = field(default_factory=lambda: Path("/"))
-    """Where /proc and /dev lie."""
+    root: Path = field(default_factory=lambda: Path("/"))  # Where /proc and /dev lie
 
 
 def detect_hardware(

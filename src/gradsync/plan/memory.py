@@ -61,11 +61,9 @@ from gradsync.sync.registry import find_strategy
 MIB = 2**20
 CPU_PROCESS = 333 * MIB
 """Python, torch and gradsync after a step of a model of no size; measured, torch 2.13, x86-64."""
-CUDA_PROCESS = 1024 * MIB
-"""CUDA context, kernels, cuBLAS workspace and NCCL's buffers; a default."""
+CUDA_PROCESS = 1024 * MIB  # CUDA context, kernels, cuBLAS workspace and NCCL's buffers; a default
 CPU_SLACK, RECOMPUTE_SLACK, GATHER_SLACK, RENEW_SLACK, MOVE_SLACK = 0.45, 2.0, 3.0, 0.2, 0.4
-CUDA_SLACK = 0.1
-"""See [Note: Slack]."""
+CUDA_SLACK = 0.1  # See [Note: Slack]
 _IN_FLIGHT = 3
 """Buckets of parameters that the sharded optimizer has in memory: one updated, two under way."""
 
@@ -73,32 +71,25 @@ _IN_FLIGHT = 3
 class Moment(NamedTuple):
     """Bytes that a strategy has in memory at one moment, beside weights and optimizer state."""
 
-    gradients: int
-    """In `.grad`, or in the shard of it that this rank keeps."""
-    buckets: int = 0
-    """Beside them, for communication."""
+    gradients: int  # In `.grad`, or in the shard of it that this rank keeps
+    buckets: int = 0  # Beside them, for communication
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StrategyMemory:
     """Bytes of one rank under one strategy, at the moments of its last leaf."""
 
-    weights: int
-    """All the time; a rank's share of one copy per host. Likewise `optimizer`."""
+    weights: int  # All the time; a rank's share of one copy per host. Likewise `optimizer`.
     optimizer: int
-    loss: Moment
-    """Forward is over, nothing of this leaf's gradient is there."""
+    loss: Moment  # Forward is over, nothing of this leaf's gradient is there
     backward: Moment
     """All gradients are there, nothing of the leaf but the embedding's own gradient."""
     update: Moment
-    fresh: int
-    """Gradients of the embedding that backward has just made, beside `backward`."""
+    fresh: int  # Gradients of the embedding that backward has just made, beside `backward`
     gathered_block: int = 0
     """fsdp: the weights and gradients that a block brings with it while it computes."""
-    gathered_blocks: int = 0
-    """Bytes of all blocks that are gathered so."""
-    renewed: int = 0
-    """Made anew by each step for communication, and let go."""
+    gathered_blocks: int = 0  # Bytes of all blocks that are gathered so
+    renewed: int = 0  # Made anew by each step for communication, and let go
     moved: int = 0
     """Bytes that lay in the process's own memory before it moved into shared memory (CPU)."""
 
@@ -389,20 +380,14 @@ class MemoryNeed:
 
     weights: int = 0
     gradients: int = 0
-    optimizer: int = 0
-    """The optimizer's state."""
+    optimizer: int = 0  # The optimizer's state
     buckets: int = 0
     """Copies of gradients made for communication, gathered blocks and windows of a strategy."""
-    activations: int = 0
-    """Kept by forward for backward, at the fullest moment of the schedule."""
-    logits: int = 0
-    """The head's output and what the loss makes of it."""
-    workspace: int = 0
-    """Temporary buffers beside these."""
-    slack: int = 0
-    """Held by the allocator without use."""
-    process: int = 0
-    """The interpreter, torch, the CUDA context, communication buffers."""
+    activations: int = 0  # Kept by forward for backward, at the fullest moment of the schedule
+    logits: int = 0  # The head's output and what the loss makes of it
+    workspace: int = 0  # Temporary buffers beside these
+    slack: int = 0  # Held by the allocator without use
+    process: int = 0  # The interpreter, torch, the CUDA context, communication buffers
 
     @property
     def total(self) -> int:

@@ -32,16 +32,11 @@ _GAIN = 0.97
 class Trial:
     """The outcome of one size; equal on all ranks."""
 
-    size: int
-    """Sequences of a leaf."""
-    fits: bool
-    """On every rank, within its limit."""
-    peak: float = 0.0
-    """Share of its limit that the fullest rank took."""
-    slope: float = 0.0
-    """Added to it by one more sequence, on the rank where it adds most."""
-    seconds: float = 0.0
-    """Forward and backward of the leaf, on the slowest rank."""
+    size: int  # Sequences of a leaf
+    fits: bool  # On every rank, within its limit
+    peak: float = 0.0  # Share of its limit that the fullest rank took
+    slope: float = 0.0  # Added to it by one more sequence, on the rank where it adds most
+    seconds: float = 0.0  # Forward and backward of the leaf, on the slowest rank
 
     @property
     def seconds_per_sequence(self) -> float:

@@ -28,8 +28,7 @@ from gradsync.runtime.bounds import whole_number
 MARGIN = 0.1
 """Share of what a device can use that stays free, since the memory model is held to 10 %."""
 _PARAMETERS = "params"
-_BYTES_OF_A_WEIGHT = 2
-"""Frozen weights are held in 16 bits."""
+_BYTES_OF_A_WEIGHT = 2  # Frozen weights are held in 16 bits
 _MOST_BLOCKS = 10_000
 
 
@@ -42,10 +41,8 @@ def gb(num_bytes: float) -> str:
 class Part:
     """A frozen submodule."""
 
-    name: str
-    """As `named_modules` calls it."""
-    num_bytes: int
-    """All of it, and what it needs beside its weights."""
+    name: str  # As `named_modules` calls it
+    num_bytes: int  # All of it, and what it needs beside its weights
     blocks: tuple[int, ...] = ()
     """Bytes of each of the blocks that it runs one after the other; empty: it cannot be cut. What
     is in no block stays with the first."""
@@ -61,20 +58,16 @@ class Part:
 class Place:
     """Where a part is."""
 
-    devices: tuple[int, ...]
-    """One device, or the two it is cut between."""
-    first_blocks: int = 0
-    """For a part in two: how many blocks are on the first device."""
+    devices: tuple[int, ...]  # One device, or the two it is cut between
+    first_blocks: int = 0  # For a part in two: how many blocks are on the first device
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
     """Where every part is."""
 
-    places: Mapping[str, Place]
-    """By name of the part."""
-    left: tuple[int, ...]
-    """Bytes that stay free on each device."""
+    places: Mapping[str, Place]  # By name of the part
+    left: tuple[int, ...]  # Bytes that stay free on each device
 
     def describe(self) -> str:
         """One line a device: its parts, and what stays free."""
@@ -189,14 +182,10 @@ def parse_submodel(text: str) -> Part:
 class Submodels:
     """Replicas, and where each part of one is."""
 
-    groups: tuple[tuple[int, ...], ...]
-    """Devices of each replica, counted over all hosts."""
-    placements: tuple[Placement, ...]
-    """Each replica's; devices are counted within it."""
-    idle: tuple[int, ...]
-    """Devices of no replica."""
-    trained_bytes: int
-    """Taken by what trains, on the first device of each replica."""
+    groups: tuple[tuple[int, ...], ...]  # Devices of each replica, counted over all hosts
+    placements: tuple[Placement, ...]  # Each replica's; devices are counted within it
+    idle: tuple[int, ...]  # Devices of no replica
+    trained_bytes: int  # Taken by what trains, on the first device of each replica
 
     def words(self) -> str:
         """The strategy, as the published table names it."""

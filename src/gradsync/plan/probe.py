@@ -93,8 +93,7 @@ class _Marks:
     forward: Any = None
     backward: Any = None
     update: Any = None
-    ready: dict[int, Any] = field(default_factory=dict)
-    """By parameter."""
+    ready: dict[int, Any] = field(default_factory=dict)  # By parameter
 
 
 def _measure(work: Workload, device: torch.device, repeats: int, budget_s: float) -> StepProfile:
@@ -190,12 +189,9 @@ _OTHER_WORDS = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_F
 class Cost:
     """Memory and time of one attempt on this rank, above what there was before the first."""
 
-    peak_bytes: int
-    """At its fullest moment."""
-    held_bytes: int
-    """Whatever the size of the attempt: weights, gradients, the optimizer's state."""
-    seconds: float
-    """As the attempt measured it."""
+    peak_bytes: int  # At its fullest moment
+    held_bytes: int  # Whatever the size of the attempt: weights, gradients, the optimizer's state
+    seconds: float  # As the attempt measured it
 
 
 Attempt = Callable[[Callable[[], None]], float]

@@ -38,16 +38,14 @@ from gradsync.sync.engine.plan import BucketPlan, Item, plan_buckets
 log = logging.getLogger("gradsync")
 
 MIB = 2**20
-GRADIENT_BYTES = 4
-"""Weights and gradients are fp32, whatever autocast computes in."""
+GRADIENT_BYTES = 4  # Weights and gradients are fp32, whatever autocast computes in
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketReady:
     """When a bucket's last gradient is there."""
 
-    num_bytes: int
-    """Bytes of its gradients."""
+    num_bytes: int  # Bytes of its gradients
     ready_s: float
     """Seconds after backward began; the last one's is at most `StepProfile.backward_s`."""
 
@@ -56,17 +54,13 @@ class BucketReady:
 class StepProfile:
     """One rank's work, alone on its device, without any communication."""
 
-    forward_s: float
-    """One leaf's; likewise `backward_s`."""
+    forward_s: float  # One leaf's; likewise `backward_s`
     backward_s: float
-    update_s: float
-    """Clipping and optimizer over all parameters."""
-    buckets: tuple[BucketReady, ...]
-    """In the order in which they fill."""
+    update_s: float  # Clipping and optimizer over all parameters
+    buckets: tuple[BucketReady, ...]  # In the order in which they fill
     jitter: tuple[float, ...] = (1.0,)
     """Durations of a leaf over their median, as measured; stragglers are drawn from them."""
-    measured: bool = False
-    """False: estimated from peak arithmetic and bandwidth."""
+    measured: bool = False  # False: estimated from peak arithmetic and bandwidth
 
     @property
     def leaf_s(self) -> float:
@@ -85,8 +79,7 @@ class StepProfile:
 class Parameter:
     """One trained tensor."""
 
-    name: str
-    """As `named_parameters` calls it."""
+    name: str  # As `named_parameters` calls it
     shape: tuple[int, ...]
     backward_units: int
     """The work of backward between the gradient before this one and this one, in products per
@@ -153,8 +146,7 @@ UTILISATION = 0.415
 """Model FLOPs over peak: a 22B model on one host of eight A100 (Korthikanti et al. 2022, arXiv
 2205.05198, table 5); PaLM's over 6144 TPUs is 46.2 % (arXiv 2204.02311, table 3). Small models
 reach less: measure (`probe.probe_profile`) where the device is at hand."""
-FORWARD_PART = 1 / 3
-"""Each product of forward has two in backward (arXiv 2001.08361, section 2.1)."""
+FORWARD_PART = 1 / 3  # Each product of forward has two in backward (arXiv 2001.08361, section 2.1)
 FP32_PART = 0.5
 """Part of the bf16 peak that fp32 products reach at best, as TF32: NVIDIA's data sheets of A100 and
 H100. On a CPU with AMX or AVX-512 bf16 it is less."""
@@ -227,8 +219,7 @@ def scaled_profile(profile: StepProfile, measured: Workload, work: Workload) -> 
     )
 
 
-_FORMAT = 1
-"""The measurement's version: another number makes old files unknown."""
+_FORMAT = 1  # The measurement's version: another number makes old files unknown
 
 
 def profile_path(work: Workload, *, device: str, threads: int) -> Path | None:

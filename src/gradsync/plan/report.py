@@ -18,8 +18,7 @@ from gradsync.plan.placement import MARGIN, gb
 from gradsync.plan.profile import UTILISATION
 from gradsync.plan.workload import Workload
 
-_WIDE = 240
-"""Columns where there is no terminal: a table in a file must not be cut."""
+_WIDE = 240  # Columns where there is no terminal: a table in a file must not be cut
 _MOST_ROWS = 24
 
 
@@ -165,8 +164,7 @@ def pick_sections(pick: Candidate, commands: Sequence[tuple[str, str]]) -> list[
     ]
 
 
-_TIME = "24:00:00"
-"""Time limit of a turn; a job is requeued until it is done."""
+_TIME = "24:00:00"  # Time limit of a turn; a job is requeued until it is done
 
 
 def commands(

@@ -53,8 +53,7 @@ from gradsync.plan.step import (
 from gradsync.plan.workload import Split, Workload
 from gradsync.sync.registry import find_strategy
 
-_EXACT_LEAVES = 16
-"""Sums of more draws are drawn at once, as normal (central limit theorem)."""
+_EXACT_LEAVES = 16  # Sums of more draws are drawn at once, as normal (central limit theorem)
 _POOL = 16
 """Pipelines that are played; where there are more, each of the others is like one of these."""
 
@@ -158,8 +157,7 @@ def _round_s(costs: StepCosts, stragglers: Stragglers) -> float:
     return alone + waits + costs.every * (costs.update_s + costs.copy_s) + meeting
 
 
-Pass = tuple[Literal["forward", "backward"], int]
-"""Of which leaf."""
+Pass = tuple[Literal["forward", "backward"], int]  # Of which leaf
 
 
 def order_of(schedule: str, stage: int, stages: int, leaves: int) -> list[Pass]:
@@ -203,16 +201,14 @@ _LLAMA_MTBF_S = 16_384 * 54 * 86_400 / 419
 """Per GPU: 419 unexpected interruptions of 16,384 H100 in 54 days (arXiv 2407.21783, section
 3.3.4)."""
 _SEGMENTS = 2_000
-_HOPELESS = 500.0
-"""Interval over time between failures from which on no work gets done."""
+_HOPELESS = 500.0  # Interval over time between failures from which on no work gets done
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failures:
     """How often devices fail and what that costs; see [Note: Failures]."""
 
-    device_mtbf_s: float = _LLAMA_MTBF_S
-    """Mean time between failures of one device, seconds."""
+    device_mtbf_s: float = _LLAMA_MTBF_S  # Mean time between failures of one device, seconds
     checkpoint_s: float = 60.0
     """Time of a save, during which training stands still, seconds. An assumption."""
     restart_s: float = 300.0
@@ -278,10 +274,8 @@ def simulated_goodput(
 
 
 HALF = 0.5
-_CLEAR = 1.02
-"""An advantage of less than 2 % is none."""
-_WORTH = 0.1
-"""Below that efficiency it does not matter which of two is ahead."""
+_CLEAR = 1.02  # An advantage of less than 2 % is none
+_WORTH = 0.1  # Below that efficiency it does not matter which of two is ahead
 DEFAULT_STRATEGIES = (
     *("bucketed", "ring", "hierarchical", "invariant", "fsdp"),
     *("powersgd", "local_sgd", "diloco"),
@@ -296,23 +290,16 @@ _LARGEST = 2**16
 class Point:
     """One split on one number of ranks."""
 
-    name: str
-    """The split, without its number of replicas."""
+    name: str  # The split, without its number of replicas
     world_size: int
-    step_s: float
-    """Mean over the simulated steps, seconds."""
-    even_step_s: float
-    """By closed form, with all ranks equally fast."""
-    tokens_per_s: float
-    """All ranks together."""
+    step_s: float  # Mean over the simulated steps, seconds
+    even_step_s: float  # By closed form, with all ranks equally fast
+    tokens_per_s: float  # All ranks together
     efficiency: float
     """Tokens per second and rank, over those of one rank alone; see [Note: Weak scaling]."""
-    goodput: float
-    """Useful part of the time with failures, by closed form."""
-    simulated_goodput: float
-    """The same, played."""
-    checkpoint_interval_s: float
-    """Work between two saves (Daly 2006)."""
+    goodput: float  # Useful part of the time with failures, by closed form
+    simulated_goodput: float  # The same, played
+    checkpoint_interval_s: float  # Work between two saves (Daly 2006)
 
     @property
     def overall(self) -> float:
@@ -324,10 +311,8 @@ class Point:
 class Simulation:
     """All points, and the sentences about them."""
 
-    points: tuple[Point, ...]
-    """By split, then by world size."""
-    crossovers: tuple[str, ...]
-    """Sentences."""
+    points: tuple[Point, ...]  # By split, then by world size
+    crossovers: tuple[str, ...]  # Sentences
     world_sizes: tuple[int, ...]
     host: Host
     network: Link | None

@@ -139,47 +139,30 @@ class Prices:
 class Sending:
     """A bucket on its way."""
 
-    ready_s: float
-    """After the last leaf's backward began."""
-    cost_s: float
-    """While the channel is busy with it."""
+    ready_s: float  # After the last leaf's backward began
+    cost_s: float  # While the channel is busy with it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepCosts:
     """Durations of one rank's step, seconds."""
 
-    replicas: int
-    """Data-parallel ones."""
-    stages: int
-    """A pipeline's; 1 without one."""
-    schedule: Literal["gpipe", "1f1b"]
-    """A pipeline's."""
-    leaves: int
-    """Leaves of the replica that has most."""
-    forward_s: float
-    """One leaf's, a rank's part of the model; likewise `backward_s`."""
+    replicas: int  # Data-parallel ones
+    stages: int  # A pipeline's; 1 without one
+    schedule: Literal["gpipe", "1f1b"]  # A pipeline's
+    leaves: int  # Leaves of the replica that has most
+    forward_s: float  # One leaf's, a rank's part of the model; likewise `backward_s`
     backward_s: float
-    leaf_wait_s: float
-    """Waiting in each leaf but the last."""
-    leaves_meet: bool
-    """Whether all replicas wait for each other in every leaf (fsdp's gathers)."""
-    last_leaf_wait_s: float
-    """Waiting in the last one, buckets aside."""
-    hop_s: float
-    """From stage to stage: activations, or their gradients."""
-    sendings: tuple[Sending, ...]
-    """In the order in which they are launched."""
-    hides: bool
-    """Whether they travel beside backward; else after it, one behind the other."""
-    copy_s: float
-    """Gradients into buckets and out of them, in every step."""
-    agree_s: float
-    """The small message at the step's end, and whatever else ranks meet for."""
-    update_s: float
-    """Clipping and optimizer, a rank's part."""
-    after_s: float
-    """Gathering of weights."""
+    leaf_wait_s: float  # Waiting in each leaf but the last
+    leaves_meet: bool  # Whether all replicas wait for each other in every leaf (fsdp's gathers)
+    last_leaf_wait_s: float  # Waiting in the last one, buckets aside
+    hop_s: float  # From stage to stage: activations, or their gradients
+    sendings: tuple[Sending, ...]  # In the order in which they are launched
+    hides: bool  # Whether they travel beside backward; else after it, one behind the other
+    copy_s: float  # Gradients into buckets and out of them, in every step
+    agree_s: float  # The small message at the step's end, and whatever else ranks meet for
+    update_s: float  # Clipping and optimizer, a rank's part
+    after_s: float  # Gathering of weights
     every: int
     """Steps between two meetings. Above 1, `sendings` and `agree_s` are those of a meeting."""
 
@@ -355,18 +338,12 @@ def _factor_bytes(parameters: Sequence[Parameter], rank: int) -> float:
 class StepTime:
     """One optimizer step, seconds; the mean of one where ranks do not meet in each."""
 
-    compute_s: float
-    """Forward and backward of a rank's leaves."""
-    exposed_comm_s: float
-    """Communication that nothing hides."""
-    bubble_s: float
-    """A pipeline's stage without work."""
-    update_s: float
-    """Clipping and optimizer."""
-    comm_s: float
-    """All communication of a rank, hidden or not."""
-    tokens_per_s: float
-    """All ranks together."""
+    compute_s: float  # Forward and backward of a rank's leaves
+    exposed_comm_s: float  # Communication that nothing hides
+    bubble_s: float  # A pipeline's stage without work
+    update_s: float  # Clipping and optimizer
+    comm_s: float  # All communication of a rank, hidden or not
+    tokens_per_s: float  # All ranks together
     efficiency: float
     """Tokens per second and rank, over those of one rank alone with as many leaves as a replica
     has: 1 is perfect."""

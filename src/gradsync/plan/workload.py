@@ -15,16 +15,12 @@ class Workload:
     """One training run, without a word about ranks."""
 
     model: GPTConfig
-    micro_batch_size: int
-    """Sequences of a leaf."""
+    micro_batch_size: int  # Sequences of a leaf
     seq_len: int
-    num_leaves: int
-    """Leaves of an optimizer step, over all ranks."""
-    dtype: Literal["bf16", "fp32", "fp16"] = "bf16"
-    """bf16 and fp16 are autocast over fp32 weights."""
+    num_leaves: int  # Leaves of an optimizer step, over all ranks
+    dtype: Literal["bf16", "fp32", "fp16"] = "bf16"  # bf16 and fp16 are autocast over fp32 weights
     activation_checkpointing: bool = False
-    loss_rows: int | None = None
-    """Positions whose loss is computed at a time; None: all."""
+    loss_rows: int | None = None  # Positions whose loss is computed at a time; None: all
     kind: Kind = "cuda"
 
     @property
@@ -42,8 +38,7 @@ class Workload:
 class Split:
     """One way to divide a run over ranks."""
 
-    strategy: str
-    """A name in `sync.registry.STRATEGIES`: how the replicas keep together."""
+    strategy: str  # A name in `sync.registry.STRATEGIES`: how the replicas keep together
     layout: Layout = field(default_factory=Layout)
     schedule: Literal["gpipe", "1f1b"] = "1f1b"
     shared_weights: bool = False

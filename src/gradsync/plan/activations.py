@@ -43,16 +43,6 @@ class RankShape:
     is_tied: bool  # Whether both are one parameter of this rank
 
     @property
-    def has_embedding(self) -> bool:
-        """Whether tokens enter here."""
-        return self.stage == 0
-
-    @property
-    def has_head(self) -> bool:
-        """Whether the loss is computed here."""
-        return self.stage == self.layout.pp - 1
-
-    @property
     def num_params(self) -> int:
         """Elements of all parameters."""
         return sum(self.sizes)

@@ -502,64 +502,43 @@ def _beside(pick: Candidate, rival: Candidate | None) -> str:
     )
 
 
-_MOST_DEVICES = 1024
+_MOST_DEVICES = 1024  # Beyond that no more are looked at
 _ONE_BY_ONE = 64  # From here on whole hosts are added
 _GPUS_OF_A_HOST = 8  # Assumed of a host when more devices are counted
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Remedy:
-    """Changes with which a model would fit that fits nowhere."""
-
-    nearest: Candidate | None
-    """The one that needs least beyond what there is; None where arithmetic forbade all."""
-    devices: int | None
-    """Smallest number of such devices on which the model fits; None: not even on 1,024."""
-    preset: str  # Largest smaller preset that fits on what there is; "" when none does
-
-    def words(self, name: str, hardware: Hardware) -> str:
-        """In one line, for people."""
-        found = hardware.devices
-        there = f"{len(found)} x {found[0].name}"
-        said = f"{name} cannot be divided over {there}"
-        if (near := self.nearest) is not None:
-            recomputed = ", recomputing activations" if near.work.activation_checkpointing else ""
-            said = (
-                f"{name} fits nowhere on {there}: at best ({near.split}, micro-batch "
-                f"{near.work.micro_batch_size}{recomputed}) a rank {near.obstacle}"
-            )
-        cures = []
-        if self.devices is not None:
-            # Devices of a CPU are shares of a host: there hosts count.
-            last = hardware.hosts[-1].devices
-            amount = f"{self.devices} such devices"
-            if last[0].kind == "cpu":
-                amount = f"{self.devices // len(last)} such hosts"
-            cures.append(f"it would fit on {amount}")
-        if self.preset:
-            cures.append(f"{self.preset!r} fits here")
-        return f"{said}; {' and '.join(cures) or 'no preset fits here'}"
-
-
-def find_remedy(choice: Choice, work: Workload, hardware: Hardware, costs: Costs) -> Remedy:
-    """Changes to propose where `choice` found nothing for `work` on `hardware`."""
-    search = choice.search
+def remedy(name: str, choice: Choice, work: Workload, hardware: Hardware, costs: Costs) -> str:
+    """What to say of the model `name` where `choice` found nothing: the candidate that needs least
+    beyond what there is, the smallest number of such devices on which the model fits, and the
+    largest smaller preset that fits here."""
+    search, devices = choice.search, hardware.devices
+    there = f"{len(devices)} x {devices[0].name}"
+    said = f"{name} cannot be divided over {there}"
     judged = [candidate for candidate in choice.candidates if candidate.memory is not None]
-    params = {name: config.num_params() for name, config in PRESETS.items()}
-    smaller = [name for name in params if params[name] < work.model.num_params()]
-    preset = ""
-    for name in sorted(smaller, key=lambda name: (params[name], name), reverse=True):
-        config = PRESETS[name]
+    if judged:
+        near = min(judged, key=lambda candidate: candidate.short_bytes)
+        recomputed = ", recomputing activations" if near.work.activation_checkpointing else ""
+        said = (
+            f"{name} fits nowhere on {there}: at best ({near.split}, micro-batch "
+            f"{near.work.micro_batch_size}{recomputed}) a rank {near.obstacle}"
+        )
+    cures = []
+    enough = (len(more.devices) for more in _more(hardware) if _fits(work, more, costs, search))
+    if count := next(enough, None):
+        # Devices of a CPU are shares of a host: there hosts count.
+        last = hardware.hosts[-1].devices
+        on_cpu = last[0].kind == "cpu"
+        amount = f"{count // len(last)} such hosts" if on_cpu else f"{count} such devices"
+        cures.append(f"it would fit on {amount}")
+    params = {preset: config.num_params() for preset, config in PRESETS.items()}
+    smaller = [preset for preset in params if params[preset] < work.model.num_params()]
+    for preset in sorted(smaller, key=lambda preset: (params[preset], preset), reverse=True):
+        config = PRESETS[preset]
         small = replace(work, model=config, seq_len=min(work.seq_len, config.block_size))
         if _fits(small, hardware, costs, search):
-            preset = name
+            cures.append(f"{preset!r} fits here")
             break
-    more = (len(more.devices) for more in _more(hardware) if _fits(work, more, costs, search))
-    return Remedy(
-        nearest=min(judged, key=lambda candidate: candidate.short_bytes, default=None),
-        devices=next(more, None),
-        preset=preset,
-    )
+    return f"{said}; {' and '.join(cures) or 'no preset fits here'}"
 
 
 def _fits(work: Workload, hardware: Hardware, costs: Costs, search: Search) -> bool:

@@ -136,9 +136,6 @@ class Switches:
 
     dtype: Literal["bf16", "fp16", "fp32"]  # The fastest that every device multiplies in hardware
     tf32: bool = False
-    flash_attention: bool = False  # Whether torch will take its flash kernel, under `dtype`
-    fused: bool = True  # Fused AdamW: one pass over the parameters (CUDA and CPU have it)
-    keep_memory: bool = False  # Freed memory stays in the process: saves page faults on a CPU
     reasons: tuple[str, ...]
     suggestions: Mapping[str, str] = field(default_factory=dict)
     """Environment variables that may help and are not set."""
@@ -167,7 +164,6 @@ def speed_switches(hardware: Hardware, env: Mapping[str, str]) -> Switches:
     return Switches(
         dtype=dtype,
         tf32=new,
-        flash_attention=new,
         reasons=tuple(reasons),
         suggestions=_suggestions(hardware, env),
     )
@@ -184,7 +180,7 @@ def _on_cpu(hardware: Hardware) -> Switches:
         fast = next(name for name in _CPU_BF16 if name in hardware.hosts[0].instructions)
         dtype, reason = "bf16", f"bf16: the CPU multiplies it in hardware ({fast})"
     reasons = (f"{reason}; fused AdamW; freed memory kept",)
-    return Switches(dtype=dtype, keep_memory=True, reasons=reasons)
+    return Switches(dtype=dtype, reasons=reasons)
 
 
 def _suggestions(hardware: Hardware, env: Mapping[str, str]) -> dict[str, str]:

@@ -6,8 +6,7 @@ system for cores and memory; the launcher for hosts, which are taken to be alike
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module, metadata
 from pathlib import Path
@@ -320,8 +319,11 @@ def _gpus(
     nvml = sources.module("pynvml")
     if nvml is not None:
         try:
-            with _session(nvml):
+            nvml.nvmlInit()
+            try:
                 found = _ask_driver(nvml, env, sources, notes)
+            finally:
+                nvml.nvmlShutdown()
             if found is not None:
                 return found
         except nvml.NVMLError as error:
@@ -366,12 +368,3 @@ def _ask_driver(
     link, between = host_link(nvml, [gpu for _, gpu in visible], gpus)
     notes += [between] if between else []
     return [device for device, _ in visible], link
-
-
-@contextmanager
-def _session(nvml: Any) -> Iterator[None]:
-    nvml.nvmlInit()
-    try:
-        yield
-    finally:
-        nvml.nvmlShutdown()

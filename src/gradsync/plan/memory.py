@@ -131,7 +131,7 @@ class Case:
     def fresh(self) -> int:
         """The embedding's gradient, the last that backward makes. A tied one comes twice: the
         head's waits in autograd until it can be added."""
-        if not self.shape.has_embedding:
+        if self.shape.stage > 0:
             return 0
         return FP32 * self.shape.table_params * (2 if self.shape.is_tied else 1)
 
@@ -152,11 +152,6 @@ class Case:
             world_size=self.replicas,
         )
         return tuple(FP32 * plan.numel for plan in plans)
-
-    @property
-    def largest_bucket(self) -> int:
-        """b."""
-        return max(self.buckets)
 
     @property
     def tree_buffers(self) -> int:
@@ -251,11 +246,11 @@ def _slices(case: Case, buffers: int) -> int:
     rank. Ranks of one host on CPUs read them where they are."""
     if case.work.kind == "cpu":
         return 0
-    return buffers * (case.replicas - 1) * case.shard(case.largest_bucket)
+    return buffers * (case.replicas - 1) * case.shard(max(case.buckets))
 
 
 def _ring(case: Case) -> StrategyMemory:
-    return _engine(case, passing=case.shard(case.largest_bucket))
+    return _engine(case, passing=case.shard(max(case.buckets)))
 
 
 def _bf16(case: Case) -> StrategyMemory:
@@ -266,7 +261,7 @@ def _bf16(case: Case) -> StrategyMemory:
 def _fp16(case: Case) -> StrategyMemory:
     """And two fp32 copies of a bucket while it is scaled back."""
     size, bf16 = case.gradient_bytes, _bf16(case)
-    back = Moment(size, size // 2 + 2 * case.largest_bucket)
+    back = Moment(size, size // 2 + 2 * max(case.buckets))
     return replace(bf16, update=back, renewed=bf16.renewed + size)
 
 
@@ -281,7 +276,7 @@ def _powersgd(case: Case) -> StrategyMemory:
     """`ddp`, the error (S) and a copy of the bucket at hand (arXiv 1905.13727)."""
     size = case.gradient_bytes
     held = Moment(case.added_up, 2 * size)
-    moving = held._replace(buckets=2 * size + case.largest_bucket)
+    moving = held._replace(buckets=2 * size + max(case.buckets))
     return _memory(case, held, moving, moving._replace(gradients=0), renewed=size)
 
 
@@ -468,10 +463,11 @@ def _moments(case: Case, strategy: StrategyMemory) -> Iterator[MemoryNeed]:
     backward = MemoryNeed(**strategy.backward._asdict())
     yield replace(backward, activations=leaf.stream, workspace=strategy.fresh)
     # A tied embedding on both ends of a pipeline: the other end's gradient.
-    is_end = shape.layout.pp > 1 and (shape.has_embedding or shape.has_head)
+    stages, is_last = shape.layout.pp, shape.stage == shape.layout.pp - 1
+    is_end = stages > 1 and (shape.stage == 0 or is_last)
     other_end = FP32 * shape.table_params if work.model.tie_head and is_end else 0
     yield MemoryNeed(**strategy.update._asdict(), workspace=other_end)
-    if shape.has_head:
+    if is_last:
         # What the loss keeps of each leaf that waits for its backward.
         in_rows = work.loss_rows is not None
         kept_by_loss = shape.table_params if in_rows else work.leaf_tokens * work.model.vocab_size

@@ -59,13 +59,8 @@ _POOL = 16
 
 
 class Stragglers:
-    """Draws durations.
-
-    Args:
-        jitter: durations over the usual one.
-        rng: the same seed gives the same durations.
-        together: ranks that meet within each leaf and so count as one, as slow as the slowest.
-    """
+    """Draws ratios of `jitter`, durations over the usual one; `together` ranks that meet within
+    each leaf count as one, as slow as the slowest."""
 
     def __init__(self, jitter: Sequence[float], rng: random.Random, *, together: int = 1) -> None:
         self._jitter = sorted(jitter)
@@ -226,18 +221,13 @@ class Failures:
         return self.device_mtbf_s / ranks
 
 
-def young_interval_s(checkpoint_s: float, mtbf_s: float) -> float:
-    """Seconds of work between two saves, first order (Young 1974)."""
-    return math.sqrt(2 * checkpoint_s * mtbf_s)
-
-
 def daly_interval_s(checkpoint_s: float, mtbf_s: float) -> float:
-    """The same, higher order (Daly 2006, equation 37)."""
+    """Seconds of work between two saves (Daly 2006, equation 37)."""
     if checkpoint_s >= 2 * mtbf_s:
         return mtbf_s
     part = checkpoint_s / (2 * mtbf_s)
     series = 1 + math.sqrt(part) / 3 + part / 9
-    return young_interval_s(checkpoint_s, mtbf_s) * series - checkpoint_s
+    return math.sqrt(2 * checkpoint_s * mtbf_s) * series - checkpoint_s
 
 
 def goodput(interval_s: float, failures: Failures, ranks: int) -> float:

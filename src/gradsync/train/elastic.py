@@ -23,7 +23,7 @@ from gradsync.plan.choice import (
     Costs,
     Search,
     choose,
-    find_remedy,
+    remedy,
 )
 from gradsync.plan.description import Hardware, speed_switches
 from gradsync.plan.micro_batch import legal_sizes
@@ -210,8 +210,7 @@ def _choose(
     choice = choose(work, hardware, costs, search)
     taken = _best(choice, world_size, config.sync if named else "")
     if taken is None:
-        remedy = find_remedy(choice, work, hardware, costs)
-        raise RunError(remedy.words(config.preset, hardware))
+        raise RunError(remedy(config.preset, choice, work, hardware, costs))
     return taken
 
 

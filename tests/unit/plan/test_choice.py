@@ -18,9 +18,9 @@ from gradsync.plan.choice import (
     Search,
     choose,
     counts,
-    find_remedy,
     obstacle,
     percent,
+    remedy,
     room_bytes,
     splits,
 )
@@ -316,18 +316,15 @@ def test_every_layout_once() -> None:
 
 
 def test_what_would_fit() -> None:
+    """300 GB of state: five devices of 72 GB with 60 GB of it each, and 0.2 GB recomputed."""
     search = Search(strategies=("invariant", "fsdp"), micro_batch_sizes=(1,))
     costs = models(state_gb=300, activations_gb=4)
-    hardware = gpus(2)
-    choice = choose(WORK, hardware, costs, search)
+    choice = choose(WORK, gpus(2), costs, search)
     assert choice.pick is None
-    found = find_remedy(choice, WORK, hardware, costs)
-    assert (found.devices, found.preset) == (5, "")  # 60 GB of state each, and 0.2 recomputed
-    assert found.nearest is not None
-    said = found.words("small", hardware)
+    said = remedy("small", choice, WORK, gpus(2), costs)
     assert said.startswith("small fits nowhere on 2 x GPU: at best (invariant pp=2, micro-batch 1")
     assert "needs 150.1 GB of 72.0 GB: 78.1 GB short" in said
-    assert said.endswith("it would fit on 5 such devices")
+    assert said.endswith("; it would fit on 5 such devices")
 
 
 def test_hosts_are_counted_where_ranks_share_one() -> None:
@@ -335,9 +332,8 @@ def test_hosts_are_counted_where_ranks_share_one() -> None:
     search = Search(strategies=("invariant",), micro_batch_sizes=(1,))
     costs = models(state_gb=26, activations_gb=0.4)
     choice = choose(WORK, cpus(2), costs, search)
-    found = find_remedy(choice, WORK, cpus(2), costs)
-    assert found.devices == 4
-    assert found.words("small", cpus(2)).endswith("it would fit on 2 such hosts")
+    said = remedy("small", choice, WORK, cpus(2), costs)
+    assert said.endswith("it would fit on 2 such hosts")
 
 
 def test_commands() -> None:

@@ -1,4 +1,4 @@
-"""What is found on a machine, with a driver, a kernel and a torch that a test writes down."""
+"""What is found on a machine whose driver, kernel and torch a test writes down."""
 
 from __future__ import annotations
 
@@ -9,12 +9,24 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
-from gradsync.errors import ConfigError, LaunchError
-from gradsync.plan.machine import detect_hardware
-from support.fake_machine import found
+from gradsync.errors import ConfigError, LaunchError, RunError
+from gradsync.plan import machine
+from gradsync.plan.collectives import Fit
+from gradsync.plan.machine import (
+    DEFAULT_LINK,
+    cpu_devices,
+    cpu_link,
+    detect_hardware,
+    network_link,
+    read_interfaces,
+    read_processor,
+)
+from support.fake_machine import EPYC, WIRED, found
 from support.fake_nvml import FakeGpu, FakeNvml, FakeSlice, h100
+from support.planned_machines import line
 
 GB = 10**9
 GIB = 2**30
@@ -64,12 +76,10 @@ def test_memory_is_the_drivers_and_arithmetic_the_data_sheets() -> None:
     assert nvml.open_sessions == 0
 
 
-def test_a_name_never_decides_about_memory() -> None:
+@pytest.mark.parametrize("gpu", [a100(0, total=81920 * 2**20), h100(0, total=20 * GIB)])
+def test_a_name_never_decides_about_memory(gpu: FakeGpu) -> None:
     # The trap of fixed tables: 80 GB under the name of the 40 GB card, and the reverse.
-    large = found(FakeNvml(gpus=[a100(0, total=81920 * 2**20)])).devices[0]
-    assert large.memory_bytes == 81920 * 2**20
-    small = found(FakeNvml(gpus=[h100(0, total=20 * GIB)])).devices[0]
-    assert small.memory_bytes == 20 * GIB
+    assert found(FakeNvml(gpus=[gpu])).devices[0].memory_bytes == gpu.total
 
 
 def test_a_device_without_a_data_sheet_is_estimated_and_says_so() -> None:
@@ -187,17 +197,39 @@ def test_slices_are_chosen_by_name(value: str, memory: list[int] | None) -> None
 
 
 def test_a_divided_gpu_without_slices_cannot_be_used() -> None:
-    hardware = found(FakeNvml(gpus=[a100(0, mig=True)]))
-    assert hardware.devices[0].kind == "cpu"
+    assert found(FakeNvml(gpus=[a100(0, mig=True)])).devices[0].kind == "cpu"
     mixed = found(FakeNvml(gpus=[a100(0, mig=True), a100(1)]))
     assert [device.kind for device in mixed.devices] == ["cuda"]
 
 
-def test_switches_join_all_gpus_at_full_speed() -> None:
-    link = found(FakeNvml(gpus=GPUS)).hosts[0].link
-    assert link.name == "nvlink4"
-    assert link.bytes_per_s == pytest.approx(18 * 20.6e9)
-    assert link.source.startswith("every pair of devices; NCCL's own figure for 18 links")
+NO_PCIE = frozenset({"nvmlDeviceGetMaxPcieLinkGeneration", "nvmlDeviceGetMaxPcieLinkWidth"})
+NO_ENDS = frozenset({"nvmlDeviceGetNvLinkRemotePciInfo"})
+NO_TOPOLOGY = frozenset(
+    {
+        *("nvmlDeviceGetNvLinkState", "nvmlDeviceGetP2PStatus", "nvmlDeviceGetPciInfo"),
+        *("nvmlDeviceGetTopologyCommonAncestor", "nvmlDeviceGetMigMode"),
+        "nvmlDeviceGetComputeRunningProcesses",
+    }
+)
+NARROW = [a100(0), a100(1, pcie=(4, 8))]
+APART = [h100(0, wires=()), h100(1, wires=())]
+
+
+@pytest.mark.parametrize(
+    ("nvml", "name", "bytes_per_s"),
+    [
+        (FakeNvml(gpus=GPUS), "nvlink4", 18 * 20.6e9),  # through switches
+        (FakeNvml(gpus=GPUS, silent=NO_ENDS), "nvlink4", 18 * 20.6e9),  # unnamed ends are switches
+        (FakeNvml(gpus=NARROW), "pcie4", 12e9),  # the narrower of two slots
+        (FakeNvml(gpus=NARROW, silent=NO_PCIE), "pcie3", 12e9),
+        (FakeNvml(gpus=APART, sockets={APART[1].bus: 1}), "pcie5 across sockets", 10e9),
+        (FakeNvml(gpus=GPUS, silent=NO_TOPOLOGY), "pcie5", 48e9),
+    ],
+)
+def test_the_link_of_a_host(nvml: FakeNvml, name: str, bytes_per_s: float) -> None:
+    link = found(nvml).hosts[0].link
+    assert (link.name, link.bytes_per_s) == (name, pytest.approx(bytes_per_s))
+    assert link.source.startswith("every pair of devices; NCCL's own figure for ")
 
 
 def test_the_slowest_pair_counts_and_is_named() -> None:
@@ -215,38 +247,6 @@ def test_the_slowest_pair_counts_and_is_named() -> None:
     )
     pair = found(FakeNvml(gpus=gpus), {"CUDA_VISIBLE_DEVICES": "2,3"}).hosts[0].link
     assert (pair.name, pair.bytes_per_s) == ("nvlink3", pytest.approx(12 * 20e9))
-
-
-def test_pcie_is_the_narrower_of_two_slots() -> None:
-    gpus = [a100(0), a100(1, pcie=(4, 8))]
-    link = found(FakeNvml(gpus=gpus)).hosts[0].link
-    assert (link.name, link.bytes_per_s) == ("pcie4", pytest.approx(12e9))
-    silent = {"nvmlDeviceGetMaxPcieLinkGeneration", "nvmlDeviceGetMaxPcieLinkWidth"}
-    link = found(FakeNvml(gpus=gpus, silent=frozenset(silent))).hosts[0].link
-    assert link.name == "pcie3"
-
-
-def test_cpus_of_their_own_slow_pcie_down() -> None:
-    gpus = [h100(0, wires=()), h100(1, wires=())]
-    link = found(FakeNvml(gpus=gpus, sockets={gpus[1].bus: 1})).hosts[0].link
-    assert link.name == "pcie5 across sockets"
-    assert link.bytes_per_s == pytest.approx(10e9)
-
-
-def test_a_driver_without_topology_still_gives_a_link() -> None:
-    silent = {
-        *("nvmlDeviceGetNvLinkState", "nvmlDeviceGetP2PStatus", "nvmlDeviceGetPciInfo"),
-        *("nvmlDeviceGetTopologyCommonAncestor", "nvmlDeviceGetMigMode"),
-        "nvmlDeviceGetComputeRunningProcesses",
-    }
-    hardware = found(FakeNvml(gpus=GPUS, silent=frozenset(silent)))
-    assert hardware.hosts[0].link.name == "pcie5"
-    assert len(hardware.devices) == 4
-
-
-def test_links_to_unnamed_ends_count_as_switches() -> None:
-    silent = frozenset({"nvmlDeviceGetNvLinkRemotePciInfo"})
-    assert found(FakeNvml(gpus=GPUS, silent=silent)).hosts[0].link.name == "nvlink4"
 
 
 def test_a_lost_gpu_is_left_out() -> None:
@@ -372,3 +372,172 @@ def test_the_stand_in_has_the_librarys_functions_and_numbers() -> None:
                 if value.default is value.empty
             ]
             assert len(parameters) == len(required), name
+
+
+def test_a_cpu_is_shared_out_among_ranks() -> None:
+    hardware = found(ranks_per_host=4)
+    device = hardware.devices[0]
+    assert len(hardware.devices) == 4
+    assert device.kind == "cpu"
+    assert device.memory_bytes == 16 * GIB
+    assert device.free_bytes == 12 * GIB
+    assert device.peak_flops == pytest.approx(2 * 2.5e9 * 64)
+    assert device.source.startswith("estimate: cores 2 x 2.5 GHz x 64 operations per cycle")
+    assert hardware.hosts[0].instructions == EPYC.instructions
+    assert len(found().devices) == 8  # one per core
+
+
+@pytest.mark.parametrize(
+    ("instructions", "per_cycle"),
+    [
+        (("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16"), 1024),
+        (("avx2", "fma", "avx512f", "avx512_bf16"), 64),
+        (("avx2", "fma", "avx512f"), 32),
+        (("avx", "avx2", "fma"), 32),
+        (("avx",), 16),
+        (("asimd", "bf16"), 32),
+        (("asimd",), 16),
+        ((), 8),
+    ],
+)
+def test_the_widest_instruction_decides(instructions: tuple[str, ...], per_cycle: int) -> None:
+    device = cpu_devices(replace(EPYC, instructions=instructions, cores=1), 1)[0]
+    assert device.peak_flops == pytest.approx(2.5e9 * per_cycle)
+
+
+def test_more_ranks_than_cores_and_an_unknown_clock() -> None:
+    (device, *_) = cpu_devices(replace(EPYC, clock_hz=None), 16)
+    assert device.peak_flops == pytest.approx(0.5 * 2e9 * 64)
+    assert "(assumed)" in device.source
+
+
+CPU_INFO = """\
+processor\t: 0
+model name\t: Intel(R) Xeon(R) Platinum 8480+
+cpu MHz\t\t: 2000.000
+flags\t\t: fpu avx avx2 fma avx512f avx512_bf16 amx_bf16 amx_tile amx_int8
+
+processor\t: 1
+model name\t: Intel(R) Xeon(R) Platinum 8480+
+cpu MHz\t\t: 3800.000
+flags\t\t: fpu avx avx2 fma avx512f avx512_bf16 amx_bf16 amx_tile amx_int8
+"""
+
+
+def system(root: Path, *, info: str, cpu_max: str = "", memory_max: str = "") -> Path:
+    (root / "proc").mkdir()
+    (root / "proc/cpuinfo").write_text(info)
+    cgroup = root / "sys/fs/cgroup"
+    cgroup.mkdir(parents=True)
+    if cpu_max:
+        (cgroup / "cpu.max").write_text(cpu_max)
+    if memory_max:
+        (cgroup / "memory.max").write_text(memory_max)
+        (cgroup / "memory.current").write_text("1000")
+        (cgroup / "memory.stat").write_text("inactive_file 600\nactive_file 0\n")
+    return root
+
+
+def test_the_kernel_tells_instructions_clock_and_limits(tmp_path: Path) -> None:
+    root = system(tmp_path, info=CPU_INFO, cpu_max="100000 100000", memory_max="300000000")
+    processor = read_processor(root)
+    assert processor.name == "Intel(R) Xeon(R) Platinum 8480+"
+    assert processor.cores == 1
+    assert processor.memory_bytes == 300_000_000
+    assert processor.free_bytes == 300_000_000 - 1000 + 600
+    assert processor.clock_hz == pytest.approx(3.8e9)
+    assert processor.instructions[-3:] == ("amx_tile", "amx_int8", "amx_bf16")
+
+
+def test_an_arm_host_tells_no_clock(tmp_path: Path) -> None:
+    root = system(tmp_path, info="Features\t: fp asimd bf16 i8mm sve\n", cpu_max="max 100000")
+    processor = read_processor(root)
+    assert processor.instructions == ("asimd", "bf16", "i8mm", "sve")
+    assert processor.clock_hz is None
+    assert processor.memory_bytes == psutil.virtual_memory().total
+    assert processor.cores >= 1
+
+
+def test_a_system_without_proc_is_no_error(tmp_path: Path) -> None:
+    processor = read_processor(tmp_path)
+    assert processor.instructions == ()
+    assert processor.name
+
+
+def test_the_cpu_link_gives_back_the_time_that_was_measured() -> None:
+    asked = []
+
+    def load(environment: dict[str, Any]) -> list[Fit]:
+        asked.append(environment["world_size"])
+        lines = (("backend", 9e-4, 9e-9), ("ring", 6e-5, 3e-10), ("tree", 1e-6, 1e-12))
+        return [line("all_reduce", *values) for values in lines]
+
+    link, trouble = cpu_link(4, load)
+    assert (trouble, asked) == ("", [4])
+    assert 2 * 3 * link.seconds(10**6 / 4) == pytest.approx(6e-5 + 3e-10 * 10**6)
+    assert link.source == "all_reduce (ring) of 4 ranks, measured on this machine"
+
+
+def test_figures_of_other_world_sizes_are_better_than_none() -> None:
+    def load(environment: dict[str, Any]) -> list[Fit]:
+        two = environment["world_size"] == 2
+        return [line("all_reduce", "shared", 5e-5, 1e-10)] if two else []
+
+    assert "of 2 ranks" in cpu_link(3, load)[0].source
+    assert cpu_link(1, load)[0].bytes_per_s == pytest.approx(1e10)
+
+
+def test_without_figures_the_default_says_that_it_is_one() -> None:
+    others = [line("broadcast", "shared", 1e-5, 1e-10), line("all_reduce", "shared", 1e-5)]
+    for fits in ([], others):
+        assert cpu_link(2, lambda _, fits=fits: fits) == (DEFAULT_LINK, "")
+    assert "default" in DEFAULT_LINK.source
+
+
+def test_a_damaged_cache_is_a_note() -> None:
+    def load(_: dict[str, Any]) -> list[Fit]:
+        raise RunError("could not read the cache")
+
+    assert cpu_link(2, load)[0] == DEFAULT_LINK
+    hardware = found(cpu_link=lambda ranks: cpu_link(ranks, load))
+    assert hardware.notes == ("could not read the cache",)
+
+
+def test_interfaces_that_are_up_without_the_loopback(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def interface(isup: bool, speed: int, flags: str = "up,running") -> SimpleNamespace:
+        return SimpleNamespace(isup=isup, speed=speed, flags=flags)
+
+    stats = {
+        "lo": interface(True, 0, "up,loopback,running"),
+        "eth1": interface(True, 25_000),
+        "eth0": interface(True, 65_535),  # its driver does not know
+        "wlan0": interface(False, 99_000),
+    }
+    monkeypatch.setattr(machine.psutil, "net_if_stats", lambda: stats)
+    for name, state, rate in (
+        ("mlx5_0", "4: ACTIVE", "400 Gb/sec (4X NDR)"),
+        ("mlx5_1", "4: ACTIVE", "200 Gb/sec (4X HDR)"),
+        ("mlx5_2", "1: DOWN", "400 Gb/sec (4X NDR)"),
+        ("mlx5_3", "4: ACTIVE", ""),
+    ):
+        port = tmp_path / "sys/class/infiniband" / name / "ports/1"
+        port.mkdir(parents=True)
+        (port / "state").write_text(state + "\n")
+        (port / "rate").write_text(rate + "\n")
+    interfaces = read_interfaces(tmp_path)
+    assert interfaces.names == ("eth0", "eth1")
+    assert interfaces.megabits == 25_000
+    assert interfaces.infiniband_gigabits == (400.0, 200.0)
+    link = network_link(interfaces, 6)
+    assert (link.name, link.per_host) == ("infiniband", False)
+    assert link.bytes_per_s == pytest.approx(12.5e9)
+
+
+def test_the_network_is_what_the_fastest_interface_says() -> None:
+    link = network_link(replace(WIRED, megabits=25_000), 4)
+    assert link.name == "ethernet-25g"
+    assert link.per_host
+    assert link.bytes_per_s == pytest.approx(25e9 / 8 * 1448 / 1538)
+    assert "assumed" in network_link(WIRED, 4).source

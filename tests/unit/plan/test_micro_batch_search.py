@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 
 import pytest
 
@@ -38,41 +39,37 @@ def trial_of(size: int, fits_up_to: int, *, seconds: float | None = None) -> Tri
     )
 
 
-def test_it_doubles_and_then_halves_the_gap() -> None:
-    assert search(tuple(range(1, 65)), 21) == [1, 2, 4, 8, 16, 32, 24, 20, 22, 21]
-
-
-def test_only_legal_sizes_are_tried() -> None:
-    assert search((1, 2, 3, 6, 9, 18), 7) == [1, 2, 3, 6, 9]
-    assert search((5, 35), 34) == [5, 35]
-
-
-def test_the_largest_legal_size_ends_it() -> None:
-    assert search((1, 2, 4, 8), 1000) == [1, 2, 4, 8]
+@pytest.mark.parametrize(
+    ("sizes", "fits_up_to", "tried"),
+    [
+        (range(1, 65), 21, [1, 2, 4, 8, 16, 32, 24, 20, 22, 21]),  # doubles, then halves the gap
+        ((1, 2, 3, 6, 9, 18), 7, [1, 2, 3, 6, 9]),
+        ((5, 35), 34, [5, 35]),
+        ((1, 2, 4, 8), 1000, [1, 2, 4, 8]),
+        ((4, 8), 3, [4]),
+    ],
+)
+def test_sizes_that_are_tried(sizes: Iterable[int], fits_up_to: int, tried: list[int]) -> None:
+    assert search(tuple(sizes), fits_up_to) == tried
 
 
 def test_nothing_fits() -> None:
-    assert search((4, 8), 3) == [4]
     assert chosen_size([trial_of(4, 3)], careful=True) is None
     assert next_size((), (), careful=True) is None
 
 
-@pytest.mark.parametrize("fits_up_to", range(0, 40, 3))
-def test_it_always_finds_the_largest(fits_up_to: int) -> None:
+def test_it_always_finds_the_largest() -> None:
     sizes = (1, 2, 3, 5, 8, 12, 13, 21, 30)
-    tried = search(sizes, fits_up_to)
-    most = max((size for size in sizes if size <= fits_up_to), default=None)
-    assert max((size for size in tried if size <= fits_up_to), default=None) == most
+    for fits_up_to in range(0, 40, 3):
+        tried = search(sizes, fits_up_to)
+        most = max((size for size in sizes if size <= fits_up_to), default=None)
+        assert max((size for size in tried if size <= fits_up_to), default=None) == most
 
 
 def test_a_careful_search_never_tries_what_will_not_fit() -> None:
+    """Where twice as much is too much, the largest that is predicted to fit is tried."""
     for fits_up_to in range(1, 40):
-        tried = search(tuple(range(1, 65)), fits_up_to, careful=True)
-        assert max(tried) <= fits_up_to
-
-
-def test_a_careful_search_goes_on_with_what_is_left_below_the_limit() -> None:
-    """Twice as much is too much, the largest that is predicted to fit is tried."""
+        assert max(search(tuple(range(1, 65)), fits_up_to, careful=True)) <= fits_up_to
     assert search(tuple(range(1, 65)), 11, careful=True) == [1, 2, 4, 8, 11]
 
 
@@ -92,22 +89,21 @@ def test_the_prediction_is_a_line() -> None:
     assert predicted(Trial(size=4, fits=True, peak=0.5, slope=0.1), 8) == pytest.approx(0.9)
 
 
-def test_legal_sizes_divide_the_batch_and_leave_everybody_a_leaf() -> None:
-    assert legal_sizes(16, 1) == (1, 2, 4, 8, 16)
-    assert legal_sizes(16, 4) == (1, 2, 4)
-    assert legal_sizes(12, 2) == (1, 2, 3, 6)
-    assert legal_sizes(3, 4) == ()
-
-
-def test_shares_stay_even() -> None:
-    """8 sequences in leaves of 2 would give one of three ranks 4 of them, where 3 will do."""
-    assert legal_sizes(8, 3) == (1,)
-    assert legal_sizes(9, 3) == (1, 3)
-
-
-def test_equal_leaves() -> None:
-    assert legal_sizes(12, 2, equal_leaves=True) == (1, 2, 3, 6)
-    assert legal_sizes(12, 5, equal_leaves=True) == ()
+@pytest.mark.parametrize(
+    ("sequences", "ranks", "equal", "sizes"),
+    [
+        (16, 1, False, (1, 2, 4, 8, 16)),
+        (16, 4, False, (1, 2, 4)),
+        (12, 2, False, (1, 2, 3, 6)),
+        (3, 4, False, ()),
+        (8, 3, False, (1,)),  # leaves of 2 would give one rank 4 sequences, where 3 will do
+        (9, 3, False, (1, 3)),
+        (12, 2, True, (1, 2, 3, 6)),
+        (12, 5, True, ()),
+    ],
+)
+def test_legal_sizes(sequences: int, ranks: int, equal: bool, sizes: tuple[int, ...]) -> None:
+    assert legal_sizes(sequences, ranks, equal_leaves=equal) == sizes
 
 
 def test_legal_sizes_are_those_of_the_definition() -> None:

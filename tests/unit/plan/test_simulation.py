@@ -27,7 +27,6 @@ from gradsync.plan.simulation import (
     simulate,
     simulated_goodput,
     step_s,
-    young_interval_s,
 )
 from gradsync.plan.step import Sending, predict_step, step_costs
 from gradsync.plan.workload import Split
@@ -138,8 +137,7 @@ def test_orders_of_a_pipeline() -> None:
     assert letters("1f1b", 2) == "f0b0f1b1f2b2f3b3"
 
 
-def test_young_and_daly() -> None:
-    assert young_interval_s(100, 20_000) == pytest.approx(2000)
+def test_daly() -> None:
     # 2000 (1 + 0.05 / 3 + 0.0025 / 9) - 100
     assert daly_interval_s(100, 20_000) == pytest.approx(2000 * (1 + 0.05 / 3 + 0.0025 / 9) - 100)
     assert daly_interval_s(100, 50) == 50

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from gradsync.errors import ConfigError
 from gradsync.models.config import GPTConfig
 from gradsync.models.gpt import GPT
+from gradsync.models.presets import preset
 from gradsync.plan.collectives import Place, Traffic, all_reduce_s, half_s, traffic_of
 from gradsync.plan.description import Device
 from gradsync.plan.profile import (
@@ -17,9 +19,13 @@ from gradsync.plan.profile import (
     UTILISATION,
     bucket_timeline,
     estimate_profile,
+    leaf_operations,
     parameters_of,
+    probe_work,
+    scaled_profile,
 )
 from gradsync.plan.step import Sending, channel_end, predict_step, step_costs
+from gradsync.plan.workload import Workload
 from gradsync.sync.registry import STRATEGIES
 from support.planned_machines import (
     FAR,
@@ -43,18 +49,15 @@ SHAPES = [
 
 @pytest.mark.parametrize("config", SHAPES)
 def test_parameters_are_those_of_the_model(config: GPTConfig) -> None:
+    """And backward is two thirds of all products: 4 operations per unit."""
     with torch.device("meta"):
         model = GPT(config)
-    expected = [(name, tuple(p.shape)) for name, p in model.named_parameters()]
     found = parameters_of(config, 8)
-    assert [(p.name, p.shape) for p in found] == expected
+    assert [(p.name, p.shape) for p in found] == [
+        (name, tuple(p.shape)) for name, p in model.named_parameters()
+    ]
     assert sum(p.numel for p in found) == config.num_params()
-
-
-@pytest.mark.parametrize("config", SHAPES)
-def test_backward_is_two_thirds_of_all_products(config: GPTConfig) -> None:
-    """4 operations per unit."""
-    units = sum(p.backward_units for p in parameters_of(config, 8))
+    units = sum(p.backward_units for p in found)
     assert 4 * units == pytest.approx(config.flops_per_token(8) * 2 / 3)
 
 
@@ -72,6 +75,31 @@ def test_an_estimate_is_arithmetic() -> None:
     assert estimate_profile(work(1, dtype="fp32"), device).leaf_s == pytest.approx(2 * leaf_s)
 
 
+def test_probe_is_a_small_leaf() -> None:
+    small = Workload(
+        model=preset("small"), micro_batch_size=4, seq_len=1024, num_leaves=8, kind="cpu"
+    )
+    leaf = probe_work(small)
+    assert (leaf.micro_batch_size, leaf.seq_len) == (1, 128)
+    assert probe_work(replace(small, kind="cuda")).leaf_tokens == 4096
+    assert probe_work(work(8, kind="cpu")) == work(8, kind="cpu")
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_a_measured_leaf_is_scaled_by_operations(recomputed: bool) -> None:
+    """An estimate is proportional to operations: scaling one gives the other."""
+    device = Device(kind="cuda", name="d", memory_bytes=1, peak_flops=1e15)
+    small = Workload(model=preset("small"), micro_batch_size=1, seq_len=128, num_leaves=8)
+    wanted = replace(small, micro_batch_size=4, seq_len=1024, activation_checkpointing=recomputed)
+    assert leaf_operations(wanted) > 32 * leaf_operations(small)
+    found = scaled_profile(estimate_profile(small, device), small, wanted)
+    expected = estimate_profile(wanted, device)
+    assert found.forward_s == pytest.approx(expected.forward_s)
+    assert found.backward_s == pytest.approx(expected.backward_s)
+    assert found.update_s == expected.update_s
+    assert found.buckets[-1].ready_s == pytest.approx(found.backward_s)
+
+
 def test_buckets_fill_from_the_last_parameter_on() -> None:
     found = bucket_timeline(work(1), Traffic(grouping="parameter"), 1.0)
     sizes = [p.numel * 4 for p in reversed(parameters_of(MODEL, 8))]
@@ -85,11 +113,7 @@ def test_buckets_fill_from_the_last_parameter_on() -> None:
 
 
 def test_a_channel_carries_one_after_the_other() -> None:
-    ready = [
-        Sending(ready_s=1, cost_s=2),
-        Sending(ready_s=2, cost_s=1),
-        Sending(ready_s=9, cost_s=1),
-    ]
+    ready = [Sending(ready_s=ready, cost_s=cost) for ready, cost in ((1, 2), (2, 1), (9, 1))]
     assert channel_end(ready[:2]) == 4
     assert channel_end(ready) == 10
 

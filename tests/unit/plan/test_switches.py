@@ -40,42 +40,26 @@ def cpu(*instructions: str) -> Hardware:
 
 
 @pytest.mark.parametrize(
-    ("capability", "dtype", "tf32", "flash"),
+    ("machine_", "dtype", "tf32", "reason"),
     [
-        ((9, 0), "bf16", True, True),
-        ((8, 0), "bf16", True, True),
-        ((7, 5), "fp16", False, False),
-        ((7, 0), "fp16", False, False),
-        ((6, 1), "fp32", False, False),
+        (hardware(gpu((9, 0))), "bf16", True, "9.0: bf16, TF32, flash attention, fused AdamW"),
+        (hardware(gpu((8, 0))), "bf16", True, "8.0: bf16"),
+        (hardware(gpu((7, 0))), "fp16", False, "7.0 has no bf16 (8.0 has): fp16, fused AdamW"),
+        (hardware(gpu((6, 1))), "fp32", False, "6.1 has no tensor cores (7.0 has): fp32"),
+        (
+            hardware(gpu((9, 0)), gpu((7, 5))),
+            "fp16",
+            False,
+            "7.5 has no bf16",
+        ),  # the oldest decides
+        *((cpu("avx2", name), "bf16", False, name) for name in ("amx_bf16", "avx512_bf16", "bf16")),
+        (cpu("avx2", "avx512f"), "fp32", False, "the CPU emulates bf16"),
     ],
 )
-def test_by_compute_capability(
-    capability: tuple[int, int], dtype: str, tf32: bool, flash: bool
-) -> None:
-    found = speed_switches(hardware(gpu(capability)), {})
-    assert (found.dtype, found.tf32, found.flash_attention) == (dtype, tf32, flash)
-    assert found.fused
-    assert not found.keep_memory
-
-
-def test_the_oldest_device_decides() -> None:
-    found = speed_switches(hardware(gpu((9, 0)), gpu((7, 5))), {})
-    assert found.dtype == "fp16"
-    assert found.reasons == ("compute capability 7.5 has no bf16 (8.0 has): fp16, fused AdamW",)
-
-
-@pytest.mark.parametrize("instruction", ["amx_bf16", "avx512_bf16", "bf16"])
-def test_a_cpu_with_bf16(instruction: str) -> None:
-    found = speed_switches(cpu("avx2", instruction), {})
-    assert found.dtype == "bf16"
-    assert found.keep_memory
-    assert instruction in found.reasons[0]
-
-
-def test_a_cpu_without() -> None:
-    found = speed_switches(cpu("avx2", "avx512f"), {})
-    assert found.dtype == "fp32"
-    assert "emulates bf16" in found.reasons[0]
+def test_by_what_devices_can_do(machine_: Hardware, dtype: str, tf32: bool, reason: str) -> None:
+    found = speed_switches(machine_, {})
+    assert (found.dtype, found.tf32) == (dtype, tf32)
+    assert reason in found.reasons[0]
 
 
 @pytest.mark.parametrize("instruction", ["avx512f", "avx512_bf16"])

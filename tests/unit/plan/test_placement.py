@@ -1,11 +1,12 @@
-"""Frozen parts on devices, by memory."""
+"""Frozen parts on devices, by memory, and how many devices a replica takes."""
 
 from __future__ import annotations
 
 import pytest
 
 from gradsync.errors import ConfigError
-from gradsync.plan.placement import Part, Place, place_parts
+from gradsync.plan.hardware_file import load_hardware
+from gradsync.plan.placement import Part, Place, parse_submodel, place_parts, place_submodels
 
 GB = 10**9
 
@@ -85,3 +86,44 @@ def test_bad_parts() -> None:
         place_parts([Part(name="a", num_bytes=1)] * 2, [5])
     with pytest.raises(ConfigError, match="needs a device"):
         place_parts([], [])
+
+
+PAIR = ("llama:8.03e9params", "qwen:7.62e9params")
+"""The published case: two frozen language models, 31.3 GB in 16 bits, beside a small one."""
+
+
+@pytest.mark.parametrize(
+    ("hardware", "parts", "words", "groups"),
+    [
+        ("h100", PAIR, "single device", ((0,),)),
+        ("h100x2", PAIR, "data parallel", ((0,), (1,))),
+        ("h100x4", PAIR, "data parallel", ((0,), (1,), (2,), (3,))),
+        ("a100-40x2", PAIR, "model split", ((0, 1),)),
+        ("a100-40x3", PAIR, "model split", ((0, 1),)),
+        ("a100-40x4", PAIR, "data parallel x model split", ((0, 1), (2, 3))),
+        ("a100-40x3@2", PAIR, "data parallel x model split", ((0, 1), (3, 4))),
+        (
+            "a100-40x3",  # one submodel over two devices, another on the third
+            ("llama:60GB/80", "qwen:30GB"),
+            "hybrid: one replica over 3 devices",
+            ((0, 1, 2),),
+        ),
+    ],
+)
+def test_published_table_of_two_submodels(
+    hardware: str, parts: tuple[str, ...], words: str, groups: tuple[tuple[int, ...], ...]
+) -> None:
+    machine = load_hardware(hardware)
+    found = place_submodels([parse_submodel(each) for each in parts], 8 * GB, machine)
+    assert (found.words(), found.groups) == (words, groups)
+    used = {device for group in groups for device in group}
+    assert used | set(found.idle) == set(range(len(machine.devices)))
+    if words.startswith("hybrid"):
+        assert len(found.placements[0].places["llama"].devices) == 2
+        assert found.placements[0].places["qwen"].devices == (2,)
+
+
+@pytest.mark.parametrize("text", ["llama", ":16GB", "llama:", "llama:0GB", "llama:-1GB", "a:1GB/0"])
+def test_submodel_that_is_none(text: str) -> None:
+    with pytest.raises(ConfigError, match="expected NAME:SIZE, such as llama:16GB"):
+        parse_submodel(text)

@@ -17,6 +17,7 @@ from typing import Any
 
 from gradsync.models.presets import PRESETS
 from gradsync.parallel.layout import Layout
+from gradsync.plan.collectives import shares_memory
 from gradsync.plan.description import Device, Hardware
 from gradsync.plan.memory import MemoryNeed, memory_need
 from gradsync.plan.placement import MARGIN, gb
@@ -207,12 +208,10 @@ def _keeps_whole(strategy: str) -> bool:
 
 def _shares_weights(strategy: str, layout: Layout, hardware: Hardware) -> bool:
     """Whether `gradsync train` keeps one copy of the weights for all ranks."""
-    recipe = STRATEGIES[strategy].recipe
+    recipe, on_cpu = STRATEGIES[strategy].recipe, hardware.devices[0].kind == "cpu"
     if recipe is None or layout.model_ranks > 1 or len(hardware.hosts) > 1 or layout.dp == 1:
         return False
-    plain = (recipe.grouping, recipe.shard, recipe.reduction, recipe.wire)
-    on_cpu = hardware.devices[0].kind == "cpu"
-    return on_cpu and plain == ("buckets", "none", "backend", "same")
+    return on_cpu and shares_memory(recipe)
 
 
 def obstacle(work: Workload, split: Split) -> str:

@@ -357,13 +357,18 @@ def traffic_of(strategy: str, options: Mapping[str, Any] | None = None) -> Traff
     return traffic
 
 
+def shares_memory(recipe: Recipe) -> bool:
+    """Whether ranks of one CPU host can add up, and keep their weights, in memory they share."""
+    plain = ("buckets", "none", "backend", "same")
+    return (recipe.grouping, recipe.shard, recipe.reduction, recipe.wire) == plain
+
+
 def _of_recipe(recipe: Recipe) -> Traffic:
     own = {"ring": "ring", "recursive_doubling": "doubling", "hierarchical": "hierarchical"}
     algorithm = own.get(recipe.reduction, "best")
     if recipe.order == "invariant" and recipe.reduction == "backend":
         algorithm = "owners"
-    plain = (recipe.shard, recipe.reduction, recipe.wire, recipe.grouping)
-    shares_memory = recipe.collective != "backend" and recipe.update == "auto"
+    through_host = recipe.collective != "backend" and recipe.update == "auto"
     return Traffic(
         grouping=recipe.grouping,
         bucket_mb=recipe.bucket_mb,
@@ -375,7 +380,7 @@ def _of_recipe(recipe: Recipe) -> Traffic:
         gathers_weights=recipe.shard != "none",
         update_in_shares=recipe.shard != "none",
         by_library=recipe.collective == "backend",
-        through_host=shares_memory and plain == ("none", "backend", "same", "buckets"),
+        through_host=through_host and shares_memory(recipe),
     )
 
 

@@ -52,6 +52,7 @@ from typing import NamedTuple
 
 from gradsync.data.plan import share
 from gradsync.plan.activations import FP32, Activations, RankShape, rank_shape
+from gradsync.plan.collectives import shares_memory
 from gradsync.plan.workload import Split, Workload
 from gradsync.sync.engine.leaf_tree import LeafStack
 from gradsync.sync.engine.plan import Item, plan_buckets
@@ -154,11 +155,6 @@ class Case:
         return tuple(FP32 * plan.numel for plan in plans)
 
     @property
-    def tree_buffers(self) -> int:
-        """Gradient buffers that the fixed tree keeps at once, on the rank that needs most."""
-        return most_open_nodes(self.work.num_leaves, self.replicas)
-
-    @property
     def leaves_in_flight(self) -> int:
         """Leaves whose activations a pipeline stage keeps at once.
 
@@ -186,9 +182,12 @@ def most_open_nodes(num_leaves: int, world_size: int) -> int:
 def strategy_memory(case: Case) -> StrategyMemory:
     """The memory of the strategy of `case`; ConfigError for an unknown one."""
     strategy = find_strategy(case.split.strategy)
-    # One replica has nobody to talk to; see `registry.build_reducer`.
-    name = "naive" if strategy.needs_group and case.replicas == 1 else strategy.name
-    return FORMULAS[name](case)
+    recipe = strategy.recipe
+    if strategy.needs_group and case.replicas == 1:  # nobody to talk to, see `build_reducer`
+        return _naive(case)
+    if recipe is None:
+        return _OTHERS[strategy.name](case)
+    return _zero2(case) if recipe.shard == "gradients" else _engine(case, recipe)
 
 
 def _memory(
@@ -198,6 +197,60 @@ def _memory(
     size = case.gradient_bytes
     whole = {"weights": size, "optimizer": 2 * size, "fresh": case.fresh}
     return StrategyMemory(loss=loss, backward=backward, update=update, **whole | other)
+
+
+def _engine(case: Case, recipe: Recipe) -> StrategyMemory:
+    """Flat buffers that stay from step to step, of which `.grad` is a view; `invariant` has one for
+    each open node of its tree."""
+    size, bucket = case.gradient_bytes, max(case.buckets)
+    other: dict[str, int] = {}
+    buffers, passing = 1, 0  # bytes on the way while backward ends
+    if recipe.order == "invariant":
+        buffers = most_open_nodes(case.work.num_leaves, case.replicas)
+        if case.work.kind == "cuda":  # ranks of one host on CPUs read slices where they are
+            # Slices that arrive for the tree's sums: of each node of each rank, the own part.
+            passing = buffers * (case.replicas - 1) * case.shard(bucket)
+    elif recipe.reduction in ("ring", "hierarchical"):
+        passing = case.shard(bucket)
+    elif recipe.wire != "same":  # every bucket's 16-bit copy is there when backward ends
+        passing = size // 2
+    if case.split.shared_weights and shares_memory(recipe):
+        # One copy of weights and state for all ranks of the host: a rank's share of them. Gradients
+        # lie in shared memory too, and each rank has buffers of its own. Moved: the weights, and
+        # each buffer but the first.
+        passing, other = 0, {"moved": buffers * size}
+        other |= {"weights": case.shard(size), "optimizer": case.shard(2 * size)}
+    held = Moment(size, (buffers - 1) * size)
+    moving, update = Moment(size, held.buckets + passing), held
+    other["renewed"] = passing
+    if recipe.wire == "fp16":  # two fp32 copies of a bucket while it is scaled back
+        update = Moment(size, passing + 2 * bucket)
+        other["renewed"] += size
+    if recipe.shard == "optimizer":
+        update = Moment(size, held.buckets + _gathering(case))
+        other |= {"optimizer": case.shard(2 * size), "renewed": size + case.shard(size)}
+    return _memory(case, held, moving, update, **other)
+
+
+def _gathering(case: Case) -> int:
+    """Updated parameters on their way to the other ranks: bucket and own shard."""
+    buckets = case.buckets
+    together = max(sum(buckets[n : n + _IN_FLIGHT]) for n in range(len(buckets)))
+    return together + case.shard(together)
+
+
+def _zero2(case: Case) -> StrategyMemory:
+    """Buckets whole until backward ends, then the own shard of each. When the last gradient is
+    made, all buckets but its own are on their way, each into a shard."""
+    size = case.gradient_bytes
+    return _memory(
+        case,
+        Moment(case.added_up),
+        Moment(size, case.shard(sum(case.buckets[:-1]))),
+        Moment(case.shard(size), _gathering(case)),
+        optimizer=case.shard(2 * size),
+        renewed=2 * (size + case.shard(size)),
+    )
 
 
 def _naive(case: Case) -> StrategyMemory:
@@ -210,59 +263,6 @@ def _made(case: Case, buckets: int = 0) -> Moment:
     is not there yet."""
     waits = FP32 * case.shape.table_params if case.fresh and case.leaves == 1 else 0
     return Moment(case.gradient_bytes - waits, buckets)
-
-
-def _engine(case: Case, *, buffers: int = 1, passing: int = 0, **other: int) -> StrategyMemory:
-    """Flat buffers that stay from step to step, `buffers` of each bucket; `.grad` is a view of the
-    first. `passing`: bytes on the way while backward ends."""
-    size = case.gradient_bytes
-    held = Moment(size, (buffers - 1) * size)
-    moving = held._replace(buckets=held.buckets + passing)
-    return _memory(case, held, moving, held, renewed=passing, **other)
-
-
-def _bucketed(case: Case) -> StrategyMemory:
-    return _on_host(case, 1) if case.split.shared_weights else _engine(case)
-
-
-def _invariant(case: Case) -> StrategyMemory:
-    buffers = case.tree_buffers
-    if case.split.shared_weights:
-        return _on_host(case, buffers)
-    return _engine(case, buffers=buffers, passing=_slices(case, buffers))
-
-
-def _on_host(case: Case, buffers: int) -> StrategyMemory:
-    """One copy of weights and state for all ranks of the host: a rank's share of them. Gradients
-    lie in shared memory too, and each rank has buffers of its own."""
-    size = case.gradient_bytes
-    shares = {"weights": case.shard(size), "optimizer": case.shard(2 * size)}
-    # Moved: the weights, and each buffer but the first.
-    return _engine(case, buffers=buffers, moved=buffers * size, **shares)
-
-
-def _slices(case: Case, buffers: int) -> int:
-    """Slices that arrive for the tree's sums: the own part of a bucket, from each node of each
-    rank. Ranks of one host on CPUs read them where they are."""
-    if case.work.kind == "cpu":
-        return 0
-    return buffers * (case.replicas - 1) * case.shard(max(case.buckets))
-
-
-def _ring(case: Case) -> StrategyMemory:
-    return _engine(case, passing=case.shard(max(case.buckets)))
-
-
-def _bf16(case: Case) -> StrategyMemory:
-    """Every bucket's 16-bit copy is there when backward ends."""
-    return _engine(case, passing=case.gradient_bytes // 2)
-
-
-def _fp16(case: Case) -> StrategyMemory:
-    """And two fp32 copies of a bucket while it is scaled back."""
-    size, bf16 = case.gradient_bytes, _bf16(case)
-    back = Moment(size, size // 2 + 2 * max(case.buckets))
-    return replace(bf16, update=back, renewed=bf16.renewed + size)
 
 
 def _ddp(case: Case) -> StrategyMemory:
@@ -293,41 +293,6 @@ def _diloco(case: Case) -> StrategyMemory:
     return _memory(case, loss, _made(case, 2 * size), Moment(0, 4 * size), renewed=2 * size)
 
 
-def _gathering(case: Case) -> int:
-    """Updated parameters on their way to the other ranks: bucket and own shard."""
-    buckets = case.buckets
-    together = max(sum(buckets[n : n + _IN_FLIGHT]) for n in range(len(buckets)))
-    return together + case.shard(together)
-
-
-def _zero1(case: Case) -> StrategyMemory:
-    """The optimizer's state divided; gradients whole, in the tree's buffers."""
-    size, buffers = case.gradient_bytes, case.tree_buffers
-    others = (buffers - 1) * size
-    return _memory(
-        case,
-        Moment(size, others),
-        Moment(size, others + _slices(case, buffers)),
-        Moment(size, others + _gathering(case)),
-        optimizer=case.shard(2 * size),
-        renewed=size + case.shard(size),
-    )
-
-
-def _zero2(case: Case) -> StrategyMemory:
-    """Buckets whole until backward ends, then the own shard of each. When the last gradient is
-    made, all buckets but its own are on their way, each into a shard."""
-    size = case.gradient_bytes
-    return _memory(
-        case,
-        Moment(case.added_up),
-        Moment(size, case.shard(sum(case.buckets[:-1]))),
-        Moment(case.shard(size), _gathering(case)),
-        optimizer=case.shard(2 * size),
-        renewed=2 * (size + case.shard(size)),
-    )
-
-
 def _fsdp(case: Case) -> StrategyMemory:
     """Everything in shards; what is outside of the blocks is gathered for the whole step, a block
     while it computes. Leaves before the last keep whole gradients (arXiv 2304.11277)."""
@@ -349,24 +314,15 @@ def _fsdp(case: Case) -> StrategyMemory:
     )
 
 
-FORMULAS: dict[str, Callable[[Case], StrategyMemory]] = {
+_OTHERS: dict[str, Callable[[Case], StrategyMemory]] = {
     "naive": _naive,
-    "flat": _engine,
-    "overlap": _engine,
-    "bucketed": _bucketed,
-    "invariant": _invariant,
-    "ring": _ring,
-    "hierarchical": _ring,
-    "bf16": _bf16,
-    "fp16": _fp16,
-    "zero1": _zero1,
-    "zero2": _zero2,
     "fsdp": _fsdp,
     "ddp": _ddp,
     "powersgd": _powersgd,
     "local_sgd": _local_sgd,
     "diloco": _diloco,
 }
+"""Strategies that are no recipe."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,7 +17,6 @@ from gradsync.parallel.layout import Layout
 from gradsync.plan.activations import FP32, Activations, rank_shape
 from gradsync.plan.memory import (
     CPU_PROCESS,
-    FORMULAS,
     Case,
     memory_need,
     most_open_nodes,
@@ -54,7 +53,6 @@ def parts(strategy: str, work: Workload = ONE_LEAF, **sizes: int) -> dict[str, i
 
 
 def test_every_strategy_has_a_formula() -> None:
-    assert set(FORMULAS) == set(STRATEGIES)
     for name in STRATEGIES:
         need = memory_need(WORK, split(name))
         assert all(getattr(need, field) >= 0 for field in need.__slots__)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from gradsync.plan.choice import (
     ERROR,
     Candidate,
     Choice,
+    Costs,
     Search,
     choose,
     counts,
@@ -24,7 +24,7 @@ from gradsync.plan.choice import (
     room_bytes,
     splits,
 )
-from gradsync.plan.description import Device, Hardware, Host, Link
+from gradsync.plan.description import Device, Hardware, Host, Kind, Link
 from gradsync.plan.memory import MemoryNeed
 from gradsync.plan.placement import MARGIN, gb
 from gradsync.plan.profile import BucketReady, StepProfile
@@ -38,90 +38,71 @@ STRATEGIES = ("invariant", "bucketed", "zero1", "zero2", "fsdp")
 WORK = Workload(model=preset("small"), micro_batch_size=4, seq_len=1024, num_leaves=16)
 
 
-def gpus(count: int, *, memory_gb: float = 80, hosts: int = 1) -> Hardware:
-    device = Device(kind="cuda", name="GPU", memory_bytes=int(memory_gb * GB), peak_flops=1e15)
+def gpus(count: int, *, memory_gb: float = 80, hosts: int = 1, kind: Kind = "cuda") -> Hardware:
+    device = Device(kind=kind, name="GPU", memory_bytes=int(memory_gb * GB), peak_flops=1e15)
     host = Host(devices=(device,) * count, link=LINK, cores=32, memory_bytes=10**12)
     return Hardware(hosts=(host,) * hosts, network=LINK if hosts > 1 else None)
 
 
-def cpus(ranks: int, *, memory_gb: float = 8) -> Hardware:
-    device = Device(kind="cpu", name="CPU", memory_bytes=int(memory_gb * GB), peak_flops=1e11)
-    host = Host(devices=(device,) * ranks, link=LINK, cores=ranks, memory_bytes=10**12)
-    return Hardware(hosts=(host,))
+def unlike(**change: Any) -> Hardware:
+    """Two devices, of which the second one is changed."""
+    (host,) = gpus(2).hosts
+    devices = (host.devices[0], replace(host.devices[1], **change))
+    return Hardware(hosts=(replace(host, devices=devices),))
 
 
-def need(**parts: float) -> MemoryNeed:
-    """GB by part; the others are nothing."""
-    none = dict.fromkeys(MemoryNeed.__dataclass_fields__, 0)
-    return MemoryNeed(**none | {name: int(size * GB) for name, size in parts.items()})
+class MadeUp(Costs):
+    """A second per sequence and rank; a strategy takes `factor` times as long, stages and shards a
+    quarter longer each; any communication takes `exposed_s`, between hosts `far_s` more. State that
+    fsdp, stages and shards divide; activations of a leaf, a fifth if recomputed."""
 
+    def __init__(self, factor: Mapping[str, float] | None = None, **about: float) -> None:
+        super().__init__()
+        usual = {"state_gb": 20.0, "activations_gb": 5.0, "exposed_s": 0.0, "far_s": 0.0}
+        self.factor, self.about = factor or {}, usual | about
 
-def memory(state_gb: float = 20, activations_gb: float = 5):
-    """State that fsdp, stages and shards divide; activations of a leaf, a fifth if recomputed."""
-
-    def of(work: Workload, split: Split) -> MemoryNeed:
-        ways = split.layout.dp if split.strategy == "fsdp" else 1
-        kept = activations_gb * work.micro_batch_size / 4 / split.layout.model_ranks
-        return need(
-            weights=state_gb / split.layout.model_ranks / ways,
-            activations=kept / 5 if work.activation_checkpointing else kept,
+    def memory(self, work: Workload, split: Split) -> MemoryNeed:
+        ways = split.layout.model_ranks * (split.layout.dp if split.strategy == "fsdp" else 1)
+        kept = self.about["activations_gb"] * work.micro_batch_size / 4 / split.layout.model_ranks
+        return MemoryNeed(
+            weights=int(self.about["state_gb"] / ways * GB),
+            activations=int((kept / 5 if work.activation_checkpointing else kept) * GB),
         )
 
-    return of
-
-
-def models(
-    factor: Mapping[str, float] | None = None,
-    *,
-    state_gb: float = 20,
-    activations_gb: float = 5,
-    exposed_s: float = 0.0,
-) -> Any:
-    """A second per sequence and rank; a strategy takes `factor` times as long, stages and shards a
-    quarter longer each; any communication takes `exposed_s`."""
-
-    def profile(work: Workload, device: Device) -> StepProfile:
+    def profile(self, work: Workload, device: Device) -> StepProfile:
         seconds = work.micro_batch_size * 1e15 / device.peak_flops
         seconds *= 4 / 3 if work.activation_checkpointing else 1
-        return StepProfile(
-            forward_s=seconds / 3,
-            backward_s=seconds * 2 / 3,
-            update_s=0.0,
-            buckets=(BucketReady(num_bytes=1, ready_s=0.0),),
-        )
+        ready = (BucketReady(num_bytes=1, ready_s=0.0),)
+        return StepProfile(forward_s=0.0, backward_s=seconds, update_s=0.0, buckets=ready)
 
-    def step(work: Workload, split: Split, _: Hardware, costs: StepProfile) -> StepTime:
+    def step(
+        self, work: Workload, split: Split, hardware: Hardware, profile: StepProfile
+    ) -> StepTime:
         layout = split.layout
         longer = 1.25 ** (layout.pp > 1) * 1.25 ** (layout.tp > 1)
-        own = -(-work.num_leaves // layout.dp) * costs.leaf_s / layout.model_ranks
-        strategy = (factor or {}).get(split.strategy, 1.0) if layout.dp > 1 else 1.0
-        total = own * longer * strategy + exposed_s * (split.world_size > 1)
-        return step_time(work, split, total)
-
-    return SimpleNamespace(memory=memory(state_gb, activations_gb), profile=profile, step=step)
-
-
-def step_time(work: Workload, split: Split, seconds: float) -> StepTime:
-    alone = work.num_leaves * work.micro_batch_size
-    return StepTime(
-        compute_s=seconds,
-        exposed_comm_s=0.0,
-        bubble_s=0.0,
-        update_s=0.0,
-        comm_s=0.0,
-        tokens_per_s=work.step_tokens / seconds,
-        efficiency=alone / split.world_size / seconds,
-    )
+        own = -(-work.num_leaves // layout.dp) * profile.leaf_s / layout.model_ranks
+        seconds = own * longer * (self.factor.get(split.strategy, 1.0) if layout.dp > 1 else 1.0)
+        seconds += self.about["exposed_s"] * (split.world_size > 1)
+        seconds += self.about["far_s"] * (len(hardware.hosts) > 1)
+        parts = dict.fromkeys(("exposed_comm_s", "bubble_s", "update_s", "comm_s"), 0.0)
+        alone = work.num_leaves * work.micro_batch_size
+        return StepTime(
+            compute_s=seconds,
+            tokens_per_s=work.step_tokens / seconds,
+            efficiency=alone / split.world_size / seconds,
+            **parts,
+        )
 
 
-def chosen(hardware: Hardware, costs: Any, work: Workload = WORK, **search) -> Choice:
+def chosen(hardware: Hardware, costs: Costs | None = None, **search: Any) -> Choice:
     given = {"strategies": STRATEGIES, "micro_batch_sizes": (4, 1, 2, 8)} | search
-    return choose(work, hardware, costs, Search(**given))
+    return choose(WORK, hardware, costs or MadeUp(), Search(**given))
 
 
 def taken(choice: Choice) -> Candidate:
     assert choice.pick is not None
     assert choice.pick in choice.candidates
+    assert choice.rows()[0] is choice.pick
     return choice.pick
 
 
@@ -129,160 +110,113 @@ def row(choice: Choice, text: str) -> Candidate:
     return next(each for each in choice.rows() if str(each.split) == text)
 
 
-def test_one_device() -> None:
-    pick = taken(chosen(gpus(1), models()))
-    assert str(pick.split) == "invariant"
-    assert (pick.work.micro_batch_size, pick.work.num_leaves) == (4, 16)
-    assert pick.seconds == pytest.approx(64)
-    assert pick.remark == "nothing is faster (next: bucketed)"
-    alone = taken(chosen(gpus(1), models(), strategies=("invariant",)))
-    assert alone.remark == "the only one that fits"
+INVARIANT = {"strategies": ("invariant",)}
+SLOWER = {"invariant": 1.1, "zero1": 1.1}
+SIMPLER = {"strategies": ("bucketed", "zero2")}
+CASES = [
+    (gpus(1), MadeUp(), {}, "invariant", 64, "nothing is faster (next: bucketed)"),
+    (gpus(1), MadeUp(), INVARIANT, "invariant", 64, "the only one that fits"),
+    *(
+        (gpus(n), MadeUp(), {}, f"invariant dp={n}", 64 / n, "one rank's bits on any number of")
+        for n in (2, 4, 8)
+    ),
+    # 16 leaves on 3 ranks: 6, 5 and 5
+    (gpus(3), MadeUp(), {"micro_batch_sizes": (4,)}, "invariant dp=3", 24, "one rank's bits"),
+    # Bits come first within the error, then what is simplest.
+    (gpus(4), MadeUp(SLOWER), {}, "invariant dp=4", 17.6, "bucketed dp=4 is predicted to take 9%"),
+    (
+        gpus(4),
+        MadeUp({"bucketed": 1.1}),
+        SIMPLER,
+        "bucketed dp=4",
+        17.6,
+        "within the model's error",
+    ),
+    # 100 GB of state on 80 GB: fsdp over replicas, or stages and shards
+    (gpus(4), MadeUp(state_gb=100), {}, "fsdp dp=4", 16, "one rank's numbers but for the order"),
+    (
+        *(gpus(4), MadeUp(state_gb=100), {"strategies": ("invariant", "bucketed")}),
+        *("invariant dp=2,pp=2", 20, "no replica fits on one device (at best needs 100.2 GB"),
+    ),
+    # Communication eats the gain, or only that between hosts.
+    (gpus(4), MadeUp(exposed_s=1000), {}, "invariant", 64, "the fastest by"),
+    (gpus(4, hosts=2), MadeUp(far_s=100), {}, "invariant dp=4", 16, "the fastest by"),
+    # The slowest device decides: the fast one alone takes as long as both.
+    (unlike(peak_flops=5e14), MadeUp(), {}, "invariant", 64, "nothing is faster"),
+]
 
 
-@pytest.mark.parametrize("count", [2, 3, 4, 8])
-def test_replicas_where_they_fit(count: int) -> None:
-    choice = chosen(gpus(count), models())
+@pytest.mark.parametrize(("hardware", "costs", "search", "split", "seconds", "remark"), CASES)
+def test_what_is_taken(
+    hardware: Hardware, costs: Costs, search: Any, split: str, seconds: float, remark: str
+) -> None:
+    choice = chosen(hardware, costs, **search)
     pick = taken(choice)
-    assert str(pick.split) == f"invariant dp={count}"
-    assert pick.work.micro_batch_size == 4
-    assert "one rank's bits on any number of ranks" in pick.remark
-    assert choice.rows()[0] is pick
+    assert str(pick.split) == split
+    assert pick.seconds == pytest.approx(seconds)
+    assert remark in pick.remark
+    assert all(each.work.step_tokens == WORK.step_tokens for each in choice.candidates)
 
 
-def test_uneven_shares_cost_what_the_largest_costs() -> None:
-    """16 leaves on 3 ranks: 6, 5 and 5."""
-    pick = taken(chosen(gpus(3), models(), micro_batch_sizes=(4,)))
-    assert pick.seconds == pytest.approx(6 * 4)
-
-
-def test_bits_come_first_within_the_error() -> None:
-    close = taken(chosen(gpus(4), models({"invariant": 1.1, "zero1": 1.1})))
-    assert close.split.strategy == "invariant"
-    assert "bucketed dp=4 is predicted to take 9% less, within the model's error" in close.remark
-    far = chosen(gpus(4), models({"invariant": 1.01 + ERROR, "zero1": 1.01 + ERROR}))
+def test_why_others_are_not_taken() -> None:
+    slow = 1.01 + ERROR
+    far = chosen(gpus(4), MadeUp({"invariant": slow, "zero1": slow}))
     assert taken(far).split.strategy == "bucketed"
     assert row(far, "invariant dp=4").remark == "slower than bucketed dp=4 by 16%"
-
-
-def test_the_simplest_comes_first_within_the_error() -> None:
-    found = taken(chosen(gpus(4), models({"bucketed": 1.1}), strategies=("bucketed", "zero2")))
-    assert found.split.strategy == "bucketed"
-
-
-def test_what_does_not_fit_is_divided() -> None:
-    """100 GB of state on 80 GB: fsdp over replicas, or stages and shards."""
-    choice = chosen(gpus(4), models(state_gb=100))
-    assert "fsdp dp=4" in {str(taken(choice).split)}
-    plain = row(choice, "invariant dp=4")
+    plain = row(chosen(gpus(4), MadeUp(state_gb=100)), "invariant dp=4")
     assert plain.obstacle.startswith("needs 100.2 GB of 72.0 GB: 28.2 GB short")
-    without = chosen(gpus(4), models(state_gb=100), strategies=("invariant", "bucketed"))
-    assert str(taken(without).split) == "invariant dp=2,pp=2"
-    assert "no replica fits on one device (at best needs 100.2 GB" in taken(without).remark
 
 
 def test_recomputation_is_a_last_resort() -> None:
-    """A leaf of one sequence keeps 60 GB: only recomputed it fits."""
-    choice = chosen(gpus(2), models(activations_gb=240), strategies=("invariant",))
-    assert taken(choice).work.activation_checkpointing
-    assert "activations must be recomputed to fit" in taken(choice).remark
-    roomy = chosen(gpus(2), models(activations_gb=120), strategies=("invariant",))
-    assert not taken(roomy).work.activation_checkpointing
-    assert taken(roomy).work.micro_batch_size == 1
-
-
-def test_recomputation_is_tried_only_where_it_helps() -> None:
-    choice = chosen(gpus(1), models(activations_gb=100), strategies=("invariant",))
+    """A leaf of one sequence keeps 60 GB: only recomputed it fits; with 30 GB it is kept. Tried
+    only where it helps."""
+    pick = taken(chosen(gpus(2), MadeUp(activations_gb=240), **INVARIANT))
+    assert pick.work.activation_checkpointing
+    assert "activations must be recomputed to fit" in pick.remark
+    roomy = taken(chosen(gpus(2), MadeUp(activations_gb=120), **INVARIANT))
+    assert (roomy.work.activation_checkpointing, roomy.work.micro_batch_size) == (False, 1)
+    choice = chosen(gpus(1), MadeUp(activations_gb=100), **INVARIANT)
     tried = [(c.work.micro_batch_size, c.work.activation_checkpointing) for c in choice.candidates]
     assert tried == [(4, False), (1, False), (2, False), (8, False), (4, True), (8, True)]
 
 
-def test_global_batch_stays() -> None:
-    for each in chosen(gpus(4), models()).candidates:
-        assert each.work.step_tokens == WORK.step_tokens
-
-
-def test_fewer_devices_where_communication_eats_the_gain() -> None:
-    pick = taken(chosen(gpus(4), models(exposed_s=1000.0)))
-    assert pick.split.world_size == 1
-    assert "the fastest by" in pick.remark
-
-
-def test_one_host_where_the_network_is_slow() -> None:
-    costs = models()
-
-    def step(work: Workload, split: Split, hardware: Hardware, profile: StepProfile) -> StepTime:
-        time = costs.step(work, split, hardware, profile)
-        return replace(time, exposed_comm_s=100.0 if len(hardware.hosts) > 1 else 0.0)
-
-    pick = taken(chosen(gpus(4, hosts=2), SimpleNamespace(**vars(costs) | {"step": step})))
-    assert pick.split.world_size == 4
-
-
-def test_the_slowest_device_decides() -> None:
-    fast, slow = gpus(1).devices[0], replace(gpus(1).devices[0], name="old", peak_flops=5e14)
-    host = Host(devices=(fast, slow), link=LINK, cores=32, memory_bytes=10**12)
-    pick = taken(chosen(Hardware(hosts=(host,)), models()))
-    assert pick.seconds == pytest.approx(64)  # the fast one alone takes as long as both
-    assert pick.split.world_size == 1
-
-
-def test_room_is_that_of_the_smallest_device() -> None:
-    small = replace(gpus(1).devices[0], free_bytes=10 * GB)
-    host = Host(devices=(*gpus(1).devices, small), link=LINK, cores=32, memory_bytes=10**12)
-    assert room_bytes(Hardware(hosts=(host,)), 2) == int(10 * GB * (1 - MARGIN))
-    assert room_bytes(Hardware(hosts=(host,)), 1) == int(80 * GB * (1 - MARGIN))
-
-
-def test_fewer_ranks_of_a_cpu_have_more_room_each() -> None:
-    assert room_bytes(cpus(4), 4) == int(8 * GB * (1 - MARGIN))
-    assert room_bytes(cpus(4), 1) == int(32 * GB * (1 - MARGIN))
+def test_room() -> None:
+    """That of the smallest device; fewer ranks of a CPU have more each."""
+    small = unlike(free_bytes=10 * GB)
+    cpus = gpus(4, memory_gb=8, kind="cpu")
+    room = [room_bytes(*case) for case in ((small, 2), (small, 1), (cpus, 4), (cpus, 1))]
+    assert room == [int(size * GB * (1 - MARGIN)) for size in (10, 80, 8, 32)]
 
 
 def test_ranks_of_a_cpu_host_share_weights() -> None:
-    shared = {str(s): s.shared_weights for s in splits(2, cpus(2), (*STRATEGIES, "flat", "bf16"))}
-    assert {name for name, together in shared.items() if together} == {
-        "invariant dp=2",
-        "bucketed dp=2",
-    }
+    names = (*STRATEGIES, "flat", "bf16")
+    shared = [str(s) for s in splits(2, gpus(2, kind="cpu"), names) if s.shared_weights]
+    assert shared == ["invariant dp=2", "bucketed dp=2"]
     assert not any(split.shared_weights for split in splits(2, gpus(2), STRATEGIES))
 
 
+FP16 = "fp16's loss scale is not known to all parts"
+
+
 @pytest.mark.parametrize(
-    ("split", "change", "reason"),
+    ("strategy", "layout", "change", "reason"),
     [
-        (Split(strategy="invariant", layout=Layout(tp=2)), {}, ""),
-        (Split(strategy="invariant", layout=Layout(tp=8)), {}, "12 heads do not divide by 8"),
+        ("invariant", Layout(tp=2), {}, ""),
+        ("invariant", Layout(dp=3), {}, ""),
+        ("invariant", Layout(tp=8), {}, "12 heads do not divide by 8"),
+        ("invariant", Layout(pp=16), {}, "12 layers are fewer than 16 stages"),
         (
-            Split(strategy="invariant", layout=Layout(pp=16)),
-            {},
-            "12 layers are fewer than 16 stages",
-        ),
-        (
-            Split(strategy="invariant", layout=Layout(pp=8)),
-            {"num_leaves": 4},
+            *("invariant", Layout(pp=8), {"num_leaves": 4}),
             "4 leaves of a replica are fewer than 8 stages",
         ),
-        (Split(strategy="fsdp", layout=Layout(dp=3)), {}, "16 leaves do not divide by 3"),
-        (
-            Split(strategy="invariant", layout=Layout(dp=3, pp=2)),
-            {},
-            "16 leaves do not divide by 3",
-        ),
-        (
-            Split(strategy="invariant", layout=Layout(tp=2)),
-            {"dtype": "fp16"},
-            "fp16's loss scale is not known to all parts",
-        ),
-        (Split(strategy="invariant", layout=Layout(dp=3)), {}, ""),
-        (
-            Split(strategy="invariant", layout=Layout(dp=3)),
-            {"num_leaves": 2},
-            "3 replicas cannot share 2 leaves",
-        ),
+        ("fsdp", Layout(dp=3), {}, "16 leaves do not divide by 3"),
+        ("invariant", Layout(dp=3, pp=2), {}, "16 leaves do not divide by 3"),
+        ("invariant", Layout(tp=2), {"dtype": "fp16"}, FP16),
+        ("invariant", Layout(dp=3), {"num_leaves": 2}, "3 replicas cannot share 2 leaves"),
     ],
 )
-def test_arithmetic_forbids(split: Split, change: dict[str, Any], reason: str) -> None:
-    assert obstacle(replace(WORK, **change), split) == reason
+def test_arithmetic_forbids(strategy: str, layout: Layout, change: Any, reason: str) -> None:
+    assert obstacle(replace(WORK, **change), Split(strategy=strategy, layout=layout)) == reason
 
 
 @pytest.mark.parametrize(
@@ -299,13 +233,10 @@ def test_divided_models_round(strategy: str, layout: Layout, promise: str) -> No
     assert Candidate(work=WORK, split=split).promise == promise
 
 
-def test_numbers_of_devices_to_try() -> None:
+def test_every_number_of_devices_and_layout_once() -> None:
     assert counts(gpus(1)) == [1]
     assert counts(gpus(3)) == [1, 2, 3]
     assert counts(gpus(4, hosts=3)) == [1, 4, 8, 12]
-
-
-def test_every_layout_once() -> None:
     found = [str(split) for split in splits(4, gpus(4), ("invariant", "fsdp"))]
     assert found == [
         *("invariant dp=4", "fsdp dp=4"),
@@ -316,40 +247,40 @@ def test_every_layout_once() -> None:
 
 
 def test_what_would_fit() -> None:
-    """300 GB of state: five devices of 72 GB with 60 GB of it each, and 0.2 GB recomputed."""
-    search = Search(strategies=("invariant", "fsdp"), micro_batch_sizes=(1,))
-    costs = models(state_gb=300, activations_gb=4)
-    choice = choose(WORK, gpus(2), costs, search)
+    """300 GB of state: five devices of 72 GB with 60 GB of it each, and 0.2 GB recomputed. On a
+    CPU hosts are counted: 26 GB of state and 8 GB a rank take stages on two hosts of two ranks."""
+    search: Any = {"strategies": ("invariant", "fsdp"), "micro_batch_sizes": (1,)}
+    costs = MadeUp(state_gb=300, activations_gb=4)
+    choice = chosen(gpus(2), costs, **search)
     assert choice.pick is None
     said = remedy("small", choice, WORK, gpus(2), costs)
     assert said.startswith("small fits nowhere on 2 x GPU: at best (invariant pp=2, micro-batch 1")
     assert "needs 150.1 GB of 72.0 GB: 78.1 GB short" in said
     assert said.endswith("; it would fit on 5 such devices")
-
-
-def test_hosts_are_counted_where_ranks_share_one() -> None:
-    """8 GB a rank less the margin: 26 GB of state take stages on two hosts of two ranks."""
-    search = Search(strategies=("invariant",), micro_batch_sizes=(1,))
-    costs = models(state_gb=26, activations_gb=0.4)
-    choice = choose(WORK, cpus(2), costs, search)
-    said = remedy("small", choice, WORK, cpus(2), costs)
+    costs, cpus = MadeUp(state_gb=26, activations_gb=0.4), gpus(2, memory_gb=8, kind="cpu")
+    choice = chosen(cpus, costs, **INVARIANT | {"micro_batch_sizes": (1,)})
+    said = remedy("small", choice, WORK, cpus, costs)
     assert said.endswith("it would fit on 2 such hosts")
 
 
-def test_commands() -> None:
-    one = taken(chosen(gpus(1), models()))
-    assert commands(one, gpus(1), "small", []) == [
-        ("", "gradsync train small --sync invariant --micro-batch-size 4")
-    ]
-    split = taken(chosen(gpus(4), models(state_gb=100), strategies=("invariant",)))
-    ((_, line),) = commands(split, gpus(4), "small", ["--data", "my data"])
-    assert line == (
-        "gradsync train small --sync invariant --parallel pp=2,dp=2 --micro-batch-size 4 "
-        "--data 'my data' --nproc-per-node 4"
-    )
-    recomputed = taken(chosen(gpus(1), models(activations_gb=240), strategies=("invariant",)))
-    assert commands(recomputed, gpus(1), "small", [])[0][1].endswith("--activation-checkpointing")
-    many = taken(chosen(gpus(4, hosts=2), models()))
+@pytest.mark.parametrize(
+    ("hardware", "about", "flags", "nproc"),
+    [
+        (gpus(1), {}, "--micro-batch-size 4", ""),
+        (gpus(4), {"state_gb": 100}, "--parallel pp=2,dp=2 --micro-batch-size 4", 4),
+        (gpus(1), {"activations_gb": 240}, "--micro-batch-size 4 --activation-checkpointing", ""),
+    ],
+)
+def test_command(hardware: Hardware, about: Any, flags: str, nproc: Any) -> None:
+    pick = taken(chosen(hardware, MadeUp(**about), **INVARIANT))
+    ((where, line),) = commands(pick, hardware, "small", ["--data", "my data"])
+    ranks = f" --nproc-per-node {nproc}" if nproc else ""
+    assert where == ""
+    assert line == f"gradsync train small --sync invariant {flags} --data 'my data'{ranks}"
+
+
+def test_commands_for_several_hosts() -> None:
+    many = taken(chosen(gpus(4, hosts=2)))
     by_hand, slurm = commands(many, gpus(4, hosts=2), "small", [])
     assert by_hand[1].startswith("gradsync launch --nnodes 2 --nproc-per-node 4 -- train small ")
     assert slurm[1].startswith("gradsync submit --nodes 2 --gpus-per-node 4 ")

@@ -102,11 +102,11 @@ def test_a_bucket_waits_for_the_last_rank_and_for_the_channel() -> None:
 
 
 def test_only_those_behind_in_something_count() -> None:
-    stragglers = Stragglers([1 + k / 100 for k in range(50)], random.Random(0))
-    latest = stragglers.latest(4096, 4)
+    latest = Stragglers([1 + k / 100 for k in range(50)], random.Random(0)).latest(4096, 4)
     assert 1 <= len(latest) < 40
-    assert [last for _, last in latest] == sorted((last for _, last in latest), reverse=True)
-    assert [before for before, _ in latest] == sorted(before for before, _ in latest)
+    befores, lasts = zip(*latest, strict=True)
+    assert list(lasts) == sorted(lasts, reverse=True)
+    assert list(befores) == sorted(befores)
 
 
 def test_shards_of_a_leaf_wait_for_each_other() -> None:
@@ -128,13 +128,16 @@ def test_more_ranks_wait_longer() -> None:
     assert times[-1] > 1.3 * 0.3 + 0.03
 
 
-def test_orders_of_a_pipeline() -> None:
-    def letters(schedule: str, stage: int) -> str:
-        return "".join(f"{kind[0]}{leaf}" for kind, leaf in order_of(schedule, stage, 3, 4))
-
-    assert letters("gpipe", 0) == "f0f1f2f3b0b1b2b3"
-    assert letters("1f1b", 0) == "f0f1f2b0f3b1b2b3"
-    assert letters("1f1b", 2) == "f0b0f1b1f2b2f3b3"
+@pytest.mark.parametrize(
+    ("schedule", "stage", "order"),
+    [
+        ("gpipe", 0, "f0f1f2f3b0b1b2b3"),
+        ("1f1b", 0, "f0f1f2b0f3b1b2b3"),
+        ("1f1b", 2, "f0b0f1b1f2b2f3b3"),
+    ],
+)
+def test_orders_of_a_pipeline(schedule: str, stage: int, order: str) -> None:
+    assert "".join(f"{kind[0]}{leaf}" for kind, leaf in order_of(schedule, stage, 3, 4)) == order
 
 
 def test_daly() -> None:
@@ -143,21 +146,15 @@ def test_daly() -> None:
     assert daly_interval_s(100, 50) == 50
 
 
-def test_the_interval_is_about_the_best() -> None:
-    failures = Failures(device_mtbf_s=1e6, checkpoint_s=60, restart_s=300)
-    best = daly_interval_s(60, failures.mtbf_s(100))
-    here = goodput(best, failures, 100)
-    assert here > goodput(best / 2, failures, 100)
-    assert here > goodput(2 * best, failures, 100)
-
-
 @pytest.mark.parametrize(("ranks", "restart_s"), [(8, 120), (100, 120), (1000, 1500)])
 def test_played_failures_agree_with_the_formula(ranks: int, restart_s: float) -> None:
-    """Within 2 %: ten thousand segments are exact to about 1 %."""
+    """Within 2 %: ten thousand segments are exact to about 1 %. The interval is about the best."""
     failures = Failures(device_mtbf_s=1e6, checkpoint_s=30, restart_s=restart_s)
     interval = daly_interval_s(30, failures.mtbf_s(ranks))
+    best = goodput(interval, failures, ranks)
     played = simulated_goodput(interval, failures, ranks, segments=10_000)
-    assert played == pytest.approx(goodput(interval, failures, ranks), rel=0.02)
+    assert played == pytest.approx(best, rel=0.02)
+    assert best > max(goodput(factor * interval, failures, ranks) for factor in (0.5, 2))
 
 
 def test_hopeless_machines_do_nothing() -> None:
@@ -201,14 +198,10 @@ def simulated(seed: int = 0, steps: int = 3) -> Simulation:
     )
 
 
-def test_a_seed_names_a_simulation() -> None:
-    first, again, other = simulated(), simulated(), simulated(seed=1)
-    assert first == again
-    assert first != other
-
-
 def test_thousands_of_ranks() -> None:
     found = simulated()
+    assert found == simulated()  # a seed names a simulation
+    assert found != simulated(seed=1)
     assert found.world_sizes == (4, 16, 4096)
     assert found.names == ["ring", "hierarchical", "diloco", "ring pp=8"]
     assert found.point("ring pp=8", 4) is None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -48,25 +50,36 @@ REPLICATED = "invariant,bucketed"
 """Fewer candidates than the default's, where a test asks many machines."""
 
 
-def run(*arguments: str) -> int:
-    """Exit code; tyro reports bad flags by SystemExit."""
-    try:
-        return main(["plan", *arguments])
-    except SystemExit as stop:
-        return int(stop.code or 0)
+Ask = Callable[..., Any]
+
+
+@pytest.fixture
+def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Ask:
+    """Runs `gradsync plan LINE` beside box.yaml, with an exit code: what it prints; of --json the
+    document; of a failure its message."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "box.yaml").write_text(CPU_BOX)
+    (tmp_path / "bad.yaml").write_text("hosts: {")
+
+    def ask(line: str, code: int = 0) -> Any:
+        try:
+            found = main(["plan", *shlex.split(line)])
+        except SystemExit as stop:  # tyro reports bad flags so
+            found = int(stop.code or 0)
+        captured = capsys.readouterr()
+        assert found == code
+        if "--json" in line:
+            return json.loads(captured.out)
+        assert code != 2 or captured.out == ""
+        return captured.err if code else captured.out
+
+    return ask
 
 
 @cache
 def planned(model: str, hardware: str, **options: Any) -> Choice:
     request = request_of(PlanOptions(model=model, hardware=hardware, **options))
     return choose(request.work, request.hardware, Costs(), request.search)
-
-
-@pytest.fixture
-def box(tmp_path: Path) -> str:
-    path = tmp_path / "box.yaml"
-    path.write_text(CPU_BOX)
-    return str(path)
 
 
 def picked(model: str, hardware: str, **options: Any) -> Candidate:
@@ -123,9 +136,10 @@ def test_xl_is_replicated(device: str) -> None:
     assert steps[0] / steps[3] == pytest.approx(4, rel=0.05)
 
 
-def test_small_on_a_cpu_box(box: str) -> None:
+def test_small_on_a_cpu_box(tmp_path: Path) -> None:
     """Two ranks that share one copy of the weights; a leaf smaller than the recipe's."""
-    pick = picked("small", box)
+    (tmp_path / "box.yaml").write_text(CPU_BOX)
+    pick = picked("small", str(tmp_path / "box.yaml"))
     assert pick.split == Split(strategy="invariant", layout=Layout(dp=2), shared_weights=True)
     assert pick.memory is not None
     assert 4 * GB < pick.memory.total < 12 * GB * (1 - MARGIN)
@@ -139,9 +153,8 @@ def test_hosts_are_joined_where_the_network_allows(network: str, ranks: int) -> 
     assert choice.pick.split.world_size == ranks
 
 
-def test_answer_for_people(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("xl", "--hardware", "h100x4") == 0
-    printed = capsys.readouterr().out
+def test_answer_for_people(ask: Ask) -> None:
+    printed = ask("xl --hardware h100x4")
     assert "GPT xl (1,560.0 M parameters, vocabulary 50,257), bf16, 524,288 tokens" in printed
     assert "4 x NVIDIA H100 80GB HBM3 (80.0 GB); nvlink4" in printed
     assert "25 heads do not divide by 2" in printed
@@ -164,14 +177,11 @@ def test_answers_without_torch() -> None:
     assert "margin stays free" in run_python(["-c", code]).ok().stdout
 
 
-@pytest.mark.parametrize(
-    ("model", "hardware"), [("2.7b", "a100-40x2"), ("xl", "h100"), ("mini", "t4x2")]
-)
+@pytest.mark.parametrize("line", ["2.7b --hardware a100-40x2", "mini --hardware t4x2"])
 def test_the_command_is_one_that_train_takes(
-    model: str, hardware: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    line: str, ask: Ask, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(model, "--hardware", hardware, "--json") == 0
-    document = json.loads(capsys.readouterr().out)
+    document = ask(f"{line} --json")
     (command,) = document["commands"]
     program, *arguments = shlex.split(command)
     assert program == "gradsync"
@@ -181,12 +191,11 @@ def test_the_command_is_one_that_train_takes(
     assert config["micro_batch_size"] == document["pick"]["micro_batch_size"]
 
 
-def test_commands_for_several_hosts(capsys: pytest.CaptureFixture[str]) -> None:
-    few = ("--strategies", "invariant", "--micro-batch-size", "4")
-    assert run("small", "--hardware", "h100x4", "--nodes", "2", "--json", *few) == 0
-    by_hand, slurm = json.loads(capsys.readouterr().out)["commands"]
-    assert main([*shlex.split(by_hand)[1:2], "--dry-run", *shlex.split(by_hand)[2:]]) == 0
-    assert main([*shlex.split(slurm)[1:2], "--dry-run", *shlex.split(slurm)[2:]]) == 0
+def test_commands_for_several_hosts(ask: Ask, capsys: pytest.CaptureFixture[str]) -> None:
+    few = "--strategies invariant --micro-batch-size 4"
+    for line in ask(f"small --hardware h100x4 --nodes 2 --json {few}")["commands"]:
+        _, command, *arguments = shlex.split(line)
+        assert main([command, "--dry-run", *arguments]) == 0
     assert "#SBATCH --gres=gpu:4" in capsys.readouterr().out
 
 
@@ -203,114 +212,89 @@ def test_all_strategies() -> None:
     assert found.strategies[0] == "invariant"  # what is usual comes first
 
 
-def test_json_is_one_document(box: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("tiny", "--hardware", box, "--json") == 0
-    captured = capsys.readouterr()
-    document = json.loads(captured.out)
-    assert captured.err == ""
+def test_json_is_one_document(ask: Ask) -> None:
+    document = ask("tiny --hardware box.yaml --json")
     pick = document["pick"]
     assert pick in document["candidates"]
-    assert pick["memory_bytes"]["total"] == sum(
-        size for name, size in pick["memory_bytes"].items() if name != "total"
-    )
+    total = pick["memory_bytes"].pop("total")
+    assert total == sum(pick["memory_bytes"].values())
     for each in document["candidates"]:
         assert bool(each["obstacle"]) == (each["step"] is None)
         assert each["micro_batch_size"] * each["num_leaves"] == 16
 
 
-def test_simulation(capsys: pytest.CaptureFixture[str]) -> None:
-    few = ("--hardware", "h100x8", "--strategies", "invariant,diloco", "--micro-batch-size", "4")
-    assert run("small", *few, "--simulate", "8,64", "--network", "wan-1g-50ms") == 0
-    printed = capsys.readouterr().out
+def test_simulation(ask: Ask, tmp_path: Path) -> None:
+    few = "small --hardware h100x8 --strategies invariant,diloco --micro-batch-size 4"
+    printed = ask(f"{few} --simulate 8,64 --network wan-1g-50ms --plot a.svg")
     assert "64 ranks" in printed
     assert "only diloco stays above 50 %" in printed
-    assert run("small", *few, "--simulate", "8", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["simulation"]["world_sizes"] == [8]
+    assert (tmp_path / "a.svg").read_text().startswith("<?xml")
+    assert ask(f"{few} --simulate 8 --json")["simulation"]["world_sizes"] == [8]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("line", "words"),
     [
-        (("xl", "--hardware", "rtx4090x2"), ("xl fits nowhere on 2 x", " GB short", "devices")),
-        (("2.7b", "--hardware", "a100-40"), ("it would fit on 2 such devices", "'xl' fits here")),
+        (
+            "xl --hardware rtx4090x2 --strategies invariant --micro-batch-size 16",
+            ("xl fits nowhere on 2 x", " GB short", "devices"),
+        ),
+        ("2.7b --hardware a100-40", ("it would fit on 2 such devices", "'xl' fits here")),
     ],
 )
-def test_what_fits_nowhere(
-    arguments: tuple[str, ...], words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Exit code 1, by how much, and what would fit."""
-    if arguments[-1] == "rtx4090x2":
-        arguments = (*arguments, "--strategies", "invariant", "--micro-batch-size", "16")
-    assert run(*arguments) == 1
-    said = capsys.readouterr().err
+def test_what_fits_nowhere(line: str, words: tuple[str, ...], ask: Ask) -> None:
+    """By how much, and what would fit."""
+    said = ask(line, 1)
     assert said.count("\n") == 1
-    for word in words:
-        assert word in said
+    assert all(word in said for word in words)
+    document = ask(f"{line} --json", 1)
+    assert (document["pick"], document["commands"]) == (None, [])
 
 
-def test_what_fits_nowhere_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    few = ("--strategies", "bucketed", "--micro-batch-size", "1")
-    assert run("2.7b", "--hardware", "a100-40", "--json", *few) == 1
-    document = json.loads(capsys.readouterr().out)
-    assert document["pick"] is None
-    assert document["commands"] == []
+BAD_REQUESTS = """
+xxl                                             unknown model preset 'xxl'
+xl --hardware h1000x4                           unknown device 'h1000'
+xl --hardware h100x0                            count must be at least 1
+xl --hardware nowhere.yaml                      cannot read hardware file nowhere.yaml
+xl --hardware bad.yaml                          bad.yaml
+xl --hardware h100x4@2 --nodes 3                h100x4@2 has 2 hosts
+xl --hardware h100x2 --nodes 0                  --nodes must be at least 1; got 0
+xl --hardware h100x2 --nproc-per-node 2         --hardware says how many
+xl --hardware h100x2@2 --network tokenring      unknown network 'tokenring'
+xl --hardware h100x2 --network ethernet-10g     there is one
+xl --hardware h100x2@2 --network bad.yaml       bad.yaml
+xl --hardware h100 --strategies zero9           perhaps you meant 'zero
+xl --hardware h100 --strategies ,               --strategies names none
+xl --hardware h100 --tokens-per-update 1000     nearest legal
+xl --hardware h100 --tokens-per-update -5       at least 1
+xl --hardware h100 --micro-batch-size 3         micro_batch_size 2 or 4
+xl --hardware h100 --micro-batch-size 0         at least 1; got 0
+xl --hardware h100 --seq-len 4096               seq_len 4096 is longer
+xl --hardware h100 --seq-len 0                  seq_len
+xl --hardware h100 --dtype fp8                  fp8
+tiny --hardware box.yaml --dtype fp16           fp16 needs CUDA
+xl --hardware h100 --simulate 8,x               --simulate takes numbers
+xl --hardware h100 --simulate 0                 --simulate takes numbers
+xl --hardware h100 --simulate 8                 name what joins hosts, --network
+xl --hardware h100 --plot a.svg                 --plot draws what --simulate finds
+xl --hardware h100 --data nowhere               nowhere is no directory
+tiny --hardware h100 --submodel llama           expected NAME:SIZE, such as
+tiny --hardware h100 --submodel a:1GB --submodel a:1GB  two parts have one name
+xl --hardwar h100                               --hardware
+"""
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("xxl",), "unknown model preset 'xxl'"),
-        (("xl", "--hardware", "h1000x4"), "unknown device 'h1000'"),
-        (("xl", "--hardware", "h100x0"), "count must be at least 1"),
-        (("xl", "--hardware", "nowhere.yaml"), "cannot read hardware file nowhere.yaml"),
-        (("xl", "--hardware", "bad.yaml"), "bad.yaml"),
-        (("xl", "--hardware", "h100x4@2", "--nodes", "3"), "h100x4@2 has 2 hosts"),
-        (("xl", "--hardware", "h100x2", "--nodes", "0"), "--nodes must be at least 1; got 0"),
-        (("xl", "--hardware", "h100x2", "--nproc-per-node", "2"), "--hardware says how many"),
-        (("xl", "--hardware", "h100x2@2", "--network", "tokenring"), "unknown network 'tokenring'"),
-        (("xl", "--hardware", "h100x2", "--network", "ethernet-10g"), "there is one"),
-        (("xl", "--hardware", "h100x2@2", "--network", "bad.yaml"), "bad.yaml"),
-        (("xl", "--hardware", "h100", "--strategies", "zero9"), "perhaps you meant 'zero"),
-        (("xl", "--hardware", "h100", "--strategies", ","), "--strategies names none"),
-        (("xl", "--hardware", "h100", "--tokens-per-update", "1000"), "nearest legal"),
-        (("xl", "--hardware", "h100", "--tokens-per-update", "-5"), "at least 1"),
-        (("xl", "--hardware", "h100", "--micro-batch-size", "3"), "micro_batch_size 2 or 4"),
-        (("xl", "--hardware", "h100", "--micro-batch-size", "0"), "at least 1; got 0"),
-        (("xl", "--hardware", "h100", "--seq-len", "4096"), "seq_len 4096 is longer"),
-        (("xl", "--hardware", "h100", "--seq-len", "0"), "seq_len"),
-        (("xl", "--hardware", "h100", "--dtype", "fp8"), "fp8"),
-        (("tiny", "--hardware", "box.yaml", "--dtype", "fp16"), "fp16 needs CUDA"),
-        (("xl", "--hardware", "h100", "--simulate", "8,x"), "--simulate takes numbers"),
-        (("xl", "--hardware", "h100", "--simulate", "0"), "--simulate takes numbers"),
-        (("xl", "--hardware", "h100", "--simulate", "8"), "name what joins hosts, --network"),
-        (("xl", "--hardware", "h100", "--plot", "a.svg"), "--plot draws what --simulate finds"),
-        (("xl", "--hardware", "h100", "--data", "nowhere"), "nowhere is no directory"),
-        (("tiny", "--hardware", "h100", "--submodel", "llama"), "expected NAME:SIZE, such as"),
-        (("tiny", "--hardware", "h100", *2 * ("--submodel", "a:1GB")), "two parts have one name"),
-        (("xl", "--hardwar", "h100"), "--hardware"),
-    ],
-)
-def test_bad_request_gets_one_clear_message(
-    arguments: tuple[str, ...],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "box.yaml").write_text(CPU_BOX)
-    (tmp_path / "bad.yaml").write_text("hosts: {")
-    assert run(*arguments) == 2
-    captured = capsys.readouterr()
-    assert message in " ".join(captured.err.split())
-    assert "Traceback" not in captured.err
-    assert captured.out == ""
+@pytest.mark.parametrize("request_", BAD_REQUESTS.strip().splitlines())
+def test_bad_request_gets_one_clear_message(request_: str, ask: Ask) -> None:
+    line, message = re.split(" {2,}", request_)
+    said = ask(line, 2)
+    assert message in " ".join(said.split())
+    assert "Traceback" not in said
 
 
-def test_this_machine(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_this_machine(monkeypatch: pytest.MonkeyPatch, ask: Ask) -> None:
     monkeypatch.setattr("gradsync.cli.plan.detect_hardware", seen_here)
-    assert run("tiny", "--no-probe", "--nproc-per-node", "3", "--nodes", "2", "--json") == 0
-    document = json.loads(capsys.readouterr().out)
+    document = ask("tiny --no-probe --nproc-per-node 3 --nodes 2 --json")
     assert document["hardware"]["hosts"][0]["count"] == 2
     assert max(each["ranks"] for each in document["candidates"]) == 6
 
@@ -325,13 +309,7 @@ def seen_here(
 
 
 @pytest.mark.parametrize("load", [0.1, 7.0])
-def test_a_leaf_is_measured_here(
-    load: float,
-    box: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_leaf_is_measured_here(load: float, ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     """The profile is used; on a busy machine it is not kept, and the answer says so."""
     asked: list[dict[str, Any]] = []
 
@@ -339,17 +317,16 @@ def test_a_leaf_is_measured_here(
         asked.append(how)
         return replace(estimate_profile(work, hardware.devices[0]), update_s=1.25, measured=True)
 
-    hardware = load_hardware(box)
-    monkeypatch.setenv("GRADSYNC_CACHE", str(tmp_path / "cache"))
+    hardware = load_hardware("box.yaml")
+    monkeypatch.setenv("GRADSYNC_CACHE", "cache")
     monkeypatch.setattr("gradsync.cli.plan.detect_hardware", lambda *_, **__: hardware)
     monkeypatch.setattr("gradsync.plan.probe.probe_profile", probe)
     monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
-    assert run("tiny") == 0
-    printed = capsys.readouterr().out
+    printed = ask("tiny")
     assert asked == [{"device": "cpu", "ranks_per_host": 2, "cached": load < 1}]
     assert "of 2 x 256 tokens, update 1.25 s; other leaves in proportion" in printed
     assert ("busy with other work (load 7.0)" in printed) == (load > 1)
-    assert run("2.7b") == 1  # a replica has no room: nothing is measured
+    ask("2.7b", 1)  # a replica has no room: nothing is measured
     assert len(asked) == 1
 
 
@@ -402,18 +379,15 @@ PAIR = ("llama:8.03e9params", "qwen:7.62e9params")
 """The document's own case: two frozen language models, 31.3 GB in 16 bits, beside a small one."""
 
 
-def test_submodels_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = [flag for part in PAIR for flag in ("--submodel", part)]
-    assert run("small", "--hardware", "a100-40x3", *flags) == 0
-    printed = capsys.readouterr().out
+def test_submodels_on_the_command_line(ask: Ask) -> None:
+    line = f"small --submodel {PAIR[0]} --submodel {PAIR[1]} --hardware a100-40"
+    printed = ask(f"{line}x3")
     assert "model split; what trains takes" in printed
     assert "device 1: qwen" in printed
     assert "not needed: device 2" in printed
-    assert run("small", "--hardware", "a100-40x3", *flags, "--json") == 0
-    found = json.loads(capsys.readouterr().out)["submodels"]
+    found = ask(f"{line}x3 --json")["submodels"]
     assert (found["replicas"], found["idle"]) == ([[0, 1]], [2])
-    assert run("small", "--hardware", "a100-40", *flags) == 1
-    assert "qwen (15.2 GB) fits nowhere" in capsys.readouterr().err
+    assert "qwen (15.2 GB) fits nowhere" in ask(line, 1)
 
 
 def test_the_guide_shows_what_is_printed() -> None:
@@ -427,13 +401,6 @@ def test_a_block_is_made_anew(tmp_path: Path) -> None:
     old = "before\n```\n$ gradsync plan xl --hardware 'h 100'\nold\n```\nafter\n```\nother\n```\n"
     new = plan_output.render(old, answer="/".join)
     assert new == old.replace("old", "xl/--hardware/h 100")
-
-
-def test_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "efficiency.svg"
-    few = ("--strategies", "invariant", "--micro-batch-size", "4", "--simulate", "2,8")
-    assert run("small", "--hardware", "h100x8", *few, "--plot", str(path)) == 0
-    assert path.read_text().startswith("<?xml")
 
 
 def test_every_line_of_the_guide_can_be_typed(

@@ -1,6 +1,6 @@
 """Which model fits into memory, for measurements that may choose one. No torch here.
 
-A rank is counted as one of `ddp`, by the formulas of `plan/memory/model.py`.
+A rank is counted as one of `ddp`, by the formulas of `plan/memory.py`.
 """
 
 from __future__ import annotations

@@ -251,14 +251,8 @@ def slice_of(whole: Device, *, arithmetic: float, memory_bytes: int) -> Device:
 def rates_of(
     name: str, capability: tuple[int, int], num_sms: int, clock_hz: float | None
 ) -> tuple[float, float | None, str]:
-    """Peak arithmetic and memory bandwidth of a detected device, and where they come from.
-
-    Args:
-        name: as its driver has it; what no data sheet describes is estimated from the rest.
-        capability: compute capability.
-        num_sms: streaming multiprocessors.
-        clock_hz: at most; None where it is not told.
-    """
+    """Peak arithmetic and memory bandwidth of a detected device, and where they come from: the data
+    sheet under its driver's name, else an estimate from the rest (None: the clock is not told)."""
     model = by_driver_name(name)
     if model is not None:
         return model.tflops * 1e12, model.gb_per_s * 1e9, model.source

@@ -238,16 +238,9 @@ def _find(word: str, gpus: Sequence[Gpu]) -> tuple[str, list[Visible]] | None:
 
 
 def host_link(nvml: Any, used: Sequence[Gpu], gpus: Sequence[Gpu]) -> tuple[Link, str]:
-    """The slowest link between two of the visible devices; of one device, its PCIe.
-
-    Args:
-        nvml: the library.
-        used: the GPU of each visible device; at least one.
-        gpus: all of the host: NVLinks that lead to none of them lead to a switch.
-
-    Returns:
-        The link, whose source names the pair, and a line on all pairs, "" when they are alike.
-    """
+    """The slowest link between two of the visible devices, `used` (of one device, its PCIe), and a
+    line on all pairs, "" when they are alike. NVLinks that lead to none of the host's `gpus` lead
+    to a switch."""
     if len(used) == 1:
         alone = _pcie(nvml, used[0], used[0])
         return replace(alone, source=f"the one device's own; {alone.source}"), ""

@@ -291,10 +291,9 @@ class Point:
     simulated_goodput: float  # The same, played
     checkpoint_interval_s: float  # Work between two saves (Daly 2006)
 
-    @property
-    def overall(self) -> float:
-        """Efficiency with failures."""
-        return self.efficiency * self.goodput
+    def to_json(self) -> dict[str, Any]:
+        """As JSON can hold it; overall: efficiency with failures."""
+        return {**asdict(self), "overall": self.efficiency * self.goodput}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -329,7 +328,7 @@ class Simulation:
             "network": None if self.network is None else asdict(self.network),
             "failures": asdict(self.failures),
             "options": {name: dict(given) for name, given in self.options.items()},
-            "points": [{**asdict(p), "overall": p.overall} for p in self.points],
+            "points": [point.to_json() for point in self.points],
             "crossovers": list(self.crossovers),
         }
 
@@ -480,15 +479,8 @@ def crossovers(
     *,
     over: str,
 ) -> list[str]:
-    """From which number of ranks on something changes, in words.
-
-    Args:
-        names: strategies, as they are called.
-        losing: those that do not keep one rank's numbers.
-        sizes: numbers of ranks to look at, ascending, several; finer than the table's.
-        efficiency: asked for every name and size.
-        over: the network, in a word.
-    """
+    """From which number of ranks on something changes, in words; those of `names` that are `losing`
+    do not keep one rank's numbers."""
     exact = [name for name in names if name not in losing]
     lines = [line for pair in combinations(exact, 2) for line in _lead(*pair, sizes, efficiency)]
     falling: dict[int, list[str]] = {}

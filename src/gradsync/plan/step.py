@@ -48,14 +48,8 @@ _TENSOR_PARALLEL_SUMS = 4
 
 
 class Prices:
-    """Seconds of one split's messages on one hardware.
-
-    Args:
-        hardware: of exactly the devices that are used; ranks fill its hosts in order.
-        split: its layout says which ranks talk.
-        traffic: of its strategy.
-        fits: measured here for as many ranks as there are replicas, on one host.
-    """
+    """Seconds of one split's messages on exactly the devices that are used; ranks fill hosts in
+    order. `fits`: measured here for as many ranks as there are replicas, on one host."""
 
     def __init__(
         self, hardware: Hardware, split: Split, traffic: Traffic, fits: Sequence[Fit] = ()
@@ -100,19 +94,11 @@ class Prices:
         fit = self._measured(operation)
         return half_s(self.data, num_bytes) if fit is None else fit.seconds(num_bytes)
 
-    def gather_s(self, num_bytes: float) -> float:
-        """all_gather, likewise."""
-        return self.half_s("all_gather", num_bytes)
-
     def bucket_s(self, num_bytes: float) -> float:
         """The strategy's collective of a bucket."""
         if self._traffic.operation == "all_reduce":
             return self.all_reduce_s(num_bytes)
         return self.half_s("reduce_scatter", num_bytes)
-
-    def tensor_s(self, num_bytes: float) -> float:
-        """all_reduce among tensor shards."""
-        return all_reduce_s(self.shards, num_bytes)
 
     def hop_s(self, num_bytes: float) -> float:
         """From stage to stage."""
@@ -212,10 +198,17 @@ def step_costs(
     activation_bytes = work.leaf_tokens * work.model.n_embd * _ACTIVATION_BYTES[work.dtype]
     tensor = 0.0  # sums of activations between tensor shards; nothing hides them
     if layout.tp > 1:
-        tensor = _TENSOR_PARALLEL_SUMS * work.model.n_layer * prices.tensor_s(activation_bytes)
+        tensor = (
+            _TENSOR_PARALLEL_SUMS
+            * work.model.n_layer
+            * all_reduce_s(prices.shards, activation_bytes)
+        )
     waits, last_waits = 0.0, 0.0
     if traffic.gathers_blocks and not alone:
-        gathers = [prices.gather_s(_bytes(b) * traffic.wire / parts) for b in _blocks(parameters)]
+        gathers = [
+            prices.half_s("all_gather", _bytes(b) * traffic.wire / parts)
+            for b in _blocks(parameters)
+        ]
         waits, last_waits = _gather_waits(gathers, forward_s, backward_s, hides=prices.hides)
     in_shares = traffic.update_in_shares or prices.divided
     # Weights that all ranks of a host read are written between two more meetings.
@@ -239,7 +232,7 @@ def step_costs(
         copy_s=0.0 if alone else traffic.copies * prices.copy_s(whole_bytes),
         agree_s=0.0 if alone else meetings * prices.all_reduce_s(_AGREE_BYTES),
         update_s=profile.update_s * scale / (layout.dp if in_shares else 1),
-        after_s=prices.gather_s(whole_bytes) if traffic.gathers_weights else 0.0,
+        after_s=prices.half_s("all_gather", whole_bytes) if traffic.gathers_weights else 0.0,
         every=1 if alone else traffic.every,
     )
 
@@ -273,7 +266,7 @@ def _sendings(
         seconds = prices.bucket_s(sent / parts)
         if traffic.gathers_blocks and prices.hides:
             # Backward gathers the next block's weights over the same channel.
-            seconds += prices.gather_s(sent / parts)
+            seconds += prices.half_s("all_gather", sent / parts)
         found.append(Sending(ready_s=ready_s(done) * scale, cost_s=seconds))
     return tuple(found)
 

@@ -25,7 +25,7 @@ from gradsync.plan.profile import (
     scaled_profile,
 )
 from gradsync.plan.step import Sending, channel_end, predict_step, step_costs
-from gradsync.plan.workload import Workload
+from gradsync.plan.workload import Split, Workload
 from gradsync.sync.registry import STRATEGIES
 from support.planned_machines import (
     FAR,
@@ -70,8 +70,6 @@ def test_an_estimate_is_arithmetic() -> None:
     assert found.update_s == pytest.approx(UPDATE_BYTES * MODEL.num_params() / 1e6)
     assert sum(bucket.num_bytes for bucket in found.buckets) == TOTAL
     assert not found.measured
-    twice = estimate_profile(work(1, activation_checkpointing=True), device)
-    assert twice.backward_s == pytest.approx(found.backward_s + found.forward_s)
     assert estimate_profile(work(1, dtype="fp32"), device).leaf_s == pytest.approx(2 * leaf_s)
 
 
@@ -230,10 +228,14 @@ def test_every_strategy_has_its_traffic(strategy: str) -> None:
     assert further.total_s > found.total_s
 
 
-def test_refusals() -> None:
-    with pytest.raises(ConfigError, match="unknown sync strategy 'rign'"):
-        predict_step(work(1), split("rign"), hardware(1), profile())
-    with pytest.raises(ConfigError, match="2 leaves for 4 replicas"):
-        predict_step(work(2), split("ring", dp=4), hardware(4), profile())
-    with pytest.raises(ConfigError, match="4 devices wanted"):
-        predict_step(work(4), split("ring", dp=4), hardware(2), profile())
+@pytest.mark.parametrize(
+    ("leaves", "asked", "ranks", "message"),
+    [
+        (1, split("rign"), 1, "unknown sync strategy 'rign'"),
+        (2, split("ring", dp=4), 4, "2 leaves for 4 replicas"),
+        (4, split("ring", dp=4), 2, "4 devices wanted"),
+    ],
+)
+def test_refusals(leaves: int, asked: Split, ranks: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        predict_step(work(leaves), asked, hardware(ranks), profile())

@@ -153,18 +153,6 @@ def test_hosts_are_joined_where_the_network_allows(network: str, ranks: int) -> 
     assert choice.pick.split.world_size == ranks
 
 
-def test_answer_for_people(ask: Ask) -> None:
-    printed = ask("xl --hardware h100x4")
-    assert "GPT xl (1,560.0 M parameters, vocabulary 50,257), bf16, 524,288 tokens" in printed
-    assert "4 x NVIDIA H100 80GB HBM3 (80.0 GB); nvlink4" in printed
-    assert "25 heads do not divide by 2" in printed
-    assert "a 10% margin stays free" in printed
-    assert "computing: estimated" in printed
-    line = next(line for line in printed.splitlines() if line.startswith("run"))
-    assert "gradsync train xl --sync " in line
-    assert line.endswith("--nproc-per-node 4")
-
-
 def test_answers_without_torch() -> None:
     """Help, and a plan for a described machine."""
     code = (
@@ -199,17 +187,13 @@ def test_commands_for_several_hosts(ask: Ask, capsys: pytest.CaptureFixture[str]
     assert "#SBATCH --gres=gpu:4" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("names", ["fsdp", "ddp,powersgd", "naive,flat,overlap,ring,diloco"])
-def test_any_strategies_can_be_named(names: str) -> None:
-    choice = planned("small", "h100x2", strategies=names, micro_batch_size=4)
-    assert choice.pick is not None
-    assert {each.split.strategy for each in choice.candidates} == set(names.split(","))
-
-
 def test_all_strategies() -> None:
-    found = request_of(PlanOptions(model="tiny", hardware="h100", strategies="all")).search
-    assert set(found.strategies) == set(STRATEGIES)
-    assert found.strategies[0] == "invariant"  # what is usual comes first
+    choice = planned("small", "h100x2", strategies="all", micro_batch_size=4)
+    assert choice.pick is not None
+    assert {each.split.strategy for each in choice.candidates} == set(STRATEGIES)
+    assert choice.search.strategies[0] == "invariant"  # what is usual comes first
+    few = planned("small", "h100x2", strategies="ddp,powersgd", micro_batch_size=4)
+    assert {each.split.strategy for each in few.candidates} == {"ddp", "powersgd"}
 
 
 def test_json_is_one_document(ask: Ask) -> None:

@@ -31,12 +31,7 @@ from gradsync.plan.report import (
     section,
     work_lines,
 )
-from gradsync.plan.simulation import (
-    DEFAULT_STRATEGIES,
-    Simulation,
-    report_text,
-    simulate,
-)
+from gradsync.plan.simulation import DEFAULT_STRATEGIES, Simulation, report_text, simulate
 from gradsync.plan.workload import Split, Workload
 from gradsync.runtime import environ
 from gradsync.runtime.bounds import MOST_NODES, whole_number

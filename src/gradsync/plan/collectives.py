@@ -294,11 +294,7 @@ def half_s(place: Place, num_bytes: float) -> float:
 
 
 COPY = "copy"  # Operation and algorithm of the line through a plain copy's times
-OWN_ALGORITHMS = {
-    "ring": "ring",
-    "doubling": "recursive_doubling",
-    "hierarchical": "hierarchical",
-}
+OWN_ALGORITHMS = {"ring": "ring", "doubling": "recursive_doubling", "hierarchical": "hierarchical"}
 """Algorithms that are made of messages on one host too: in `ALL_REDUCE`, and in lines."""
 
 INNER_STEPS = {"local_sgd": 8, "diloco": 100}

@@ -162,10 +162,7 @@ def speed_switches(hardware: Hardware, env: Mapping[str, str]) -> Switches:
             "MIG slices: NCCL has no direct path between them, messages go through the host"
         )
     return Switches(
-        dtype=dtype,
-        tf32=new,
-        reasons=tuple(reasons),
-        suggestions=_suggestions(hardware, env),
+        dtype=dtype, tf32=new, reasons=tuple(reasons), suggestions=_suggestions(hardware, env)
     )
 
 

@@ -15,14 +15,7 @@ from functools import cache
 from itertools import combinations
 from typing import Any
 
-from gradsync.plan.catalog import (
-    COMPUTE_SLICES,
-    by_driver_name,
-    nvlink,
-    pcie,
-    rates_of,
-    slice_of,
-)
+from gradsync.plan.catalog import COMPUTE_SLICES, by_driver_name, nvlink, pcie, rates_of, slice_of
 from gradsync.plan.description import Device, Link
 from gradsync.runtime.bounds import whole_number
 

@@ -26,13 +26,7 @@ import torch
 from torch import Tensor
 
 from gradsync.models.gpt import GPT
-from gradsync.plan.profile import (
-    BucketReady,
-    StepProfile,
-    load_profile,
-    profile_path,
-    save_profile,
-)
+from gradsync.plan.profile import BucketReady, StepProfile, load_profile, profile_path, save_profile
 from gradsync.plan.workload import Workload
 from gradsync.runtime.memory import keep_freed_memory
 from gradsync.runtime.memory_limit import available_bytes

@@ -31,13 +31,7 @@ from gradsync.plan.collectives import (
     traffic_of,
 )
 from gradsync.plan.description import Hardware
-from gradsync.plan.profile import (
-    GRADIENT_BYTES,
-    Parameter,
-    StepProfile,
-    bucket_plan,
-    parameters_of,
-)
+from gradsync.plan.profile import GRADIENT_BYTES, Parameter, StepProfile, bucket_plan, parameters_of
 from gradsync.plan.workload import Split, Workload
 
 _AGREE_BYTES = 64

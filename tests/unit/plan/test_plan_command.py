@@ -25,10 +25,7 @@ from gradsync.plan.description import Hardware, Host, Link
 from gradsync.plan.hardware_file import load_hardware
 from gradsync.plan.memory import memory_need
 from gradsync.plan.placement import MARGIN
-from gradsync.plan.profile import (
-    StepProfile,
-    estimate_profile,
-)
+from gradsync.plan.profile import StepProfile, estimate_profile
 from gradsync.plan.workload import Split, Workload
 from gradsync.sync.registry import STRATEGIES
 from gradsync.train.recipes import recipe

@@ -15,13 +15,7 @@ from gradsync.models.gpt import GPT
 from gradsync.models.presets import PRESETS
 from gradsync.parallel.layout import Layout
 from gradsync.plan.activations import FP32, Activations, rank_shape
-from gradsync.plan.memory import (
-    CPU_PROCESS,
-    Case,
-    memory_need,
-    most_open_nodes,
-    strategy_memory,
-)
+from gradsync.plan.memory import CPU_PROCESS, Case, memory_need, most_open_nodes, strategy_memory
 from gradsync.plan.workload import Split, Workload
 from gradsync.sync.registry import STRATEGIES
 
@@ -35,9 +29,7 @@ ONE_LEAF = replace(WORK, num_leaves=2)
 
 def split(strategy: str, *, shared_weights: bool = False, **sizes: int) -> Split:
     return Split(
-        strategy=strategy,
-        layout=Layout(**(sizes or {"dp": 2})),
-        shared_weights=shared_weights,
+        strategy=strategy, layout=Layout(**(sizes or {"dp": 2})), shared_weights=shared_weights
     )
 
 

@@ -27,16 +27,7 @@ from gradsync.plan.profile import (
 from gradsync.plan.step import Sending, channel_end, predict_step, step_costs
 from gradsync.plan.workload import Split, Workload
 from gradsync.sync.registry import STRATEGIES
-from support.planned_machines import (
-    FAR,
-    MODEL,
-    NEAR,
-    hardware,
-    line,
-    profile,
-    split,
-    work,
-)
+from support.planned_machines import FAR, MODEL, NEAR, hardware, line, profile, split, work
 
 TOTAL = MODEL.num_params() * 4
 SMALL = 64

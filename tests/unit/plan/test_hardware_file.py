@@ -4,6 +4,7 @@ line."""
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
@@ -107,24 +108,24 @@ def test_several_hosts_get_a_network_and_say_that_it_is_assumed() -> None:
     assert any("infiniband" in note for note in hardware.notes)
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("h10x4", "unknown device 'h10'; perhaps h100 or"),
-        # A 40 and an 80 GB card share this name: nothing may be guessed.
-        ("a100x2", "unknown device 'a100'; perhaps a100-80 or a100-40"),
-        ("h100x0", "count must be at least 1"),
-        ("h100x8@", "got '' after @, expected a number of hosts"),
-        ("h100x8@0", "got '0' after @"),
-        ("h100@two", "got 'two' after @"),
-        ("h100-9g.10gb", "1 to 7 compute slices and at most 80 GB"),
-        ("h100-1g.90gb", "at most 80 GB"),
-        ("", "unknown device ''"),
-        ("h100x4+", "unknown device ''"),
-        (f"h100x{MAX_DEVICES + 1}", f"at most {MAX_DEVICES}"),
-        ("h100x8@99999999", f"at most {MAX_DEVICES}"),
-    ],
-)
+NO_NAMES = {
+    "h10x4": "unknown device 'h10'; perhaps h100 or",
+    # A 40 and an 80 GB card share this name: nothing may be guessed.
+    "a100x2": "unknown device 'a100'; perhaps a100-80 or a100-40",
+    "h100x0": "count must be at least 1",
+    "h100x8@": "got '' after @, expected a number of hosts",
+    "h100x8@0": "got '0' after @",
+    "h100@two": "got 'two' after @",
+    "h100-9g.10gb": "1 to 7 compute slices and at most 80 GB",
+    "h100-1g.90gb": "at most 80 GB",
+    "": "unknown device ''",
+    "h100x4+": "unknown device ''",
+    f"h100x{MAX_DEVICES + 1}": f"at most {MAX_DEVICES}",
+    "h100x8@99999999": f"at most {MAX_DEVICES}",
+}
+
+
+@pytest.mark.parametrize(("name", "words"), NO_NAMES.items())
 def test_what_is_no_name_is_refused_in_one_line(name: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         hardware_of(name)
@@ -295,64 +296,53 @@ def test_listed_devices(tmp_path: Path) -> None:
     assert (device.compute_capability, device.kind, device.mig) == ((8, 9), "cuda", True)
 
 
-HOST_ERRORS = [
-    ("cores: 3", ".devices is missing"),
-    ("devices: h10x4", ".devices: unknown device 'h10'; perhaps h100"),
-    ("devices: h100, cores: 0", ".cores: got 0, expected a whole number"),
-    ("devices: h100, cores: true", ".cores: got True"),
-    ("devices: h100, count: 1.5", ".count: got 1.5"),
-    ("devices: h100, count: 99999999999", ": 99999999999 devices; at most"),
-    ("devices: h100, memory: -1", ".memory: got -1, expected a size such as"),
-    ("devices: h100, memory: 1e900", ".memory: got '1e900', expected a size"),
-    ("devices: h100, interfaces: eth0", ".interfaces: got 'eth0', expected a list"),
-    ("devices: h100, link: nvlnk4", ".link: unknown link 'nvlnk4'"),
-    ("devices: h100, link: 4", ".link: got 4, expected keys and values"),
-    (
-        "devices: h100, link: {name: a, latency: 1us}",
-        ".link.bandwidth is missing; expected a rate such as",
-    ),
-    (
-        "devices: h100, link: {name: a, latency: -1us, bandwidth: 1GB/s}",
-        ".link.latency: got '-1us', expected a time such as 5us",
-    ),
-]
-DEVICE_ERRORS = [
-    ("type: h100, memroy: 3GB", ": unknown key 'memroy'; perhaps 'memory'"),
-    ("type: h100, memory: 80 Gb", ".memory: got '80 Gb', expected a size such as 80GB or 80GiB"),
-    ("name: x", ".memory is missing"),
-    ("memory: 3GB", ".name is missing"),
-    ("type: 3", ".type: got 3, expected text"),
-    ("type: h100, free: 81GB", ".free: got '81GB', expected at most"),
-    ("type: h100, kind: gpu", ".kind: got 'gpu', expected cuda or cpu"),
-    ("type: h100, mig: 1", ".mig: got 1, expected true or false"),
-    (
-        "type: h100, compute_capability: new",
-        ".compute_capability: got 'new', expected two numbers such as [9, 0]",
-    ),
-    ("type: h100, compute_capability: [9, 0, 1]", ".compute_capability: got [9, 0, 1]"),
-    ("type: h100, count: 99999999999", ": 99999999999 devices; at most"),
-]
-ERRORS = [
-    *((f"hosts: [{{{text}}}]", f"hosts[0]{words}") for text, words in HOST_ERRORS),
-    *(
-        (f"hosts: [{{devices: [{{{text}}}]}}]", f"hosts[0].devices[0]{words}")
-        for text, words in DEVICE_ERRORS
-    ),
-    ("hosts: []", "hosts: got [], expected a list with at least one entry"),
-    ("host: 1", "unknown key 'host'; perhaps 'hosts'"),
-    ("- 1", "got [1], expected keys and values (hosts, network, notes)"),
-    ("", "got None, expected keys and values"),
-    ("1: 2", "unknown key 1"),
-    ("hosts: [{devices: h100, count: 2}]", "network is missing; 2 hosts need one"),
-    ("{hosts: [{devices: h100, count: 2}], network: ndr}", "network: unknown network 'ndr'"),
-    ("{hosts: [{devices: h100}], notes: {}}", "notes: got {}, expected a list of words"),
-]
+ERRORS = """
+hosts: []                               hosts: got [], expected a list with at least one entry
+host: 1                                 unknown key 'host'; perhaps 'hosts'
+- 1                                     got [1], expected keys and values (hosts, network, notes)
+null                                    got None, expected keys and values
+1: 2                                    unknown key 1
+HOST count: 2                           network is missing; 2 hosts need one
+{hosts: [{devices: h100}], network: ndr}  network: unknown network 'ndr'
+{hosts: [{devices: h100}], notes: {}}   notes: got {}, expected a list of words
+hosts: [{cores: 3}]                     hosts[0].devices is missing
+hosts: [{devices: h10x4}]               hosts[0].devices: unknown device 'h10'; perhaps h100
+HOST cores: 0                           hosts[0].cores: got 0, expected a whole number
+HOST cores: true                        hosts[0].cores: got True
+HOST count: 1.5                         hosts[0].count: got 1.5
+HOST count: 99999999999                 hosts[0]: 99999999999 devices; at most
+HOST memory: -1                         hosts[0].memory: got -1, expected a size such as
+HOST memory: 1e900                      hosts[0].memory: got '1e900', expected a size
+HOST interfaces: eth0                   hosts[0].interfaces: got 'eth0', expected a list
+HOST link: nvlnk4                       hosts[0].link: unknown link 'nvlnk4'
+HOST link: 4                            hosts[0].link: got 4, expected keys and values
+HOST link: {name: a, latency: 1us}      hosts[0].link.bandwidth is missing; expected a rate
+HOST link: {name: a, latency: -1us, bandwidth: 1GB/s}  .link.latency: got '-1us', expected a time
+DEVICE type: h100, memroy: 3GB          hosts[0].devices[0]: unknown key 'memroy'; perhaps 'memory'
+DEVICE type: h100, memory: 80 Gb        .memory: got '80 Gb', expected a size such as 80GB or 80GiB
+DEVICE type: h100, free: 81GB           .free: got '81GB', expected at most
+DEVICE type: h100, kind: gpu            .kind: got 'gpu', expected cuda or cpu
+DEVICE type: h100, mig: 1               .mig: got 1, expected true or false
+DEVICE type: h100, count: 99999999999   : 99999999999 devices; at most
+DEVICE type: h100, compute_capability: new        .compute_capability: got 'new', expected two num
+DEVICE type: h100, compute_capability: [9, 0, 1]  .compute_capability: got [9, 0, 1]
+DEVICE type: 3                          hosts[0].devices[0].type: got 3, expected text
+DEVICE name: x                          hosts[0].devices[0].memory is missing
+DEVICE memory: 3GB                      hosts[0].devices[0].name is missing
+"""
 
 
-@pytest.mark.parametrize(("text", "words"), ERRORS)
+@pytest.mark.parametrize("line", ERRORS.strip().splitlines())
 def test_a_bad_file_is_refused_with_file_key_and_what_was_expected(
-    tmp_path: Path, text: str, words: str
+    tmp_path: Path, line: str
 ) -> None:
+    """HOST is a host of one H100 with further keys, DEVICE the one device of a host."""
+    text, words = re.split(" {2,}", line)
+    kind, _, rest = text.partition(" ")
+    if kind == "HOST":
+        text = f"hosts: [{{devices: h100, {rest}}}]"
+    if kind == "DEVICE":
+        text = f"hosts: [{{devices: [{{{rest}}}]}}]"
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, text)
     message = str(caught.value)
@@ -384,20 +374,20 @@ def test_a_network_file(tmp_path: Path) -> None:
         load_network(str(tmp_path / "missing.yaml"))
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("latency: 1ms", "bandwidth is missing; expected a rate"),
-        ("bandwidth: 1GB/s", "latency is missing; expected a time"),
-        ("latency: soon\nbandwidth: 1GB/s", "latency: got 'soon', expected a time"),
-        ("latency: 1ms\nbandwidth: 0", "bandwidth: got 0, expected a rate such as"),
-        ("latency: 1ms\nbandwidth: 1ms", "bandwidth: got '1ms'"),
-        ("latency: 1ms\nbandwith: 1GB/s", "unknown key 'bandwith'; perhaps 'bandwidth'"),
-        ("latency: 1\nbandwidth: 1\nper_host: 2", "per_host: got 2, expected true or false"),
-        ("latency: 1\nbandwidth: 1\nname: 7", "name: got 7, expected text"),
-        ("- 1", "got [1], expected keys and values (name, latency"),
-    ],
-)
+NO_NETWORKS = {
+    "latency: 1ms": "bandwidth is missing; expected a rate",
+    "bandwidth: 1GB/s": "latency is missing; expected a time",
+    "latency: soon\nbandwidth: 1GB/s": "latency: got 'soon', expected a time",
+    "latency: 1ms\nbandwidth: 0": "bandwidth: got 0, expected a rate such as",
+    "latency: 1ms\nbandwidth: 1ms": "bandwidth: got '1ms'",
+    "latency: 1ms\nbandwith: 1GB/s": "unknown key 'bandwith'; perhaps 'bandwidth'",
+    "latency: 1\nbandwidth: 1\nper_host: 2": "per_host: got 2, expected true or false",
+    "latency: 1\nbandwidth: 1\nname: 7": "name: got 7, expected text",
+    "- 1": "got [1], expected keys and values (name, latency",
+}
+
+
+@pytest.mark.parametrize(("text", "words"), NO_NETWORKS.items())
 def test_a_malformed_network_is_refused(tmp_path: Path, text: str, words: str) -> None:
     path = tmp_path / "net.yaml"
     path.write_text(text)

@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gradsync.errors import ConfigError
 from gradsync.plan.description import Device, Hardware, Host, Link
@@ -248,20 +248,23 @@ def slice_of(whole: Device, *, arithmetic: float, memory_bytes: int) -> Device:
     )
 
 
-def rates_of(
-    name: str, capability: tuple[int, int], num_sms: int, clock_hz: float | None
-) -> tuple[float, float | None, str]:
-    """Peak arithmetic and memory bandwidth of a detected device, and where they come from: the data
-    sheet under its driver's name, else an estimate from the rest (None: the clock is not told)."""
+def detected_device(
+    name: str, capability: tuple[int, int], num_sms: int, clock_hz: float | None, **told: Any
+) -> Device:
+    """A device with the rates of the data sheet under its driver's name; else estimated from the
+    rest (None: the clock is not told). Its memory and whatever else was `told` stay as they are."""
     model = by_driver_name(name)
     if model is not None:
-        return model.tflops * 1e12, model.gb_per_s * 1e9, model.source
-    clock, assumed = clock_hz or _USUAL_CLOCK_HZ, "" if clock_hz else " (assumed)"
-    source = (
-        f"estimate: {num_sms} multiprocessors of compute capability "
-        f"{capability[0]}.{capability[1]} x {clock / 1e9:.3g} GHz{assumed}"
-    )
-    return estimated_flops(capability, num_sms, clock), None, source
+        flops, rate, source = model.tflops * 1e12, model.gb_per_s * 1e9, model.source
+    else:
+        clock, assumed = clock_hz or _USUAL_CLOCK_HZ, "" if clock_hz else " (assumed)"
+        flops, rate = estimated_flops(capability, num_sms, clock), None
+        source = (
+            f"estimate: {num_sms} multiprocessors of compute capability "
+            f"{capability[0]}.{capability[1]} x {clock / 1e9:.3g} GHz{assumed}"
+        )
+    rates = {"peak_flops": flops, "memory_bytes_per_s": rate, "source": source}
+    return Device(kind="cuda", name=name, compute_capability=capability, **rates, **told)
 
 
 def estimated_flops(capability: tuple[int, int], num_sms: int, clock_hz: float) -> float:

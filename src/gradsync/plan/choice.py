@@ -427,14 +427,20 @@ def _why_not(candidate: Candidate, pick: Candidate) -> str:
 
 def _why_taken(pick: Candidate, rows: Sequence[Candidate], judged: Sequence[Candidate]) -> str:
     """Why `pick`, one of `rows`, was taken: what forbids simpler ones, and who is next."""
-    fitting = [each for each in rows if each.runs and each.split != pick.split]
-    rival = min(fitting, key=lambda each: each.seconds, default=None)
+    others = [each for each in rows if each.runs and each.split != pick.split]
+    rival = min(others, key=lambda each: each.seconds, default=None)
     parts = [*_forced(pick, judged), _beside(pick, rival)]
-    if rival is None or rival.promise != "bitwise":
-        parts += _no_bits(pick, judged)
+    if pick.promise != "bitwise" and (rival is None or rival.promise != "bitwise"):
+        parts += _no_bits(pick, [e for e in _on_as_many(pick, judged) if e.promise == "bitwise"])
     if pick.split.world_size > 1:
         parts.append(f"it gives {_PROMISE[pick.promise]}")
     return "; ".join(parts)
+
+
+def _on_as_many(pick: Candidate, judged: Sequence[Candidate]) -> list[Candidate]:
+    """Candidates on as many devices that arithmetic allows."""
+    count = pick.split.world_size
+    return [e for e in judged if e.split.world_size == count and e.memory is not None]
 
 
 def _forced(pick: Candidate, judged: Sequence[Candidate]) -> list[str]:
@@ -442,11 +448,8 @@ def _forced(pick: Candidate, judged: Sequence[Candidate]) -> list[str]:
     to be judged), were not possible, where they were not."""
     plain = [
         each
-        for each in judged
-        if each.split.layout.model_ranks == 1
-        and each.split.world_size == pick.split.world_size
-        and each.memory is not None
-        and STRATEGIES[each.split.strategy].recipe is not None
+        for each in _on_as_many(pick, judged)
+        if each.split.layout.model_ranks == 1 and STRATEGIES[each.split.strategy].recipe is not None
     ]
     parts = []
     if pick.split.layout.model_ranks > 1 and plain and all(each.obstacle for each in plain):
@@ -465,16 +468,9 @@ def _forced(pick: Candidate, judged: Sequence[Candidate]) -> list[str]:
     return parts
 
 
-def _no_bits(pick: Candidate, judged: Sequence[Candidate]) -> list[str]:
-    """Why no candidate with one rank's bits was taken."""
-    bitwise = [
-        each
-        for each in judged
-        if each.promise == "bitwise"
-        and each.split.world_size == pick.split.world_size
-        and each.memory is not None
-    ]
-    if pick.promise == "bitwise" or not bitwise:
+def _no_bits(pick: Candidate, bitwise: Sequence[Candidate]) -> list[str]:
+    """Why none of these candidates with one rank's bits was taken."""
+    if not bitwise:
         return []
     fitting = [each for each in bitwise if each.runs]
     if not fitting:

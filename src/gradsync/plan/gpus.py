@@ -15,7 +15,14 @@ from functools import cache
 from itertools import combinations
 from typing import Any
 
-from gradsync.plan.catalog import COMPUTE_SLICES, by_driver_name, nvlink, pcie, rates_of, slice_of
+from gradsync.plan.catalog import (
+    COMPUTE_SLICES,
+    by_driver_name,
+    detected_device,
+    nvlink,
+    pcie,
+    slice_of,
+)
 from gradsync.plan.description import Device, Link
 from gradsync.runtime.bounds import whole_number
 
@@ -77,17 +84,11 @@ def _read_gpu(nvml: Any, index: int) -> Gpu:
     cores = ask(nvml, 0, nvml.nvmlDeviceGetNumGpuCores, handle)
     megahertz = ask(nvml, 0, nvml.nvmlDeviceGetMaxClockInfo, handle, nvml.NVML_CLOCK_SM)
     num_sms = max(cores // _CORES_PER_SM.get((major, minor), 128), 1)
-    flops, rate, source = rates_of(name, (major, minor), num_sms, megahertz * 1e6 or None)
-    device = Device(
-        kind="cuda",
-        name=name,
+    device = detected_device(
+        *(name, (major, minor), num_sms, megahertz * 1e6 or None),
         memory_bytes=int(memory.total),
         free_bytes=int(memory.free),
-        peak_flops=flops,
-        compute_capability=(major, minor),
-        memory_bytes_per_s=rate,
         shared=_is_shared(nvml, handle),
-        source=source,
     )
     uuid = _text(nvml.nvmlDeviceGetUUID(handle))
     gpu = Gpu(index=index, uuid=uuid, handle=handle, device=device)
@@ -159,23 +160,15 @@ def _text(value: str | bytes) -> str:
 def torch_devices(torch: Any) -> list[Device]:
     """The CUDA devices that torch (the module) sees; none without CUDA. How much memory is free is
     not asked: that would take some of it."""
-    devices = []
-    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        told = torch.cuda.get_device_properties(index)
-        capability = (told.major, told.minor)
-        flops, rate, source = rates_of(told.name, capability, told.multi_processor_count, None)
-        device = Device(
-            kind="cuda",
-            name=told.name,
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [
+        detected_device(
+            *(told.name, (told.major, told.minor), told.multi_processor_count, None),
             memory_bytes=told.total_memory,
-            peak_flops=flops,
-            compute_capability=capability,
-            memory_bytes_per_s=rate,
             mig="MIG" in told.name,
-            source=source,
         )
-        devices.append(device)
-    return devices
+        for told in map(torch.cuda.get_device_properties, range(count))
+    ]
 
 
 def visible_devices(env: Mapping[str, str], gpus: Sequence[Gpu]) -> list[Visible]:

@@ -93,21 +93,6 @@ def write_bytes(size: int) -> str:
     return _write(size, _BYTES)
 
 
-def write_rate(bytes_per_s: float) -> str:
-    """Bytes per second, such as "3.35TB/s"."""
-    return _write(bytes_per_s, _BYTES) + "/s"
-
-
-def write_flops(flops: float) -> str:
-    """Floating-point operations per second, such as "989TFLOP/s"."""
-    return _write(flops, _FLOP)
-
-
-def write_time(seconds: float) -> str:
-    """Seconds, such as "3.4us"."""
-    return _write(seconds, _SECONDS)
-
-
 def _write(number: float, units: Mapping[str, Decimal]) -> str:
     """`number` in the largest of `units`, which ascend, that leaves at least 1."""
     exact = Decimal(repr(number))
@@ -166,9 +151,17 @@ TEXTS = Form("a list of words", _texts, list)
 KIND = Form("cuda or cpu", lambda v: v if v in ("cuda", "cpu") else None)
 SIZE = Form("a size such as 80GB or 80GiB", _size, write_bytes)
 FREE = replace(SIZE, read=partial(_size, least=0))
-FLOP_RATE = Form("a rate such as 989TFLOP/s", partial(_number, units=FLOPS), write_flops)
-RATE = Form("a rate such as 10Gbit/s or 1.25TB/s", partial(_number, units=RATES), write_rate)
-TIME = Form("a time such as 5us", partial(_number, units=TIMES, zero=True), write_time)
+FLOP_RATE = Form(
+    "a rate such as 989TFLOP/s", partial(_number, units=FLOPS), partial(_write, units=_FLOP)
+)
+RATE = Form(
+    "a rate such as 10Gbit/s or 1.25TB/s",
+    partial(_number, units=RATES),
+    partial(_write, units={f"{unit}/s": size for unit, size in _BYTES.items()}),
+)
+TIME = Form(
+    "a time such as 5us", partial(_number, units=TIMES, zero=True), partial(_write, units=_SECONDS)
+)
 CAPABILITY = Form("two numbers such as [9, 0]", _capability, list)  # 9.0 is understood too
 
 Fields = Mapping[str, tuple[str, Form]]

@@ -29,9 +29,12 @@ from gradsync.plan.catalog import (
 )
 from gradsync.plan.description import Device, Hardware, Host, Link
 from gradsync.plan.hardware_file import (
+    FLOP_RATE,
     FLOPS,
+    RATE,
     RATES,
     SIZES,
+    TIME,
     TIMES,
     dump_hardware,
     hardware_document,
@@ -40,9 +43,6 @@ from gradsync.plan.hardware_file import (
     read_hardware,
     read_quantity,
     write_bytes,
-    write_flops,
-    write_rate,
-    write_time,
 )
 
 BOOST_HZ = {"h100": 1.83e9, "a100-40": 1.41e9, "t4": 1.59e9, "v100-16": 1.53e9, "rtx4090": 2.52e9}
@@ -154,13 +154,13 @@ def test_links_are_as_nccl_reckons_and_networks_as_their_names_say() -> None:
 
 
 WORDS = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), max_size=30)
-RATE = st.floats(1e-3, 1e20, allow_nan=False)
+SPEED = st.floats(1e-3, 1e20, allow_nan=False)
 SIZE = st.integers(1, 2**60)
 LINK = st.builds(
     Link,
     name=WORDS,
     alpha_s=st.floats(0, 10, allow_subnormal=False),
-    bytes_per_s=RATE,
+    bytes_per_s=SPEED,
     source=WORDS,
     per_host=st.booleans(),
 )
@@ -169,10 +169,10 @@ DEVICE = st.builds(
     kind=st.sampled_from(["cuda", "cpu"]),
     name=WORDS,
     memory_bytes=st.integers(2**40, 2**60),
-    peak_flops=RATE,
+    peak_flops=SPEED,
     free_bytes=st.none() | st.integers(0, 2**40),
     compute_capability=st.none() | st.tuples(st.integers(0, 99), st.integers(0, 99)),
-    memory_bytes_per_s=st.none() | RATE,
+    memory_bytes_per_s=st.none() | SPEED,
     mig=st.booleans(),
     shared=st.booleans(),
     source=WORDS,
@@ -215,9 +215,9 @@ def test_a_known_link_with_other_figures_keeps_them(tmp_path: Path) -> None:
 @given(st.integers(0, 2**70), st.floats(0, 1e25), st.floats(0, 1e6))
 def test_units_lose_nothing(size: int, rate: float, seconds: float) -> None:
     assert read_quantity(write_bytes(size), SIZES) == size
-    assert float(read_quantity(write_rate(rate), RATES) or 0) == rate
-    assert float(read_quantity(write_flops(rate), FLOPS) or 0) == rate
-    assert float(read_quantity(write_time(seconds), TIMES) or 0) == seconds
+    assert float(read_quantity(RATE.write(rate), RATES) or 0) == rate
+    assert float(read_quantity(FLOP_RATE.write(rate), FLOPS) or 0) == rate
+    assert float(read_quantity(TIME.write(seconds), TIMES) or 0) == seconds
 
 
 @pytest.mark.parametrize(
@@ -246,8 +246,8 @@ def test_sizes_are_written_as_they_are_meant() -> None:
     assert write_bytes(80 * 10**9) == "80GB"
     assert write_bytes(80 * 2**30) == "80GiB"
     assert write_bytes(85_520_809_984) == "85.520809984GB"
-    assert (write_rate(3.35e12), write_flops(989.5e12)) == ("3.35TB/s", "989.5TFLOP/s")
-    assert write_time(3.4e-6) == "3.4us"
+    assert (RATE.write(3.35e12), FLOP_RATE.write(989.5e12)) == ("3.35TB/s", "989.5TFLOP/s")
+    assert TIME.write(3.4e-6) == "3.4us"
 
 
 def load(tmp_path: Path, text: str, name: str = "a.yaml") -> Hardware:

@@ -11,10 +11,6 @@ from statistics import fmean
 import pytest
 
 from gradsync.errors import ConfigError
-from gradsync.models.presets import preset
-from gradsync.plan.description import Device, Host
-from gradsync.plan.hardware_file import load_network
-from gradsync.plan.profile import estimate_profile
 from gradsync.plan.simulation import (
     Failures,
     Simulation,
@@ -236,19 +232,6 @@ def test_a_picture(tmp_path: Path) -> None:
     text = path.read_text()
     assert text.count("<!-- ring pp=8 -->") == 1
     assert "<!-- diloco -->" in text
-
-
-def test_over_a_wide_area_only_rare_meetings_survive() -> None:
-    """A small GPT on hosts of eight GPUs with an H100's peak."""
-    gpu = Device(kind="cuda", name="gpu", memory_bytes=80 * 10**9, peak_flops=989e12)
-    host = Host(devices=(gpu,) * 8, link=load_network("nvlink4"), cores=64, memory_bytes=10**12)
-    asked = work(8, model=preset("small"), micro_batch_size=4, seq_len=1024)
-    found = simulate(
-        *(asked, host, load_network("wan-1g-50ms"), [16, 64], estimate_profile(asked, gpu)),
-        options={"diloco": {"inner_steps": 500}},
-        steps=1,
-    )
-    assert found.crossovers[-1] == "on 64 ranks over wan-1g-50ms, only diloco stays above 50 %"
 
 
 @pytest.mark.parametrize(

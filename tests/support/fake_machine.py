@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from gradsync.plan.description import Hardware
-from gradsync.plan.detect.machine import (
+from gradsync.plan.machine import (
     DEFAULT_LINK,
     Interfaces,
     Processor,

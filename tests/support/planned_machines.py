@@ -6,9 +6,9 @@ from typing import Any
 
 from gradsync.models.config import GPTConfig
 from gradsync.parallel.layout import Layout
+from gradsync.plan.collectives import Fit
 from gradsync.plan.description import Device, Hardware, Host, Kind, Link
-from gradsync.plan.timing.alpha_beta import Fit
-from gradsync.plan.timing.profile import BucketReady, StepProfile
+from gradsync.plan.profile import BucketReady, StepProfile
 from gradsync.plan.workload import Split, Workload
 
 MODEL = GPTConfig(n_layer=2, n_head=2, n_embd=8, vocab_size=16, block_size=8)

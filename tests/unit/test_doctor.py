@@ -6,7 +6,7 @@ import pytest
 
 from gradsync.cli import doctor
 from gradsync.errors import ConfigError, LaunchError
-from gradsync.plan.described.file import load_hardware
+from gradsync.plan.hardware_file import load_hardware
 
 MPI = {
     "OMPI_COMM_WORLD_RANK": "1",

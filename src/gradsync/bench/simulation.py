@@ -48,6 +48,7 @@ from gradsync.bench.report import Spread, print_table, spread, where
 from gradsync.bench.scaling import parse_world_sizes
 from gradsync.errors import ConfigError
 from gradsync.parallel.layout import Layout
+from gradsync.plan.collectives import INNER_STEPS, OWN_ALGORITHMS, Fit, traffic_of
 from gradsync.plan.description import Device, Hardware, Host, Link
 from gradsync.plan.simulate.play import Stragglers, step_s
 from gradsync.plan.timing.alpha_beta import Fit

@@ -13,9 +13,9 @@ import tyro
 
 from gradsync.cli.arguments import parse
 from gradsync.errors import ConfigError, LaunchError
-from gradsync.plan.described.file import dump_hardware, hardware_document, hardware_rows
 from gradsync.plan.description import Hardware
-from gradsync.plan.detect.machine import detect_hardware
+from gradsync.plan.hardware_file import dump_hardware, hardware_document, hardware_rows
+from gradsync.plan.machine import detect_hardware
 from gradsync.runtime import environ
 from gradsync.runtime.coordinator import CoordinatorPlan, plan_coordinator
 from gradsync.runtime.machine import choose_threads

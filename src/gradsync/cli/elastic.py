@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradsync.plan.description import Hardware
-from gradsync.plan.detect.machine import detect_hardware
+from gradsync.plan.machine import detect_hardware
 from gradsync.runtime import environ
 from gradsync.train.config import TrainConfig
 from gradsync.train.config_io import read_file, to_flags

@@ -15,33 +15,23 @@ import tyro
 from gradsync.bench.plot import check_plot
 from gradsync.cli.arguments import parse
 from gradsync.errors import ConfigError, RunError
-from gradsync.plan.choice.candidate import Search
-from gradsync.plan.choice.choose import Choice, choose
-from gradsync.plan.choice.costs import Costs
-from gradsync.plan.choice.remedy import find_remedy
-from gradsync.plan.choice.report import (
+from gradsync.plan.catalog import DEFAULT_NETWORK, NETWORKS, check_size
+from gradsync.plan.choice import Choice, Costs, Search, choose, remedy
+from gradsync.plan.description import Hardware, speed_switches
+from gradsync.plan.hardware_file import hardware_document, load_hardware, load_network
+from gradsync.plan.machine import detect_hardware
+from gradsync.plan.memory import memory_need
+from gradsync.plan.placement import gb, parse_submodel, place_submodels
+from gradsync.plan.report import (
     commands,
+    figure_lines,
     hardware_lines,
     pick_sections,
     print_table,
     section,
     work_lines,
 )
-from gradsync.plan.choice.submodels import parse_submodel, place_submodels
-from gradsync.plan.choice.words import gb
-from gradsync.plan.described.catalog import DEFAULT_NETWORK, check_size
-from gradsync.plan.described.file import hardware_document, load_hardware
-from gradsync.plan.described.links import NETWORKS, load_network
-from gradsync.plan.description import Hardware
-from gradsync.plan.detect.machine import detect_hardware
-from gradsync.plan.memory.model import memory_need
-from gradsync.plan.simulate.simulation import (
-    DEFAULT_STRATEGIES,
-    Simulation,
-    report_text,
-    simulate,
-)
-from gradsync.plan.switches import speed_switches
+from gradsync.plan.simulation import DEFAULT_STRATEGIES, Simulation, report_text, simulate
 from gradsync.plan.workload import Split, Workload
 from gradsync.runtime import environ
 from gradsync.runtime.bounds import MOST_NODES, whole_number
@@ -52,8 +42,7 @@ from gradsync.train.data import vocabulary
 _USUAL = ("invariant", "bucketed", "zero1", "zero2", "fsdp", "ddp")
 """Strategies tried unless names are given: none that loses something on purpose, and only one of
 each cost."""
-_BETWEEN_HOSTS = "hierarchical"
-"""Joins them where there are several hosts."""
+_BETWEEN_HOSTS = "hierarchical"  # Joins them where there are several hosts
 _LARGEST_MICRO_BATCH = 32
 _SIZES = ("tokens_per_update", "micro_batch_size", "seq_len", "dtype")
 
@@ -108,46 +97,36 @@ class Request:
     """The request, checked."""
 
     hardware: Hardware
-    here: bool
-    """Whether the hardware is this machine's."""
+    here: bool  # Whether the hardware is this machine's
     work: Workload
     search: Search
-    flags: tuple[str, ...]
-    """Flags of `gradsync train` for values other than the model's own configuration."""
+    flags: tuple[str, ...]  # Of `gradsync train`, for values other than the model's own
 
 
 def run(argv: list[str]) -> int:
     """Carry out `gradsync plan ARGV`.
 
-    Returns:
-        0.
-
     Raises:
         ConfigError: an unknown model, strategy or network, a file that cannot be used, numbers
             that cannot be.
         DataError: the data's description cannot be read.
-        RunError: the model fits nowhere.
+        RunError: the model fits nowhere; said after the table.
     """
     options = parse(PlanOptions, argv, "plan")
     request = request_of(options)
     if options.submodel:
         return _tell_submodels(options, request)
     costs, work, hardware = Costs(), request.work, request.hardware
-    choice = choose(work, hardware, costs.models, request.search)
+    choice = choose(work, hardware, costs, request.search)
     if options.probe and request.here and choice.pick is not None and costs.measure(work, hardware):
-        choice = choose(work, hardware, costs.models, request.search)
+        choice = choose(work, hardware, costs, request.search)
     simulation = _simulated(options, request, costs, choice)
     _tell(options, request, costs, choice, simulation)
     return 0
 
 
 def request_of(options: PlanOptions) -> Request:
-    """The request.
-
-    Raises:
-        ConfigError: see `run`.
-        DataError: see `run`.
-    """
+    """The request, checked; raises as `run`."""
     strategies = _strategies(options.strategies)
     largest = max(sizes_of(options), default=1)
     if options.data and not Path(options.data).is_dir():
@@ -193,11 +172,7 @@ def request_of(options: PlanOptions) -> Request:
 
 
 def hardware_of(options: PlanOptions) -> Hardware:
-    """The hardware to plan for: described, or this machine.
-
-    Raises:
-        ConfigError: an unknown name, a file that cannot be used, a network where there is one host.
-    """
+    """The hardware to plan for: described, or this machine."""
     for name in ("nodes", "nproc_per_node"):
         value = getattr(options, name)
         if value is not None and value < 1:
@@ -207,11 +182,8 @@ def hardware_of(options: PlanOptions) -> Hardware:
         if options.nproc_per_node is not None:
             raise ConfigError("--nproc-per-node is for this machine; --hardware says how many")
     else:
-        hardware = detect_hardware(
-            environ.snapshot(),
-            num_hosts=options.nodes,
-            ranks_per_host=options.nproc_per_node,
-        )
+        asked = {"num_hosts": options.nodes, "ranks_per_host": options.nproc_per_node}
+        hardware = detect_hardware(environ.snapshot(), **asked)
     if not options.network:
         return hardware
     if len(hardware.hosts) == 1 and not options.simulate:
@@ -220,11 +192,7 @@ def hardware_of(options: PlanOptions) -> Hardware:
 
 
 def sizes_of(options: PlanOptions) -> list[int]:
-    """Numbers of ranks to simulate.
-
-    Raises:
-        ConfigError: text that is none; a picture of nothing.
-    """
+    """Numbers of ranks to simulate; checks the picture of them too."""
     words = [word.strip() for word in options.simulate.split(",") if word.strip()]
     sizes = [number for word in words if (number := whole_number(word, MOST_NODES))]
     if len(sizes) < len(words) or (options.simulate and not words):
@@ -286,24 +254,19 @@ def _train_flags(options: PlanOptions) -> Iterator[str]:
 def _simulated(
     options: PlanOptions, request: Request, costs: Costs, choice: Choice
 ) -> Simulation | None:
-    """More of the first host: every replica keeps the leaves that it has under the pick.
-
-    Raises:
-        ConfigError: sizes that the pick's parts do not divide.
-    """
+    """More of the first host: every replica keeps the leaves that it has under the pick."""
     sizes, pick = sizes_of(options), choice.pick
     if not sizes or pick is None:
         return None
-    host = request.hardware.hosts[0]
-    network = request.hardware.network
+    hardware = request.hardware
     names = _strategies(options.strategies) if options.strategies else DEFAULT_STRATEGIES
     splits = [Split(strategy=name) for name in names]
     if (best := replace(pick.split, layout=replace(pick.split.layout, dp=1))) not in splits:
         splits.insert(0, replace(best, shared_weights=False))
     work = replace(pick.work, num_leaves=-(-pick.work.num_leaves // pick.split.layout.dp))
-    device = request.hardware.devices[0]
-    profile = costs.models.profile(work, device)
-    return simulate(work, host, network, sizes, profile, splits=list(dict.fromkeys(splits)))
+    profile = costs.profile(work, hardware.devices[0])
+    about = (work, hardware.hosts[0], hardware.network, sizes, profile)
+    return simulate(*about, splits=list(dict.fromkeys(splits)))
 
 
 def _switch_lines(request: Request) -> list[str]:
@@ -316,12 +279,7 @@ def _switch_lines(request: Request) -> list[str]:
 
 
 def _tell_submodels(options: PlanOptions, request: Request) -> int:
-    """Where frozen parts go; the rest is replicated.
-
-    Raises:
-        ConfigError: a part that is none.
-        RunError: they fit nowhere.
-    """
+    """Where frozen parts go; the rest is replicated."""
     parts = [parse_submodel(text) for text in options.submodel]
     trained = memory_need(request.work, Split(strategy="bucketed")).total
     found = place_submodels(parts, trained, request.hardware)
@@ -343,11 +301,7 @@ def _tell(
     choice: Choice,
     simulation: Simulation | None,
 ) -> None:
-    """Print it.
-
-    Raises:
-        RunError: nothing fits; said after the table.
-    """
+    """Print it; raises RunError where nothing fits."""
     name, pick = options.model, choice.pick
     lines = [] if pick is None else commands(pick, request.hardware, name, request.flags)
     if options.as_json:
@@ -356,7 +310,7 @@ def _tell(
             "hardware": hardware_document(request.hardware),
             **choice.to_json(),
             "commands": [line for _, line in lines],
-            "figures": costs.lines(request.hardware),
+            "figures": figure_lines(costs, request.hardware),
             "simulation": None if simulation is None else simulation.to_json(),
         }
         print(json.dumps(document, indent=1, allow_nan=False), flush=True)
@@ -367,7 +321,7 @@ def _tell(
         if pick is not None:
             print("\n".join(pick_sections(pick, lines)))
             print(section("switches", _switch_lines(request)))
-            print(section("figures", costs.lines(request.hardware)))
+            print(section("figures", figure_lines(costs, request.hardware)))
         if simulation is not None:
             print(f"\n{report_text(simulation)}")
     if simulation is not None and options.plot:
@@ -376,5 +330,4 @@ def _tell(
         plot_simulation(Path(options.plot), simulation)
         print(f"wrote {options.plot}", file=sys.stderr)
     if pick is None:
-        remedy = find_remedy(choice, request.work, request.hardware, costs.models)
-        raise RunError(remedy.words(name, request.hardware))
+        raise RunError(remedy(name, choice, request.work, request.hardware, costs))

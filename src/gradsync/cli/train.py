@@ -96,8 +96,8 @@ def _start_ranks(config: TrainConfig, flags: list[str], as_json: bool) -> int:
 
 
 def _emulates_bf16(world: World) -> bool:
-    from gradsync.plan.detect.machine import read_processor
-    from gradsync.plan.switches import multiplies_bf16
+    from gradsync.plan.description import multiplies_bf16
+    from gradsync.plan.machine import read_processor
 
     return world.device == "cpu" and not multiplies_bf16(read_processor().instructions)
 

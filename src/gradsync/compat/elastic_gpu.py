@@ -32,11 +32,10 @@ from gradsync.compat.frozen import AnyDevice, PlacedParts, place_frozen
 from gradsync.compat.functions import log_gpu_memory
 from gradsync.data.plan import share
 from gradsync.errors import ConfigError
-from gradsync.plan.described.file import load_hardware
-from gradsync.plan.description import Device, Hardware
-from gradsync.plan.detect.machine import detect_hardware
+from gradsync.plan.description import Device, Hardware, Switches, speed_switches
+from gradsync.plan.hardware_file import load_hardware
+from gradsync.plan.machine import detect_hardware
 from gradsync.plan.placement import Part, Placement, place_parts
-from gradsync.plan.switches import Switches, speed_switches
 from gradsync.runtime import environ
 from gradsync.runtime.resolve import resolve
 

@@ -1,17 +1,28 @@
-"""The machines to train on, as values: devices, hosts, and the links between them; no torch.
+"""The machines to train on, as values, and what they can do; no torch.
 
     Hardware
     ├── hosts: Host ── devices: Device
     │            └──── link: Link        between devices of this host (NVLink, PCIe, memory)
     └── network: Link                    between hosts
 
-Detected (`detect/machine.py`) or read from a file (`described/file.py`): who plans with it cannot
-tell which.
+Detected (`machine.py`) or described (`catalog.py`, `hardware_file.py`): the planner cannot tell.
+And the speed switches that suit them, by what a device can do:
+
+    bf16, TF32        tensor cores of compute capability 8.0 (Ampere) and later
+    fp16              tensor cores of 7.0 (Volta) and later; it needs a GradScaler
+    flash attention   torch's kernel takes 8.0 and later, and 16-bit inputs; it is chosen by torch
+                      itself inside `scaled_dot_product_attention`
+    bf16 on a CPU     AMX or AVX-512 BF16 (on Arm: bf16). Without them it is emulated: measured
+                      with oneDNN, one thread, a product of 1024 x 512 x 2048, bf16 took 0.40 of
+                      fp32's time with AVX-512 BF16 and 2.3 times it without, on the same CPU
+
+Environment variables are never set, only suggested, and none that the user has set already.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from gradsync.errors import ConfigError
@@ -21,37 +32,24 @@ Kind = Literal["cuda", "cpu"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
-    """Something that one rank trains on: a GPU, a slice of one, or a share of a host's cores.
-
-    Raises:
-        ConfigError: no memory, or no arithmetic.
-    """
+    """A device that one rank trains on: a GPU, a slice of one, or a share of a host's cores."""
 
     kind: Kind
-    name: str
-    """As its maker calls it, such as "NVIDIA H100 80GB HBM3"."""
-    memory_bytes: int
-    """All of it; for a CPU rank: its share of the host's."""
-    peak_flops: float
-    """Dense bf16 products at best, floating-point operations per second."""
-    free_bytes: int | None = None
-    """The part that is not taken now; None: not known, all of it."""
+    name: str  # As its maker calls it, such as "NVIDIA H100 80GB HBM3"
+    memory_bytes: int  # All of it; for a CPU rank: its share of the host's
+    peak_flops: float  # Dense bf16 products at best, floating-point operations per second
+    free_bytes: int | None = None  # The part that is not taken now; None: not known, all of it
     compute_capability: tuple[int, int] | None = None
-    """CUDA devices only, such as (9, 0)."""
     memory_bytes_per_s: float | None = None
-    """Bandwidth of its memory."""
-    mig: bool = False
-    """A slice of a GPU."""
-    shared: bool = False
-    """Other processes were using it when it was looked at."""
-    source: str = ""
-    """Where `peak_flops` and `memory_bytes_per_s` come from."""
+    mig: bool = False  # A slice of a GPU
+    shared: bool = False  # Other processes were using it when it was looked at
+    source: str = ""  # Where `peak_flops` and `memory_bytes_per_s` come from
 
     def __post_init__(self) -> None:
-        if self.memory_bytes <= 0:
-            raise ConfigError(f"device {self.name}: memory must be positive")
-        if self.peak_flops <= 0:
-            raise ConfigError(f"device {self.name}: peak_flops must be positive")
+        for name in ("memory_bytes", "peak_flops"):
+            if getattr(self, name) <= 0:
+                said = name.removesuffix("_bytes")
+                raise ConfigError(f"device {self.name}: {said} must be positive")
 
     @property
     def usable_bytes(self) -> int:
@@ -61,20 +59,12 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """Between two ranks: `seconds = alpha_s + bytes / bytes_per_s` (Hockney 1994).
+    """Between two ranks: `seconds = alpha_s + bytes / bytes_per_s` (Hockney 1994)."""
 
-    Raises:
-        ConfigError: a negative latency, or no bandwidth.
-    """
-
-    name: str
-    """Such as nvlink4, pcie4, shared memory, infiniband-ndr, ethernet-10g."""
-    alpha_s: float
-    """Latency of one message, however short."""
-    bytes_per_s: float
-    """In one direction, of one rank, while all use it."""
-    source: str = ""
-    """Where the two numbers come from."""
+    name: str  # Such as nvlink4, pcie4, shared memory, infiniband-ndr, ethernet-10g
+    alpha_s: float  # Latency of one message, however short
+    bytes_per_s: float  # In one direction, of one rank, while all use it
+    source: str = ""  # Where the two numbers come from
     per_host: bool = False
     """For a network: `bytes_per_s` is that of a host's one port, which its ranks divide among them;
     else each rank has a port of its own."""
@@ -90,23 +80,15 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Host:
-    """One machine.
-
-    Raises:
-        ConfigError: no device.
-    """
+    """One machine."""
 
     devices: tuple[Device, ...]
     link: Link
-    """Between its devices."""
-    cores: int
-    """Cores that this user may occupy (affinity and container limit)."""
-    memory_bytes: int
-    """The host's, or the container's."""
+    cores: int  # Cores that this user may occupy (affinity and container limit)
+    memory_bytes: int  # The host's, or the container's
     instructions: tuple[str, ...] = ()
     """Such as avx512_bf16, amx_bf16: what decides how fast bf16 is on the CPU."""
-    interfaces: tuple[str, ...] = ()
-    """Network interfaces that are up, loopback left out."""
+    interfaces: tuple[str, ...] = ()  # Network interfaces that are up, loopback left out
 
     def __post_init__(self) -> None:
         if not self.devices:
@@ -115,17 +97,11 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hardware:
-    """All of it.
-
-    Raises:
-        ConfigError: no host.
-    """
+    """All hosts, in rank order."""
 
     hosts: tuple[Host, ...]
-    network: Link | None = None
-    """Between hosts; None where there is one host."""
-    notes: tuple[str, ...] = ()
-    """How it was found, as far as a reader should know; one line each."""
+    network: Link | None = None  # None where there is one host
+    notes: tuple[str, ...] = ()  # How it was found, as far as a reader should know; one line each
 
     def __post_init__(self) -> None:
         if not self.hosts:
@@ -139,7 +115,7 @@ class Hardware:
         return tuple(device for host in self.hosts for device in host.devices)
 
     def with_devices(self, count: int) -> Hardware:
-        """The same, of which only the first `count` devices are used; 1 <= count."""
+        """The same with only the first `count` devices; 1 <= count."""
         left, hosts = count, []
         for host in self.hosts:
             if left > 0:
@@ -148,3 +124,70 @@ class Hardware:
         if left > 0:
             raise ConfigError(f"{count} devices wanted, there are {count - left}")
         return replace(self, hosts=tuple(hosts))
+
+
+_AMPERE, _VOLTA = (8, 0), (7, 0)
+_CPU_BF16 = ("amx_bf16", "avx512_bf16", "bf16")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Switches:
+    """The settings to turn on; the same for all devices."""
+
+    dtype: Literal["bf16", "fp16", "fp32"]  # The fastest that every device multiplies in hardware
+    tf32: bool = False
+    reasons: tuple[str, ...]
+    suggestions: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables that may help and are not set."""
+
+    def suggestion_lines(self) -> list[str]:
+        """`export NAME=value`, to type or to leave."""
+        return [f"export {name}={value}" for name, value in self.suggestions.items()]
+
+
+def speed_switches(hardware: Hardware, env: Mapping[str, str]) -> Switches:
+    """The switches that suit all devices; variables that are set in `env` are the user's own."""
+    if hardware.devices[0].kind == "cpu":
+        return _on_cpu(hardware)
+    oldest = min(device.compute_capability or (0, 0) for device in hardware.devices)
+    capability, new = f"compute capability {oldest[0]}.{oldest[1]}", oldest >= _AMPERE
+    dtype, said = "fp32", " has no tensor cores (7.0 has): fp32"
+    if new:
+        dtype, said = "bf16", ": bf16, TF32, flash attention"
+    elif oldest >= _VOLTA:
+        dtype, said = "fp16", " has no bf16 (8.0 has): fp16"
+    reasons = [f"{capability}{said}, fused AdamW"]
+    if any(device.mig for device in hardware.devices):
+        reasons.append(
+            "MIG slices: NCCL has no direct path between them, messages go through the host"
+        )
+    return Switches(
+        dtype=dtype, tf32=new, reasons=tuple(reasons), suggestions=_suggestions(hardware, env)
+    )
+
+
+def multiplies_bf16(instructions: Collection[str]) -> bool:
+    """Whether a CPU with these instructions has bf16 in hardware, and need not emulate it."""
+    return any(name in instructions for name in _CPU_BF16)
+
+
+def _on_cpu(hardware: Hardware) -> Switches:
+    dtype, reason = "fp32", "fp32: without AMX or AVX-512 BF16 the CPU emulates bf16, slower"
+    if all(multiplies_bf16(host.instructions) for host in hardware.hosts):
+        fast = next(name for name in _CPU_BF16 if name in hardware.hosts[0].instructions)
+        dtype, reason = "bf16", f"bf16: the CPU multiplies it in hardware ({fast})"
+    reasons = (f"{reason}; fused AdamW; freed memory kept",)
+    return Switches(dtype=dtype, reasons=reasons)
+
+
+def _suggestions(hardware: Hardware, env: Mapping[str, str]) -> dict[str, str]:
+    """NCCL's and the allocator's variables, but for those that are set."""
+    wanted = {}
+    if "PYTORCH_CUDA_ALLOC_CONF" not in env:  # the older name
+        wanted["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    if len(hardware.devices) > 1:
+        wanted["NCCL_DEBUG"] = "WARN"
+    if len(hardware.hosts) > 1 and (interface := env.get("GLOO_SOCKET_IFNAME")):
+        # What the user chose for one library; "=" is NCCL's way to say exactly this name.
+        wanted["NCCL_SOCKET_IFNAME"] = f"={interface}"
+    return {name: value for name, value in wanted.items() if name not in env}

@@ -1,8 +1,7 @@
 """The largest micro-batch that runs: which one to try next, and what all ranks agree on.
 
-Only sizes that a step can be cut into are ever tried, so what was found to run can be taken as it
-is. Ranks call `next_size` with the same trials, so all of them try the same sizes in the same
-order, and the smallest of them decides.
+Only sizes that a step can be cut into are ever tried. Ranks call `next_size` with the same trials,
+so all of them try the same sizes in the same order, and the smallest of them decides.
 
 [Note: A rank without memory] One rank may run out of memory where the others do not. So an attempt
 holds no communication at all: each rank runs alone, whatever becomes of it is a value, and every
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING
 from gradsync.comm.base import Communicator
 
 if TYPE_CHECKING:
-    from gradsync.plan.memory.probe import Cost
+    from gradsync.plan.probe import Cost
 
 _IMBALANCE = 1.125
 """How much more than need be the busiest rank may have to do: with few large leaves, shares that
@@ -33,16 +32,11 @@ _GAIN = 0.97
 class Trial:
     """The outcome of one size; equal on all ranks."""
 
-    size: int
-    """Sequences of a leaf."""
-    fits: bool
-    """On every rank, within its limit."""
-    peak: float = 0.0
-    """Share of its limit that the fullest rank took."""
-    slope: float = 0.0
-    """Added to it by one more sequence, on the rank where it adds most."""
-    seconds: float = 0.0
-    """Forward and backward of the leaf, on the slowest rank."""
+    size: int  # Sequences of a leaf
+    fits: bool  # On every rank, within its limit
+    peak: float = 0.0  # Share of its limit that the fullest rank took
+    slope: float = 0.0  # Added to it by one more sequence, on the rank where it adds most
+    seconds: float = 0.0  # Forward and backward of the leaf, on the slowest rank
 
     @property
     def seconds_per_sequence(self) -> float:
@@ -51,15 +45,11 @@ class Trial:
 
 
 def legal_sizes(sequences: int, world_size: int, *, equal_leaves: bool = False) -> tuple[int, ...]:
-    """Micro-batches, ascending, that cut `sequences` into leaves for `world_size` ranks.
+    """Micro-batches, ascending, that cut a step's `sequences` into leaves for `world_size` ranks.
 
-    Each divides `sequences`, leaves no rank without a leaf, and shares leaves out so evenly that
-    the busiest rank has at most an eighth more sequences than under the smallest size.
-
-    Args:
-        sequences: of a step, over all ranks.
-        world_size: ranks.
-        equal_leaves: all ranks must have equally many leaves.
+    Each divides `sequences`, leaves no rank without a leaf (with `equal_leaves`: gives all equally
+    many), and shares leaves out so evenly that the busiest rank has at most an eighth more
+    sequences than under the smallest size.
     """
     below_root = [size for size in range(1, isqrt(sequences) + 1) if sequences % size == 0]
     loads = {}
@@ -80,8 +70,8 @@ def next_size(sizes: Sequence[int], trials: Sequence[Trial], *, careful: bool) -
     Args:
         sizes: see `legal_sizes`.
         trials: so far, in their order.
-        careful: nobody catches a process that takes too much (a CPU): try nothing that is
-            predicted beyond the limit, and grow only while growing pays.
+        careful: nothing stops a process that takes too much (a CPU): try nothing that is predicted
+            beyond the limit, and grow only while growing pays.
     """
     if not trials:
         return min(sizes, default=None)
@@ -110,20 +100,13 @@ def predicted(trial: Trial, size: int) -> float:
 
 
 def chosen_size(trials: Sequence[Trial], *, careful: bool) -> int | None:
-    """The largest size that fits; if `careful`, of those that are as fast as any; None: none fits.
-
-    Args:
-        trials: all of them.
-        careful: see `next_size`; a core is busy with one sequence, so there larger ones may only
-            take more memory.
-    """
+    """The largest size that fits, None: none does. If `careful`, of those that are as fast as any:
+    a core is busy with one sequence, so there larger ones may only take more memory."""
     fitting = [trial for trial in trials if trial.fits]
-    if not fitting:
-        return None
     if careful:
-        best = min(trial.seconds_per_sequence for trial in fitting)
+        best = min((trial.seconds_per_sequence for trial in fitting), default=0.0)
         fitting = [trial for trial in fitting if _GAIN * trial.seconds_per_sequence <= best]
-    return max(trial.size for trial in fitting)
+    return max((trial.size for trial in fitting), default=None)
 
 
 def try_sizes(
@@ -154,8 +137,7 @@ def try_sizes(
         told = torch.tensor(_message(size, cost, ran, limit_bytes), dtype=torch.float64)
         comm.all_reduce(told, "max").wait()
         failed, peak, slope, seconds = told.tolist()
-        fits = not failed
-        trials.append(Trial(size=size, fits=fits, peak=peak, slope=slope, seconds=seconds))
+        trials.append(Trial(size=size, fits=not failed, peak=peak, slope=slope, seconds=seconds))
         if cost is not None:
             ran.append((size, cost))
     return tuple(trials)
@@ -168,9 +150,7 @@ def _message(
     if cost is None:
         return 1.0, 0.0, 0.0, 0.0
     smaller = max(((s, c) for s, c in ran if s < size), key=lambda pair: pair[0], default=None)
-    if smaller is None:
-        slope = (cost.peak_bytes - cost.held_bytes) / size
-    else:
-        slope = (cost.peak_bytes - smaller[1].peak_bytes) / (size - smaller[0])
-    peak, slope = cost.peak_bytes / limit_bytes, max(slope, 0.0) / limit_bytes
-    return float(peak > 1), peak, slope, cost.seconds
+    below, low = (0, cost.held_bytes) if smaller is None else (smaller[0], smaller[1].peak_bytes)
+    slope = max((cost.peak_bytes - low) / (size - below), 0.0)
+    peak = cost.peak_bytes / limit_bytes
+    return float(peak > 1), peak, slope / limit_bytes, cost.seconds

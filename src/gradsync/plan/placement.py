@@ -1,33 +1,48 @@
-"""Which device holds which frozen part of a model; pure, no torch.
+"""Which device holds which frozen part of a model, beside what trains; pure, no torch.
 
 First-fit decreasing (Johnson 1973, "Near-optimal bin packing algorithms"; at most 11/9 of the
 fewest bins): the largest part first, each onto the first device with room. What trains is
 replicated, so its bytes are taken from every device beforehand. A part with room on no single
 device, if it is a sequence of blocks, is cut in two between the first pair of devices that holds
 it, where the fuller of the two is left emptiest.
+
+`place_submodels` asks how many devices a replica needs: as few as its parts have room on. Published
+for one to four GPUs and a pair of frozen language models: data parallel where both fit beside what
+trains, else a model split, with three GPUs 2 + 1, with four two replicas of two. Here it follows
+from sizes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from decimal import Decimal
 from itertools import accumulate, combinations
+from typing import Any
 
-from gradsync.errors import ConfigError
+from gradsync.errors import ConfigError, RunError
+from gradsync.plan.description import Hardware
+from gradsync.plan.hardware_file import SIZES, read_quantity
+from gradsync.runtime.bounds import whole_number
+
+MARGIN = 0.1
+"""Share of what a device can use that stays free, since the memory model is held to 10 %."""
+_PARAMETERS = "params"
+_BYTES_OF_A_WEIGHT = 2  # Frozen weights are held in 16 bits
+_MOST_BLOCKS = 10_000
+
+
+def gb(num_bytes: float) -> str:
+    """Gigabytes of 10**9 bytes, as data sheets count them."""
+    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:,.1f} MB"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """A frozen submodule.
+    """A frozen submodule."""
 
-    Raises:
-        ConfigError: a size that is no size.
-    """
-
-    name: str
-    """As `named_modules` calls it."""
-    num_bytes: int
-    """All of it, and what it needs beside its weights."""
+    name: str  # As `named_modules` calls it
+    num_bytes: int  # All of it, and what it needs beside its weights
     blocks: tuple[int, ...] = ()
     """Bytes of each of the blocks that it runs one after the other; empty: it cannot be cut. What
     is in no block stays with the first."""
@@ -43,20 +58,16 @@ class Part:
 class Place:
     """Where a part is."""
 
-    devices: tuple[int, ...]
-    """One device, or the two it is cut between."""
-    first_blocks: int = 0
-    """For a part in two: how many blocks are on the first device."""
+    devices: tuple[int, ...]  # One device, or the two it is cut between
+    first_blocks: int = 0  # For a part in two: how many blocks are on the first device
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
     """Where every part is."""
 
-    places: Mapping[str, Place]
-    """By name of the part."""
-    left: tuple[int, ...]
-    """Bytes that stay free on each device."""
+    places: Mapping[str, Place]  # By name of the part
+    left: tuple[int, ...]  # Bytes that stay free on each device
 
     def describe(self) -> str:
         """One line a device: its parts, and what stays free."""
@@ -99,8 +110,8 @@ def place_parts(
     for part in sorted(parts, key=lambda part: -part.num_bytes):
         if part.name in places:
             raise ConfigError(f"two parts are called {part.name}")
-        fitting = (device for device, free in enumerate(left) if part.num_bytes <= free)
-        device = next(fitting, None)
+        whole = (n for n, free in enumerate(left) if part.num_bytes <= free)
+        device = next(whole, None)
         place = _in_two(part, left) if device is None else Place(devices=(device,))
         if place is None:
             raise ConfigError(_nowhere(part, left))
@@ -146,3 +157,111 @@ def _nowhere(part: Part, left: Sequence[int]) -> str:
         f"{part.name} ({part.num_bytes / 1e9:.1f} GB) fits nowhere: {where}, {short}; use devices "
         "with more memory, more of them, or fewer bytes a weight"
     )
+
+
+def parse_submodel(text: str) -> Part:
+    """`NAME:SIZE`, or `NAME:SIZE/BLOCKS` for one that may be cut between equal blocks."""
+    name, _, rest = text.partition(":")
+    size, cut, count = rest.partition("/")
+    units = SIZES
+    if size.endswith(_PARAMETERS):
+        size, units = size.removesuffix(_PARAMETERS), {"": Decimal(_BYTES_OF_A_WEIGHT)}
+    num_bytes = int(read_quantity(size, units) or 0)
+    blocks = whole_number(count, _MOST_BLOCKS) or 0
+    if not name or num_bytes < 1 or (cut and blocks < 1):
+        raise ConfigError(
+            f"--submodel: got {text[:80]!r}, expected NAME:SIZE, such as llama:16GB, "
+            "llama:8e9params, or llama:16GB/32 for 32 blocks"
+        )
+    return Part(
+        name=name, num_bytes=num_bytes, blocks=(num_bytes // blocks,) * blocks if cut else ()
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Submodels:
+    """Replicas, and where each part of one is."""
+
+    groups: tuple[tuple[int, ...], ...]  # Devices of each replica, counted over all hosts
+    placements: tuple[Placement, ...]  # Each replica's; devices are counted within it
+    idle: tuple[int, ...]  # Devices of no replica
+    trained_bytes: int  # Taken by what trains, on the first device of each replica
+
+    def words(self) -> str:
+        """The strategy, as the published table names it."""
+        replicas, most = len(self.groups), max(map(len, self.groups))
+        if most == 1:
+            return "data parallel" if replicas > 1 else "single device"
+        if replicas > 1:
+            return "data parallel x model split"
+        return "model split" if most == 2 else f"hybrid: one replica over {most} devices"
+
+    def lines(self) -> list[str]:
+        """For people: the strategy, then each kind of replica."""
+        found = [f"{self.words()}; what trains takes {gb(self.trained_bytes)} of a replica"]
+        alike: dict[str, list[str]] = {}
+        for group, placement in zip(self.groups, self.placements, strict=True):
+            alike.setdefault(placement.describe(), []).append("+".join(map(str, group)))
+        for text, groups in alike.items():
+            found.append(f"replica{'s' * (len(groups) > 1)} on {', '.join(groups)}:")
+            found += [f"  {line}" for line in text.splitlines()]
+        if self.idle:
+            found.append(f"not needed: device {', '.join(map(str, self.idle))}")
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON can hold it."""
+        return {
+            "strategy": self.words(),
+            "replicas": [list(group) for group in self.groups],
+            "idle": list(self.idle),
+            "trained_bytes": self.trained_bytes,
+            "placements": [asdict(placement) for placement in self.placements],
+        }
+
+
+def place_submodels(parts: Sequence[Part], trained_bytes: int, hardware: Hardware) -> Submodels:
+    """As many replicas as there is room for, each on neighbours of one host; further devices stay
+    free, since a replica that has room is not faster on more.
+
+    Raises:
+        ConfigError: two parts of one name.
+        RunError: not even a whole host has room for one replica.
+    """
+    names = [part.name for part in parts]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"--submodel: two parts have one name: {', '.join(names)}")
+    sizes = [len(host.devices) for host in hardware.hosts]
+    ends = list(accumulate(sizes))
+    room = [int((1 - MARGIN) * device.usable_bytes) for device in hardware.devices]
+    trouble = ""
+    for each in range(1, max(sizes) + 1):
+        groups = [
+            tuple(range(start, start + each))
+            for end, size in zip(ends, sizes, strict=True)
+            for start in range(end - size, end - each + 1, each)
+        ]
+        try:
+            placements = [
+                _place_replica(parts, trained_bytes, [room[n] for n in group]) for group in groups
+            ]
+        except ConfigError as error:
+            trouble = str(error)
+            continue
+        used = {device for group in groups for device in group}
+        return Submodels(
+            groups=tuple(groups),
+            placements=tuple(placements),
+            idle=tuple(device for device in range(sum(sizes)) if device not in used),
+            trained_bytes=trained_bytes,
+        )
+    raise RunError(f"--submodel: {trouble}")
+
+
+def _place_replica(parts: Sequence[Part], trained_bytes: int, room: Sequence[int]) -> Placement:
+    if room[0] < trained_bytes:
+        missing = gb(trained_bytes - room[0])
+        raise ConfigError(
+            f"what trains needs {gb(trained_bytes)} of {gb(room[0])}: {missing} short"
+        )
+    return place_parts(parts, [room[0] - trained_bytes, *room[1:]])

@@ -15,19 +15,13 @@ class Workload:
     """One training run, without a word about ranks."""
 
     model: GPTConfig
-    micro_batch_size: int
-    """Sequences of a leaf."""
+    micro_batch_size: int  # Sequences of a leaf
     seq_len: int
-    """Tokens of a sequence."""
-    num_leaves: int
-    """Leaves of an optimizer step, over all ranks."""
-    dtype: Literal["bf16", "fp32", "fp16"] = "bf16"
-    """bf16 and fp16 are autocast over fp32 weights."""
+    num_leaves: int  # Leaves of an optimizer step, over all ranks
+    dtype: Literal["bf16", "fp32", "fp16"] = "bf16"  # bf16 and fp16 are autocast over fp32 weights
     activation_checkpointing: bool = False
-    loss_rows: int | None = None
-    """Positions whose loss is computed at a time; None: all."""
+    loss_rows: int | None = None  # Positions whose loss is computed at a time; None: all
     kind: Kind = "cuda"
-    """The kind of device: a CPU process brings Python and torch into the sum."""
 
     @property
     def leaf_tokens(self) -> int:
@@ -44,11 +38,9 @@ class Workload:
 class Split:
     """One way to divide a run over ranks."""
 
-    strategy: str
-    """A name in `sync.registry.STRATEGIES`: how the replicas keep together."""
+    strategy: str  # A name in `sync.registry.STRATEGIES`: how the replicas keep together
     layout: Layout = field(default_factory=Layout)
     schedule: Literal["gpipe", "1f1b"] = "1f1b"
-    """A pipeline's."""
     shared_weights: bool = False
     """One copy of weights and optimizer state for all ranks of a host (CPU, shared memory)."""
 
@@ -57,8 +49,12 @@ class Split:
         """Ranks."""
         return self.layout.world_size
 
-    def __str__(self) -> str:
+    @property
+    def sizes(self) -> str:
+        """Such as `dp=2,tp=2`: replicas, stages and shards where there are several."""
         layout = self.layout
         names = (("dp", layout.dp), ("pp", layout.pp), ("tp", layout.tp))
-        sizes = [f"{name}={size}" for name, size in names if size > 1]
-        return " ".join([self.strategy, ",".join(sizes)]) if sizes else self.strategy
+        return ",".join(f"{name}={size}" for name, size in names if size > 1)
+
+    def __str__(self) -> str:
+        return f"{self.strategy} {self.sizes}".rstrip()

@@ -15,13 +15,18 @@ from typing import Any
 
 from gradsync.errors import ConfigError, RunError
 from gradsync.models.config import GPTConfig
-from gradsync.plan.choice.candidate import PROMISES, Candidate, Search
-from gradsync.plan.choice.choose import ERROR, Choice, choose
-from gradsync.plan.choice.costs import Costs
-from gradsync.plan.choice.remedy import find_remedy
-from gradsync.plan.description import Hardware
+from gradsync.plan.choice import (
+    ERROR,
+    PROMISES,
+    Candidate,
+    Choice,
+    Costs,
+    Search,
+    choose,
+    remedy,
+)
+from gradsync.plan.description import Hardware, speed_switches
 from gradsync.plan.micro_batch import legal_sizes
-from gradsync.plan.switches import speed_switches
 from gradsync.plan.workload import Workload
 from gradsync.sync.registry import find_strategy
 from gradsync.train.config import AUTO, SyncConfig, TrainConfig
@@ -179,11 +184,10 @@ def _choose(
         kind=hardware.devices[0].kind,
     )
     costs = Costs()
-    choice = choose(work, hardware, costs.models, search)
+    choice = choose(work, hardware, costs, search)
     taken = _best(choice, world_size, config.sync if named else "")
     if taken is None:
-        remedy = find_remedy(choice, work, hardware, costs.models)
-        raise RunError(remedy.words(config.preset, hardware))
+        raise RunError(remedy(config.preset, choice, work, hardware, costs))
     return taken
 
 

@@ -27,7 +27,7 @@ from gradsync.bench.steps import Baton, my_set
 from gradsync.errors import ConfigError
 from gradsync.models.config import PRESETS
 from gradsync.parallel.layout import Layout
-from gradsync.plan.memory.model import memory_need
+from gradsync.plan.memory import memory_need
 from gradsync.plan.workload import Split, Workload
 from gradsync.world import World
 from support.bench_results import GB

@@ -10,8 +10,7 @@ import pytest
 
 from gradsync.core.document import LARGEST_BYTES, read_document
 from gradsync.errors import ConfigError
-from gradsync.plan.described.file import load_hardware
-from gradsync.plan.described.links import load_network
+from gradsync.plan.hardware_file import load_hardware, load_network
 from gradsync.train.config_io import parse_config
 
 DIGITS = "9" * 5_000

@@ -1,0 +1,343 @@
+"""Devices and links with public figures, and machines by name out of them, such as `a100-80x8@2`.
+
+    NAME = PART[+PART …][@HOSTS]        PART = DEVICE[xCOUNT]
+
+`h100x4` is one host with four; `a100-40x2+h100` one host with three, of two kinds; `h100x8@2` two
+such hosts. What a name leaves open is assumed, and said in `Hardware.notes` and `Link.source`.
+
+A catalogued memory is the data sheet's, in decimal GB. Drivers report some percent more (an "80 GB"
+H100 has 85.5e9 bytes), so what is planned here fits there. A link's `bytes_per_s` is less than what
+its bus could carry: it is what NCCL itself reckons with, `src/graph/topo.h` at commit 069a3d4
+(SM70_NVLINK_BW …, PCI_BW), and `src/graph/tuning.cc` at commit 01afd20 for the latency (hwLat;
+ring, simple protocol).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+from typing import Any, NamedTuple
+
+from gradsync.errors import ConfigError
+from gradsync.plan.description import Device, Hardware, Host, Link
+
+GB = 10**9
+
+_NCCL = "NCCL's own model of a ring's step (src/graph/tuning.cc)"
+_NETWORK_S = 9.6e-6  # `_NCCL`, a step between hosts under protocol Simple, seconds
+_NVLINK_ALPHA_S, _PCIE_ALPHA_S = 3.4e-6, 5.7e-6
+_TCP_PART = 1448 / 1538
+"""Payload of a full Ethernet frame: 1500 bytes less IP, TCP and time stamps (52); over those and
+its 38 bytes of header, check sum, preamble and gap (IEEE 802.3)."""
+
+_NVLINK = {2: (25e9, 20e9), 3: (25e9, 20e9), 4: (25e9, 20.6e9), 5: (50e9, 40.1e9)}
+"""One link, one direction, bytes per second: as specified, and as NCCL reckons."""
+_GA102_NVLINK = (14.0625e9, 12e9)  # NVLink 3 as in RTX 3090, A40 and A6000 (compute capability 8.6)
+_GENERATIONS = {(7, 0): 2, (7, 2): 2, (7, 5): 2, (8, 0): 3, (8, 6): 3, (9, 0): 4, (10, 0): 5}
+"""NVLink by compute capability."""
+_NEWEST_NVLINK = 5
+_PCIE_LANE = {generation: 0.75e9 * 2 ** (generation - 3) for generation in range(1, 7)}
+"""One lane, one direction, as NCCL reckons: 12 GB/s for PCIe 3 x16, doubling each time."""
+
+
+def nvlink(capability: tuple[int, int], links: int) -> Link:
+    """`links` NVLinks side by side, between devices of such a compute capability."""
+    newest = _NEWEST_NVLINK if capability >= (10, 0) else 2
+    generation = _GENERATIONS.get(capability, newest)
+    specified, reckoned = _GA102_NVLINK if capability == (8, 6) else _NVLINK[generation]
+    return Link(
+        name=f"nvlink{generation}",
+        alpha_s=_NVLINK_ALPHA_S,
+        bytes_per_s=links * reckoned,
+        source=(
+            f"NCCL's own figure for {links} links, "
+            f"{links * specified / 1e9:.4g} GB/s as specified; one direction"
+        ),
+    )
+
+
+def pcie(generation: int, lanes: int = 16) -> Link:
+    """PCI express, between devices of one host."""
+    generation = min(max(generation, 1), max(_PCIE_LANE))
+    return Link(
+        name=f"pcie{generation}",
+        alpha_s=_PCIE_ALPHA_S,
+        bytes_per_s=lanes * _PCIE_LANE[generation],
+        source=f"NCCL's own figure for x{lanes}; one direction",
+    )
+
+
+def _infiniband(name: str, gigabits: float) -> Link:
+    source = f"InfiniBand Trade Association's rate, 4 lanes, a port per GPU; latency: {_NCCL}"
+    return Link(name=name, alpha_s=_NETWORK_S, bytes_per_s=gigabits * 1e9 / 8, source=source)
+
+
+def _tcp(name: str, gigabits: float, latency_s: float | None = None) -> Link:
+    """Ethernet, or a distance whose latency its name says."""
+    source = "line rate less the headers of TCP, one port a host"
+    known = latency_s is not None
+    return Link(
+        name=name,
+        alpha_s=latency_s if known else _NETWORK_S,
+        bytes_per_s=gigabits * 1e9 / 8 * _TCP_PART,
+        per_host=True,
+        source=f"as its name says, one way; {source}" if known else f"{source}; latency: {_NCCL}",
+    )
+
+
+LINKS = {
+    "nvlink2": nvlink((7, 0), 6),
+    "nvlink3": nvlink((8, 0), 12),
+    "nvlink4": nvlink((9, 0), 18),
+    "nvlink5": nvlink((10, 0), 18),
+    **{f"pcie{generation}": pcie(generation) for generation in (3, 4, 5, 6)},
+}
+"""By the name that users type: all links of one device, and PCIe by 16 lanes."""
+
+NETWORKS: dict[str, Link] = {
+    link.name: link
+    for link in (
+        *LINKS.values(),
+        _infiniband("infiniband-hdr", 200),
+        _infiniband("infiniband-ndr", 400),
+        _tcp("ethernet-10g", 10),
+        _tcp("ethernet-25g", 25),
+        _tcp("ethernet-100g", 100),
+        _tcp("wan-10g-20ms", 10, 0.020),
+        _tcp("wan-1g-50ms", 1, 0.050),
+        _tcp("wan-100m-100ms", 0.1, 0.100),
+    )
+}
+"""Not measured here. The latency of TCP over Ethernet is above NCCL's figure where the kernel is
+slow: measure it with `gradsync bench collectives`, and write a file."""
+
+
+class Model(NamedTuple):
+    """A product, as its data sheet has it."""
+
+    name: str  # Its driver's name for it
+    memory_gb: int
+    tflops: float
+    """Dense bf16 products (fp16 where it has no bf16) with sums in fp32; 1e12 per second. Data
+    sheets that state the doubled rate for sparse matrices are halved."""
+    gb_per_s: float  # Bandwidth of its memory; 1e9 bytes per second
+    capability: tuple[int, int]
+    num_sms: int  # Streaming multiprocessors, of which a MIG slice gets some
+    link: str
+    """A name in `LINKS`: to the other devices of a usual host. Cards whose NVLink is a bridge that
+    one may buy have PCIe here."""
+    source: str
+
+    def device(self) -> Device:
+        """The whole of it, nothing taken."""
+        return Device(
+            kind="cuda",
+            name=self.name,
+            memory_bytes=self.memory_gb * GB,
+            peak_flops=self.tflops * 1e12,
+            compute_capability=self.capability,
+            memory_bytes_per_s=self.gb_per_s * 1e9,
+            source=self.source,
+        )
+
+
+_SHEET = "NVIDIA data sheet"
+_PAPER = "NVIDIA architecture white paper"
+_FP16 = f"{_SHEET}; fp16, it has no bf16 units"
+
+MODELS = {
+    "b200": Model("NVIDIA B200", 180, 2250, 7700, (10, 0), 148, "nvlink5", _SHEET),
+    "h200": Model("NVIDIA H200", 141, 989.5, 4800, (9, 0), 132, "nvlink4", _SHEET),
+    "h200-nvl": Model("NVIDIA H200 NVL", 141, 835.5, 4800, (9, 0), 132, "pcie5", _SHEET),
+    "h100": Model("NVIDIA H100 80GB HBM3", 80, 989.5, 3350, (9, 0), 132, "nvlink4", _SHEET),
+    "h100-nvl": Model("NVIDIA H100 NVL", 94, 835.5, 3900, (9, 0), 132, "pcie5", _SHEET),
+    "h100-pcie": Model("NVIDIA H100 PCIe", 80, 756.5, 2000, (9, 0), 114, "pcie5", _SHEET),
+    "a100-80": Model("NVIDIA A100-SXM4-80GB", 80, 312, 2039, (8, 0), 108, "nvlink3", _SHEET),
+    "a100-40": Model("NVIDIA A100-SXM4-40GB", 40, 312, 1555, (8, 0), 108, "nvlink3", _SHEET),
+    "a100-80-pcie": Model("NVIDIA A100 80GB PCIe", 80, 312, 1935, (8, 0), 108, "pcie4", _SHEET),
+    "a100-40-pcie": Model("NVIDIA A100-PCIE-40GB", 40, 312, 1555, (8, 0), 108, "pcie4", _SHEET),
+    "a30": Model("NVIDIA A30", 24, 165, 933, (8, 0), 56, "pcie4", _SHEET),
+    "a40": Model("NVIDIA A40", 48, 149.7, 696, (8, 6), 84, "pcie4", _SHEET),
+    "a10": Model("NVIDIA A10", 24, 125, 600, (8, 6), 72, "pcie4", _SHEET),
+    "a6000": Model("NVIDIA RTX A6000", 48, 154.8, 768, (8, 6), 84, "pcie4", _PAPER),
+    "l40s": Model("NVIDIA L40S", 48, 362, 864, (8, 9), 142, "pcie4", _SHEET),
+    "l40": Model("NVIDIA L40", 48, 181, 864, (8, 9), 142, "pcie4", _SHEET),
+    "l4": Model("NVIDIA L4", 24, 121, 300, (8, 9), 58, "pcie4", _SHEET),
+    "t4": Model("Tesla T4", 16, 65, 300, (7, 5), 40, "pcie3", _FP16),
+    "v100-32": Model("Tesla V100-SXM2-32GB", 32, 125, 900, (7, 0), 80, "nvlink2", _FP16),
+    "v100-16": Model("Tesla V100-SXM2-16GB", 16, 125, 900, (7, 0), 80, "nvlink2", _FP16),
+    "v100-32-pcie": Model("Tesla V100-PCIE-32GB", 32, 112, 900, (7, 0), 80, "pcie3", _FP16),
+    "v100-16-pcie": Model("Tesla V100-PCIE-16GB", 16, 112, 900, (7, 0), 80, "pcie3", _FP16),
+    "rtx5090": Model("NVIDIA GeForce RTX 5090", 32, 209.5, 1792, (12, 0), 170, "pcie5", _PAPER),
+    "rtx4090": Model("NVIDIA GeForce RTX 4090", 24, 165.2, 1008, (8, 9), 128, "pcie4", _PAPER),
+    "rtx3090": Model("NVIDIA GeForce RTX 3090", 24, 71, 936, (8, 6), 82, "pcie4", _PAPER),
+}
+"""By the name that users type."""
+
+MAX_DEVICES = 2**17  # In all; so that a slip of the finger does not fill the memory
+CORES_PER_DEVICE = 16
+MEMORY_PER_DEVICE = 128 * GB
+"""Assumed of a host that is only named: NVIDIA's DGX A100 has 128 cores and 1 TB for 8 devices."""
+DEFAULT_NETWORK = "infiniband-hdr"
+"""Between hosts that are only named; DGX A100 has it, a port per device."""
+
+_PART = re.compile(r"(.+)x(\d{1,9})", re.ASCII)
+_SLICE = re.compile(r"(.+)-(\d{1,3})g\.(\d{1,9})gb", re.ASCII)
+COMPUTE_SLICES = 7  # Slices of a whole GPU's arithmetic
+_FLOP_PER_CYCLE = {
+    **{(7, 0): 1024, (7, 2): 1024, (7, 5): 1024, (8, 0): 2048, (8, 6): 512, (8, 7): 1024},
+    **{(8, 9): 512, (9, 0): 4096, (10, 0): 8192, (10, 3): 8192, (12, 0): 512, (12, 1): 512},
+}
+"""Dense 16-bit products with fp32 sums, of one multiprocessor, by compute capability. From the
+white papers' peak / (multiprocessors x boost clock), such as 312e12 / (108 x 1.41e9) = 2049; where
+GeForce parts run at half the rate of professional ones, theirs."""
+_OLDER, _NEWER = 128, 512
+"""For capabilities that are not in the table."""
+_USUAL_CLOCK_HZ = 1.5e9
+
+
+def by_driver_name(name: str) -> Model | None:
+    """The model of a device that calls itself `name`; None when no data sheet is known for it."""
+    wanted = _bare(name)
+    return next((model for model in MODELS.values() if _bare(model.name) == wanted), None)
+
+
+def _bare(name: str) -> str:
+    """Older drivers leave the maker out."""
+    return name.strip().lower().removeprefix("nvidia ")
+
+
+def device_of(key: str) -> Device:
+    """A catalogued device, or a MIG slice of one: `h100`, `a100-40`, `a100-80-3g.40gb`.
+
+    A slice's name is its profile's: sevenths of the arithmetic, and decimal GB of memory with the
+    share of the bandwidth that goes with them.
+    """
+    if key in MODELS:
+        return MODELS[key].device()
+    found = _SLICE.fullmatch(key)
+    if found is None or found[1] not in MODELS:
+        wanted = found[1] if found else key
+        family = [name for name in MODELS if name.startswith(f"{wanted}-")]
+        near = family or get_close_matches(wanted, MODELS, n=2)
+        hint = f"; perhaps {' or '.join(near)}" if near else ""
+        raise ConfigError(f"unknown device {key!r}{hint} (there are: {', '.join(MODELS)})")
+    whole, slices, memory = MODELS[found[1]].device(), int(found[2]), int(found[3]) * GB
+    if not 1 <= slices <= COMPUTE_SLICES or not 0 < memory <= whole.memory_bytes:
+        raise ConfigError(
+            f"device {key!r}: a slice of {found[1]} has 1 to {COMPUTE_SLICES} compute slices and "
+            f"at most {whole.memory_bytes // GB} GB"
+        )
+    part = slice_of(whole, arithmetic=slices / COMPUTE_SLICES, memory_bytes=memory)
+    return replace(part, name=f"{whole.name} MIG {slices}g.{memory // GB}gb")
+
+
+def slice_of(whole: Device, *, arithmetic: float, memory_bytes: int) -> Device:
+    """A part of a GPU with a share of its arithmetic, and of its bandwidth as of its memory."""
+    rate = whole.memory_bytes_per_s
+    share = memory_bytes / whole.memory_bytes
+    return replace(
+        whole,
+        memory_bytes=memory_bytes,
+        free_bytes=None,
+        peak_flops=whole.peak_flops * arithmetic,
+        memory_bytes_per_s=None if rate is None else rate * share,
+        mig=True,
+    )
+
+
+def detected_device(
+    name: str, capability: tuple[int, int], num_sms: int, clock_hz: float | None, **told: Any
+) -> Device:
+    """A device with the rates of the data sheet under its driver's name; else estimated from the
+    rest (None: the clock is not told). Its memory and whatever else was `told` stay as they are."""
+    model = by_driver_name(name)
+    if model is not None:
+        flops, rate, source = model.tflops * 1e12, model.gb_per_s * 1e9, model.source
+    else:
+        clock, assumed = clock_hz or _USUAL_CLOCK_HZ, "" if clock_hz else " (assumed)"
+        flops, rate = estimated_flops(capability, num_sms, clock), None
+        source = (
+            f"estimate: {num_sms} multiprocessors of compute capability "
+            f"{capability[0]}.{capability[1]} x {clock / 1e9:.3g} GHz{assumed}"
+        )
+    rates = {"peak_flops": flops, "memory_bytes_per_s": rate, "source": source}
+    return Device(kind="cuda", name=name, compute_capability=capability, **rates, **told)
+
+
+def estimated_flops(capability: tuple[int, int], num_sms: int, clock_hz: float) -> float:
+    """Peak of a device without a data sheet here, from its generation, size and clock."""
+    other = _NEWER if capability >= (7, 0) else _OLDER
+    return _FLOP_PER_CYCLE.get(capability, other) * num_sms * clock_hz
+
+
+def hardware_of(name: str) -> Hardware:
+    """The machine called `name`.
+
+    Raises:
+        ConfigError: unknown device (the message has the nearest), no such form.
+    """
+    parts, at, hosts = name.partition("@")
+    if at and (re.fullmatch(r"[1-9]\d{0,8}", hosts, re.ASCII) is None):
+        raise ConfigError(
+            f"hardware {name!r}: got {hosts!r} after @, expected a number of hosts, as in h100x8@2"
+        )
+    num_hosts = int(hosts) if at else 1
+    host = host_of(parts)
+    check_size(num_hosts * len(host.devices), f"hardware {name!r}")
+    notes = [
+        f"assumed: {CORES_PER_DEVICE} cores and {MEMORY_PER_DEVICE // GB} GB of host memory per "
+        "device, as in NVIDIA's DGX A100"
+    ]
+    if num_hosts > 1:
+        notes.append(f"assumed: {DEFAULT_NETWORK} between the hosts")
+    return Hardware(
+        hosts=(host,) * num_hosts,
+        network=NETWORKS[DEFAULT_NETWORK] if num_hosts > 1 else None,
+        notes=tuple(notes),
+    )
+
+
+def host_of(name: str) -> Host:
+    """One host with the devices of `PART[+PART …]`, and what comes with them."""
+    devices: list[tuple[str, Device]] = []
+    for part in name.split("+"):
+        key, count, found = part, 1, _PART.fullmatch(part)
+        if part not in MODELS and found is not None:  # the x of rtx4090 does not count anything
+            key, count = found[1], int(found[2])
+        if count < 1:
+            raise ConfigError(f"hardware {part!r}: a count must be at least 1")
+        check_size(len(devices) + count, f"hardware {name!r}")
+        devices += [(key, device_of(key))] * count
+    return usual_host(devices)
+
+
+def usual_host(devices: Sequence[tuple[str, Device]]) -> Host:
+    """A host with such devices, of which nothing else is known; each with its name in the
+    catalogue, "" for what is not in it."""
+    keys = {key for key, _ in devices}
+    if len(keys) == 1 and keys < MODELS.keys():
+        link = LINKS[MODELS[keys.pop()].link]
+    else:  # NVLink joins only whole ones of a kind
+        link = pcie_of(device for _, device in devices)
+    return Host(
+        devices=tuple(device for _, device in devices),
+        link=link,
+        cores=CORES_PER_DEVICE * len(devices),
+        memory_bytes=MEMORY_PER_DEVICE * len(devices),
+    )
+
+
+def pcie_of(devices: Iterable[Device]) -> Link:
+    """The PCIe that GPUs have, by the oldest one's compute capability."""
+    oldest = min(device.compute_capability or (0, 0) for device in devices)
+    generation = 3 if oldest < (8, 0) else 4 if oldest < (9, 0) else 5
+    return LINKS[f"pcie{generation}"]
+
+
+def check_size(num_devices: int, where: str) -> None:
+    """Refuse more devices than any machine has."""
+    if num_devices > MAX_DEVICES:
+        raise ConfigError(f"{where}: {num_devices} devices; at most {MAX_DEVICES} can be described")

@@ -1,0 +1,563 @@
+"""Which split, micro-batch and recomputation to take on some hardware, and why; no torch.
+
+Every combination is judged: arithmetic first, then memory, then time. The global batch stays what
+it is, `micro_batch_size x num_leaves`, whatever is taken. Among those that are as fast as the
+fastest within the model's own error, bits that do not depend on ranks come first, then what is
+simplest.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from math import log2
+from typing import Any
+
+from gradsync.models.presets import PRESETS
+from gradsync.parallel.layout import Layout
+from gradsync.plan.collectives import shares_memory
+from gradsync.plan.description import Device, Hardware
+from gradsync.plan.memory import MemoryNeed, memory_need
+from gradsync.plan.placement import MARGIN, gb
+from gradsync.plan.profile import (
+    StepProfile,
+    estimate_profile,
+    load_profile,
+    probe_work,
+    profile_path,
+    scaled_profile,
+)
+from gradsync.plan.step import StepTime, predict_step
+from gradsync.plan.workload import Split, Workload
+from gradsync.runtime.threads import choose_threads
+from gradsync.sync.registry import STRATEGIES, Promise
+
+ERROR = 0.15  # Times that differ by less count as equal: the time model is held to 15 %
+PROMISES: tuple[Promise, ...] = ("bitwise", "rounding", "lossy")  # The strongest first
+_BUSY = 0.5  # Processes that want to run, for each core: above this a probe measures them too
+
+
+class Costs:
+    """Memory by formula; time from data sheets, or from a leaf that was measured here."""
+
+    def __init__(self) -> None:
+        self.measured: tuple[StepProfile, Workload] | None = None
+        self.load: float | None = None
+        """Of a machine that was busy with other work while it was measured."""
+
+    def memory(self, work: Workload, split: Split) -> MemoryNeed:
+        """Bytes of the rank that needs most."""
+        return memory_need(work, split)
+
+    def profile(self, work: Workload, device: Device) -> StepProfile:
+        """A leaf and an update on a device."""
+        if self.measured is None:
+            return estimate_profile(work, device)
+        return scaled_profile(*self.measured, work)
+
+    def step(
+        self, work: Workload, split: Split, hardware: Hardware, profile: StepProfile
+    ) -> StepTime:
+        """An optimizer step on exactly the devices that are used."""
+        return predict_step(work, split, hardware, profile)
+
+    def measure(self, work: Workload, hardware: Hardware) -> bool:
+        """Time a leaf on this machine, a few seconds, unless that was done before; false where a
+        whole replica has no room on a device."""
+        leaf = probe_work(work)
+        if memory_need(leaf, Split(strategy="bucketed")).total > room_bytes(hardware, 1):
+            return False
+        from gradsync.plan.probe import probe_profile
+
+        host, device = hardware.hosts[0], leaf.kind
+        ranks = len(host.devices)
+        path = profile_path(leaf, device=device, threads=choose_threads(ranks))
+        if load_profile(path) is None and os.getloadavg()[0] > _BUSY * host.cores:
+            self.load = os.getloadavg()[0]
+        # What was measured beside other work is not kept.
+        cached = self.load is None
+        profile = probe_profile(leaf, device=device, ranks_per_host=ranks, cached=cached)
+        self.measured = profile, leaf
+        return True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Search:
+    """The variants that may be tried."""
+
+    strategies: tuple[str, ...]  # The simplest first: it is taken where times are equal
+    micro_batch_sizes: tuple[int, ...]
+    """Sequences of a leaf; the usual one first. Each divides the global batch."""
+    checkpointing: tuple[bool, ...] = (False, True)
+    """Whether activations may be kept, recomputed, or either."""
+
+    def works(self, work: Workload) -> Iterator[Workload]:
+        """`work` with every micro-batch and way to keep activations; its global batch stays."""
+        sequences = work.num_leaves * work.micro_batch_size
+        for recompute in self.checkpointing:
+            for size in self.micro_batch_sizes:
+                yield replace(
+                    work,
+                    micro_batch_size=size,
+                    num_leaves=sequences // size,
+                    activation_checkpointing=recompute,
+                )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """A workload with its micro-batch, how it is divided, and what became of it."""
+
+    work: Workload
+    split: Split
+    memory: MemoryNeed | None = None  # None where arithmetic alone forbids it
+    room_bytes: int = 0  # Bytes that a rank may take on the device that has least
+    time: StepTime | None = None  # Predicted; None where it cannot run
+    obstacle: str = ""  # Why it cannot run; empty: it can
+    remark: str = ""  # Why it was taken, or was not
+
+    @property
+    def runs(self) -> bool:
+        """Whether it can."""
+        return self.time is not None
+
+    @property
+    def seconds(self) -> float:
+        """Duration of a step, where it can run."""
+        assert self.time is not None
+        return self.time.total_s
+
+    @property
+    def promise(self) -> Promise:
+        """The strategy's; where the model itself is divided, sums have another order."""
+        promise = STRATEGIES[self.split.strategy].promise
+        whole = self.split.layout.model_ranks == 1
+        return promise if whole else max(promise, "rounding", key=PROMISES.index)
+
+    @property
+    def short_bytes(self) -> int:
+        """By how much memory falls short; at most 0 where it does not."""
+        return 0 if self.memory is None else self.memory.total - self.room_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON can hold it."""
+        memory = self.memory
+        return {
+            "strategy": self.split.strategy,
+            "ranks": self.split.world_size,
+            "parallel": asdict(self.split.layout),
+            "schedule": self.split.schedule if self.split.layout.pp > 1 else None,
+            "shared_weights": self.split.shared_weights,
+            "micro_batch_size": self.work.micro_batch_size,
+            "num_leaves": self.work.num_leaves,
+            "activation_checkpointing": self.work.activation_checkpointing,
+            "memory_bytes": None if memory is None else asdict(memory) | {"total": memory.total},
+            "room_bytes": self.room_bytes or None,
+            "step": None if self.time is None else self.time.to_json(),
+            "promise": self.promise,
+            "obstacle": self.obstacle or None,
+            "remark": self.remark or None,
+        }
+
+
+def counts(hardware: Hardware) -> list[int]:
+    """How many devices to try: one, a host's, the largest power of two, and all."""
+    total = len(hardware.devices)
+    return sorted({1, len(hardware.hosts[0].devices), 1 << (total.bit_length() - 1), total})
+
+
+def splits(count: int, hardware: Hardware, strategies: Sequence[str]) -> Iterator[Split]:
+    """Every split of `count` devices: strategies x (replicas, stages, shards), replicas first. One
+    replica has nobody to synchronise with: it is listed once for each promise."""
+    most_shards = max(len(host.devices) for host in hardware.hosts)
+    for model_ranks in _divisors(count):
+        for tp in _divisors(model_ranks):
+            if tp > most_shards:  # shards talk in every layer: never between hosts
+                continue
+            layout = Layout(dp=count // model_ranks, pp=model_ranks // tp, tp=tp)
+            for strategy in _usable(strategies, layout):
+                shared = _shares_weights(strategy, layout, hardware)
+                yield Split(strategy=strategy, layout=layout, shared_weights=shared)
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def _usable(strategies: Sequence[str], layout: Layout) -> Sequence[str]:
+    """Strategies that can keep replicas of such a layout together."""
+    if layout.model_ranks > 1:
+        # Replicas of a part stay whole, and know of no hosts: see `parallel/split_sync.py`.
+        strategies = [name for name in strategies if _keeps_whole(name)]
+    if layout.dp > 1:
+        return strategies
+    # Alone, strategies differ in how they add up leaves, which is what they promise.
+    promises = {STRATEGIES[name].promise: name for name in reversed(strategies)}
+    return [name for name in strategies if name in promises.values()]
+
+
+def _keeps_whole(strategy: str) -> bool:
+    """As `train/split_check.py` has it."""
+    recipe = STRATEGIES[strategy].recipe
+    if recipe is None:
+        return strategy == "naive"
+    return recipe.shard == "none" and recipe.reduction != "hierarchical"
+
+
+def _shares_weights(strategy: str, layout: Layout, hardware: Hardware) -> bool:
+    """Whether `gradsync train` keeps one copy of the weights for all ranks."""
+    recipe, on_cpu = STRATEGIES[strategy].recipe, hardware.devices[0].kind == "cpu"
+    if recipe is None or layout.model_ranks > 1 or len(hardware.hosts) > 1 or layout.dp == 1:
+        return False
+    return on_cpu and shares_memory(recipe)
+
+
+def obstacle(work: Workload, split: Split) -> str:
+    """Why arithmetic alone forbids it, in words; empty where nothing does. Of a divided model:
+    what `train/split_check.py` refuses."""
+    layout, leaves, model = split.layout, work.num_leaves, work.model
+    if layout.dp > leaves:
+        return f"{layout.dp} replicas cannot share {leaves} leaves"
+    equal = layout.model_ranks > 1 or STRATEGIES[split.strategy].equal_leaves
+    if equal and leaves % layout.dp:
+        return f"{leaves} leaves do not divide by {layout.dp}"
+    if layout.model_ranks == 1:
+        return ""
+    for name, size in (("layers", model.n_layer), ("leaves of a replica", leaves // layout.dp)):
+        if layout.pp > size:
+            return f"{size} {name} are fewer than {layout.pp} stages"
+    for name, size in (
+        ("heads", model.n_head),
+        ("key and value heads", model.num_kv_heads),
+        ("channels of the SwiGLU", model.mlp_dim),
+    ):
+        if size % layout.tp:
+            return f"{size:,} {name} do not divide by {layout.tp}"
+    return "fp16's loss scale is not known to all parts" if work.dtype == "fp16" else ""
+
+
+def room_bytes(hardware: Hardware, count: int) -> int:
+    """Bytes that each of `count` ranks may take; the device with least memory decides."""
+    used = hardware.with_devices(count)
+    usable = min(device.usable_bytes for device in used.devices)
+    if used.devices[0].kind == "cpu":
+        # Ranks on a CPU share its memory: fewer of them may take more each.
+        usable = min(
+            sum(device.usable_bytes for device in whole.devices) // len(part.devices)
+            for whole, part in zip(hardware.hosts, used.hosts, strict=False)
+        )
+    return int((1 - MARGIN) * usable)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """All candidates, and the one to take."""
+
+    candidates: tuple[Candidate, ...]  # In the order in which they were tried
+    pick: Candidate | None  # None: the model fits nowhere
+    search: Search
+
+    def rows(self) -> list[Candidate]:
+        """One candidate per split, the best of it: the pick first, then the others by time, then
+        what cannot run, by what is missing. Of splits that leave devices idle only the best, and
+        one for each reason why arithmetic forbids others."""
+        of_split: dict[Split, list[Candidate]] = {}
+        for candidate in self.candidates:
+            of_split.setdefault(candidate.split, []).append(candidate)
+        rows = sorted((self._best(group) for group in of_split.values()), key=self._place)
+        most = max(row.split.world_size for row in rows)
+        seen: set[int | str] = set()
+        kept = []
+        for row in rows:
+            count, reason = row.split.world_size, row.obstacle if row.memory is None else ""
+            if reason not in seen and (count == most or count not in seen):
+                kept.append(row)
+            seen |= {count, reason} if reason else {count}
+        return kept
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON can hold it."""
+        return {
+            "pick": None if self.pick is None else self.pick.to_json(),
+            "candidates": [candidate.to_json() for candidate in self.candidates],
+        }
+
+    def _best(self, group: Sequence[Candidate]) -> Candidate:
+        if self.pick is not None and self.pick.split == group[0].split:
+            return self.pick
+        if fitting := [candidate for candidate in group if candidate.runs]:
+            return _preferred(fitting, self.search)
+        judged = [candidate for candidate in group if candidate.memory is not None]
+        return min(judged, key=lambda c: c.short_bytes, default=group[0])
+
+    def _place(self, candidate: Candidate) -> tuple[int, float]:
+        if candidate is self.pick:
+            return 0, 0.0
+        if candidate.runs:
+            return 1, candidate.seconds
+        return (2, candidate.short_bytes) if candidate.memory is not None else (3, 0.0)
+
+
+def choose(work: Workload, hardware: Hardware, costs: Costs, search: Search) -> Choice:
+    """Judge every combination and take one.
+
+    Args:
+        work: with the usual micro-batch; its `step_tokens` are what every candidate keeps.
+        hardware: what there is; candidates use all of it, one host, or one device.
+        costs: memory and time.
+        search: what may be tried.
+    """
+    profile = cache(costs.profile)
+    judged: list[Candidate] = []
+    for count in counts(hardware):
+        used, room = hardware.with_devices(count), room_bytes(hardware, count)
+        for split in splits(count, hardware, search.strategies):
+            fitting: set[int] = set()
+            for variant in search.works(work):
+                # Recomputed only where it does not fit with its activations kept.
+                if variant.micro_batch_size not in fitting:
+                    case = _judge(variant, split, used, room=room, costs=costs, profile=profile)
+                    judged.append(case)
+                    if case.runs:
+                        fitting.add(variant.micro_batch_size)
+    choice = Choice(candidates=tuple(judged), pick=_pick(judged, search), search=search)
+    pick = choice.pick
+    if pick is None:
+        return choice
+    told = replace(pick, remark=_why_taken(pick, choice.rows(), judged))
+    others = (
+        told if each is pick else replace(each, remark=_why_not(each, pick)) for each in judged
+    )
+    return replace(choice, candidates=tuple(others), pick=told)
+
+
+def _judge(
+    work: Workload,
+    split: Split,
+    used: Hardware,
+    *,
+    room: int,
+    costs: Costs,
+    profile: Callable[[Workload, Device], StepProfile],
+) -> Candidate:
+    """Arithmetic, memory, time: the first that forbids it is its obstacle."""
+    if reason := obstacle(work, split):
+        return Candidate(work=work, split=split, obstacle=reason)
+    need = costs.memory(work, split)
+    judged = Candidate(work=work, split=split, memory=need, room_bytes=room)
+    if need.total > room:
+        short = f"needs {gb(need.total)} of {gb(room)}: {gb(need.total - room)} short"
+        return replace(judged, obstacle=short)
+    # All ranks wait for the slowest device.
+    profiles = [profile(work, device) for device in dict.fromkeys(used.devices)]
+    slowest = max(profiles, key=lambda each: each.leaf_s)
+    return replace(judged, time=costs.step(work, split, used, slowest))
+
+
+def _pick(judged: Sequence[Candidate], search: Search) -> Candidate | None:
+    """The preferred one of each number of devices; of these the fastest."""
+    fitting: dict[int, list[Candidate]] = {}
+    for candidate in judged:
+        if candidate.runs:
+            fitting.setdefault(candidate.split.world_size, []).append(candidate)
+    best = [_preferred(group, search) for group in fitting.values()]
+    return min(best, key=lambda c: (c.seconds, c.split.world_size), default=None)
+
+
+def _preferred(fitting: Sequence[Candidate], search: Search) -> Candidate:
+    """The best of those that are as fast as the fastest: the strongest promise, the whole model on
+    each rank, the first strategy, activations kept, the micro-batch nearest to the usual one."""
+    usual = search.micro_batch_sizes[0]
+
+    def order(candidate: Candidate) -> tuple[float, ...]:
+        split, work = candidate.split, candidate.work
+        return (
+            PROMISES.index(candidate.promise),
+            split.layout.model_ranks,
+            search.strategies.index(split.strategy),
+            work.activation_checkpointing,
+            abs(log2(work.micro_batch_size / usual)),
+            candidate.seconds,
+        )
+
+    fastest = min(candidate.seconds for candidate in fitting)
+    return min((c for c in fitting if c.seconds <= (1 + ERROR) * fastest), key=order)
+
+
+_PROMISE = {
+    "bitwise": "one rank's bits on any number of ranks",
+    "rounding": "one rank's numbers but for the order of sums",
+    "lossy": "lossy",
+}
+_EQUAL = 0.01  # Times that differ by less are called equal
+_FACTOR = 1.95  # From here on a factor says more than percents
+
+
+def percent(share: float) -> str:
+    """Whole percents, with one digit below 1 %."""
+    return f"{share:.0%}" if share >= 0.01 else f"{share:.1%}"
+
+
+def _why_not(candidate: Candidate, pick: Candidate) -> str:
+    """Why `candidate` was not taken; empty where it cannot run."""
+    if not candidate.runs:
+        return ""
+    ratio = candidate.seconds / pick.seconds
+    if ratio >= _FACTOR:
+        return f"takes {ratio:.1f} times as long as {pick.split}"
+    if ratio > 1 + ERROR:
+        return f"slower than {pick.split} by {percent(ratio - 1)}"
+    by = f"faster by {percent(1 - ratio)}, within the model's error"
+    if abs(ratio - 1) < _EQUAL:
+        by = "as fast"
+    elif ratio > 1:
+        by = f"slower by {percent(ratio - 1)}"
+    # An advantage of the pick that it has not:
+    lacks, parts = "not as simple", pick.split.layout.model_ranks
+    if candidate.promise != pick.promise:
+        lacks = f"{candidate.promise} only"
+    elif candidate.split.layout.model_ranks > parts:
+        lacks = "divides the model " + ("without need" if parts == 1 else "further")
+    elif candidate.work.activation_checkpointing and not pick.work.activation_checkpointing:
+        lacks = "recomputes without need"
+    return f"{by}; {lacks}"
+
+
+def _why_taken(pick: Candidate, rows: Sequence[Candidate], judged: Sequence[Candidate]) -> str:
+    """Why `pick`, one of `rows`, was taken: what forbids simpler ones, and who is next."""
+    others = [each for each in rows if each.runs and each.split != pick.split]
+    rival = min(others, key=lambda each: each.seconds, default=None)
+    parts = [*_forced(pick, judged), _beside(pick, rival)]
+    if pick.promise != "bitwise" and (rival is None or rival.promise != "bitwise"):
+        parts += _no_bits(pick, [e for e in _on_as_many(pick, judged) if e.promise == "bitwise"])
+    if pick.split.world_size > 1:
+        parts.append(f"it gives {_PROMISE[pick.promise]}")
+    return "; ".join(parts)
+
+
+def _on_as_many(pick: Candidate, judged: Sequence[Candidate]) -> list[Candidate]:
+    """Candidates on as many devices that arithmetic allows."""
+    count = pick.split.world_size
+    return [e for e in judged if e.split.world_size == count and e.memory is not None]
+
+
+def _forced(pick: Candidate, judged: Sequence[Candidate]) -> list[str]:
+    """Why a replica per device with everything kept, and the usual micro-batch (which is the first
+    to be judged), were not possible, where they were not."""
+    plain = [
+        each
+        for each in _on_as_many(pick, judged)
+        if each.split.layout.model_ranks == 1 and STRATEGIES[each.split.strategy].recipe is not None
+    ]
+    parts = []
+    if pick.split.layout.model_ranks > 1 and plain and all(each.obstacle for each in plain):
+        least = min(plain, key=lambda each: each.short_bytes)
+        parts.append(f"no replica fits on one device (at best {least.obstacle})")
+    own = [each for each in judged if each.split == pick.split]
+    recomputes = pick.work.activation_checkpointing
+    kept = [each for each in own if not each.work.activation_checkpointing]
+    if recomputes and kept and all(each.obstacle for each in kept):
+        parts.append("activations must be recomputed to fit")
+    alike = (each for each in own if each.work.activation_checkpointing == recomputes)
+    usual = next(alike, pick)
+    size, wanted = pick.work.micro_batch_size, usual.work.micro_batch_size
+    if size != wanted and usual.obstacle:
+        parts.append(f"micro-batch {size}, as with {wanted} a rank {usual.obstacle}")
+    return parts
+
+
+def _no_bits(pick: Candidate, bitwise: Sequence[Candidate]) -> list[str]:
+    """Why none of these candidates with one rank's bits was taken."""
+    if not bitwise:
+        return []
+    fitting = [each for each in bitwise if each.runs]
+    if not fitting:
+        least = min(bitwise, key=lambda each: each.short_bytes)
+        return [f"{least.split}, with one rank's bits, at best {least.obstacle}"]
+    best = min(fitting, key=lambda each: each.seconds)
+    ratio = best.seconds / pick.seconds
+    longer = f"{ratio:.1f} times as long" if ratio >= _FACTOR else f"{percent(ratio - 1)} longer"
+    return [f"{best.split}, with one rank's bits, takes {longer}"]
+
+
+def _beside(pick: Candidate, rival: Candidate | None) -> str:
+    """How it stands to the fastest of the others."""
+    if rival is None:
+        return "the only one that fits"
+    ratio = rival.seconds / pick.seconds
+    if ratio > 1 + ERROR:
+        return f"the fastest by {percent(1 - 1 / ratio)} (next: {rival.split})"
+    if ratio > 1 - _EQUAL:
+        return f"nothing is faster (next: {rival.split})"
+    return (
+        f"{rival.split} is predicted to take {percent(1 - ratio)} less, within the model's "
+        f"error of {ERROR:.0%}"
+    )
+
+
+_MOST_DEVICES = 1024  # Beyond that no more are looked at
+_ONE_BY_ONE = 64  # From here on whole hosts are added
+_GPUS_OF_A_HOST = 8  # Assumed of a host when more devices are counted
+
+
+def remedy(name: str, choice: Choice, work: Workload, hardware: Hardware, costs: Costs) -> str:
+    """What to say of the model `name` where `choice` found nothing: the candidate that needs least
+    beyond what there is, the smallest number of such devices on which the model fits, and the
+    largest smaller preset that fits here."""
+    search, devices = choice.search, hardware.devices
+    there = f"{len(devices)} x {devices[0].name}"
+    said = f"{name} cannot be divided over {there}"
+    judged = [candidate for candidate in choice.candidates if candidate.memory is not None]
+    if judged:
+        near = min(judged, key=lambda candidate: candidate.short_bytes)
+        recomputed = ", recomputing activations" if near.work.activation_checkpointing else ""
+        said = (
+            f"{name} fits nowhere on {there}: at best ({near.split}, micro-batch "
+            f"{near.work.micro_batch_size}{recomputed}) a rank {near.obstacle}"
+        )
+    cures = []
+    enough = (len(more.devices) for more in _more(hardware) if _fits(work, more, costs, search))
+    if count := next(enough, None):
+        # Devices of a CPU are shares of a host: there hosts count.
+        last = hardware.hosts[-1].devices
+        on_cpu = last[0].kind == "cpu"
+        amount = f"{count // len(last)} such hosts" if on_cpu else f"{count} such devices"
+        cures.append(f"it would fit on {amount}")
+    params = {preset: config.num_params() for preset, config in PRESETS.items()}
+    smaller = [preset for preset in params if params[preset] < work.model.num_params()]
+    for preset in sorted(smaller, key=lambda preset: (params[preset], preset), reverse=True):
+        config = PRESETS[preset]
+        small = replace(work, model=config, seq_len=min(work.seq_len, config.block_size))
+        if _fits(small, hardware, costs, search):
+            cures.append(f"{preset!r} fits here")
+            break
+    return f"{said}; {' and '.join(cures) or 'no preset fits here'}"
+
+
+def _fits(work: Workload, hardware: Hardware, costs: Costs, search: Search) -> bool:
+    """Whether anything that may be tried has room on all of these devices."""
+    count = len(hardware.devices)
+    room = room_bytes(hardware, count)
+    return any(
+        not obstacle(variant, split) and costs.memory(variant, split).total <= room
+        for split in splits(count, hardware, search.strategies)
+        for variant in search.works(work)
+    )
+
+
+def _more(hardware: Hardware) -> Iterator[Hardware]:
+    """The same with ever more devices of the last kind, host by host; on GPUs one by one."""
+    last = hardware.hosts[-1]
+    on_cpu = last.devices[0].kind == "cpu"
+    per_host = len(last.devices) if on_cpu else max(len(last.devices), _GPUS_OF_A_HOST)
+    step = per_host if on_cpu else 1
+    count = len(hardware.devices) + step
+    while count <= _MOST_DEVICES:
+        full, rest = divmod(count, per_host)
+        sizes = [per_host] * full + [rest] * (rest > 0)
+        hosts = tuple(replace(last, devices=(last.devices[0],) * size) for size in sizes)
+        yield Hardware(hosts=hosts, network=hardware.network or last.link)
+        step = step if count < _ONE_BY_ONE else max(step, per_host)
+        count += step

@@ -1,1 +1,0 @@
-"""Which split to take, and why not another one."""

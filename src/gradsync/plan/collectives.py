@@ -1,0 +1,404 @@
+"""The messages of each strategy in a step, and the cost of a collective: by formula, or by a line
+through measured times; no torch.
+
+By formula latency and bandwidth of each message count, nothing else: n ranks, S bytes of the whole
+tensor, a the latency of a message (s), b its seconds per byte (Hockney 1994, "The communication
+challenge for MPP"). Additions are not counted: on a GPU they run at the memory's rate, far above
+any link; on a CPU, measured lines take the place of these formulas.
+
+    reduce_scatter, all_gather   ring        (n-1) a + (n-1)/n S b
+    all_reduce                   ring        2 (n-1) a + 2 (n-1)/n S b
+                                 halving     2 lg n a + 2 (n-1)/n S b
+                                 doubling    lg n (a + S b)
+                                 hierarchical  reduce_scatter inside a host, all_reduce of a rank's
+                                             S/L between hosts, all_gather inside
+
+Thakur, Rabenseifner, Gropp 2005, "Optimization of collective communication operations in MPICH"
+(ring, recursive doubling); Rabenseifner 2004, "Optimization of collective reduction operations"
+(recursive halving, then doubling). Where n is no power of two, the ranks beyond it first hand their
+whole tensor to a partner and get the sum back: 2 (a + S b) more.
+
+A measured line is `seconds = alpha + beta * bytes`. Times span five decades, so errors are
+relative, and half the time is as wrong as twice: with p the predicted and t the measured time, an
+error is e = (p - t) / sqrt(p t), which for small ones is p / t - 1. The line is that of least
+squares under weights that are made anew from the last line's errors, until it stays: Huber's (1964,
+"Robust estimation of a location parameter"), so that a few sizes that fit no line, where a cache
+ends, say, or which something else on the machine disturbed, do not bend it much.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+from gradsync.core.files import cache_entry, read_entry, write_entry
+from gradsync.errors import ConfigError
+from gradsync.plan.description import Link
+from gradsync.runtime import environ
+from gradsync.sync.engine.recipe import Grouping, Recipe
+from gradsync.sync.registry import check_options, find_strategy
+
+_ITERATIONS = 200
+_SMALL_ERROR = 0.1  # Up to here errors count squared, beyond that in proportion
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fit:
+    """The line through one algorithm's times."""
+
+    operation: str  # Such as all_reduce
+    algorithm: str  # Such as ring
+    alpha_s: float  # Seconds; at least 0
+    beta_s_per_byte: float
+    """Seconds per byte of the whole tensor (see `collectives_plan`); at least 0."""
+    residual: float
+    """Median of |predicted / measured - 1|: 0.1 means that half of the sizes lie within 10 %."""
+    worst: float  # Largest factor between predicted and measured, whichever is more; at least 1
+    num_sizes: int  # How many sizes it goes through
+
+    def seconds(self, num_bytes: float) -> float:
+        """Predicted time for a tensor of `num_bytes`."""
+        return self.alpha_s + self.beta_s_per_byte * num_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        """As a dictionary of its fields."""
+        return asdict(self)
+
+
+def fit_line(sizes: Sequence[float], times: Sequence[float]) -> tuple[float, float]:
+    """Alpha (seconds) and beta (seconds per byte) of the line through some times, one per size.
+
+    Raises:
+        ValueError: fewer than two different sizes, or a time that is not above 0.
+    """
+    if len(set(sizes)) < 2 or min(times) <= 0:
+        raise ValueError(f"no line through sizes {list(sizes)} and times {list(times)}")
+    # Rows are divided by the time, so that the right side is 1.
+    rows = [(1 / time, size / time) for size, time in zip(sizes, times, strict=True)]
+    ratios = [1.0] * len(rows)  # predicted / measured
+    alpha = beta = 0.0
+    for _ in range(_ITERATIONS):
+        alpha, beta = _least_squares(rows, [_weight(ratio) for ratio in ratios])
+        # The mean of old and new: the plain new ones can swing between two lines for ever.
+        ratios = [
+            (ratio + alpha * x + beta * y) / 2 for ratio, (x, y) in zip(ratios, rows, strict=True)
+        ]
+    return alpha, beta
+
+
+def quality(
+    alpha_s: float, beta_s_per_byte: float, sizes: Sequence[float], times: Sequence[float]
+) -> tuple[float, float]:
+    """`Fit.residual` and `Fit.worst` of a line."""
+    found = [
+        (alpha_s + beta_s_per_byte * size) / time for size, time in zip(sizes, times, strict=True)
+    ]
+    residual = median(abs(ratio - 1) for ratio in found)
+    return residual, max(max(ratio, 1 / ratio) for ratio in found)
+
+
+def _weight(ratio: float) -> float:
+    """Weight of (ratio - 1)**2, so that it counts as e**2, and a large one as |e|."""
+    error = abs(ratio - 1) / ratio**0.5
+    return min(1.0, _SMALL_ERROR / max(error, _SMALL_ERROR)) / ratio
+
+
+def _least_squares(
+    rows: Sequence[tuple[float, float]], weights: Sequence[float]
+) -> tuple[float, float]:
+    """Alpha and beta, both at least 0, with the least weighted sum of squared relative errors."""
+    weighted = list(zip(rows, weights, strict=True))
+    xx = sum(w * x * x for (x, _), w in weighted)
+    xy = sum(w * x * y for (x, y), w in weighted)
+    yy = sum(w * y * y for (_, y), w in weighted)
+    x1 = sum(w * x for (x, _), w in weighted)
+    y1 = sum(w * y for (_, y), w in weighted)
+    determinant = xx * yy - xy * xy
+    alpha = (x1 * yy - y1 * xy) / determinant
+    beta = (y1 * xx - x1 * xy) / determinant
+    # One of them below 0: the best allowed line lies on that border.
+    if alpha < 0:
+        return 0.0, y1 / yy
+    if beta < 0:
+        return x1 / xx, 0.0
+    return alpha, beta
+
+
+_KEY = (
+    *("cpu", "cores", "accelerator", "backend", "world_size", "threads_per_rank", "torch"),
+    *("num_nodes", "dtype"),
+)
+"""The parts of the environment and the benchmark's settings that a cost depends on."""
+
+
+def fits_path(environment: Mapping[str, Any]) -> Path:
+    """Where the lines of this machine are kept; `environment` with `num_nodes` and `dtype`."""
+    key = json.dumps({name: environment[name] for name in _KEY})
+    return cache_entry(environ.cache_dir() / "alpha-beta", key)
+
+
+def save_fits(environment: Mapping[str, Any], fits: Sequence[Fit]) -> Path:
+    """Keep `fits`; those of operations and algorithms that were not measured now stay as they are.
+
+    Raises:
+        RunError: the cache cannot be written.
+    """
+    known = {(fit.operation, fit.algorithm): fit for fit in [*load_fits(environment), *fits]}
+    document = {
+        "environment": {name: environment[name] for name in ("date", *_KEY)},
+        "fits": [fit.to_json() for fit in known.values()],
+    }
+    return write_entry(fits_path(environment), document)
+
+
+def load_fits(environment: Mapping[str, Any]) -> list[Fit]:
+    """The lines that `save_fits` kept for such an environment; none when it never ran."""
+    found = read_entry(fits_path(environment), lambda value: [Fit(**fit) for fit in value["fits"]])
+    return found or []
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where the ranks of a group are: `ranks` of them, `per_host` on each host (the last one may
+    have fewer)."""
+
+    ranks: int
+    per_host: int
+    link: Link  # Between ranks of a host
+    network: Link | None = None  # Between hosts
+    groups_per_host: int = 1
+    """Groups like this one that use a host's network at the same time, where it has one port."""
+
+    def __post_init__(self) -> None:
+        if self.num_hosts > 1 and self.network is None:
+            raise ConfigError(f"{self.num_hosts} hosts, but no network between them")
+
+    @property
+    def local(self) -> int:
+        """Ranks of the group on one host."""
+        return min(self.ranks, self.per_host)
+
+    @property
+    def num_hosts(self) -> int:
+        """Over which it spreads."""
+        return -(-self.ranks // self.per_host)
+
+    def seconds(self, num_bytes: float, *, far: bool, senders: int = 1) -> float:
+        """One message of each rank, between hosts if `far`, where `senders` ranks of a host and
+        group send at the same time."""
+        if not far or self.network is None:
+            return self.link.seconds(num_bytes)
+        share = senders * self.groups_per_host if self.network.per_host else 1
+        return self.network.alpha_s + num_bytes * share / self.network.bytes_per_s
+
+
+def ring_pass(place: Place, num_bytes: float) -> float:
+    """reduce_scatter or all_gather around a ring: n - 1 messages of S/n.
+
+    On several hosts the slowest edge sets the pace, and one rank of each host sends out. Latency
+    is that of a piece on its way around, which crosses hosts H - 1 times (as NCCL counts it,
+    `src/graph/tuning.cc`).
+    """
+    n, hosts = place.ranks, place.num_hosts
+    if hosts == 1:
+        return (n - 1) * place.link.seconds(num_bytes / n)
+    latency = (n - hosts) * place.link.alpha_s + (hosts - 1) * place.seconds(0, far=True)
+    near = (n - 1) * num_bytes / n / place.link.bytes_per_s
+    crossing = (n - 1) * (place.seconds(num_bytes / n, far=True) - place.seconds(0, far=True))
+    return latency + max(crossing, near if place.local > 1 else 0.0)
+
+
+def ring(place: Place, num_bytes: float) -> float:
+    """all_reduce: reduce_scatter, then all_gather, around a ring."""
+    return 2 * ring_pass(place, num_bytes)
+
+
+def halving(place: Place, num_bytes: float) -> float:
+    """all_reduce by recursive halving, then doubling; near partners exchange the large pieces."""
+    return _fold(place, num_bytes) + 2 * sum(
+        place.seconds(num_bytes / 2 ** (step + 1), far=far, senders=place.local)
+        for step, far in enumerate(_distances_are_far(place))
+    )
+
+
+def doubling(place: Place, num_bytes: float) -> float:
+    """all_reduce by recursive doubling: the whole tensor, lg n times; for short ones."""
+    return _fold(place, num_bytes) + sum(
+        place.seconds(num_bytes, far=far, senders=place.local) for far in _distances_are_far(place)
+    )
+
+
+def _distances_are_far(place: Place) -> list[bool]:
+    """For the distances 1, 2, 4, ... : whether partners at it are on different hosts."""
+    steps = place.ranks.bit_length() - 1
+    return [place.num_hosts > 1 and 2**step >= place.local for step in range(steps)]
+
+
+def _fold(place: Place, num_bytes: float) -> float:
+    """Ranks beyond the power of two hand their tensor over, and get the sum."""
+    if place.ranks & (place.ranks - 1) == 0:
+        return 0.0
+    return 2 * place.seconds(num_bytes, far=place.num_hosts > 1, senders=place.local)
+
+
+def hierarchical(place: Place, num_bytes: float) -> float:
+    """all_reduce in two levels: shards inside the hosts, each shard between them, back inside."""
+    if place.num_hosts == 1:
+        return ring(place, num_bytes)
+    groups = place.local * place.groups_per_host
+    inside = replace(place, ranks=place.local, network=None)
+    between = replace(place, ranks=place.num_hosts, per_host=1, groups_per_host=groups)
+    return 2 * ring_pass(inside, num_bytes) + ring(between, num_bytes / place.local)
+
+
+def owners(place: Place, num_bytes: float) -> float:
+    """all_reduce as `invariant` does it: every rank sends each other rank that one's S/n to add
+    up, and gets each sum back. The bytes of a ring; the n - 1 messages of each way set out at once,
+    and are posted one after the other."""
+    n, crossing = place.ranks, place.ranks - place.local
+    one_way = (place.local - 1) * place.link.seconds(num_bytes / n)
+    one_way += crossing * place.seconds(num_bytes / n, far=True, senders=place.local)
+    return 2 * one_way
+
+
+_CHOSEN: dict[str, Callable[[Place, float], float]] = {
+    "ring": ring,
+    "halving": halving,
+    "doubling": doubling,
+    "hierarchical": hierarchical,
+}
+ALL_REDUCE = {**_CHOSEN, "owners": owners}
+
+
+def all_reduce_s(place: Place, num_bytes: float, algorithm: str = "best") -> float:
+    """Seconds of one all_reduce by an algorithm of `ALL_REDUCE`; best: the quickest of those that a
+    library chooses from by size (NCCL between rings and trees, MPI between all)."""
+    if place.ranks == 1:
+        return 0.0
+    if algorithm == "best":
+        return min(cost(place, num_bytes) for cost in _CHOSEN.values())
+    return ALL_REDUCE[algorithm](place, num_bytes)
+
+
+def half_s(place: Place, num_bytes: float) -> float:
+    """Seconds of one reduce_scatter or all_gather over `num_bytes` of the whole tensor."""
+    if place.ranks == 1:
+        return 0.0
+    if place.num_hosts == 1 or place.local == 1:
+        return ring_pass(place, num_bytes)
+    return min(ring_pass(place, num_bytes), hierarchical(place, num_bytes) / 2)
+
+
+COPY = "copy"  # Operation and algorithm of the line through a plain copy's times
+OWN_ALGORITHMS = {"ring": "ring", "doubling": "recursive_doubling", "hierarchical": "hierarchical"}
+"""Algorithms that are made of messages on one host too: in `ALL_REDUCE`, and in lines."""
+
+INNER_STEPS = {"local_sgd": 8, "diloco": 100}
+"""Steps between two meetings, where no option says it; as their reducers have it."""
+_POWERSGD_RANK = 1  # Torch's default
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traffic:
+    """The messages of one strategy with its options.
+
+    in backward     all_reduce or reduce_scatter of each bucket, beside backward or after it
+    after update    all_gather of the weights, where each rank has updated a share
+    per leaf        gathers before each block computes (fsdp)
+    now and then    an all_reduce of the weights every so many steps (local_sgd, diloco)
+    """
+
+    grouping: Grouping = "buckets"  # Which gradients travel together
+    bucket_mb: float = 25.0  # MiB; likewise `first_bucket_mb`
+    first_bucket_mb: float = 1.0
+    overlap: bool = True
+    """Whether it communicates beside backward, where something else than the computing cores does
+    the communicating."""
+    operation: Literal["all_reduce", "reduce_scatter"] = "all_reduce"  # A bucket's collective
+    algorithm: str = "best"  # A name in `ALL_REDUCE`, or best
+    wire: float = 1.0  # Bytes that travel over bytes of gradients
+    gathers_weights: bool = False  # After the update
+    gathers_blocks: bool = False
+    """In each leaf's forward and backward, and gradients are reduced in each leaf's backward."""
+    update_in_shares: bool = False  # Each rank updates its part only
+    every: int = 1  # Steps between two meetings; more than 1: no other communication
+    through_host: bool = False
+    """Whether ranks of one host may share memory instead, and divide the update among them."""
+    copies: int = 1  # Copies of all gradients in a rank's memory: into buckets, and out of them
+    agrees: bool = True  # Whether a small message ends the step
+    by_library: bool = False
+    """Whether the process group's own collectives are called (gloo, NCCL), whatever is there."""
+    low_rank: int | None = None  # PowerSGD's rank; matrices travel as their factors
+
+
+def traffic_of(strategy: str, options: Mapping[str, Any] | None = None) -> Traffic:
+    """The messages of a strategy with options as `gradsync train` takes them; `torch_ddp` stands
+    for `ddp` as torch's users run it.
+
+    Raises:
+        ConfigError: unknown strategy or option.
+    """
+    found = find_strategy("ddp" if strategy == "torch_ddp" else strategy)
+    given = dict(options or {})
+    check_options(found, given)
+    if found.recipe is not None:
+        return _of_recipe(replace(found.recipe, **given))
+    traffic = _of_other(found.name, given)
+    if strategy == "torch_ddp":  # as torch's users run it: gradients are not views into buckets
+        return replace(traffic, copies=2, agrees=False)
+    return traffic
+
+
+def shares_memory(recipe: Recipe) -> bool:
+    """Whether ranks of one CPU host can add up, and keep their weights, in memory they share."""
+    plain = ("buckets", "none", "backend", "same")
+    return (recipe.grouping, recipe.shard, recipe.reduction, recipe.wire) == plain
+
+
+def _of_recipe(recipe: Recipe) -> Traffic:
+    own = {"ring": "ring", "recursive_doubling": "doubling", "hierarchical": "hierarchical"}
+    algorithm = own.get(recipe.reduction, "best")
+    if recipe.order == "invariant" and recipe.reduction == "backend":
+        algorithm = "owners"
+    through_host = recipe.collective != "backend" and recipe.update == "auto"
+    return Traffic(
+        grouping=recipe.grouping,
+        bucket_mb=recipe.bucket_mb,
+        first_bucket_mb=recipe.first_bucket_mb,
+        overlap=recipe.overlap,
+        operation="reduce_scatter" if recipe.shard == "gradients" else "all_reduce",
+        algorithm=algorithm,
+        wire=1.0 if recipe.wire == "same" else 0.5,
+        gathers_weights=recipe.shard != "none",
+        update_in_shares=recipe.shard != "none",
+        by_library=recipe.collective == "backend",
+        through_host=through_host and shares_memory(recipe),
+    )
+
+
+def _of_other(name: str, options: Mapping[str, Any]) -> Traffic:
+    library = Traffic(bucket_mb=float(options.get("bucket_mb", 25.0)), by_library=True)
+    if name == "ddp":
+        return library
+    if name == "powersgd":
+        rank = options.get("matrix_approximation_rank", _POWERSGD_RANK)
+        return replace(library, low_rank=rank)
+    if name == "fsdp":
+        return replace(
+            library,
+            operation="reduce_scatter",
+            gathers_blocks=True,
+            update_in_shares=True,
+            wire=0.5 if options.get("compute_dtype") in ("bf16", "fp16") else 1.0,
+        )
+    apart = replace(library, overlap=False, copies=0)
+    if name == "naive":
+        return replace(apart, grouping="parameter")
+    if name in INNER_STEPS:
+        steps = options.get("inner_steps", INNER_STEPS[name])
+        return replace(apart, grouping="flat", every=steps)
+    raise ConfigError(f"no traffic is known of strategy {name!r}")

@@ -1,1 +1,0 @@
-"""Machines that are described: by name, by file, and the data sheets behind the names."""

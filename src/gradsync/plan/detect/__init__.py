@@ -1,1 +1,0 @@
-"""The machine to train on, asked of drivers and kernel."""

@@ -1,0 +1,304 @@
+"""GPUs of a host, which of them a process may use, and how they reach each other.
+
+The NVIDIA driver tells them through `nvidia-ml-py` (module pynvml, here `nvml`, initialised);
+without it torch does. Memory is always what the driver says; the catalogue only has the peak
+arithmetic of a name. Devices reach each other over NVLink where there is some, else over PCIe.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import combinations
+from typing import Any
+
+from gradsync.plan.catalog import (
+    COMPUTE_SLICES,
+    by_driver_name,
+    detected_device,
+    nvlink,
+    pcie,
+    slice_of,
+)
+from gradsync.plan.description import Device, Link
+from gradsync.runtime.bounds import whole_number
+
+_CORES_PER_SM = {(7, 0): 64, (7, 2): 64, (7, 5): 64, (8, 0): 64}
+"""CUDA cores of a multiprocessor, by compute capability; 128 for all others since Maxwell."""
+_ACROSS_SOCKETS = 10e9
+"""Bytes per second: NCCL's figure for two Skylake CPUs (`src/graph/topo.h`, SKL_QPI_BW). Newer ones
+do more, but the driver does not say which they are."""
+_USUAL_GENERATION, _USUAL_LANES = 3, 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slice:
+    """A MIG device."""
+
+    device: Device
+    uuid: str
+    old_name: str  # As drivers before 470 call it: `MIG-GPU-…/gpu instance/compute instance`
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gpu:
+    """One GPU of the host, whether this process may use it or not."""
+
+    index: int  # As `nvidia-smi` counts, by PCI bus
+    device: Device
+    uuid: str
+    handle: Any
+    mig: bool = False  # It is divided, and can only be used in slices
+    slices: tuple[Slice, ...] = ()
+
+    @property
+    def parts(self) -> list[Visible]:
+        """What a process can use: the whole, or its slices."""
+        devices = [part.device for part in self.slices] if self.mig else [self.device]
+        return [(device, self) for device in devices]
+
+
+Visible = tuple[Device, Gpu]  # A device that may be used, and the GPU that it is, or is a slice of
+
+
+def read_gpus(nvml: Any) -> tuple[list[Gpu], list[str]]:
+    """Every GPU that the driver shows, and a line for each that cannot be asked; raises NVMLError
+    where the driver does not answer at all."""
+    gpus, notes = [], []
+    for index in range(nvml.nvmlDeviceGetCount()):
+        try:
+            gpus.append(_read_gpu(nvml, index))
+        except nvml.NVMLError as error:
+            notes.append(f"GPU {index} is left out: {error}")
+    return gpus, notes
+
+
+def _read_gpu(nvml: Any, index: int) -> Gpu:
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    name = _text(nvml.nvmlDeviceGetName(handle))
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
+    cores = ask(nvml, 0, nvml.nvmlDeviceGetNumGpuCores, handle)
+    megahertz = ask(nvml, 0, nvml.nvmlDeviceGetMaxClockInfo, handle, nvml.NVML_CLOCK_SM)
+    num_sms = max(cores // _CORES_PER_SM.get((major, minor), 128), 1)
+    device = detected_device(
+        *(name, (major, minor), num_sms, megahertz * 1e6 or None),
+        memory_bytes=int(memory.total),
+        free_bytes=int(memory.free),
+        shared=_is_shared(nvml, handle),
+    )
+    uuid = _text(nvml.nvmlDeviceGetUUID(handle))
+    gpu = Gpu(index=index, uuid=uuid, handle=handle, device=device)
+    if not ask(nvml, (0, 0), nvml.nvmlDeviceGetMigMode, handle)[0]:
+        return gpu
+    return replace(gpu, mig=True, slices=tuple(_slices(nvml, gpu)))
+
+
+def _slices(nvml: Any, gpu: Gpu) -> list[Slice]:
+    """The MIG devices of a GPU; places that are not taken answer with an error."""
+    found = []
+    for place in range(ask(nvml, 0, nvml.nvmlDeviceGetMaxMigDeviceCount, gpu.handle)):
+        try:
+            handle = nvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu.handle, place)
+            found.append(_read_slice(nvml, gpu, handle))
+        except nvml.NVMLError:
+            continue
+    return found
+
+
+def _read_slice(nvml: Any, gpu: Gpu, handle: Any) -> Slice:
+    whole, memory = gpu.device, nvml.nvmlDeviceGetMemoryInfo(handle)
+    parts, model = nvml.nvmlDeviceGetAttributes(handle), by_driver_name(whole.name)
+    share = parts.computeInstanceSliceCount / COMPUTE_SLICES
+    if model is not None:
+        share = parts.multiprocessorCount / model.num_sms
+    device = slice_of(whole, arithmetic=min(share, 1.0), memory_bytes=int(memory.total))
+    instance = nvml.nvmlDeviceGetGpuInstanceId(handle)
+    compute = nvml.nvmlDeviceGetComputeInstanceId(handle)
+    name = _text(nvml.nvmlDeviceGetName(handle))
+    if "MIG" not in name:  # as older drivers answer
+        gib = round(memory.total / 2**30)
+        name = f"{whole.name} MIG {parts.computeInstanceSliceCount}g.{gib}gb"
+    return Slice(
+        uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
+        old_name=f"MIG-{gpu.uuid}/{instance}/{compute}",
+        device=replace(
+            device,
+            name=name,
+            free_bytes=int(memory.free),
+            shared=_is_shared(nvml, handle),
+            source=(
+                f"{share:.3g} of the arithmetic and {memory.total / whole.memory_bytes:.3g} of the "
+                f"{whole.memory_bytes / 1e9:.1f} GB of {whole.name}; {whole.source}"
+            ),
+        ),
+    )
+
+
+def _is_shared(nvml: Any, handle: Any) -> bool:
+    """Whether another process computes on it. Inside a container the driver may not say."""
+    processes = ask(nvml, [], nvml.nvmlDeviceGetComputeRunningProcesses, handle)
+    return any(process.pid != os.getpid() for process in processes)
+
+
+def ask(nvml: Any, otherwise: Any, question: Callable[..., Any], *arguments: Any) -> Any:
+    """The answer, or `otherwise` where the device or the driver has none."""
+    try:
+        return question(*arguments)
+    except nvml.NVMLError:
+        return otherwise
+
+
+def _text(value: str | bytes) -> str:
+    """Older versions of the library answer in bytes."""
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def torch_devices(torch: Any) -> list[Device]:
+    """The CUDA devices that torch (the module) sees; none without CUDA. How much memory is free is
+    not asked: that would take some of it."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [
+        detected_device(
+            *(told.name, (told.major, told.minor), told.multi_processor_count, None),
+            memory_bytes=told.total_memory,
+            mig="MIG" in told.name,
+        )
+        for told in map(torch.cuda.get_device_properties, range(count))
+    ]
+
+
+def visible_devices(env: Mapping[str, str], gpus: Sequence[Gpu]) -> list[Visible]:
+    """Devices in the order in which CUDA counts them; of a divided GPU, its slices.
+
+    `CUDA_VISIBLE_DEVICES` is read as CUDA reads it (CUDA C++ Programming Guide, "CUDA Environment
+    Variables"). Identifiers are indices or names, of which a beginning is enough when only one
+    device has it. The first that is no device ends the list; one that occurs twice empties it.
+    Unset means all, empty means none.
+
+    CUDA itself shows a process one slice at most. As a description of the host all are listed:
+    each rank can be given its own.
+    """
+    ordered = list(gpus)
+    if env.get("CUDA_DEVICE_ORDER", "").strip().upper() != "PCI_BUS_ID":
+        # FASTEST_FIRST; CUDA does not say by which measure: by peak here.
+        ordered.sort(key=lambda gpu: -gpu.device.peak_flops)
+    value = env.get("CUDA_VISIBLE_DEVICES")
+    if value is None:
+        return [entry for gpu in ordered for entry in gpu.parts]
+    chosen: list[Visible] = []
+    seen: set[str] = set()
+    for word in value.split(","):
+        found = _find(word.strip(), ordered)
+        if found is None:
+            break
+        key, entries = found
+        if key in seen:
+            return []
+        seen.add(key)
+        chosen += entries
+    return chosen
+
+
+def _find(word: str, gpus: Sequence[Gpu]) -> tuple[str, list[Visible]] | None:
+    """The devices that an identifier stands for, and a name that is equal for equal things."""
+    if word.isascii() and word.isdecimal():
+        number = whole_number(word)
+        if number is None or number >= len(gpus):
+            return None
+        return gpus[number].uuid, gpus[number].parts
+    found: list[tuple[str, list[Visible]]] = []
+    if word.startswith("GPU-"):
+        found = [(gpu.uuid, gpu.parts) for gpu in gpus if gpu.uuid.startswith(word)]
+    elif word.startswith("MIG-"):
+        found = [
+            (part.uuid, [(part.device, gpu)])
+            for gpu in gpus
+            for part in gpu.slices
+            if part.uuid.startswith(word) or part.old_name == word
+        ]
+    return found[0] if len(found) == 1 else None
+
+
+def host_link(nvml: Any, used: Sequence[Gpu], gpus: Sequence[Gpu]) -> tuple[Link, str]:
+    """The slowest link between two of the visible devices, `used` (of one device, its PCIe), and a
+    line on all pairs, "" when they are alike. NVLinks that lead to none of the host's `gpus` lead
+    to a switch."""
+    if len(used) == 1:
+        alone = _pcie(nvml, used[0], used[0])
+        return replace(alone, source=f"the one device's own; {alone.source}"), ""
+    wires = {gpu.index: _wires(nvml, gpu) for gpu in gpus}
+    by_index = {gpu.index: gpu for gpu in gpus}
+    between = cache(lambda i, j: _between(nvml, by_index[i], by_index[j], wires, gpus))
+    pairs = [
+        (between(one.index, other.index), i, j)
+        for (i, one), (j, other) in combinations(enumerate(used), 2)
+    ]
+    slowest, i, j = min(pairs, key=lambda pair: pair[0].bytes_per_s)
+    note = ""
+    if len({link.bytes_per_s for link, _, _ in pairs}) > 1:
+        counts = Counter(link.name for link, _, _ in pairs)
+        all_pairs = ", ".join(f"{name} {count}" for name, count in counts.most_common())
+        note = f"pairs of devices by link: {all_pairs}; plans reckon with the slowest, {i} to {j}"
+    which = f"devices {i} and {j}, the slowest pair" if note else "every pair of devices"
+    return replace(slowest, source=f"{which}; {slowest.source}"), note
+
+
+def _between(
+    nvml: Any, one: Gpu, other: Gpu, wires: dict[int, list[str]], gpus: Sequence[Gpu]
+) -> Link:
+    """The link of two GPUs. Slices, also of one GPU, have neither NVLink nor direct access."""
+    if not (one.mig or other.mig or one.index == other.index):
+        there = _bus(nvml, other)
+        links = wires[one.index].count(there)
+        if not links and _joined(nvml, one, other):
+            known = {_bus(nvml, gpu) for gpu in gpus}
+            links = min(sum(end not in known for end in wires[gpu.index]) for gpu in (one, other))
+        if links and one.device.compute_capability is not None:
+            return nvlink(one.device.compute_capability, links)
+    link = _pcie(nvml, one, other)
+    level = ask(nvml, 0, nvml.nvmlDeviceGetTopologyCommonAncestor, one.handle, other.handle)
+    if one.index != other.index and level >= nvml.NVML_TOPOLOGY_SYSTEM:
+        return replace(
+            link,
+            name=f"{link.name} across sockets",
+            bytes_per_s=min(link.bytes_per_s, _ACROSS_SOCKETS),
+            source=f"{link.source}; at most {_ACROSS_SOCKETS / 1e9:g} GB/s between CPUs",
+        )
+    return link
+
+
+def _wires(nvml: Any, gpu: Gpu) -> list[str]:
+    """PCI bus id of what each NVLink of `gpu` that is up leads to, "" where it is not told."""
+    ends = [
+        ask(nvml, None, nvml.nvmlDeviceGetNvLinkRemotePciInfo, gpu.handle, link)
+        for link in range(nvml.NVML_NVLINK_MAX_LINKS)
+        if ask(nvml, 0, nvml.nvmlDeviceGetNvLinkState, gpu.handle, link)
+    ]
+    return ["" if end is None else _text(end.busId).lower() for end in ends]
+
+
+def _joined(nvml: Any, one: Gpu, other: Gpu) -> bool:
+    """Whether two GPUs reach each other over NVLink, directly or through switches."""
+    what = (one.handle, other.handle, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
+    return ask(nvml, None, nvml.nvmlDeviceGetP2PStatus, *what) == nvml.NVML_P2P_STATUS_OK
+
+
+def _pcie(nvml: Any, one: Gpu, other: Gpu) -> Link:
+    """The narrower of two: what GPU and slot can do at most, as they slow down to save power."""
+    generation, lanes = (
+        min(ask(nvml, usual, question, gpu.handle) for gpu in (one, other))
+        for usual, question in (
+            (_USUAL_GENERATION, nvml.nvmlDeviceGetMaxPcieLinkGeneration),
+            (_USUAL_LANES, nvml.nvmlDeviceGetMaxPcieLinkWidth),
+        )
+    )
+    return pcie(generation, max(lanes, 1))
+
+
+def _bus(nvml: Any, gpu: Gpu) -> str:
+    info = ask(nvml, None, nvml.nvmlDeviceGetPciInfo, gpu.handle)
+    return f"GPU {gpu.index}" if info is None else _text(info.busId).lower()

@@ -1,0 +1,456 @@
+"""How many bytes a rank needs to train, by closed formulas; no torch.
+
+A step has a few moments at which memory can be fullest; the need is that of the fullest one, on the
+pipeline stage that needs most. N tokens of a leaf, V vocabulary, C width, e bytes of an element
+where products are computed (2 under autocast, 4 in fp32):
+
+    loss       blocks' activations, last norm, and for the head
+               whole: 12 N V (logarithms of probabilities, the gradients of these and of logits)
+               in R rows: 4 V C (gradient of the head) + (8 + 4 e) R V
+    head       activations, e N V (gradient of the logits), (e + e + 4) V C (the head's 16-bit copy,
+               its gradient in 16 bits and in fp32)
+    block      activations, one block's own gradients, what checkpointing recomputes
+    backward   all gradients, and the embedding's once more (two when it is tied: the head's waits
+               until the embedding's comes)
+    update     activations are gone: all gradients, optimizer; what the strategy gathers
+
+Gradients, optimizer state and buffers are the strategy's: S = 4 x parameters of the rank (gradients
+are fp32), W replicas, k leaves of a rank, b the largest bucket (bytes). AdamW keeps two fp32
+moments: 2 S (Kingma & Ba 2014, arXiv 1412.6980); Rajbhandari et al. 2020 (ZeRO, arXiv 1910.02054,
+section 3.1) count the same 16 bytes a parameter with weights and gradients, and divide them by W
+stage by stage.
+
+[Note: Shared pages] With `Split.shared_weights` (and for gradients in shared memory) a rank counts
+its share: what all ranks of the host map, divided by them, so that ranks add up to what the host
+needs. The kernel's RSS counts such pages in every rank that has touched them, PSS (proportional set
+size, proc(5) smaps) counts them as here.
+
+[Note: Slack] On a CPU, what glibc's heap holds without using it, with `keep_freed_memory`. Torch
+asks for blocks aligned to 64 bytes, and glibc before 2.38 cannot put such a block into a hole of
+just its size (bug 14581): so temporaries leave holes between what stays, and whatever goes through
+memory of the process leaves some of its place unused:
+
+    CPU_SLACK        of what a leaf takes
+    RECOMPUTE_SLACK  of a block that checkpointing computes twice
+    GATHER_SLACK     of the blocks under `fsdp`: each is gathered twice and its gradient sent once
+    RENEW_SLACK      of buckets, copies and gathered weights that a step makes anew
+    MOVE_SLACK       of what was built here and then moved into shared memory
+
+Measured with `gradsync bench memory`: peaks with `keep_freed_memory` less what the formulas count
+(which is what --exact measures, where every block is mapped by itself), over 16 strategies at two
+sizes (benchmarks/memory); one number each, chosen there for all cases together. And the heap never
+shrinks below the model as it was built. On CUDA, what torch's caching allocator reserves beyond
+what is allocated (CUDA_SLACK): a default, not measured here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from typing import NamedTuple
+
+from gradsync.data.plan import share
+from gradsync.plan.activations import FP32, Activations, RankShape, rank_shape
+from gradsync.plan.collectives import shares_memory
+from gradsync.plan.workload import Split, Workload
+from gradsync.sync.engine.leaf_tree import LeafStack
+from gradsync.sync.engine.plan import Item, plan_buckets
+from gradsync.sync.engine.recipe import Recipe
+from gradsync.sync.registry import find_strategy
+
+MIB = 2**20
+CPU_PROCESS = 333 * MIB
+"""Python, torch and gradsync after a step of a model of no size; measured, torch 2.13, x86-64."""
+CUDA_PROCESS = 1024 * MIB  # CUDA context, kernels, cuBLAS workspace and NCCL's buffers; a default
+CPU_SLACK, RECOMPUTE_SLACK, GATHER_SLACK, RENEW_SLACK, MOVE_SLACK = 0.45, 2.0, 3.0, 0.2, 0.4
+CUDA_SLACK = 0.1  # See [Note: Slack]
+_IN_FLIGHT = 3
+"""Buckets of parameters that the sharded optimizer has in memory: one updated, two under way."""
+
+
+class Moment(NamedTuple):
+    """Bytes that a strategy has in memory at one moment, beside weights and optimizer state."""
+
+    gradients: int  # In `.grad`, or in the shard of it that this rank keeps
+    buckets: int = 0  # Beside them, for communication
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StrategyMemory:
+    """Bytes of one rank under one strategy, at the moments of its last leaf."""
+
+    weights: int  # All the time; a rank's share of one copy per host. Likewise `optimizer`.
+    optimizer: int
+    loss: Moment  # Forward is over, nothing of this leaf's gradient is there
+    backward: Moment
+    """All gradients are there, nothing of the leaf but the embedding's own gradient."""
+    update: Moment
+    fresh: int  # Gradients of the embedding that backward has just made, beside `backward`
+    gathered_block: int = 0
+    """fsdp: the weights and gradients that a block brings with it while it computes."""
+    gathered_blocks: int = 0  # Bytes of all blocks that are gathered so
+    renewed: int = 0  # Made anew by each step for communication, and let go
+    moved: int = 0
+    """Bytes that lay in the process's own memory before it moved into shared memory (CPU)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A rank's share of a step under one strategy."""
+
+    work: Workload
+    split: Split
+    shape: RankShape
+
+    @property
+    def leaf(self) -> Activations:
+        """What forward of one leaf keeps."""
+        return Activations(self.work, self.shape.blocks, self.shape.layout.tp)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """S."""
+        return FP32 * self.shape.num_params
+
+    @property
+    def replicas(self) -> int:
+        """W."""
+        return self.split.layout.dp
+
+    @property
+    def leaves(self) -> int:
+        """k, of the rank with most."""
+        return -(-self.work.num_leaves // self.replicas)
+
+    @property
+    def added_up(self) -> int:
+        """Gradients of leaves before the last one."""
+        return self.gradient_bytes if self.leaves > 1 else 0
+
+    @property
+    def fresh(self) -> int:
+        """The embedding's gradient, the last that backward makes. A tied one comes twice: the
+        head's waits in autograd until it can be added."""
+        if self.shape.stage > 0:
+            return 0
+        return FP32 * self.shape.table_params * (2 if self.shape.is_tied else 1)
+
+    def shard(self, num_bytes: int) -> int:
+        """A rank's share of something that the replicas divide."""
+        return -(-num_bytes // self.replicas)
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """Bytes of each, by the recipe's own sizes; DDP's are like them."""
+        recipe = Recipe()
+        items = [Item(numel=size, itemsize=FP32, kind=None) for size in self.shape.sizes]
+        plans = plan_buckets(
+            items,
+            list(reversed(range(len(items)))),
+            bucket_bytes=recipe.bucket_mb * MIB,
+            first_bucket_bytes=recipe.first_bucket_mb * MIB,
+            world_size=self.replicas,
+        )
+        return tuple(FP32 * plan.numel for plan in plans)
+
+    @property
+    def leaves_in_flight(self) -> int:
+        """Leaves whose activations a pipeline stage keeps at once.
+
+        GPipe (Huang et al. 2018, arXiv 1811.06965): all of a replica's. 1F1B (Narayanan et al. 2019
+        and 2021, arXiv 1806.03377, 2104.04473): as many as there are stages from here to the last.
+        """
+        stages = self.split.layout.pp
+        if stages > 1 and self.split.schedule == "gpipe":
+            return self.leaves
+        return min(self.leaves, stages - self.shape.stage)
+
+
+@cache
+def most_open_nodes(num_leaves: int, world_size: int) -> int:
+    """Largest number of the tree's nodes that a rank holds at once; see `leaf_tree.py`."""
+    most = 1
+    for rank in range(world_size if num_leaves > world_size else 0):
+        stack = LeafStack()
+        for leaf in share(num_leaves, rank, world_size):
+            stack.push(leaf)
+            most = max(most, len(stack.nodes))
+    return most
+
+
+def strategy_memory(case: Case) -> StrategyMemory:
+    """The memory of the strategy of `case`; ConfigError for an unknown one."""
+    strategy = find_strategy(case.split.strategy)
+    recipe = strategy.recipe
+    if strategy.needs_group and case.replicas == 1:  # nobody to talk to, see `build_reducer`
+        return _naive(case)
+    if recipe is None:
+        return _OTHERS[strategy.name](case)
+    return _zero2(case) if recipe.shard == "gradients" else _engine(case, recipe)
+
+
+def _memory(
+    case: Case, loss: Moment, backward: Moment, update: Moment, **other: int
+) -> StrategyMemory:
+    """Weights and state whole on every rank, where `other` does not say otherwise."""
+    size = case.gradient_bytes
+    whole = {"weights": size, "optimizer": 2 * size, "fresh": case.fresh}
+    return StrategyMemory(loss=loss, backward=backward, update=update, **whole | other)
+
+
+def _engine(case: Case, recipe: Recipe) -> StrategyMemory:
+    """Flat buffers that stay from step to step, of which `.grad` is a view; `invariant` has one for
+    each open node of its tree."""
+    size, bucket = case.gradient_bytes, max(case.buckets)
+    other: dict[str, int] = {}
+    buffers, passing = 1, 0  # bytes on the way while backward ends
+    if recipe.order == "invariant":
+        buffers = most_open_nodes(case.work.num_leaves, case.replicas)
+        if case.work.kind == "cuda":  # ranks of one host on CPUs read slices where they are
+            # Slices that arrive for the tree's sums: of each node of each rank, the own part.
+            passing = buffers * (case.replicas - 1) * case.shard(bucket)
+    elif recipe.reduction in ("ring", "hierarchical"):
+        passing = case.shard(bucket)
+    elif recipe.wire != "same":  # every bucket's 16-bit copy is there when backward ends
+        passing = size // 2
+    if case.split.shared_weights and shares_memory(recipe):
+        # One copy of weights and state for all ranks of the host: a rank's share of them. Gradients
+        # lie in shared memory too, and each rank has buffers of its own. Moved: the weights, and
+        # each buffer but the first.
+        passing, other = 0, {"moved": buffers * size}
+        other |= {"weights": case.shard(size), "optimizer": case.shard(2 * size)}
+    held = Moment(size, (buffers - 1) * size)
+    moving, update = Moment(size, held.buckets + passing), held
+    other["renewed"] = passing
+    if recipe.wire == "fp16":  # two fp32 copies of a bucket while it is scaled back
+        update = Moment(size, passing + 2 * bucket)
+        other["renewed"] += size
+    if recipe.shard == "optimizer":
+        update = Moment(size, held.buckets + _gathering(case))
+        other |= {"optimizer": case.shard(2 * size), "renewed": size + case.shard(size)}
+    return _memory(case, held, moving, update, **other)
+
+
+def _gathering(case: Case) -> int:
+    """Updated parameters on their way to the other ranks: bucket and own shard."""
+    buckets = case.buckets
+    together = max(sum(buckets[n : n + _IN_FLIGHT]) for n in range(len(buckets)))
+    return together + case.shard(together)
+
+
+def _zero2(case: Case) -> StrategyMemory:
+    """Buckets whole until backward ends, then the own shard of each. When the last gradient is
+    made, all buckets but its own are on their way, each into a shard."""
+    size = case.gradient_bytes
+    return _memory(
+        case,
+        Moment(case.added_up),
+        Moment(size, case.shard(sum(case.buckets[:-1]))),
+        Moment(case.shard(size), _gathering(case)),
+        optimizer=case.shard(2 * size),
+        renewed=2 * (size + case.shard(size)),
+    )
+
+
+def _naive(case: Case) -> StrategyMemory:
+    """`.grad` is made by backward and dropped by the update."""
+    return _memory(case, Moment(case.added_up), _made(case), Moment(case.gradient_bytes))
+
+
+def _made(case: Case, buckets: int = 0) -> Moment:
+    """When backward ends, where what it makes becomes `.grad`: of the first leaf the embedding's
+    is not there yet."""
+    waits = FP32 * case.shape.table_params if case.fresh and case.leaves == 1 else 0
+    return Moment(case.gradient_bytes - waits, buckets)
+
+
+def _ddp(case: Case) -> StrategyMemory:
+    """Buckets stay; `.grad` is a view of them. Leaves before the last add up in memory of their
+    own, as torch lets go of the views when gradients are cleared (arXiv 2006.15704)."""
+    held = Moment(case.added_up, case.gradient_bytes)
+    return _memory(case, held, held, held._replace(gradients=0))
+
+
+def _powersgd(case: Case) -> StrategyMemory:
+    """`ddp`, the error (S) and a copy of the bucket at hand (arXiv 1905.13727)."""
+    size = case.gradient_bytes
+    held = Moment(case.added_up, 2 * size)
+    moving = held._replace(buckets=2 * size + max(case.buckets))
+    return _memory(case, held, moving, moving._replace(gradients=0), renewed=size)
+
+
+def _local_sgd(case: Case) -> StrategyMemory:
+    """`naive` alone; a flat copy of the weights while ranks meet, gradients gone."""
+    size = case.gradient_bytes
+    return replace(_naive(case), update=Moment(0, size), renewed=size)
+
+
+def _diloco(case: Case) -> StrategyMemory:
+    """The round's start and the outer momentum; while ranks meet the distances and their mean."""
+    size = case.gradient_bytes
+    loss = Moment(case.added_up, 2 * size)
+    return _memory(case, loss, _made(case, 2 * size), Moment(0, 4 * size), renewed=2 * size)
+
+
+def _fsdp(case: Case) -> StrategyMemory:
+    """Everything in shards; what is outside of the blocks is gathered for the whole step, a block
+    while it computes. Leaves before the last keep whole gradients (arXiv 2304.11277)."""
+    size = case.gradient_bytes
+    root, block = FP32 * case.shape.root_params, FP32 * case.shape.block_params
+    shard = case.shard(size)
+    return _memory(
+        case,
+        Moment(case.added_up, root),
+        # The blocks' gradients are in shards by now, those of leaves before the last as well.
+        # Outside of the blocks: weights, gradients, and these once more as they are sent.
+        Moment(shard, 3 * root),
+        Moment(shard),
+        weights=shard,
+        optimizer=case.shard(2 * size),
+        fresh=0,
+        gathered_block=2 * block,
+        gathered_blocks=case.shape.blocks * block,
+    )
+
+
+_OTHERS: dict[str, Callable[[Case], StrategyMemory]] = {
+    "naive": _naive,
+    "fsdp": _fsdp,
+    "ddp": _ddp,
+    "powersgd": _powersgd,
+    "local_sgd": _local_sgd,
+    "diloco": _diloco,
+}
+"""Strategies that are no recipe."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryNeed:
+    """The sum of closed formulas; each field's formula and source stand above."""
+
+    weights: int = 0
+    gradients: int = 0
+    optimizer: int = 0  # The optimizer's state
+    buckets: int = 0
+    """Copies of gradients made for communication, gathered blocks and windows of a strategy."""
+    activations: int = 0  # Kept by forward for backward, at the fullest moment of the schedule
+    logits: int = 0  # The head's output and what the loss makes of it
+    workspace: int = 0  # Temporary buffers beside these
+    slack: int = 0  # Held by the allocator without use
+    process: int = 0  # The interpreter, torch, the CUDA context, communication buffers
+
+    @property
+    def total(self) -> int:
+        """The sum of all parts."""
+        return sum(getattr(self, f.name) for f in fields(self))
+
+    @property
+    def loose(self) -> int:
+        """The part that lives no longer than a leaf."""
+        return self.activations + self.logits + self.workspace
+
+
+def memory_need(work: Workload, split: Split) -> MemoryNeed:
+    """The need of the rank that needs most.
+
+    Raises:
+        ConfigError: an unknown strategy, or a model that cannot be divided so.
+    """
+    stages = (
+        _of_stage(work, split, rank_shape(work.model, split.layout, stage))
+        for stage in range(split.layout.pp)
+    )
+    return max(stages, key=lambda need: need.total)
+
+
+def _of_stage(work: Workload, split: Split, shape: RankShape) -> MemoryNeed:
+    case = Case(work, split, shape)
+    strategy = strategy_memory(case)
+    moments = list(_moments(case, strategy))
+    fragments = _fragments(case, strategy, max(each.loose for each in moments))
+    rope = 2 * FP32 * work.model.block_size * work.model.head_dim
+    always = {
+        "weights": strategy.weights + rope,
+        "optimizer": strategy.optimizer,
+        "process": CUDA_PROCESS if work.kind == "cuda" else CPU_PROCESS,
+    }
+    return max(
+        (
+            replace(each, slack=_slack(case, strategy, each, fragments), **always)
+            for each in moments
+        ),
+        key=lambda need: need.total,
+    )
+
+
+def _fragments(case: Case, strategy: StrategyMemory, loose: int) -> int:
+    """Holes, see [Note: Slack]: made when a leaf takes most, there until the process ends."""
+    if case.work.kind == "cuda":
+        return int(CUDA_SLACK * loose)
+    shares = (
+        (CPU_SLACK, loose),
+        (RECOMPUTE_SLACK, case.leaf.recomputed),
+        (GATHER_SLACK, strategy.gathered_blocks),
+        (RENEW_SLACK, strategy.renewed),
+        (MOVE_SLACK, strategy.moved),
+    )
+    return int(sum(share * size for share, size in shares))
+
+
+def _slack(case: Case, strategy: StrategyMemory, moment: MemoryNeed, fragments: int) -> int:
+    """Fragments; or the model as it was built, where less than that lies in its place now."""
+    held = 0
+    if not case.split.shared_weights:
+        held = strategy.weights + strategy.optimizer + moment.gradients + moment.buckets
+    return max(fragments, case.gradient_bytes - held - moment.loose)
+
+
+def _moments(case: Case, strategy: StrategyMemory) -> Iterator[MemoryNeed]:
+    """Gradients, buckets and whatever lives no longer than a leaf, at each moment of a step."""
+    work, shape, leaf, flying = case.work, case.shape, case.leaf, case.leaves_in_flight
+    kept = flying * leaf.kept
+    if shape.layout.pp > 1:  # what a stage gives; what it got is its first block's input
+        kept += flying * leaf.stream
+    head_waits = FP32 * shape.table_params if shape.is_tied else 0
+    block = FP32 * shape.block_params + 2 * leaf.stream + strategy.gathered_block
+    loss = MemoryNeed(**strategy.loss._asdict())
+    yield replace(loss, activations=kept + leaf.recomputed, workspace=block + head_waits)
+    backward = MemoryNeed(**strategy.backward._asdict())
+    yield replace(backward, activations=leaf.stream, workspace=strategy.fresh)
+    # A tied embedding on both ends of a pipeline: the other end's gradient.
+    stages, is_last = shape.layout.pp, shape.stage == shape.layout.pp - 1
+    is_end = stages > 1 and (shape.stage == 0 or is_last)
+    other_end = FP32 * shape.table_params if work.model.tie_head and is_end else 0
+    yield MemoryNeed(**strategy.update._asdict(), workspace=other_end)
+    if is_last:
+        # What the loss keeps of each leaf that waits for its backward.
+        in_rows = work.loss_rows is not None
+        kept_by_loss = shape.table_params if in_rows else work.leaf_tokens * work.model.vocab_size
+        of_others = (flying - 1) * FP32 * kept_by_loss
+        activations = kept + flying * leaf.last_norm
+        for own, workspace in _head(case):
+            logits = own + of_others
+            yield replace(loss, activations=activations, logits=logits, workspace=workspace)
+
+
+def _head(case: Case) -> list[tuple[int, int]]:
+    """Logits and workspace at the moments of the loss and of the head's gradient."""
+    work, shape, leaf = case.work, case.shape, case.leaf
+    size, vocab, table = leaf.element, work.model.vocab_size, FP32 * shape.table_params
+    copy = 0 if size == FP32 else size * shape.table_params
+    if work.loss_rows is not None:
+        rows = min(work.loss_rows, work.leaf_tokens) * vocab
+        return [
+            ((2 * FP32 + 4 * size) * rows, table + 2 * copy + leaf.stream),
+            (0, 2 * table + 2 * leaf.stream),
+        ]
+    logits = work.leaf_tokens * vocab
+    # Autocast keeps its copies of weights until forward is over, whether blocks keep them or not.
+    cached = shape.blocks * leaf.weight_copies if work.activation_checkpointing else 0
+    forward = 2 * FP32 + (size if copy else 0)
+    return [
+        (forward * logits, copy + cached),
+        (3 * FP32 * logits, copy),
+        (size * logits, 2 * copy + table),
+    ]

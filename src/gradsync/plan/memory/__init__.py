@@ -1,1 +1,0 @@
-"""A rank's memory at its fullest moment, by closed formulas."""

@@ -1,0 +1,265 @@
+"""The costs of one leaf and one update on a device, and when each gradient is there; no torch.
+
+Backward goes through the layers from the last to the first, and each one's gradient takes its
+share of the products (`Parameter.backward_units`). Buckets are the engine's own plan over
+parameters in reverse order.
+
+A profile is estimated from peaks, or measured (`probe.py`). A probe must take seconds, and a leaf
+of a real run can take minutes on a CPU: so a smaller leaf is measured, and others are taken to cost
+in proportion to their operations (`GPTConfig.flops_per_token`); recomputed activations add one
+forward. The cache holds one file per model, leaf and machine, and is nothing else: a file that
+cannot be read is measured again, one that cannot be written is lost.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from itertools import accumulate
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from gradsync.core.files import cache_entry, read_entry, write_entry
+from gradsync.errors import ConfigError, RunError
+from gradsync.models.config import GPTConfig
+from gradsync.parallel.partition import EMBEDDING, weights_of
+from gradsync.plan.collectives import Traffic, traffic_of
+from gradsync.plan.description import Device
+from gradsync.plan.workload import Workload
+from gradsync.runtime import environ
+from gradsync.runtime.machine import cpu_model, host_cores
+from gradsync.sync.engine.plan import BucketPlan, Item, plan_buckets
+
+log = logging.getLogger("gradsync")
+
+MIB = 2**20
+GRADIENT_BYTES = 4  # Weights and gradients are fp32, whatever autocast computes in
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BucketReady:
+    """When a bucket's last gradient is there."""
+
+    num_bytes: int  # Bytes of its gradients
+    ready_s: float
+    """Seconds after backward began; the last one's is at most `StepProfile.backward_s`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepProfile:
+    """One rank's work, alone on its device, without any communication."""
+
+    forward_s: float  # One leaf's; likewise `backward_s`
+    backward_s: float
+    update_s: float  # Clipping and optimizer over all parameters
+    buckets: tuple[BucketReady, ...]  # In the order in which they fill
+    jitter: tuple[float, ...] = (1.0,)
+    """Durations of a leaf over their median, as measured; stragglers are drawn from them."""
+    measured: bool = False  # False: estimated from peak arithmetic and bandwidth
+
+    @property
+    def leaf_s(self) -> float:
+        """Forward and backward."""
+        return self.forward_s + self.backward_s
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> StepProfile:
+        """The inverse of `dataclasses.asdict`, as JSON keeps it."""
+        buckets = tuple(BucketReady(**bucket) for bucket in document["buckets"])
+        read: dict[str, Any] = {"buckets": buckets, "jitter": tuple(document["jitter"])}
+        return cls(**{**document, **read})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parameter:
+    """One trained tensor."""
+
+    name: str  # As `named_parameters` calls it
+    shape: tuple[int, ...]
+    backward_units: int
+    """The work of backward between the gradient before this one and this one, in products per
+    token, of which each takes 4 floating-point operations (2 for the gradient of the weight, 2 for
+    that of the input): the parameter's elements, and behind the queries' side attention itself."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+
+def parameters_of(config: GPTConfig, seq_len: int) -> list[Parameter]:
+    """Every parameter of `GPT(config)`, in `named_parameters` order; attention's cost grows with
+    `seq_len`."""
+    head = config.vocab_size * config.n_embd if config.tie_head else 0
+    found = []
+    for weight in weights_of(config):
+        units = prod(weight.shape)
+        if weight.name == EMBEDDING:
+            units = 0
+        elif weight.name.endswith("attention.v.weight"):
+            # Forward's two products of 2 T C operations each cost 8 T C in backward, before the
+            # gradients of the three projections: the first of which to be ready is this one.
+            units += 2 * seq_len * config.n_embd
+        elif weight.name == "norm.weight":
+            # The head's products come first in backward; a tied one adds its gradient to the
+            # embedding's, which is complete last of all.
+            units += head
+        found.append(Parameter(name=weight.name, shape=weight.shape, backward_units=units))
+    return found
+
+
+def bucket_plan(parameters: Sequence[Parameter], traffic: Traffic) -> tuple[BucketPlan, ...]:
+    """Which parameters travel together, in the order in which backward finishes them."""
+    sizes = {"parameter": 0.0, "flat": math.inf, "buckets": traffic.bucket_mb * MIB}
+    first = traffic.first_bucket_mb * MIB if traffic.grouping == "buckets" else None
+    return plan_buckets(
+        [Item(numel=p.numel, itemsize=GRADIENT_BYTES, kind="fp32") for p in parameters],
+        range(len(parameters))[::-1],
+        bucket_bytes=sizes[traffic.grouping],
+        first_bucket_bytes=first,
+        world_size=1,
+    )
+
+
+def bucket_timeline(work: Workload, traffic: Traffic, backward_s: float) -> tuple[BucketReady, ...]:
+    """Each bucket's bytes and when it is full, in the order in which they fill, the last one at
+    the end of a leaf's backward."""
+    parameters = parameters_of(work.model, work.seq_len)
+    done = list(accumulate(p.backward_units for p in reversed(parameters)))
+    ready = [backward_s * units / done[-1] for units in reversed(done)]
+    buckets = [
+        BucketReady(
+            num_bytes=sum(slot.numel for slot in plan.slots) * GRADIENT_BYTES,
+            ready_s=max(ready[slot.index] for slot in plan.slots),
+        )
+        for plan in bucket_plan(parameters, traffic)
+    ]
+    return tuple(sorted(buckets, key=lambda bucket: bucket.ready_s))
+
+
+UTILISATION = 0.415
+"""Model FLOPs over peak: a 22B model on one host of eight A100 (Korthikanti et al. 2022, arXiv
+2205.05198, table 5); PaLM's over 6144 TPUs is 46.2 % (arXiv 2204.02311, table 3). Small models
+reach less: measure (`probe.probe_profile`) where the device is at hand."""
+FORWARD_PART = 1 / 3  # Each product of forward has two in backward (arXiv 2001.08361, section 2.1)
+FP32_PART = 0.5
+"""Part of the bf16 peak that fp32 products reach at best, as TF32: NVIDIA's data sheets of A100 and
+H100. On a CPU with AMX or AVX-512 bf16 it is less."""
+UPDATE_BYTES = 40
+"""Per parameter, all fp32: the norm reads the gradient (4), clipping reads and writes it (8), and
+AdamW reads weight, gradient and two moments, and writes all but the gradient (16 + 12)."""
+FLOPS_PER_BYTE = 153.0
+"""Assumed where bandwidth is not known: A100's 312 TFLOP/s over 2.039 TB/s (NVIDIA)."""
+
+
+def leaf_operations(work: Workload) -> float:
+    """Floating-point operations of a leaf's forward and backward."""
+    return work.model.flops_per_token(work.seq_len) * work.leaf_tokens
+
+
+def estimate_profile(work: Workload, device: Device) -> StepProfile:
+    """The time of one leaf of the whole model, and of one whole update, on `device`.
+
+    leaf      6 N + 12 L H Q T flops a token (`GPTConfig.flops_per_token`) over UTILISATION of
+              the peak; a third of it forward. Recomputed activations add one more forward.
+    update    UPDATE_BYTES a parameter over the memory's bandwidth
+    buckets   of 25 MiB; `step_costs` makes those of any strategy out of them
+    """
+    peak = device.peak_flops * (FP32_PART if work.dtype == "fp32" else 1.0)
+    leaf_s = leaf_operations(work) / (UTILISATION * peak)
+    forward_s = leaf_s * FORWARD_PART
+    backward_s = leaf_s - forward_s + (forward_s if work.activation_checkpointing else 0.0)
+    bandwidth = device.memory_bytes_per_s or device.peak_flops / FLOPS_PER_BYTE
+    return StepProfile(
+        forward_s=forward_s,
+        backward_s=backward_s,
+        update_s=UPDATE_BYTES * work.model.num_params() / bandwidth,
+        buckets=bucket_timeline(work, traffic_of("bucketed"), backward_s),
+    )
+
+
+_CPU_OPERATIONS = 1.25e11
+"""Operations of a probe's leaf on a CPU: about a second at the 0.1 TFLOP/s that a core reached in
+`benchmarks/sync/mini-512/record.json`."""
+_FEWEST_TOKENS = 64
+
+
+def probe_work(work: Workload) -> Workload:
+    """A leaf to measure: the asked one on a GPU, on a CPU as much of it as takes a second or two;
+    activations kept."""
+    work = replace(work, activation_checkpointing=False)
+    if work.kind == "cuda":
+        return work
+    while leaf_operations(work) > _CPU_OPERATIONS and work.micro_batch_size > 1:
+        work = replace(work, micro_batch_size=work.micro_batch_size // 2)
+    while leaf_operations(work) > _CPU_OPERATIONS and work.seq_len >= 2 * _FEWEST_TOKENS:
+        work = replace(work, seq_len=work.seq_len // 2)
+    return work
+
+
+def scaled_profile(profile: StepProfile, measured: Workload, work: Workload) -> StepProfile:
+    """The profile of the leaf of `work`, from that of `measured`, a leaf of the same model."""
+    factor = leaf_operations(work) / leaf_operations(measured)
+    forward_s = profile.forward_s * factor
+    backward_s = profile.backward_s * factor + forward_s * work.activation_checkpointing
+    later = backward_s / profile.backward_s
+    return replace(
+        profile,
+        forward_s=forward_s,
+        backward_s=backward_s,
+        buckets=tuple(
+            BucketReady(num_bytes=bucket.num_bytes, ready_s=bucket.ready_s * later)
+            for bucket in profile.buckets
+        ),
+    )
+
+
+_FORMAT = 1  # The measurement's version: another number makes old files unknown
+
+
+def profile_path(work: Workload, *, device: str, threads: int) -> Path | None:
+    """Where the profile of `work` on this machine (cpu or cuda, so many intra-op threads) is kept,
+    whatever its number of leaves; None: there is no place for a cache."""
+    accelerator = None
+    if device == "cuda":
+        import torch
+
+        accelerator = torch.cuda.get_device_name()
+    about = {k: v for k, v in asdict(work).items() if k not in ("num_leaves", "kind")}
+    key = json.dumps(
+        {
+            **about,
+            "format": _FORMAT,
+            "device": device,
+            "accelerator": accelerator,
+            "cpu": cpu_model(),
+            "cores": host_cores(),
+            "threads": threads,
+            "torch": version("torch"),
+        },
+        sort_keys=True,
+    )
+    try:
+        return cache_entry(environ.cache_dir() / "profiles", key)
+    except ConfigError:
+        return None
+
+
+def load_profile(path: Path | None) -> StepProfile | None:
+    """The profile that `save_profile` kept there; None when none can be read."""
+    return None if path is None else read_entry(path, StepProfile.from_json)
+
+
+def save_profile(path: Path | None, profile: StepProfile) -> None:
+    """Keep it, if that is possible."""
+    if path is None:
+        return
+    try:
+        write_entry(path, asdict(profile))
+    except RunError as error:
+        log.info("the measured profile is not kept: %s", str(error))

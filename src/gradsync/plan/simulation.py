@@ -1,0 +1,579 @@
+"""The training step on machines beyond the one here (`gradsync plan --simulate`): steps that are
+played with ranks that are not equally fast, failures, and where strategies cross; no torch.
+
+    rank r     leaf ... leaf │ backward: bucket 0 full, bucket 1 full, ...
+    channel                  │      [bucket 0][bucket 1]  ...          one at a time, in order
+    all                      │                              agree, update, gather weights
+
+A bucket starts when the last rank has filled it and the channel is free. A leaf takes its usual
+time, times one of the measured ratios, each as likely (the bootstrap). All ranks are drawn,
+thousands of them; but of those that wait for each other only the ones that may be last in something
+count, which are few. A pipeline's stages wait for their neighbours' messages:
+
+    gpipe    F F F F . . B B B B          all forwards first (arXiv 1811.06965)
+    1f1b     F F F B F B . B . B          at most as many leaves open as stages follow
+                                          (arXiv 1806.03377, 2104.04473)
+
+[Note: Weak scaling] Every replica keeps its leaves, so that the global batch grows with the ranks,
+and efficiency is tokens per second and rank over those of one rank alone.
+
+[Note: Failures] M mean time between failures of the whole job (that of a device over their number),
+d seconds to save, R seconds to begin again, t seconds of work between two saves. Failures come at
+any moment, also while saving and while beginning again, independently of each other (exponential
+times). Young 1974, "A first order approximation to the optimum checkpoint interval", and Daly 2006,
+"A higher order estimate of the optimum checkpoint interval for restart dumps":
+
+    t = sqrt(2 d M)                                               (Young)
+    t = sqrt(2 d M) (1 + sqrt(d / 2M) / 3 + (d / 2M) / 9) - d     for d < 2 M, else M (Daly)
+    useful part = t / (M e^(R/M) (e^((t+d)/M) - 1))               (Daly)
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
+from itertools import combinations, pairwise
+from statistics import fmean
+from typing import Any, Literal
+
+from gradsync.errors import ConfigError
+from gradsync.plan.description import Hardware, Host, Link
+from gradsync.plan.profile import StepProfile
+from gradsync.plan.step import (
+    StepCosts,
+    StepTime,
+    channel_end,
+    predict_step,
+    step_costs,
+    tokens_per_s_alone,
+)
+from gradsync.plan.workload import Split, Workload
+from gradsync.sync.registry import find_strategy
+
+_EXACT_LEAVES = 16  # Sums of more draws are drawn at once, as normal (central limit theorem)
+_POOL = 16
+"""Pipelines that are played; where there are more, each of the others is like one of these."""
+
+
+class Stragglers:
+    """Draws ratios of `jitter`, durations over the usual one; `together` ranks that meet within
+    each leaf count as one, as slow as the slowest."""
+
+    def __init__(self, jitter: Sequence[float], rng: random.Random, *, together: int = 1) -> None:
+        self._jitter = sorted(jitter)
+        self._rng = rng
+        self._power = 1 / together
+        count = len(self._jitter)
+        # How likely each ratio is to be the greatest of `together` draws.
+        below = [(place / count) ** together for place in range(count + 1)]
+        chances = [high - low for low, high in pairwise(below)]
+        self._mean, square = (
+            sum(chance * ratio**k for chance, ratio in zip(chances, self._jitter, strict=True))
+            for k in (1, 2)
+        )
+        self._deviation = math.sqrt(max(0.0, square - self._mean**2))
+        self._even = self._jitter[0] == self._jitter[-1]
+
+    def slowest(self, ranks: int = 1) -> float:
+        """The greatest ratio of one leaf over so many ranks, by inversion."""
+        place = self._rng.random() ** (self._power / ranks) * len(self._jitter)
+        return self._jitter[min(int(place), len(self._jitter) - 1)]
+
+    def total(self, leaves: int) -> float:
+        """The sum of so many leaves' ratios."""
+        if self._even:
+            return leaves * self._jitter[0]
+        if leaves <= _EXACT_LEAVES:
+            return sum(self.slowest() for _ in range(leaves))
+        return self._rng.gauss(leaves * self._mean, leaves**0.5 * self._deviation)
+
+    def latest(self, ranks: int, leaves: int) -> list[tuple[float, float]]:
+        """The ranks that may be last: (ratios of all leaves but the last, ratio of the last). One
+        that is ahead of another in both is last in nothing."""
+        if self._even:
+            return [((leaves - 1) * self._jitter[0], self._jitter[0])]
+        if leaves == 1:
+            return [(0.0, self.slowest(ranks))]
+        drawn = [(self.slowest(), self.total(leaves - 1)) for _ in range(ranks)]
+        found: list[tuple[float, float]] = []
+        for last, before in sorted(drawn, reverse=True):
+            if not found or before > found[-1][0]:
+                found.append((before, last))
+        return found
+
+    def slowest_total(self, ranks: int, leaves: int) -> float:
+        """The greatest sum of so many leaves' ratios over ranks that do not meet meanwhile."""
+        return self.total(leaves) if self._even else max(self.total(leaves) for _ in range(ranks))
+
+
+def step_s(costs: StepCosts, stragglers: Stragglers) -> float:
+    """Seconds of one step; the mean of one where ranks do not meet in each."""
+    end_s = costs.copy_s + costs.agree_s + costs.update_s + costs.after_s
+    if costs.every > 1:
+        return _round_s(costs, stragglers) / costs.every
+    if costs.stages > 1:  # the slowest replica, then what of its buckets is still on its way
+        slowest = max(_replica_s(costs, stragglers) for _ in range(min(costs.replicas, _POOL)))
+        ranks = [(slowest - costs.backward_s, 1.0)]
+        return costs.last_leaf_wait_s - costs.leaf_wait_s + _meeting_s(costs, ranks) + end_s
+    if costs.leaves_meet:
+        ratios = [stragglers.slowest(costs.replicas) for _ in range(costs.leaves)]
+        latest = [(sum(ratios[:-1]), ratios[-1])]
+    else:
+        latest = stragglers.latest(costs.replicas, costs.leaves)
+    waits = (costs.leaves - 1) * costs.leaf_wait_s + costs.last_leaf_wait_s
+    ranks = [(before * costs.leaf_s + last * costs.forward_s, last) for before, last in latest]
+    return waits + _meeting_s(costs, ranks) + end_s
+
+
+def _meeting_s(costs: StepCosts, ranks: Sequence[tuple[float, float]]) -> float:
+    """When all buckets are through and all have computed; `ranks`: (when its last backward begins,
+    how much longer than usual it takes)."""
+
+    def last(usual_s: float) -> float:
+        return max(begin + ratio * usual_s for begin, ratio in ranks)
+
+    computed = last(costs.backward_s)
+    full = [
+        replace(each, ready_s=last(each.ready_s) if costs.hides else computed)
+        for each in costs.sendings
+    ]
+    return max(computed, channel_end(sorted(full, key=lambda sending: sending.ready_s)))
+
+
+def _round_s(costs: StepCosts, stragglers: Stragglers) -> float:
+    """Ranks that step alone, up to the end of their meeting."""
+    leaves = costs.every * costs.leaves
+    alone = stragglers.slowest_total(costs.replicas, leaves) * costs.leaf_s
+    waits = leaves * costs.leaf_wait_s
+    meeting = sum(sending.cost_s for sending in costs.sendings) + costs.agree_s
+    return alone + waits + costs.every * (costs.update_s + costs.copy_s) + meeting
+
+
+Pass = tuple[Literal["forward", "backward"], int]  # Of which leaf
+
+
+def order_of(schedule: str, stage: int, stages: int, leaves: int) -> list[Pass]:
+    """The order in which a pipeline's stage works."""
+    ahead = leaves if schedule == "gpipe" else min(leaves, stages - stage)
+    order: list[Pass] = [("forward", leaf) for leaf in range(ahead)]
+    for leaf in range(leaves):
+        order.append(("backward", leaf))
+        if ahead + leaf < leaves:
+            order.append(("forward", ahead + leaf))
+    return order
+
+
+def _replica_s(costs: StepCosts, stragglers: Stragglers) -> float:
+    """When the last stage of one replica has done its last backward, seconds."""
+    stages, last = range(costs.stages), costs.stages - 1
+    orders = [order_of(costs.schedule, stage, costs.stages, costs.leaves) for stage in stages]
+    places, free = [0] * costs.stages, [0.0] * costs.stages
+    # The first stage has its inputs.
+    arrived: dict[tuple[int, Pass], float] = {
+        (0, ("forward", leaf)): 0.0 for leaf in range(costs.leaves)
+    }
+    while any(places[stage] < len(orders[stage]) for stage in stages):
+        for stage in stages:
+            order = orders[stage]
+            while places[stage] < len(order) and (stage, order[places[stage]]) in arrived:
+                kind, leaf = work = order[places[stage]]
+                forward = kind == "forward"
+                usual_s = costs.forward_s if forward else costs.backward_s
+                busy_s = usual_s * stragglers.slowest() + (costs.leaf_wait_s if forward else 0.0)
+                free[stage] = max(free[stage], arrived[stage, work]) + busy_s
+                places[stage] += 1
+                if forward and stage == last:  # it turns around without a message
+                    arrived[stage, ("backward", leaf)] = free[stage]
+                else:
+                    arrived[stage + (1 if forward else -1), work] = free[stage] + costs.hop_s
+    return max(free)
+
+
+_LLAMA_MTBF_S = 16_384 * 54 * 86_400 / 419
+"""Per GPU: 419 unexpected interruptions of 16,384 H100 in 54 days (arXiv 2407.21783, section
+3.3.4)."""
+_SEGMENTS = 2_000
+_HOPELESS = 500.0  # Interval over time between failures from which on no work gets done
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failures:
+    """How often devices fail and what that costs; see [Note: Failures]."""
+
+    device_mtbf_s: float = _LLAMA_MTBF_S  # Mean time between failures of one device, seconds
+    checkpoint_s: float = 60.0
+    """Time of a save, during which training stands still, seconds. An assumption."""
+    restart_s: float = 300.0
+    """From a failure until training goes on: noticing, starting, loading. An assumption."""
+
+    def __post_init__(self) -> None:
+        for name in ("device_mtbf_s", "checkpoint_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"failures: {name} must be above 0; got {getattr(self, name)}")
+        if not self.restart_s >= 0:
+            raise ConfigError(f"failures: restart_s must not be negative; got {self.restart_s}")
+
+    def mtbf_s(self, ranks: int) -> float:
+        """Mean time between failures of a job on so many devices, any of which ends it."""
+        return self.device_mtbf_s / ranks
+
+
+def daly_interval_s(checkpoint_s: float, mtbf_s: float) -> float:
+    """Seconds of work between two saves (Daly 2006, equation 37)."""
+    if checkpoint_s >= 2 * mtbf_s:
+        return mtbf_s
+    part = checkpoint_s / (2 * mtbf_s)
+    series = 1 + math.sqrt(part) / 3 + part / 9
+    return math.sqrt(2 * checkpoint_s * mtbf_s) * series - checkpoint_s
+
+
+def goodput(interval_s: float, failures: Failures, ranks: int) -> float:
+    """The useful part of the time, 0 to 1, where `interval_s` of work lie between two saves, by
+    closed form (Daly 2006, equation 20)."""
+    mtbf = failures.mtbf_s(ranks)
+    whole = (interval_s + failures.checkpoint_s) / mtbf
+    if whole + failures.restart_s / mtbf > _HOPELESS:
+        return 0.0
+    return interval_s / (mtbf * math.exp(failures.restart_s / mtbf) * math.expm1(whole))
+
+
+def simulated_goodput(
+    interval_s: float, failures: Failures, ranks: int, *, seed: int = 0, segments: int = _SEGMENTS
+) -> float:
+    """The same by playing: work and a save, thrown away and begun again whenever something fails,
+    until so many segments are saved; as exact as one over the root of their number."""
+    mtbf = failures.mtbf_s(ranks)
+    whole = interval_s + failures.checkpoint_s
+    if (whole + failures.restart_s) / mtbf > math.log(segments):
+        return 0.0  # hardly one segment in so many attempts gets through
+    rng = random.Random(seed)
+    passed, done = 0.0, 0
+    while done < segments:
+        until = rng.expovariate(1 / mtbf)
+        if until >= whole:
+            passed, done = passed + whole, done + 1
+            continue
+        passed += until
+        while (until := rng.expovariate(1 / mtbf)) < failures.restart_s:
+            passed += until  # failed again while beginning
+        passed += failures.restart_s
+    return done * interval_s / passed
+
+
+HALF = 0.5
+_CLEAR = 1.02  # An advantage of less than 2 % is none
+_WORTH = 0.1  # Below that efficiency it does not matter which of two is ahead
+DEFAULT_STRATEGIES = (
+    *("bucketed", "ring", "hierarchical", "invariant", "fsdp"),
+    *("powersgd", "local_sgd", "diloco"),
+)
+_STEPS, _FEWEST_STEPS = 20, 3
+_DRAWS = 2**17
+"""Ranks times steps, about: the more ranks, the less their slowest one varies from step to step."""
+_LARGEST = 2**16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Point:
+    """One split on one number of ranks."""
+
+    name: str  # The split, without its number of replicas
+    world_size: int
+    step_s: float  # Mean over the simulated steps, seconds
+    even_step_s: float  # By closed form, with all ranks equally fast
+    tokens_per_s: float  # All ranks together
+    efficiency: float
+    """Tokens per second and rank, over those of one rank alone; see [Note: Weak scaling]."""
+    goodput: float  # Useful part of the time with failures, by closed form
+    simulated_goodput: float  # The same, played
+    checkpoint_interval_s: float  # Work between two saves (Daly 2006)
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON can hold it; overall: efficiency with failures."""
+        return {**asdict(self), "overall": self.efficiency * self.goodput}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Simulation:
+    """All points, and the sentences about them."""
+
+    points: tuple[Point, ...]  # By split, then by world size
+    crossovers: tuple[str, ...]  # Sentences
+    world_sizes: tuple[int, ...]
+    host: Host
+    network: Link | None
+    failures: Failures
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Options by strategy, where some were given."""
+
+    @property
+    def names(self) -> list[str]:
+        """Splits in order."""
+        return list(dict.fromkeys(point.name for point in self.points))
+
+    def point(self, name: str, world_size: int) -> Point | None:
+        """One of them; None where the split does not divide so many ranks."""
+        return next((p for p in self.points if (p.name, p.world_size) == (name, world_size)), None)
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON can hold it."""
+        return {
+            "world_sizes": list(self.world_sizes),
+            "devices_per_host": len(self.host.devices),
+            "device": self.host.devices[0].name,
+            "link": asdict(self.host.link),
+            "network": None if self.network is None else asdict(self.network),
+            "failures": asdict(self.failures),
+            "options": {name: dict(given) for name, given in self.options.items()},
+            "points": [point.to_json() for point in self.points],
+            "crossovers": list(self.crossovers),
+        }
+
+
+def simulate(
+    work: Workload,
+    host: Host,
+    network: Link | None,
+    world_sizes: Sequence[int],
+    profile: StepProfile,
+    *,
+    splits: Sequence[Split] = (),
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+    failures: Failures | None = None,
+    steps: int = _STEPS,
+    seed: int = 0,
+) -> Simulation:
+    """Play steps of each split on each number of ranks.
+
+    Args:
+        work: one replica's leaves of a step, as `num_leaves`; each replica has so many.
+        host: what there are more of. Ranks fill hosts in order.
+        network: between hosts; None where all sizes fit into one.
+        world_sizes: numbers of ranks.
+        profile: of the whole model on one of the host's devices; its jitter makes stragglers.
+        splits: strategy, pp and tp; dp is what is left of the ranks. Default: data parallelism by
+            each of `DEFAULT_STRATEGIES`.
+        options: of strategies, by name.
+        failures: None: the defaults.
+        steps: to play, of each; fewer where ranks are many thousands.
+        seed: of stragglers and failures; the same gives the same.
+
+    Raises:
+        ConfigError: no world size, one below 1 or above 65,536, several hosts without a
+            network, an unknown strategy or option, a split that divides none of the sizes.
+    """
+    sizes = tuple(sorted(set(world_sizes)))
+    chosen = [
+        (str(replace(split, layout=replace(split.layout, dp=1))), split)
+        for split in splits or [Split(strategy=name) for name in DEFAULT_STRATEGIES]
+    ]
+    _check(sizes, host, network, chosen)
+    failures, played = failures or Failures(), cache(simulated_goodput)
+    scene = _Scene(work, host, network, profile, options or {})
+    alone = tokens_per_s_alone(work, profile, work.num_leaves)
+    points = []
+    for name, split in chosen:
+        parts = split.layout.model_ranks
+        for size in (size for size in sizes if size % parts == 0):
+            mean_s = scene.played_s(split, size, steps, seed)
+            tokens_per_s = work.step_tokens * (size // parts) / mean_s
+            interval = daly_interval_s(failures.checkpoint_s, failures.mtbf_s(size))
+            point = Point(
+                name=name,
+                world_size=size,
+                step_s=mean_s,
+                even_step_s=scene.even(split, size).total_s,
+                tokens_per_s=tokens_per_s,
+                efficiency=tokens_per_s / size / alone,
+                goodput=goodput(interval, failures, size),
+                simulated_goodput=played(interval, failures, size, seed=seed),
+                checkpoint_interval_s=interval,
+            )
+            points.append(point)
+    return Simulation(
+        points=tuple(points),
+        crossovers=tuple(_crossovers_of(scene, dict(chosen), sizes)),
+        world_sizes=sizes,
+        host=host,
+        network=network,
+        failures=failures,
+        options=dict(options or {}),
+    )
+
+
+def _check(
+    sizes: Sequence[int], host: Host, network: Link | None, chosen: Sequence[tuple[str, Split]]
+) -> None:
+    if not sizes:
+        raise ConfigError("simulate: name numbers of ranks, such as 8,64,512")
+    for size in sizes:
+        if not 1 <= size <= _LARGEST:
+            raise ConfigError(f"simulate: {size} ranks; expected 1 to {_LARGEST}")
+    if sizes[-1] > len(host.devices) and network is None:
+        raise ConfigError(
+            f"simulate: {sizes[-1]} ranks are more than a host's {len(host.devices)} devices: name "
+            "the network between hosts, such as infiniband-ndr"
+        )
+    for name, split in chosen:
+        parts, got = split.layout.model_ranks, ", ".join(map(str, sizes))
+        if all(size % parts for size in sizes):
+            raise ConfigError(f"{name}: needs a multiple of {parts} ranks; got {got}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Scene:
+    """The parts that all points share."""
+
+    work: Workload
+    host: Host
+    network: Link | None
+    profile: StepProfile
+    options: Mapping[str, Mapping[str, Any]]
+
+    def played_s(self, split: Split, size: int, steps: int, seed: int) -> float:
+        """Mean of so many played steps, fewer on very many ranks."""
+        case = self._case(split, size)
+        costs = step_costs(*case, options=self.options.get(split.strategy))
+        # The split's own text: the seed of a simulation is part of what it says.
+        rng = random.Random(f"{seed} {case[1]} {size}")
+        stragglers = Stragglers(self.profile.jitter, rng, together=split.layout.tp)
+        steps = min(steps, max(_FEWEST_STEPS, _DRAWS // size))
+        return fmean(step_s(costs, stragglers) for _ in range(steps))
+
+    def even(self, split: Split, size: int) -> StepTime:
+        """The step by closed form."""
+        return predict_step(*self._case(split, size), options=self.options.get(split.strategy))
+
+    def _case(self, split: Split, size: int) -> tuple[Workload, Split, Hardware, StepProfile]:
+        replicas = size // split.layout.model_ranks
+        hosts = -(-size // len(self.host.devices))
+        return (
+            replace(self.work, num_leaves=self.work.num_leaves * replicas),
+            replace(split, layout=replace(split.layout, dp=replicas)),
+            Hardware(hosts=(self.host,) * hosts, network=self.network),
+            self.profile,
+        )
+
+
+def _crossovers_of(scene: _Scene, splits: Mapping[str, Split], sizes: Sequence[int]) -> list[str]:
+    """By closed form, on all powers of two between the sizes."""
+    between = {2**k for k in range(21) if sizes[0] < 2**k < sizes[-1]}
+    parts = [split.layout.model_ranks for split in splits.values()]
+    grid = sorted(n for n in {*sizes, *between} if not any(n % part for part in parts))
+    if len(grid) < 2:
+        return []
+    efficiency = cache(lambda name, size: scene.even(splits[name], size).efficiency)
+    lossy = [name for name, s in splits.items() if find_strategy(s.strategy).promise == "lossy"]
+    over = scene.host.link.name if scene.network is None else scene.network.name
+    return crossovers(list(splits), lossy, grid, efficiency, over=over)
+
+
+def crossovers(
+    names: Sequence[str],
+    losing: Sequence[str],
+    sizes: Sequence[int],
+    efficiency: Callable[[str, int], float],
+    *,
+    over: str,
+) -> list[str]:
+    """From which number of ranks on something changes, in words; those of `names` that are `losing`
+    do not keep one rank's numbers."""
+    exact = [name for name in names if name not in losing]
+    lines = [line for pair in combinations(exact, 2) for line in _lead(*pair, sizes, efficiency)]
+    falling: dict[int, list[str]] = {}
+    alive = []
+    for name in names:
+        above = [efficiency(name, n) >= HALF for n in sizes]
+        if above[-1]:
+            alive.append(name)
+        elif any(above):
+            start = len(above) - above[::-1].index(True)
+            falling.setdefault(sizes[start], []).append(name)
+    lines += [
+        f"from {size} ranks on, {_list(those)} {'are' if len(those) > 1 else 'is'} below 50 %"
+        for size, those in sorted(falling.items())
+    ]
+    stay = "nothing stays"
+    if alive:
+        stay = f"only {_list(alive)} {'stay' if len(alive) > 1 else 'stays'}"
+    if len(alive) == len(names):
+        stay = "all stay"
+    return [*lines, f"on {sizes[-1]} ranks over {over}, {stay} above 50 %"]
+
+
+def _lead(
+    first: str, second: str, sizes: Sequence[int], efficiency: Callable[[str, int], float]
+) -> Iterator[str]:
+    """A line where two change places and stay so."""
+    ahead: list[tuple[int, str]] = []
+    for n in sizes:
+        one, other = efficiency(first, n), efficiency(second, n)
+        if one > _CLEAR * other or other > _CLEAR * one:
+            ahead.append((n, first if one > other else second))
+    if not ahead or ahead[0][1] == ahead[-1][1]:
+        return
+    winner = ahead[-1][1]
+    loser = second if winner == first else first
+    behind = max(place for place, (_, name) in enumerate(ahead) if name == loser)
+    start = ahead[behind + 1][0]
+    if efficiency(winner, start) >= _WORTH:
+        yield f"from {start} ranks on, {winner} beats {loser}"
+
+
+def _list(names: Sequence[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+_HOUR = 3600.0
+
+
+def report_text(found: Simulation) -> str:
+    """Efficiency of every split on every number of ranks, then the rest; several lines."""
+
+    def row(title: str, name: str, text: Callable[[Point], str]) -> list[str]:
+        points = [found.point(name, size) for size in found.world_sizes]
+        return [title, *("" if point is None else text(point) for point in points)]
+
+    first = found.names[0]
+    rows = [
+        ["efficiency", *(f"{size} ranks" for size in found.world_sizes)],
+        *(row(name, name, lambda point: f"{point.efficiency:.1%}") for name in found.names),
+        row("useful with failures", first, lambda point: f"{point.goodput:.1%}"),
+        row("saving every", first, lambda point: _span(point.checkpoint_interval_s)),
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    table = [
+        "  ".join(
+            [title.ljust(widths[0]), *(c.rjust(w) for c, w in zip(cells, widths[1:], strict=True))]
+        ).rstrip()
+        for title, *cells in rows
+    ]
+    return "\n".join([*table, "", *(f"- {line}" for line in found.crossovers), *notes(found)])
+
+
+def notes(found: Simulation) -> list[str]:
+    """The assumptions behind the figures, a line each."""
+    host, failures = found.host, found.failures
+    network = [] if found.network is None else [f"between hosts {_link(found.network)}"]
+    return [
+        f"{len(host.devices)} x {host.devices[0].name} a host, {_link(host.link)}",
+        *network,
+        "efficiency: tokens per second and rank over one rank alone; each replica keeps its leaves",
+        f"failures: a device every {failures.device_mtbf_s / _HOUR:,.0f} h, "
+        f"{failures.checkpoint_s:g} s to save, {failures.restart_s:g} s to begin again; saving as "
+        "often as Daly 2006 says",
+    ]
+
+
+def _link(link: Link) -> str:
+    port = " a host" if link.per_host else " a rank"
+    return f"{link.name}: {link.bytes_per_s / 1e9:.3g} GB/s{port}, {link.alpha_s * 1e6:.3g} us"
+
+
+def _span(seconds: float) -> str:
+    if seconds >= _HOUR:
+        return f"{seconds / _HOUR:.1f} h"
+    return f"{seconds / 60:.0f} min" if seconds >= 60 else f"{seconds:.0f} s"

@@ -1,1 +1,0 @@
-"""The time of a step: a leaf measured or estimated, messages by formula or by fitted lines."""

@@ -1,0 +1,291 @@
+"""Which split is taken, and in which words the others are turned down; costs are made up here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from gradsync.models.presets import preset
+from gradsync.parallel.layout import Layout
+from gradsync.plan.choice import (
+    ERROR,
+    Candidate,
+    Choice,
+    Costs,
+    Search,
+    choose,
+    counts,
+    obstacle,
+    percent,
+    remedy,
+    room_bytes,
+    splits,
+)
+from gradsync.plan.description import Device, Hardware, Host, Kind, Link
+from gradsync.plan.memory import MemoryNeed
+from gradsync.plan.placement import MARGIN, gb
+from gradsync.plan.profile import BucketReady, StepProfile
+from gradsync.plan.report import commands
+from gradsync.plan.step import StepTime
+from gradsync.plan.workload import Split, Workload
+
+GB = 10**9
+LINK = Link(name="fast", alpha_s=1e-6, bytes_per_s=1e11)
+STRATEGIES = ("invariant", "bucketed", "zero1", "zero2", "fsdp")
+WORK = Workload(model=preset("small"), micro_batch_size=4, seq_len=1024, num_leaves=16)
+
+
+def gpus(count: int, *, memory_gb: float = 80, hosts: int = 1, kind: Kind = "cuda") -> Hardware:
+    device = Device(kind=kind, name="GPU", memory_bytes=int(memory_gb * GB), peak_flops=1e15)
+    host = Host(devices=(device,) * count, link=LINK, cores=32, memory_bytes=10**12)
+    return Hardware(hosts=(host,) * hosts, network=LINK if hosts > 1 else None)
+
+
+def unlike(**change: Any) -> Hardware:
+    """Two devices, of which the second one is changed."""
+    (host,) = gpus(2).hosts
+    devices = (host.devices[0], replace(host.devices[1], **change))
+    return Hardware(hosts=(replace(host, devices=devices),))
+
+
+class MadeUp(Costs):
+    """A second per sequence and rank; a strategy takes `factor` times as long, stages and shards a
+    quarter longer each; any communication takes `exposed_s`, between hosts `far_s` more. State that
+    fsdp, stages and shards divide; activations of a leaf, a fifth if recomputed."""
+
+    def __init__(self, factor: Mapping[str, float] | None = None, **about: float) -> None:
+        super().__init__()
+        usual = {"state_gb": 20.0, "activations_gb": 5.0, "exposed_s": 0.0, "far_s": 0.0}
+        self.factor, self.about = factor or {}, usual | about
+
+    def memory(self, work: Workload, split: Split) -> MemoryNeed:
+        ways = split.layout.model_ranks * (split.layout.dp if split.strategy == "fsdp" else 1)
+        kept = self.about["activations_gb"] * work.micro_batch_size / 4 / split.layout.model_ranks
+        return MemoryNeed(
+            weights=int(self.about["state_gb"] / ways * GB),
+            activations=int((kept / 5 if work.activation_checkpointing else kept) * GB),
+        )
+
+    def profile(self, work: Workload, device: Device) -> StepProfile:
+        seconds = work.micro_batch_size * 1e15 / device.peak_flops
+        seconds *= 4 / 3 if work.activation_checkpointing else 1
+        ready = (BucketReady(num_bytes=1, ready_s=0.0),)
+        return StepProfile(forward_s=0.0, backward_s=seconds, update_s=0.0, buckets=ready)
+
+    def step(
+        self, work: Workload, split: Split, hardware: Hardware, profile: StepProfile
+    ) -> StepTime:
+        layout = split.layout
+        longer = 1.25 ** (layout.pp > 1) * 1.25 ** (layout.tp > 1)
+        own = -(-work.num_leaves // layout.dp) * profile.leaf_s / layout.model_ranks
+        seconds = own * longer * (self.factor.get(split.strategy, 1.0) if layout.dp > 1 else 1.0)
+        seconds += self.about["exposed_s"] * (split.world_size > 1)
+        seconds += self.about["far_s"] * (len(hardware.hosts) > 1)
+        parts = dict.fromkeys(("exposed_comm_s", "bubble_s", "update_s", "comm_s"), 0.0)
+        alone = work.num_leaves * work.micro_batch_size
+        return StepTime(
+            compute_s=seconds,
+            tokens_per_s=work.step_tokens / seconds,
+            efficiency=alone / split.world_size / seconds,
+            **parts,
+        )
+
+
+def chosen(hardware: Hardware, costs: Costs | None = None, **search: Any) -> Choice:
+    given = {"strategies": STRATEGIES, "micro_batch_sizes": (4, 1, 2, 8)} | search
+    return choose(WORK, hardware, costs or MadeUp(), Search(**given))
+
+
+def taken(choice: Choice) -> Candidate:
+    assert choice.pick is not None
+    assert choice.pick in choice.candidates
+    assert choice.rows()[0] is choice.pick
+    return choice.pick
+
+
+def row(choice: Choice, text: str) -> Candidate:
+    return next(each for each in choice.rows() if str(each.split) == text)
+
+
+INVARIANT = {"strategies": ("invariant",)}
+SLOWER = {"invariant": 1.1, "zero1": 1.1}
+SIMPLER = {"strategies": ("bucketed", "zero2")}
+CASES = [
+    (gpus(1), MadeUp(), {}, "invariant", 64, "nothing is faster (next: bucketed)"),
+    (gpus(1), MadeUp(), INVARIANT, "invariant", 64, "the only one that fits"),
+    *(
+        (gpus(n), MadeUp(), {}, f"invariant dp={n}", 64 / n, "one rank's bits on any number of")
+        for n in (2, 4, 8)
+    ),
+    # 16 leaves on 3 ranks: 6, 5 and 5
+    (gpus(3), MadeUp(), {"micro_batch_sizes": (4,)}, "invariant dp=3", 24, "one rank's bits"),
+    # Bits come first within the error, then what is simplest.
+    (gpus(4), MadeUp(SLOWER), {}, "invariant dp=4", 17.6, "bucketed dp=4 is predicted to take 9%"),
+    (
+        gpus(4),
+        MadeUp({"bucketed": 1.1}),
+        SIMPLER,
+        "bucketed dp=4",
+        17.6,
+        "within the model's error",
+    ),
+    # 100 GB of state on 80 GB: fsdp over replicas, or stages and shards
+    (gpus(4), MadeUp(state_gb=100), {}, "fsdp dp=4", 16, "one rank's numbers but for the order"),
+    (
+        *(gpus(4), MadeUp(state_gb=100), {"strategies": ("invariant", "bucketed")}),
+        *("invariant dp=2,pp=2", 20, "no replica fits on one device (at best needs 100.2 GB"),
+    ),
+    # Communication eats the gain, or only that between hosts.
+    (gpus(4), MadeUp(exposed_s=1000), {}, "invariant", 64, "the fastest by"),
+    (gpus(4, hosts=2), MadeUp(far_s=100), {}, "invariant dp=4", 16, "the fastest by"),
+    # The slowest device decides: the fast one alone takes as long as both.
+    (unlike(peak_flops=5e14), MadeUp(), {}, "invariant", 64, "nothing is faster"),
+]
+
+
+@pytest.mark.parametrize(("hardware", "costs", "search", "split", "seconds", "remark"), CASES)
+def test_what_is_taken(
+    hardware: Hardware, costs: Costs, search: Any, split: str, seconds: float, remark: str
+) -> None:
+    choice = chosen(hardware, costs, **search)
+    pick = taken(choice)
+    assert str(pick.split) == split
+    assert pick.seconds == pytest.approx(seconds)
+    assert remark in pick.remark
+    assert all(each.work.step_tokens == WORK.step_tokens for each in choice.candidates)
+
+
+def test_why_others_are_not_taken() -> None:
+    slow = 1.01 + ERROR
+    far = chosen(gpus(4), MadeUp({"invariant": slow, "zero1": slow}))
+    assert taken(far).split.strategy == "bucketed"
+    assert row(far, "invariant dp=4").remark == "slower than bucketed dp=4 by 16%"
+    plain = row(chosen(gpus(4), MadeUp(state_gb=100)), "invariant dp=4")
+    assert plain.obstacle.startswith("needs 100.2 GB of 72.0 GB: 28.2 GB short")
+
+
+def test_recomputation_is_a_last_resort() -> None:
+    """A leaf of one sequence keeps 60 GB: only recomputed it fits; with 30 GB it is kept. Tried
+    only where it helps."""
+    pick = taken(chosen(gpus(2), MadeUp(activations_gb=240), **INVARIANT))
+    assert pick.work.activation_checkpointing
+    assert "activations must be recomputed to fit" in pick.remark
+    roomy = taken(chosen(gpus(2), MadeUp(activations_gb=120), **INVARIANT))
+    assert (roomy.work.activation_checkpointing, roomy.work.micro_batch_size) == (False, 1)
+    choice = chosen(gpus(1), MadeUp(activations_gb=100), **INVARIANT)
+    tried = [(c.work.micro_batch_size, c.work.activation_checkpointing) for c in choice.candidates]
+    assert tried == [(4, False), (1, False), (2, False), (8, False), (4, True), (8, True)]
+
+
+def test_room() -> None:
+    """That of the smallest device; fewer ranks of a CPU have more each."""
+    small = unlike(free_bytes=10 * GB)
+    cpus = gpus(4, memory_gb=8, kind="cpu")
+    room = [room_bytes(*case) for case in ((small, 2), (small, 1), (cpus, 4), (cpus, 1))]
+    assert room == [int(size * GB * (1 - MARGIN)) for size in (10, 80, 8, 32)]
+
+
+def test_ranks_of_a_cpu_host_share_weights() -> None:
+    names = (*STRATEGIES, "flat", "bf16")
+    shared = [str(s) for s in splits(2, gpus(2, kind="cpu"), names) if s.shared_weights]
+    assert shared == ["invariant dp=2", "bucketed dp=2"]
+    assert not any(split.shared_weights for split in splits(2, gpus(2), STRATEGIES))
+
+
+FP16 = "fp16's loss scale is not known to all parts"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "layout", "change", "reason"),
+    [
+        ("invariant", Layout(tp=2), {}, ""),
+        ("invariant", Layout(dp=3), {}, ""),
+        ("invariant", Layout(tp=8), {}, "12 heads do not divide by 8"),
+        ("invariant", Layout(pp=16), {}, "12 layers are fewer than 16 stages"),
+        (
+            *("invariant", Layout(pp=8), {"num_leaves": 4}),
+            "4 leaves of a replica are fewer than 8 stages",
+        ),
+        ("fsdp", Layout(dp=3), {}, "16 leaves do not divide by 3"),
+        ("invariant", Layout(dp=3, pp=2), {}, "16 leaves do not divide by 3"),
+        ("invariant", Layout(tp=2), {"dtype": "fp16"}, FP16),
+        ("invariant", Layout(dp=3), {"num_leaves": 2}, "3 replicas cannot share 2 leaves"),
+    ],
+)
+def test_arithmetic_forbids(strategy: str, layout: Layout, change: Any, reason: str) -> None:
+    assert obstacle(replace(WORK, **change), Split(strategy=strategy, layout=layout)) == reason
+
+
+@pytest.mark.parametrize(
+    ("strategy", "layout", "promise"),
+    [
+        ("invariant", Layout(dp=2), "bitwise"),
+        ("invariant", Layout(dp=2, pp=2), "rounding"),
+        ("bucketed", Layout(dp=2), "rounding"),
+        ("bf16", Layout(tp=2), "lossy"),
+    ],
+)
+def test_divided_models_round(strategy: str, layout: Layout, promise: str) -> None:
+    split = Split(strategy=strategy, layout=layout)
+    assert Candidate(work=WORK, split=split).promise == promise
+
+
+def test_every_number_of_devices_and_layout_once() -> None:
+    assert counts(gpus(1)) == [1]
+    assert counts(gpus(3)) == [1, 2, 3]
+    assert counts(gpus(4, hosts=3)) == [1, 4, 8, 12]
+    found = [str(split) for split in splits(4, gpus(4), ("invariant", "fsdp"))]
+    assert found == [
+        *("invariant dp=4", "fsdp dp=4"),
+        *("invariant dp=2,pp=2", "invariant dp=2,tp=2"),
+        *("invariant pp=4", "invariant pp=2,tp=2", "invariant tp=4"),
+    ]
+    assert all(split.layout.tp <= 2 for split in splits(4, gpus(2, hosts=2), ("invariant",)))
+
+
+def test_what_would_fit() -> None:
+    """300 GB of state: five devices of 72 GB with 60 GB of it each, and 0.2 GB recomputed. On a
+    CPU hosts are counted: 26 GB of state and 8 GB a rank take stages on two hosts of two ranks."""
+    search: Any = {"strategies": ("invariant", "fsdp"), "micro_batch_sizes": (1,)}
+    costs = MadeUp(state_gb=300, activations_gb=4)
+    choice = chosen(gpus(2), costs, **search)
+    assert choice.pick is None
+    said = remedy("small", choice, WORK, gpus(2), costs)
+    assert said.startswith("small fits nowhere on 2 x GPU: at best (invariant pp=2, micro-batch 1")
+    assert "needs 150.1 GB of 72.0 GB: 78.1 GB short" in said
+    assert said.endswith("; it would fit on 5 such devices")
+    costs, cpus = MadeUp(state_gb=26, activations_gb=0.4), gpus(2, memory_gb=8, kind="cpu")
+    choice = chosen(cpus, costs, **INVARIANT | {"micro_batch_sizes": (1,)})
+    said = remedy("small", choice, WORK, cpus, costs)
+    assert said.endswith("it would fit on 2 such hosts")
+
+
+@pytest.mark.parametrize(
+    ("hardware", "about", "flags", "nproc"),
+    [
+        (gpus(1), {}, "--micro-batch-size 4", ""),
+        (gpus(4), {"state_gb": 100}, "--parallel pp=2,dp=2 --micro-batch-size 4", 4),
+        (gpus(1), {"activations_gb": 240}, "--micro-batch-size 4 --activation-checkpointing", ""),
+    ],
+)
+def test_command(hardware: Hardware, about: Any, flags: str, nproc: Any) -> None:
+    pick = taken(chosen(hardware, MadeUp(**about), **INVARIANT))
+    ((where, line),) = commands(pick, hardware, "small", ["--data", "my data"])
+    ranks = f" --nproc-per-node {nproc}" if nproc else ""
+    assert where == ""
+    assert line == f"gradsync train small --sync invariant {flags} --data 'my data'{ranks}"
+
+
+def test_commands_for_several_hosts() -> None:
+    many = taken(chosen(gpus(4, hosts=2)))
+    by_hand, slurm = commands(many, gpus(4, hosts=2), "small", [])
+    assert by_hand[1].startswith("gradsync launch --nnodes 2 --nproc-per-node 4 -- train small ")
+    assert slurm[1].startswith("gradsync submit --nodes 2 --gpus-per-node 4 ")
+
+
+def test_numbers_in_words() -> None:
+    assert [gb(96.3e9), gb(5e7)] == ["96.3 GB", "50.0 MB"]
+    assert [percent(0.124), percent(0.004)] == ["12%", "0.4%"]

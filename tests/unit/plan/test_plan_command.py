@@ -1,0 +1,399 @@
+"""`gradsync plan`: sensible answers for machines that are not here, one line for bad requests."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import plan_output
+import pytest
+import tyro
+
+from gradsync.cli.main import main
+from gradsync.cli.plan import PlanOptions, hardware_of, request_of
+from gradsync.errors import ConfigError
+from gradsync.models.presets import preset
+from gradsync.parallel.layout import Layout
+from gradsync.plan.choice import Candidate, Choice, Costs, choose, obstacle, splits
+from gradsync.plan.description import Hardware, Host, Link
+from gradsync.plan.hardware_file import load_hardware
+from gradsync.plan.memory import memory_need
+from gradsync.plan.placement import MARGIN
+from gradsync.plan.profile import StepProfile, estimate_profile
+from gradsync.plan.workload import Split, Workload
+from gradsync.sync.registry import STRATEGIES
+from gradsync.train.recipes import recipe
+from gradsync.train.split_check import check_layout, goes_with_parts
+from support.launchers import run_python
+
+ROOT = Path(__file__).parents[3]
+GB = 10**9
+CPU_BOX = """
+hosts:
+- devices: [{name: a CPU, kind: cpu, memory: 12GB, flops: 150GFLOP/s, count: 2}]
+  link: {name: shared memory, latency: 26us, bandwidth: 13.4GB/s}
+  cores: 2
+  memory: 24GB
+"""
+
+
+REPLICATED = "invariant,bucketed"
+"""Fewer candidates than the default's, where a test asks many machines."""
+
+
+Ask = Callable[..., Any]
+
+
+@pytest.fixture
+def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Ask:
+    """Runs `gradsync plan LINE` beside box.yaml, with an exit code: what it prints; of --json the
+    document; of a failure its message."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "box.yaml").write_text(CPU_BOX)
+    (tmp_path / "bad.yaml").write_text("hosts: {")
+
+    def ask(line: str, code: int = 0) -> Any:
+        try:
+            found = main(["plan", *shlex.split(line)])
+        except SystemExit as stop:  # tyro reports bad flags so
+            found = int(stop.code or 0)
+        captured = capsys.readouterr()
+        assert found == code
+        if "--json" in line:
+            return json.loads(captured.out)
+        assert code != 2 or captured.out == ""
+        return captured.err if code else captured.out
+
+    return ask
+
+
+@cache
+def planned(model: str, hardware: str, **options: Any) -> Choice:
+    request = request_of(PlanOptions(model=model, hardware=hardware, **options))
+    return choose(request.work, request.hardware, Costs(), request.search)
+
+
+def picked(model: str, hardware: str, **options: Any) -> Candidate:
+    """The pick, whose memory is the memory model's, and within what the device has."""
+    pick = planned(model, hardware, **options).pick
+    assert pick is not None
+    assert pick.memory == memory_need(pick.work, pick.split)
+    assert pick.memory.total <= pick.room_bytes
+    return pick
+
+
+@pytest.mark.parametrize(
+    ("hardware", "layout"),
+    [
+        *((f"h100x{count}", Layout(dp=count)) for count in (1, 2, 3, 4)),
+        ("a100-80x2", Layout(dp=2)),  # 80 GB are no 40 GB, whatever the name
+        ("a100-80-3g.40gbx2", Layout(tp=2)),  # and half of them are
+        ("a100-40x2", Layout(tp=2)),
+        ("a100-40x3", Layout(pp=3)),
+        ("a100-40x4", Layout(dp=2, tp=2)),
+    ],
+)
+def test_published_table(hardware: str, layout: Layout) -> None:
+    """The document's "DDP Strategy Selection" for 1 to 4 GPUs, with a model whose replica fits on
+    80 GB and not on 40 GB (2.65 G parameters, of 16 bytes each): replicas; else split, and
+    replicas of that. The guide's table says the same."""
+    assert picked("2.7b", hardware, strategies=REPLICATED).split.layout == layout
+    page = (ROOT / "docs" / "guide" / "planning.md").read_text()
+    if hardware.startswith("a100-40x"):
+        assert f"`{str(Split(strategy='', layout=layout)).strip()}` |" in page
+        assert planned("2.7b", hardware).pick.split.layout == layout
+
+
+@pytest.mark.parametrize("device", ["a100-40", "h100", "h200"])
+def test_xl_is_replicated(device: str) -> None:
+    """1.56 G parameters: 25 GB of weights, gradients and AdamW's state, on any of these."""
+    steps = []
+    for count in (1, 2, 3, 4):
+        pick = picked("xl", f"{device}x{count}", strategies=REPLICATED)
+        assert pick.split.layout == Layout(dp=count)
+        assert not pick.work.activation_checkpointing
+        assert pick.work.step_tokens == recipe("xl").tokens_per_update
+        assert pick.memory is not None
+        assert pick.memory.total > 25 * GB
+        assert pick.time is not None
+        assert 0.95 < pick.time.efficiency <= 1.05
+        if device == "a100-40":  # the recipe's four sequences keep too much
+            assert pick.work.micro_batch_size < recipe("xl").micro_batch_size
+        if device == "h200":  # there is room for all of the recipe
+            assert pick.promise == "bitwise"
+            assert pick.work.micro_batch_size == recipe("xl").micro_batch_size
+        steps.append(pick.seconds)
+    assert steps == sorted(steps, reverse=True)
+    assert steps[0] / steps[3] == pytest.approx(4, rel=0.05)
+
+
+def test_small_on_a_cpu_box(tmp_path: Path) -> None:
+    """Two ranks that share one copy of the weights; a leaf smaller than the recipe's."""
+    (tmp_path / "box.yaml").write_text(CPU_BOX)
+    pick = picked("small", str(tmp_path / "box.yaml"))
+    assert pick.split == Split(strategy="invariant", layout=Layout(dp=2), shared_weights=True)
+    assert pick.memory is not None
+    assert 4 * GB < pick.memory.total < 12 * GB * (1 - MARGIN)
+    assert pick.memory.weights < 4 * preset("small").num_params()  # a share of one copy
+
+
+@pytest.mark.parametrize(("network", "ranks"), [("infiniband-ndr", 4), ("wan-100m-100ms", 2)])
+def test_hosts_are_joined_where_the_network_allows(network: str, ranks: int) -> None:
+    choice = planned("small", "h100x2@2", network=network, strategies="invariant")
+    assert choice.pick is not None
+    assert choice.pick.split.world_size == ranks
+
+
+def test_answers_without_torch() -> None:
+    """Help, and a plan for a described machine."""
+    code = (
+        "import sys; from gradsync.cli.main import main\n"
+        "assert main(['plan', 'mini', '--hardware', 't4']) == 0\n"
+        "try: main(['plan', '--help'])\n"
+        "except SystemExit as stop: assert not stop.code\n"
+        "assert not {'torch', 'matplotlib'} & set(sys.modules)"
+    )
+    assert "margin stays free" in run_python(["-c", code]).ok().stdout
+
+
+@pytest.mark.parametrize("line", ["2.7b --hardware a100-40x2", "mini --hardware t4x2"])
+def test_the_command_is_one_that_train_takes(
+    line: str, ask: Ask, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = ask(f"{line} --json")
+    (command,) = document["commands"]
+    program, *arguments = shlex.split(command)
+    assert program == "gradsync"
+    assert main([*arguments, "--dry-run", "--json"]) == 0
+    config = json.loads(capsys.readouterr().out)["config"]
+    assert config["sync"] == document["pick"]["strategy"]
+    assert config["micro_batch_size"] == document["pick"]["micro_batch_size"]
+
+
+def test_commands_for_several_hosts(ask: Ask, capsys: pytest.CaptureFixture[str]) -> None:
+    few = "--strategies invariant --micro-batch-size 4"
+    for line in ask(f"small --hardware h100x4 --nodes 2 --json {few}")["commands"]:
+        _, command, *arguments = shlex.split(line)
+        assert main([command, "--dry-run", *arguments]) == 0
+    assert "#SBATCH --gres=gpu:4" in capsys.readouterr().out
+
+
+def test_all_strategies() -> None:
+    choice = planned("small", "h100x2", strategies="all", micro_batch_size=4)
+    assert choice.pick is not None
+    assert {each.split.strategy for each in choice.candidates} == set(STRATEGIES)
+    assert choice.search.strategies[0] == "invariant"  # what is usual comes first
+    few = planned("small", "h100x2", strategies="ddp,powersgd", micro_batch_size=4)
+    assert {each.split.strategy for each in few.candidates} == {"ddp", "powersgd"}
+
+
+def test_json_is_one_document(ask: Ask) -> None:
+    document = ask("tiny --hardware box.yaml --json")
+    pick = document["pick"]
+    assert pick in document["candidates"]
+    total = pick["memory_bytes"].pop("total")
+    assert total == sum(pick["memory_bytes"].values())
+    for each in document["candidates"]:
+        assert bool(each["obstacle"]) == (each["step"] is None)
+        assert each["micro_batch_size"] * each["num_leaves"] == 16
+
+
+def test_simulation(ask: Ask, tmp_path: Path) -> None:
+    few = "small --hardware h100x8 --strategies invariant,diloco --micro-batch-size 4"
+    printed = ask(f"{few} --simulate 8,64 --network wan-1g-50ms --plot a.svg")
+    assert "64 ranks" in printed
+    assert "only diloco stays above 50 %" in printed
+    assert (tmp_path / "a.svg").read_text().startswith("<?xml")
+    assert ask(f"{few} --simulate 8 --json")["simulation"]["world_sizes"] == [8]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (
+            "xl --hardware rtx4090x2 --strategies invariant --micro-batch-size 16",
+            ("xl fits nowhere on 2 x", " GB short", "devices"),
+        ),
+        ("2.7b --hardware a100-40", ("it would fit on 2 such devices", "'xl' fits here")),
+    ],
+)
+def test_what_fits_nowhere(line: str, words: tuple[str, ...], ask: Ask) -> None:
+    """By how much, and what would fit."""
+    said = ask(line, 1)
+    assert said.count("\n") == 1
+    assert all(word in said for word in words)
+    document = ask(f"{line} --json", 1)
+    assert (document["pick"], document["commands"]) == (None, [])
+
+
+BAD_REQUESTS = """
+xxl                                             unknown model preset 'xxl'
+xl --hardware h1000x4                           unknown device 'h1000'
+xl --hardware h100x0                            count must be at least 1
+xl --hardware nowhere.yaml                      cannot read hardware file nowhere.yaml
+xl --hardware bad.yaml                          bad.yaml
+xl --hardware h100x4@2 --nodes 3                h100x4@2 has 2 hosts
+xl --hardware h100x2 --nodes 0                  --nodes must be at least 1; got 0
+xl --hardware h100x2 --nproc-per-node 2         --hardware says how many
+xl --hardware h100x2@2 --network tokenring      unknown network 'tokenring'
+xl --hardware h100x2 --network ethernet-10g     there is one
+xl --hardware h100x2@2 --network bad.yaml       bad.yaml
+xl --hardware h100 --strategies zero9           perhaps you meant 'zero
+xl --hardware h100 --strategies ,               --strategies names none
+xl --hardware h100 --tokens-per-update 1000     nearest legal
+xl --hardware h100 --tokens-per-update -5       at least 1
+xl --hardware h100 --micro-batch-size 3         micro_batch_size 2 or 4
+xl --hardware h100 --micro-batch-size 0         at least 1; got 0
+xl --hardware h100 --seq-len 4096               seq_len 4096 is longer
+xl --hardware h100 --seq-len 0                  seq_len
+xl --hardware h100 --dtype fp8                  fp8
+tiny --hardware box.yaml --dtype fp16           fp16 needs CUDA
+xl --hardware h100 --simulate 8,x               --simulate takes numbers
+xl --hardware h100 --simulate 0                 --simulate takes numbers
+xl --hardware h100 --simulate 8                 name what joins hosts, --network
+xl --hardware h100 --plot a.svg                 --plot draws what --simulate finds
+xl --hardware h100 --data nowhere               nowhere is no directory
+tiny --hardware h100 --submodel llama           expected NAME:SIZE, such as
+tiny --hardware h100 --submodel a:1GB --submodel a:1GB  two parts have one name
+xl --hardwar h100                               --hardware
+"""
+
+
+@pytest.mark.parametrize("request_", BAD_REQUESTS.strip().splitlines())
+def test_bad_request_gets_one_clear_message(request_: str, ask: Ask) -> None:
+    line, message = re.split(" {2,}", request_)
+    said = ask(line, 2)
+    assert message in " ".join(said.split())
+    assert "Traceback" not in said
+
+
+def test_this_machine(monkeypatch: pytest.MonkeyPatch, ask: Ask) -> None:
+    monkeypatch.setattr("gradsync.cli.plan.detect_hardware", seen_here)
+    document = ask("tiny --no-probe --nproc-per-node 3 --nodes 2 --json")
+    assert document["hardware"]["hosts"][0]["count"] == 2
+    assert max(each["ranks"] for each in document["candidates"]) == 6
+
+
+def seen_here(
+    env: Any, *, num_hosts: int | None = None, ranks_per_host: int | None = None
+) -> Hardware:
+    device = load_hardware("t4").devices[0]
+    link = Link(name="cable", alpha_s=0.0, bytes_per_s=1e9)
+    host = Host(devices=(device,) * (ranks_per_host or 1), link=link, cores=4, memory_bytes=GB)
+    return Hardware(hosts=(host,) * (num_hosts or 1), network=link)
+
+
+@pytest.mark.parametrize("load", [0.1, 7.0])
+def test_a_leaf_is_measured_here(load: float, ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The profile is used; on a busy machine it is not kept, and the answer says so."""
+    asked: list[dict[str, Any]] = []
+
+    def probe(work: Workload, **how: Any) -> StepProfile:
+        asked.append(how)
+        return replace(estimate_profile(work, hardware.devices[0]), update_s=1.25, measured=True)
+
+    hardware = load_hardware("box.yaml")
+    monkeypatch.setenv("GRADSYNC_CACHE", "cache")
+    monkeypatch.setattr("gradsync.cli.plan.detect_hardware", lambda *_, **__: hardware)
+    monkeypatch.setattr("gradsync.plan.probe.probe_profile", probe)
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
+    printed = ask("tiny")
+    assert asked == [{"device": "cpu", "ranks_per_host": 2, "cached": load < 1}]
+    assert "of 2 x 256 tokens, update 1.25 s; other leaves in proportion" in printed
+    assert ("busy with other work (load 7.0)" in printed) == (load > 1)
+    ask("2.7b", 1)  # a replica has no room: nothing is measured
+    assert len(asked) == 1
+
+
+def test_repeated_hosts_get_a_network() -> None:
+    hardware = hardware_of(PlanOptions(hardware="h100x2", nodes=3))
+    assert len(hardware.devices) == 6
+    assert hardware.network is not None
+    assert any("--network names another" in note for note in hardware.notes)
+
+
+def test_a_batch_that_the_recipes_leaf_does_not_divide() -> None:
+    """Six sequences: leaves of two; asked for by name, the recipe's four are refused."""
+    options = PlanOptions(model="xl", hardware="h100", tokens_per_update=6 * 1024)
+    request = request_of(options)
+    assert request.search.micro_batch_sizes == (2, 1)
+    assert request.work.num_leaves == 3
+    assert request.flags == ("--tokens-per-update", "6144")
+    with pytest.raises(ConfigError, match="nearest legal"):
+        request_of(replace(options, micro_batch_size=4))
+
+
+def test_arithmetic_is_the_trainers() -> None:
+    """What is called impossible is what `gradsync train --parallel` refuses."""
+    assert [name for name in STRATEGIES if goes_with_parts(name)] == [
+        split.strategy
+        for split in splits(4, load_hardware("h100x4"), tuple(STRATEGIES))
+        if split.layout == Layout(dp=2, pp=2)
+    ]
+    config = recipe("small")
+    for layout in (
+        Layout(dp=d, pp=p, tp=t) for d in (1, 2, 3) for p in (1, 2, 13) for t in (1, 2, 5)
+    ):
+        plan = config.batch_plan(1)
+        work = Workload(
+            model=config.model,
+            micro_batch_size=plan.micro_batch_size,
+            seq_len=1024,
+            num_leaves=plan.num_leaves,
+        )
+        try:
+            check_layout(config, layout, plan)
+            refused = False
+        except ValueError:
+            refused = True
+        said = obstacle(work, Split(strategy="invariant", layout=layout))
+        assert bool(said) == refused, (layout, said)
+
+
+PAIR = ("llama:8.03e9params", "qwen:7.62e9params")
+"""The document's own case: two frozen language models, 31.3 GB in 16 bits, beside a small one."""
+
+
+def test_submodels_on_the_command_line(ask: Ask) -> None:
+    line = f"small --submodel {PAIR[0]} --submodel {PAIR[1]} --hardware a100-40"
+    printed = ask(f"{line}x3")
+    assert "model split; what trains takes" in printed
+    assert "device 1: qwen" in printed
+    assert "not needed: device 2" in printed
+    found = ask(f"{line}x3 --json")["submodels"]
+    assert (found["replicas"], found["idle"]) == ([[0, 1]], [2])
+    assert "qwen (15.2 GB) fits nowhere" in ask(line, 1)
+
+
+def test_the_guide_shows_what_is_printed() -> None:
+    """`tools/plan_output.py` writes it anew."""
+    pages = [page for page in plan_output.PAGES if "$ gradsync plan " in (ROOT / page).read_text()]
+    assert "docs/guide/planning.md" in pages
+    assert plan_output.main(["--check"]) == 0
+
+
+def test_a_block_is_made_anew(tmp_path: Path) -> None:
+    old = "before\n```\n$ gradsync plan xl --hardware 'h 100'\nold\n```\nafter\n```\nother\n```\n"
+    new = plan_output.render(old, answer="/".join)
+    assert new == old.replace("old", "xl/--hardware/h 100")
+
+
+def test_every_line_of_the_guide_can_be_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (ROOT / "docs" / "guide" / "planning.md").read_text()
+    document = page.partition("```yaml\n")[2].partition("```")[0]
+    (tmp_path / "cluster.yaml").write_text(document)
+    monkeypatch.chdir(tmp_path)
+    assert len(load_hardware("cluster.yaml").devices) == 8
+    lines = [line for line in page.splitlines() if line.startswith("gradsync plan ")]
+    assert len(lines) > 5
+    for line in lines:
+        options = tyro.cli(PlanOptions, args=shlex.split(line, comments=True)[2:])
+        assert request_of(options).search.strategies

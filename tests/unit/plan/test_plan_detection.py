@@ -1,0 +1,525 @@
+"""What is found on a machine whose driver, kernel and torch a test writes down."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from gradsync.errors import ConfigError, LaunchError, RunError
+from gradsync.plan import machine
+from gradsync.plan.collectives import Fit
+from gradsync.plan.machine import (
+    DEFAULT_LINK,
+    Processor,
+    cpu_devices,
+    cpu_link,
+    detect_hardware,
+    network_link,
+    read_interfaces,
+    read_processor,
+)
+from support.fake_machine import EPYC, WIRED, found
+from support.fake_nvml import FakeGpu, FakeNvml, FakeSlice, h100
+from support.planned_machines import line
+
+GB = 10**9
+GIB = 2**30
+
+
+def a100(index: int, **values: Any) -> FakeGpu:
+    given = {
+        "name": "NVIDIA A100-SXM4-40GB",
+        "total": 40536 * 2**20,
+        "capability": (8, 0),
+        "wires": (),
+        "pcie": (4, 16),
+    }
+    return h100(index, **given | values)
+
+
+def divided(index: int = 0) -> FakeGpu:
+    """An A100 in two slices, with a free place between them."""
+    letter = "abc"[index]
+    one = FakeSlice(uuid=f"MIG-{letter}aa1", total=19968 * 2**20, sms=42, compute_slices=3)
+    two = FakeSlice(
+        uuid=f"MIG-{letter}ab2",
+        total=4864 * 2**20,
+        sms=14,
+        compute_slices=1,
+        instance=(9, 0),
+        pids=(77,),
+    )
+    return a100(index, mig=True, slices=(one, None, two))
+
+
+def test_memory_is_the_drivers_and_arithmetic_the_data_sheets() -> None:
+    nvml = FakeNvml(gpus=[h100(0, free=70 * GIB), h100(1)])
+    hardware = found(nvml)
+    first, second = hardware.devices
+    assert first.memory_bytes == 81559 * 2**20
+    assert first.usable_bytes == 70 * GIB
+    assert first.peak_flops == pytest.approx(989.5e12)
+    assert first.compute_capability == (9, 0)
+    assert first.memory_bytes_per_s == pytest.approx(3.35e12)
+    assert not first.shared
+    assert second.usable_bytes == 81559 * 2**20
+    host = hardware.hosts[0]
+    assert (host.cores, host.memory_bytes, host.interfaces) == (8, 64 * GIB, ("eth0",))
+    assert hardware.network is None
+    assert hardware.notes == ()
+    assert nvml.open_sessions == 0
+
+
+def test_a_device_without_a_data_sheet_is_estimated_and_says_so() -> None:
+    gpu = h100(0, name="NVIDIA H300", sms=100, megahertz=2000)
+    device = found(FakeNvml(gpus=[gpu])).devices[0]
+    assert (device.peak_flops, device.memory_bytes_per_s) == (pytest.approx(4096 * 100 * 2e9), None)
+    assert device.source.startswith("estimate: 100 multiprocessors of compute capability 9.0")
+    silent = frozenset({"nvmlDeviceGetNumGpuCores", "nvmlDeviceGetMaxClockInfo"})
+    assert found(FakeNvml(gpus=[gpu], silent=silent)).devices[0].peak_flops > 0
+
+
+def test_processes_of_others_are_seen_and_our_own_is_not() -> None:
+    nvml = FakeNvml(gpus=[h100(0, pids=(os.getpid(),)), h100(1, pids=(os.getpid(), 999_999_999))])
+    hardware = found(nvml)
+    assert [device.shared for device in hardware.devices] == [False, True]
+    assert "other processes use device 1" in hardware.notes
+
+
+GPUS = [h100(0), h100(1), h100(2), h100(3)]
+
+
+@pytest.mark.parametrize(
+    ("value", "chosen"),
+    [
+        (None, "0123"),
+        ("", ""),
+        ("-1", ""),
+        ("2", "2"),
+        ("2,0", "20"),
+        (" 1 , 3 ", "13"),
+        ("0,2,-1,1", "02"),  # NVIDIA's own example
+        ("1,9,0", "1"),
+        ("1,2,1", ""),
+        ("GPU-11111111", "1"),
+        ("GPU-21111111-aaaa,GPU-0", "20"),
+        ("GPU-", ""),  # fits all
+        ("GPU-9", ""),
+        ("2,GPU-21111111", ""),
+        ("NoDevFiles", ""),
+        ("MIG-aaa1", ""),
+    ],
+)
+def test_visible_devices_are_those_that_cuda_would_show(value: str | None, chosen: str) -> None:
+    env = {} if value is None else {"CUDA_VISIBLE_DEVICES": value}
+    before = dict(env)
+    # Free memory tells them apart.
+    gpus = [replace(gpu, free=index) for index, gpu in enumerate(GPUS)]
+    hardware = found(FakeNvml(gpus=gpus), env)
+    assert env == before
+    if chosen:
+        assert "".join(str(device.free_bytes) for device in hardware.devices) == chosen
+    else:
+        assert {device.kind for device in hardware.devices} == {"cpu"}
+        assert hardware.notes == (
+            f"4 GPU(s) are here, none may be used: CUDA_VISIBLE_DEVICES={value!r}",
+        )
+
+
+@pytest.mark.parametrize(
+    ("env", "names"),
+    [
+        ({}, ["H100", "A100", "A100"]),
+        ({"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, ["A100", "H100", "A100"]),
+        ({"CUDA_VISIBLE_DEVICES": "0"}, ["H100"]),
+    ],
+)
+def test_cuda_counts_the_fastest_first_unless_told_otherwise(
+    env: dict[str, str], names: list[str]
+) -> None:
+    devices = found(FakeNvml(gpus=[a100(0), h100(1), a100(2)]), env).devices
+    assert [device.name.split()[1][:4] for device in devices] == names
+
+
+def test_a_divided_gpu_is_its_slices() -> None:
+    hardware = found(FakeNvml(gpus=[divided()]))
+    large, small = hardware.devices
+    assert large.mig
+    assert small.mig
+    assert large.memory_bytes == 19968 * 2**20
+    assert large.peak_flops == pytest.approx(312e12 * 42 / 108)
+    assert large.memory_bytes_per_s == pytest.approx(1555e9 * 19968 / 40536)
+    assert large.name == "NVIDIA A100-SXM4-40GB MIG 3g.20gb"
+    assert small.name == "NVIDIA A100-SXM4-40GB MIG 1g.5gb"
+    assert "of the 42.5 GB of NVIDIA A100-SXM4-40GB" in small.source
+    assert (large.shared, small.shared) == (False, True)
+    assert hardware.hosts[0].link.name == "pcie4"
+    assert any("2 MIG slices" in note for note in hardware.notes)
+
+
+def test_slices_have_no_nvlink_and_count_in_sevenths() -> None:
+    parts = [replace(divided(i), wires=GPUS[i].wires) for i in (0, 1)]
+    env = {"CUDA_VISIBLE_DEVICES": "MIG-aaa1,MIG-baa1"}
+    assert found(FakeNvml(gpus=parts), env).hosts[0].link.name == "pcie4"
+    gpu = replace(divided(), name="NVIDIA X9")  # has no data sheet
+    whole = found(FakeNvml(gpus=[replace(gpu, mig=False)])).devices[0]
+    large = found(FakeNvml(gpus=[gpu])).devices[0]
+    assert large.peak_flops == pytest.approx(whole.peak_flops * 3 / 7)
+
+
+@pytest.mark.parametrize(
+    ("value", "memory"),
+    [
+        ("MIG-aab2", [4864]),
+        ("MIG-aab2,MIG-aaa1", [4864, 19968]),
+        ("MIG-aa", []),
+        ("MIG-GPU-01111111-aaaa/9/0", [4864]),
+        ("0", [19968, 4864]),
+    ],
+)
+def test_slices_are_chosen_by_name(value: str, memory: list[int]) -> None:
+    devices = found(FakeNvml(gpus=[divided()]), {"CUDA_VISIBLE_DEVICES": value}).devices
+    assert [d.memory_bytes // 2**20 for d in devices if d.kind == "cuda"] == memory
+
+
+def test_a_divided_gpu_without_slices_cannot_be_used() -> None:
+    assert found(FakeNvml(gpus=[a100(0, mig=True)])).devices[0].kind == "cpu"
+    mixed = found(FakeNvml(gpus=[a100(0, mig=True), a100(1)]))
+    assert [device.kind for device in mixed.devices] == ["cuda"]
+
+
+NO_PCIE = frozenset({"nvmlDeviceGetMaxPcieLinkGeneration", "nvmlDeviceGetMaxPcieLinkWidth"})
+NO_ENDS = frozenset({"nvmlDeviceGetNvLinkRemotePciInfo"})
+NO_TOPOLOGY = frozenset(
+    {
+        *("nvmlDeviceGetNvLinkState", "nvmlDeviceGetP2PStatus", "nvmlDeviceGetPciInfo"),
+        *("nvmlDeviceGetTopologyCommonAncestor", "nvmlDeviceGetMigMode"),
+        "nvmlDeviceGetComputeRunningProcesses",
+    }
+)
+NARROW = [a100(0), a100(1, pcie=(4, 8))]
+APART = [h100(0, wires=()), h100(1, wires=())]
+
+
+@pytest.mark.parametrize(
+    ("nvml", "name", "bytes_per_s"),
+    [
+        (FakeNvml(gpus=GPUS), "nvlink4", 18 * 20.6e9),  # through switches
+        (FakeNvml(gpus=GPUS, silent=NO_ENDS), "nvlink4", 18 * 20.6e9),  # unnamed ends are switches
+        (FakeNvml(gpus=NARROW), "pcie4", 12e9),  # the narrower of two slots
+        (FakeNvml(gpus=NARROW, silent=NO_PCIE), "pcie3", 12e9),
+        (FakeNvml(gpus=APART, sockets={APART[1].bus: 1}), "pcie5 across sockets", 10e9),
+        (FakeNvml(gpus=GPUS, silent=NO_TOPOLOGY), "pcie5", 48e9),
+    ],
+)
+def test_the_link_of_a_host(nvml: FakeNvml, name: str, bytes_per_s: float) -> None:
+    link = found(nvml).hosts[0].link
+    assert (link.name, link.bytes_per_s) == (name, pytest.approx(bytes_per_s))
+    assert link.source.startswith("every pair of devices; NCCL's own figure for ")
+
+
+def test_the_slowest_pair_counts_and_is_named() -> None:
+    # Two pairs of bridged cards: 12 links in a pair, PCIe between pairs.
+    buses = [h100(index).bus for index in range(4)]
+    peers = [1, 0, 3, 2]
+    gpus = [a100(i, wires=(buses[peer],) * 12) for i, peer in enumerate(peers)]
+    hardware = found(FakeNvml(gpus=gpus))
+    link = hardware.hosts[0].link
+    assert link.name == "pcie4"
+    assert link.bytes_per_s == pytest.approx(24e9)
+    assert link.source.startswith("devices 0 and 2, the slowest pair")
+    assert hardware.notes == (
+        "pairs of devices by link: pcie4 4, nvlink3 2; plans reckon with the slowest, 0 to 2",
+    )
+    pair = found(FakeNvml(gpus=gpus), {"CUDA_VISIBLE_DEVICES": "2,3"}).hosts[0].link
+    assert (pair.name, pair.bytes_per_s) == ("nvlink3", pytest.approx(12 * 20e9))
+
+
+def test_a_lost_gpu_is_left_out() -> None:
+    nvml = FakeNvml(gpus=[h100(0), h100(1, broken="GPU is lost")])
+    hardware = found(nvml)
+    assert len(hardware.devices) == 1
+    assert hardware.notes == ("GPU 1 is left out: GPU is lost",)
+    assert nvml.open_sessions == 0
+
+
+def driver(tmp_path: Path) -> Path:
+    """The root of a system on which an NVIDIA driver is loaded."""
+    (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
+    (tmp_path / "proc/driver/nvidia/version").touch()
+    return tmp_path
+
+
+def fake_torch(*names: str) -> SimpleNamespace:
+    properties = [
+        SimpleNamespace(
+            name=name, total_memory=42 * GB, major=8, minor=0, multi_processor_count=108
+        )
+        for name in names
+    ]
+    return SimpleNamespace(
+        cuda=SimpleNamespace(
+            is_available=lambda: bool(properties),
+            device_count=lambda: len(properties),
+            get_device_properties=properties.__getitem__,
+        )
+    )
+
+
+NO_MEMORY = FakeNvml(gpus=[h100(0)], silent=frozenset({"nvmlDeviceGetMemoryInfo"}))
+BROKEN = FakeNvml(gpus=GPUS, failure="Driver/library version mismatch")
+
+
+@pytest.mark.parametrize(
+    ("nvml", "note"),
+    [
+        (NO_MEMORY, "GPU 0 is left out: Not Supported"),  # as where GPU and CPU share theirs
+        (BROKEN, "the NVIDIA driver does not answer: Driver/library version mismatch"),
+        (None, "the GPUs are as torch sees them; nvidia-ml-py tells free memory and links"),
+    ],
+)
+def test_what_the_library_does_not_tell_torch_is_asked(
+    nvml: FakeNvml | None, note: str, tmp_path: Path
+) -> None:
+    torch = fake_torch("NVIDIA A100-SXM4-40GB", "NVIDIA X9")
+    hardware = found(nvml, root=driver(tmp_path), torch=lambda: torch)
+    known, unknown = hardware.devices
+    assert (known.memory_bytes, known.free_bytes) == (42 * GB, None)
+    assert known.peak_flops == pytest.approx(312e12)
+    assert unknown.source.startswith("estimate: 108 multiprocessors")
+    assert hardware.hosts[0].link.name == "pcie4"
+    assert hardware.notes[0] == note
+    torch.cuda.is_available = lambda: False
+    assert found(nvml, root=tmp_path, torch=lambda: torch).devices[0].kind == "cpu"
+
+
+def test_without_a_driver_its_librarys_complaint_is_no_news() -> None:
+    assert found(BROKEN).notes == ()
+    assert {device.kind for device in found(BROKEN).devices} == {"cpu"}
+    assert BROKEN.open_sessions == 0
+
+
+def test_torch_is_not_imported_where_there_is_no_driver() -> None:
+    def imported() -> None:
+        raise AssertionError("torch was imported")
+
+    assert found(None, torch=imported).devices[0].kind == "cpu"
+    assert found(FakeNvml(gpus=GPUS), torch=imported).devices[0].kind == "cuda"
+
+
+def test_a_torch_that_cannot_use_the_gpus_is_said() -> None:
+    hardware = found(FakeNvml(gpus=GPUS), torch_version="2.13.0+cpu")
+    assert "torch 2.13.0+cpu is built for the CPU and cannot use the GPUs" in hardware.notes
+
+
+def test_the_launcher_tells_hosts_and_ranks() -> None:
+    env = {
+        **{"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"},
+        **{"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+        "TORCHELASTIC_RUN_ID": "x",
+    }
+    hardware = found(env=env)
+    assert [len(host.devices) for host in hardware.hosts] == [4, 4]
+    assert hardware.network is not None
+    given = found(env=env, num_hosts=3, ranks_per_host=2)
+    assert [len(host.devices) for host in given.hosts] == [2, 2, 2]
+    assert len(found(FakeNvml(gpus=GPUS), num_hosts=2).devices) == 8
+    with pytest.raises(LaunchError):
+        found(env={"RANK": "1"})
+    for name in ("num_hosts", "ranks_per_host"):
+        with pytest.raises(ConfigError, match=f"{name} must be at least 1; got 0"):
+            found(**{name: 0})
+
+
+def test_this_machine_is_found() -> None:
+    hardware = detect_hardware({}, ranks_per_host=2)
+    assert len(hardware.devices) == 2 or hardware.devices[0].kind == "cuda"
+    assert hardware.hosts[0].cores >= 1
+
+
+def test_the_stand_in_has_the_librarys_functions_and_numbers() -> None:
+    import pynvml  # of the test group: CI may not do without
+
+    names = [name for name in vars(FakeNvml) if name.lower().startswith("nvml")]
+    assert len(names) > 20
+    for name in names:
+        ours, theirs = getattr(FakeNvml, name), getattr(pynvml, name)
+        if isinstance(ours, int):
+            assert ours == theirs, name
+        elif name != "NVMLError":
+            parameters = list(inspect.signature(ours).parameters)[1:]
+            required = [
+                value
+                for value in inspect.signature(theirs).parameters.values()
+                if value.default is value.empty
+            ]
+            assert len(parameters) == len(required), name
+
+
+def test_a_cpu_is_shared_out_among_ranks() -> None:
+    hardware = found(ranks_per_host=4)
+    device = hardware.devices[0]
+    assert len(hardware.devices) == 4
+    assert device.kind == "cpu"
+    assert device.memory_bytes == 16 * GIB
+    assert device.free_bytes == 12 * GIB
+    assert device.peak_flops == pytest.approx(2 * 2.5e9 * 64)
+    assert device.source.startswith("estimate: cores 2 x 2.5 GHz x 64 operations per cycle")
+    assert hardware.hosts[0].instructions == EPYC.instructions
+    assert len(found().devices) == 8  # one per core
+
+
+@pytest.mark.parametrize(
+    ("instructions", "per_cycle"),
+    [
+        (("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16"), 1024),
+        (("avx2", "fma", "avx512f", "avx512_bf16"), 64),
+        (("avx", "avx2", "fma"), 32),
+        (("asimd", "bf16"), 32),
+        ((), 8),
+    ],
+)
+def test_the_widest_instruction_decides(instructions: tuple[str, ...], per_cycle: int) -> None:
+    device = cpu_devices(replace(EPYC, instructions=instructions, cores=1), 1)[0]
+    assert device.peak_flops == pytest.approx(2.5e9 * per_cycle)
+    # More ranks than cores, and a clock that is not told
+    (device, *_) = cpu_devices(replace(EPYC, instructions=instructions, clock_hz=None), 16)
+    assert device.peak_flops == pytest.approx(0.5 * 2e9 * per_cycle)
+    assert "(assumed)" in device.source
+
+
+CPU_INFO = """\
+processor\t: 0
+model name\t: Intel(R) Xeon(R) Platinum 8480+
+cpu MHz\t\t: 2000.000
+flags\t\t: fpu avx avx2 fma avx512f avx512_bf16 amx_bf16 amx_tile amx_int8
+
+processor\t: 1
+model name\t: Intel(R) Xeon(R) Platinum 8480+
+cpu MHz\t\t: 3800.000
+flags\t\t: fpu avx avx2 fma avx512f avx512_bf16 amx_bf16 amx_tile amx_int8
+"""
+
+
+def system(root: Path, info: str, **limits: str) -> Path:
+    (root / "proc").mkdir()
+    (root / "proc/cpuinfo").write_text(info)
+    cgroup = root / "sys/fs/cgroup"
+    cgroup.mkdir(parents=True)
+    for name, text in limits.items():
+        (cgroup / name.replace("_", ".")).write_text(text)
+    return root
+
+
+def test_the_kernel_tells_instructions_clock_and_limits(tmp_path: Path) -> None:
+    memory = {"memory_max": "300000000", "memory_current": "1000"}
+    stat = "inactive_file 600\nactive_file 0\n"
+    root = system(tmp_path, CPU_INFO, cpu_max="100000 100000", memory_stat=stat, **memory)
+    assert read_processor(root) == Processor(
+        name="Intel(R) Xeon(R) Platinum 8480+",
+        cores=1,
+        memory_bytes=300_000_000,
+        free_bytes=300_000_000 - 1000 + 600,
+        instructions=(
+            *("avx", "avx2", "fma", "avx512f", "avx512_bf16"),
+            *("amx_tile", "amx_int8", "amx_bf16"),
+        ),
+        clock_hz=3.8e9,
+    )
+
+
+def test_what_a_system_does_not_tell(tmp_path: Path) -> None:
+    assert read_processor(tmp_path).instructions == ()  # it has no /proc
+    assert read_processor(tmp_path).name
+    root = system(tmp_path, "Features\t: fp asimd bf16 i8mm sve\n", cpu_max="max 100000")
+    processor = read_processor(root)
+    assert processor.instructions == ("asimd", "bf16", "i8mm", "sve")
+    assert processor.clock_hz is None
+    assert processor.memory_bytes == psutil.virtual_memory().total
+    assert processor.cores >= 1
+
+
+def test_the_cpu_link_gives_back_the_time_that_was_measured() -> None:
+    asked = []
+
+    def load(environment: dict[str, Any]) -> list[Fit]:
+        asked.append(environment["world_size"])
+        lines = (("backend", 9e-4, 9e-9), ("ring", 6e-5, 3e-10), ("tree", 1e-6, 1e-12))
+        return [line("all_reduce", *values) for values in lines]
+
+    link, trouble = cpu_link(4, load)
+    assert (trouble, asked) == ("", [4])
+    assert 2 * 3 * link.seconds(10**6 / 4) == pytest.approx(6e-5 + 3e-10 * 10**6)
+    assert link.source == "all_reduce (ring) of 4 ranks, measured on this machine"
+
+
+def test_figures_of_other_world_sizes_are_better_than_none() -> None:
+    def load(environment: dict[str, Any]) -> list[Fit]:
+        two = environment["world_size"] == 2
+        return [line("all_reduce", "shared", 5e-5, 1e-10)] if two else []
+
+    assert "of 2 ranks" in cpu_link(3, load)[0].source
+    assert cpu_link(1, load)[0].bytes_per_s == pytest.approx(1e10)
+
+
+def test_without_figures_the_default_says_that_it_is_one() -> None:
+    others = [line("broadcast", "shared", 1e-5, 1e-10), line("all_reduce", "shared", 1e-5)]
+    for fits in ([], others):
+        assert cpu_link(2, lambda _, fits=fits: fits) == (DEFAULT_LINK, "")
+    assert "default" in DEFAULT_LINK.source
+
+
+def test_a_damaged_cache_is_a_note() -> None:
+    def load(_: dict[str, Any]) -> list[Fit]:
+        raise RunError("could not read the cache")
+
+    assert cpu_link(2, load)[0] == DEFAULT_LINK
+    hardware = found(cpu_link=lambda ranks: cpu_link(ranks, load))
+    assert hardware.notes == ("could not read the cache",)
+
+
+def test_interfaces_that_are_up_without_the_loopback(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def interface(isup: bool, speed: int, flags: str = "up,running") -> SimpleNamespace:
+        return SimpleNamespace(isup=isup, speed=speed, flags=flags)
+
+    stats = {
+        "lo": interface(True, 0, "up,loopback,running"),
+        "eth1": interface(True, 25_000),
+        "eth0": interface(True, 65_535),  # its driver does not know
+        "wlan0": interface(False, 99_000),
+    }
+    monkeypatch.setattr(machine.psutil, "net_if_stats", lambda: stats)
+    for name, state, rate in (
+        ("mlx5_0", "4: ACTIVE", "400 Gb/sec (4X NDR)"),
+        ("mlx5_1", "4: ACTIVE", "200 Gb/sec (4X HDR)"),
+        ("mlx5_2", "1: DOWN", "400 Gb/sec (4X NDR)"),
+        ("mlx5_3", "4: ACTIVE", ""),
+    ):
+        port = tmp_path / "sys/class/infiniband" / name / "ports/1"
+        port.mkdir(parents=True)
+        (port / "state").write_text(state + "\n")
+        (port / "rate").write_text(rate + "\n")
+    interfaces = read_interfaces(tmp_path)
+    assert interfaces.names == ("eth0", "eth1")
+    assert interfaces.megabits == 25_000
+    assert interfaces.infiniband_gigabits == (400.0, 200.0)
+    link = network_link(interfaces, 6)
+    assert (link.name, link.per_host) == ("infiniband", False)
+    assert link.bytes_per_s == pytest.approx(12.5e9)
+
+
+def test_the_network_is_what_the_fastest_interface_says() -> None:
+    link = network_link(replace(WIRED, megabits=25_000), 4)
+    assert link.name == "ethernet-25g"
+    assert link.per_host
+    assert link.bytes_per_s == pytest.approx(25e9 / 8 * 1448 / 1538)
+    assert "assumed" in network_link(WIRED, 4).source

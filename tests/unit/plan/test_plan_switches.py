@@ -1,0 +1,102 @@
+"""Speed switches by what devices can do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from gradsync.bench import sync as bench_sync
+from gradsync.cli import train
+from gradsync.plan.description import Device, Hardware, Host, Link
+from gradsync.plan.detect import machine
+from gradsync.plan.switches import Switches, speed_switches
+from gradsync.world import World
+
+LINK = Link(name="nvlink4", alpha_s=1e-6, bytes_per_s=1e11)
+
+
+def gpu(capability: tuple[int, int], *, mig: bool = False) -> Device:
+    return Device(
+        kind="cuda",
+        name="a GPU",
+        memory_bytes=10**10,
+        peak_flops=1e14,
+        compute_capability=capability,
+        mig=mig,
+    )
+
+
+def hardware(*devices: Device, hosts: int = 1) -> Hardware:
+    host = Host(devices=devices, link=LINK, cores=8, memory_bytes=10**11)
+    return Hardware(hosts=(host,) * hosts, network=LINK if hosts > 1 else None)
+
+
+def cpu(*instructions: str) -> Hardware:
+    device = Device(kind="cpu", name="a CPU", memory_bytes=10**10, peak_flops=1e11)
+    host = Host(
+        devices=(device,), link=LINK, cores=8, memory_bytes=10**11, instructions=instructions
+    )
+    return Hardware(hosts=(host,))
+
+
+@pytest.mark.parametrize(
+    ("machine_", "dtype", "tf32", "reason"),
+    [
+        (hardware(gpu((9, 0))), "bf16", True, "9.0: bf16, TF32, flash attention, fused AdamW"),
+        (hardware(gpu((8, 0))), "bf16", True, "8.0: bf16"),
+        (hardware(gpu((7, 0))), "fp16", False, "7.0 has no bf16 (8.0 has): fp16, fused AdamW"),
+        (hardware(gpu((6, 1))), "fp32", False, "6.1 has no tensor cores (7.0 has): fp32"),
+        (
+            hardware(gpu((9, 0)), gpu((7, 5))),
+            "fp16",
+            False,
+            "7.5 has no bf16",
+        ),  # the oldest decides
+        *((cpu("avx2", name), "bf16", False, name) for name in ("amx_bf16", "avx512_bf16", "bf16")),
+        (cpu("avx2", "avx512f"), "fp32", False, "the CPU emulates bf16"),
+    ],
+)
+def test_by_what_devices_can_do(machine_: Hardware, dtype: str, tf32: bool, reason: str) -> None:
+    found = speed_switches(machine_, {})
+    assert (found.dtype, found.tf32) == (dtype, tf32)
+    assert reason in found.reasons[0]
+
+
+@pytest.mark.parametrize("instruction", ["avx512f", "avx512_bf16"])
+def test_commands_know_a_cpu_that_emulates_bf16(
+    instruction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`bench sync` then measures fp32, and `train` says what would be faster."""
+    emulates, processor = instruction == "avx512f", SimpleNamespace(instructions=(instruction,))
+    for module in (bench_sync, machine):
+        monkeypatch.setattr(module, "read_processor", lambda: processor)
+    options = bench_sync.SyncOptions(device="cpu")
+    assert bench_sync._dtype_of(options) == ("fp32" if emulates else "bf16")
+    assert bench_sync._dtype_of(replace(options, dtype="bf16")) == "bf16"
+    assert train._emulates_bf16(World(device="cpu")) == emulates
+    assert not train._emulates_bf16(World(device="cuda:0"))
+
+
+def suggested(found: Switches) -> set[str]:
+    return set(found.suggestions)
+
+
+def test_variables_are_suggested_and_the_users_own_left() -> None:
+    two = hardware(gpu((9, 0)), gpu((9, 0)))
+    assert suggested(speed_switches(two, {})) == {"PYTORCH_ALLOC_CONF", "NCCL_DEBUG"}
+    own = {"NCCL_DEBUG": "INFO", "PYTORCH_CUDA_ALLOC_CONF": "backend:native"}
+    assert suggested(speed_switches(two, own)) == set()
+    assert suggested(speed_switches(hardware(gpu((9, 0))), {})) == {"PYTORCH_ALLOC_CONF"}
+    hosts = hardware(gpu((9, 0)), hosts=2)
+    env = {"GLOO_SOCKET_IFNAME": "ib0"}
+    assert speed_switches(hosts, env).suggestions["NCCL_SOCKET_IFNAME"] == "=ib0"
+    assert "NCCL_SOCKET_IFNAME" not in speed_switches(two, env).suggestions
+    lines = speed_switches(hardware(gpu((9, 0))), {}).suggestion_lines()
+    assert lines == ["export PYTORCH_ALLOC_CONF=expandable_segments:True"]
+
+
+def test_slices_are_mentioned() -> None:
+    one = gpu((9, 0), mig=True)
+    assert "MIG" in speed_switches(hardware(one, replace(one)), {}).reasons[1]

@@ -1,0 +1,232 @@
+"""Steps by closed formula, against sums made by hand."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from gradsync.errors import ConfigError
+from gradsync.models.config import GPTConfig
+from gradsync.models.gpt import GPT
+from gradsync.models.presets import preset
+from gradsync.plan.collectives import Place, Traffic, all_reduce_s, half_s, traffic_of
+from gradsync.plan.description import Device
+from gradsync.plan.profile import (
+    UPDATE_BYTES,
+    UTILISATION,
+    bucket_timeline,
+    estimate_profile,
+    leaf_operations,
+    parameters_of,
+    probe_work,
+    scaled_profile,
+)
+from gradsync.plan.step import Sending, channel_end, predict_step, step_costs
+from gradsync.plan.workload import Split, Workload
+from gradsync.sync.registry import STRATEGIES
+from support.planned_machines import FAR, MODEL, NEAR, hardware, line, profile, split, work
+
+TOTAL = MODEL.num_params() * 4
+SMALL = 64
+"""Bytes of the message at a step's end."""
+SHAPES = [
+    MODEL,
+    GPTConfig(n_layer=1, n_head=4, n_kv_head=2, n_embd=16, tie_head=False, hidden_dim=5),
+]
+
+
+@pytest.mark.parametrize("config", SHAPES)
+def test_parameters_are_those_of_the_model(config: GPTConfig) -> None:
+    """And backward is two thirds of all products: 4 operations per unit."""
+    with torch.device("meta"):
+        model = GPT(config)
+    found = parameters_of(config, 8)
+    assert [(p.name, p.shape) for p in found] == [
+        (name, tuple(p.shape)) for name, p in model.named_parameters()
+    ]
+    assert sum(p.numel for p in found) == config.num_params()
+    units = sum(p.backward_units for p in found)
+    assert 4 * units == pytest.approx(config.flops_per_token(8) * 2 / 3)
+
+
+def test_an_estimate_is_arithmetic() -> None:
+    device = Device(kind="cuda", name="d", memory_bytes=1, peak_flops=1e9, memory_bytes_per_s=1e6)
+    found = estimate_profile(work(1), device)
+    leaf_s = MODEL.flops_per_token(8) * 16 / (UTILISATION * 1e9)
+    assert found.leaf_s == pytest.approx(leaf_s)
+    assert found.backward_s == pytest.approx(2 * found.forward_s)
+    assert found.update_s == pytest.approx(UPDATE_BYTES * MODEL.num_params() / 1e6)
+    assert sum(bucket.num_bytes for bucket in found.buckets) == TOTAL
+    assert not found.measured
+    assert estimate_profile(work(1, dtype="fp32"), device).leaf_s == pytest.approx(2 * leaf_s)
+
+
+def test_probe_is_a_small_leaf() -> None:
+    small = Workload(
+        model=preset("small"), micro_batch_size=4, seq_len=1024, num_leaves=8, kind="cpu"
+    )
+    leaf = probe_work(small)
+    assert (leaf.micro_batch_size, leaf.seq_len) == (1, 128)
+    assert probe_work(replace(small, kind="cuda")).leaf_tokens == 4096
+    assert probe_work(work(8, kind="cpu")) == work(8, kind="cpu")
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_a_measured_leaf_is_scaled_by_operations(recomputed: bool) -> None:
+    """An estimate is proportional to operations: scaling one gives the other."""
+    device = Device(kind="cuda", name="d", memory_bytes=1, peak_flops=1e15)
+    small = Workload(model=preset("small"), micro_batch_size=1, seq_len=128, num_leaves=8)
+    wanted = replace(small, micro_batch_size=4, seq_len=1024, activation_checkpointing=recomputed)
+    assert leaf_operations(wanted) > 32 * leaf_operations(small)
+    found = scaled_profile(estimate_profile(small, device), small, wanted)
+    expected = estimate_profile(wanted, device)
+    assert found.forward_s == pytest.approx(expected.forward_s)
+    assert found.backward_s == pytest.approx(expected.backward_s)
+    assert found.update_s == expected.update_s
+    assert found.buckets[-1].ready_s == pytest.approx(found.backward_s)
+
+
+def test_buckets_fill_from_the_last_parameter_on() -> None:
+    found = bucket_timeline(work(1), Traffic(grouping="parameter"), 1.0)
+    sizes = [p.numel * 4 for p in reversed(parameters_of(MODEL, 8))]
+    assert [bucket.num_bytes for bucket in found] == sizes
+    times = [bucket.ready_s for bucket in found]
+    assert times == sorted(times)
+    assert times[0] > 0
+    assert times[-1] == pytest.approx(1.0)
+    (whole,) = bucket_timeline(work(1), Traffic(grouping="flat"), 1.0)
+    assert (whole.num_bytes, whole.ready_s) == (TOTAL, pytest.approx(1.0))
+
+
+def test_a_channel_carries_one_after_the_other() -> None:
+    ready = [Sending(ready_s=ready, cost_s=cost) for ready, cost in ((1, 2), (2, 1), (9, 1))]
+    assert channel_end(ready[:2]) == 4
+    assert channel_end(ready) == 10
+
+
+def test_one_rank() -> None:
+    found = predict_step(work(3), split("invariant"), hardware(1), profile())
+    assert found.total_s == pytest.approx(3 * 0.3 + 0.03)
+    assert (found.exposed_comm_s, found.comm_s, found.bubble_s) == (0, 0, 0)
+    assert found.efficiency == pytest.approx(1)
+    assert found.tokens_per_s == pytest.approx(48 / 0.93)
+
+
+def test_buckets_hide_behind_backward() -> None:
+    """One bucket, which is ready at backward's end: nothing hides it."""
+    place = Place(ranks=4, per_host=8, link=NEAR)
+    one = all_reduce_s(place, TOTAL, "ring") + all_reduce_s(place, SMALL, "ring")
+    found = predict_step(work(4), split("ring", dp=4), hardware(4), profile())
+    assert found.exposed_comm_s == pytest.approx(one)
+    many = {"bucket_mb": 1e-9, "first_bucket_mb": 1e-9}
+    apart = predict_step(work(4), split("ring", dp=4), hardware(4), profile(), options=many)
+    assert apart.comm_s > found.comm_s
+    costs = step_costs(work(4), split("ring", dp=4), hardware(4), profile(), options=many)
+    assert len(costs.sendings) == len(parameters_of(MODEL, 8))
+    late = sum(sending.cost_s for sending in costs.sendings) + costs.agree_s
+    hidden = predict_step(
+        work(4), split("ring", dp=4), hardware(4), profile(), options={**many, "overlap": False}
+    )
+    assert hidden.exposed_comm_s == pytest.approx(late)
+    assert apart.exposed_comm_s < late
+
+
+def test_sharded_strategies() -> None:
+    place = Place(ranks=4, per_host=8, link=NEAR)
+    gather = half_s(place, TOTAL)
+    small = all_reduce_s(place, SMALL, "best")
+    zero2 = predict_step(work(4), split("zero2", dp=4), hardware(4), profile())
+    assert zero2.update_s == pytest.approx(0.03 / 4)
+    assert zero2.exposed_comm_s == pytest.approx(gather + gather + small)
+    zero1 = predict_step(work(4), split("zero1", dp=4), hardware(4), profile())
+    owners = all_reduce_s(place, TOTAL, "owners") + all_reduce_s(place, SMALL, "owners")
+    assert zero1.exposed_comm_s == pytest.approx(owners + gather)
+    fsdp = step_costs(work(8), split("fsdp", dp=4), hardware(4), profile())
+    assert len(fsdp.sendings) == 1 + MODEL.n_layer
+    assert fsdp.leaf_wait_s > fsdp.last_leaf_wait_s > 0
+    assert fsdp.leaves_meet
+
+
+def test_steps_between_meetings() -> None:
+    place = Place(ranks=4, per_host=8, link=NEAR)
+    one = all_reduce_s(place, TOTAL) + all_reduce_s(place, SMALL)
+    found = predict_step(
+        work(4), split("diloco", dp=4), hardware(4), profile(), options={"inner_steps": 50}
+    )
+    assert found.exposed_comm_s == pytest.approx(one / 50)
+    assert found.comm_s == pytest.approx(one / 50)
+
+
+def test_a_pipeline_has_a_bubble() -> None:
+    """(p - 1) / (m + p - 1) of the time, and messages of B T C bf16 on the longest way."""
+    found = predict_step(work(6), split("bucketed", pp=2), hardware(2), profile())
+    assert found.compute_s == pytest.approx(6 * 0.3 / 2)
+    assert found.bubble_s / (found.bubble_s + found.compute_s) == pytest.approx(1 / 7)
+    assert found.exposed_comm_s == pytest.approx(2 * NEAR.seconds(2 * 8 * 8 * 2))
+    assert found.update_s == pytest.approx(0.015)
+    across = predict_step(work(6), split("bucketed", pp=2), hardware(2, per_host=1), profile())
+    assert across.exposed_comm_s == pytest.approx(2 * FAR.seconds(2 * 8 * 8 * 2))
+
+
+def test_tensor_shards_add_activations_up() -> None:
+    found = predict_step(work(3), split("bucketed", tp=2), hardware(2), profile())
+    sums = 4 * MODEL.n_layer * all_reduce_s(Place(ranks=2, per_host=2, link=NEAR), 256)
+    assert found.exposed_comm_s == pytest.approx(3 * sums)
+    assert found.compute_s == pytest.approx(3 * 0.15)
+
+
+def test_cores_of_one_host_hide_nothing_and_divide_the_update() -> None:
+    """One reduce_scatter by its measured line, three meetings, a copy, half of the update."""
+    fits = [
+        line("reduce_scatter", "shared", 0.5),
+        line("all_reduce", "shared", 0.25),
+        line("all_reduce", "backend", 4.0),
+        line("copy", "copy", 0.125),
+    ]
+    cpu = hardware(2, kind="cpu")
+    found = predict_step(work(2), split("invariant", dp=2), cpu, profile(), fits=fits)
+    assert found.exposed_comm_s == pytest.approx(0.5 + 3 * 0.25 + 0.125)
+    assert found.update_s == pytest.approx(0.015)
+    ddp = predict_step(work(2), split("torch_ddp", dp=2), cpu, profile(), fits=fits)
+    assert ddp.exposed_comm_s == pytest.approx(4.0 + 2 * 0.125)
+    assert ddp.update_s == pytest.approx(0.03)
+    buckets = {"bucket_mb": 1e-9, "first_bucket_mb": 1e-9, "collective": "backend"}
+    found = predict_step(
+        work(2), split("bucketed", dp=2), cpu, profile(), options=buckets, fits=fits
+    )
+    assert found.exposed_comm_s == pytest.approx(len(parameters_of(MODEL, 8)) * 4.0 + 4.0 + 0.125)
+    ring = [*fits, line("all_reduce", "ring", 8.0)]
+    found = predict_step(work(2), split("ring", dp=2), cpu, profile(), fits=ring)
+    assert found.exposed_comm_s == pytest.approx(8.0 + 8.0 + 0.125)
+
+
+def test_more_ranks_than_cores_compute_longer() -> None:
+    cpu = hardware(4, kind="cpu", cores=2)
+    assert step_costs(work(4), split("bucketed", dp=4), cpu, profile()).leaf_s == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "torch_ddp"])
+def test_every_strategy_has_its_traffic(strategy: str) -> None:
+    assert traffic_of(strategy).bucket_mb == 25
+    found = predict_step(work(4), split(strategy, dp=4), hardware(4), profile())
+    assert math.isfinite(found.total_s)
+    assert found.total_s >= found.compute_s > 0
+    assert found.comm_s > 0
+    further = predict_step(work(4), split(strategy, dp=4), hardware(4, per_host=1), profile())
+    assert further.total_s > found.total_s
+
+
+@pytest.mark.parametrize(
+    ("leaves", "asked", "ranks", "message"),
+    [
+        (1, split("rign"), 1, "unknown sync strategy 'rign'"),
+        (2, split("ring", dp=4), 4, "2 leaves for 4 replicas"),
+        (4, split("ring", dp=4), 2, "4 devices wanted"),
+    ],
+)
+def test_refusals(leaves: int, asked: Split, ranks: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        predict_step(work(leaves), asked, hardware(ranks), profile())

@@ -12,7 +12,7 @@ import pytest
 
 from gradsync.bench.memory import MemoryCase, MemoryRun
 from gradsync.cli.ranks import WORKER
-from gradsync.plan.memory.model import CPU_PROCESS
+from gradsync.plan.memory import CPU_PROCESS
 from support.fork_server import run_forked, torch_ranks
 
 STRATEGIES = ("ddp", "invariant", "zero1", "zero2", "fsdp")

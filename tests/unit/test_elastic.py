@@ -14,7 +14,7 @@ from gradsync.cli import elastic as command
 from gradsync.cli.elastic import before_ranks, given_fields, take_flag, with_ranks
 from gradsync.comm.groups import SingleCommunicator
 from gradsync.errors import ConfigError, RunError
-from gradsync.plan.described.file import load_hardware
+from gradsync.plan.hardware_file import load_hardware
 from gradsync.train import micro_batch
 from gradsync.train.config import SyncConfig, TrainConfig, recipe
 from gradsync.train.config_io import parse_config, write_config

@@ -16,8 +16,8 @@ from hypothesis import given
 
 from gradsync.cli.doctor import launcher_document, launcher_text
 from gradsync.errors import GradsyncError, LaunchError
-from gradsync.plan.described.catalog import hardware_of
-from gradsync.plan.described.file import dump_hardware, load_hardware
+from gradsync.plan.catalog import hardware_of
+from gradsync.plan.hardware_file import dump_hardware, load_hardware
 from gradsync.runtime.coordinator import System, plan_coordinator
 from gradsync.runtime.resolve import explain_world, resolve
 from gradsync.train.check import check_request

@@ -61,7 +61,7 @@ from gradsync.bench.report import (
     spread,
 )
 from gradsync.errors import ConfigError
-from gradsync.plan.timing.alpha_beta import Fit, fit_line, quality, save_fits
+from gradsync.plan.collectives import Fit, fit_line, quality, save_fits
 
 if TYPE_CHECKING:
     from gradsync.world import World

@@ -36,7 +36,7 @@ from gradsync.errors import ConfigError
 from gradsync.models.config import PRESETS, GPTConfig
 from gradsync.parallel.layout import Layout
 from gradsync.plan.description import Kind
-from gradsync.plan.memory.model import MemoryNeed, memory_need
+from gradsync.plan.memory import MemoryNeed, memory_need
 from gradsync.plan.workload import Split, Workload
 from gradsync.runtime import environ
 from gradsync.sync.registry import STRATEGIES, find_strategy

@@ -23,8 +23,8 @@ from gradsync.errors import ConfigError
 from gradsync.models.config import PRESETS, GPTConfig, preset
 from gradsync.parallel.layout import Layout
 from gradsync.plan.description import Kind
-from gradsync.plan.memory.model import memory_need
-from gradsync.plan.timing.estimate import leaf_operations, probe_work, scaled_profile
+from gradsync.plan.memory import memory_need
+from gradsync.plan.profile import leaf_operations, probe_work, scaled_profile
 from gradsync.plan.workload import Split, Workload
 from gradsync.runtime.machine import available_bytes
 
@@ -346,7 +346,7 @@ def duration(seconds: float) -> str:
 
 def trial_step(work: Workload, *, ranks_per_host: int) -> float:
     """Seconds of a step in company: timed here alone, or a smaller leaf of the model, scaled."""
-    from gradsync.plan.timing.probe import probe_profile
+    from gradsync.plan.probe import probe_profile
 
     small = probe_work(work)
     measured = probe_profile(

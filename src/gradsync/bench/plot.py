@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from gradsync.bench.plan import Plan
     from gradsync.bench.scaling import Point, ScalingPlan
     from gradsync.bench.sync import Row
-    from gradsync.plan.simulate.simulation import Simulation
+    from gradsync.plan.simulation import Simulation
 
 _SUFFIXES = (".png", ".svg", ".pdf")
 _INK, _SOFT, _GRID = "#1b1f24", "#6b7480", "#e3e7eb"
@@ -172,7 +172,7 @@ def plot_scaling(
 
 def plot_simulation(path: Path, found: Simulation) -> None:
     """Draw simulated efficiency over the number of ranks, per strategy."""
-    from gradsync.plan.simulate.simulation import HALF, notes
+    from gradsync.plan.simulation import HALF, notes
 
     figure, axes = _new_figure(9.5, 5.6)
     for number, name in enumerate(found.names):

@@ -50,13 +50,9 @@ from gradsync.errors import ConfigError
 from gradsync.parallel.layout import Layout
 from gradsync.plan.collectives import INNER_STEPS, OWN_ALGORITHMS, Fit, traffic_of
 from gradsync.plan.description import Device, Hardware, Host, Link
-from gradsync.plan.simulate.play import Stragglers, step_s
-from gradsync.plan.timing.alpha_beta import Fit
-from gradsync.plan.timing.collective_cost import OWN_ALGORITHMS
-from gradsync.plan.timing.estimate import FORWARD_PART
-from gradsync.plan.timing.profile import StepProfile, bucket_timeline
-from gradsync.plan.timing.step import StepCosts, step_costs
-from gradsync.plan.timing.traffic import INNER_STEPS, traffic_of
+from gradsync.plan.profile import FORWARD_PART, StepProfile, bucket_timeline
+from gradsync.plan.simulation import Stragglers, step_s
+from gradsync.plan.step import StepCosts, step_costs
 from gradsync.plan.workload import Split
 from gradsync.runtime.machine import choose_threads
 from gradsync.sync.registry import STRATEGIES

@@ -36,8 +36,8 @@ from gradsync.bench.plan import (
 from gradsync.bench.report import Spread, csv_text, print_table, ratios, spread, where
 from gradsync.errors import ConfigError
 from gradsync.models.config import PRESETS
-from gradsync.plan.detect.machine import read_processor
-from gradsync.plan.switches import multiplies_bf16
+from gradsync.plan.description import multiplies_bf16
+from gradsync.plan.machine import read_processor
 from gradsync.runtime.machine import choose_threads
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from functools import cache
 from math import log2
 from typing import Any
 
-from gradsync.models.presets import PRESETS
+from gradsync.models.config import PRESETS
 from gradsync.parallel.layout import Layout
 from gradsync.plan.collectives import shares_memory
 from gradsync.plan.description import Device, Hardware
@@ -31,7 +31,7 @@ from gradsync.plan.profile import (
 )
 from gradsync.plan.step import StepTime, predict_step
 from gradsync.plan.workload import Split, Workload
-from gradsync.runtime.threads import choose_threads
+from gradsync.runtime.machine import choose_threads
 from gradsync.sync.registry import STRATEGIES, Promise
 
 ERROR = 0.15  # Times that differ by less count as equal: the time model is held to 15 %

@@ -39,7 +39,7 @@ from gradsync.core.files import cache_entry, read_entry, write_entry
 from gradsync.errors import ConfigError
 from gradsync.plan.description import Link
 from gradsync.runtime import environ
-from gradsync.sync.engine.recipe import Grouping, Recipe
+from gradsync.sync.options import Grouping, Recipe
 from gradsync.sync.registry import check_options, find_strategy
 
 _ITERATIONS = 200

@@ -18,8 +18,7 @@ from gradsync.errors import ConfigError, GradsyncError
 from gradsync.plan.catalog import NETWORKS, pcie_of
 from gradsync.plan.collectives import Fit, load_fits
 from gradsync.plan.description import Device, Hardware, Host, Link
-from gradsync.plan.detect.gpus import host_link, read_gpus, torch_devices, visible_devices
-from gradsync.plan.timing.alpha_beta import Fit, load_fits
+from gradsync.plan.gpus import host_link, read_gpus, torch_devices, visible_devices
 from gradsync.runtime.machine import (
     available_bytes,
     choose_threads,

@@ -54,9 +54,9 @@ from gradsync.data.plan import share
 from gradsync.plan.activations import FP32, Activations, RankShape, rank_shape
 from gradsync.plan.collectives import shares_memory
 from gradsync.plan.workload import Split, Workload
-from gradsync.sync.engine.leaf_tree import LeafStack
-from gradsync.sync.engine.plan import Item, plan_buckets
-from gradsync.sync.engine.recipe import Recipe
+from gradsync.sync.layout import Item, plan_buckets
+from gradsync.sync.leaf_tree import LeafStack
+from gradsync.sync.options import Recipe
 from gradsync.sync.registry import find_strategy
 
 MIB = 2**20

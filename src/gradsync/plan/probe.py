@@ -28,10 +28,8 @@ from torch import Tensor
 from gradsync.models.gpt import GPT
 from gradsync.plan.profile import BucketReady, StepProfile, load_profile, profile_path, save_profile
 from gradsync.plan.workload import Workload
-from gradsync.runtime.memory import keep_freed_memory
-from gradsync.runtime.memory_limit import available_bytes
-from gradsync.runtime.peak_memory import PeakMemory, give_back, resident_bytes
-from gradsync.runtime.threads import choose_threads, pin_threads
+from gradsync.runtime.machine import available_bytes, choose_threads, pin_threads
+from gradsync.runtime.memory import PeakMemory, give_back, keep_freed_memory, resident_bytes
 
 CLIP_NORM = 1.0
 _WARM_UP, _FEWEST = 2, 3

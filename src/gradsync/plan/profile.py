@@ -27,13 +27,13 @@ from typing import Any
 from gradsync.core.files import cache_entry, read_entry, write_entry
 from gradsync.errors import ConfigError, RunError
 from gradsync.models.config import GPTConfig
-from gradsync.parallel.partition import EMBEDDING, weights_of
+from gradsync.parallel.layout import EMBEDDING, weights_of
 from gradsync.plan.collectives import Traffic, traffic_of
 from gradsync.plan.description import Device
 from gradsync.plan.workload import Workload
 from gradsync.runtime import environ
 from gradsync.runtime.machine import cpu_model, host_cores
-from gradsync.sync.engine.plan import BucketPlan, Item, plan_buckets
+from gradsync.sync.layout import BucketPlan, Item, plan_buckets
 
 log = logging.getLogger("gradsync")
 

@@ -21,9 +21,9 @@ from gradsync.errors import ConfigError, GradsyncError
 from gradsync.models.config import GPTConfig
 from gradsync.models.gpt import GPT
 from gradsync.parallel.layout import Layout
-from gradsync.plan.memory.model import memory_need
-from gradsync.plan.memory.probe import Attempt, Cost, MemoryProbe
+from gradsync.plan.memory import memory_need
 from gradsync.plan.micro_batch import Trial, chosen_size, legal_sizes, try_sizes
+from gradsync.plan.probe import Attempt, Cost, MemoryProbe
 from gradsync.plan.workload import Split, Workload
 from gradsync.sync.registry import find_strategy
 from gradsync.train.config import AUTO, TrainConfig

@@ -29,7 +29,7 @@ from gradsync.bench.simulation import (
     predictions_of,
 )
 from gradsync.bench.sync import rows_csv, rows_of
-from gradsync.plan.memory.model import memory_need
+from gradsync.plan.memory import memory_need
 from gradsync.sync.registry import STRATEGIES
 from gradsync.world import World
 from support.bench_results import ENVIRONMENT, collective

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gradsync.models.presets import preset
+from gradsync.models.config import preset
 from gradsync.parallel.layout import Layout
 from gradsync.plan.choice import (
     ERROR,

@@ -18,7 +18,7 @@ import tyro
 from gradsync.cli.main import main
 from gradsync.cli.plan import PlanOptions, hardware_of, request_of
 from gradsync.errors import ConfigError
-from gradsync.models.presets import preset
+from gradsync.models.config import preset
 from gradsync.parallel.layout import Layout
 from gradsync.plan.choice import Candidate, Choice, Costs, choose, obstacle, splits
 from gradsync.plan.description import Hardware, Host, Link
@@ -28,8 +28,8 @@ from gradsync.plan.placement import MARGIN
 from gradsync.plan.profile import StepProfile, estimate_profile
 from gradsync.plan.workload import Split, Workload
 from gradsync.sync.registry import STRATEGIES
-from gradsync.train.recipes import recipe
-from gradsync.train.split_check import check_layout, goes_with_parts
+from gradsync.train.check import check_layout, goes_with_parts
+from gradsync.train.config import recipe
 from support.launchers import run_python
 
 ROOT = Path(__file__).parents[3]

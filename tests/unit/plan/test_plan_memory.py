@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from gradsync.errors import ConfigError
-from gradsync.models.config import PRESETS
+from gradsync.models.config import PRESETS, GPTConfig
+from gradsync.models.gpt import GPT
 from gradsync.parallel.layout import Layout
 from gradsync.plan.activations import FP32, Activations, rank_shape
 from gradsync.plan.memory import CPU_PROCESS, Case, memory_need, most_open_nodes, strategy_memory

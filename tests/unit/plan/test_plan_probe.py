@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from gradsync.plan.detect.machine import DEFAULT_LINK, cpu_link
-from gradsync.plan.timing import probe
-from gradsync.plan.timing.alpha_beta import fits_path
-from gradsync.plan.timing.estimate import load_profile, profile_path
-from gradsync.plan.timing.probe import probe_profile
+from gradsync.plan import probe
+from gradsync.plan.collectives import fits_path
+from gradsync.plan.machine import DEFAULT_LINK, cpu_link
+from gradsync.plan.probe import probe_profile
+from gradsync.plan.profile import load_profile, profile_path
 from gradsync.runtime.machine import choose_threads
 from support.planned_machines import MODEL, work
 
@@ -79,7 +79,7 @@ def test_a_cache_that_cannot_be_written_does_no_harm(cache: Path) -> None:
 def test_saved_lines_of_this_machine(cache: Path) -> None:
     """The key is that of `bench collectives --save`."""
     from gradsync.bench.experiment import environment
-    from gradsync.plan.timing.alpha_beta import save_fits
+    from gradsync.plan.collectives import save_fits
     from support.planned_machines import line
 
     assert cpu_link(2) == (DEFAULT_LINK, "")

@@ -11,10 +11,7 @@ from statistics import fmean
 import pytest
 
 from gradsync.errors import ConfigError
-from gradsync.models.config import preset
-from gradsync.plan.described.links import load_network
-from gradsync.plan.description import Device, Host
-from gradsync.plan.simulate.failures import (
+from gradsync.plan.simulation import (
     Failures,
     Simulation,
     Stragglers,

@@ -9,9 +9,8 @@ import pytest
 
 from gradsync.bench import sync as bench_sync
 from gradsync.cli import train
-from gradsync.plan.description import Device, Hardware, Host, Link
-from gradsync.plan.detect import machine
-from gradsync.plan.switches import Switches, speed_switches
+from gradsync.plan import machine
+from gradsync.plan.description import Device, Hardware, Host, Link, Switches, speed_switches
 from gradsync.world import World
 
 LINK = Link(name="nvlink4", alpha_s=1e-6, bytes_per_s=1e11)

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from gradsync.errors import ConfigError
-from gradsync.models.config import GPTConfig
+from gradsync.models.config import GPTConfig, preset
 from gradsync.models.gpt import GPT
-from gradsync.models.presets import preset
 from gradsync.plan.collectives import Place, Traffic, all_reduce_s, half_s, traffic_of
 from gradsync.plan.description import Device
 from gradsync.plan.profile import (

@@ -18,12 +18,11 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from gradsync.comm.single import SingleCommunicator
 from gradsync.errors import ConfigError
-from gradsync.verify.check_target import check_target
 from gradsync.verify.plan import Settings
-from gradsync.verify.problem import build_problem, find_factory
+from gradsync.verify.problem import build_problem
 from gradsync.verify.record import digest
-from gradsync.verify.reference import Reference
 from gradsync.verify.run import Task, train_traced
+from gradsync.verify.target import check_target, find_factory
 
 SETTINGS = Settings(num_steps=2)
 INPUTS = torch.arange(320.0).reshape(40, 8).sin()
@@ -42,8 +41,9 @@ def pairs(count: int = 40) -> TensorDataset:
     return TensorDataset(INPUTS[:count], TARGETS[:count])
 
 
-def called(name: str) -> Settings:
-    return replace(SETTINGS, target=f"unit.test_verify_target:{name}")
+def called(name: str, *, strategy: str = "naive", dtype: str = "fp32", **changes: Any) -> Task:
+    settings = replace(SETTINGS, target=f"unit.test_verify_target:{name}", **changes)
+    return Task(strategy=strategy, model="target", dtype=dtype, settings=settings)
 
 
 # --- alike on every call ---------------------------------------------------------------------
@@ -87,16 +87,14 @@ def test_a_module_that_seeds_when_it_is_imported(
 # --- enough data -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["plain", "normed", "few", "single"])
+@pytest.mark.parametrize("name", ["normed", "single"])
 def test_every_step_is_run_whatever_the_size_of_the_data(name: str) -> None:
     """BatchNorm1d cannot train on a single sample, so the short leaf has two."""
-    settings = replace(called(name), num_steps=3)
-    check_target(settings)
-    task = Task(strategy="naive", model="target", dtype="fp32", settings=settings)
+    task = called(name, num_steps=3)
+    check_target(task)
     trace = train_traced(task, SingleCommunicator())
     assert [len(step.leaves) for step in trace.steps] == [5, 5, 2]
-    assert len(trace.steps[-1].leaves[-1].samples) == 2
-    assert list(Reference(task, 1).leaves) == [0, 1, 2]
+    assert len(trace.steps[-1].leaves[-1]["samples"]) == 2
 
 
 # --- what is wrong is said in a line -----------------------------------------------------------
@@ -133,49 +131,29 @@ class Complex(nn.Module):
         return (x.to(torch.cfloat) @ self.w).abs()
 
 
-class Unsteady(nn.Module):
-    """Needs a process group, as a model may that gathers features."""
+class Odd(nn.Module):
+    """A classifier whose output `change(model, input, output)` makes."""
 
-    def __init__(self) -> None:
+    def __init__(self, change: Callable[[Any, Any, Tensor], Any]) -> None:
         super().__init__()
-        self.net = net()
+        self.net, self.change, self.scale = net(), change, nn.Parameter(torch.ones(4))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x) * torch.distributed.get_world_size()
-
-
-class TrainsOnly(nn.Module):
-    """Returns something else in evaluation mode, as detectors do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = net()
-
-    def forward(self, x: Tensor) -> Any:
-        return self.net(x) if self.training else [{"boxes": x}]
+    def forward(self, x: Any) -> Any:
+        return self.change(self, x, self.net(x["x"] + x["more"][0] if isinstance(x, dict) else x))
 
 
-class Broken(nn.Module):
-    """Raises with two lines."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = net()
-
-    def forward(self, x: Tensor) -> Tensor:
-        raise ValueError("no such\nthing")
-
-
-class Late(nn.Module):
+def forward_makes(name: str) -> Odd:
     """Its forward makes, or replaces, a parameter."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.net, self.name, self.scale = net(), name, nn.Parameter(torch.ones(4))
+    def change(model: Any, _: Any, output: Tensor) -> Tensor:
+        setattr(model, name, nn.Parameter(torch.ones(4)))
+        return output * getattr(model, name) * model.scale
 
-    def forward(self, x: Tensor) -> Tensor:
-        setattr(self, self.name, nn.Parameter(torch.ones(4)))
-        return self.net(x) * getattr(self, self.name) * self.scale
+    return Odd(change)
+
+
+def two_lines(*_: Any) -> Any:
+    raise ValueError("no such\nthing")
 
 
 KEPT = net()
@@ -206,8 +184,8 @@ FACTORIES: dict[str, Callable[[], Any]] = {
     "frozen": lambda: (net().requires_grad_(False), pairs(), summed),
     "lazy": lambda: (nn.Sequential(nn.LazyLinear(4)), pairs(), summed),
     "complex_weights": lambda: (Complex(), pairs(), summed),
-    "late": lambda: (Late("shift"), pairs(), summed),
-    "replaced": lambda: (Late("scale"), pairs(), summed),
+    "late": lambda: (forward_makes("shift"), pairs(), summed),
+    "replaced": lambda: (forward_makes("scale"), pairs(), summed),
     "same_model": lambda: (KEPT, pairs(), summed),
     "stream": lambda: (net(), Stream(), summed),
     "dicts": lambda: (net(), Samples(lambda i: {"x": INPUTS[i], "y": TARGETS[i]}), summed),
@@ -225,7 +203,7 @@ FACTORIES: dict[str, Callable[[], Any]] = {
     "cut_loss": lambda: (net(), pairs(), lambda o, t: summed(o, t).detach()),
     "mean_loss": lambda: (net(), pairs(), F.cross_entropy),
     "noisy_mean": lambda: (nn.Sequential(net(), nn.Dropout(0.5)), pairs(), F.cross_entropy),
-    "broken": lambda: (Broken(), pairs(), summed),
+    "broken": lambda: (Odd(two_lines), pairs(), summed),
     "contrastive": lambda: (
         net(),
         pairs(),
@@ -233,8 +211,24 @@ FACTORIES: dict[str, Callable[[], Any]] = {
     ),
     # The loader seeds torch's generator by the leaf before it reads.
     "keyed": lambda: (net(), Samples(lambda i: (INPUTS[i] + torch.randn(8), TARGETS[i])), summed),
-    "needs_group": lambda: (Unsteady(), pairs(), summed),
-    "trains_only": lambda: (TrainsOnly(), pairs(), summed),
+    # As a model may that gathers features.
+    "needs_group": lambda: (
+        Odd(lambda _, x, output: output * torch.distributed.get_world_size()),
+        pairs(),
+        summed,
+    ),
+    # Something else in evaluation mode, as detectors give.
+    "trains_only": lambda: (
+        Odd(lambda model, x, output: output if model.training else [{"boxes": x}]),
+        pairs(),
+        summed,
+    ),
+    # Takes a dict with lists in it, and gives one.
+    "named": lambda: (
+        Odd(lambda _, x, output: {"logits": output}),
+        Samples(lambda i: ({"x": INPUTS[i], "more": [INPUTS[i]], "id": str(i)}, TARGETS[i])),
+        lambda o, t: summed(o["logits"], t),
+    ),
     "tiny_loss": lambda: (net(), pairs(), lambda o, t: 1e-38 * summed(o, t)),
     "all_ignored": lambda: (net(), TensorDataset(INPUTS, torch.full((40,), -100)), summed),
 }
@@ -288,6 +282,20 @@ def test_a_wrong_part_is_named(name: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("nothing", "expected pkg.module:factory"),
+        ("no_such_module:factory", "No module named 'no_such_module'$"),
+        ("unit.test_verify_target:missing", "has no 'missing'"),
+        ("unit.test_verify_target:SETTINGS", "is not callable"),
+    ],
+)
+def test_a_target_that_cannot_be_found(target: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        find_factory(target)
+
+
+@pytest.mark.parametrize(
     ("source", "message"),
     [
         ("def factory(:\n", "SyntaxError: invalid syntax"),
@@ -314,34 +322,17 @@ def test_a_module_that_cannot_be_imported(
 
 def test_a_parameter_that_a_later_forward_makes() -> None:
     """One that only the ranks' forwards make, or some leaves', is not seen in the trial."""
-    task = Task(strategy="bucketed", model="target", dtype="fp32", settings=called("late"))
     with pytest.raises(ConfigError, match="a forward made parameter 'shift', which no optimizer"):
-        train_traced(task, SingleCommunicator())
+        train_traced(called("late", strategy="bucketed"), SingleCommunicator())
 
 
 def test_more_samples_than_there_are() -> None:
     with pytest.raises(ConfigError, match="--num-samples 41, but the data set has 40"):
-        check_target(replace(called("plain"), num_samples=41))
-    check_target(replace(called("plain"), num_samples=40))
+        check_target(called("plain", num_samples=41))
+    check_target(called("plain", num_samples=40))
 
 
 # --- and what is right is left alone -----------------------------------------------------------
-
-
-class Named(nn.Module):
-    """Takes a dict with lists in it, and gives one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = net()
-
-    def forward(self, batch: dict[str, Any]) -> dict[str, Tensor]:
-        return {"logits": self.net(batch["x"] + batch["more"][0])}
-
-
-def named() -> Any:
-    samples = Samples(lambda i: ({"x": INPUTS[i], "more": [INPUTS[i]], "id": str(i)}, TARGETS[i]))
-    return Named(), samples, lambda o, t: summed(o["logits"], t)
 
 
 @pytest.mark.parametrize(
@@ -364,7 +355,7 @@ def test_a_right_target_is_left_alone(name: str) -> None:
 
 
 def test_doubles_reach_into_dicts() -> None:
-    task = Task(strategy="naive", model="target", dtype="fp64", settings=called("named"))
-    trace = train_traced(task, SingleCommunicator())
-    assert {tensor.dtype for tensor in trace.steps[0].after.values()} == {torch.float64}
-    assert len({digest(step.after["net.0.weight"]) for step in trace.steps}) == 2
+    trace = train_traced(called("named", dtype="fp64"), SingleCommunicator())
+    weights = [step.after.weights for step in trace.steps]
+    assert {tensor.dtype for tensor in weights[0].values()} == {torch.float64}
+    assert len({digest(each["net.0.weight"]) for each in weights}) == 2

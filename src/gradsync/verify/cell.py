@@ -31,16 +31,13 @@ OneRankRuns = dict[tuple[str, str, Variant, Settings], Trace]
 
 @dataclass(kw_only=True, slots=True)
 class Setting:
-    """The surroundings of a cell: settings, ranks, a checkpoint, and a seam for tests."""
+    """The surroundings of a cell, see `train_traced`."""
 
     settings: Settings
     comm: Communicator
     groups: Groups | None = None
-    """For `hierarchical`."""
     prepare: Prepare | None = None
-    """May replace parts of the loop; a seam for tests."""
     saved: State | None = None
-    """A checkpoint to start from."""
     one_rank_runs: OneRankRuns = field(default_factory=dict)
     """Kept from cell to cell."""
 
@@ -59,11 +56,8 @@ class _Attempt:
 
 
 def run_cell(cell: Cell, setting: Setting) -> tuple[Result, Trace]:
-    """Run one cell; all ranks call it.
-
-    Returns:
-        the result (rank 0's is complete), and this rank's record of the plain run.
-    """
+    """Run one cell; all ranks call it. The result (rank 0's is complete), and this rank's record of
+    the plain run."""
     started = time.perf_counter()
     task = Task(
         strategy=cell.strategy, model=cell.model, dtype=cell.dtype, settings=setting.settings

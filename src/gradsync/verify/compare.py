@@ -75,7 +75,7 @@ _SGD = 6
 
 @dataclass(slots=True)
 class Difference:
-    """The largest difference in everything that was compared; grows by `include`."""
+    """The largest difference in everything that was included."""
 
     max_abs: float = 0.0
     """Largest absolute difference of two elements."""
@@ -279,9 +279,8 @@ def update_bounds(
 
     Args:
         name: of the parameter.
-        group: the optimizer's settings for it.
-        weight: before the step.
-        gradient: that the optimizer saw.
+        group: the optimizer's settings.
+        weight, gradient: as the optimizer found them.
         before, after: optimizer state as `slot/parameter`.
     """
     dtype = DTYPE_NAMES[weight.dtype]

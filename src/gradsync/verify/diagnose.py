@@ -274,8 +274,7 @@ def _rounded_to(scene: Scene) -> str:
     """A narrower dtype whose rounding explains the error of every element, or "".
 
     Rounding each element once leaves about 0.4 u of the norm; a few times, a little more. Much less
-    than that is no rounding to this dtype, and an element that is off by more of what was added up
-    in it was not rounded.
+    is no rounding to this dtype, and an element that is off by more was not rounded.
     """
     got, exact = scene.unclipped(0), scene.exact
     if any(name not in got for name in scene.means):

@@ -399,13 +399,7 @@ def _check_meetings(run: Observed, comm: Communicator, strategy: str, verdict: V
 
 
 class Meetings:
-    """The weights that each meeting of one run must give, and the outer momentum between them.
-
-    Args:
-        strategy: local_sgd or diloco.
-        trace: rank 0's.
-        saved: the checkpoint that the run began with.
-    """
+    """The weights that each meeting of one run must give, and the outer momentum between them."""
 
     def __init__(self, strategy: str, trace: Trace, saved: State | None) -> None:
         self._outer = strategy == "diloco"
@@ -419,9 +413,8 @@ class Meetings:
     def wrong_weight(self, place: int, weights: Sequence[Tensors]) -> str:
         """The first weight that is not what all ranks' weights before the meeting give, or "".
 
-        Args:
-            place: of the step that ends the round.
-            weights: every rank's trainable parameters as its own optimizer left them.
+        `weights` are every rank's as its own optimizer left them, in the step at `place`, which
+        ends the round.
         """
         after = self._trace.steps[place].after.weights
         start = self._trace.steps[place + 1 - INNER_STEPS].before.weights
@@ -461,12 +454,8 @@ def gather_tensors(
 ) -> list[Tensors]:
     """Every rank's named CPU tensors, in rank order; a tensor that is None is left out.
 
-    One all-gather per name over the whole group: uint8 [ranks x bytes], overlapping nothing.
-
-    Args:
-        comm: all ranks call it.
-        tensors: this rank's.
-        like: all names, with their shapes and dtypes, alike on all ranks.
+    `like` has all names, with shapes and dtypes, alike on all ranks. One all-gather per name over
+    the whole group: uint8 [ranks x bytes], overlapping nothing.
     """
     present = all_gather_json(comm, [name for name in like if tensors.get(name) is not None])
     found: list[Tensors] = [{} for _ in present]

@@ -58,12 +58,6 @@ def run_matrix(
 ) -> list[Result]:
     """Every cell's result, in the order of work.
 
-    Args:
-        plan: all cells.
-        folder: for results and checkpoints, of this run alone.
-        start_ranks: starts the ranks and waits for them.
-        tell: called with the results of each start.
-
     Raises:
         RunError: ranks ended without having begun a cell.
         KeyboardInterrupt: the ranks were stopped by a signal.
@@ -186,11 +180,7 @@ def compare_world_sizes(results: Sequence[Result]) -> None:
 
 
 def run_worker(folder: Path) -> int:
-    """Be one rank of one start; 0 when all cells are done, 1 when this rank noted its error.
-
-    Raises:
-        Exception: any that opening the session raises.
-    """
+    """Be one rank of one start; 0 when all cells are done, 1 when this rank noted its error."""
     work = json.loads((folder / WORK).read_text())
     settings = Settings(**work["settings"])
     cells = [Cell.from_json(cell) for cell in work["cells"]]
@@ -223,11 +213,10 @@ def run_cells(
     number: int = 0,
     tell: Tell = lambda result: None,
 ) -> list[Result]:
-    """Run cells as one rank of a session.
+    """Run cells, alike on all ranks, as one rank of a session; an error is written down and raised.
 
     Args:
-        cells: alike on all ranks.
-        settings: of all cells.
+        cells, settings: as planned.
         world: of the session.
         folder: for results, errors and checkpoints; rank 0's counts.
         number: of the start.
@@ -235,9 +224,6 @@ def run_cells(
 
     Returns:
         results; rank 0's are complete.
-
-    Raises:
-        Exception: any that a cell raises, once it is written down.
     """
     comm, two_hosts = communicator(world), pretend_two_hosts(world)
     one_rank_runs: OneRankRuns = {}

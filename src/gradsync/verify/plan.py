@@ -27,21 +27,16 @@ DTYPES = ("fp64", "fp32", "bf16")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """Settings that all cells share.
-
-    Raises:
-        ConfigError: a number below 1, an unknown optimizer.
-    """
+    """Settings that all cells share; ConfigError for a number below 1 or an unknown name."""
 
     num_steps: int = 4
-    """Optimizer steps. By default the last one is short: two leaves, the second of one sample, or
-    of two where the model is the user's own."""
+    """Optimizer steps."""
     num_samples: int | None = None
-    """Samples of the data set; None takes as many as make the last step short."""
+    """Samples of the data set; None takes as many as make the last step short: two leaves, the
+    second of one sample, or of two where the model is the user's own."""
     num_leaves: int = 5
     """Leaves in a global batch; 5 is no multiple of 2, 3 or 4 ranks, so shares are uneven."""
     leaf_size: int = 3
-    """Samples in a leaf."""
     optimizer: str = "adamw"
     """adamw or sgd (with momentum)."""
     clip_norm: float | None = 0.5
@@ -49,7 +44,6 @@ class Settings:
     batch_norm: str = "local"
     """sync, local or freeze, for models that have BatchNorm."""
     seed: int = 0
-    """Decides weights, data order and dropout."""
     target: str = ""
     """`pkg.module:factory` of the user's own problem; it is the model called "target"."""
     whole_steps: bool = False
@@ -193,14 +187,14 @@ def make_plan(
     """The full matrix: every strategy x world size x model x dtype.
 
     The number of leaves is raised to one more than the largest world size where it is smaller, for
-    all cells alike: cells of different world sizes must see the same global batches. Where
-    `num_samples` is given, so many are trained: the steps follow from the size of a leaf, or that
-    from the steps, rounded up (the last step then goes on with a second pass over the data).
+    all cells alike: cells of different world sizes must see the same global batches.
 
     Args:
         strategies, world_sizes, models, dtypes: each may come in any order, and twice.
         cross_load: also hand checkpoints from world size to world size and between strategies.
-        num_steps, num_samples, leaf_size: of `Settings`; None follows from the others.
+        num_steps, num_samples, leaf_size: of `Settings`. Where `num_samples` is given, so many are
+            trained: steps follow from the size of a leaf, or that from the steps, rounded up (the
+            last step then goes on with a second pass over the data).
         others: further fields of `Settings`.
 
     Raises:

@@ -44,7 +44,7 @@ class Problem:
     dataset: Any
     """Map-style; samples are (input, target)."""
     loss_sum: LossSum
-    """`loss_sum(output, target)`, [], *summed* over targets."""
+    """Of (output, target): [], *summed* over targets."""
     uses_all: bool = True
     """False when some leaf leaves a parameter without gradient."""
 
@@ -60,9 +60,6 @@ def build_problem(name: str, settings: Settings, variant: Variant = PLAIN) -> Pr
     The global generators are seeded before a factory is called, and put back afterwards. They are
     seeded before its module is imported too, for data that is drawn there, and again after that:
     only the first call imports.
-
-    Raises:
-        ConfigError: the user's target cannot be loaded or gives something else.
     """
     seed = stream_seed(settings.seed, "verify")
     with kept_randomness():

@@ -132,11 +132,8 @@ def trace_leaf(leaf: Leaf) -> LeafTrace:
 
 
 def sample_digests(batch: Any, num_samples: int) -> list[str]:
-    """A digest for each sample of a collated batch, from its contents alone.
-
-    Tensors whose first dimension counts samples are cut along it; everything else in the batch
-    belongs to all of its samples.
-    """
+    """A digest for each sample of a collated batch: of its part of those tensors whose first
+    dimension counts samples, and of everything else."""
     parts = [hashlib.blake2b(digest_size=8) for _ in range(num_samples)]
     for tensor in _tensors_in(batch):
         by_sample = tensor.ndim > 0 and len(tensor) == num_samples
@@ -158,14 +155,12 @@ def _tensors_in(batch: Any) -> list[Tensor]:
 class Observer:
     """Fills a `Trace`. Calls that may communicate are made by all ranks at the same places.
 
-    With a reducer, its `update` is watched, else the optimizer's `step`: a strategy may step with
-    optimizers of its own, over shards.
-
     Args:
         model: the one that is trained.
         trace: of it, empty.
-        optimizer: updates the weights.
-        reducer: of the strategy; None for a loop without gradsync.
+        optimizer: its `step` is watched where there is no reducer.
+        reducer: of the strategy; its `update` is watched, since it may step with optimizers of its
+            own, over shards.
         whole: ask the reducer for whole weights and states. False where each rank has weights of
             its own: asking would end a round (see `sync/periodic/rounds.py`).
     """
@@ -245,7 +240,7 @@ class Observer:
         return {name: _copy(state[name]) for name in self.trace.parameters}
 
     def _state(self) -> State:
-        """A copy of weights, buffers and the optimizer's whole state."""
+        """A copy of all of it."""
         weights = self._weights()
         buffers = _copies(pack_weights(dict(self._model.named_buffers())))
         if self._reducer is not None:

@@ -51,13 +51,8 @@ class LeafResult:
 
 
 class Reference:
-    """The one-rank twin of a task; made where it is needed, without communication.
-
-    Args:
-        task: problem and settings.
-        world_size: of the run it is compared with; the number of leaves may depend on it.
-        saved: the checkpoint that the run begins with; None: initial weights.
-    """
+    """The one-rank twin of a run on `world_size` ranks, on which the number of leaves may depend;
+    `saved` is the checkpoint that the run begins with. It does not communicate."""
 
     def __init__(self, task: Task, world_size: int, saved: State | None = None) -> None:
         self.task = task
@@ -105,12 +100,8 @@ class Reference:
         return results
 
     def leaf_numbers(self, number: int, *, all_generators: bool) -> tuple[list[float], list[float]]:
-        """Loss and norms of the gradients of one leaf, and again with the same buffers.
-
-        Args:
-            number: of the step; its leaf that has most targets is taken.
-            all_generators: also seed numpy's and Python's, which a run does not.
-        """
+        """Loss and norms of the gradients of a step's heaviest leaf, twice with the same buffers;
+        `all_generators` also seeds numpy's and Python's, which a run does not."""
         leaf = max(self.leaves[number], key=lambda leaf: leaf.num_targets)
         buffers = {name: tensor.clone() for name, tensor in self._buffers.items()}
 
@@ -238,11 +229,7 @@ def check_forward(
     task: Task, comm: Communicator, number: int, saved: State | None = None
 ) -> tuple[Cause, Finding] | None:
     """Run a leaf of step `number` twice on every rank: results that differ, on one rank or between
-    ranks, no strategy can help; all ranks call it.
-
-    Returns:
-        the same on all ranks: None when the results agree.
-    """
+    ranks, no strategy can help. All ranks call it and get the same, None when results agree."""
     with kept_randomness():
         # Each time a fresh model, which keeps whatever it keeps from forward to forward.
         fresh = Reference(task, comm.world_size, saved)

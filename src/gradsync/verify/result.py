@@ -109,7 +109,7 @@ class Result:
     says: str = ""
     """A lossy strategy's promise."""
     loaded_from: str = ""
-    """Name of the cell whose checkpoint this run continued; "" for a run from the start."""
+    """Name of the cell's source; "" for a run from the start."""
     status: str = "passed"
     """passed, failed or error."""
     bitwise: bool = False
@@ -125,9 +125,8 @@ class Result:
     weights_sha256: str = ""
     """Digest of the final parameters."""
     cause: str = ""
-    """From the closed list; "" when passed."""
     sentence: str = ""
-    """One sentence: the difference, its place, its cause, and what to do."""
+    """The difference, its place, its cause, and what to do."""
     step: int | None = None
     """First step that is not as promised."""
     names: list[str] = field(default_factory=list)
@@ -137,7 +136,6 @@ class Result:
     tried: list[str] = field(default_factory=list)
     """Variants that were run to find the cause, and whether the difference was still there."""
     seconds: float = 0.0
-    """Time that the cell took."""
 
     @classmethod
     def of(cls, cell: Cell, **fields: Any) -> Result:
@@ -224,11 +222,7 @@ def _strict(value: Any) -> Any:
 
 
 def write_csv(path: Path, results: Sequence[Result]) -> None:
-    """One row per result; differences as `gradient_max_abs` and so on, empty for no number.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """One row per result; differences as `gradient_max_abs` and so on, empty for no number."""
     names = [f"{part}_{measure}" for part in _PARTS for measure in _MEASURES]
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, [*_COLUMNS, *names])

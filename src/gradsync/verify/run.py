@@ -79,10 +79,8 @@ class Task:
         return _in_double(problem) if self._used_dtype == "fp64" else problem
 
     def settings_for(self, world_size: int) -> Settings:
-        """Settings with the number of leaves that the variant and the strategy need.
-
-        The data set stays the same, so that a checkpoint can go from one to the other.
-        """
+        """Settings with the number of leaves that the variant and the strategy need, and the same
+        data set, so that a checkpoint can go from one to the other."""
         settings = self.settings
         equal_leaves = find_strategy(self.strategy).equal_leaves or settings.batch_norm == "sync"
         num_leaves = -(-settings.num_leaves // world_size) * world_size
@@ -115,7 +113,7 @@ def train_traced(
     Args:
         task: problem, strategy and settings.
         comm: the ranks.
-        groups: inside and between hosts, for `hierarchical`; None on one rank makes them.
+        groups: for `hierarchical`; None on one rank makes them.
         prepare: may replace any part of the loop before it starts; a seam for tests.
         saved: the checkpoint to start from.
     """
@@ -249,11 +247,7 @@ def save(directory: Path, strategy: str, trace: Trace, steps: int) -> None:
 
 
 def read(directory: Path, comm: Communicator) -> State:
-    """Read a checkpoint back, checked; rank 0 reads and hands out, as in a training run.
-
-    Raises:
-        CheckpointError: nothing good is there.
-    """
+    """Read a checkpoint back, checked; rank 0 reads and hands out, as in a training run."""
     rest, tensors = None, {}
     if comm.rank == 0:
         store = CheckpointStore(directory)

@@ -91,13 +91,8 @@ def _described(value: Any) -> str:
 
 
 def find_factory(target: str) -> Callable[[], Any]:
-    """The function that `pkg.module:factory` names; imports its module.
-
-    The working folder can be imported from, as `python -m` has it.
-
-    Raises:
-        ConfigError: not of that form, not there, or its module raises.
-    """
+    """The function that `pkg.module:factory` names, or a ConfigError; its module is imported, from
+    the working folder too, as `python -m` has it."""
     module_name, _, name = target.partition(":")
     if not module_name or not name:
         raise ConfigError(f"--target {target!r}: expected pkg.module:factory")
@@ -114,11 +109,7 @@ def find_factory(target: str) -> Callable[[], Any]:
 
 
 def parts_of(target: str, factory: Callable[[], Any]) -> tuple[nn.Module, Any, Callable[..., Any]]:
-    """The (model, data set, loss_sum) that `factory` returns.
-
-    Raises:
-        ConfigError: it raises, or one of these is something else.
-    """
+    """The (model, data set, loss_sum) that `factory` returns; ConfigError for anything else."""
     with _users_code(target, "the factory raised"):
         made = factory()
     _refuse(target, _wrong_parts(made))
@@ -144,12 +135,9 @@ def _wrong_parts(made: Any) -> str:
 
 
 def check_target(task: Task) -> None:
-    """Import, build and try the user's problem, in this process.
+    """Import, build and try the user's problem, in this process; a ConfigError says what is wrong.
 
     A target that needs a process group is left to the ranks, which have one.
-
-    Raises:
-        ConfigError: something is wrong with it; one line says what.
     """
     try:
         with kept_randomness():
@@ -253,11 +241,9 @@ def _late_parameter(before: dict[str, nn.Parameter], model: nn.Module) -> str:
 
 
 def _is_mean(problem: Problem, task: Task, samples: list[Any]) -> str:
-    """A leaf with every sample twice has twice the loss, unless `loss_sum` is a mean.
-
-    In evaluation mode, so that neither dropout nor BatchNorm tells the two apart. Other ratios
-    than one are left alone: a contrastive loss is no sum over samples.
-    """
+    """A leaf with every sample twice has twice the loss, unless `loss_sum` is a mean: tried in
+    evaluation mode, so that neither dropout nor BatchNorm tells the two apart. Other ratios than
+    one are left alone: a contrastive loss is no sum over samples."""
     problem.model.eval()
     losses = []
     try:

@@ -24,9 +24,9 @@ from gradsync.verify.compare import (
     part_of_bound,
     update_bounds,
 )
-from gradsync.verify.judge import Meetings, moved_rightly
+from gradsync.verify.judge import moved_rightly, wrong_meeting
 from gradsync.verify.plan import Promise
-from gradsync.verify.record import State, StepTrace, Trace
+from gradsync.verify.record import State
 from gradsync.verify.reference import LeafResult
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -263,27 +263,28 @@ def test_buffers_move_by_the_mean_over_leaves() -> None:
     assert moved_rightly(count, count, [])
 
 
-def rounds(strategy: str, after: float, saved: State | None = None) -> str:
-    """One round of two steps from 1.0; two ranks end it at 0.8 and 0.4."""
-    states = [
-        State(weights={"w": torch.full((3,), w)}, buffers={}, optimizer={}, description={})
-        for w in (1.0, after)
-    ]
-    steps = [StepTrace(0, states[0], states[0]), StepTrace(1, states[0], states[1])]
-    meetings = Meetings(strategy, Trace(("w",), ("w",), steps=steps), saved)
-    return meetings.wrong_weight(1, [{"w": torch.full((3,), 0.8)}, {"w": torch.full((3,), 0.4)}])
+def state(weight: float, momentum: float | None = None) -> State:
+    extra = {} if momentum is None else {"outer_momentum/w": torch.full((3,), momentum)}
+    weights = {"w": torch.full((3,), weight)}
+    return State(weights=weights, buffers={}, optimizer={}, description={}, extra=extra)
 
 
-def test_where_ranks_meet() -> None:
-    """Local SGD at the mean, 0.6; DiLoCo by an outer step: delta = 0.4, velocity = 0.4, Nesterov:
-    delta + 0.9 velocity = 0.76, times 0.7."""
-    ends = {"local_sgd": (0.6, 0.6001, 0.8), "diloco": (1 - 0.7 * 0.76, 1 - 0.7 * 0.4, 0.6)}
-    for strategy, (right, *wrong) in ends.items():
-        assert rounds(strategy, right) == ""
-        assert [rounds(strategy, after) for after in wrong] == ["w", "w"]
-    momentum = {"outer_momentum/w": torch.ones(3)}
-    saved = State(
-        weights={}, buffers={}, optimizer={}, description={}, extra=momentum, strategy="diloco"
-    )
-    # velocity = 0.9 + 0.4 = 1.3
-    assert rounds("diloco", 1 - 0.7 * (0.4 + 0.9 * 1.3), saved) == ""
+@pytest.mark.parametrize(
+    ("begun", "after", "is_right"),
+    [
+        (state(1), state(0.6), True),  # local SGD: the mean
+        (state(1), state(0.6001), False),
+        (state(1), state(0.8), False),
+        # DiLoCo: delta = momentum = 0.4, Nesterov: delta + 0.9 momentum = 0.76, times 0.7
+        (state(1), state(1 - 0.7 * 0.76, 0.4), True),
+        (state(1), state(1 - 0.7 * 0.4, 0.4), False),
+        (state(1), state(1 - 0.7 * 0.76, 0.41), False),
+        # momentum = 0.9 + 0.4 = 1.3
+        (state(1, 1), state(1 - 0.7 * (0.4 + 0.9 * 1.3), 1.3), True),
+        (state(1, 1), state(1 - 0.7 * 0.76, 0.4), False),
+    ],
+)
+def test_where_ranks_meet(begun: State, after: State, is_right: bool) -> None:
+    """Two ranks end a round at 0.8 and 0.4."""
+    ends = [{"w": torch.full((3,), 0.8)}, {"w": torch.full((3,), 0.4)}]
+    assert (wrong_meeting(begun, ends, after) == "") is is_right

@@ -94,7 +94,7 @@ def _attempt(task: Task, setting: Setting) -> _Attempt:
         trace=trace,
         ranks=ranks,
     )
-    verdict = judge_local(run, comm, task.strategy) if promise.local else judge(run)
+    verdict = judge_local(run, comm) if promise.local else judge(run)
     if comm.rank:
         return _Attempt(trace, run, verdict)
     differences = _differences(trace, _train_alone(run, setting))

@@ -8,7 +8,8 @@ against those of all ranks before it:
     diloco      SGD with Nesterov momentum from where the round began, with the mean distance walked
 
 Bounds: the mean of W numbers takes at most W + 1 roundings on the mean of their magnitudes, the
-outer step eight more on everything that enters it; the momentum brings its own earlier error.
+outer step eight more on everything that enters it. The momentum is the run's own, one round at a
+time, and is checked as well.
 """
 
 from __future__ import annotations
@@ -145,6 +146,8 @@ class _StepCheck:
         lost = []
         if saved is not None:
             got, kept = self._step.before.optimizer, saved.optimizer
+            if self._reference.task.strategy == saved.strategy:
+                got, kept = {**got, **self._step.before.extra}, {**kept, **saved.extra}
             lost = [key for key in {**kept, **got} if digest(got.get(key)) != digest(kept.get(key))]
         all_wrong = set().union(*wrong, (key.partition("/")[2] for key in lost))
         if all_wrong:
@@ -347,7 +350,7 @@ def moved_rightly(start: Tensor, got: Tensor, ends: list[Tensor]) -> bool:
 # -- ranks that step alone ------------------------------------------------------------------------
 
 
-def judge_local(run: Observed, comm: Communicator, strategy: str) -> Verdict:
+def judge_local(run: Observed, comm: Communicator) -> Verdict:
     """Every rank checks its own gradients and updates; the meetings are checked with all weights.
 
     All ranks call it; the verdict is the same everywhere.
@@ -356,7 +359,7 @@ def judge_local(run: Observed, comm: Communicator, strategy: str) -> Verdict:
     told = all_gather_json(comm, [asdict(finding) for finding in own.findings])
     parts = all_gather_json(comm, own.part_of_bound)
     verdict = Verdict([Finding(**found) for each in told for found in each], max(parts))
-    _check_meetings(run, comm, strategy, verdict)
+    _check_meetings(run, comm, verdict)
     _check_losses(run, comm, verdict)
     first = min((finding.step for finding in verdict.findings), default=0)
     verdict.findings = [finding for finding in verdict.findings if finding.step == first]
@@ -381,16 +384,16 @@ def _check_losses(run: Observed, comm: Communicator, verdict: Verdict) -> None:
             verdict.add(Kind.LOSS, step.number, detail=detail)
 
 
-def _check_meetings(run: Observed, comm: Communicator, strategy: str, verdict: Verdict) -> None:
+def _check_meetings(run: Observed, comm: Communicator, verdict: Verdict) -> None:
     """After each meeting all ranks hold the weights that it must give."""
-    meetings = Meetings(strategy, run.trace, run.reference.saved)
     for place, step in enumerate(run.trace.steps):
         if (place + 1) % INNER_STEPS:
             continue
         # A rank without leaves stood still.
         own = step.updated or step.before.weights
         own = {name: own[name] for name in run.trace.trainable}
-        if name := meetings.wrong_weight(place, gather_tensors(comm, own, own)):
+        begun = run.trace.steps[place + 1 - INNER_STEPS].before
+        if name := wrong_meeting(begun, gather_tensors(comm, own, own), step.after):
             verdict.add(Kind.MEETING, step.number, [name])
         wanted = {name: digest(tensor) for name, tensor in step.after.weights.items()}
         for rank, document in enumerate(run.documents(place)):
@@ -398,55 +401,34 @@ def _check_meetings(run: Observed, comm: Communicator, strategy: str, verdict: V
                 verdict.add(Kind.REPLICAS, step.number, wrong, ranks=[rank])
 
 
-class Meetings:
-    """The weights that each meeting of one run must give, and the outer momentum between them."""
+def wrong_meeting(begun: State, weights: Sequence[Tensors], after: State) -> str:
+    """The first parameter that does not end a round as it must, or "".
 
-    def __init__(self, strategy: str, trace: Trace, saved: State | None) -> None:
-        self._outer = strategy == "diloco"
-        self._trace = trace
-        self._velocity: dict[str, tuple[Tensor, Tensor]] = {}
-        if saved is not None and saved.strategy == strategy:
-            for key, tensor in saved.extra.items():
-                exact = tensor.double()
-                self._velocity[key.partition("/")[2]] = (exact, torch.zeros_like(exact))
-
-    def wrong_weight(self, place: int, weights: Sequence[Tensors]) -> str:
-        """The first weight that is not what all ranks' weights before the meeting give, or "".
-
-        `weights` are every rank's as its own optimizer left them, in the step at `place`, which
-        ends the round.
-        """
-        after = self._trace.steps[place].after.weights
-        start = self._trace.steps[place + 1 - INNER_STEPS].before.weights
-        for name in self._trace.trainable:
-            stack = torch.stack([each[name].double() for each in weights])
-            dtype = DTYPE_NAMES[after[name].dtype]
-            expected = stack.mean(0)
-            bound = gamma(len(weights) + 1, dtype) * stack.abs().mean(0)
-            if self._outer:
-                begun = start[name].double()
-                expected, bound = self._step_out(name, begun, expected, bound, dtype)
-            if part_of_bound(after[name], expected, bound + SMALLEST_NORMAL[dtype]) > 1:
+    Args:
+        begun: at the beginning of the round.
+        weights: every rank's, as its own optimizer left them.
+        after: the meeting; a strategy that steps out keeps its momentum in `extra`.
+    """
+    old = {key.partition("/")[2]: momentum.double() for key, momentum in begun.extra.items()}
+    new = {key.partition("/")[2]: momentum for key, momentum in after.extra.items()}
+    for name in weights[0]:
+        stack = torch.stack([each[name].double() for each in weights])
+        dtype = DTYPE_NAMES[after.weights[name].dtype]
+        expected = stack.mean(0)
+        bound = gamma(len(weights) + 1, dtype) * stack.abs().mean(0) + SMALLEST_NORMAL[dtype]
+        if name in new:  # diloco's algorithm 1
+            start = begun.weights[name].double()
+            before = old.get(name, torch.zeros_like(start))
+            sizes = start.abs() + expected.abs() + before.abs()
+            rounded = gamma(_OUTER_ROUNDINGS, dtype) * sizes
+            momentum = _OUTER_MOMENTUM * before + start - expected
+            if part_of_bound(new[name], momentum, bound + rounded) > 1:
                 return name
-        return ""
-
-    def _step_out(
-        self, name: str, begun: Tensor, mean: Tensor, bound: Tensor, dtype: str
-    ) -> tuple[Tensor, Tensor]:
-        """One outer step and how far it may be off; diloco's algorithm 1."""
-        zeros = torch.zeros_like(begun)
-        old, old_bound = self._velocity.get(name, (zeros, zeros))
-        delta = begun - mean
-        rounded = gamma(_OUTER_ROUNDINGS, dtype) * (begun.abs() + mean.abs() + old.abs())
-        error = bound + rounded
-        velocity = _OUTER_MOMENTUM * old + delta
-        velocity_bound = _OUTER_MOMENTUM * old_bound + error
-        self._velocity[name] = (velocity, velocity_bound)
-        walked = delta + _OUTER_MOMENTUM * velocity
-        return (
-            begun - _OUTER_LR * walked,
-            _OUTER_LR * (error + _OUTER_MOMENTUM * velocity_bound) + rounded,
-        )
+            expected = start - _OUTER_LR * (start - expected + _OUTER_MOMENTUM * momentum)
+            bound = _OUTER_LR * (1 + _OUTER_MOMENTUM) * (bound + rounded) + rounded
+        if part_of_bound(after.weights[name], expected, bound) > 1:
+            return name
+    return ""
 
 
 def gather_tensors(

@@ -197,8 +197,6 @@ class Observer:
         step = self.trace.steps[-1]
         step.loss, step.weight, step.norm = loss, weight, norm
         step.after = self._now = self._state()
-        if self._strategy is not None:
-            step.after.extra = _copies(self._strategy.state_tensors())
 
     def close(self) -> None:
         """Watch no longer."""
@@ -249,7 +247,13 @@ class Observer:
         optimizer = _copies(tensors)
         if self._reducer is not None:
             self._reducer.scatter(self._optimizer)
-        return State(weights=weights, buffers=buffers, optimizer=optimizer, description=description)
+        return State(
+            weights=weights,
+            buffers=buffers,
+            optimizer=optimizer,
+            description=description,
+            extra={} if self._strategy is None else _copies(self._strategy.state_tensors()),
+        )
 
 
 def _copies(tensors: Mapping[str, Tensor]) -> Tensors:

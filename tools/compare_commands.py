@@ -80,9 +80,14 @@ def differences(stored: dict[str, Command], today: dict[str, Command]) -> list[t
                 found.append(("missing", name))
             elif flag not in before:
                 found.append(("new", name))
-            elif before[flag] != now[flag]:
+            elif _choices_sorted(before[flag]) != _choices_sorted(now[flag]):
                 found.append(("changed", f"{name}: {before[flag]!r} is {now[flag]!r} now"))
     return found
+
+
+def _choices_sorted(text: str) -> str:
+    """Python keeps one `Literal` for equal choices: their order is that of the first import."""
+    return re.sub(r"\{([^}]+)\}", lambda found: str(sorted(found[1].split(","))), text)
 
 
 def main() -> int:

@@ -15,8 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from gradsync.verify.report import largest, mark
-from gradsync.verify.result import Result
+from gradsync.verify.result import Result, largest, mark, short
 
 BEGIN = "<!-- verify: begin (made by tools/verify_table.py) -->"
 END = "<!-- verify: end -->"
@@ -31,15 +30,11 @@ def table(results: Sequence[Result]) -> str:
     for name in dict.fromkeys(result.strategy for result in results):
         rows = [result for result in results if result.strategy == name]
         marks = [mark([row for row in rows if row.world_size == size]) for size in sizes]
-        drift = [_short(largest(rows, part)) for part in ("loss", "gradient", "weight")]
+        drift = [short(largest(rows, part), 0) for part in ("loss", "gradient", "weight")]
         part = max(row.part_of_bound for row in rows)
         bound = f"{part:.0%}" if part else "no bound"
         lines.append(_row([f"`{name}`", rows[0].promise, *marks, *drift, bound]))
     return "\n".join(lines)
-
-
-def _short(value: float) -> str:
-    return "0" if value == 0 else f"{value:.0e}"
 
 
 def _row(words: list[str]) -> str:

@@ -14,7 +14,8 @@ from gradsync.comm.groups import communicator
 from gradsync.sync.check_replicas import ReplicaWatch
 from gradsync.verify.cell import Setting, run_cell
 from gradsync.verify.plan import Cell, Settings, promise_of
-from gradsync.verify.run import Saved, read, save
+from gradsync.verify.record import State
+from gradsync.verify.run import read, save
 from support import verify_faults
 from support.rank_session import open_session
 
@@ -35,7 +36,7 @@ def _verify(
                 setting.settings = replace(SETTINGS, batch_norm="sync", num_leaves=6)
             if fault == "momentum_lost":
                 setting.saved = _checkpoint(cell, comm, Path(store_path + "-saved"))
-            setting.prepare = getattr(verify_faults, fault) if fault else None
+            setting.prepare = getattr(verify_faults, fault, None)
             promise = promise_of(strategy)
             if fault == "promised_bitwise":
                 promise = replace(promise, kind="bitwise")
@@ -48,7 +49,7 @@ def _verify(
     return results
 
 
-def _checkpoint(cell: Cell, comm: Communicator, folder: Path) -> Saved:
+def _checkpoint(cell: Cell, comm: Communicator, folder: Path) -> State:
     """Of a right run, after its first step."""
     _, trace = run_cell(cell, Setting(settings=SETTINGS, comm=comm))
     if comm.rank == 0:
@@ -56,6 +57,7 @@ def _checkpoint(cell: Cell, comm: Communicator, folder: Path) -> Saved:
     return read(folder, comm)
 
 
+# What is planted, in which strategy, model and number of ranks; the cause, and words to be said.
 FAULTS = [
     ("one_parameter_not_reduced", "naive", "mlp", 2, "unsynchronised parameter", "'head.weight'"),
     ("one_parameter_not_reduced", "naive", "mlp", 3, "unsynchronised parameter", "keeps its own"),
@@ -72,33 +74,12 @@ FAULTS = [
     ("weight_flipped", "naive", "mlp", 2, "unsynchronised parameter", "other than the optimizer"),
     ("start_not_shared", "naive", "mlp", 2, "initial weights", "'head.bias', rank 1"),
     ("hook_averages_the_parameter", "naive", "conv", 2, "unsynchronised parameter", "everything"),
-    (
-        "hook_adds_the_parameter",
-        "naive",
-        "conv",
-        2,
-        "unsynchronised parameter",
-        "Reduce parameter.grad",
-    ),
+    ("hook_adds_the_parameter", "naive", "conv", 2, "unsynchronised parameter", "parameter.grad"),
     ("no_sync_after_forward", "ddp", "gpt", 2, "synchronisation flag set too late", "one leaf a"),
     ("rounded_to_bf16", "naive", "mlp", 2, "dtype", "rounded to bf16"),
-    (
-        "statistics_of_one_rank",
-        "naive",
-        "conv",
-        2,
-        "BatchNorm",
-        "'batch_norm.running_mean', rank 1",
-    ),
+    ("statistics_of_one_rank", "naive", "conv", 2, "BatchNorm", "norm.running_mean', rank 1"),
     ("no_meeting", "local_sgd", "mlp", 2, "unsynchronised parameter", "weights differ"),
-    (
-        "meeting_at_rank_0",
-        "local_sgd",
-        "mlp",
-        3,
-        "unsynchronised parameter",
-        "meeting",
-    ),
+    ("meeting_at_rank_0", "local_sgd", "mlp", 3, "unsynchronised parameter", "meeting"),
     ("learning_rate_of_all", "naive", "mlp", 2, "optimizer step", "the optimizer's step"),
     ("loss_of_one_rank", "local_sgd", "mlp", 3, "loss scaling", "the reported loss"),
     ("gradients_negated", "powersgd", "gpt", 2, "unknown", "the loss does not fall"),

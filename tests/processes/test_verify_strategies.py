@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gradsync.sync.registry import STRATEGIES
-from gradsync.verify.matrix import compare_world_sizes, run_jobs
-from gradsync.verify.plan import Cell, Job, Settings, promise_of
+from gradsync.verify.matrix import compare_world_sizes, run_cells
+from gradsync.verify.plan import Cell, Settings, promise_of
 from gradsync.verify.result import Result
 from gradsync.world import World
 from support.rank_session import open_session
@@ -24,59 +25,59 @@ def cell_of(name: str, world_size: int) -> Cell:
     return Cell(strategy=name, world_size=world_size, model="mlp", dtype="fp32")
 
 
-def handed_on(name: str) -> Job:
+def handed_on(name: str) -> Cell:
     """To its neighbour in the registry; a bitwise one to itself."""
     after = name if name in BITWISE else NAMES[(NAMES.index(name) + 1) % len(NAMES)]
-    return Job(cell=cell_of(after, 4), source=cell_of(name, 2))
+    return replace(cell_of(after, 4), source=cell_of(name, 2))
 
 
 def _work(
-    rank: int, world_size: int, store_path: str, folder: str, jobs: list[Job]
+    rank: int, world_size: int, store_path: str, folder: str, cells: list[Cell]
 ) -> list[Result]:
     with open_session(rank, world_size, store_path) as world:
-        return run_jobs(jobs, SETTINGS, world, Path(folder))
+        return run_cells(cells, SETTINGS, world, Path(folder))
 
 
 @pytest.fixture(scope="module")
-def results(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[Job, Result]:
+def results(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[Cell, Result]:
     folder = tmp_path_factory.mktemp("verify")
     starts = {
-        2: [*(Job(cell=cell_of(name, 2)) for name in NAMES), Job(cell=DOUBLE)],
+        2: [*(cell_of(name, 2) for name in NAMES), DOUBLE],
         4: [handed_on(name) for name in NAMES],
     }
     found = {}
-    for world_size, jobs in starts.items():
-        answers = pool.run(_work, world_size, str(folder), jobs, timeout_s=100.0)[0]
-        found.update(zip(jobs, answers, strict=True))
+    for world_size, cells in starts.items():
+        answers = pool.run(_work, world_size, str(folder), cells, timeout_s=100.0)[0]
+        found.update(zip(cells, answers, strict=True))
     return found
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_strategy_keeps_its_promise(results: dict[Job, Result], name: str) -> None:
-    result = results[Job(cell=cell_of(name, 2))]
+def test_a_strategy_keeps_its_promise(results: dict[Cell, Result], name: str) -> None:
+    result = results[cell_of(name, 2)]
     assert result.passed, result.sentence
     assert result.bitwise or result.promise != "bitwise"
     bounded = promise_of(name).bounded
     assert 0.01 < result.part_of_bound <= 1 if bounded else result.part_of_bound == 0
 
 
-def test_losses_in_double_precision_have_one_ranks_bits(results: dict[Job, Result]) -> None:
-    result = results[Job(cell=DOUBLE)]
+def test_losses_in_double_precision_have_one_ranks_bits(results: dict[Cell, Result]) -> None:
+    result = results[DOUBLE]
     assert result.passed, result.sentence
     assert result.bitwise
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_checkpoint_goes_on_at_another_world_size(results: dict[Job, Result], name: str) -> None:
+def test_a_checkpoint_goes_on_at_another_world_size(results: dict[Cell, Result], name: str) -> None:
     result = results[handed_on(name)]
     assert result.passed, result.sentence
     assert len(result.losses) == 2
 
 
 @pytest.mark.parametrize("name", BITWISE)
-def test_bitwise_means_one_hash(results: dict[Job, Result], name: str, tmp_path: Path) -> None:
-    (alone,) = run_jobs([Job(cell=cell_of(name, 1))], SETTINGS, World(), tmp_path)
-    compared = [alone, results[Job(cell=cell_of(name, 2))], results[handed_on(name)]]
+def test_bitwise_means_one_hash(results: dict[Cell, Result], name: str, tmp_path: Path) -> None:
+    (alone,) = run_cells([cell_of(name, 1)], SETTINGS, World(), tmp_path)
+    compared = [alone, results[cell_of(name, 2)], results[handed_on(name)]]
     compare_world_sizes(compared)
     assert all(result.passed for result in compared)
     assert len({result.weights_sha256 for result in compared}) == 1

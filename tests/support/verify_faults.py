@@ -6,9 +6,11 @@ random seeds, on weights, and on torch DDP's synchronisation flag.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial, wraps
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,32 +20,97 @@ from gradsync.data.leaf import Leaf
 from gradsync.sync.reducer import Stopwatch, sum_gradients, trainable
 from gradsync.verify.run import Parts
 
-
-def _gradients(parts: Parts) -> dict[str, Tensor]:
-    return {
-        name: parameter.grad.clone()
-        for name, parameter in trainable(parts.model)
-        if parameter.grad is not None
-    }
+Fault = Callable[[Parts], Parts]
+NAME = "head.weight"
 
 
-def _after_reduce(parts: Parts, change: Callable[[dict[str, Tensor], int], None]) -> Parts:
-    """Let `change(gradients before the reduction, calls so far)` act when gradients are global."""
-    reducer: Any = parts.sync.reducer
-    original, calls = reducer.reduce, []
-    prepare = reducer.shards.prepare
-    reducer.shards.prepare = lambda *_, **__: prepare([], scaled=False)  # gradients stay whole
+def parameter_of(parts: Parts, name: str = NAME) -> nn.Parameter:
+    return dict(parts.model.named_parameters())[name]
 
-    def reduce(used: list[bool], divisor: float | None) -> Stopwatch:
-        before = _gradients(parts)
-        watch = original(used, 1.0)
-        change(before, len(calls))
-        calls.append(1)
-        reducer.shards.scale(divisor and 1 / divisor)
-        return watch
 
-    reducer.reduce = reduce
-    return parts
+def gradients_of(parts: Parts) -> list[Tensor]:
+    return [p.grad for p in parts.model.parameters() if p.grad is not None]
+
+
+def is_last(parts: Parts) -> bool:
+    return parts.comm.rank == parts.comm.world_size - 1
+
+
+# -- gradients ------------------------------------------------------------------------------------
+
+
+def after_reduce(change: Callable[[Parts, dict[str, Tensor]], None]) -> Fault:
+    """`change(parts, gradients before the reduction)` acts when gradients are global."""
+
+    @wraps(change)
+    def fault(parts: Parts) -> Parts:
+        reducer: Any = parts.sync.reducer
+        original = reducer.reduce
+        prepare = reducer.shards.prepare
+        reducer.shards.prepare = lambda *_, **__: prepare([], scaled=False)  # gradients stay whole
+
+        def reduce(used: list[bool], divisor: float | None) -> Stopwatch:
+            named = trainable(parts.model)
+            before = {name: p.grad.clone() for name, p in named if p.grad is not None}
+            watch = original(used, 1.0)
+            change(parts, before)
+            reducer.shards.scale(divisor and 1 / divisor)
+            return watch
+
+        reducer.reduce = reduce
+        return parts
+
+    return fault
+
+
+@after_reduce
+def one_parameter_not_reduced(parts: Parts, before: dict[str, Tensor]) -> None:
+    """Each rank keeps its own gradient of one weight, times W as if it had been summed."""
+    parameter = parameter_of(parts)
+    parameter.grad = before.get(NAME, torch.zeros_like(parameter)).mul_(parts.comm.world_size)
+
+
+@after_reduce
+def divided_twice(parts: Parts, _: dict[str, Tensor]) -> None:
+    """By the number of ranks, although the sum is divided by the number of targets later."""
+    for gradient in gradients_of(parts):
+        gradient.div_(parts.comm.world_size)
+
+
+@after_reduce
+def rounded_to_bf16(parts: Parts, _: dict[str, Tensor]) -> None:
+    """Gradients pass through bf16 on their way, although nobody said so."""
+    for gradient in gradients_of(parts):
+        gradient.copy_(gradient.bfloat16())
+
+
+@after_reduce
+def gradients_negated(parts: Parts, _: dict[str, Tensor]) -> None:
+    """Every gradient has the wrong sign on all ranks."""
+    for gradient in gradients_of(parts):
+        gradient.neg_()
+
+
+@after_reduce
+def sign_flipped(parts: Parts, _: dict[str, Tensor]) -> None:
+    """One gradient has the wrong sign on all ranks: its norm is right."""
+    gradient = parameter_of(parts, "head.bias").grad
+    assert gradient is not None
+    gradient.neg_()
+
+
+def stale_bucket(parts: Parts) -> Parts:
+    """One parameter gets the reduced gradient of the step before, as a bucket that was read too
+    early."""
+    kept: list[Tensor] = []
+
+    def change(parts: Parts, _: dict[str, Tensor]) -> None:
+        gradient = parameter_of(parts).grad
+        assert gradient is not None
+        kept.append(gradient.clone())
+        gradient.copy_(kept[-2:][0])
+
+    return after_reduce(change)(parts)
 
 
 class _Own:
@@ -73,39 +140,16 @@ class _Own:
         return float(both[0]), float(both[1])
 
 
-def one_parameter_not_reduced(parts: Parts) -> Parts:
-    """Each rank keeps its own gradient of one weight, times W as if it had been summed."""
-    parameter = dict(parts.model.named_parameters())["head.weight"]
-
-    def change(before: dict[str, Tensor], _: int) -> None:
-        parameter.grad = before.get("head.weight", torch.zeros_like(parameter))
-        parameter.grad.mul_(parts.comm.world_size)
-
-    return _after_reduce(parts, change)
-
-
-def divided_twice(parts: Parts) -> Parts:
-    """By the number of ranks, although the sum is divided by the number of targets later."""
-
-    def change(_: dict[str, Tensor], __: int) -> None:
-        for parameter in parts.model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.div_(parts.comm.world_size)
-
-    return _after_reduce(parts, change)
-
-
 def divided_by_the_local_count(parts: Parts) -> Parts:
     """Each rank divides the global sum by its own targets."""
     own = _Own(parts)
 
-    def change(_: dict[str, Tensor], __: int) -> None:
+    def change(parts: Parts, _: dict[str, Tensor]) -> None:
         total, _busy = own.total_and_busy(parts)
-        for parameter in parts.model.parameters():
-            if parameter.grad is not None and own.weight:
-                parameter.grad.mul_(total / own.weight)
+        for gradient in gradients_of(parts) if own.weight else ():
+            gradient.mul_(total / own.weight)
 
-    return _after_reduce(parts, change)
+    return after_reduce(change)(parts)
 
 
 def mean_of_means(parts: Parts) -> Parts:
@@ -117,60 +161,12 @@ def mean_of_means(parts: Parts) -> Parts:
 
     def reduce(used: list[bool], divisor: float | None) -> Stopwatch:
         total, busy = own.total_and_busy(parts)
-        for parameter in parts.model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(total / max(own.weight, 1.0) / busy)
-        return original(used, divisor)
+        for gradient in gradients_of(parts):
+            gradient.mul_(total / max(own.weight, 1.0) / busy)
+        return original(used)
 
     reducer.reduce = reduce
     return parts
-
-
-class _Leaves:
-    """A loader whose steps give other leaves."""
-
-    def __init__(self, source: Any, change: Callable[[list[Leaf]], list[Leaf]]) -> None:
-        self._source, self._change = source, change
-
-    def __iter__(self) -> Iterator[Any]:
-        for step in self._source:
-            leaves = self._change(list(step))
-            yield _Step(step.number, leaves)
-
-    def state_dict(self) -> Any:
-        return self._source.state_dict()
-
-
-class _Step:
-    def __init__(self, number: int, leaves: list[Leaf]) -> None:
-        self.number, self._leaves = number, leaves
-
-    def __iter__(self) -> Iterator[Leaf]:
-        return iter(self._leaves)
-
-
-def leaf_dropped(parts: Parts) -> Parts:
-    """The last rank leaves out the first of its leaves, as `drop_last` may."""
-
-    def change(leaves: list[Leaf]) -> list[Leaf]:
-        return leaves[1:] if parts.comm.rank == parts.comm.world_size - 1 else leaves
-
-    return replace(parts, loader=_Leaves(parts.loader, change))
-
-
-def sample_duplicated(parts: Parts) -> Parts:
-    """The last rank sees the first sample of each leaf twice, as a padding sampler does."""
-
-    def twice(leaf: Leaf) -> Leaf:
-        inputs, targets = (tensor.clone() for tensor in leaf.batch)
-        inputs[-1], targets[-1] = inputs[0], targets[0]
-        return replace(leaf, batch=[inputs, targets])
-
-    def change(leaves: list[Leaf]) -> list[Leaf]:
-        last = parts.comm.rank == parts.comm.world_size - 1
-        return [twice(leaf) for leaf in leaves] if last else leaves
-
-    return replace(parts, loader=_Leaves(parts.loader, change))
 
 
 def leaf_lost_in_backward(parts: Parts) -> Parts:
@@ -188,19 +184,43 @@ def leaf_lost_in_backward(parts: Parts) -> Parts:
     return parts
 
 
-def stale_bucket(parts: Parts) -> Parts:
-    """One parameter gets the reduced gradient of the step before, as a bucket that was read too
-    early."""
-    parameter = dict(parts.model.named_parameters())["head.weight"]
-    kept: list[Tensor] = []
+# -- data and random numbers ----------------------------------------------------------------------
 
-    def change(_: dict[str, Tensor], call: int) -> None:
-        assert parameter.grad is not None
-        kept.append(parameter.grad.clone())
-        if call:
-            parameter.grad.copy_(kept[-2])
 
-    return _after_reduce(parts, change)
+def _with_leaves(parts: Parts, change: Callable[[list[Leaf]], list[Leaf]]) -> Parts:
+    """The last rank's steps have other leaves."""
+
+    class Step(list[Leaf]):
+        number = 0
+
+    class Loader:
+        def __iter__(self) -> Iterator[Any]:
+            for step in parts_loader:
+                leaves = Step(change(list(step)) if is_last(parts) else step)
+                leaves.number = step.number
+                yield leaves
+
+        def state_dict(self) -> Any:
+            return parts_loader.state_dict()
+
+    parts_loader = parts.loader
+    return replace(parts, loader=Loader())
+
+
+def leaf_dropped(parts: Parts) -> Parts:
+    """The first of its leaves is left out, as `drop_last` may."""
+    return _with_leaves(parts, lambda leaves: leaves[1:])
+
+
+def sample_duplicated(parts: Parts) -> Parts:
+    """The first sample of each leaf is seen twice, as from a padding sampler."""
+
+    def twice(leaf: Leaf) -> Leaf:
+        inputs, targets = (tensor.clone() for tensor in leaf.batch)
+        inputs[-1], targets[-1] = inputs[0], targets[0]
+        return replace(leaf, batch=[inputs, targets])
+
+    return _with_leaves(parts, lambda leaves: [*map(twice, leaves)])
 
 
 def rank_seeded_dropout(parts: Parts) -> Parts:
@@ -222,29 +242,110 @@ def hidden_dropout(parts: Parts) -> Parts:
     return parts
 
 
-def weight_flipped(parts: Parts) -> Parts:
-    """One element of one weight changes its sign on the last rank after the second step."""
+# -- weights, buffers, optimizer, what is reported ------------------------------------------------
+
+
+@torch.no_grad()
+def start_not_shared(parts: Parts) -> Parts:
+    """Rank 1 begins with other weights."""
+    if parts.comm.rank == 1:
+        parameter_of(parts, "head.bias").add_(0.5)
+    return parts
+
+
+def learning_rate(parts: Parts, factor: float, everywhere: bool) -> Parts:
+    """The optimizer has other settings than it should: on rank 0, or on all."""
+    if everywhere or parts.comm.rank == 0:
+        parts.optimizer.param_groups[0]["lr"] *= factor
+    return parts
+
+
+learning_rate_of_all = partial(learning_rate, factor=1.001, everywhere=True)
+other_learning_rate = partial(learning_rate, factor=2, everywhere=False)
+
+
+def momentum_lost(parts: Parts) -> Parts:
+    """After loading a checkpoint, the optimizer begins anew."""
+    parts.optimizer.state.clear()
+    return parts
+
+
+def _around_step(parts: Parts, change: Callable[[Callable[[], Any], int], Any]) -> Parts:
+    """What `change(step, number from 1)` returns is the step's result; it calls `step()`."""
     sync: Any = parts.sync
     original, steps = sync.step, []
 
     def step(*arguments: Any, **named: Any) -> Any:
-        result = original(*arguments, **named)
         steps.append(1)
-        if parts.comm.rank == parts.comm.world_size - 1 and len(steps) == 2:
-            with torch.no_grad():
-                dict(parts.model.named_parameters())["head.weight"][0, 0].neg_()
-        return result
+        return change(lambda: original(*arguments, **named), len(steps))
 
     sync.step = step
     return parts
 
 
-def start_not_shared(parts: Parts) -> Parts:
-    """Rank 1 begins with other weights."""
-    if parts.comm.rank == 1:
-        with torch.no_grad():
-            dict(parts.model.named_parameters())["head.bias"].add_(0.5)
+def weight_flipped(parts: Parts) -> Parts:
+    """One element of one weight changes its sign on the last rank after the second step."""
+
+    def change(step: Callable[[], Any], number: int) -> Any:
+        result = step()
+        if is_last(parts) and number == 2:
+            with torch.no_grad():
+                parameter_of(parts)[0, 0].neg_()
+        return result
+
+    return _around_step(parts, change)
+
+
+def loss_of_one_rank(parts: Parts) -> Parts:
+    """Gradients are right; what is reported is this rank's own loss."""
+    own = _Own(parts)
+
+    def change(step: Callable[[], Any], _: int) -> Any:
+        mean_loss = torch.tensor(own.loss / max(own.weight, 1.0))
+        return replace(step(), mean_loss=mean_loss)
+
+    return _around_step(parts, change)
+
+
+def statistics_drift(parts: Parts, everywhere: bool) -> Parts:
+    """Running statistics drift: on the last rank, as BatchNorm's do where nobody shares them, or on
+    all alike."""
+
+    def change(step: Callable[[], Any], _: int) -> Any:
+        result = step()
+        for name, buffer in parts.model.named_buffers():
+            if name.endswith("running_mean") and (everywhere or is_last(parts)):
+                buffer.add_(0.1)
+        return result
+
+    return _around_step(parts, change)
+
+
+statistics_of_all = partial(statistics_drift, everywhere=True)
+statistics_of_one_rank = partial(statistics_drift, everywhere=False)
+
+
+def no_meeting(parts: Parts) -> Parts:
+    """Ranks that train alone never average their weights."""
+    shards: Any = parts.sync.reducer.shards
+    shards.meet = lambda: None
     return parts
+
+
+def meeting_at_rank_0(parts: Parts) -> Parts:
+    """Ranks meet, but take rank 0's weights instead of the mean."""
+    shards: Any = parts.sync.reducer.shards
+
+    @torch.no_grad()
+    def meet() -> None:
+        for parameter in shards.parameters:
+            parts.comm.broadcast(parameter.data).wait()
+
+    shards.meet = meet
+    return parts
+
+
+# -- hooks and flags ------------------------------------------------------------------------------
 
 
 def _with_hooks(parts: Parts, act: Callable[[nn.Parameter], None]) -> Parts:
@@ -258,15 +359,15 @@ def _with_hooks(parts: Parts, act: Callable[[nn.Parameter], None]) -> Parts:
         return watch
 
     reducer.reduce = reduce
-    last_leaf: list[bool] = []
+    now = SimpleNamespace(last=False)
 
     @contextmanager
     def micro_step(*, last: bool) -> Iterator[None]:
-        last_leaf[:] = [last]
+        now.last = last
         yield
 
     def hook(handed: nn.Parameter) -> None:
-        if last_leaf == [True]:  # ranks have unequal numbers of leaves: else they would hang
+        if now.last:  # ranks have unequal numbers of leaves: else they would hang
             with torch.no_grad():
                 act(handed)
 
@@ -296,7 +397,8 @@ def hook_adds_the_parameter(parts: Parts) -> Parts:
 def no_sync_after_forward(parts: Parts) -> Parts:
     """Torch DDP's flag set between forward and backward: it takes effect one forward late."""
     reducer: Any = parts.sync.reducer
-    ddp = reducer.ddp
+    sync: Any = parts.sync
+    original = sync.backward
 
     @contextmanager
     def micro_step(*, last: bool) -> Iterator[None]:
@@ -305,135 +407,9 @@ def no_sync_after_forward(parts: Parts) -> Parts:
         reducer._in_micro_step = False
         reducer._synchronised = True
 
-    reducer.micro_step = micro_step
-    sync: Any = parts.sync
-    original = sync.backward
-
     def backward(loss: Tensor, *, leaf: Leaf) -> None:
-        ddp.require_backward_grad_sync = leaf.is_last
+        reducer.ddp.require_backward_grad_sync = leaf.is_last
         original(loss, leaf=leaf)
 
-    sync.backward = backward
-    return parts
-
-
-def rounded_to_bf16(parts: Parts) -> Parts:
-    """Gradients pass through bf16 on their way, although nobody said so."""
-
-    def change(_: dict[str, Tensor], __: int) -> None:
-        for parameter in parts.model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.copy_(parameter.grad.bfloat16())
-
-    return _after_reduce(parts, change)
-
-
-def learning_rate_of_all(parts: Parts) -> Parts:
-    """The optimizer of every rank has other settings than it should."""
-    parts.optimizer.param_groups[0]["lr"] *= 1.001
-    return parts
-
-
-def sign_flipped(parts: Parts) -> Parts:
-    """One gradient has the wrong sign on all ranks: its norm is right."""
-
-    def change(_: dict[str, Tensor], __: int) -> None:
-        gradient = dict(parts.model.named_parameters())["head.bias"].grad
-        assert gradient is not None
-        gradient.neg_()
-
-    return _after_reduce(parts, change)
-
-
-def gradients_negated(parts: Parts) -> Parts:
-    """Every gradient has the wrong sign on all ranks."""
-
-    def change(_: dict[str, Tensor], __: int) -> None:
-        for parameter in parts.model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.neg_()
-
-    return _after_reduce(parts, change)
-
-
-def synced_batch_norm(parts: Parts) -> Parts:
-    """Nothing is planted: the test asks for BatchNorm over all ranks, which no one rank has."""
-    return parts
-
-
-def promised_bitwise(parts: Parts) -> Parts:
-    """Nothing is wrong here but the promise, which the test changes."""
-    return parts
-
-
-def loss_of_one_rank(parts: Parts) -> Parts:
-    """Gradients are right; what is reported is this rank's own loss."""
-    own = _Own(parts)
-    sync: Any = parts.sync
-    original = sync.step
-
-    def step(*arguments: Any, **named: Any) -> Any:
-        mean_loss = torch.tensor(own.loss / max(own.weight, 1.0))
-        return replace(original(*arguments, **named), mean_loss=mean_loss)
-
-    sync.step = step
-    return parts
-
-
-def statistics_of_all(parts: Parts) -> Parts:
-    """Running statistics drift on all ranks alike."""
-    return _drifting(parts, range(parts.comm.world_size))
-
-
-def other_learning_rate(parts: Parts) -> Parts:
-    """The optimizer of one rank has other settings."""
-    if parts.comm.rank == 0:
-        parts.optimizer.param_groups[0]["lr"] *= 2
-    return parts
-
-
-def no_meeting(parts: Parts) -> Parts:
-    """Ranks that train alone never average their weights."""
-    shards: Any = parts.sync.reducer.shards
-    shards.meet = lambda: None
-    return parts
-
-
-def meeting_at_rank_0(parts: Parts) -> Parts:
-    """Ranks meet, but take rank 0's weights instead of the mean."""
-    shards: Any = parts.sync.reducer.shards
-
-    def meet() -> None:
-        with torch.no_grad():
-            for parameter in shards.parameters:
-                parts.comm.broadcast(parameter.data).wait()
-
-    shards.meet = meet
-    return parts
-
-
-def momentum_lost(parts: Parts) -> Parts:
-    """After loading a checkpoint, the optimizer begins anew."""
-    parts.optimizer.state.clear()
-    return parts
-
-
-def statistics_of_one_rank(parts: Parts) -> Parts:
-    """The last rank's running statistics drift, as BatchNorm's do where nobody shares them."""
-    return _drifting(parts, [parts.comm.world_size - 1])
-
-
-def _drifting(parts: Parts, ranks: Sequence[int]) -> Parts:
-    sync: Any = parts.sync
-    original = sync.step
-
-    def step(*arguments: Any, **named: Any) -> Any:
-        result = original(*arguments, **named)
-        if parts.comm.rank in ranks:
-            for name, buffer in parts.model.named_buffers():
-                if name.endswith("running_mean"):
-                    buffer.add_(0.1)
-        return result
-
-    sync.step = step
+    reducer.micro_step, sync.backward = micro_step, backward
     return parts

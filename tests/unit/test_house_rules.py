@@ -1,4 +1,4 @@
-"""The rules of the house hold on the tree, and each of them can fail."""
+"""Each rule of the house can fail; `make check` holds the tree to them."""
 
 import json
 import shutil
@@ -7,23 +7,15 @@ from pathlib import Path
 import pytest
 from check_safety import check_safety
 from check_sizes import BUDGETS, check_budgets, check_sizes, package_sizes
-from source_tree import REPOSITORY, findings
+from source_tree import REPOSITORY
 
-from support.launchers import Finished, clean_environment, run_command, run_python
+from support.launchers import clean_environment, run_command, run_python
 from support.requirements import require
 
 SOURCE = REPOSITORY / "src"
 MODULE = Path("gradsync/sync/sample.py")
 TORCH = "private: torch."
 NET = "from torch import nn\nclass Net(nn.Module):\n    def f(self):\n        "
-
-
-def test_sizes_of_the_tree() -> None:
-    assert findings(check_sizes, [SOURCE, REPOSITORY / "tools"]) == []
-
-
-def test_safety_of_the_tree() -> None:
-    assert findings(check_safety, [SOURCE]) == []
 
 
 def lines(count: int) -> str:
@@ -128,36 +120,23 @@ def test_the_command_prints_and_fails(tmp_path: Path) -> None:
 # -- layers ---------------------------------------------------------------------------------------
 
 
-def lint_imports(folder: Path) -> Finished:
+def test_broken_layers_are_found(tmp_path: Path) -> None:
+    """Those of the tree are checked by `make layers`."""
     require("import-linter")
-    env = clean_environment({"PYTHONPATH": str(folder / "src")})
-    return run_command(["lint-imports", "--no-cache"], env=env, cwd=folder)
-
-
-@pytest.fixture
-def copied_tree(tmp_path: Path) -> Path:
+    broken = {
+        "comm/bad.py": "import gradsync.train",  # up
+        "data/bad.py": "def f():\n    from gradsync import models",  # sideways, and late
+        "nowhere.py": "",  # in no layer
+    }
     shutil.copy(REPOSITORY / "pyproject.toml", tmp_path)
     shutil.copytree(SOURCE, tmp_path / "src")
-    return tmp_path
-
-
-def test_imports_go_down_only(copied_tree: Path) -> None:
-    assert lint_imports(copied_tree).returncode == 0
-
-
-@pytest.mark.parametrize(
-    ("module", "text"),
-    [
-        ("comm/bad.py", "import gradsync.train"),  # up
-        ("data/bad.py", "def f():\n    from gradsync import models"),  # sideways, and late
-        ("nowhere.py", ""),  # in no layer
-    ],
-)
-def test_a_broken_layer_is_found(module: str, text: str, copied_tree: Path) -> None:
-    (copied_tree / "src" / "gradsync" / module).write_text(text)
-    done = lint_imports(copied_tree)
+    for module, text in broken.items():
+        (tmp_path / "src" / "gradsync" / module).write_text(text)
+    env = clean_environment({"PYTHONPATH": str(tmp_path / "src")})
+    done = run_command(["lint-imports", "--no-cache"], env=env, cwd=tmp_path)
     assert done.returncode == 1, done.describe()
-    assert module.removesuffix(".py").replace("/", ".") in done.stdout
+    for module in broken:
+        assert module.removesuffix(".py").replace("/", ".") in done.stdout
 
 
 # -- importing does nothing -----------------------------------------------------------------------
@@ -179,19 +158,19 @@ def look():
         "folder": os.getcwd(),
     }
 
-before = look()
-import MODULE
-after = look()
-changed = {name: [before[name], after[name]] for name in before if before[name] != after[name]}
+changed = {}
+for module in ("gradsync.errors", "gradsync.world", "gradsync.runtime.environ", "gradsync"):
+    before = look()
+    __import__(module)
+    after = look()
+    changed |= {name: [module, before[name], after[name]] for name in before
+                if before[name] != after[name]}
 print(json.dumps({"changed": changed, "torch": "torch" in sys.modules}))
 """
 
 
-@pytest.mark.parametrize(
-    "module", ["gradsync", "gradsync.errors", "gradsync.world", "gradsync.runtime.environ"]
-)
-def test_importing_changes_nothing_and_needs_no_torch(module: str) -> None:
-    said = json.loads(run_python(["-c", LOOK.replace("MODULE", module)]).ok().stdout)
+def test_importing_changes_nothing_and_needs_no_torch() -> None:
+    said = json.loads(run_python(["-c", LOOK]).ok().stdout)
     assert said == {"changed": {}, "torch": False}
 
 

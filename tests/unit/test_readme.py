@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from gradsync.cli.main import COMMANDS
 from gradsync.sync.registry import STRATEGIES
+from support.launchers import run_python
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -30,16 +29,12 @@ def test_the_script_is_the_examples() -> None:
 
 
 def test_the_example_learns() -> None:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "spiral.py")],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
+    """In a third of its epochs."""
+    script = (ROOT / "examples" / "spiral.py").read_text().replace("epochs=30", "epochs=10")
+    done = run_python(["-c", script]).ok()
     losses = [float(loss) for loss in re.findall(r"loss ([0-9.]+)", done.stdout)]
     assert losses[0] > 0.6
-    assert losses[-1] < 0.01
+    assert losses[-1] < 0.1
 
 
 def anchor_of(heading: str) -> str:

@@ -21,9 +21,8 @@ from gradsync.cli.ranks import work_folder
 from gradsync.launch import local
 from gradsync.sync.registry import STRATEGIES
 from gradsync.verify.matrix import WORK
-from gradsync.verify.plan import job_from_json
-from gradsync.verify.report import print_report
-from gradsync.verify.result import Result
+from gradsync.verify.plan import Cell
+from gradsync.verify.result import Result, print_report
 from gradsync.world import World
 
 SMALL = ["--strategies", "naive", "--models", "mlp", "--dtype", "fp32", "--no-cross-load"]
@@ -40,22 +39,6 @@ def factory():
     return torch.nn.Linear(1, 1), torch.utils.data.TensorDataset(torch.ones(9, 1)), 5
 """
 
-# The launcher is replaced by a signal that reaches this very process.
-STOPPED = """
-import os, signal, sys
-from gradsync.cli.main import main
-from gradsync.launch import local
-
-def launch_ranks(*args, **options):
-    os.kill(os.getpid(), getattr(signal, sys.argv[1]))
-    raise AssertionError("it went on")
-
-local.launch_ranks = launch_ranks
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and nohup this one
-sys.exit(main(["verify", *sys.argv[2:]]))
-"""
-
 
 def pretend(monkeypatch: pytest.MonkeyPatch, then: Callable[[], None], **ended: Any) -> list[int]:
     """Replace the ranks by results; returns the world sizes that were started."""
@@ -66,15 +49,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch, then: Callable[[], None], **ended: 
         started.append(nproc_per_node)
         work = json.loads((folder / WORK).read_text())
         with (folder / f"done-{work['number']}.jsonl").open("w") as done:
-            for job in map(job_from_json, work["jobs"]):
-                result = Result(
-                    strategy=job.cell.strategy,
-                    world_size=job.cell.world_size,
-                    model=job.cell.model,
-                    dtype=job.cell.dtype,
-                    promise="rounding",
-                )
-                done.write(json.dumps(asdict(result)) + "\n")
+            for cell in map(Cell.from_json, work["cells"]):
+                done.write(json.dumps(asdict(Result.of(cell))) + "\n")
         then()
         return local.Ended(**{"code": 0, "received": None, "killed": {}} | ended)
 
@@ -91,6 +67,10 @@ def pretend(monkeypatch: pytest.MonkeyPatch, then: Callable[[], None], **ended: 
         (["--csv", "nowhere/x.csv"], "--csv nowhere/x.csv: there is no folder nowhere"),
         (["--csv", "."], "--csv .: is a folder"),
         (["--target", "verify_command_target:factory"], "loss_sum must be a function, got int"),
+        (["--target", "json:nothing"], "has no 'nothing'"),
+        (["--strategies", "nave"], "perhaps you meant 'naive'"),
+        (["--models", "mpl"], "perhaps you meant 'mlp'"),
+        (["--world-sizes", "two"], "'two' is not a number"),
     ],
 )
 def test_what_cannot_be_is_refused_before_any_rank_starts(
@@ -104,7 +84,7 @@ def test_what_cannot_be_is_refused_before_any_rank_starts(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     started = pretend(monkeypatch, lambda: None)
-    assert main(["verify", *SMALL, "--world-size", "1", *words]) == 2
+    assert main(["verify", *SMALL, *words]) == 2
     assert message in capsys.readouterr().err
     assert started == []
 
@@ -121,7 +101,8 @@ def test_what_cannot_be_is_refused_before_any_rank_starts(
 )
 def test_nothing_chosen_is_a_quick_check(words: list[str], cells: int) -> None:
     plan = verify.plan_of(tyro.cli(verify.VerifyOptions, args=words), World())
-    assert len(plan.cells) == cells * len(STRATEGIES)
+    own = [cell for launch in plan.launches for cell in launch if cell.source is None]
+    assert len(own) == cells * len(STRATEGIES)
     asked = "--num-steps" in words
     assert plan.settings.num_steps == (2 if asked else 3 if not words else 4)
 
@@ -134,6 +115,17 @@ def test_a_quick_check_says_what_it_leaves_out(
     assert started == [1, 2, 3]
     first = capsys.readouterr().out.splitlines()[0]
     assert "left out are 4 ranks, bf16 and a fourth step (--thorough: everything" in first
+
+
+def test_a_dry_run_lists_the_cells(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--strategies", "ring", "--models", "mlp", "--dtype", "fp32", "--world-sizes", "1,2"]
+    assert main(["verify", "--dry-run", *words]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "ring W=1 mlp fp32",
+        "ring W=2 mlp fp32",
+        "ring W=2 mlp fp32 from ring W=1 mlp fp32",
+        "ring W=1 mlp fp32 from ring W=2 mlp fp32",
+    ]
 
 
 def test_a_reason_is_printed_once_with_its_cells(capsys: pytest.CaptureFixture[str]) -> None:
@@ -166,56 +158,49 @@ def test_rows_that_cannot_be_written_do_not_cost_the_document(
     assert last == f"gradsync: error: --csv {rows}: No such file or directory"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_counts_also_when_the_ranks_were_just_done(
-    number: signal.Signals, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("reaches", ["the ranks", "this process"])
+def test_a_signal_ends_it_and_leaves_nothing_behind(
+    number: signal.Signals,
+    reaches: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    started = pretend(monkeypatch, lambda: None, received=number)
-    assert main(["verify", *SMALL, "--world-sizes", "1,2", "--json"]) == 128 + number
+    """Also when the ranks were just done."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = signal.signal(number, signal.default_int_handler)  # a background job may ignore it
+    try:
+        if reaches == "the ranks":
+            started = pretend(monkeypatch, lambda: None, received=number)
+        else:
+            started = pretend(monkeypatch, lambda: signal.raise_signal(number))
+        assert main(["verify", *SMALL, "--world-sizes", "1,2", "--json"]) == 128 + number
+    finally:
+        signal.signal(number, before)
     assert started == [1]
     assert capsys.readouterr() == ("", f"gradsync: error: {WORDS[number.name]}\n")
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_handlers_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+def test_handlers_are_put_back_and_what_nohup_ignores_stays_ignored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     inside = []
-    pretend(monkeypatch, lambda: inside.extend(map(signal.getsignal, numbers)))
-    # A background job of a shell ignores SIGINT, one under nohup SIGHUP.
-    outside = [signal.signal(number, signal.SIG_DFL) for number in numbers]
+    pretend(monkeypatch, lambda: inside.extend(map(signal.getsignal, SIGNALS)))
+    chosen = [signal.SIG_DFL, signal.SIG_DFL, signal.SIG_IGN]
+    outside = [signal.signal(*pair) for pair in zip(SIGNALS, chosen, strict=True)]
     try:
         assert main(["verify", *SMALL, "--world-size", "1"]) == 0
-        assert [signal.getsignal(number) for number in numbers] == [signal.SIG_DFL] * 3
+        assert [signal.getsignal(number) for number in SIGNALS] == chosen
     finally:
-        for number, handler in zip(numbers, outside, strict=True):
+        for number, handler in zip(SIGNALS, outside, strict=True):
             signal.signal(number, handler)
     assert signal.SIG_DFL not in inside
-
-
-def test_what_nohup_ignores_stays_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    inside = []
-    pretend(monkeypatch, lambda: inside.append(signal.getsignal(signal.SIGHUP)))
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        assert main(["verify", *SMALL, "--world-size", "1"]) == 0
-    finally:
-        signal.signal(signal.SIGHUP, before)
-    assert inside == [signal.SIG_IGN]
-
-
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-def test_a_signal_outside_of_a_launch_leaves_nothing_behind(name: str, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", STOPPED, name, *SMALL, "--world-size", "1"],
-        env=verify.environ.snapshot() | {"TMPDIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 128 + getattr(signal, name), done.stderr
-    assert done.stderr == f"gradsync: error: {WORDS[name]}\n"
-    assert done.stdout == ""
-    assert [path.name for path in tmp_path.glob("gradsync-*")] == []
+    assert inside[2] == signal.SIG_IGN
 
 
 KILLED = """

@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 
 from gradsync.errors import ConfigError
-from gradsync.verify.plan import (
-    Cell,
-    Job,
-    Plan,
-    Settings,
-    job_from_json,
-    launches,
-    make_plan,
-    sized_settings,
-    split_list,
-)
+from gradsync.verify.plan import Cell, Plan, Settings, make_plan
 
 
 def plan_of(**changes: Any) -> Plan:
@@ -28,20 +18,49 @@ def plan_of(**changes: Any) -> Plan:
         "world_sizes": [3, 1, 2],
         "models": ["mlp", "gpt"],
         "dtypes": ["fp32"],
-        "settings": Settings(),
     }
     return make_plan(**{**asked, **changes})
 
 
-def test_every_combination_once() -> None:
+def test_every_combination_once_and_checkpoints_go_round() -> None:
+    """To the next world size, to the same strategy and another; the last one's to the smallest."""
     plan = plan_of()
-    assert len(plan.cells) == len(set(plan.cells)) == 2 * 3 * 2
-    assert [cell.world_size for cell in plan.cells] == [1] * 4 + [2] * 4 + [3] * 4
+    own = [[cell for cell in launch if cell.source is None] for launch in plan.launches]
+    assert [{cell.world_size for cell in launch} for launch in plan.launches] == [
+        {1},
+        {2},
+        {3},
+        {1},
+    ]
+    assert [len(set(cells)) for cells in own] == [4, 4, 4, 0]
+    handed = [cell for launch in plan.launches for cell in launch if cell.source]
+    assert len(handed) == 3 * 2 * 2
+    assert {(cell.source.world_size, cell.world_size) for cell in handed if cell.source} == {
+        (1, 2),
+        (2, 3),
+        (3, 1),
+    }
+    assert {(cell.source.strategy, cell.strategy) for cell in handed if cell.source} == {
+        (before, after) for before in ("naive", "ddp") for after in ("naive", "ddp")
+    }
+    for cell in (cell for launch in plan.launches for cell in launch):
+        assert Cell.from_json(json.loads(json.dumps(asdict(cell)))) == cell
 
 
-def test_all_world_sizes_see_the_same_batches() -> None:
-    assert plan_of(world_sizes=[1, 8]).settings.num_leaves == 9
-    assert plan_of().settings.num_leaves == 5
+def test_one_world_size_hands_over_within_itself() -> None:
+    (cells,) = plan_of(world_sizes=[2]).launches
+    assert {cell.source.world_size for cell in cells if cell.source} == {2}
+    # A checkpoint is written by a cell before it is asked for.
+    places = [cell.source is None for cell in cells]
+    assert places == sorted(places, reverse=True)
+
+
+@pytest.mark.parametrize("changes", [{"cross_load": False}, {"num_steps": 1}])
+def test_nothing_is_handed_over(changes: dict[str, Any]) -> None:
+    """A single step leaves no checkpoint."""
+    launches = plan_of(**changes).launches
+    assert [{cell.world_size for cell in launch} for launch in launches] == [{1}, {2}, {3}]
+    assert all(cell.source is None for launch in launches for cell in launch)
 
 
 @pytest.mark.parametrize(
@@ -52,65 +71,20 @@ def test_all_world_sizes_see_the_same_batches() -> None:
         ({"world_sizes": [0]}, "at least 1, got 0"),
         ({"strategies": []}, "no strategies given"),
         ({"models": ["target"]}, "unknown model 'target'"),
+        ({"num_steps": 0}, "num_steps must be at least 1, got 0"),
+        ({"num_samples": 0}, "num_samples must be at least 1"),
+        ({"optimizer": "adam"}, "unknown optimizer 'adam'; perhaps you meant 'adamw'"),
+        ({"batch_norm": "none"}, "unknown batch_norm 'none'"),
+        (
+            {"num_steps": 50, "num_samples": 5_000, "leaf_size": 3},
+            "5000 samples are 334 steps of 15 (5 leaves of 3), and num_steps is 50",
+        ),
     ],
 )
 def test_what_cannot_be_is_named(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match="verify") as raised:
+    with pytest.raises(ConfigError) as raised:
         plan_of(**changes)
     assert message in str(raised.value)
-
-
-def sizes_of(order: list[list[Job]]) -> list[int]:
-    """The one world size of each start."""
-    sizes = [{job.cell.world_size for job in jobs} for jobs in order]
-    assert all(len(each) == 1 for each in sizes)
-    return [size for each in sizes for size in each]
-
-
-def test_each_world_size_is_started_once_and_the_smallest_again() -> None:
-    order = launches(plan_of())
-    assert sizes_of(order) == [1, 2, 3, 1]
-    assert all(job.source is None for job in order[0])
-    assert all(job.source is not None for job in order[-1])
-
-
-def test_checkpoints_go_to_the_next_world_size_and_to_another_strategy() -> None:
-    handed = {
-        (job.source.strategy, job.source.world_size, job.cell.strategy, job.cell.world_size)
-        for jobs in launches(plan_of())
-        for job in jobs
-        if job.source is not None
-    }
-    for before, after in ((1, 2), (2, 3), (3, 1)):
-        for source in ("naive", "ddp"):
-            for target in ("naive", "ddp"):
-                assert (source, before, target, after) in handed
-
-
-def test_one_world_size_hands_over_within_itself() -> None:
-    (jobs,) = launches(plan_of(world_sizes=[2]))
-    assert {job.source.world_size for job in jobs if job.source} == {2}
-    # A checkpoint is written by a cell before it is asked for.
-    places = [job.source is None for job in jobs]
-    assert places == sorted(places, reverse=True)
-
-
-def test_without_cross_load_there_are_cells_only() -> None:
-    order = launches(plan_of(cross_load=False))
-    assert sizes_of(order) == [1, 2, 3]
-    assert all(job.source is None for jobs in order for job in jobs)
-
-
-def test_a_single_step_leaves_nothing_to_hand_over() -> None:
-    order = launches(plan_of(settings=Settings(num_steps=1)))
-    assert sizes_of(order) == [1, 2, 3]
-    assert all(job.source is None for jobs in order for job in jobs)
-
-
-def test_jobs_survive_json() -> None:
-    for jobs in launches(plan_of()):
-        for job in jobs:
-            assert job_from_json(json.loads(json.dumps(asdict(job)))) == job
 
 
 def test_the_last_step_is_short_by_default() -> None:
@@ -137,6 +111,7 @@ def test_there_is_data_for_every_step(num_samples: int) -> None:
     ("asked", "made"),
     [
         ({}, (4, 5, 3)),
+        ({"world_sizes": [1, 8]}, (4, 9, 3)),  # all world sizes see the same batches
         ({"num_samples": 5_000, "num_steps": 50}, (50, 5, 20)),
         ({"num_samples": 5_000, "num_steps": 50, "num_leaves": 10}, (50, 10, 10)),
         ({"num_samples": 1_001, "num_steps": 50}, (50, 5, 5)),  # the last of a second pass
@@ -144,31 +119,10 @@ def test_there_is_data_for_every_step(num_samples: int) -> None:
         ({"num_samples": 61, "leaf_size": 61}, (1, 5, 61)),
         ({"num_samples": 60, "leaf_size": 3, "num_steps": 4}, (4, 5, 3)),
         ({"num_samples": 60, "leaf_size": 3, "num_steps": 9}, (9, 5, 3)),  # several passes
-        ({"num_samples": 900, "num_steps": 10, "most_ranks": 8}, (10, 9, 10)),
+        ({"num_samples": 900, "num_steps": 10, "world_sizes": [8]}, (10, 9, 10)),
     ],
 )
 def test_so_many_samples_are_trained(asked: dict[str, Any], made: tuple[int, int, int]) -> None:
-    default: dict[str, Any] = {"num_steps": None, "num_samples": None, "leaf_size": None}
-    settings = sized_settings(**{"most_ranks": 4, **default, **asked})
+    settings = plan_of(**asked).settings
     assert (settings.num_steps, settings.num_leaves, settings.leaf_size) == made
     assert settings.num_steps * settings.global_batch_size >= asked.get("num_samples", 0)
-
-
-def test_steps_that_cannot_take_so_many_samples_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"5000 samples are 334 steps of 15 .* num_steps is 50"):
-        sized_settings(num_steps=50, num_samples=5_000, leaf_size=3, most_ranks=4)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{"num_steps": 0}, {"num_samples": 0}, {"optimizer": "adam"}, {"batch_norm": "none"}],
-)
-def test_settings_are_checked(changes: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
-        replace(Settings(), **changes)
-
-
-def test_names() -> None:
-    cell = Cell(strategy="ring", world_size=3, model="gpt", dtype="bf16")
-    assert cell.name == "ring W=3 gpt bf16"
-    assert split_list(" a, b,,c ") == ["a", "b", "c"]

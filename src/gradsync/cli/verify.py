@@ -21,7 +21,7 @@ from gradsync.runtime import environ
 from gradsync.runtime.bounds import MOST_RANKS, whole_number
 from gradsync.runtime.resolve import resolve
 from gradsync.sync.registry import STRATEGIES, find_strategy
-from gradsync.verify.plan import MODELS, Plan, make_plan, sized_settings, split_list
+from gradsync.verify.plan import MODELS, Plan, make_plan
 
 if TYPE_CHECKING:
     from gradsync.verify.result import Result
@@ -145,43 +145,38 @@ def plan_of(options: VerifyOptions, world: World) -> Plan:
     if options.csv and world.is_main:
         _check_writable(Path(options.csv))
     quick = _is_quick(options, world)
-    sizes = [
-        _number(word) for word in split_list(options.world_sizes or ("1,2,3,4", "1,2,3")[quick])
-    ]
+    sizes = [_number(word) for word in _split(options.world_sizes or ("1,2,3,4", "1,2,3")[quick])]
     if options.world_size is not None:
         sizes = [options.world_size]
     if world.is_distributed:
         sizes = [world.world_size]
     few = quick and options.num_samples is None
-    settings = sized_settings(
+    every = options.strategies in ("", "all")
+    strategies = list(STRATEGIES) if every else _split(options.strategies)
+    for name in strategies:
+        find_strategy(name)
+    plan = make_plan(
+        strategies=strategies,
+        world_sizes=sizes,
+        models=["target"] if options.target else _split(options.models or ",".join(MODELS)),
+        dtypes=_split(options.dtype or options.dtypes or ("fp32,bf16", "fp32")[quick]),
+        cross_load=options.cross_load,
         num_steps=options.num_steps or (_QUICK_STEPS if few else None),
         num_samples=options.num_samples,
-        num_leaves=options.num_leaves,
         leaf_size=options.leaf_size,
-        most_ranks=max(sizes, default=0),
+        num_leaves=options.num_leaves,
         optimizer=options.optimizer,
         clip_norm=options.clip_norm or None,
         batch_norm=options.batch_norm,
         seed=options.seed,
         target=options.target,
     )
-    every = options.strategies in ("", "all")
-    strategies = list(STRATEGIES) if every else split_list(options.strategies)
-    for name in strategies:
-        find_strategy(name)
-    dtypes = options.dtype or options.dtypes or ("fp32,bf16", "fp32")[quick]
-    plan = make_plan(
-        strategies=strategies,
-        world_sizes=sizes,
-        models=["target"] if options.target else split_list(options.models or ",".join(MODELS)),
-        dtypes=split_list(dtypes),
-        settings=settings,
-        cross_load=options.cross_load,
-    )
-    if options.target and world.is_main:
-        from gradsync.verify.check_target import check_target
+    if options.target and world.is_main:  # before any rank is started
+        from gradsync.verify.run import Task
+        from gradsync.verify.target import check_target
 
-        check_target(plan.settings, plan.cells[0].dtype)  # before any rank is started
+        dtype, settings = plan.launches[0][0].dtype, plan.settings
+        check_target(Task(strategy="naive", model="target", dtype=dtype, settings=settings))
     return plan
 
 
@@ -218,21 +213,20 @@ def _start(plan: Plan, folder: Path, signals: Signals) -> list[Result]:
 
 
 def _join(plan: Plan, folder: Path, signals: Signals) -> list[Result]:
-    """Be one rank of a launcher's: all jobs of the one world size there is.
+    """Be one rank of a launcher's: all cells of the one world size there is.
 
-    These ranks are not started again: after an error, the jobs that are left count as not run.
+    These ranks are not started again: after an error, the cells that are left count as not run.
     """
-    from gradsync.verify.matrix import broken_off, open_session, read_done, run_jobs
-    from gradsync.verify.plan import launches
+    from gradsync.verify.matrix import broken_off, open_session, read_done, run_cells
 
-    (jobs,) = launches(plan)
+    (cells,) = plan.launches
     rank = None
     try:
         signals.check()
         with open_session(plan.settings) as world:
             rank = world.rank
             try:
-                return run_jobs(jobs, plan.settings, world, folder, tell=_tell)
+                return run_cells(cells, plan.settings, world, folder, tell=_tell)
             except Exception:
                 # The launcher may now end all ranks; first the session asks whose failure it was.
                 signals.hold()
@@ -243,7 +237,7 @@ def _join(plan: Plan, folder: Path, signals: Signals) -> list[Result]:
         signals.hold()
         if rank:
             time.sleep(_SILENCE_S)
-        return broken_off(read_done(folder), jobs, *_blame(error, rank))
+        return broken_off(read_done(folder), cells, *_blame(error, rank))
 
 
 def _blame(error: BaseException, rank: int) -> tuple[str, list[int]]:
@@ -263,11 +257,11 @@ def _tell(result: Result) -> None:
 
 
 def _report(options: VerifyOptions, plan: Plan, results: list[Result], seconds: float) -> int:
-    from gradsync.verify.report import document, print_report, write_csv
+    from gradsync.verify.result import document, print_report, write_csv
 
     print_report(results, seconds, sys.stderr if options.as_json else sys.stdout)
     if options.as_json:
-        made = document(plan, results, seconds)
+        made = document(plan.settings, results, seconds)
         print(json.dumps(made, indent=1, allow_nan=False), flush=True)
     if options.csv:
         try:
@@ -278,15 +272,13 @@ def _report(options: VerifyOptions, plan: Plan, results: list[Result], seconds: 
 
 
 def _show(plan: Plan, *, as_json: bool) -> int:
-    from gradsync.verify.plan import launches
-
-    names = [
-        job.cell.name + (f" from {job.source_name}" if job.source else "")
-        for jobs in launches(plan)
-        for job in jobs
-    ]
+    names = [cell.name for cells in plan.launches for cell in cells]
     print(json.dumps(names, indent=1) if as_json else "\n".join(names))
     return 0
+
+
+def _split(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
 
 
 def _number(word: str) -> int:

@@ -6,21 +6,23 @@ All ranks call `run_cell`; rank 0 judges and knows the result.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+
+import torch
 
 from gradsync.checkpoint.weights import weights_sha256
 from gradsync.comm.base import Communicator
 from gradsync.comm.groups import Groups, SingleCommunicator
 from gradsync.comm.values import all_gather_json, broadcast_json
-from gradsync.verify.compare import Difference, add_up
+from gradsync.verify.compare import Difference
 from gradsync.verify.diagnose import Scene, diagnose
 from gradsync.verify.judge import Observed, Verdict, gather_tensors, judge, judge_local
 from gradsync.verify.plan import Cell, Settings, Variant, promise_of
-from gradsync.verify.record import Trace, digests_of
+from gradsync.verify.record import State, Trace
 from gradsync.verify.reference import Reference, check_forward
-from gradsync.verify.result import Diagnosis, Kind, Result
-from gradsync.verify.run import Prepare, Saved, Task, train_traced
+from gradsync.verify.result import Kind, Result
+from gradsync.verify.run import Prepare, Task, train_traced
 
 OneRankRuns = dict[tuple[str, str, Variant, Settings], Trace]
 """Plain one-rank runs: the same for most strategies."""
@@ -28,16 +30,13 @@ OneRankRuns = dict[tuple[str, str, Variant, Settings], Trace]
 
 @dataclass(kw_only=True, slots=True)
 class Setting:
-    """The surroundings of a cell: settings, ranks, a checkpoint, and a seam for tests."""
+    """The surroundings of a cell, see `train_traced`."""
 
     settings: Settings
     comm: Communicator
     groups: Groups | None = None
-    """For `hierarchical`."""
     prepare: Prepare | None = None
-    """May replace parts of the loop; a seam for tests."""
-    saved: Saved | None = None
-    """A checkpoint to start from."""
+    saved: State | None = None
     one_rank_runs: OneRankRuns = field(default_factory=dict)
     """Kept from cell to cell."""
 
@@ -56,33 +55,26 @@ class _Attempt:
 
 
 def run_cell(cell: Cell, setting: Setting) -> tuple[Result, Trace]:
-    """Run one cell; all ranks call it.
-
-    Returns:
-        the result (rank 0's is complete), and this rank's record of the plain run.
-    """
+    """Run one cell; all ranks call it. The result (rank 0's is complete), and this rank's record of
+    the plain run."""
     started = time.perf_counter()
     task = Task(
         strategy=cell.strategy, model=cell.model, dtype=cell.dtype, settings=setting.settings
     )
     attempt = _attempt(task, setting)
     passed = broadcast_json(setting.comm, attempt.verdict.passed)
-    diagnosis = None if passed else _find_cause(task, setting, attempt)
-    found: dict[str, Any] = {} if diagnosis is None else asdict(diagnosis)
-    promise = promise_of(cell.strategy)
-    result = Result(
-        **asdict(cell),
-        promise=promise.kind,
-        says=promise.says,
+    result = Result.of(
+        cell,
         status="passed" if passed else "failed",
         bitwise=all(d.bitwise for d in attempt.differences.values()),
         differences={name: asdict(d) for name, d in attempt.differences.items()},
         part_of_bound=attempt.verdict.part_of_bound,
         losses=[step.loss for step in attempt.trace.steps],
-        weights_sha256=weights_sha256(attempt.trace.steps[-1].after.items()),
-        seconds=time.perf_counter() - started,
-        **found,
+        weights_sha256=weights_sha256(attempt.trace.steps[-1].after.weights.items()),
     )
+    if not passed:
+        _explain(result, task, setting, attempt)
+    result.seconds = time.perf_counter() - started
     return result, attempt.trace
 
 
@@ -90,7 +82,7 @@ def _attempt(task: Task, setting: Setting) -> _Attempt:
     """Train one variant on all ranks, and judge it."""
     comm, saved = setting.comm, setting.saved
     trace = train_traced(task, comm, groups=setting.groups, prepare=setting.prepare, saved=saved)
-    ranks = all_gather_json(comm, [digests_of(step) for step in trace.steps])
+    ranks = all_gather_json(comm, [step.digests() for step in trace.steps])
     promise = promise_of(task.strategy)
     if comm.rank and not promise.local:
         return _Attempt(trace)
@@ -101,15 +93,14 @@ def _attempt(task: Task, setting: Setting) -> _Attempt:
         trace=trace,
         ranks=ranks,
     )
-    verdict = judge_local(run, comm, task.strategy) if promise.local else judge(run)
+    verdict = judge_local(run, comm) if promise.local else judge(run)
     if comm.rank:
         return _Attempt(trace, run, verdict)
     differences = _differences(trace, _train_alone(run, setting))
-    if verdict.passed:
-        if promise.kind == "bitwise":
-            _check_bits(differences, verdict)
-        if promise.kind == "lossy":
-            _check_fall(run, verdict)
+    if verdict.passed and promise.kind == "bitwise":
+        _check_bits(differences, verdict)
+    if verdict.passed and promise.kind == "lossy":
+        _check_fall(run, verdict)
     return _Attempt(trace, run, verdict, differences)
 
 
@@ -119,22 +110,24 @@ def _train_alone(run: Observed, setting: Setting) -> Trace:
     task, saved, known = run.reference.task, setting.saved, setting.one_rank_runs
     if run.promise.kind == "bitwise":
         return train_traced(task, SingleCommunicator(), saved=saved)
-    if saved is not None:
-        return run.reference.train()
     key = (task.model, task.dtype, task.variant, run.reference.settings)
-    if key not in known:
-        known[key] = run.reference.train()
-    return known[key]
+    if saved is None and key in known:
+        return known[key]
+    trace = Reference(task, setting.comm.world_size, saved).train()
+    if saved is None:
+        known[key] = trace
+    return trace
 
 
 def _differences(trace: Trace, other: Trace) -> dict[str, Difference]:
     """Distance of two free runs: losses, gradients, weights and optimizer states."""
     found = {part: Difference() for part in ("loss", "gradient", "weight", "state")}
     for a, b in zip(trace.steps, other.steps, strict=True):
-        found["loss"].include_number(a.number, "loss", a.loss, b.loss)
+        losses = ({"loss": torch.tensor(step.loss, dtype=torch.float64)} for step in (a, b))
+        found["loss"].include(a.number, *losses)
         found["gradient"].include(a.number, a.gradient, b.gradient)
-        found["weight"].include(a.number, a.after, b.after)
-        found["state"].include(a.number, a.state, b.state)
+        found["weight"].include(a.number, a.after.weights, b.after.weights)
+        found["state"].include(a.number, a.after.optimizer, b.after.optimizer)
     return found
 
 
@@ -150,57 +143,56 @@ def _check_bits(differences: dict[str, Difference], verdict: Verdict) -> None:
 def _check_fall(run: Observed, verdict: Verdict) -> None:
     """A lossy strategy has no bound to keep, but it must learn."""
     first, last = run.trace.steps[0], run.trace.steps[-1]
-    before = run.reference.loss(first.before, run.trace.start_buffers)
-    after = run.reference.loss(last.after, last.buffers)
+    before, after = run.reference.loss(first.before), run.reference.loss(last.after)
     if not after < before:
         detail = f"{before:.6g} before the first step, {after:.6g} after the last"
         verdict.add(Kind.FALL, last.number, detail=detail)
 
 
-def _find_cause(task: Task, setting: Setting, attempt: _Attempt) -> Diagnosis | None:
+def _explain(result: Result, task: Task, setting: Setting, attempt: _Attempt) -> None:
     """Find the cause on rank 0; the others run the variants that it asks for."""
     comm = setting.comm
-    scene = _scene(task, setting, attempt)
-    steps = None if scene is None else diagnose(scene)
-    diagnosis: Diagnosis | None = None
-    answer: bool | None = None
-    while True:
-        variant: dict[str, Any] | None = None
-        if steps is not None:
-            try:
-                variant = asdict(next(steps) if answer is None else steps.send(answer))
-            except StopIteration as end:
-                diagnosis = end.value
-        variant = broadcast_json(comm, variant)
-        if variant is None:
-            return diagnosis
-        answer = _attempt(replace(task, variant=Variant(**variant)), setting).verdict.passed
+
+    def passes(variant: Variant) -> bool:
+        if comm.rank == 0:
+            broadcast_json(comm, asdict(variant))
+        return _attempt(replace(task, variant=variant), setting).verdict.passed
+
+    scene = _scene(task, setting, attempt, passes)
+    if scene is not None:
+        result.explain(*diagnose(scene))
+        result.tried = scene.tried
+        broadcast_json(comm, None)
+        return
+    while (variant := broadcast_json(comm)) is not None:
+        passes(Variant(**variant))
 
 
-def _scene(task: Task, setting: Setting, attempt: _Attempt) -> Scene | None:
+def _scene(
+    task: Task, setting: Setting, attempt: _Attempt, passes: Callable[[Variant], bool]
+) -> Scene | None:
     """The failing step with all ranks' gradients, on rank 0; all ranks call it."""
     comm, run, trace = setting.comm, attempt.run, attempt.trace
     findings = attempt.verdict.findings
     number = broadcast_json(comm, findings[0].step if findings else None)
     place = next(p for p, step in enumerate(trace.steps) if step.number == number)
     step = trace.steps[place]
-    like = {name: step.before[name] for name in trace.trainable}
+    like = {name: step.before.weights[name] for name in trace.trainable}
     gradients = gather_tensors(comm, step.gradient, like)
     previous = gather_tensors(comm, trace.steps[place - 1].gradient if place else {}, like)
     forward = check_forward(task, comm, number, setting.saved)
     if comm.rank or run is None:
         return None
-    results = run.leaf_results(place)
     return Scene(
         verdict=attempt.verdict,
-        exact=add_up(results),
-        results=results,
+        results=run.leaf_results(place),
         documents=run.documents(place),
         gradients=gradients,
         previous=previous,
         clip_norm=setting.settings.clip_norm,
         dtype=task.dtype,
         has_batch_norm=run.reference.has_batch_norm,
+        passes=passes,
         local=run.promise.local,
         forward=forward,
     )

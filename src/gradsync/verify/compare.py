@@ -48,21 +48,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradsync.verify.plan import Promise
-from gradsync.verify.record import Tensors
+from gradsync.verify.record import DTYPE_NAMES, Tensors
 from gradsync.verify.reference import LeafResult
 
-DTYPE_NAMES = {
-    torch.float64: "fp64",
-    torch.float32: "fp32",
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-}
 UNIT_ROUNDOFF = {"fp64": 2.0**-53, "fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}
 """Half the distance between 1 and the next number."""
 SMALLEST_NORMAL = {"fp64": 2.0**-1022, "fp32": 2.0**-126, "fp16": 2.0**-14, "bf16": 2.0**-126}
@@ -80,7 +75,7 @@ _SGD = 6
 
 @dataclass(slots=True)
 class Difference:
-    """The largest difference in everything that was compared; grows by `include`."""
+    """The largest difference in everything that was included."""
 
     max_abs: float = 0.0
     """Largest absolute difference of two elements."""
@@ -98,8 +93,7 @@ class Difference:
     def include(
         self, step: int, got: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None]
     ) -> None:
-        """Compare two sets of tensors of one step; a tensor that only one side has counts as
-        zeros on the other."""
+        """Compare two sets of tensors of one step; see `compare`."""
         for name in dict.fromkeys([*expected, *got]):
             a, b = got.get(name), expected.get(name)
             if a is None and b is None:
@@ -112,14 +106,6 @@ class Difference:
                 self.bitwise = False
                 if self.first_step is None:
                     self.first_step, self.first_name = step, name
-
-    def include_number(self, step: int, name: str, got: float, expected: float) -> None:
-        """The same for one fp64 number of a step."""
-        self.include(
-            step,
-            {name: torch.tensor(got, dtype=torch.float64)},
-            {name: torch.tensor(expected, dtype=torch.float64)},
-        )
 
 
 def compare(got: Tensor | None, expected: Tensor | None) -> tuple[float, float, int, bool]:
@@ -176,22 +162,6 @@ def gamma(count: int, dtype: str) -> float:
     return error / (1 - error)
 
 
-def gradient_factor(num_leaves: int, dtype: str, *, clipped: bool) -> float:
-    """Times `sum |g_i| / weight` it bounds the error of a mean gradient; see [Note: Bounds]."""
-    return gamma(max(num_leaves - 1, 0) + _DIVISION + _CLIPPING * clipped, dtype)
-
-
-def norm_factor(num_elements: int, dtype: str) -> float:
-    """Relative error of an L2 norm of `num_elements` numbers, summed in any order.
-
-    Squares do not cancel, so it is gamma_n on the sum, halved by the root; the root, the product
-    and one level of nesting are well inside of the other half. Beyond 1 / u elements the formula
-    says nothing: infinity.
-    """
-    count = num_elements + 4
-    return gamma(count, dtype) if count * UNIT_ROUNDOFF[dtype] < 1 else math.inf
-
-
 @dataclass(frozen=True, slots=True)
 class Exact:
     """The mean gradient as it should be: sums over leaves, in fp64."""
@@ -211,13 +181,9 @@ class Exact:
     loss_bound: float
     """Largest error of the mean loss."""
 
-    def mean(self, name: str) -> Tensor:
-        """The exact mean gradient of one parameter."""
-        return self.total[name] / self.weight
-
-    def means(self) -> dict[str, Tensor]:
-        """The exact mean gradients of all parameters."""
-        return {name: self.mean(name) for name in self.total}
+    def means(self) -> Tensors:
+        """The exact mean gradients."""
+        return {name: total / self.weight for name, total in self.total.items()}
 
     def norm(self) -> float:
         """L2 norm of the exact mean gradient."""
@@ -230,18 +196,12 @@ def _norm(tensors: Mapping[str, Tensor]) -> float:
 
 def add_up(results: Sequence[LeafResult]) -> Exact:
     """The sums of some leaves (all of a step, or those of one rank)."""
-    total: dict[str, Tensor] = {}
-    magnitude: dict[str, Tensor] = {}
-    terms: dict[str, int] = {}
-    dtype: dict[str, str] = {}
-    for result in results:
-        for name, gradient in result.gradient.items():
-            wide = gradient.double()
-            total[name] = total[name] + wide if name in total else wide
-            size = wide.abs()
-            magnitude[name] = magnitude[name] + size if name in magnitude else size
-            terms[name] = terms.get(name, 0) + 1
-            dtype[name] = DTYPE_NAMES[gradient.dtype]
+    total, magnitude, terms, dtype = {}, {}, {}, {}
+    for name in dict.fromkeys(name for result in results for name in result.gradient):
+        found = [result.gradient[name] for result in results if name in result.gradient]
+        total[name] = reduce(torch.add, (gradient.double() for gradient in found))
+        magnitude[name] = reduce(torch.add, (gradient.double().abs() for gradient in found))
+        terms[name], dtype[name] = len(found), DTYPE_NAMES[found[0].dtype]
     weight = float(sum(result.weight for result in results))
     losses = [result.loss_sum for result in results]
     # Losses are added and divided in fp64.
@@ -277,7 +237,8 @@ def gradient_bounds(
     bounds = {}
     for name, size in exact.magnitude.items():
         dtype = exact.dtype[name]
-        factor = gradient_factor(exact.terms[name], dtype, clipped=clipped) + on_wire
+        roundings = max(exact.terms[name] - 1, 0) + _DIVISION + _CLIPPING * clipped
+        factor = gamma(roundings, dtype) + on_wire
         bounds[name] = (factor * size + underflow) / exact.weight + SMALLEST_NORMAL[dtype]
     return bounds
 
@@ -291,12 +252,18 @@ def part_of_bound(got: Tensor, expected: Tensor, bound: Tensor) -> float:
 
 
 def norm_bound(exact: Exact, bounds: Mapping[str, Tensor]) -> float:
-    """Largest error of the norm before clipping."""
-    elements = sum(t.numel() for t in exact.total.values())
+    """Largest error of the L2 norm before clipping, squares being summed in any order.
+
+    Squares do not cancel, so it is gamma_n on the sum, halved by the root; the root, the product
+    and one level of nesting are well inside of the other half. Beyond 1 / u elements the formula
+    says nothing: infinity.
+    """
+    count = sum(t.numel() for t in exact.total.values()) + 4
     dtype = next(iter(exact.dtype.values()), "fp32")
+    factor = gamma(count, dtype) if count * UNIT_ROUNDOFF[dtype] < 1 else math.inf
     # |a + e| <= |a| + |e|: the errors of the elements move the norm by at most their own norm.
     moved = _norm(bounds)
-    return norm_factor(elements, dtype) * (exact.norm() + moved) + moved
+    return factor * (exact.norm() + moved) + moved
 
 
 def update_bounds(
@@ -312,9 +279,8 @@ def update_bounds(
 
     Args:
         name: of the parameter.
-        group: the optimizer's settings for it.
-        weight: before the step.
-        gradient: that the optimizer saw.
+        group: the optimizer's settings.
+        weight, gradient: as the optimizer found them.
         before, after: optimizer state as `slot/parameter`.
     """
     dtype = DTYPE_NAMES[weight.dtype]

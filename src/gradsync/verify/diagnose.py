@@ -4,9 +4,6 @@
     variants          the run is repeated with one thing changed; the change that makes the
                       difference vanish is the cause
 
-`diagnose` is a generator: it yields the variants that it wants to see run, and is sent whether the
-difference was gone. So it needs no ranks itself.
-
 A wrong gradient g is tried against candidates h that usual mistakes would have left: g = c x h?
 With c = <g, h> / <h, h> the rest |g - c h| / |g| is zero for the right candidate up to rounding,
 and of the order of one for any other: a thousandth separates them in every dtype that is summed.
@@ -15,8 +12,8 @@ and of the order of one for any other: a thousandth separates them in every dtyp
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,8 +22,9 @@ from torch import Tensor
 from gradsync.verify.compare import SMALLEST_NORMAL, UNIT_ROUNDOFF, Exact, add_up, clip_factor
 from gradsync.verify.judge import Verdict
 from gradsync.verify.plan import PLAIN, Variant
+from gradsync.verify.record import Tensors
 from gradsync.verify.reference import LeafResult
-from gradsync.verify.result import Cause, Diagnosis, Finding, Kind, sentence
+from gradsync.verify.result import Cause, Finding, Kind
 
 CLOSE = 1e-3
 """Largest relative rest of an explanation."""
@@ -35,8 +33,8 @@ _FAR = 1e-2
 _ROUNDINGS = {"fp32": 2, "fp16": 2, "bf16": 4}
 """Largest error by rounding, in unit roundoffs of the norm; narrowest error first."""
 
-Steps = Generator[Variant, bool, Diagnosis]
 Found = tuple[Cause, Finding, str]
+"""A cause, the finding it explains, and why."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -44,22 +42,32 @@ class Scene:
     """The failing step on every rank."""
 
     verdict: Verdict
-    exact: Exact
     results: Sequence[LeafResult]
     documents: Sequence[Mapping[str, Any]]
     """Every rank's digests of the step."""
-    gradients: list[dict[str, Tensor]]
+    gradients: list[Tensors]
     """Every rank's gradients of the step, clipped."""
-    previous: list[dict[str, Tensor]]
+    previous: list[Tensors]
     """Every rank's gradients of the step before it; empty dicts in the first step."""
     clip_norm: float | None
     dtype: str
     """The cell's: fp64, fp32 or bf16."""
     has_batch_norm: bool
+    passes: Callable[[Variant], bool]
+    """Runs a variant of the cell and says whether nothing was found."""
     local: bool = False
     """Ranks step alone: gradients have no common right value."""
     forward: tuple[Cause, Finding] | None = None
     """A cause for the same leaf giving other results, again or on another rank; else None."""
+    tried: list[str] = field(default_factory=list)
+    """Variants that were run, and whether the difference was still there."""
+    exact: Exact = field(init=False)
+    means: Tensors = field(init=False)
+    """The gradients as they should be."""
+
+    def __post_init__(self) -> None:
+        self.exact = add_up(self.results)
+        self.means = self.exact.means()
 
     @property
     def world_size(self) -> int:
@@ -75,66 +83,52 @@ class Scene:
             for leaf in document["leaves"]
         }
 
-    def unclipped(self, rank: int) -> dict[str, Tensor]:
+    def unclipped(self, rank: int) -> Tensors:
         """Gradients as they were before clipping."""
         factor = clip_factor(self.documents[rank]["norm"], self.clip_norm)
         return {name: g.double() / factor for name, g in self.gradients[rank].items()}
 
-    def wrong(self, rank: int) -> list[str]:
-        """Parameters whose gradient on `rank` is off by more than any rounding."""
-        return self._far_apart(self.unclipped(rank), self.exact.means())
-
-    def ranks_differ(self, names: Sequence[str]) -> bool:
-        """Whether ranks have different gradients of all `names`, by more than any rounding."""
-        got = [self.unclipped(rank) for rank in range(self.world_size)]
-        differing = {name for each in got for name in self._far_apart(each, got[0])}
-        return differing.issuperset(names)
-
-    def finding(self) -> Finding:
-        """The finding about gradients, naming the ranks that deviate if any do."""
-        first = self.verdict.first
-        differ, wrong = first(Kind.GRADIENT_REPLICAS), first(Kind.GRADIENT)
-        if differ is not None and wrong is not None:
-            both = {*differ.names, *wrong.names}
-            names = [name for name in self.exact.total if name in both]
-            return replace(wrong, names=names, ranks=differ.ranks)
-        found = differ or wrong or first(Kind.NORM)
-        assert found is not None
-        return found
-
-    def _far_apart(self, got: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[str]:
-        """Parameters whose gradients differ, relative to the size of what was added up."""
-        found = []
-        for name in self.exact.total:
+    def far_apart(self, rank: int, other: Tensors) -> list[str]:
+        """Parameters whose gradient on `rank` differs by more than any rounding, relative to the
+        size of what was added up."""
+        got, found = self.unclipped(rank), []
+        for name, magnitude in self.exact.magnitude.items():
             if name in got and name in other:
-                size = float(self.exact.magnitude[name].norm()) / self.exact.weight
+                size = float(magnitude.norm()) / self.exact.weight
                 if size and float((got[name] - other[name]).norm()) / size > CLOSE:
                     found.append(name)
             elif name in got or name in other:
                 found.append(name)
         return found
 
+    def finding(self, **changes: Any) -> Finding:
+        """The finding about gradients, naming the ranks that deviate if any do."""
+        first = self.verdict.first
+        differ, wrong = first(Kind.GRADIENT_REPLICAS), first(Kind.GRADIENT)
+        found = differ or wrong or first(Kind.NORM)
+        if differ is not None and wrong is not None:
+            both = {*differ.names, *wrong.names}
+            names = [name for name in self.means if name in both]
+            found = replace(wrong, names=names, ranks=differ.ranks)
+        assert found is not None
+        return replace(found, **changes)
 
-def diagnose(scene: Scene) -> Steps:
+    def vanishes(self, variant: Variant, text: str) -> bool:
+        """Run a variant, and note whether the difference was gone."""
+        gone = self.passes(variant)
+        self.tried.append(f"{text}: {'gone' if gone else 'still there'}")
+        return gone
+
+
+def diagnose(scene: Scene) -> Found:
     """Find the cause; see the module's docstring."""
-    tried: list[str] = []
     found = _recorded(scene)
     wrong = scene.verdict.first(Kind.GRADIENT, Kind.NORM, Kind.GRADIENT_REPLICAS)
     if found is None and wrong is not None:
         if not scene.local:
-            found = _scaling(scene) or _leaf(scene) or (yield from _unsynchronised(scene, tried))
-        if found is None:
-            found = yield from _by_variants(scene, tried)
-        found = found or _unexplained(wrong)
-    cause, finding, detail = found or _after_the_gradient(scene)
-    return Diagnosis(
-        cause=cause.value,
-        sentence=sentence(cause, finding, detail),
-        step=finding.step,
-        names=list(finding.names),
-        ranks=list(finding.ranks),
-        tried=tried,
-    )
+            found = _scaling(scene) or _leaf(scene) or _unsynchronised(scene)
+        found = found or _by_variants(scene) or (Cause.UNKNOWN, wrong, wrong.detail)
+    return found or _after_the_gradient(scene)
 
 
 def _recorded(scene: Scene) -> Found | None:
@@ -165,15 +159,15 @@ _RECORDED = {
 def _scaling(scene: Scene) -> Found | None:
     """One constant over all parameters, for each rank another one."""
     everyone = range(scene.world_size)
-    wrong = {name for rank in everyone for name in scene.wrong(rank)}
-    expected = {name: mean for name, mean in scene.exact.means().items() if name in wrong}
+    wrong = {name for rank in everyone for name in scene.far_apart(rank, scene.means)}
+    expected = {name: mean for name, mean in scene.means.items() if name in wrong}
     factors = [common_ratio(scene.unclipped(rank), expected) for rank in everyone]
     known = {r: f for r, f in enumerate(factors) if f is not None and abs(f - 1) > _FAR}
     if not known or any(f is None for f in factors):
         factor = common_ratio(scene.unclipped(0), _mean_of_means(scene))
         if wrong and factor is not None and abs(factor - 1) < CLOSE:
             text = "it is the mean of the ranks' own means, although they have unequal numbers of "
-            return Cause.LOSS_SCALING, replace(scene.finding(), ranks=()), text + "targets"
+            return Cause.LOSS_SCALING, scene.finding(ranks=()), text + "targets"
         return None
     rank = min(known)
     text = name_of_factor(
@@ -185,22 +179,20 @@ def _scaling(scene: Scene) -> Found | None:
     )
     ranks = () if len(known) == scene.world_size else tuple(known)
     where = f" (on rank {rank})" if scene.world_size > 1 else ""
-    which = "every gradient" if len(expected) == len(scene.exact.total) else "its gradient"
-    finding = replace(scene.finding(), ranks=ranks, names=tuple(expected))
+    which = "every gradient" if len(expected) == len(scene.means) else "its gradient"
+    finding = scene.finding(ranks=ranks, names=tuple(expected))
     return Cause.LOSS_SCALING, finding, f"{which} is the right one times {text}{where}"
 
 
-def _mean_of_means(scene: Scene) -> dict[str, Tensor]:
+def _mean_of_means(scene: Scene) -> Tensors:
     """Each rank's mean, averaged over ranks: right only if all ranks have the same weight."""
     owners = scene.owners
-    ranks = set(owners.values())
-    found: dict[str, Tensor] = {}
-    for rank in ranks:
+    found: Tensors = {}
+    for rank in set(owners.values()):
         mine = add_up([r for r in scene.results if owners.get(r.index) == rank])
-        if mine.weight:
-            for name, mean in mine.means().items():
-                share = mean / len(ranks)
-                found[name] = found[name] + share if name in found else share
+        for name, mean in mine.means().items() if mine.weight else ():
+            share = mean / len(set(owners.values()))
+            found[name] = found[name] + share if name in found else share
     return found
 
 
@@ -214,33 +206,33 @@ def _leaf(scene: Scene) -> Found | None:
                 candidate[name] = candidate[name] + sign * share.double()
             candidate = {name: total for name, total in candidate.items() if bool(total.any())}
             if result.gradient and common_ratio(got, candidate) is not None:
-                finding = replace(scene.finding(), ranks=(scene.owners.get(result.index, 0),))
+                finding = scene.finding(ranks=(scene.owners.get(result.index, 0),))
                 detail = f"the gradient of leaf {result.index} is {word} in the sum"
                 return Cause.DATA, finding, detail
     return None
 
 
-def _unsynchronised(scene: Scene, tried: list[str]) -> Generator[Variant, bool, Found | None]:
+def _unsynchronised(scene: Scene) -> Found | None:
     """Parameters whose gradient is one rank's own, the last step's, or nothing."""
-    wrong = [scene.wrong(rank) for rank in range(scene.world_size)]
-    names = [name for name in scene.exact.total if any(name in each for each in wrong)]
+    wrong = [scene.far_apart(rank, scene.means) for rank in range(scene.world_size)]
+    names = [name for name in scene.means if any(name in each for each in wrong)]
     ranks = [rank for rank, each in enumerate(wrong) if each]
     if not names:
         return None
-    everyone = len(ranks) == scene.world_size
-    finding = replace(scene.finding(), names=names, ranks=() if everyone else ranks)
+    finding = scene.finding(names=names, ranks=() if len(ranks) == scene.world_size else ranks)
     for text, explains in _NOT_REDUCED.items():
         if all(explains(scene, rank, name) for rank in ranks for name in wrong[rank]):
             return Cause.UNSYNCHRONISED, finding, text
-    if not scene.ranks_differ(names):
+    one = scene.unclipped(0)
+    differing = {n for rank in range(scene.world_size) for n in scene.far_apart(rank, one)}
+    if not differing.issuperset(names):
         return None
-    if len(names) < len(scene.exact.total):
+    if len(names) < len(scene.means):
         return Cause.UNSYNCHRONISED, finding, "each rank keeps its own gradient of it"
     if max(len(document["leaves"]) for document in scene.documents) > 1:
         variant = replace(PLAIN, one_leaf_per_rank=True)
-        if (yield from _vanishes(variant, "one leaf a rank, no accumulation", tried)):
-            detail = "with one leaf a rank the difference is gone"
-            return Cause.FLAG_TOO_LATE, finding, detail
+        if scene.vanishes(variant, "one leaf a rank, no accumulation"):
+            return Cause.FLAG_TOO_LATE, finding, "with one leaf a rank the difference is gone"
     return Cause.UNSYNCHRONISED, finding, "each rank keeps its own gradient of everything"
 
 
@@ -260,7 +252,7 @@ _NOT_REDUCED = {
 }
 
 
-def _by_variants(scene: Scene, tried: list[str]) -> Generator[Variant, bool, Found | None]:
+def _by_variants(scene: Scene) -> Found | None:
     """The change that makes the difference vanish, or a rounding that explains it."""
     questions = [(Cause.RANDOM, Variant(dropout=False), "without dropout")]
     if scene.has_batch_norm:
@@ -271,35 +263,26 @@ def _by_variants(scene: Scene, tried: list[str]) -> Generator[Variant, bool, Fou
     if scene.dtype != "fp64":
         questions.append((Cause.DTYPE, Variant(dtype="fp64"), "in fp64"))
     for cause, variant, text in questions:
-        if (yield from _vanishes(variant, text, tried)):
+        if scene.vanishes(variant, text):
             return cause, scene.finding(), f"{text} the difference is gone"
-    wire = "" if scene.local else _rounded_to(scene)
-    if wire:
+    if not scene.local and (wire := _rounded_to(scene)):
         return Cause.DTYPE, scene.finding(), f"its error is that of numbers rounded to {wire}"
     return None
-
-
-def _vanishes(variant: Variant, text: str, tried: list[str]) -> Generator[Variant, bool, bool]:
-    """Have a variant run, and note whether the difference was gone."""
-    vanished = yield variant
-    tried.append(f"{text}: {'gone' if vanished else 'still there'}")
-    return vanished
 
 
 def _rounded_to(scene: Scene) -> str:
     """A narrower dtype whose rounding explains the error of every element, or "".
 
     Rounding each element once leaves about 0.4 u of the norm; a few times, a little more. Much less
-    than that is no rounding to this dtype, and an element that is off by more of what was added up
-    in it was not rounded.
+    is no rounding to this dtype, and an element that is off by more was not rounded.
     """
     got, exact = scene.unclipped(0), scene.exact
-    if any(name not in got for name in exact.total):
+    if any(name not in got for name in scene.means):
         return ""
-    errors = {name: (got[name] - mean).abs() for name, mean in exact.means().items()}
+    errors = {name: (got[name] - mean).abs() for name, mean in scene.means.items()}
     if not all(bool(error.isfinite().all()) for error in errors.values()):
         return ""
-    sizes = {name: float(mean.norm()) for name, mean in exact.means().items()}
+    sizes = {name: float(mean.norm()) for name, mean in scene.means.items()}
     largest = max((float(errors[n].norm()) / sizes[n] for n in sizes if sizes[n]), default=0.0)
     for dtype, times in _ROUNDINGS.items():
         unit = UNIT_ROUNDOFF[dtype]
@@ -329,11 +312,8 @@ def _after_the_gradient(scene: Scene) -> Found:
     if finding := verdict.first(Kind.LOSS):
         detail = f"gradients are right, the reported loss is {finding.detail}"
         return Cause.LOSS_SCALING, finding, detail
-    return _unexplained(verdict.findings[0])
-
-
-def _unexplained(finding: Finding) -> Found:
-    return Cause.UNKNOWN, finding, f"{finding.kind}: {finding.detail}"
+    finding = verdict.findings[0]
+    return Cause.UNKNOWN, finding, finding.detail
 
 
 def ratio(got: Tensor, candidate: Tensor) -> float | None:
@@ -347,7 +327,7 @@ def ratio(got: Tensor, candidate: Tensor) -> float | None:
     return factor if rest < CLOSE and factor else None
 
 
-def common_ratio(gradients: Mapping[str, Tensor], candidates: Mapping[str, Tensor]) -> float | None:
+def common_ratio(gradients: Tensors, candidates: Tensors) -> float | None:
     """One factor for all parameters together, or None."""
     if not candidates or any(name not in gradients for name in candidates):
         return None

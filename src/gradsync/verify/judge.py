@@ -8,7 +8,8 @@ against those of all ranks before it:
     diloco      SGD with Nesterov momentum from where the round began, with the mean distance walked
 
 Bounds: the mean of W numbers takes at most W + 1 roundings on the mean of their magnitudes, the
-outer step eight more on everything that enters it; the momentum brings its own earlier error.
+outer step eight more on everything that enters it. The momentum is the run's own, one round at a
+time, and is checked as well.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from torch import Tensor
 from gradsync.comm.base import Communicator
 from gradsync.comm.values import all_gather_json
 from gradsync.verify.compare import (
-    DTYPE_NAMES,
     SMALLEST_NORMAL,
     Exact,
     add_up,
@@ -38,10 +38,10 @@ from gradsync.verify.compare import (
     update_bounds,
 )
 from gradsync.verify.plan import Promise
-from gradsync.verify.record import StepTrace, Tensors, Trace, digest
+from gradsync.verify.record import DTYPE_NAMES, State, Tensors, Trace, digest
 from gradsync.verify.reference import LeafResult, Reference
-from gradsync.verify.result import Finding, Kind, minority
-from gradsync.verify.run import INNER_STEPS, Saved
+from gradsync.verify.result import Finding, Kind
+from gradsync.verify.run import INNER_STEPS
 
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _OUTER_LR, _OUTER_MOMENTUM = 0.7, 0.9
@@ -57,7 +57,7 @@ class Observed:
     reference: Reference
     trace: Trace
     ranks: list[list[dict[str, Any]]]
-    """Digests of every rank's steps: [rank][step], see `digests_of`."""
+    """Digests of every rank's steps: [rank][step], see `StepTrace.digests`."""
 
     def documents(self, place: int) -> list[dict[str, Any]]:
         """Every rank's digests of the step at `place`."""
@@ -66,8 +66,7 @@ class Observed:
     def leaf_results(self, place: int) -> list[LeafResult]:
         """Every leaf of a step on its own, at the weights that the run had."""
         step = self.trace.steps[place]
-        buffers = self.trace.buffers_before(place)
-        return self.reference.leaf_results(step.number, step.before, buffers)
+        return self.reference.leaf_results(step.number, step.before.weights, step.before.buffers)
 
     def exact(self, place: int) -> Exact:
         """The gradient that this rank must have in a step, at the weights that the run had."""
@@ -95,219 +94,235 @@ class Verdict:
         """The first finding of one of these kinds."""
         return next((f for f in self.findings if f.kind in kinds), None)
 
-    def add(
-        self,
-        kind: Kind,
-        step: int,
-        names: Sequence[str] = (),
-        ranks: Sequence[int] = (),
-        detail: str = "",
-    ) -> None:
-        """Note one finding; see there."""
-        found = Finding(kind=kind, step=step, names=names, ranks=ranks, detail=detail)
-        self.findings.append(found)
+    def add(self, kind: Kind, step: int, names: Sequence[str] = (), **more: Any) -> None:
+        """Note one finding."""
+        self.findings.append(Finding(kind=kind, step=step, names=names, **more))
 
 
 def judge(run: Observed) -> Verdict:
     """Check every step until one is not as promised; later ones would only show what follows."""
     verdict = Verdict()
     for place in range(len(run.trace.steps)):
+        check = _StepCheck(run, place, verdict)
         if place == 0:
-            _check_start(run, verdict)
-        _check_data(run, place, verdict)
-        _check_random(run, place, verdict)
-        _check_moved(run, place, verdict)
+            check.start()
+        check.data()
+        check.random()
+        check.moved()
         if not run.promise.local:
-            _check_replicas(run, place, "gradient", Kind.GRADIENT_REPLICAS, verdict)
-        _check_gradient(run, place, verdict)
-        _check_update(run, place, verdict)
+            check.replicas("gradient", Kind.GRADIENT_REPLICAS)
+        check.gradient()
+        check.update()
         if not run.promise.local:
-            _check_replicas(run, place, "after", Kind.REPLICAS, verdict)
-            _check_replicas(run, place, "buffers", Kind.BUFFERS, verdict)
-        _check_buffers(run, place, verdict)
+            check.replicas("after", Kind.REPLICAS)
+            check.replicas("buffers", Kind.BUFFERS)
+        check.buffers()
         if verdict.findings:
             break
     return verdict
 
 
-def _check_start(run: Observed, verdict: Verdict) -> None:
-    """All ranks begin with rank 0's weights, or with the checkpoint's weights and state."""
-    saved = run.reference.saved
-    expected = run.reference.start() if saved is None else saved.weights
-    wanted = {name: digest(tensor) for name, tensor in expected.items()}
-    wrong: set[str] = set()
-    ranks = []
-    for rank, document in enumerate(run.documents(0)):
-        if names := [name for name, found in document["before"].items() if found != wanted[name]]:
-            wrong.update(names)
-            ranks.append(rank)
-    detail = ""
-    if saved is not None:
-        got, kept = run.trace.start_state[0], saved.optimizer[0]
-        lost = [key for key in {**kept, **got} if digest(got.get(key)) != digest(kept.get(key))]
-        if lost:
-            wrong.update(key.partition("/")[2] for key in lost)
-            detail = "the optimizer's state is not the checkpoint's"
-    if wrong:
-        names = [name for name in wanted if name in wrong]
-        verdict.add(Kind.START, run.trace.steps[0].number, names, ranks, detail)
+class _StepCheck:
+    """One step of a run beside the reference; each method adds what it finds to the verdict."""
+
+    def __init__(self, run: Observed, place: int, verdict: Verdict) -> None:
+        self._run, self._place, self._verdict = run, place, verdict
+        self._promise, self._reference = run.promise, run.reference
+        self._step = run.trace.steps[place]
+        self._documents = run.documents(place)
+
+    def _found(self, kind: Kind, names: Sequence[str] = (), **more: Any) -> None:
+        self._verdict.add(kind, self._step.number, names, **more)
+
+    def start(self) -> None:
+        """All ranks begin with rank 0's weights, or with the checkpoint's weights and state."""
+        saved = self._reference.saved
+        expected = self._reference.weights() if saved is None else saved.weights
+        wanted = {name: digest(tensor) for name, tensor in expected.items()}
+        wrong = [
+            {name for name, found in document["before"].items() if found != wanted[name]}
+            for document in self._documents
+        ]
+        lost = []
+        if saved is not None:
+            got, kept = self._step.before.optimizer, saved.optimizer
+            if self._reference.task.strategy == saved.strategy:
+                got, kept = {**got, **self._step.before.extra}, {**kept, **saved.extra}
+            lost = [key for key in {**kept, **got} if digest(got.get(key)) != digest(kept.get(key))]
+        all_wrong = set().union(*wrong, (key.partition("/")[2] for key in lost))
+        if all_wrong:
+            detail = "the optimizer's state is not the checkpoint's" if lost else ""
+            names = [name for name in wanted if name in all_wrong]
+            ranks = [rank for rank, each in enumerate(wrong) if each]
+            self._found(Kind.START, names, ranks=ranks, detail=detail)
+
+    def data(self) -> None:
+        """Each sample of the global batch was trained exactly once, on whatever rank."""
+        leaves = self._reference.traces[self._step.number]
+        wanted = Counter(sample for leaf in leaves for sample in leaf["samples"])
+        trained = [
+            [sample for leaf in document["leaves"] for sample in leaf["samples"]]
+            for document in self._documents
+        ]
+        seen = Counter(sample for samples in trained for sample in samples)
+        missing, extra = wanted - seen, seen - wanted
+        home = self._reference.owner_of
+        parts = [f"missing: {samples_text(missing, home)}"] if missing else []
+        parts += [f"too often: {samples_text(extra, home)}"] if extra else []
+        if parts:
+            ranks = [rank for rank, samples in enumerate(trained) if extra.keys() & set(samples)]
+            self._found(Kind.DATA, ranks=ranks, detail="; ".join(parts))
+
+    def random(self) -> None:
+        """The state that dropout draws from belongs to (step, leaf), not to a rank."""
+        leaves = self._reference.traces[self._step.number]
+        wanted = {leaf["index"]: leaf["random"] for leaf in leaves}
+        wrong = [
+            (rank, leaf["index"])
+            for rank, document in enumerate(self._documents)
+            for leaf in document["leaves"]
+            if leaf["random"] != wanted.get(leaf["index"], leaf["random"])
+        ]
+        if wrong:
+            detail = f"leaf {wrong[0][1]} on rank {wrong[0][0]}"
+            self._found(Kind.RANDOM, ranks=sorted({rank for rank, _ in wrong}), detail=detail)
+
+    def moved(self) -> None:
+        """Weights stay as they are between forward and optimizer."""
+        moved = [
+            [name for name, now in document["at_step"].items() if now != document["before"][name]]
+            for document in self._documents
+        ]
+        if names := list(dict.fromkeys(name for each in moved for name in each)):
+            ranks = [rank for rank, each in enumerate(moved) if each]
+            self._found(Kind.MOVED, names, ranks=ranks)
+
+    def replicas(self, part: str, kind: Kind) -> None:
+        """One part of a step has the same bits on all ranks."""
+        documents = self._documents
+        ranks_of = {
+            name: minority([document[part].get(name, "") for document in documents])
+            for name in documents[0][part]
+        }
+        if names := [name for name, ranks in ranks_of.items() if ranks]:
+            ranks = sorted({rank for each in ranks_of.values() for rank in each})
+            self._found(kind, names, ranks=ranks)
+
+    def gradient(self) -> None:
+        """Gradient, norm and loss lie within what the order of sums explains."""
+        step, exact = self._step, self._run.exact(self._place)
+        if not exact.weight or self._is_not_finite(exact):
+            return
+        right = abs(step.loss - exact.loss) <= exact.loss_bound and step.weight == exact.weight
+        if not (right or self._promise.local):
+            detail = (
+                f"{step.loss:.9g} over {step.weight:g} targets, expected {exact.loss:.9g} over "
+            )
+            self._found(Kind.LOSS, detail=f"{detail}{exact.weight:g}")
+        if not self._promise.bounded:
+            return
+        clip_norm, ranks = self._reference.settings.clip_norm, len(self._documents)
+        bounds = gradient_bounds(exact, self._promise, ranks, clipped=clip_norm is not None)
+        factor, means = clip_factor(step.norm, clip_norm), exact.means()
+        parts = {}
+        for name in self._run.trace.trainable:
+            got = step.gradient.get(name)
+            if name in means and got is not None:
+                bound = bounds[name] * max(factor, 1e-30)
+                parts[name] = part_of_bound(got, means[name] * factor, bound)
+            else:  # no gradient is right only where no leaf has one
+                zeros = got is not None and self._promise.zeros_when_unused and not bool(got.any())
+                absent = got is None and name not in means
+                parts[name] = 0.0 if absent or zeros else math.inf
+        self._verdict.part_of_bound = max(self._verdict.part_of_bound, *parts.values())
+        if wrong := [name for name, part in parts.items() if part > 1]:
+            self._found(Kind.GRADIENT, wrong, detail=f"{parts[wrong[0]]:.3g} times the bound")
+        if step.norm is not None and abs(step.norm - exact.norm()) > norm_bound(exact, bounds):
+            self._found(Kind.NORM, detail=f"{step.norm:.9g}, expected {exact.norm():.9g}")
+
+    def _is_not_finite(self, exact: Exact) -> bool:
+        """Whether something is not finite on one rank either: then no bound applies, and no
+        strategy is to blame."""
+        norm, means = self._step.norm, exact.means()
+        names = [name for name, mean in means.items() if not bool(mean.isfinite().all())]
+        detail = ""
+        if not math.isfinite(exact.loss):
+            detail = f"the loss is {exact.loss}"
+        elif names:
+            detail = "the loss is finite, its gradient is not"
+        elif norm is not None and not math.isfinite(norm):
+            # As torch's clipping takes it, in the dtype of the gradients.
+            grads = [mean.to(_DTYPES[exact.dtype[name]]) for name, mean in means.items()]
+            if not bool(torch.nn.utils.get_total_norm(grads).isfinite()):
+                detail = f"the gradient norm, {exact.norm():.3g}, overflows when it is squared"
+        if detail:
+            self._found(Kind.FINITE, names, detail=detail)
+        return bool(detail)
+
+    def update(self) -> None:
+        """The optimizer, applied to the run's own gradient, gives the run's weights and state."""
+        step = self._step
+        if not step.updated:
+            return
+        weights, states = self._reference.update(step.before, step.gradient)
+        wrong = [name for name in weights if not self._is_updated(name, weights[name], states)]
+        if wrong:
+            ranks = [self._run.rank] if self._promise.local else []
+            self._found(Kind.UPDATE, wrong, ranks=ranks)
+
+    def _is_updated(self, name: str, weight: Tensor, states: Tensors) -> bool:
+        """Whether a parameter and its state are those of the reference, or within their bounds."""
+        step = self._step
+        expected = {"": weight} | _slots_of(name, states)
+        got = {"": step.updated[name]} | _slots_of(name, step.after.optimizer)
+        if all(compare(got.get(slot), expected[slot])[3] for slot in expected):
+            return True
+        gradient = step.gradient.get(name)
+        if self._promise.kind == "bitwise" or gradient is None:
+            return False
+        bounds = update_bounds(
+            name,
+            group=self._reference.optimizer_group,
+            weight=step.before.weights[name],
+            gradient=gradient,
+            before=step.before.optimizer,
+            after=states,
+        )
+        return all(
+            slot in got and part_of_bound(got[slot], expected[slot].double(), bound) <= 1
+            for slot, bound in bounds.items()
+        )
+
+    def buffers(self) -> None:
+        """Floating buffers move by the mean of what leaves with targets do to them, integers by the
+        largest change ([Note: Buffers] in sync/buffers.py). Where ranks step alone, those that no
+        leaf changes must stay as they are."""
+        results = [result for result in self._run.leaf_results(self._place) if result.weight]
+        wrong = []
+        for name, start in self._step.before.buffers.items():
+            ends = [result.buffers[name] for result in results]
+            if self._promise.local and not all(torch.equal(end, start) for end in ends):
+                continue
+            if not moved_rightly(start, self._step.after.buffers[name], ends):
+                wrong.append(name)
+        if wrong:
+            self._found(Kind.BUFFERS, wrong)
 
 
-def _check_data(run: Observed, place: int, verdict: Verdict) -> None:
-    """Each sample of the global batch was trained exactly once, on whatever rank."""
-    number, documents = run.trace.steps[place].number, run.documents(place)
-    wanted = Counter(sample for leaf in run.reference.traces[number] for sample in leaf.samples)
-    trained = [
-        [sample for leaf in document["leaves"] for sample in leaf["samples"]]
-        for document in documents
-    ]
-    seen = Counter(sample for samples in trained for sample in samples)
-    missing, extra = wanted - seen, seen - wanted
-    home = run.reference.owner_of
-    parts = [f"missing: {_samples(missing, home)}"] if missing else []
-    parts += [f"too often: {_samples(extra, home)}"] if extra else []
-    if parts:
-        ranks = [rank for rank, samples in enumerate(trained) if extra.keys() & set(samples)]
-        verdict.add(Kind.DATA, number, ranks=ranks, detail="; ".join(parts))
+def minority(values: list[str]) -> tuple[int, ...]:
+    """Ranks whose value is not the most frequent one (of equally frequent ones, rank 0's or the
+    lowest rank's counts as right)."""
+    best = max(dict.fromkeys(values), key=values.count)
+    return tuple(rank for rank, value in enumerate(values) if value != best)
 
 
-def _samples(counter: Counter[str], home: dict[str, int]) -> str:
+def samples_text(counter: Counter[str], home: dict[str, int]) -> str:
+    """`sample 3, sample 5, 2 not in the data set …`, for digests of samples and their places."""
     names = [f"sample {home[sample]}" for sample in counter.elements() if sample in home]
-    shown = ", ".join(names[:4])
-    if len(names) > 4:
-        shown = f"{shown} and {len(names) - 4} more"
+    shown = [", ".join(names[:4]) + f" and {len(names) - 4} more" * (len(names) > 4)]
     unknown = counter.total() - len(names)
     rest = f"{unknown} not in the data set as rank 0 reads it"
-    return ", ".join(([shown] if names else []) + ([rest] if unknown else []))
-
-
-def _check_random(run: Observed, place: int, verdict: Verdict) -> None:
-    """The state that dropout draws from belongs to (step, leaf), not to a rank."""
-    number = run.trace.steps[place].number
-    wanted = {leaf.index: leaf.random for leaf in run.reference.traces[number]}
-    wrong = [
-        (rank, leaf["index"])
-        for rank, document in enumerate(run.documents(place))
-        for leaf in document["leaves"]
-        if leaf["index"] in wanted and leaf["random"] != wanted[leaf["index"]]
-    ]
-    if wrong:
-        detail = f"leaf {wrong[0][1]} on rank {wrong[0][0]}"
-        verdict.add(Kind.RANDOM, number, ranks=sorted({rank for rank, _ in wrong}), detail=detail)
-
-
-def _check_moved(run: Observed, place: int, verdict: Verdict) -> None:
-    """Weights stay as they are between forward and optimizer."""
-    moved = [
-        [name for name, now in document["at_step"].items() if now != document["before"][name]]
-        for document in run.documents(place)
-    ]
-    names = list(dict.fromkeys(name for each in moved for name in each))
-    if names:
-        ranks = [rank for rank, each in enumerate(moved) if each]
-        verdict.add(Kind.MOVED, run.trace.steps[place].number, names, ranks)
-
-
-def _check_replicas(run: Observed, place: int, part: str, kind: Kind, verdict: Verdict) -> None:
-    """One part of a step has the same bits on all ranks."""
-    documents = run.documents(place)
-    ranks_of = {
-        name: minority([document[part].get(name, "") for document in documents])
-        for name in documents[0][part]
-    }
-    names = [name for name, ranks in ranks_of.items() if ranks]
-    if names:
-        ranks = sorted({rank for each in ranks_of.values() for rank in each})
-        verdict.add(kind, run.trace.steps[place].number, names, ranks)
-
-
-def _check_gradient(run: Observed, place: int, verdict: Verdict) -> None:
-    """Gradient, norm and loss lie within what the order of sums explains."""
-    step, exact = run.trace.steps[place], run.exact(place)
-    if not exact.weight:
-        return
-    if _check_finite(step, exact, verdict):
-        return
-    right = abs(step.loss - exact.loss) <= exact.loss_bound and step.weight == exact.weight
-    if not (right or run.promise.local):
-        detail = f"{step.loss:.9g} over {step.weight:g} targets, expected {exact.loss:.9g} over "
-        verdict.add(Kind.LOSS, step.number, detail=f"{detail}{exact.weight:g}")
-    if not run.promise.bounded:
-        return
-    clip_norm = run.reference.settings.clip_norm
-    bounds = gradient_bounds(exact, run.promise, len(run.ranks), clipped=clip_norm is not None)
-    factor = clip_factor(step.norm, clip_norm)
-    parts = {}
-    for name in run.trace.trainable:
-        got = step.gradient.get(name)
-        if name in exact.total and got is not None:
-            bound = bounds[name] * max(factor, 1e-30)
-            parts[name] = part_of_bound(got, exact.mean(name) * factor, bound)
-        else:  # no gradient is right only where no leaf has one
-            zeros = got is not None and run.promise.zeros_when_unused and not bool(got.any())
-            absent = got is None and name not in exact.total
-            parts[name] = 0.0 if absent or zeros else math.inf
-    verdict.part_of_bound = max(verdict.part_of_bound, *parts.values())
-    wrong = [name for name, part in parts.items() if part > 1]
-    if wrong:
-        detail = f"{parts[wrong[0]]:.3g} times the bound"
-        verdict.add(Kind.GRADIENT, step.number, wrong, detail=detail)
-    if step.norm is not None and abs(step.norm - exact.norm()) > norm_bound(exact, bounds):
-        detail = f"{step.norm:.9g}, expected {exact.norm():.9g}"
-        verdict.add(Kind.NORM, step.number, detail=detail)
-
-
-def _check_finite(step: StepTrace, exact: Exact, verdict: Verdict) -> bool:
-    """Whether something is not finite on one rank either: then no bound applies, and no strategy
-    is to blame."""
-    names = [name for name, total in exact.total.items() if not bool(total.isfinite().all())]
-    detail = ""
-    if not math.isfinite(exact.loss):
-        detail = f"the loss is {exact.loss}"
-    elif names:
-        detail = "the loss is finite, its gradient is not"
-    elif step.norm is not None and not math.isfinite(step.norm):
-        # As torch's clipping takes it, in the dtype of the gradients.
-        grads = [exact.mean(name).to(_DTYPES[exact.dtype[name]]) for name in exact.total]
-        if not bool(torch.nn.utils.get_total_norm(grads).isfinite()):
-            detail = f"the gradient norm, {exact.norm():.3g}, overflows when it is squared"
-    if detail:
-        verdict.add(Kind.FINITE, step.number, names, detail=detail)
-    return bool(detail)
-
-
-def _check_update(run: Observed, place: int, verdict: Verdict) -> None:
-    """The optimizer, applied to the run's own gradient, gives the run's own weights and state."""
-    step = run.trace.steps[place]
-    if not step.updated:
-        return
-    before = run.trace.state_before(place)
-    weights, states = run.reference.update(step.before, before, step.gradient)
-    wrong = []
-    for name in weights:
-        expected = {"": weights[name]} | _slots_of(name, states)
-        got = {"": step.updated[name]} | _slots_of(name, step.state)
-        if all(compare(got.get(slot), expected[slot])[3] for slot in expected):
-            continue
-        gradient = step.gradient.get(name)
-        if run.promise.kind != "bitwise" and gradient is not None:
-            bounds = update_bounds(
-                name,
-                group=run.reference.optimizer_group,
-                weight=step.before[name],
-                gradient=gradient,
-                before=before[0],
-                after=states,
-            )
-            if all(
-                slot in got and part_of_bound(got[slot], expected[slot].double(), bound) <= 1
-                for slot, bound in bounds.items()
-            ):
-                continue
-        wrong.append(name)
-    if wrong:
-        ranks = [run.rank] if run.promise.local else []
-        verdict.add(Kind.UPDATE, step.number, wrong, ranks)
+    return ", ".join(shown * bool(names) + [rest] * bool(unknown))
 
 
 def _slots_of(name: str, states: Tensors) -> Tensors:
@@ -316,24 +331,7 @@ def _slots_of(name: str, states: Tensors) -> Tensors:
     return {slot: states[key] for key, slot in keys.items() if "/" not in slot}
 
 
-def _check_buffers(run: Observed, place: int, verdict: Verdict) -> None:
-    """Floating buffers move by the mean of what leaves with targets do to them, integers by the
-    largest change ([Note: Buffers] in sync/buffers.py). Where ranks step alone, those that no leaf
-    changes must stay as they are."""
-    step = run.trace.steps[place]
-    results = [result for result in run.leaf_results(place) if result.weight]
-    wrong = []
-    for name, start in run.trace.buffers_before(place).items():
-        ends = [result.buffers[name] for result in results]
-        if run.promise.local and not all(torch.equal(end, start) for end in ends):
-            continue
-        if not _moved_rightly(start, step.buffers[name], ends):
-            wrong.append(name)
-    if wrong:
-        verdict.add(Kind.BUFFERS, step.number, wrong)
-
-
-def _moved_rightly(start: Tensor, got: Tensor, ends: list[Tensor]) -> bool:
+def moved_rightly(start: Tensor, got: Tensor, ends: list[Tensor]) -> bool:
     """Whether a buffer ended where its ends after each leaf say."""
     changes = [end.double() - start.double() for end in ends if not torch.equal(end, start)]
     moved = got.double() - start.double()
@@ -349,7 +347,10 @@ def _moved_rightly(start: Tensor, got: Tensor, ends: list[Tensor]) -> bool:
     return part_of_bound(got, start.double() + stack.mean(0), bound) <= 1
 
 
-def judge_local(run: Observed, comm: Communicator, strategy: str) -> Verdict:
+# -- ranks that step alone ------------------------------------------------------------------------
+
+
+def judge_local(run: Observed, comm: Communicator) -> Verdict:
     """Every rank checks its own gradients and updates; the meetings are checked with all weights.
 
     All ranks call it; the verdict is the same everywhere.
@@ -358,7 +359,7 @@ def judge_local(run: Observed, comm: Communicator, strategy: str) -> Verdict:
     told = all_gather_json(comm, [asdict(finding) for finding in own.findings])
     parts = all_gather_json(comm, own.part_of_bound)
     verdict = Verdict([Finding(**found) for each in told for found in each], max(parts))
-    _check_meetings(run, comm, strategy, verdict)
+    _check_meetings(run, comm, verdict)
     _check_losses(run, comm, verdict)
     first = min((finding.step for finding in verdict.findings), default=0)
     verdict.findings = [finding for finding in verdict.findings if finding.step == first]
@@ -383,80 +384,51 @@ def _check_losses(run: Observed, comm: Communicator, verdict: Verdict) -> None:
             verdict.add(Kind.LOSS, step.number, detail=detail)
 
 
-def _check_meetings(run: Observed, comm: Communicator, strategy: str, verdict: Verdict) -> None:
+def _check_meetings(run: Observed, comm: Communicator, verdict: Verdict) -> None:
     """After each meeting all ranks hold the weights that it must give."""
-    meetings = Meetings(strategy, run.trace, run.reference.saved)
     for place, step in enumerate(run.trace.steps):
         if (place + 1) % INNER_STEPS:
             continue
         # A rank without leaves stood still.
-        own = step.updated or step.before
+        own = step.updated or step.before.weights
         own = {name: own[name] for name in run.trace.trainable}
-        if name := meetings.wrong_weight(place, gather_tensors(comm, own, own)):
+        begun = run.trace.steps[place + 1 - INNER_STEPS].before
+        if name := wrong_meeting(begun, gather_tensors(comm, own, own), step.after):
             verdict.add(Kind.MEETING, step.number, [name])
-        wanted = {name: digest(tensor) for name, tensor in step.after.items()}
+        wanted = {name: digest(tensor) for name, tensor in step.after.weights.items()}
         for rank, document in enumerate(run.documents(place)):
-            wrong = [name for name in wanted if document["after"][name] != wanted[name]]
-            if wrong:
-                verdict.add(Kind.REPLICAS, step.number, wrong, [rank])
+            if wrong := [name for name in wanted if document["after"][name] != wanted[name]]:
+                verdict.add(Kind.REPLICAS, step.number, wrong, ranks=[rank])
 
 
-class Meetings:
-    """The weights that each meeting of one run must give, and the outer momentum between them.
+def wrong_meeting(begun: State, weights: Sequence[Tensors], after: State) -> str:
+    """The first parameter that does not end a round as it must, or "".
 
     Args:
-        strategy: local_sgd or diloco.
-        trace: rank 0's.
-        saved: the checkpoint that the run began with.
+        begun: at the beginning of the round.
+        weights: every rank's, as its own optimizer left them.
+        after: the meeting; a strategy that steps out keeps its momentum in `extra`.
     """
-
-    def __init__(self, strategy: str, trace: Trace, saved: Saved | None) -> None:
-        self._outer = strategy == "diloco"
-        self._trace = trace
-        self._velocity: dict[str, tuple[Tensor, Tensor]] = {}
-        if saved is not None and saved.strategy == strategy:
-            for key, tensor in saved.extra.items():
-                exact = tensor.double()
-                self._velocity[key.partition("/")[2]] = (exact, torch.zeros_like(exact))
-
-    def wrong_weight(self, place: int, weights: Sequence[Tensors]) -> str:
-        """The first weight that is not what all ranks' weights before the meeting give, or "".
-
-        Args:
-            place: of the step that ends the round.
-            weights: every rank's trainable parameters as its own optimizer left them.
-        """
-        after = self._trace.steps[place].after
-        start = self._trace.steps[place + 1 - INNER_STEPS].before
-        for name in self._trace.trainable:
-            stack = torch.stack([each[name].double() for each in weights])
-            dtype = DTYPE_NAMES[after[name].dtype]
-            expected = stack.mean(0)
-            bound = gamma(len(weights) + 1, dtype) * stack.abs().mean(0)
-            if self._outer:
-                begun = start[name].double()
-                expected, bound = self._step_out(name, begun, expected, bound, dtype)
-            if part_of_bound(after[name], expected, bound + SMALLEST_NORMAL[dtype]) > 1:
+    old = {key.partition("/")[2]: momentum.double() for key, momentum in begun.extra.items()}
+    new = {key.partition("/")[2]: momentum for key, momentum in after.extra.items()}
+    for name in weights[0]:
+        stack = torch.stack([each[name].double() for each in weights])
+        dtype = DTYPE_NAMES[after.weights[name].dtype]
+        expected = stack.mean(0)
+        bound = gamma(len(weights) + 1, dtype) * stack.abs().mean(0) + SMALLEST_NORMAL[dtype]
+        if name in new:  # diloco's algorithm 1
+            start = begun.weights[name].double()
+            before = old.get(name, torch.zeros_like(start))
+            sizes = start.abs() + expected.abs() + before.abs()
+            rounded = gamma(_OUTER_ROUNDINGS, dtype) * sizes
+            momentum = _OUTER_MOMENTUM * before + start - expected
+            if part_of_bound(new[name], momentum, bound + rounded) > 1:
                 return name
-        return ""
-
-    def _step_out(
-        self, name: str, begun: Tensor, mean: Tensor, bound: Tensor, dtype: str
-    ) -> tuple[Tensor, Tensor]:
-        """One outer step and how far it may be off; diloco's algorithm 1."""
-        zeros = torch.zeros_like(begun)
-        old, old_bound = self._velocity.get(name, (zeros, zeros))
-        delta = begun - mean
-        rounded = gamma(_OUTER_ROUNDINGS, dtype) * (begun.abs() + mean.abs() + old.abs())
-        error = bound + rounded
-        velocity = _OUTER_MOMENTUM * old + delta
-        velocity_bound = _OUTER_MOMENTUM * old_bound + error
-        self._velocity[name] = (velocity, velocity_bound)
-        walked = delta + _OUTER_MOMENTUM * velocity
-        return (
-            begun - _OUTER_LR * walked,
-            _OUTER_LR * (error + _OUTER_MOMENTUM * velocity_bound) + rounded,
-        )
+            expected = start - _OUTER_LR * (start - expected + _OUTER_MOMENTUM * momentum)
+            bound = _OUTER_LR * (1 + _OUTER_MOMENTUM) * (bound + rounded) + rounded
+        if part_of_bound(after.weights[name], expected, bound) > 1:
+            return name
+    return ""
 
 
 def gather_tensors(
@@ -464,12 +436,8 @@ def gather_tensors(
 ) -> list[Tensors]:
     """Every rank's named CPU tensors, in rank order; a tensor that is None is left out.
 
-    One all-gather per name over the whole group: uint8 [ranks x bytes], overlapping nothing.
-
-    Args:
-        comm: all ranks call it.
-        tensors: this rank's.
-        like: all names, with their shapes and dtypes, alike on all ranks.
+    `like` has all names, with shapes and dtypes, alike on all ranks. One all-gather per name over
+    the whole group: uint8 [ranks x bytes], overlapping nothing.
     """
     present = all_gather_json(comm, [name for name in like if tensors.get(name) is not None])
     found: list[Tensors] = [{} for _ in present]

@@ -1,12 +1,12 @@
-"""The whole matrix: ranks are started once per world size and run all of its jobs.
+"""The whole matrix: ranks are started once per world size and run all of its cells.
 
-    FOLDER/work.json                 settings and jobs of the next start
-    FOLDER/done-N.jsonl              a line per job that rank 0 finished, in order
+    FOLDER/work.json                 settings and cells of the next start
+    FOLDER/done-N.jsonl              a line per cell that rank 0 finished, in order
     FOLDER/error-N-rank_00001.json   the error that a rank raised
     FOLDER/checkpoints/              one per cell that is continued by another one
 
-N counts the starts. A rank that raises ends all ranks; it costs its job, not the others: the ranks
-are started again after that job.
+N counts the starts. A rank that raises ends all ranks; it costs its cell, not the others: the ranks
+are started again after that cell.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gradsync.errors import RunError
 from gradsync.runtime.failure import communication_error
 from gradsync.runtime.session import Session, SessionOptions
 from gradsync.verify.cell import OneRankRuns, Setting, run_cell
-from gradsync.verify.plan import Cell, Job, Plan, Settings, job_from_json, launches, promise_of
+from gradsync.verify.plan import Cell, Plan, Settings
 from gradsync.verify.result import Cause, Result, ranks_text
 from gradsync.verify.run import read, save
 from gradsync.world import World
@@ -57,31 +57,28 @@ def run_matrix(
 ) -> list[Result]:
     """Every cell's result, in the order of work.
 
-    Args:
-        plan: all cells.
-        folder: for results and checkpoints, of this run alone.
-        start_ranks: starts the ranks and waits for them.
-        tell: called with the results of each start.
-
     Raises:
-        RunError: ranks ended without having begun a job.
+        RunError: ranks ended without having begun a cell.
         KeyboardInterrupt: the ranks were stopped by a signal.
     """
     results: list[Result] = []
     number = 0
-    for jobs in launches(plan):
+    for cells in plan.launches:
         broken = {result.name for result in results if result.status == "error"}
-        left = [job for job in jobs if job.source_name not in broken]
-        lost = [job for job in jobs if job.source_name in broken]
-        results += [error_result(job, f"not run: {job.source_name} failed") for job in lost]
+        left = []
+        for cell in cells:
+            if cell.source and cell.source.name in broken:
+                results.append(error_result(cell, f"not run: {cell.source.name} failed"))
+            else:
+                left.append(cell)
         while left:
             work = {
                 "number": number,
                 "settings": asdict(plan.settings),
-                "jobs": [asdict(job) for job in left],
+                "cells": [asdict(cell) for cell in left],
             }
             (folder / WORK).write_text(json.dumps(work))
-            ended = start_ranks(folder, jobs[0].cell.world_size)
+            ended = start_ranks(folder, cells[0].world_size)
             found = _collect(folder, number, left, ended)
             for result in found:
                 tell(result)
@@ -89,30 +86,28 @@ def run_matrix(
             left = left[len(found) :]
             number += 1
             if left and _same_error_twice(results):
-                results += [error_result(job, "not run: the same error came twice") for job in left]
+                said = "not run: the same error came twice"
+                results += [error_result(cell, said) for cell in left]
                 left = []
     compare_world_sizes(results)
     return results
 
 
-def _collect(folder: Path, number: int, jobs: Sequence[Job], ended: Ended) -> list[Result]:
-    """Results of one start; the job in which it broke off gets an error."""
-    if ended.code > 128:  # also when all jobs were done: a further start is not wanted then
+def _collect(folder: Path, number: int, cells: Sequence[Cell], ended: Ended) -> list[Result]:
+    """Results of one start; the cell in which it broke off gets an error."""
+    if ended.code > 128:  # also when all cells were done: a further start is not wanted then
         raise KeyboardInterrupt
     found = read_done(folder, number)
-    if len(found) == len(jobs):
+    if len(found) == len(cells):
         return found
     errors = read_errors(folder, number)
-    world_size = jobs[0].cell.world_size
+    world_size = cells[0].world_size
     if not errors and not found and ended.code != 1:
         raise RunError(f"verify: the {world_size} ranks ended with code {ended.code} at once")
-    said, ranks = _find_failed_ranks(errors, ended, world_size)
-    return [*found, error_result(jobs[len(found)], said, ranks)]
+    return [*found, error_result(cells[len(found)], *_blame(errors, ended, world_size))]
 
 
-def _find_failed_ranks(
-    errors: list[dict[str, Any]], ended: Ended, world_size: int
-) -> tuple[str, list[int]]:
+def _blame(errors: list[dict[str, Any]], ended: Ended, world_size: int) -> tuple[str, list[int]]:
     """The failure that ended a start, in words and as ranks.
 
     That is who was killed; else who first raised something that is not the echo of a lost peer;
@@ -143,28 +138,21 @@ def _same_error_twice(results: Sequence[Result]) -> bool:
     return len(gists) == 2 and gists[0] == gists[1] and gists[0].startswith("rank")
 
 
-def error_result(job: Job, said: str, ranks: Sequence[int] = ()) -> Result:
-    """The entry of a job in which a rank raised or died, or that was not run."""
-    return Result(
-        **asdict(job.cell),
-        promise=promise_of(job.cell.strategy).kind,
-        loaded_from=job.source_name,
-        status="error",
-        sentence=said,
-        ranks=list(ranks),
-    )
+def error_result(cell: Cell, said: str, ranks: Sequence[int] = ()) -> Result:
+    """The entry of a cell in which a rank raised or died, or that was not run."""
+    return Result.of(cell, status="error", sentence=said, ranks=list(ranks))
 
 
 def broken_off(
-    found: Sequence[Result], jobs: Sequence[Job], said: str, ranks: Sequence[int]
+    found: Sequence[Result], cells: Sequence[Cell], said: str, ranks: Sequence[int]
 ) -> list[Result]:
-    """`found`, an error for the next one of `jobs`, and the rest as not run: for ranks that are not
-    started again."""
-    left = jobs[len(found) :]
+    """`found`, an error for the next one of `cells`, and the rest as not run: for ranks that are
+    not started again."""
+    left = cells[len(found) :]
     return [
         *found,
-        *(error_result(job, said, ranks) for job in left[:1]),
-        *(error_result(job, "not run: the ranks had ended") for job in left[1:]),
+        *(error_result(cell, said, ranks) for cell in left[:1]),
+        *(error_result(cell, "not run: the ranks had ended") for cell in left[1:]),
     ]
 
 
@@ -187,20 +175,19 @@ def compare_world_sizes(results: Sequence[Result]) -> None:
             )
 
 
-def run_worker(folder: Path) -> int:
-    """Be one rank of one start; 0 when all jobs are done, 1 when this rank noted its error.
+# -- one rank -------------------------------------------------------------------------------------
 
-    Raises:
-        Exception: any that opening the session raises.
-    """
+
+def run_worker(folder: Path) -> int:
+    """Be one rank of one start; 0 when all cells are done, 1 when this rank noted its error."""
     work = json.loads((folder / WORK).read_text())
     settings = Settings(**work["settings"])
-    jobs = [job_from_json(job) for job in work["jobs"]]
+    cells = [Cell.from_json(cell) for cell in work["cells"]]
     noted = None
     try:
         with open_session(settings) as world:
             noted = _error_file(folder, work["number"], world.rank)
-            run_jobs(jobs, settings, world, folder, number=work["number"])
+            run_cells(cells, settings, world, folder, number=work["number"])
     except Exception:
         if noted is None or not noted.exists():
             raise
@@ -216,8 +203,8 @@ def open_session(settings: Settings) -> Session:
     return Session(SessionOptions(device="cpu", threads=1, timeout_s=settings.timeout_s))
 
 
-def run_jobs(
-    jobs: Sequence[Job],
+def run_cells(
+    cells: Sequence[Cell],
     settings: Settings,
     world: World,
     folder: Path,
@@ -225,11 +212,10 @@ def run_jobs(
     number: int = 0,
     tell: Tell = lambda result: None,
 ) -> list[Result]:
-    """Run jobs as one rank of a session.
+    """Run cells, alike on all ranks, as one rank of a session; an error is written down and raised.
 
     Args:
-        jobs: alike on all ranks.
-        settings: of all jobs.
+        cells, settings: as planned.
         world: of the session.
         folder: for results, errors and checkpoints; rank 0's counts.
         number: of the start.
@@ -237,19 +223,16 @@ def run_jobs(
 
     Returns:
         results; rank 0's are complete.
-
-    Raises:
-        Exception: any that a cell raises, once it is written down.
     """
     comm, two_hosts = communicator(world), pretend_two_hosts(world)
     one_rank_runs: OneRankRuns = {}
     results = []
-    for job in jobs:
+    for cell in cells:
         setting = Setting(
             settings=settings, comm=comm, groups=two_hosts, one_rank_runs=one_rank_runs
         )
         try:
-            result = _run_job(job, setting, folder)
+            result = _run_or_continue(cell, setting, folder)
         except Exception as error:
             note = {
                 "rank": world.rank,
@@ -269,18 +252,18 @@ def run_jobs(
     return results
 
 
-def _run_job(job: Job, setting: Setting, folder: Path) -> Result:
-    if job.source is not None:
-        setting.saved = read(_checkpoint_of(job.source, folder), setting.comm)
+def _run_or_continue(cell: Cell, setting: Setting, folder: Path) -> Result:
+    """Run a cell, from its source's checkpoint if it has one; one without leaves its own."""
+    if cell.source is not None:
+        setting.saved = read(_checkpoint_of(cell.source, folder), setting.comm)
         settings = setting.settings
         if setting.saved.data["global_batch_size"] != settings.global_batch_size:
             # It stands elsewhere in the data: what is left of the pass may not be enough.
             size = settings.dataset_size
             setting.settings = replace(settings, num_samples=size, whole_steps=True)
-    result, trace = run_cell(job.cell, setting)
-    result.loaded_from = job.source_name
-    if job.source is None and setting.comm.rank == 0 and len(trace.steps) > 1:
-        save(_checkpoint_of(job.cell, folder), job.cell.strategy, trace, len(trace.steps) // 2)
+    result, trace = run_cell(cell, setting)
+    if cell.source is None and setting.comm.rank == 0 and len(trace.steps) > 1:
+        save(_checkpoint_of(cell, folder), cell.strategy, trace, len(trace.steps) // 2)
     return result
 
 

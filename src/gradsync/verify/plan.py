@@ -1,4 +1,4 @@
-"""Which cells are verified, with which settings, in which order, and what each strategy promises.
+"""The cells of the matrix, the settings they share, and the promise each strategy is held to.
 
     bitwise    the bits of its own run on one rank, at every world size
     rounding   one rank's result, up to the order in which numbers are added
@@ -9,9 +9,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from itertools import pairwise
 from typing import Any
 
 from gradsync.errors import ConfigError
@@ -22,26 +23,20 @@ MODELS = ("mlp", "conv", "gpt")
 """The problems that come with verify, smallest first."""
 DTYPES = ("fp64", "fp32", "bf16")
 """fp64 and fp32: everything in it. bf16: autocast over fp32 weights."""
-OPTIMIZERS = ("adamw", "sgd")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """Settings that all cells share.
-
-    Raises:
-        ConfigError: a number below 1, an unknown optimizer.
-    """
+    """Settings that all cells share; ConfigError for a number below 1 or an unknown name."""
 
     num_steps: int = 4
-    """Optimizer steps. By default the last one is short: two leaves, the second of one sample, or
-    of two where the model is the user's own."""
+    """Optimizer steps."""
     num_samples: int | None = None
-    """Samples of the data set; None takes as many as make the last step short."""
+    """Samples of the data set; None takes as many as make the last step short: two leaves, the
+    second of one sample, or of two where the model is the user's own."""
     num_leaves: int = 5
     """Leaves in a global batch; 5 is no multiple of 2, 3 or 4 ranks, so shares are uneven."""
     leaf_size: int = 3
-    """Samples in a leaf."""
     optimizer: str = "adamw"
     """adamw or sgd (with momentum)."""
     clip_norm: float | None = 0.5
@@ -49,7 +44,6 @@ class Settings:
     batch_norm: str = "local"
     """sync, local or freeze, for models that have BatchNorm."""
     seed: int = 0
-    """Decides weights, data order and dropout."""
     target: str = ""
     """`pkg.module:factory` of the user's own problem; it is the model called "target"."""
     whole_steps: bool = False
@@ -62,7 +56,7 @@ class Settings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
-        _check_known("optimizer", self.optimizer, OPTIMIZERS)
+        _check_known("optimizer", self.optimizer, ("adamw", "sgd"))
         _check_known("batch_norm", self.batch_norm, ("sync", "local", "freeze"))
 
     @property
@@ -85,43 +79,6 @@ class Settings:
         if self.whole_steps:
             return None
         return -(-((self.num_steps - 1) * self.global_batch_size + 1) // self.dataset_size)
-
-
-def sized_settings(
-    *,
-    num_steps: int | None,
-    num_samples: int | None,
-    leaf_size: int | None,
-    most_ranks: int,
-    **others: Any,
-) -> Settings:
-    """Settings whose steps train `num_samples` samples, where that is given.
-
-    What is None follows: the steps from the size of a leaf; that from the steps, rounded up (the
-    last step then goes on with a second pass over the data). Without `num_samples`, the defaults.
-
-    Args (besides those of `Settings`):
-        most_ranks: there are more leaves than that in a step.
-
-    Raises:
-        ConfigError: numbers that cannot be, or too few steps for the samples.
-    """
-    asked = {"num_steps": num_steps, "num_samples": num_samples, "leaf_size": leaf_size}
-    given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
-    settings = Settings(**given, **others)
-    settings = replace(settings, num_leaves=max(settings.num_leaves, most_ranks + 1))
-    if num_samples is None:
-        return settings
-    if num_steps is not None and leaf_size is None:
-        return replace(settings, leaf_size=-(-num_samples // (num_steps * settings.num_leaves)))
-    needed = -(-num_samples // settings.global_batch_size)
-    if num_steps is not None and num_steps < needed:
-        raise ConfigError(
-            f"verify: {num_samples} samples are {needed} steps of {settings.global_batch_size} "
-            f"({settings.num_leaves} leaves of {settings.leaf_size}), and num_steps is "
-            f"{num_steps}; leave num_steps or leaf_size out, and it follows"
-        )
-    return replace(settings, num_steps=num_steps or needed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,11 +130,7 @@ _DETAILS: dict[str, dict[str, Any]] = {
 
 
 def promise_of(strategy: str) -> Promise:
-    """The promise of `strategy`.
-
-    Raises:
-        ConfigError: no such strategy.
-    """
+    """The promise of `strategy`; ConfigError when there is none of that name."""
     entry = find_strategy(strategy)
     wire = "" if entry.recipe is None or entry.recipe.wire == "same" else entry.recipe.wire
     details = _DETAILS.get(strategy, {"says": f"{wire} on the wire" if wire else ""})
@@ -186,34 +139,37 @@ def promise_of(strategy: str) -> Promise:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
-    """One entry of the matrix.
-
-    Raises:
-        ConfigError: a dtype that verify does not know.
-    """
+    """One run of the matrix: from the start, or on from the checkpoint of another cell."""
 
     strategy: str
     world_size: int
     model: str
     dtype: str
-
-    def __post_init__(self) -> None:
-        _check_known("dtype", self.dtype, DTYPES)
+    source: Cell | None = None
+    """The cell whose checkpoint this run continues; None begins at the beginning."""
 
     @property
     def name(self) -> str:
         """The cell in a line of text: `invariant W=3 gpt fp32`."""
-        return f"{self.strategy} W={self.world_size} {self.model} {self.dtype}"
+        loaded = f" from {self.source.name}" if self.source else ""
+        return f"{self.strategy} W={self.world_size} {self.model} {self.dtype}{loaded}"
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Cell:
+        """The cell of which `dataclasses.asdict` made `data`."""
+        source: Any = data["source"] and cls.from_json(data["source"])
+        return cls(**{**data, "source": source})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """All cells, in the order in which they run: by world size first."""
+    """The matrix in its order of work."""
 
     settings: Settings
-    cells: tuple[Cell, ...]
-    cross_load: bool = True
-    """Also save and load checkpoints between world sizes and strategies."""
+    launches: list[list[Cell]]
+    """The cells of each start of ranks: each world size once, the smallest first, then runs that
+    continue a checkpoint of the world size before; at last, the smallest continues where the
+    largest stopped."""
 
 
 def make_plan(
@@ -222,17 +178,32 @@ def make_plan(
     world_sizes: Iterable[int],
     models: Iterable[str],
     dtypes: Iterable[str],
-    settings: Settings,
     cross_load: bool = True,
+    num_steps: int | None = None,
+    num_samples: int | None = None,
+    leaf_size: int | None = None,
+    **others: Any,
 ) -> Plan:
     """The full matrix: every strategy x world size x model x dtype.
 
     The number of leaves is raised to one more than the largest world size where it is smaller, for
     all cells alike: cells of different world sizes must see the same global batches.
 
+    Args:
+        strategies, world_sizes, models, dtypes: each may come in any order, and twice.
+        cross_load: also hand checkpoints from world size to world size and between strategies.
+        num_steps, num_samples, leaf_size: of `Settings`. Where `num_samples` is given, so many are
+            trained: steps follow from the size of a leaf, or that from the steps, rounded up (the
+            last step then goes on with a second pass over the data).
+        others: further fields of `Settings`.
+
     Raises:
-        ConfigError: an unknown model or dtype, a world size below 1, an empty list.
+        ConfigError: an unknown model or dtype, a world size below 1, an empty list, numbers that
+            cannot be.
     """
+    asked = {"num_steps": num_steps, "num_samples": num_samples, "leaf_size": leaf_size}
+    given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    settings = Settings(**given, **others)
     sizes = sorted(set(world_sizes))
     lists: dict[str, list[Any]] = {
         "strategies": list(dict.fromkeys(strategies)),
@@ -247,20 +218,60 @@ def make_plan(
         raise ConfigError(f"verify: a world size must be at least 1, got {sizes[0]}")
     for model in lists["models"]:
         _check_known("model", model, ("target",) if settings.target else MODELS)
+    for dtype in lists["dtypes"]:
+        _check_known("dtype", dtype, DTYPES)
     settings = replace(settings, num_leaves=max(settings.num_leaves, sizes[-1] + 1))
-    cells = tuple(
+    if num_samples is not None:
+        settings = _sized(settings, num_samples, num_steps, leaf_size)
+    cells = [
         Cell(strategy=strategy, world_size=world_size, model=model, dtype=dtype)
         for world_size in sizes
         for model in lists["models"]
         for dtype in lists["dtypes"]
         for strategy in lists["strategies"]
-    )
-    return Plan(settings=settings, cells=cells, cross_load=cross_load)
+    ]
+    launches = [[cell for cell in cells if cell.world_size == size] for size in sizes]
+    if cross_load and settings.num_steps > 1:  # checkpoints come from the middle of a run
+        handed = [
+            _handovers(cells[0], lists["strategies"], *p) for p in pairwise([*sizes, sizes[0]])
+        ]
+        if len(sizes) == 1:
+            launches[0] += handed[0]
+        else:
+            both = (own + more for own, more in zip(launches[1:], handed[:-1], strict=True))
+            launches = [launches[0], *both, handed[-1]]
+    return Plan(settings=settings, launches=launches)
 
 
-def split_list(text: str) -> list[str]:
-    """`a,b , c` as its words."""
-    return [word.strip() for word in text.split(",") if word.strip()]
+def _sized(
+    settings: Settings, num_samples: int, num_steps: int | None, leaf_size: int | None
+) -> Settings:
+    """`settings` with so many steps, or so large leaves, that `num_samples` are trained."""
+    if num_steps is not None and leaf_size is None:
+        return replace(settings, leaf_size=-(-num_samples // (num_steps * settings.num_leaves)))
+    needed = -(-num_samples // settings.global_batch_size)
+    if num_steps is not None and num_steps < needed:
+        raise ConfigError(
+            f"verify: {num_samples} samples are {needed} steps of {settings.global_batch_size} "
+            f"({settings.num_leaves} leaves of {settings.leaf_size}), and num_steps is "
+            f"{num_steps}; leave num_steps or leaf_size out, and it follows"
+        )
+    return replace(settings, num_steps=num_steps or needed)
+
+
+def _handovers(first: Cell, strategies: Sequence[str], before: int, after: int) -> list[Cell]:
+    """Every strategy continues a run of its own, and one of its neighbour in the list; with the
+    first model and dtype, the checkpoint's format being the same for all."""
+    return [
+        replace(
+            first,
+            strategy=strategy,
+            world_size=after,
+            source=replace(first, strategy=source, world_size=before),
+        )
+        for strategy, neighbour in zip(strategies, [*strategies[1:], strategies[0]], strict=True)
+        for source in dict.fromkeys((strategy, neighbour))
+    ]
 
 
 def _check_known(what: str, value: str, known: tuple[str, ...]) -> None:
@@ -268,57 +279,3 @@ def _check_known(what: str, value: str, known: tuple[str, ...]) -> None:
         near = get_close_matches(value, known, n=1)
         hint = f"; perhaps you meant {near[0]!r}" if near else ""
         raise ConfigError(f"verify: unknown {what} {value!r}{hint} (there are: {', '.join(known)})")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
-    """A run that ranks are asked for."""
-
-    cell: Cell
-    source: Cell | None = None
-    """The cell whose checkpoint this run continues; None begins at the beginning."""
-
-    @property
-    def source_name(self) -> str:
-        """Name of the source; "" for none."""
-        return "" if self.source is None else self.source.name
-
-
-def job_from_json(data: dict[str, Any]) -> Job:
-    """A job from the dict that `dataclasses.asdict` makes of it."""
-    source = data["source"]
-    return Job(cell=Cell(**data["cell"]), source=None if source is None else Cell(**source))
-
-
-def launches(plan: Plan) -> list[list[Job]]:
-    """The jobs of each start of ranks, in the order of work.
-
-    Each world size comes once, with its cells, then with checkpoints handed to it by the world size
-    before; at last, the smallest continues where the largest stopped. Checkpoints are written in
-    the middle of a run, so one step leaves none.
-    """
-    sizes = list(dict.fromkeys(cell.world_size for cell in plan.cells))
-    hand_over = plan.cross_load and plan.settings.num_steps > 1
-    found = []
-    for place, size in enumerate(sizes):
-        jobs = [Job(cell=cell) for cell in plan.cells if cell.world_size == size]
-        if hand_over and (place or len(sizes) == 1):
-            jobs += _handovers(plan, sizes[max(place - 1, 0)], size)
-        found.append(jobs)
-    if hand_over and len(sizes) > 1:
-        found.append(_handovers(plan, sizes[-1], sizes[0]))
-    return found
-
-
-def _handovers(plan: Plan, before: int, after: int) -> list[Job]:
-    """Every strategy continues a run of its own, and one of its neighbour in the list; with the
-    first model and dtype, the checkpoint's format being the same for all."""
-    first = plan.cells[0]
-    strategies = list(dict.fromkeys(cell.strategy for cell in plan.cells))
-    jobs = []
-    for place, strategy in enumerate(strategies):
-        neighbour = strategies[(place + 1) % len(strategies)]
-        cell = replace(first, strategy=strategy, world_size=after)
-        for source in dict.fromkeys((strategy, neighbour)):
-            jobs.append(Job(cell=cell, source=replace(first, strategy=source, world_size=before)))
-    return jobs

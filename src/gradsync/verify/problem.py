@@ -7,36 +7,29 @@ of one sample, dropout, and
     conv   GroupNorm and BatchNorm
     gpt    the library's own decoder, embedding and head tied
 
-The user's factory is found and called here; what it gives is tried in `check_target.py`.
+The user's own is loaded and tried by `target.py`.
 """
 
 from __future__ import annotations
 
-import importlib
-import random
-import sys
-import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset, Subset, TensorDataset
+from torch.utils.data import Subset, TensorDataset
 
 from gradsync.core.torch_private import BatchNorm
 from gradsync.data.leaf import IGNORED_TARGET
-from gradsync.errors import ConfigError
 from gradsync.models.config import GPTConfig
 from gradsync.models.gpt import GPT
 from gradsync.models.gpt import loss_sum as token_loss_sum
 from gradsync.runtime.seeds import seed_everything, stream_seed
 from gradsync.verify.plan import PLAIN, Settings, Variant
+from gradsync.verify.target import find_factory, kept_randomness, parts_of
 
 LossSum = Callable[[Any, Any], Tensor]
 _CLASSES = 10
@@ -51,7 +44,7 @@ class Problem:
     dataset: Any
     """Map-style; samples are (input, target)."""
     loss_sum: LossSum
-    """`loss_sum(output, target)`, [], *summed* over targets."""
+    """Of (output, target): [], *summed* over targets."""
     uses_all: bool = True
     """False when some leaf leaves a parameter without gradient."""
 
@@ -67,35 +60,32 @@ def build_problem(name: str, settings: Settings, variant: Variant = PLAIN) -> Pr
     The global generators are seeded before a factory is called, and put back afterwards. They are
     seeded before its module is imported too, for data that is drawn there, and again after that:
     only the first call imports.
-
-    Raises:
-        ConfigError: the user's target cannot be loaded or gives something else.
     """
     seed = stream_seed(settings.seed, "verify")
     with kept_randomness():
         seed_everything(seed)
         factory = find_factory(settings.target) if name == "target" else None
         seed_everything(seed)
-        problem = _OWN[name](settings) if factory is None else _call(settings, factory)
+        if factory is None:
+            problem = _OWN[name](settings)
+        else:
+            model, dataset, loss_sum = parts_of(settings.target, factory)
+            # A data set that is too small is gone through again: every step is run.
+            indices = [index % len(dataset) for index in range(settings.dataset_size)]
+            data = Subset(dataset, indices)
+            problem = Problem(model=model, dataset=data, loss_sum=loss_sum, uses_all=False)
     if not variant.dropout:
-        switch_dropout_off(problem.model)
+        freeze(problem.model, batch_norm=False)
     if variant.frozen_batch_norm:
-        freeze_batch_norm(problem.model)
+        freeze(problem.model, batch_norm=True)
     return problem
 
 
-def freeze_batch_norm(model: nn.Module) -> None:
-    """Have BatchNorm use its stored statistics, and keep them."""
+def freeze(model: nn.Module, *, batch_norm: bool) -> None:
+    """Put BatchNorm into evaluation mode (it keeps its stored statistics), or everything else, in
+    which then nothing is drawn at random, whatever draws it in training."""
     for module in model.modules():
-        if isinstance(module, BatchNorm):
-            module.eval()
-
-
-def switch_dropout_off(model: nn.Module) -> None:
-    """Put everything but BatchNorm into evaluation mode, in which nothing is drawn at random,
-    whatever layer or function draws it in training."""
-    for module in model.modules():
-        if not isinstance(module, BatchNorm):
+        if isinstance(module, BatchNorm) is batch_norm:
             module.training = False
 
 
@@ -116,7 +106,6 @@ class MLP(nn.Module):
         self.head = nn.Linear(16, _CLASSES)
 
     def forward(self, x_BC: Tensor) -> Tensor:
-        """Logits."""
         y_BC = torch.tanh(self.first(x_BC))
         y_BC = y_BC + 0.5 * torch.tanh(self.frozen(y_BC))
         y_BC = y_BC + self.again(self.dropout(F.relu(self.inner(y_BC))))
@@ -202,111 +191,3 @@ def _drop_targets(targets_N: Tensor) -> Tensor:
 
 
 _OWN: dict[str, Callable[[Settings], Problem]] = {"mlp": _mlp, "conv": _conv, "gpt": _gpt}
-
-
-_NOT_THE_USERS = (
-    *(str(Path(file).parent) for file in (torch.__file__, importlib.__file__)),
-    str(Path(__file__).parents[1]),
-    "<frozen",
-)
-
-
-@contextmanager
-def users_code(target: str, failure: str) -> Generator[None]:
-    """Say what the user's code raises inside in a line: `--target T: FAILURE KeyError: …`.
-
-    Raises:
-        ConfigError: that line.
-    """
-    try:
-        yield
-    except (Exception, SystemExit) as error:  # a module that exits would end verify silently
-        raise ConfigError(f"--target {target}: {failure} {_in_a_line(error)}") from error
-
-
-def find_factory(target: str) -> Callable[[], Any]:
-    """The function that `pkg.module:factory` names; imports its module.
-
-    The working folder can be imported from, as `python -m` has it.
-
-    Raises:
-        ConfigError: not of that form, not there, or its module raises.
-    """
-    module_name, _, name = target.partition(":")
-    if not module_name or not name:
-        raise ConfigError(f"--target {target!r}: expected pkg.module:factory")
-    folder = str(Path.cwd())
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    with users_code(target, "importing it raised"):
-        module = importlib.import_module(module_name)
-    factory = getattr(module, name, None)
-    if not callable(factory):
-        wrong = f"{module_name} has no {name!r}" if factory is None else f"{name} is not callable"
-        raise ConfigError(f"--target {target}: {wrong}")
-    return factory
-
-
-def _call(settings: Settings, factory: Callable[[], Any]) -> Problem:
-    """The user's problem. A data set that is too small is gone through again: every step is run."""
-    with users_code(settings.target, "the factory raised"):
-        made = factory()
-    if wrong := _wrong_parts(made):
-        raise ConfigError(f"--target {settings.target}: {wrong}")
-    model, dataset, loss_sum = made
-    indices = [index % len(dataset) for index in range(settings.dataset_size)]
-    return Problem(model=model, dataset=Subset(dataset, indices), loss_sum=loss_sum, uses_all=False)
-
-
-def _wrong_parts(made: Any) -> str:
-    if not (isinstance(made, tuple) and len(made) == 3):
-        return f"the factory must return (model, data set, loss_sum), got {described(made)}"
-    model, dataset, loss_sum = made
-    if not isinstance(model, nn.Module):
-        return f"the model must be a torch.nn.Module, got {described(model)}"
-    sized = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-    if isinstance(dataset, IterableDataset) or not sized:
-        wanted = "map-style, with a length and samples by index"
-        return f"the data set must be {wanted}; got {described(dataset)}"
-    if not len(dataset):
-        return "the data set has no samples"
-    if not callable(loss_sum):
-        return f"loss_sum must be a function, got {described(loss_sum)}"
-    return ""
-
-
-def described(value: Any) -> str:
-    """A wrong value in a few words: its type, and what is in it."""
-    if isinstance(value, tuple | list):
-        return f"a {type(value).__name__} of {len(value)}"
-    if isinstance(value, Mapping):
-        return f"{type(value).__name__} with {', '.join(map(repr, list(value)[:4]))}"
-    return type(value).__name__
-
-
-def _in_a_line(error: BaseException) -> str:
-    """`KeyError: 'x' (data.py:12)`: the innermost place that is neither torch's nor ours."""
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith(_NOT_THE_USERS)
-    ]
-    said, place = str(error), ""
-    if isinstance(error, SyntaxError) and error.filename:
-        said, place = error.msg, f" ({Path(error.filename).name}:{error.lineno})"
-    elif frames:
-        place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})"
-    return f"{type(error).__name__}: {' '.join(said.split())}{place}"
-
-
-@contextmanager
-def kept_randomness() -> Generator[None]:
-    """Put torch's, numpy's and Python's global generators back at the end: a check must not change
-    what is drawn after it."""
-    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(states[0])
-        np.random.set_state(states[1])
-        random.setstate(states[2])

@@ -22,18 +22,19 @@ from gradsync.comm.base import Communicator
 from gradsync.comm.values import all_gather_json
 from gradsync.data.leaf import Leaf
 from gradsync.runtime.seeds import seed_everything, seed_leaf, stream_seed
-from gradsync.verify.problem import freeze_batch_norm, kept_randomness
+from gradsync.verify.problem import freeze
 from gradsync.verify.record import (
-    Layout,
     LeafTrace,
     Observer,
+    State,
     Tensors,
     Trace,
     sample_digests,
     trace_leaf,
 )
 from gradsync.verify.result import Cause, Finding, Kind
-from gradsync.verify.run import Saved, Task, make_loader, make_optimizer
+from gradsync.verify.run import Task, make_loader, make_optimizer
+from gradsync.verify.target import kept_randomness
 
 
 @dataclass(slots=True)
@@ -50,31 +51,27 @@ class LeafResult:
 
 
 class Reference:
-    """The one-rank twin of a task; made where it is needed, without communication.
+    """The one-rank twin of a run on `world_size` ranks, on which the number of leaves may depend;
+    `saved` is the checkpoint that the run begins with. It does not communicate."""
 
-    Args:
-        task: problem and settings.
-        world_size: of the run it is compared with; the number of leaves may depend on it.
-        saved: the checkpoint that the run begins with; None: initial weights.
-    """
-
-    def __init__(self, task: Task, world_size: int, saved: Saved | None = None) -> None:
+    def __init__(self, task: Task, world_size: int, saved: State | None = None) -> None:
         self.task = task
-        self._world_size = world_size
         self.saved = saved
         self.settings = task.settings_for(world_size)
         self._problem = task.build()
         self._model = self._problem.model
+        self.has_batch_norm = self._problem.has_batch_norm
         if self.settings.batch_norm == "freeze":
-            freeze_batch_norm(self._model)
-        self._parameters = _by_clean_name(dict(self._model.named_parameters()))
-        self._buffers = _by_clean_name(dict(self._model.named_buffers()))
-        self.leaves = self._read_leaves()
+            freeze(self._model, batch_norm=True)
+        self._parameters = pack_weights(dict(self._model.named_parameters()))
+        self._buffers = pack_weights(dict(self._model.named_buffers()))
+        source = make_loader(self._problem, self.settings, 0, 1)
+        if saved is not None:
+            source.load_state_dict(saved.data)
+        left = self.settings.num_steps - source.state_dict()["steps"]
+        self.leaves = {step.number: list(step) for step in islice(source, left)}
         """All leaves of each step, by its number."""
-        self.traces = {
-            number: [self._trace_of(leaf) for leaf in leaves]
-            for number, leaves in self.leaves.items()
-        }
+        self.traces = {n: [*map(self._trace_of, leaves)] for n, leaves in self.leaves.items()}
         """The records of these leaves that a right run has."""
         self._cache: dict[int, tuple[Tensors, list[LeafResult]]] = {}
         self.owner_of: dict[str, int] = {}
@@ -84,17 +81,12 @@ class Reference:
             self.owner_of[sample_digests(default_collate([dataset[index]]), 1)[0]] = index
 
     @property
-    def has_batch_norm(self) -> bool:
-        """Whether the model keeps statistics over batches."""
-        return self._problem.has_batch_norm
-
-    @property
     def optimizer_group(self) -> dict[str, Any]:
         """The optimizer's settings, alike for all parameters."""
         return make_optimizer(self._model, self.settings).param_groups[0]
 
-    def start(self) -> Tensors:
-        """Initial weights."""
+    def weights(self) -> Tensors:
+        """A copy of the weights that the model has now: at first, the initial ones."""
         return {name: tensor.detach().clone() for name, tensor in self._parameters.items()}
 
     def leaf_results(self, step: int, weights: Tensors, buffers: Tensors) -> list[LeafResult]:
@@ -103,72 +95,59 @@ class Reference:
         if cached is not None and all(torch.equal(cached[0][n], weights[n]) for n in weights):
             return cached[1]
         self._load(weights, {})
-        results = [self.leaf_result(leaf, buffers) for leaf in self.leaves[step]]
+        results = [self._leaf_result(leaf, buffers) for leaf in self.leaves[step]]
         self._cache[step] = (weights, results)
         return results
 
-    def leaf_result(
+    def leaf_numbers(self, number: int, *, all_generators: bool) -> tuple[list[float], list[float]]:
+        """Loss and norms of the gradients of a step's heaviest leaf, twice with the same buffers;
+        `all_generators` also seeds numpy's and Python's, which a run does not."""
+        leaf = max(self.leaves[number], key=lambda leaf: leaf.num_targets)
+        buffers = {name: tensor.clone() for name, tensor in self._buffers.items()}
+
+        def numbers() -> list[float]:
+            result = self._leaf_result(leaf, buffers, all_generators=all_generators)
+            return [result.loss_sum, *(float(g.double().norm()) for g in result.gradient.values())]
+
+        return numbers(), numbers()
+
+    def _leaf_result(
         self, leaf: Leaf, buffers: Tensors, *, all_generators: bool = False
     ) -> LeafResult:
-        """Loss and gradient of one leaf at the weights that the model has now.
-
-        Args:
-            leaf: any.
-            buffers: that it finds.
-            all_generators: also seed numpy's and Python's, which a run does not.
-        """
         self._load({}, buffers)
         if all_generators:
             seed_everything(stream_seed(self.settings.seed, "leaf", leaf.step, leaf.index))
         seed_leaf(self.settings.seed, leaf.step, leaf.index)
         loss = self._loss_sum(leaf)
         loss.backward()
-        gradient = {}
-        for name, parameter in self._parameters.items():
-            if parameter.grad is not None:
-                gradient[name] = parameter.grad
-                parameter.grad = None
+        gradient = {n: p.grad for n, p in self._parameters.items() if p.grad is not None}
+        for name in gradient:
+            self._parameters[name].grad = None
         changed = {name: self._buffers[name].clone() for name in buffers}
         loss_sum = float(loss.detach().double())
         return LeafResult(leaf.index, leaf.num_targets, loss_sum, gradient, changed)
 
-    def leaf_twice(self, number: int, *, all_generators: bool) -> tuple[LeafResult, LeafResult]:
-        """Two results of the leaf of a step that has most targets, with the same buffers."""
-        leaf = max(self.leaves[number], key=lambda leaf: leaf.num_targets)
-        buffers = {name: tensor.clone() for name, tensor in self._buffers.items()}
-        first = self.leaf_result(leaf, buffers, all_generators=all_generators)
-        return first, self.leaf_result(leaf, buffers, all_generators=all_generators)
-
-    def update(
-        self,
-        weights: Tensors,
-        state: tuple[Tensors, dict[str, Any]],
-        gradient: dict[str, Tensor | None],
-    ) -> tuple[Tensors, Tensors]:
-        """One optimizer step from given weights, state and gradient.
-
-        Returns:
-            weights and optimizer state (`slot/parameter`) afterwards.
-        """
-        self._load(weights, {})
+    def update(self, before: State, gradient: dict[str, Tensor | None]) -> tuple[Tensors, Tensors]:
+        """Weights and optimizer state (`slot/parameter`) after one step of the optimizer."""
+        self._load(before.weights, {})
         optimizer = make_optimizer(self._model, self.settings)
         named = list(self._model.named_parameters())
-        tensors, description = state
-        if description["params"]:
+        if before.description["params"]:
             # The run's state, but our own settings: a learning rate of its own must show.
             _, own = pack_optimizer(optimizer, named)
-            unpack_optimizer(optimizer, named, tensors, {**description, "groups": own["groups"]})
+            description = {**before.description, "groups": own["groups"]}
+            unpack_optimizer(optimizer, named, before.optimizer, description)
         for name, parameter in self._parameters.items():
             found = gradient.get(name)
             parameter.grad = None if found is None else found.clone()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         packed, _ = pack_optimizer(optimizer, named)
-        return self.start(), {name: tensor.clone() for name, tensor in packed.items()}
+        return self.weights(), {name: tensor.clone() for name, tensor in packed.items()}
 
-    def loss(self, weights: Tensors, buffers: Tensors) -> float:
+    def loss(self, state: State) -> float:
         """Mean loss over the data set in evaluation mode."""
-        self._load(weights, buffers)
+        self._load(state.weights, state.buffers)
         modes = {module: module.training for module in self._model.modules()}
         self._model.eval()
         leaves = [leaf for step in self.leaves.values() for leaf in step]
@@ -179,16 +158,14 @@ class Reference:
         return total / sum(leaf.num_targets for leaf in leaves)
 
     def train(self) -> Trace:
-        """The whole run on one rank, or what is left of it after the checkpoint; on a fresh twin,
-        whose weights and buffers are those of the start."""
-        return Reference(self.task, self._world_size, self.saved)._train()
-
-    def _train(self) -> Trace:
+        """The whole run on one rank, or what is left of it after the checkpoint; only on a fresh
+        twin are weights and buffers those of the start."""
         optimizer, saved = make_optimizer(self._model, self.settings), self.saved
         if saved is not None:
             self._load(saved.weights, saved.buffers)
-            unpack_optimizer(optimizer, self._model.named_parameters(), *saved.optimizer)
-        observer = Observer(self._model, Layout(self._model), optimizer)
+            named = self._model.named_parameters()
+            unpack_optimizer(optimizer, named, saved.optimizer, saved.description)
+        observer = Observer(self._model, Trace.of(self._model), optimizer)
         try:
             for number, leaves in self.leaves.items():
                 observer.begin(number)
@@ -219,13 +196,6 @@ class Reference:
             return None
         return float(torch.nn.utils.clip_grad_norm_(parameters, self.settings.clip_norm))
 
-    def _read_leaves(self) -> dict[int, list[Leaf]]:
-        source = make_loader(self._problem, self.settings, 0, 1)
-        if self.saved is not None:
-            source.load_state_dict(self.saved.data)
-        done = source.state_dict()["steps"]
-        return {step.number: list(step) for step in islice(source, self.settings.num_steps - done)}
-
     def _loss_sum(self, leaf: Leaf) -> Tensor:
         with self.task.autocast():
             return self._problem.loss_sum(self._model(leaf.inputs), leaf.targets)
@@ -242,9 +212,7 @@ class Reference:
             self._buffers[name].copy_(tensor)
 
 
-def _by_clean_name(tensors: dict[str, Any]) -> dict[str, Any]:
-    return {clean: tensors[name] for name, clean in clean_names(tensors).items()}
-
+# -- is a forward a function of what it should be? ------------------------------------------------
 
 _SAME = 1e-6
 """Relative difference of a repetition on one rank: the same program on the same machine."""
@@ -258,51 +226,35 @@ _WHY = {
 
 
 def check_forward(
-    task: Task, comm: Communicator, number: int, saved: Saved | None = None
+    task: Task, comm: Communicator, number: int, saved: State | None = None
 ) -> tuple[Cause, Finding] | None:
     """Run a leaf of step `number` twice on every rank: results that differ, on one rank or between
-    ranks, no strategy can help; all ranks call it.
-
-    Returns:
-        the same on all ranks: None when the results agree.
-    """
+    ranks, no strategy can help. All ranks call it and get the same, None when results agree."""
     with kept_randomness():
         # Each time a fresh model, which keeps whatever it keeps from forward to forward.
-        twice = Reference(task, comm.world_size, saved).leaf_twice(number, all_generators=False)
-        repeats = seeded = _same(*twice)
+        fresh = Reference(task, comm.world_size, saved)
+        numbers, again = fresh.leaf_numbers(number, all_generators=False)
+        repeats = seeded = _alike(numbers, again, _SAME)
         if not repeats:
             fresh = Reference(task, comm.world_size, saved)
-            seeded = _same(*fresh.leaf_twice(number, all_generators=True))
-    norms = [float(gradient.double().norm()) for gradient in twice[0].gradient.values()]
-    numbers = [twice[0].loss_sum, *norms]
+            seeded = _alike(*fresh.leaf_numbers(number, all_generators=True), _SAME)
     everyone = all_gather_json(comm, {"repeats": repeats, "seeded": seeded, "numbers": numbers})
     ranks = [rank for rank, each in enumerate(everyone) if not each["repeats"]]
     cause = Cause.RANDOM if ranks and all(each["seeded"] for each in everyone) else Cause.UNKNOWN
     detail = _WHY[cause]
     if not ranks:
-        first = everyone[0]["numbers"]
-        ranks = [rank for rank, each in enumerate(everyone) if not _alike(first, each["numbers"])]
         detail = "the same leaf gives something else on another rank: it depends on the rank"
+        first = everyone[0]["numbers"]
+        ranks = [r for r, each in enumerate(everyone) if not _alike(first, each["numbers"], _ALIKE)]
     if not ranks:
         return None
     where = () if len(ranks) == comm.world_size else tuple(ranks)
     return cause, Finding(kind=Kind.FORWARD, step=number, ranks=where, detail=detail)
 
 
-def _same(first: LeafResult, second: LeafResult) -> bool:
-    """Whether two results of one leaf agree up to `_SAME`."""
-    if first.gradient.keys() != second.gradient.keys():
+def _alike(a: list[float], b: list[float], tolerance: float) -> bool:
+    """Whether loss and norms agree, these relative to the norm of the whole gradient."""
+    if len(a) != len(b) or not math.isclose(a[0], b[0], rel_tol=tolerance):
         return False
-    pairs = [(g.double(), second.gradient[name].double()) for name, g in first.gradient.items()]
-    size = math.hypot(*(float(g.norm()) for g, _ in pairs))
-    apart = math.hypot(*(float((g - other).norm()) for g, other in pairs))
-    same_loss = math.isclose(first.loss_sum, second.loss_sum, rel_tol=_SAME)
-    return same_loss and apart <= _SAME * size
-
-
-def _alike(a: list[float], b: list[float]) -> bool:
-    """Whether loss and norms of the same leaf on two ranks agree up to `_ALIKE`."""
-    if len(a) != len(b) or not math.isclose(a[0], b[0], rel_tol=_ALIKE):
-        return False
-    small = _ALIKE * math.hypot(*a[1:])
+    small = tolerance * math.hypot(*a[1:])
     return all(math.isclose(x, y, abs_tol=small) for x, y in zip(a[1:], b[1:], strict=True))

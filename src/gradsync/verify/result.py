@@ -1,32 +1,47 @@
-"""Findings, their causes, and the result of a cell, as values and as sentences. No torch here."""
+"""Findings, their causes, and the result of a cell: as values, sentences, a table, JSON and CSV.
+
+No torch here.
+"""
 
 from __future__ import annotations
 
+import csv
+import math
+import platform
+import re
+import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Any
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.table import Table
+
+from gradsync.verify.plan import Cell, Settings, promise_of
 
 
 class Kind(StrEnum):
     """Places of the first difference in a step, in the order in which they are looked for."""
 
-    START = "initial weights"
-    DATA = "data"
-    RANDOM = "random state"
-    FINITE = "not finite"
-    FORWARD = "forward"
+    START = "the weights are not the one-rank run's"
+    DATA = "the global batch is not the one-rank run's"
+    RANDOM = "dropout is not the one-rank run's"
+    FINITE = "a number is not finite on one rank either"
+    FORWARD = "the forward is not reproducible"
     MOVED = "weights changed during backward"
-    GRADIENT_REPLICAS = "gradients differ between ranks"
-    GRADIENT = "gradient"
-    NORM = "gradient norm"
-    LOSS = "loss"
-    UPDATE = "update"
-    REPLICAS = "weights differ between ranks"
-    MEETING = "averaged weights"
-    BUFFERS = "buffers"
-    BITS = "bits"
-    FALL = "loss does not fall"
+    GRADIENT_REPLICAS = "the gradient differs between ranks"
+    GRADIENT = "the gradient is not the one-rank run's"
+    NORM = "the gradient norm is not the one-rank run's"
+    LOSS = "the mean loss is not the one-rank run's"
+    UPDATE = "the optimizer's step is not the one-rank run's"
+    REPLICAS = "the weights differ between ranks"
+    MEETING = "the weights are not what the ranks' meeting must give"
+    BUFFERS = "buffers are not the one-rank run's"
+    BITS = "the bits are not the one-rank run's"
+    FALL = "the loss does not fall"
 
 
 class Cause(StrEnum):
@@ -45,6 +60,28 @@ class Cause(StrEnum):
     UNKNOWN = "unknown"
 
 
+_ADVICE: dict[Cause | Kind, str] = {
+    Cause.DATA: "Give each sample of a global batch to exactly one rank (gs.loader does).",
+    Cause.INITIAL_WEIGHTS: "Broadcast rank 0's weights before the first step (gs.replicate does).",
+    Cause.LOSS_SCALING: "Sum losses over targets and divide once, by the global number of targets.",
+    Cause.UNSYNCHRONISED: "Let every rank reduce every gradient in every step, in the same order.",
+    Cause.FLAG_TOO_LATE: "Enter micro_step or no_sync before the forward, not before the backward.",
+    Cause.BATCH_NORM: "Choose batch_norm=freeze, or use GroupNorm.",
+    Cause.RANDOM: "Seed by (seed, step, leaf) before each forward, never by rank.",
+    Cause.DTYPE: "Keep gradients in the weights' dtype, or choose a strategy that says it rounds.",
+    Cause.ORDER: "All is right up to rounding; sums are taken in another order at this world size.",
+    Cause.OPTIMIZER: "The optimizer must act elementwise on the whole mean gradient.",
+    Cause.UNKNOWN: "None of the known causes explains it; compare the first parameter by hand.",
+    Kind.FINITE: "Look for its first inf or nan on one rank: no strategy can help.",
+    Kind.FORWARD: "Let it depend on inputs, weights, buffers and torch's generator alone.",
+    Kind.REPLICAS: "Let nothing but the optimizer write to weights, alike on all ranks.",
+    Kind.MEETING: "Average the weights of all ranks, with equal shares.",
+    Kind.BUFFERS: "Leave buffers to gs.replicate, which moves them by what all leaves do.",
+    Kind.MOVED: "Reduce parameter.grad in the hook, and leave the parameter alone.",
+}
+"""What to do, by the kind of finding where it has an entry, else by the cause."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
     """The first difference of one kind in one step; made of what JSON can write."""
@@ -59,21 +96,9 @@ class Finding:
     """Numbers, for the sentence."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Diagnosis:
-    """The cause of a failure; field by field as in `Result`."""
-
-    cause: str
-    sentence: str
-    step: int
-    names: list[str]
-    ranks: list[int]
-    tried: list[str]
-
-
 @dataclass(kw_only=True, slots=True)
 class Result:
-    """One cell, or one checkpoint handed from one cell to another."""
+    """One cell of the matrix, as it came out."""
 
     strategy: str
     world_size: int
@@ -84,7 +109,7 @@ class Result:
     says: str = ""
     """A lossy strategy's promise."""
     loaded_from: str = ""
-    """Name of the cell whose checkpoint this run continued; "" for a run from the start."""
+    """Name of the cell's source; "" for a run from the start."""
     status: str = "passed"
     """passed, failed or error."""
     bitwise: bool = False
@@ -100,9 +125,8 @@ class Result:
     weights_sha256: str = ""
     """Digest of the final parameters."""
     cause: str = ""
-    """From the closed list; "" when passed."""
     sentence: str = ""
-    """One sentence: the difference, its place, its cause, and what to do."""
+    """The difference, its place, its cause, and what to do."""
     step: int | None = None
     """First step that is not as promised."""
     names: list[str] = field(default_factory=list)
@@ -112,7 +136,21 @@ class Result:
     tried: list[str] = field(default_factory=list)
     """Variants that were run to find the cause, and whether the difference was still there."""
     seconds: float = 0.0
-    """Time that the cell took."""
+
+    @classmethod
+    def of(cls, cell: Cell, **fields: Any) -> Result:
+        """The result of `cell`, with `fields` besides its names and its promise."""
+        promise = promise_of(cell.strategy)
+        return cls(
+            strategy=cell.strategy,
+            world_size=cell.world_size,
+            model=cell.model,
+            dtype=cell.dtype,
+            promise=promise.kind,
+            says=promise.says,
+            loaded_from=cell.source.name if cell.source else "",
+            **fields,
+        )
 
     @property
     def passed(self) -> bool:
@@ -125,12 +163,17 @@ class Result:
         loaded = f" from {self.loaded_from}" if self.loaded_from else ""
         return f"{self.strategy} W={self.world_size} {self.model} {self.dtype}{loaded}"
 
-
-def minority(values: list[str]) -> tuple[int, ...]:
-    """Ranks whose value is not the most frequent one (of equally frequent ones, rank 0's or the
-    lowest rank's counts as right)."""
-    best = max(dict.fromkeys(values), key=values.count)
-    return tuple(rank for rank, value in enumerate(values) if value != best)
+    def explain(self, cause: Cause, finding: Finding, detail: str) -> None:
+        """Note the cause of a failure, and the sentence that says it:
+        `step 2, 'head.weight', rank 1: finding; cause: why. Advice.`"""
+        self.cause = cause.value
+        self.step, self.names, self.ranks = finding.step, [*finding.names], [*finding.ranks]
+        where = [f"step {self.step}"]
+        where += [listed(self.names)] if self.names else []
+        where += [ranks_text(self.ranks)] if self.ranks else []
+        why = f"{cause}: {detail}" if detail else cause
+        advice = _ADVICE.get(finding.kind, _ADVICE[cause])
+        self.sentence = f"{', '.join(where)}: {finding.kind}; {why}. {advice}"
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:
@@ -144,59 +187,130 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
-_FINDINGS = {
-    Kind.START: "the weights are not the one-rank run's",
-    Kind.DATA: "the global batch is not the one-rank run's",
-    Kind.RANDOM: "dropout is not the one-rank run's",
-    Kind.FINITE: "a number is not finite on one rank either",
-    Kind.FORWARD: "the forward is not reproducible",
-    Kind.MOVED: "weights changed during backward",
-    Kind.GRADIENT_REPLICAS: "the gradient differs between ranks",
-    Kind.GRADIENT: "the gradient is not the one-rank run's",
-    Kind.NORM: "the gradient norm is not the one-rank run's",
-    Kind.LOSS: "the mean loss is not the one-rank run's",
-    Kind.UPDATE: "the optimizer's step is not the one-rank run's",
-    Kind.REPLICAS: "the weights differ between ranks",
-    Kind.MEETING: "the weights are not what the ranks' meeting must give",
-    Kind.BUFFERS: "buffers are not the one-rank run's",
-    Kind.BITS: "the bits are not the one-rank run's",
-    Kind.FALL: "the loss does not fall",
-}
+# -- JSON and CSV ---------------------------------------------------------------------------------
 
-_ADVICE = {
-    Cause.DATA: "Give each sample of a global batch to exactly one rank (gs.loader does).",
-    Cause.INITIAL_WEIGHTS: "Broadcast rank 0's weights before the first step (gs.replicate does).",
-    Cause.LOSS_SCALING: "Sum losses over targets and divide once, by the global number of targets.",
-    Cause.UNSYNCHRONISED: "Let every rank reduce every gradient in every step, in the same order.",
-    Cause.FLAG_TOO_LATE: "Enter micro_step or no_sync before the forward, not before the backward.",
-    Cause.BATCH_NORM: "Choose batch_norm=freeze, or use GroupNorm.",
-    Cause.RANDOM: "Seed by (seed, step, leaf) before each forward, never by rank.",
-    Cause.DTYPE: "Keep gradients in the weights' dtype, or choose a strategy that says it rounds.",
-    Cause.ORDER: "All is right up to rounding; sums are taken in another order at this world size.",
-    Cause.OPTIMIZER: "The optimizer must act elementwise on the whole mean gradient.",
-    Cause.UNKNOWN: "None of the known causes explains it; compare the first parameter by hand.",
-}
-
-_ADVICE_ON_FINDING = {
-    Kind.FINITE: "Look for its first inf or nan on one rank: no strategy can help.",
-    Kind.FORWARD: "Let it depend on inputs, weights, buffers and torch's generator alone.",
-    Kind.REPLICAS: "Let nothing but the optimizer write to weights, alike on all ranks.",
-    Kind.MEETING: "Average the weights of all ranks, with equal shares.",
-    Kind.BUFFERS: "Leave buffers to gs.replicate, which moves them by what all leaves do.",
-    Kind.MOVED: "Reduce parameter.grad in the hook, and leave the parameter alone.",
-}
+_COLUMNS = (
+    *("strategy", "world_size", "model", "dtype", "promise", "loaded_from", "status", "bitwise"),
+    *("part_of_bound", "weights_sha256", "cause", "step", "sentence", "seconds"),
+)
+_PARTS = ("loss", "gradient", "weight", "state")
+_MEASURES = ("max_abs", "max_rel", "max_ulp", "first_step", "first_name")
 
 
-def sentence(cause: Cause, finding: Finding, detail: str) -> str:
-    """`step 2, 'head.weight', rank 1: finding; cause: why. Advice.`"""
-    where = [f"step {finding.step}"]
-    if finding.names:
-        where.append(listed(finding.names))
-    if finding.ranks:
-        where.append(ranks_text(finding.ranks))
-    advice = _ADVICE[cause]
-    named = finding.kind in (Kind.FINITE, Kind.FORWARD)
-    if named or cause in (Cause.UNSYNCHRONISED, Cause.BATCH_NORM):
-        advice = _ADVICE_ON_FINDING.get(finding.kind, advice)
-    why = f"{cause}: {detail}" if detail else cause
-    return f"{', '.join(where)}: {_FINDINGS[finding.kind]}; {why}. {advice}"
+def document(settings: Settings, results: Sequence[Result], seconds: float) -> dict[str, Any]:
+    """The document that `--json` prints."""
+    versions = {name: metadata.version(name) for name in ("gradsync", "torch")}
+    return _strict(
+        {
+            "passed": all(result.passed for result in results),
+            "settings": asdict(settings),
+            "versions": {**versions, "python": platform.python_version()},
+            "cells": [asdict(result) for result in results if not result.loaded_from],
+            "cross_load": [asdict(result) for result in results if result.loaded_from],
+            "seconds": round(seconds, 1),
+        }
+    )
+
+
+def _strict(value: Any) -> Any:
+    """A value without nan and infinity, which JSON does not have: they become null."""
+    if isinstance(value, dict):
+        return {key: _strict(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_strict(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def write_csv(path: Path, results: Sequence[Result]) -> None:
+    """One row per result; differences as `gradient_max_abs` and so on, empty for no number."""
+    names = [f"{part}_{measure}" for part in _PARTS for measure in _MEASURES]
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [*_COLUMNS, *names])
+        writer.writeheader()
+        for result in results:
+            row = {name: getattr(result, name) for name in _COLUMNS}
+            for part, values in result.differences.items():
+                row |= {f"{part}_{measure}": values[measure] for measure in _MEASURES}
+            writer.writerow(_strict(row))
+
+
+# -- a table for people ---------------------------------------------------------------------------
+
+
+def print_report(results: Sequence[Result], seconds: float, stream: TextIO) -> None:
+    """A row per strategy and dtype, then each reason of failures once."""
+    # A narrow terminal may wrap lines; words cut short could not be read. Messages of others are
+    # shown as they are: no markup in brackets, no pictures between colons.
+    console = Console(
+        file=stream,
+        markup=False,
+        emoji=False,
+        highlight=False,
+        soft_wrap=True,
+        width=max(shutil.get_terminal_size().columns, 110),
+    )
+    cells = [result for result in results if not result.loaded_from]
+    console.print(_table(cells))
+    for alike in _by_reason(results):
+        first, names = alike[0], ", ".join(result.name for result in alike)
+        console.print(first.status, style="bold red", end=" ")
+        if len(alike) == 1:
+            console.print(f"{names}: {first.sentence}")
+        else:
+            console.print(f"{len(alike)} cells: {first.sentence}\n    {names}")
+        for line in first.tried:
+            console.print(f"    tried: {line}")
+    failed = sum(not result.passed for result in results)
+    console.print(
+        f"{len(cells)} cells and {len(results) - len(cells)} checkpoints handed on, "
+        f"{failed} failed, {seconds:.0f} s"
+    )
+
+
+def _by_reason(results: Sequence[Result]) -> list[list[Result]]:
+    """Failed results, those with one reason together. Errors come from one mistake also where
+    numbers in them (rank, port, address) differ."""
+    groups: dict[tuple[str, ...], list[Result]] = {}
+    for result in results:
+        if not result.passed:
+            error = result.status == "error"
+            gist = re.sub(r"\d+", "", result.sentence) if error else result.sentence
+            groups.setdefault((result.status, gist, *result.tried), []).append(result)
+    return list(groups.values())
+
+
+def _table(cells: Sequence[Result]) -> Table:
+    sizes = sorted({cell.world_size for cell in cells})
+    table = Table(box=None, pad_edge=False)
+    for name in ("strategy", "dtype", "promise", *(f"W={size}" for size in sizes)):
+        table.add_column(name)
+    for name in ("loss", "gradient", "weights", "of bound"):
+        table.add_column(name, justify="right")
+    for strategy, dtype in dict.fromkeys((cell.strategy, cell.dtype) for cell in cells):
+        row = [cell for cell in cells if (cell.strategy, cell.dtype) == (strategy, dtype)]
+        marks = [mark([cell for cell in row if cell.world_size == size]) for size in sizes]
+        worst = [short(largest(row, part), 1) for part in ("loss", "gradient", "weight")]
+        bound = max(cell.part_of_bound for cell in row)
+        table.add_row(strategy, dtype, row[0].promise, *marks, *worst, f"{bound:.0%}")
+    return table
+
+
+def mark(cells: Sequence[Result]) -> str:
+    """One word for some cells: the worst of them."""
+    for status in ("error", "failed"):
+        if any(cell.status == status for cell in cells):
+            return status
+    if all(cell.bitwise for cell in cells):
+        return "bitwise"
+    return "lossy" if cells[0].promise == "lossy" else "rounding"
+
+
+def largest(cells: Sequence[Result], part: str) -> float:
+    """Largest relative difference of `part` from one rank's run; null in JSON was no number."""
+    found = [cell.differences[part]["max_rel"] for cell in cells if cell.differences]
+    return max((math.inf if value is None else value for value in found), default=0.0)
+
+
+def short(value: float, digits: int) -> str:
+    """`0` or `3.1e-07`."""
+    return "0" if value == 0 else f"{value:.{digits}e}"

@@ -29,19 +29,26 @@ from gradsync.sync.registry import find_strategy
 from gradsync.sync.replicate import replicate
 from gradsync.verify.plan import PLAIN, Settings, Variant, promise_of
 from gradsync.verify.problem import LossSum, Problem, build_problem
-from gradsync.verify.record import Layout, Observer, Tensors, Trace
+from gradsync.verify.record import Observer, State, Trace
 from gradsync.world import World
 
 LEARNING_RATE = 1e-2
 INNER_STEPS = 2
 """Steps of a round where ranks step alone and meet."""
+_OPTIONS: dict[str, Any] = {
+    "bucket_mb": 0.01,
+    "first_bucket_mb": 0.002,
+    "start_powerSGD_iter": 2,
+    "inner_steps": INNER_STEPS,
+}
+"""Several buckets, compression and meetings from the start: a short run of a small model must show
+what the strategy does."""
 
 
 @dataclass(slots=True)
 class Parts:
     """The parts of a training loop, handed to `prepare` before it starts."""
 
-    strategy: str
     comm: Communicator
     model: nn.Module
     loss_sum: LossSum
@@ -72,10 +79,8 @@ class Task:
         return _in_double(problem) if self._used_dtype == "fp64" else problem
 
     def settings_for(self, world_size: int) -> Settings:
-        """Settings with the number of leaves that the variant and the strategy need.
-
-        The data set stays the same, so that a checkpoint can go from one to the other.
-        """
+        """Settings with the number of leaves that the variant and the strategy need, and the same
+        data set, so that a checkpoint can go from one to the other."""
         settings = self.settings
         equal_leaves = find_strategy(self.strategy).equal_leaves or settings.batch_norm == "sync"
         num_leaves = -(-settings.num_leaves // world_size) * world_size
@@ -95,52 +100,32 @@ class Task:
         return self.variant.dtype or self.dtype
 
 
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """A run's state after some steps, read back from its files."""
-
-    weights: Tensors
-    """Parameters, tied ones once."""
-    buffers: Tensors
-    """Persistent buffers."""
-    optimizer: tuple[Tensors, dict[str, Any]]
-    """Packed optimizer state."""
-    data: dict[str, Any]
-    """The loader's."""
-    strategy: str
-    """The strategy that saved it."""
-    extra: Tensors
-    """The state that this strategy itself keeps."""
-
-
 def train_traced(
     task: Task,
     comm: Communicator,
     *,
     groups: Groups | None = None,
     prepare: Prepare | None = None,
-    saved: Saved | None = None,
+    saved: State | None = None,
 ) -> Trace:
     """Train on this rank's share; every rank of `comm` calls it.
-
-    Ranks above 0 start from other weights, so that a start that is not shared shows.
 
     Args:
         task: problem, strategy and settings.
         comm: the ranks.
-        groups: inside and between hosts, for `hierarchical`; None on one rank makes them.
+        groups: for `hierarchical`; None on one rank makes them.
         prepare: may replace any part of the loop before it starts; a seam for tests.
         saved: the checkpoint to start from.
     """
     settings, problem = task.settings_for(comm.world_size), task.build()
-    layout = Layout(problem.model)
+    trace = Trace.of(problem.model)
     parts = _make_parts(task.strategy, problem, settings, comm, groups)
     if saved is not None:
-        _load(saved, parts)
+        _load(saved, task.strategy, parts)
     if prepare is not None:
         parts = prepare(parts)
     whole = not promise_of(task.strategy).local
-    observer = Observer(parts.model, layout, parts.optimizer, parts.sync.reducer, whole=whole)
+    observer = Observer(parts.model, trace, parts.optimizer, parts.sync.reducer, whole=whole)
     try:
         for step in islice(parts.loader, settings.num_steps - parts.loader.state_dict()["steps"]):
             observer.begin(step.number)
@@ -155,32 +140,20 @@ def train_traced(
             result = parts.sync.step(parts.optimizer, clip_norm=settings.clip_norm)
             norm = None if result.grad_norm is None else float(result.grad_norm)
             observer.end(float(result.mean_loss), result.weight, norm)
-            observer.trace.steps[-1].data = dict(parts.loader.state_dict())
+            trace.steps[-1].after.data = dict(parts.loader.state_dict())
     finally:
         observer.close()
         parts.sync.close()
-    return observer.trace
+    return trace
 
 
 def _make_parts(
-    strategy: str,
-    problem: Problem,
-    settings: Settings,
-    comm: Communicator,
-    groups: Groups | None,
+    strategy: str, problem: Problem, settings: Settings, comm: Communicator, groups: Groups | None
 ) -> Parts:
     if groups is None and comm.world_size == 1:
         groups = make_groups(World())
-    _disturb(problem.model, comm.rank)
-    # Several buckets, compression and meetings from the start: a short run of a small model must
-    # show what the strategy does.
-    options: dict[str, Any] = {
-        "bucket_mb": 0.01,
-        "first_bucket_mb": 0.002,
-        "find_unused_parameters": not problem.uses_all,
-        "start_powerSGD_iter": 2,
-        "inner_steps": INNER_STEPS,
-    }
+    disturb(problem.model, comm.rank)
+    options: dict[str, Any] = {**_OPTIONS, "find_unused_parameters": not problem.uses_all}
     known = find_strategy(strategy).options
     sync = replicate(
         problem.model,
@@ -191,7 +164,6 @@ def _make_parts(
         **{name: value for name, value in options.items() if name in known},
     )
     return Parts(
-        strategy=strategy,
         comm=comm,
         model=problem.model,
         loss_sum=problem.loss_sum,
@@ -222,8 +194,8 @@ def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimize
 
 
 @torch.no_grad()
-def _disturb(model: nn.Module, rank: int) -> None:
-    """Other weights and buffers on each rank above 0: rank 0's must win."""
+def disturb(model: nn.Module, rank: int) -> None:
+    """Other weights and buffers on each rank above 0: a start that is not shared then shows."""
     tensors = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}
     for tensor in tensors.values():
         if tensor.is_floating_point():
@@ -235,7 +207,7 @@ def _in_double(problem: Problem) -> Problem:
     model = problem.model.double()
 
     def widen(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        return tuple(map(_widened, inputs)), _widened(named)
+        return _widened(inputs), _widened(named)
 
     model.register_forward_pre_hook(widen, with_kwargs=True)
     return replace(problem, model=model)
@@ -254,59 +226,49 @@ def _widened(value: Any) -> Any:
     return value
 
 
-def _load(saved: Saved, parts: Parts) -> None:
-    """Put a checkpoint into a run that has not begun, with the calls of a training run that
-    resumes; all ranks call it."""
-    parts.loader.load_state_dict(saved.data)
-    weights = match_weights(parts.model, {**saved.weights, **saved.buffers})
-    parts.sync.load_full_weights(weights)
-    unpack_optimizer(parts.optimizer, list(parts.model.named_parameters()), *saved.optimizer)
-    parts.sync.scatter(parts.optimizer)
-    if saved.extra and parts.strategy == saved.strategy:
-        parts.sync.load_state_tensors(saved.extra)
+# -- checkpoints ----------------------------------------------------------------------------------
+
+_TENSORS = ("weights", "buffers", "optimizer", "extra")
+_REST = ("description", "data", "strategy")
 
 
 def save(directory: Path, strategy: str, trace: Trace, steps: int) -> None:
     """Write what `trace` had after `steps` steps as an ordinary checkpoint."""
-    step = trace.steps[steps - 1]
+    after = trace.steps[steps - 1].after
+    buffers = {name: after.buffers[name] for name in trace.persistent}
+    state = replace(after, buffers=buffers, strategy=strategy)
     CheckpointStore(directory).save(
         Snapshot(
             step=steps,
-            tensors={
-                "weights": step.after,
-                "buffers": {name: step.buffers[name] for name in trace.persistent},
-                "optimizer": step.state,
-                "extra": step.extra,
-            },
-            state={"optimizer": step.description, "data": step.data, "strategy": strategy},
+            tensors={part: getattr(state, part) for part in _TENSORS},
+            state={part: getattr(state, part) for part in _REST},
         )
     )
 
 
-def read(directory: Path, comm: Communicator) -> Saved:
-    """Read a checkpoint back, checked; rank 0 reads and hands out, as in a training run.
-
-    Raises:
-        CheckpointError: nothing good is there.
-    """
-    state, tensors = None, {}
+def read(directory: Path, comm: Communicator) -> State:
+    """Read a checkpoint back, checked; rank 0 reads and hands out, as in a training run."""
+    rest, tensors = None, {}
     if comm.rank == 0:
         store = CheckpointStore(directory)
         info, problems = store.latest()
         if info is None:
             raise CheckpointError("; ".join([f"no checkpoint in {directory.name}", *problems]))
         found = store.load(info.path)
-        state, tensors = found.state, found.tensors
-    state = broadcast_json(comm, state)
-    weights, buffers, optimizer, extra = (
-        broadcast_tensors(comm, tensors.get(part))
-        for part in ("weights", "buffers", "optimizer", "extra")
-    )
-    return Saved(
-        weights=weights,
-        buffers=buffers,
-        optimizer=(optimizer, state["optimizer"]),
-        data=state["data"],
-        strategy=state["strategy"],
-        extra=extra,
-    )
+        rest, tensors = found.state, found.tensors
+    rest = broadcast_json(comm, rest)
+    parts: dict[str, Any] = {p: broadcast_tensors(comm, tensors.get(p)) for p in _TENSORS}
+    return State(**parts, **{part: rest[part] for part in _REST})
+
+
+def _load(saved: State, strategy: str, parts: Parts) -> None:
+    """Put a checkpoint into a run that has not begun, with the calls of a training run that
+    resumes; all ranks call it."""
+    parts.loader.load_state_dict(saved.data)
+    weights = match_weights(parts.model, {**saved.weights, **saved.buffers})
+    parts.sync.load_full_weights(weights)
+    named = list(parts.model.named_parameters())
+    unpack_optimizer(parts.optimizer, named, saved.optimizer, saved.description)
+    parts.sync.scatter(parts.optimizer)
+    if saved.extra and strategy == saved.strategy:
+        parts.sync.load_state_tensors(saved.extra)

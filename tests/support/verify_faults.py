@@ -163,7 +163,7 @@ def mean_of_means(parts: Parts) -> Parts:
         total, busy = own.total_and_busy(parts)
         for gradient in gradients_of(parts):
             gradient.mul_(total / max(own.weight, 1.0) / busy)
-        return original(used)
+        return original(used, divisor)
 
     reducer.reduce = reduce
     return parts

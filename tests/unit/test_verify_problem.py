@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradsync.comm.groups import SingleCommunicator
-from gradsync.errors import ConfigError
+from gradsync.verify.compare import Difference
 from gradsync.verify.plan import MODELS, PLAIN, Settings, Variant
 from gradsync.verify.problem import build_problem
 from gradsync.verify.record import digest, sample_digests

@@ -10,15 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradsync.checkpoint.names import clean_names
 from gradsync.checkpoint.optimizer_state import pack_optimizer
 from gradsync.checkpoint.tensor_file import tensor_bytes
-from gradsync.checkpoint.weights import pack_weights
+from gradsync.checkpoint.weights import clean_names, pack_weights
 from gradsync.comm.base import Work
 from gradsync.data.leaf import Leaf
 from gradsync.errors import ConfigError
 from gradsync.sync.reducer import Reducer, trainable
-from gradsync.sync.sharded.whole import whole
+from gradsync.sync.sharded_state import whole
 
 Tensors = dict[str, Tensor]
 LeafTrace = dict[str, Any]

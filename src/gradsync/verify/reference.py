@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from gradsync.checkpoint.optimizer_state import pack_optimizer, unpack_optimizer
-from gradsync.checkpoint.weights import clean_names
+from gradsync.checkpoint.weights import pack_weights
 from gradsync.comm.base import Communicator
 from gradsync.comm.values import all_gather_json
 from gradsync.data.leaf import Leaf

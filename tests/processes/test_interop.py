@@ -91,13 +91,13 @@ def _gradient(
         wrapped, backward = wrap(model, world_size)
         hook = comm_hook(strategy)
         buckets = []
-        average = hook.state.average
+        average = hook.average
 
         def noted(group: Any, bucket: Any) -> Any:
             buckets.append(bucket.index())
             return average(group, bucket)
 
-        hook.state.average = noted
+        hook.average = noted
         hook.register(wrapped)
         backward(wrapped(torch.full((1, 3), float(rank + 1))).sum())
         _forget_accelerate()

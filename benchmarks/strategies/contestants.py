@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from wire import CountedCommunicator
 
-from gradsync.comm.groups import communicator
-from gradsync.comm.groups import Groups
+from gradsync.comm.groups import Groups, communicator
 from gradsync.models.config import GPTConfig, preset
 from gradsync.models.gpt import GPT, loss_sum
 from gradsync.sync.registry import STRATEGIES

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from gradsync.bench.contestants import parse_contestants, with_ideals
 from gradsync.bench.experiment import from_json
 from gradsync.bench.memory import MemoryCase, MemoryRun, memory_cases
 from gradsync.bench.plan import Entry, Plan, SyncSettings, sync_plan, turns
-from gradsync.bench.plot import bars_of
+from gradsync.bench.plot import bars_of, plot_sync
 from gradsync.bench.report import Spread, interval, percentile, ratios, spread
 from gradsync.bench.scaling import ScalingOptions, ScalingPlan, judge, notes_of, usual_sizes
 from gradsync.bench.simulation import (
@@ -149,7 +150,11 @@ def test_csv_begins_with_the_common_columns(plan: Plan, results: list[dict[str, 
     assert (fsdp["comm_time_ms"], fsdp["comm_fraction"]) == ("", "")
 
 
-def test_bars_are_ratios_to_their_own_ideal(plan: Plan, results: list[dict[str, Any]]) -> None:
+def test_bars_are_ratios_to_their_own_ideal(
+    plan: Plan, results: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    plot_sync(tmp_path / "x.svg", plan, rows_of(plan, results), "a title", ENVIRONMENT)
+    assert "<!-- a title -->" in (tmp_path / "x.svg").read_text()
     none, default, naive, fsdp, ddp = bars_of(plan, rows_of(plan, results))
     assert (none.ideal, default.ideal, ddp.ideal) == pytest.approx((100, 200, 200))
     assert (naive.computing, naive.exposed) == pytest.approx((100, 50))
@@ -177,7 +182,7 @@ def test_one_rank_without_a_wrapper_is_the_baseline() -> None:
     assert [usual_sizes(cores) for cores in (1, 2, 7, 8)] == ["1,2", "1,2", "1,2,4", "1,2,4,8"]
 
 
-def test_efficiencies_compare_rounds_with_themselves() -> None:
+def test_efficiencies_compare_rounds_with_themselves(tmp_path: Path) -> None:
     planned = scaling_planned(world_sizes="2")
     step_s = {
         "1 rank, 1 a rank": [1.0, 1.0, 4.0, 1.0],
@@ -185,10 +190,17 @@ def test_efficiencies_compare_rounds_with_themselves() -> None:
         "1 rank, 2 a rank": [2.25, 2.25, 9.0, 2.25],
     }
     labels = [{e.label for e in planned.plan.entries if e.worker_set == n} for n in range(2)]
-    results = [
+    results: list[dict[str, Any]] = [
         {"contestants": {name: [{"step_s": [[s] for s in step_s[name]]}] for name in names}}
         for names in labels
     ]
+    results[-1] |= {"environment": ENVIRONMENT, "device": "cpu"}
+    found = scaling.EXPERIMENT.metrics(ScalingOptions(), planned, results, World())
+    found.show(stream := io.StringIO())
+    assert "80.0% (80.0%-80.0%)" in stream.getvalue()
+    assert found.draw is not None
+    found.draw(tmp_path / "x.svg")
+    assert "<!-- weak scaling (bars: 95 % interval) -->" in (tmp_path / "x.svg").read_text()
     points = scaling.points_of(planned, results, threshold=0.85)
     weak, strong = points[1], points[3]
     assert [point.mode for point in points] == ["weak", "weak", "strong", "strong"]

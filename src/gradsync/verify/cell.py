@@ -43,15 +43,14 @@ class Setting:
 
 @dataclass(slots=True)
 class _Attempt:
-    """One variant of the cell, on one rank."""
+    """One variant of the cell, on one rank; rank 0's counts."""
 
     trace: Trace
     run: Observed | None = None
     """None on ranks that have nothing to judge."""
     verdict: Verdict = field(default_factory=Verdict)
-    """Rank 0's is the one that counts."""
     differences: dict[str, Difference] = field(default_factory=dict)
-    """Distance from the same training on one rank; rank 0 only."""
+    """Distance from the same training on one rank."""
 
 
 def run_cell(cell: Cell, setting: Setting) -> tuple[Result, Trace]:

@@ -22,11 +22,10 @@ subnormal numbers are 2^-24 apart; each of the W + 1 roundings costs up to 2^-25
 less than W M 2^-39.
 
 One step at a time. Gradients can be compared like this only at equal weights. So the run's own
-weights before step k are handed to one rank, which computes every leaf's gradient anew; then the
-optimizer is applied to the run's own gradient, and must give the run's weights after step k. When
-every step is one rank's step up to rounding, so is the run; the distance between two free runs
-(the *drift*) also measures how fast the model itself spreads small differences. It is reported
-and has no bound, except for `bitwise`, where it must be zero.
+weights before a step are handed to one rank, which computes every leaf's gradient anew; then the
+optimizer is applied to the run's own gradient, and must give the run's weights after the step. The
+distance between two free runs also measures how fast the model itself spreads small differences:
+it is reported and has no bound, except for `bitwise`, where it must be zero.
 
 Optimizer. Both steps are elementwise, so the same bits are expected; pieces of a tensor may take
 another code path (vector loops have scalar ends, with and without fused multiply-add), which
@@ -61,12 +60,8 @@ from gradsync.verify.reference import LeafResult
 UNIT_ROUNDOFF = {"fp64": 2.0**-53, "fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}
 """Half the distance between 1 and the next number."""
 SMALLEST_NORMAL = {"fp64": 2.0**-1022, "fp32": 2.0**-126, "fp16": 2.0**-14, "bf16": 2.0**-126}
-_INTEGER = {
-    torch.float64: torch.int64,
-    torch.float32: torch.int32,
-    torch.float16: torch.int16,
-    torch.bfloat16: torch.int16,
-}
+_INTEGER = {8: torch.int64, 4: torch.int32, 2: torch.int16}
+"""By bytes of an element."""
 # Roundings, counted in [Note: Bounds].
 _DIVISION, _CLIPPING = 4, 4
 _ADAM_MEAN, _ADAM_SQUARE, _ADAM_WEIGHT = 4, 5, 15
@@ -78,15 +73,13 @@ class Difference:
     """The largest difference in everything that was included."""
 
     max_abs: float = 0.0
-    """Largest absolute difference of two elements."""
     max_rel: float = 0.0
-    """Largest absolute difference, over the largest magnitude in the reference's tensor."""
+    """Over the largest magnitude in the reference's tensor."""
     max_ulp: int = 0
-    """Largest number of representable values between two elements."""
+    """Number of representable values between two elements."""
     bitwise: bool = True
     """No difference at all, signs of zeros included."""
     first_step: int | None = None
-    """First step in which anything differs."""
     first_name: str = ""
     """The tensor that differs there, first in the model's order."""
 
@@ -122,10 +115,12 @@ def compare(got: Tensor | None, expected: Tensor | None) -> tuple[float, float, 
     if not a.dtype.is_floating_point:
         apart = float((a.double() - b.double()).abs().max()) if a.numel() else 0.0
         return apart, apart, int(apart), torch.equal(a, b)
-    equal = got is not None and expected is not None and _same_bits(a, b)
+    both_nan = a.isnan() & b.isnan()
+    same_bits = bool(both_nan.all()) or torch.equal(_bits(a), _bits(b))
+    equal = got is not None and expected is not None and same_bits
     if equal or not a.numel():
         return 0.0, 0.0, 0, equal
-    same_value = (a == b) | (a.isnan() & b.isnan())
+    same_value = (a == b) | both_nan
     distance = torch.where(same_value, 0.0, (a.double() - b.double()).abs())
     distance = torch.nan_to_num(distance, nan=float("inf"), posinf=float("inf"))
     absolute = float(distance.max())
@@ -141,18 +136,15 @@ def max_ulp(a: Tensor, b: Tensor) -> int:
     add up (0.0 and -0.0 are the same number). Saturates at 2^63 - 1.
     """
     below_sign = 2 ** (8 * a.element_size() - 1) - 1
-    x, y = (t.contiguous().view(_INTEGER[t.dtype]).long() for t in (a, b))
+    x, y = (_bits(t).long() for t in (a, b))
     from_zero_x, from_zero_y = x & below_sign, y & below_sign
     limit = 2**63 - 1
     across = torch.where(from_zero_x > limit - from_zero_y, limit, from_zero_x + from_zero_y)
     return int(torch.where((x < 0) == (y < 0), (from_zero_x - from_zero_y).abs(), across).max())
 
 
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    if bool((a.isnan() & b.isnan()).all()):
-        return True
-    kind = _INTEGER[a.dtype]
-    return torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(_INTEGER[tensor.element_size()])
 
 
 def gamma(count: int, dtype: str) -> float:
@@ -166,20 +158,19 @@ def gamma(count: int, dtype: str) -> float:
 class Exact:
     """The mean gradient as it should be: sums over leaves, in fp64."""
 
-    total: dict[str, Tensor]
-    """Sum of the leaves' gradients."""
-    magnitude: dict[str, Tensor]
-    """Sum of their absolute values."""
+    total: Tensors
+    magnitude: Tensors
+    """Sums of the gradients' absolute values."""
     terms: dict[str, int]
-    """Number of leaves that have one."""
+    """Number of leaves that have a gradient."""
     dtype: dict[str, str]
     """The dtype in which the run adds them."""
     weight: float
     """Targets."""
     loss: float
-    """Mean loss."""
+    """The mean."""
     loss_bound: float
-    """Largest error of the mean loss."""
+    """Largest error of it."""
 
     def means(self) -> Tensors:
         """The exact mean gradients."""

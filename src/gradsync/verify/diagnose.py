@@ -21,7 +21,7 @@ from torch import Tensor
 
 from gradsync.verify.compare import SMALLEST_NORMAL, UNIT_ROUNDOFF, Exact, add_up, clip_factor
 from gradsync.verify.judge import Verdict
-from gradsync.verify.plan import PLAIN, Variant
+from gradsync.verify.plan import Variant
 from gradsync.verify.record import Tensors
 from gradsync.verify.reference import LeafResult
 from gradsync.verify.result import Cause, Finding, Kind
@@ -230,7 +230,7 @@ def _unsynchronised(scene: Scene) -> Found | None:
     if len(names) < len(scene.means):
         return Cause.UNSYNCHRONISED, finding, "each rank keeps its own gradient of it"
     if max(len(document["leaves"]) for document in scene.documents) > 1:
-        variant = replace(PLAIN, one_leaf_per_rank=True)
+        variant = Variant(one_leaf_per_rank=True)
         if scene.vanishes(variant, "one leaf a rank, no accumulation"):
             return Cause.FLAG_TOO_LATE, finding, "with one leaf a rank the difference is gone"
     return Cause.UNSYNCHRONISED, finding, "each rank keeps its own gradient of everything"

@@ -106,6 +106,7 @@ class MLP(nn.Module):
         self.head = nn.Linear(16, _CLASSES)
 
     def forward(self, x_BC: Tensor) -> Tensor:
+        """Logits."""
         y_BC = torch.tanh(self.first(x_BC))
         y_BC = y_BC + 0.5 * torch.tanh(self.frozen(y_BC))
         y_BC = y_BC + self.again(self.dropout(F.relu(self.inner(y_BC))))

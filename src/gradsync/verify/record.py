@@ -56,17 +56,16 @@ class StepTrace:
 
     number: int
     before: State
-    """Before the first forward."""
     after: State
     """At the end of the step; weights are others than `updated` where ranks average them."""
     leaves: list[LeafTrace] = field(default_factory=list)
     """This rank's micro-batches, as they were trained on."""
     loss: float = float("nan")
-    """Mean over the global batch."""
+    """Mean over the global batch, as the run reported it; so for weight and norm."""
     weight: float = 0.0
-    """Targets in the global batch, as the run counted them."""
+    """Targets in the global batch."""
     norm: float | None = None
-    """Norm of the mean gradient before clipping, as the run saw it."""
+    """Norm of the mean gradient before clipping."""
     gradient: dict[str, Tensor | None] = field(default_factory=dict)
     """Mean gradients as the optimizer saw them, clipped."""
     at_step: Tensors = field(default_factory=dict)

@@ -35,8 +35,6 @@ from gradsync.sync.step import (
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from gradsync.parallel.stage_model import GPTStage
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitGroups:
@@ -208,7 +206,7 @@ class SplitSync(StateMethods):
 
     def __init__(
         self,
-        model: GPTStage,
+        model: nn.Module,
         part: Part,
         groups: SplitGroups,
         *,

@@ -145,13 +145,11 @@ class SharedMemoryGroup(dist.ProcessGroup):
         raise RunError("a group of backend shm cannot be split; use dist.new_group(ranks)")
 
     def merge_remote_group(self, *_: object, **__: object) -> Any:
-        """See `split_group`."""
         raise RunError("a group of backend shm cannot be merged; use dist.new_group(ranks)")
 
     # -- reductions -------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Any, *given: Any, **named: Any) -> Any:
-        """See `torch.distributed.all_reduce`."""
         # Torch makes one sum of several tensors.
         kind, one = c10d.AllreduceOptions, _are_lists(tensors) and len(tensors) == 1
         done = self._all_reduce(kind, tensors, given, named) if one else None
@@ -180,7 +178,6 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return self._issue(options, tensors, start, mean_of=whole)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, *given: Any, **named: Any) -> Any:
-        """See `torch.distributed.reduce_scatter`."""
         options = _options_of(c10d.ReduceScatterOptions, given, named)
         tensors = self._tensors_of_one(outputs, inputs)
         op = _op_of(options, tensors)
@@ -196,7 +193,6 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return self._issue(options, outputs, start, mean_of=[output])
 
     def _reduce_scatter_base(self, output: Any, tensor: Any, *given: Any, **named: Any) -> Any:
-        """See `torch.distributed.reduce_scatter_tensor`."""
         return self._scatter_sums([output], [tensor], given, named) or (
             self._plain._reduce_scatter_base(output, tensor, *given, **named)
         )
@@ -233,7 +229,6 @@ class SharedMemoryGroup(dist.ProcessGroup):
     # -- copies -----------------------------------------------------------------------------------
 
     def broadcast(self, tensors: Any, *given: Any, **named: Any) -> Any:
-        """See `torch.distributed.broadcast`."""
         options = _options_of(c10d.BroadcastOptions, given, named)
         fits = _are_lists(tensors) and len(tensors) == 1 and _can_copy(tensors)
         if options is None or not fits or not 0 <= options.rootRank < self.size():
@@ -243,7 +238,6 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return self._issue(options, tensors, lambda shared: shared.broadcast(tensor, root))
 
     def allgather(self, outputs: Any, inputs: Any, *given: Any, **named: Any) -> Any:
-        """See `torch.distributed.all_gather`."""
         options = _options_of(c10d.AllgatherOptions, given, named)
         tensors = self._tensors_of_one(inputs, outputs)
         if options is None or not _can_copy(tensors) or not _are_alike(tensors):
@@ -261,7 +255,6 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return self._issue(options, outputs[0], start)
 
     def _allgather_base(self, output: Any, tensor: Any, *given: Any, **named: Any) -> Any:
-        """See `torch.distributed.all_gather_into_tensor`."""
         return self._gather([output], [tensor], given, named) or (
             self._plain._allgather_base(output, tensor, *given, **named)
         )
@@ -295,7 +288,6 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return self._issue(options, outputs, start)
 
     def barrier(self, *given: Any, **named: Any) -> Any:
-        """See `torch.distributed.barrier`."""
         options = _options_of(c10d.BarrierOptions, given, named)
         if options is None or options.device_ids:
             return self._plain.barrier(*given, **named)

@@ -103,7 +103,6 @@ class Operation(dist.Work):
         return future
 
     def synchronize(self) -> None:
-        """See `wait`."""
         self.wait()
 
     def is_completed(self) -> bool:

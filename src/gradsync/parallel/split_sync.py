@@ -98,17 +98,14 @@ class SplitReducer(Reducer):
         self._order = {weight.name: place for place, weight in enumerate(part.weights)}
 
     def prime(self, forward_backward: Callable[[], None]) -> None:
-        """See `Reducer.prime`."""
         self.inner.prime(forward_backward)
 
     @contextmanager
     def leaf(self, *, last: bool, index: int | None = None) -> Iterator[None]:
-        """See `Reducer.leaf`."""
         with self.inner.leaf(last=last, index=index):
             yield
 
     def collect(self, *, discard: bool, user_loop: bool) -> None:
-        """See `Reducer.collect`."""
         self.inner.collect(discard=discard, user_loop=user_loop)
 
     def launch(self) -> list[bool]:
@@ -141,7 +138,6 @@ class SplitReducer(Reducer):
         gradient.add_(theirs)
 
     def close(self) -> None:
-        """See `Reducer.close`."""
         self.inner.close()
 
 
@@ -175,11 +171,9 @@ class SplitShards(Replicas):
         return norm
 
     def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """See `Replicas.update`."""
         self._inner.update(optimizers)
 
     def publish(self) -> Work:
-        """See `Replicas.publish`."""
         return self._inner.publish()
 
     def full_weights(self) -> dict[str, Tensor]:

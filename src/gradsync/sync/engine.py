@@ -100,7 +100,6 @@ class Engine(Reducer):
 
     @contextmanager
     def leaf(self, *, last: bool, index: int | None = None) -> Iterator[None]:
-        """See `Reducer.leaf`."""
         self.begin_leaf(last=last, index=index)
         try:
             yield
@@ -208,14 +207,12 @@ class Engine(Reducer):
             self._works.append(self.exchange.launch(bucket))
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """See `Reducer.named_gradients`."""
         return chain.from_iterable(map(self._own_sums, self.buckets[len(self._works) :]))
 
     def _own_sums(self, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
         return bucket.named_sums(self._names, self._sums.num_buffers)
 
     def launch(self) -> list[bool]:
-        """See `Reducer.launch`."""
         self._watch.start()
         self._begin_exchange()
         for bucket in self.buckets[len(self._works) :]:
@@ -225,7 +222,6 @@ class Engine(Reducer):
         return [bucket.touched[slot] for bucket, slot in self._places]
 
     def reduce(self, used: list[bool], divisor: float | None) -> Stopwatch:
-        """See `Reducer.reduce`."""
         for work in self._works:
             work.wait()
         # The one place that divides gradients: by the weight of the sum.

@@ -48,7 +48,6 @@ class AllReduce(Exchange):
         self._comm = comm
 
     def launch(self, bucket: Bucket) -> Work:
-        """See `Exchange.launch`."""
         return self._comm.all_reduce(bucket.flat(0))
 
 
@@ -60,7 +59,6 @@ class Algorithm(Exchange):
         self._background = Background(device)
 
     def launch(self, bucket: Bucket) -> Work:
-        """See `Exchange.launch`."""
         flat = bucket.flat(0)
         return self._background.submit(lambda: self._all_reduce(flat))
 
@@ -79,7 +77,6 @@ class ReduceScatter(Exchange):
         self._comm = comm
 
     def launch(self, bucket: Bucket) -> Work:
-        """See `Exchange.launch`."""
         flat = bucket.flat(0)
         mine = bucket.plan.shard(self._comm.rank, self._comm.world_size)
         shard = flat[mine.start : mine.stop]
@@ -104,7 +101,6 @@ class HalfWire(Exchange):
         self._dtype = dtype
 
     def launch(self, bucket: Bucket) -> Work:
-        """See `Exchange.launch`."""
         flat = bucket.flat(0)
         if self._comm.world_size == 1:
             return Done()  # nothing is sent, nothing is rounded
@@ -147,7 +143,6 @@ class OverHosts(Exchange):
         self._seen: weakref.WeakSet[Bucket] = weakref.WeakSet()
 
     def launch(self, bucket: Bucket) -> Work:
-        """See `Exchange.launch`."""
         if bucket not in self._seen:
             self._seen.add(bucket)
             self._move_in(bucket)

@@ -266,7 +266,6 @@ class FsdpShards(Replicas):
                     state[name] = sharded_as(value, parameter)
 
     def sharded_state_dict(self, optimizer: Optimizer) -> HeldState:
-        """See `Replicas.sharded_state_dict`."""
         states = _states(optimizer)
         return {
             p: (self._share(p), flat_state(states[p], p) if p in states else {})
@@ -277,7 +276,6 @@ class FsdpShards(Replicas):
     def load_sharded_state_dict(
         self, optimizer: Optimizer, states: Mapping[Any, dict[str, Any]]
     ) -> None:
-        """See `Replicas.load_sharded_state_dict`."""
         optimizer.state.clear()
         for parameter, state in states.items():
             if state:
@@ -286,25 +284,21 @@ class FsdpShards(Replicas):
                 }
 
     def sharded_weights(self) -> dict[str, tuple[Share, Tensor]]:
-        """See `Replicas.sharded_weights`."""
         return {
             name: (self._share(tensor), local(tensor).reshape(-1))
             for name, tensor in self.model.state_dict().items()
         }
 
     def load_sharded_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """See `Replicas.load_sharded_weights`."""
         own = self.model.state_dict()
         for name, tensor in weights.items():
             here = local(own[name])
             here.copy_(tensor.view(here.shape))
 
     def full_weights(self) -> dict[str, Tensor]:
-        """See `Replicas.full_weights`."""
         return gather_weights(self.model)
 
     def load_full_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """See `Replicas.load_full_weights`."""
         load_whole_weights(self.model, weights)
 
     def _share(self, tensor: Tensor) -> Share:

@@ -87,7 +87,6 @@ class Recipe(Options):
     sync.step may change."""
 
     def check(self) -> None:
-        """See `Options.check`."""
         if self.order == "invariant":
             self._check_invariant()
         if self.wire != "same" and self.reduction != "backend":
@@ -147,7 +146,6 @@ class PowerSgdOptions(DdpOptions):
     """powersgd: begin with the last step's Q (one power iteration a step, then enough)."""
 
     def check(self) -> None:
-        """See `Options.check`."""
         if self.start_powerSGD_iter < 2:
             raise ConfigError(
                 f"start_powerSGD_iter must be at least 2, got {self.start_powerSGD_iter}: DDP "
@@ -192,7 +190,6 @@ class DilocoOptions(Options):
     """diloco: its Nesterov momentum, 0 .. 1."""
 
     def check(self) -> None:
-        """See `Options.check`."""
         if self.outer_lr <= 0:
             raise ConfigError(f"outer_lr must be above 0, got {self.outer_lr}")
         if not 0 <= self.outer_momentum < 1:

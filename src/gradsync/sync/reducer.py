@@ -336,7 +336,6 @@ class NaiveReducer(Reducer):
     user_loop = True
 
     def reduce(self, used: list[bool], divisor: float | None) -> Stopwatch:
-        """See `Reducer.reduce`."""
         watch = sum_gradients(self.parameters, used, self.comm)
         self.shards.scale(divisor and 1 / divisor)
         return watch

@@ -304,7 +304,6 @@ class SharedMemoryShards(Replicas):
         return [mean[flat.mine] for flat, mean in zip(self._flats, self._means(), strict=True)]
 
     def whole_gradients(self) -> list[Tensor | None]:
-        """See `Replicas.whole_gradients`."""
         found = super().whole_gradients()
         if self._exchange.divided:
             self._comm.barrier()  # all have scaled their share
@@ -316,7 +315,6 @@ class SharedMemoryShards(Replicas):
         return found
 
     def clip(self, max_norm: float) -> Tensor:
-        """See `Replicas.clip`."""
         if not self._exchange.divided:
             return super().clip(max_norm)
         if not self._clips:  # the first step that clips
@@ -339,7 +337,6 @@ class SharedMemoryShards(Replicas):
 
     @torch.no_grad()
     def update(self, optimizers: Sequence[Optimizer]) -> None:
-        """See `Replicas.update`."""
         if not self._exchange.divided:
             super().update(optimizers)
             return

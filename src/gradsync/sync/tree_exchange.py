@@ -83,7 +83,6 @@ class TreeExchange(Exchange):
             self._background.submit(lambda: self._plan(self._share(mine)))
 
     def launch(self, bucket: Bucket) -> Work:
-        """See `Exchange.launch`."""
         buffers = [bucket.flat(number) for number in range(max(self._num_buffers, 1))]
         if self._comm.world_size == 1:
             self._reduce(buffers)

@@ -62,7 +62,6 @@ class ZeroShards(Replicas):
         self._gathers: Work = Done()
 
     def prepare(self, optimizers: Sequence[Optimizer], *, scaled: bool) -> None:
-        """See `Replicas.prepare`."""
         for optimizer in optimizers:
             try:
                 check_elementwise(type(optimizer), False)
@@ -142,24 +141,20 @@ class ZeroShards(Replicas):
         return gathers
 
     def gather(self, optimizer: Optimizer) -> None:
-        """See `Replicas.gather`."""
         self._of(optimizer).gather_into(optimizer)
 
     def scatter(self, optimizer: Optimizer) -> None:
-        """See `Replicas.scatter`."""
         known = id(optimizer) in self._sharded
         sharded = self._of(optimizer)  # a new one has taken the state already
         if known:
             sharded.take_from(optimizer)
 
     def sharded_state_dict(self, optimizer: Optimizer) -> HeldState:
-        """See `Replicas.sharded_state_dict`."""
         return self._of(optimizer).held()
 
     def load_sharded_state_dict(
         self, optimizer: Optimizer, states: Mapping[Any, dict[str, Any]]
     ) -> None:
-        """See `Replicas.load_sharded_state_dict`."""
         self._of(optimizer).keep(states)
 
     def _of(self, optimizer: Optimizer) -> ShardedOptimizer:

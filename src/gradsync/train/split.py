@@ -48,7 +48,6 @@ class SplitLearner(Learner):
 
     @property
     def parameter_names(self) -> list[str]:
-        """See `Learner.parameter_names`."""
         return [weight.name for weight in self.part.weights]
 
     def run_leaves(self, leaves: Iterable[Leaf]) -> None:

@@ -222,12 +222,10 @@ class _Staging:
         self._half = 0
 
     def _next(self, like: Tensor) -> list[Tensor]:
-        """Every rank's buffer for the next operation; see [Note: Two buffers in turn]."""
+        """Every rank's buffer for the next operation, [numel]; see [Note: Two buffers in turn]."""
         self._half = 1 - self._half
         size = like.numel() * like.element_size()
-        return [
-            stage[:size].view(like.dtype).view(like.shape) for stage in self._halves[self._half]
-        ]
+        return [stage[:size].view(like.dtype) for stage in self._halves[self._half]]
 
     def all_reduce(self, flat: Tensor, op: ReduceOp) -> Work:
         """Combine `flat`, [n], in place."""
@@ -297,7 +295,7 @@ class _Staging:
         return AllOf([self._scatter(piece, rows, op) for piece, rows in pieces if piece.numel()])
 
     def _scatter(self, out: Tensor, rows: Tensor, op: ReduceOp) -> Work:
-        stages = self._next(rows)
+        stages = [stage.view(rows.shape) for stage in self._next(rows)]
 
         def share() -> None:
             operands = [stage[self._rank] for stage in stages]

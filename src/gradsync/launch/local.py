@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradsync.errors import ConfigError
+from gradsync.launch.plan import STOPPED
 from gradsync.runtime import environ
 
 if TYPE_CHECKING:
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
 
 GRACE_S = 60.0
 """How long ranks may take to save and end after a signal, seconds."""
-
-STOPPED = 75
-"""Stopped after a signal with the checkpoint written; start me again."""
 
 # Codes with a meaning of their own; every other failure is a plain 1.
 _MEANINGFUL = (2, 124, 130)
@@ -152,11 +150,6 @@ def _quiet() -> Iterator[None]:
     finally:
         logger.propagate = before
         logger.removeHandler(silent)
-
-
-def may_restart(failures: Sequence[int]) -> bool:
-    """True when starting again could help: not after a usage error or a stop that was asked for."""
-    return not any(code in (2, STOPPED, 130) for code in failures)
 
 
 def after_failure(codes: Sequence[int | None]) -> int:

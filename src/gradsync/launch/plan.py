@@ -10,6 +10,9 @@ from difflib import get_close_matches
 
 from gradsync.errors import ConfigError
 
+STOPPED = 75
+"""Stopped after a signal with the checkpoint written; start me again."""
+
 RANK_COMMANDS = ("train", "verify", "bench", "tune", "doctor")
 """Commands of gradsync that make sense as one rank of many."""
 _PYTHONS = ("python", "python3")
@@ -170,3 +173,8 @@ class LaunchPlan(LaunchRequest):
         command = plan.program.words[2:] if plan.program.command else None
         given = ("python", *plan.program.words) if plan.program.by_python else plan.program.words
         return shlex.join([*words, "--", *(command or given)])
+
+
+def may_restart(failures: Sequence[int]) -> bool:
+    """True when starting again could help: not after a usage error or a stop that was asked for."""
+    return not any(code in (2, STOPPED, 130) for code in failures)

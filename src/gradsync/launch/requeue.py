@@ -23,7 +23,7 @@ from signal import Signals
 
 from gradsync.core.files import json_text, read_object, write_text
 from gradsync.errors import GradsyncError
-from gradsync.launch.local import STOPPED
+from gradsync.launch.plan import STOPPED
 from gradsync.launch.slurm import ask, check_job_id, own_words, states_of
 from gradsync.runtime import environ
 

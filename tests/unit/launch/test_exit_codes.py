@@ -4,7 +4,8 @@ import signal
 
 import pytest
 
-from gradsync.launch.local import after_failure, after_signal, may_restart
+from gradsync.launch.local import after_failure, after_signal
+from gradsync.launch.plan import may_restart
 
 
 @pytest.mark.parametrize(

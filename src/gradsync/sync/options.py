@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from gradsync.errors import ConfigError
@@ -22,6 +22,11 @@ Dtype = Literal["bf16", "fp16", "fp32"]
 Kind = Literal["size", "number", "count", "flag"] | tuple[str, ...]
 """Values that an option accepts: a positive number, any number, a whole number from 1 on, true or
 false, or one of these words."""
+
+
+def option(default: Any, text: str) -> Any:
+    """A field with its words for `--help`."""
+    return field(default=default, metadata={"help": text})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,33 +63,56 @@ class Recipe(Options):
 
     POSITIVE: ClassVar[tuple[str, ...]] = ("bucket_mb", "first_bucket_mb")
 
-    grouping: Grouping = "buckets"
-    """One message per parameter, one for everything, or buckets."""
-    bucket_mb: float = 25.0
-    """Size at which a bucket of gradients is closed, MiB."""
-    first_bucket_mb: float = 1.0
-    """The same for the first bucket, MiB: smaller, so that communication begins early."""
-    overlap: bool = True
-    """Communicate while backward still runs; False waits for its end."""
-    order: Order = "any"
-    """Order of sums: any, or the fixed tree over leaves, so that bits do not depend on ranks."""
-    reduction: ReductionName = "backend"
-    """The adder: the process group's all_reduce, or one of gradsync's algorithms."""
-    wire: Wire = "same"
-    """Dtype of gradients on the wire: their own, or 16 bits."""
-    shard: Shard = "none"
-    """Memory divided among the ranks: none, the optimizer's, or the gradients' too."""
-    collective: Collective = "auto"
-    """Carrier of sums, under reduction=backend and inside the hosts of hierarchical: the process
-    group, or memory that the ranks of one host share; auto takes the latter on CPUs where it is
-    available."""
-    update: Literal["auto", "whole"] = "auto"
-    """Through shared memory: auto lets each rank update its share of the weights, for all ranks of
-    the host, where the optimizer is elementwise; whole leaves the whole gradient in .grad on
-    every rank, for hooks that read it, and each rank updates everything."""
-    weights: Literal["replicas", "shared"] = "replicas"
-    """Through shared memory: one copy per rank, or one for all ranks of the host, which then only
-    sync.step may change."""
+    grouping: Grouping = option(
+        "buckets",
+        "One message per parameter, one for everything, or buckets.",
+    )
+    bucket_mb: float = option(
+        25.0,
+        "Size at which a bucket of gradients is closed, MiB.",
+    )
+    first_bucket_mb: float = option(
+        1.0,
+        "The same for the first bucket, MiB: smaller, so that communication begins early.",
+    )
+    overlap: bool = option(
+        True,
+        "Communicate while backward still runs; False waits for its end.",
+    )
+    order: Order = option(
+        "any",
+        "Order of sums: any, or the fixed tree over leaves, so that bits do not depend on ranks.",
+    )
+    reduction: ReductionName = option(
+        "backend",
+        "The adder: the process group's all_reduce, or one of gradsync's algorithms.",
+    )
+    wire: Wire = option(
+        "same",
+        "Dtype of gradients on the wire: their own, or 16 bits.",
+    )
+    shard: Shard = option(
+        "none",
+        "Memory divided among the ranks: none, the optimizer's, or the gradients' too.",
+    )
+    collective: Collective = option(
+        "auto",
+        "Carrier of sums, under reduction=backend and inside the hosts of hierarchical: the "
+        "process group, or memory that the ranks of one host share; auto takes the latter on "
+        "CPUs where it is available.",
+    )
+    update: Literal["auto", "whole"] = option(
+        "auto",
+        "Through shared memory: auto lets each rank update its share of the weights, for all "
+        "ranks of the host, where the optimizer is elementwise; whole leaves the whole "
+        "gradient in .grad on every rank, for hooks that read it, and each rank updates "
+        "everything.",
+    )
+    weights: Literal["replicas", "shared"] = option(
+        "replicas",
+        "Through shared memory: one copy per rank, or one for all ranks of the host, which "
+        "then only sync.step may change.",
+    )
 
     def check(self) -> None:
         if self.order == "invariant":
@@ -122,28 +150,44 @@ class DdpOptions(Options):
 
     POSITIVE: ClassVar[tuple[str, ...]] = ("bucket_mb",)
 
-    bucket_mb: float = 25.0
-    """Size at which a bucket of gradients is closed, MiB."""
-    find_unused_parameters: bool = False
-    """ddp: look for parameters that get no gradient in a step."""
-    compile_wrapper: bool = False
-    """ddp: torch.compile around DDP, as torch's documentation recommends."""
+    bucket_mb: float = option(
+        25.0,
+        "Size at which a bucket of gradients is closed, MiB.",
+    )
+    find_unused_parameters: bool = option(
+        False,
+        "ddp: look for parameters that get no gradient in a step.",
+    )
+    compile_wrapper: bool = option(
+        False,
+        "ddp: torch.compile around DDP, as torch's documentation recommends.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PowerSgdOptions(DdpOptions):
     """Options of torch's PowerSGD hook, beside DDP's."""
 
-    matrix_approximation_rank: int = 1
-    """powersgd: rank of the approximation; torch's documentation suggests 1 to 4."""
-    start_powerSGD_iter: int = 10  # noqa: N815  torch's own name
-    """powersgd: first step that compresses; at least 2."""
-    min_compression_rate: float = 2.0
-    """powersgd: a matrix is compressed if that makes it smaller by this factor."""
-    use_error_feedback: bool = True
-    """powersgd: without it the result is biased; for comparison only."""
-    warm_start: bool = True
-    """powersgd: begin with the last step's Q (one power iteration a step, then enough)."""
+    matrix_approximation_rank: int = option(
+        1,
+        "powersgd: rank of the approximation; torch's documentation suggests 1 to 4.",
+    )
+    start_powerSGD_iter: int = option(  # noqa: N815  torch's own name
+        10,
+        "powersgd: first step that compresses; at least 2.",
+    )
+    min_compression_rate: float = option(
+        2.0,
+        "powersgd: a matrix is compressed if that makes it smaller by this factor.",
+    )
+    use_error_feedback: bool = option(
+        True,
+        "powersgd: without it the result is biased; for comparison only.",
+    )
+    warm_start: bool = option(
+        True,
+        "powersgd: begin with the last step's Q (one power iteration a step, then enough).",
+    )
 
     def check(self) -> None:
         if self.start_powerSGD_iter < 2:
@@ -157,37 +201,53 @@ class PowerSgdOptions(DdpOptions):
 class FsdpOptions(Options):
     """Options of torch's FSDP2."""
 
-    compute_dtype: Dtype | None = None
-    """fsdp: dtype of gathered parameters and of compute; masters stay as they are."""
-    reduce_dtype: Dtype | None = None
-    """fsdp: dtype in which gradients are summed; None is fp32 where compute_dtype is set."""
-    blocks: bool = True
-    """fsdp: gather each child of an nn.ModuleList separately; False: everything at once."""
+    compute_dtype: Dtype | None = option(
+        None,
+        "fsdp: dtype of gathered parameters and of compute; masters stay as they are.",
+    )
+    reduce_dtype: Dtype | None = option(
+        None,
+        "fsdp: dtype in which gradients are summed; None is fp32 where compute_dtype is set.",
+    )
+    blocks: bool = option(
+        True,
+        "fsdp: gather each child of an nn.ModuleList separately; False: everything at once.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalSgdOptions(Options):
     """Options of `local_sgd`."""
 
-    inner_steps: int = 8
-    """local_sgd, diloco: optimizer steps between two averages. Evaluations and checkpoints need
-    one model: they end the round early, unless they fall on multiples of this."""
-    average_optimizer: bool = False
-    """local_sgd: average momenta and second moments too: twice (SGD with momentum) or three times
-    (Adam) the bytes."""
+    inner_steps: int = option(
+        8,
+        "local_sgd, diloco: optimizer steps between two averages. Evaluations and checkpoints "
+        "need one model: they end the round early, unless they fall on multiples of this.",
+    )
+    average_optimizer: bool = option(
+        False,
+        "local_sgd: average momenta and second moments too: twice (SGD with momentum) or "
+        "three times (Adam) the bytes.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DilocoOptions(Options):
     """Options of `diloco`."""
 
-    inner_steps: int = 100
-    """local_sgd, diloco: optimizer steps between two averages. Evaluations and checkpoints need
-    one model: they end the round early, unless they fall on multiples of this."""
-    outer_lr: float = 0.7
-    """diloco: learning rate of the outer optimizer; 1.0 with outer_momentum=0 averages weights."""
-    outer_momentum: float = 0.9
-    """diloco: its Nesterov momentum, 0 .. 1."""
+    inner_steps: int = option(
+        100,
+        "local_sgd, diloco: optimizer steps between two averages. Evaluations and checkpoints "
+        "need one model: they end the round early, unless they fall on multiples of this.",
+    )
+    outer_lr: float = option(
+        0.7,
+        "diloco: learning rate of the outer optimizer; 1.0 with outer_momentum=0 averages weights.",
+    )
+    outer_momentum: float = option(
+        0.9,
+        "diloco: its Nesterov momentum, 0 .. 1.",
+    )
 
     def check(self) -> None:
         if self.outer_lr <= 0:
@@ -196,6 +256,16 @@ class DilocoOptions(Options):
             raise ConfigError(
                 f"outer_momentum must be in 0 .. 1 (1 excluded), got {self.outer_momentum}"
             )
+
+
+def every_option() -> dict[str, tuple[Any, str]]:
+    """Type and words of each option of any strategy, by name; one name means one thing."""
+    found: dict[str, tuple[Any, str]] = {}
+    for kind in (Recipe, PowerSgdOptions, FsdpOptions, LocalSgdOptions, DilocoOptions):
+        hints = get_type_hints(kind)
+        for each in fields(kind):
+            found.setdefault(each.name, (hints[each.name], each.metadata["help"]))
+    return found
 
 
 def kinds_of(options: type[Options]) -> dict[str, Kind]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, field, fields, make_dataclass, replace
+from typing import Annotated, Any, Literal, cast, get_args
 
-from tyro.conf import Suppress
+from tyro.conf import Suppress, arg
 
 from gradsync.data.plan import BatchPlan, solve_batch_plan
 from gradsync.errors import ConfigError
@@ -14,6 +14,7 @@ from gradsync.models.config import GPTConfig, preset
 from gradsync.parallel.layout import Layout, parse_layout
 from gradsync.runtime.bounds import check_numbers
 from gradsync.runtime.device import NEEDS, check_names
+from gradsync.sync.options import every_option
 
 Dtype = Literal["bf16", "fp32", "fp16"]
 Schedule = Literal["cosine", "wsd", "constant"]
@@ -153,47 +154,9 @@ class CheckpointConfig:
             _require(value >= least, f"checkpoint.{name} must be at least {least}; got {value}")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SyncConfig:
+class _GivenOptions:
     """Options of the synchronisation strategy; None leaves its own choice. Which strategy knows
     which of them is checked by name."""
-
-    bucket_mb: float | None = None
-    """Size at which a bucket of gradients is closed, MiB."""
-    first_bucket_mb: float | None = None
-    """The same for the first bucket, MiB."""
-    overlap: bool | None = None
-    """Communicate while backward still runs."""
-    order: Literal["any", "invariant"] | None = None
-    """Order of sums: any, or the fixed tree."""
-    reduction: Literal["backend", "ring", "recursive_doubling", "hierarchical"] | None = None
-    """The algorithm that adds over ranks."""
-    collective: Literal["auto", "shared_memory", "backend"] | None = None
-    """Carrier of the sums: the process group, or memory that the ranks of one host share."""
-    update: Literal["auto", "whole"] | None = None
-    """Through shared memory: each rank updates its share of the weights, or every rank all."""
-    weights: Literal["replicas", "shared"] | None = None
-    """Through shared memory: every rank its own copy, or one for all ranks of the host."""
-    wire: Literal["same", "bf16", "fp16"] | None = None
-    """Precision of gradients on the wire."""
-    shard: Literal["none", "optimizer", "gradients"] | None = None
-    """The part of the training state that ranks share out."""
-    find_unused_parameters: bool | None = None
-    """ddp: look for parameters that get no gradient in a step."""
-    inner_steps: int | None = None
-    """local_sgd, diloco: optimizer steps between two averagings. Evaluations and checkpoints need
-    one model: they end the round early, unless they fall on multiples of this."""
-    outer_lr: float | None = None
-    """diloco: learning rate of the outer optimizer."""
-    outer_momentum: float | None = None
-    """diloco: its Nesterov momentum."""
-    matrix_approximation_rank: int | None = None
-    """powersgd: rank of the approximation."""
-    start_powerSGD_iter: int | None = None  # noqa: N815  torch's own name
-    """powersgd: steps before it begins."""
-
-    compute_dtype: Literal["bf16", "fp16", "fp32"] | None = None
-    """fsdp: dtype of gathered parameters and of compute; masters stay fp32."""
 
     def __post_init__(self) -> None:
         for name, value in self.given().items():
@@ -205,8 +168,22 @@ class SyncConfig:
 
     def given(self) -> dict[str, Any]:
         """The options that were set."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values = {each.name: getattr(self, each.name) for each in fields(cast(Any, self))}
         return {name: value for name, value in values.items() if value is not None}
+
+
+SyncConfig: Any = make_dataclass(
+    "SyncConfig",
+    [
+        (name, Annotated[hint | None, arg(help=text)], field(default=None))
+        for name, (hint, text) in every_option().items()
+    ],
+    bases=(_GivenOptions,),
+    namespace={"__doc__": _GivenOptions.__doc__, "__module__": __name__},
+    frozen=True,
+    kw_only=True,
+)
+"""Every option of any strategy, as `sync/options.py` declares them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -51,11 +51,8 @@ class Choice:
             raise ConfigError(f"no name of a strategy: {self.sync!r}")
         if not isinstance(self.options, Mapping):
             raise ConfigError(f"no options by name: {self.options!r}")
-        try:
-            check_options(find_strategy(self.sync), self.options)
-            SyncConfig(**self.options)
-        except TypeError as error:
-            raise ConfigError(f"no option of gradsync train: {error}") from error
+        check_options(find_strategy(self.sync), self.options)
+        SyncConfig(**self.options)
         if self.compile not in get_args(CompileOrder):
             raise ConfigError(f"no order of compilation: {self.compile!r}")
         if self.compile == "ddp" and self.sync != "ddp":

@@ -127,7 +127,6 @@ def damage(document: dict[str, Any], key: str, value: Any) -> str:
         ("choice.sync", "auto", "unknown sync strategy 'auto'"),
         ("choice.options", {"bucket_mb": -1}, "bucket_mb must be positive"),
         ("choice.options", {"buckets": 1}, "no option 'buckets'"),
-        ("choice.options", {"grouping": "flat"}, "no option of gradsync train"),
         ("choice.options", 7, "no options by name: 7"),
         ("choice.options", [], "no options by name: []"),
         ("choice.options", {"bucket_mb": "abc"}, "bucket_mb must be a positive, finite number"),

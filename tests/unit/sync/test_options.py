@@ -8,8 +8,18 @@ from typing import Any, get_args
 import pytest
 
 from gradsync.errors import ConfigError
-from gradsync.sync.options import Grouping, Order, Recipe, ReductionName, Shard, Wire
+from gradsync.sync.options import (
+    Grouping,
+    Order,
+    Recipe,
+    ReductionName,
+    Shard,
+    Wire,
+    every_option,
+)
 from gradsync.sync.registry import STRATEGIES, check_options, find_strategy, wants_groups
+from gradsync.train.config import SyncConfig
+from gradsync.train.config_io import parse_config
 
 REFUSALS = [
     ({"grouping": "bucket"}, "grouping must be one of parameter, flat, buckets; got 'bucket'"),
@@ -109,3 +119,31 @@ def test_a_promise_of_bits_is_not_given_up_by_an_option(name: str) -> None:
     """A run is resumed at other numbers of ranks by the strategy's name."""
     with pytest.raises(ConfigError, match=f"sync='{name}' promises bits .* order='any'"):
         check_options(find_strategy(name), {"order": "any"})
+
+
+def _other(value: Any, hint: Any) -> Any:
+    """A value of an option that is not its default."""
+    words = [word for word in get_args(hint) if isinstance(word, str)]
+    words += [word for part in get_args(hint) for word in get_args(part)]
+    if words:
+        return next(word for word in words if word != value)
+    return not value if isinstance(value, bool) else value / 2 if hint is float else value + 2
+
+
+OPTIONS = [(name, option) for name, each in STRATEGIES.items() for option in each.options]
+
+
+@pytest.mark.parametrize(("name", "option"), OPTIONS, ids=[f"{n}-{o}" for n, o in OPTIONS])
+def test_every_option_has_a_flag_that_reaches_the_strategy(name: str, option: str) -> None:
+    hint, words = every_option()[option]
+    assert words
+    wanted = _other(getattr(STRATEGIES[name].defaults, option), hint)
+    flag = f"--sync-options.{option.replace('_', '-')}"
+    config = parse_config(["--sync", name, flag, str(wanted)])
+    assert config.sync_options == SyncConfig(**{option: wanted})
+    refused = False
+    try:
+        checked = check_options(STRATEGIES[name], config.sync_options.given())
+    except ConfigError as error:  # it does not go with the strategy's other values
+        refused = str(wanted) in str(error)
+    assert refused or getattr(checked, option) == wanted

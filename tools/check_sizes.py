@@ -21,10 +21,10 @@ FUNCTION_LIMIT = 80
 CLASS_LIMIT = 250
 PACKAGES = REPOSITORY / "src" / "gradsync"
 BUDGETS = {
-    **{"core": 950, "runtime": 3_700, "comm": 3_300, "sync": 9_900, "data": 3_000},
-    **{"checkpoint": 1_650, "models": 700, "parallel": 1_400, "plan": 6_500, "train": 4_200},
-    **{"launch": 1_800, "compat": 1_250, "backends": 800, "verify": 3_850, "bench": 5_400},
-    "cli": 3_850,
+    **{"core": 950, "runtime": 3_250, "comm": 2_650, "sync": 9_200, "data": 2_450},
+    **{"checkpoint": 1_350, "models": 600, "parallel": 1_250, "plan": 5_450, "train": 3_450},
+    **{"launch": 1_600, "compat": 1_120, "backends": 700, "verify": 3_500, "bench": 5_200},
+    "cli": 2_650,
 }
 """Lines of each package, docstrings and blanks included. They only go down: raising one takes a
 commit that says why."""

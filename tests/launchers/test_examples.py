@@ -32,7 +32,7 @@ def printed_on_two_ranks(name: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "largest_loss"), [("own_loop.py", 0.05), ("adapters.py", 0.2), ("ddp_hook.py", 0.05)]
+    ("name", "largest_loss"), [("user_loop.py", 0.05), ("adapters.py", 0.2), ("ddp_hook.py", 0.05)]
 )
 def test_it_learns_on_two_ranks(name: str, largest_loss: float) -> None:
     (loss,) = re.findall(r"loss ([0-9.]+)", printed_on_two_ranks(name))

@@ -3,7 +3,7 @@
 One line is added, `gs.replicate`; gradients are means over ranks as under torch's DDP, but the
 model is not wrapped, and a parameter that some rank does not use is no problem.
 
-torchrun --nproc-per-node 2 examples/own_loop.py
+torchrun --nproc-per-node 2 examples/user_loop.py
 """
 
 import torch

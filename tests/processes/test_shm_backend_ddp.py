@@ -220,6 +220,9 @@ def _around(rank: int, world_size: int, store_path: str) -> dict[str, Any]:
                 several = [torch.ones(3), torch.ones(2)]
                 for tensor in several:
                     dist.all_reduce(tensor)
+            swapped = torch.zeros(world_size)
+            # Not on threads: gloo's can hold Python's lock while it waits for the others.
+            dist.all_to_all_single(swapped, torch.full((world_size,), float(rank)))
             work = dist.all_reduce(torch.ones(2), async_op=True)
             dist.barrier()
             work.wait()
@@ -229,6 +232,7 @@ def _around(rank: int, world_size: int, store_path: str) -> dict[str, Any]:
             found |= {
                 "objects": (objects, gathered),
                 "coalesced": float(several[1][0]),
+                "swapped": swapped.tolist(),
                 "world": World.from_process_group().one_host,
             }
     del group, pairs, work
@@ -250,6 +254,7 @@ def test_groups_objects_and_nothing_left(pool: Any) -> None:
     for rank in found:
         assert rank["objects"] == ([{"from": 1}], [0, 1, 2])
         assert rank["coalesced"] == 3.0
+        assert rank["swapped"] == [0.0, 1.0, 2.0]
         assert rank["world"] is True
 
 

@@ -31,8 +31,9 @@ from gradsync.comm.work import Done
 from gradsync.core.torch_private import num_issued, process_groups
 
 _BYTES_SENT = 200
-"""Where `struct tcp_info` has `tcpi_bytes_sent` (linux/tcp.h, since Linux 4.19): data, headers of
-TCP and IP not counted."""
+"""Where `struct tcp_info` has `tcpi_bytes_sent` and, behind it, `tcpi_bytes_retrans` (linux/tcp.h,
+since Linux 4.19): data, headers of TCP and IP not counted. What is late is sent twice, on a busy
+host even to itself."""
 _COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "reduce_scatter")
 
 
@@ -112,8 +113,9 @@ def bytes_sent() -> int:
             is_tcp = handle.family in (socket.AF_INET, socket.AF_INET6)
             if is_tcp and handle.type == socket.SOCK_STREAM:
                 info = handle.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-                if len(info) >= _BYTES_SENT + 8:
-                    total += struct.unpack_from("=Q", info, _BYTES_SENT)[0]
+                if len(info) >= _BYTES_SENT + 16:
+                    sent, again = struct.unpack_from("=QQ", info, _BYTES_SENT)
+                    total += sent - again
     return total
 
 

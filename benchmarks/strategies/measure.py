@@ -54,6 +54,7 @@ def measure(settings: Settings, world: World) -> dict[str, Any]:
     batch = _batch(settings, world.rank)
     contestants, samples = {}, {}
     for name in names:
+        time.sleep(_ARRIVE_S)  # the last contestant's messages are no part of this one
         before = _tensor_bytes()
         contestants[name] = enter(name, settings, world, levels)
         samples[name] = Samples(held_bytes=_warm_up(contestants[name], settings, batch) - before)

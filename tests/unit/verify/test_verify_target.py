@@ -42,7 +42,7 @@ def pairs(count: int = 40) -> TensorDataset:
 
 
 def called(name: str, *, strategy: str = "naive", dtype: str = "fp32", **changes: Any) -> Task:
-    settings = replace(SETTINGS, target=f"unit.test_verify_target:{name}", **changes)
+    settings = replace(SETTINGS, target=f"unit.verify.test_verify_target:{name}", **changes)
     return Task(strategy=strategy, model="target", dtype=dtype, settings=settings)
 
 
@@ -291,7 +291,7 @@ def test_a_wrong_part_is_named_and_a_right_target_left_alone(name: str) -> None:
         with pytest.raises(ConfigError) as raised:
             check_target(called(name))
         text = str(raised.value)
-        assert text.startswith(f"--target unit.test_verify_target:{name}: ")
+        assert text.startswith(f"--target unit.verify.test_verify_target:{name}: ")
         assert message in text
         assert "\n" not in text
     else:
@@ -304,8 +304,8 @@ def test_a_wrong_part_is_named_and_a_right_target_left_alone(name: str) -> None:
     [
         ("nothing", "expected pkg.module:factory"),
         ("no_such_module:factory", "No module named 'no_such_module'$"),
-        ("unit.test_verify_target:missing", "has no 'missing'"),
-        ("unit.test_verify_target:SETTINGS", "is not callable"),
+        ("unit.verify.test_verify_target:missing", "has no 'missing'"),
+        ("unit.verify.test_verify_target:SETTINGS", "is not callable"),
     ],
 )
 def test_a_target_that_cannot_be_found(target: str, message: str) -> None:

@@ -107,7 +107,7 @@ def flip(tensor: torch.Tensor, bit: int = 0) -> None:
             2,
             {1: ((0, "bias"),)},
             "first in '0.bias' (1 of 4 tensors): rank 0 / rank 1 hold different bits, and without "
-            "a majority nobody can say which is right",
+            "a majority it cannot be said which is right",
         ),
         (4, {0: ((0, "weight"),), 3: ((0, "weight"),)}, "rank 0 / ranks 1,2 / rank 3 hold diff"),
     ],

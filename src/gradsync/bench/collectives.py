@@ -111,7 +111,7 @@ class CollectivesOptions:
     """backend (gloo or nccl), ring, recursive_doubling, hierarchical, tree, shared (in place, over
     shared memory), shared_copies; or all."""
     sizes: str = ""
-    """Of the whole tensor, with commas: 4K,25M (K, M, G are powers of 1024; KB, MB, GB of 1000).
+    """Sizes of the tensor, with commas: 4K,25M (K, M, G are powers of 1024; KB, MB, GB of 1000).
     Default: 4 B, 16 B, 64 B, ... as far as memory goes."""
     max_bytes: str = "1G"  # Largest of the default sizes.
     world_size: int = 2  # Ranks to start on this host.

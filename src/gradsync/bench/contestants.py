@@ -1,6 +1,6 @@
 """Contestants of a measurement: names, options, allocator settings. No torch here.
 
-    none          plain torch that talks to nobody: the ideal
+    none          plain torch that sends nothing: the ideal
     NAME          a strategy of the registry, used as its documentation says
     torch_ddp     torch's DistributedDataParallel, as torch's own tutorial writes the loop
     accelerate    Hugging Face Accelerate, in its own idiom

@@ -1,4 +1,4 @@
-"""What is measured, as checked values: a model, sets of processes, contestants, order of turns.
+"""The measurement as checked values: a model, sets of processes, contestants, order of turns.
 
     round 0    none  naive  flat  …                a turn: some steps to warm up, then `num_steps`
     round 1    naive  flat  …  none                the next round begins with the next contestant

@@ -7,7 +7,7 @@
 All are alive at once and take turns, so that what disturbs a round disturbs all in it. The lines
 through the collectives' times are measured before, on as many ranks.
 
-A prediction knows: what ranks do that talk to nobody (`none`, as many ranks, the same round), the
+A prediction knows: what ranks do that send nothing (`none`, as many ranks, the same round), the
 lines through the collectives' times, and the model's shape. It never sees the step it predicts.
 
     leaf      none's forward and backward: mean over ranks and steps of the round
@@ -76,13 +76,13 @@ _LIBRARIES = ("accelerate", "fabric")
 class SimulationOptions:
     """Predict training steps on 2, 4 ... ranks of this host, measure them, show both.
 
-    A prediction is made of ranks that compute and talk to nobody, and of the collectives' measured
+    A prediction is made of ranks that compute and send nothing, and of the collectives' measured
     costs; it never sees the step that it predicts. On CPUs.
     """
 
     world_sizes: str = "2,4"  # Numbers of ranks with commas between them.
     strategies: str = "invariant,bucketed,torch_ddp"
-    """What to predict, with options if need be: bucketed:bucket_mb=1."""
+    """Strategy to predict, with options if need be: bucketed:bucket_mb=1."""
     model_size: str = "tiny"  # tiny, mini, small, medium, large, xl, 1.3b, 2.7b.
     batch_size: int = 1  # Sequences per rank and step.
     context_length: int | None = None
@@ -334,7 +334,7 @@ def _handling(
 def _costs_of(
     simulation: SimulationPlan, strategy: Contestant, size: int, fits: Sequence[Fit]
 ) -> Callable[[Round, int], StepCosts]:
-    """What one strategy's step costs on this host, by times of `none` and cores. The host is ranks
+    """Cost of one strategy's step on this host, by times of `none` and cores. The host is ranks
     and cores; of memory and peaks a prediction asks nothing."""
     settings, options = simulation.plan.settings, dict(strategy.options)
     if strategy.name in INNER_STEPS:  # one meeting in each turn, as they are measured

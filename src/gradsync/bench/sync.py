@@ -49,7 +49,7 @@ _COMMAND = ("bench", "sync")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SyncOptions:
     """Time training steps of a GPT on random tokens: strategies of gradsync, torch DDP, Accelerate
-    and Fabric as their users run them, and `none`, which talks to nobody.
+    and Fabric as their users run them, and `none`, which sends nothing.
 
     All ranks hold all contestants, which take turns; each one's step is compared with `none` of the
     same round. Before that, each is checked: it must train, and give the losses that it should.

@@ -82,7 +82,7 @@ class TuneRequest:
             )
         if self.world_size < 2:
             raise ConfigError(
-                f"--world-size must be at least 2; got {self.world_size}: one rank talks to nobody"
+                f"--world-size must be at least 2; got {self.world_size}: one sends nothing"
             )
         tried = [strategies(self.promise, on_cpu=True, hosts=hosts) for hosts in (1, 2)]
         most = max(len(_BUCKETS_MB), *(len(choices) - 1 for choices in tried))

@@ -70,7 +70,7 @@ class Signals:
 
     def check(self) -> None:
         """Raise `Stopped` once more: where it was raised first (a callback of the garbage
-        collector, say), nobody may have seen it."""
+        collector, say), it may have gone unseen."""
         if self.received is not None:
             raise Stopped(self.received)
 

@@ -49,7 +49,7 @@ class TuneOptions:
     """tiny, mini, small, medium, large, xl, 1.3b, 2.7b."""
     world_size: int = 2  # Ranks to start on this host.
     promise: str = "bitwise"
-    """What a strategy must promise at least: bitwise (one rank's bits on any number of ranks), or
+    """Least promise of a strategy: bitwise (one rank's bits on any number of ranks), or
     rounding (one rank's numbers but for the order of sums)."""
     dtype: Literal["fp32", "bf16"] | None = None  # fp32, or bf16 (autocast over fp32 weights).
     batch_size: int | None = None  # Sequences per rank and step.

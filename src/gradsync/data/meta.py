@@ -48,7 +48,7 @@ class Meta:
     split_by: str
     """"documents" (whole documents, chosen by content), "tail" (the last tokens) or "none"."""
     unigram_entropy_nats: float
-    """Of the token frequencies over all splits: the loss of a model that knows nothing else."""
+    """Entropy of the token frequencies over all splits: the loss of a model that knows no more."""
     skipped_files: int
     """Hidden and binary files that were passed over in folders."""
     source: str

@@ -7,7 +7,7 @@ written, start me again (torchrun and mpirun fold exit codes, the file does not)
 to requeue the job, unless
 
 - the last turns brought no step: stopping and starting for ever would only cost;
-- the job is no longer RUNNING: somebody cancelled it, and Slurm would revive even a cancelled job.
+- the job is no longer RUNNING: it was cancelled, and Slurm would revive even a cancelled job.
 
 Runs without torch; returns the exit code of the job.
 """

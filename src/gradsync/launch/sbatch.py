@@ -3,7 +3,7 @@
 [Note: how the signal travels]
 The ranks must hear Slurm's warning, whatever started them.
 - srun: ranks are tasks of a step, and steps are signalled unless `--signal=B:` says otherwise.
-- torchrun: its agents are the tasks. Under proctrack/cgroup nobody else is signalled, under
+- torchrun: its agents are the tasks. Under proctrack/cgroup no other process is signalled, under
   proctrack/linuxproc the ranks are, too. So the agents pass the signal on (by default USR1 ends
   them), and wait for the checkpoint; ranks do not mind hearing it twice.
 - mpirun: runs in the batch shell, and its daemons on other nodes are a step that must not be hit.

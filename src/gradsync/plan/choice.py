@@ -45,7 +45,7 @@ class Costs:
     def __init__(self) -> None:
         self.measured: tuple[StepProfile, Workload] | None = None
         self.load: float | None = None
-        """Of a machine that was busy with other work while it was measured."""
+        """Measured on a machine that was busy with other work while it was measured."""
 
     def memory(self, work: Workload, split: Split) -> MemoryNeed:
         """Bytes of the rank that needs most."""
@@ -170,7 +170,7 @@ def counts(hardware: Hardware) -> list[int]:
 
 def splits(count: int, hardware: Hardware, strategies: Sequence[str]) -> Iterator[Split]:
     """Every split of `count` devices: strategies x (replicas, stages, shards), replicas first. One
-    replica has nobody to synchronise with: it is listed once for each promise."""
+    replica has none to synchronise with: it is listed once for each promise."""
     most_shards = max(len(host.devices) for host in hardware.hosts)
     for model_ranks in _divisors(count):
         for tp in _divisors(model_ranks):
@@ -503,7 +503,7 @@ _GPUS_OF_A_HOST = 8  # Assumed of a host when more devices are counted
 
 
 def remedy(name: str, choice: Choice, work: Workload, hardware: Hardware, costs: Costs) -> str:
-    """What to say of the model `name` where `choice` found nothing: the candidate that needs least
+    """The line about the model `name` where `choice` found nothing: the candidate that needs least
     beyond what there is, the smallest number of such devices on which the model fits, and the
     largest smaller preset that fits here."""
     search, devices = choice.search, hardware.devices

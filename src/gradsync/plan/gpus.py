@@ -56,7 +56,7 @@ class Gpu:
 
     @property
     def parts(self) -> list[Visible]:
-        """What a process can use: the whole, or its slices."""
+        """The parts that a process can use: the whole, or its slices."""
         devices = [part.device for part in self.slices] if self.mig else [self.device]
         return [(device, self) for device in devices]
 

@@ -74,7 +74,7 @@ class Processor:
     memory_bytes: int  # By the container's limit
     free_bytes: int
     instructions: tuple[str, ...]
-    """Those that decide how fast matrices multiply, by the kernel's names."""
+    """Instructions that decide how fast matrices multiply, by the kernel's names."""
     clock_hz: float | None  # The fastest core's now; None where it is not told
 
 

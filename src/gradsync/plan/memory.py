@@ -105,7 +105,7 @@ class Case:
 
     @property
     def leaf(self) -> Activations:
-        """What forward of one leaf keeps."""
+        """Bytes that the forward of one leaf keeps."""
         return Activations(self.work, self.shape.blocks, self.shape.layout.tp)
 
     @property
@@ -183,7 +183,7 @@ def strategy_memory(case: Case) -> StrategyMemory:
     """The memory of the strategy of `case`; ConfigError for an unknown one."""
     strategy = find_strategy(case.split.strategy)
     recipe = strategy.recipe
-    if strategy.needs_group and case.replicas == 1:  # nobody to talk to, see `build_reducer`
+    if strategy.needs_group and case.replicas == 1:  # no other replica, see `build_reducer`
         return _naive(case)
     if recipe is None:
         return _OTHERS[strategy.name](case)

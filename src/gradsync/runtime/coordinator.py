@@ -9,7 +9,7 @@
             or Flux                           from the job id
     mpi     several hosts under an MPI        rank 0 binds, mpi4py broadcasts where
 
-`file` and `mpi` bind first and publish then, so that nobody can take the port in between. `port`
+`file` and `mpi` bind first and publish then, so that no other takes the port. `port`
 cannot: all ranks must know it beforehand. It is 15000 + (job id + 97 x step id) mod 10000, below
 the range the system gives out by itself; concurrent jobs differ, and `MASTER_PORT` overrules it.
 """

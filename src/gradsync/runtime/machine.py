@@ -1,4 +1,4 @@
-"""What this host gives to ranks: processor, cores, threads, memory. No torch at import.
+"""Resources of this host for ranks: processor, cores, threads, memory. No torch at import.
 
 Limits of containers and jobs (control groups, version 2 or 1) count as less of a host.
 """

@@ -1,7 +1,7 @@
 """The rendezvous store: its socket bound by us, its peers waited for with names and a deadline.
 
 Torch's `TCPStore` listens on every interface even for 127.0.0.1, and an address chosen before it
-is bound can be taken by somebody else. So rank 0 binds the socket itself (port 0: the system picks
+is bound may be taken by another. So rank 0 binds the socket itself (port 0: the system picks
 a free one), hands it over by `master_listen_fd`, and publishes the port only then.
 """
 
@@ -63,7 +63,7 @@ def join_store(address: str, port: int, *, rank: int, deadline_s: float) -> Any:
     """Connect to the store rank 0 serves, trying until `deadline_s` (monotonic clock, seconds).
 
     Raises:
-        RendezvousError: nobody answered in time.
+        RendezvousError: no answer in time.
     """
     # Knock with a plain socket first: torch's client logs a stack trace for every failed try.
     started = time.monotonic()

@@ -140,7 +140,7 @@ def _difference(
     else:
         parts = " / ".join(name_ranks(side) for side in sorted(sides))
         verdict = (
-            f"{parts} hold different bits, and without a majority nobody can say which is right"
+            f"{parts} hold different bits, and without a majority it cannot be said which is right"
         )
     return f"{where}: {verdict}; go back to a checkpoint from before"
 

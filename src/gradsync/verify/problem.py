@@ -44,7 +44,7 @@ class Problem:
     dataset: Any
     """Map-style; samples are (input, target)."""
     loss_sum: LossSum
-    """Of (output, target): [], *summed* over targets."""
+    """`loss_sum(output, target)`: [], *summed* over targets."""
     uses_all: bool = True
     """False when some leaf leaves a parameter without gradient."""
 

@@ -79,7 +79,7 @@ _ADVICE: dict[Cause | Kind, str] = {
     Kind.BUFFERS: "Leave buffers to gs.replicate, which moves them by what all leaves do.",
     Kind.MOVED: "Reduce parameter.grad in the hook, and leave the parameter alone.",
 }
-"""What to do, by the kind of finding where it has an entry, else by the cause."""
+"""Advice, by the kind of finding where it has an entry, else by the cause."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

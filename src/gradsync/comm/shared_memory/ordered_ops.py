@@ -214,7 +214,7 @@ class OrderedOp:
     what: str
     """Description, for messages."""
     key: tuple[object, ...] = ()
-    """What else must be equal on all ranks that do the same."""
+    """Further values that must be equal on all ranks that do the same."""
     prepare: Action | None = None
     """Put data where peers read them, as soon as no peer needs the previous data."""
     share: Action | None = None
@@ -225,7 +225,7 @@ class OrderedOp:
     """True when this rank need not wait for the peers to finish their shares."""
     number: int = 0
     signature: int = 0
-    """Of `what` and `key`: equal on ranks that do the same, in any process."""
+    """Number made of `what` and `key`: equal on ranks that do the same, in any process."""
     arrived: bool = False
     shared: bool = False
     over: bool = False

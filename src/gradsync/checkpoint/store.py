@@ -170,12 +170,7 @@ class CheckpointStore:
         Tensors are on the CPU, backed by the file until they are copied elsewhere.
         """
         manifest = Manifest.read(path)
-        expected = {_STATE_NAME, *(f"{stem}{TENSORS_SUFFIX}" for stem in manifest.aliases)}
-        if expected != set(manifest.files):
-            raise CheckpointError(
-                f"{path / MANIFEST_NAME}: lists {one_line(sorted(manifest.files))}, "
-                f"expected {one_line(sorted(expected))}"
-            )
+        _check_files(path, manifest)
         manifest.verify(path)
         tensors = _read_files(path, manifest)
         try:
@@ -275,12 +270,25 @@ class CheckpointStore:
             manifest = Manifest.read(path)
             if f"step-{manifest.step:08d}" != _plain(path):
                 raise CheckpointError(f"{path / MANIFEST_NAME}: is of step {manifest.step}")
+            _check_files(path, manifest)
             manifest.verify(path, contents=contents)
             if contents:
                 _read_files(path, manifest)
         except CheckpointError as error:
             return error
+        except ConfigError as error:  # a name in it that no file can have
+            return CheckpointError(f"{path / MANIFEST_NAME}: {error}")
         return CheckpointInfo(path=path, manifest=manifest)
+
+
+def _check_files(path: Path, manifest: Manifest) -> None:
+    """Raise CheckpointError unless the manifest lists the state and each kind of tensor."""
+    expected = {_STATE_NAME, *(f"{stem}{TENSORS_SUFFIX}" for stem in manifest.aliases)}
+    if expected != set(manifest.files):
+        raise CheckpointError(
+            f"{path / MANIFEST_NAME}: lists {one_line(sorted(manifest.files))}, "
+            f"expected {one_line(sorted(expected))}"
+        )
 
 
 def _each_once(tensors: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], dict[str, str]]:

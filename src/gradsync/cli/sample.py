@@ -63,6 +63,10 @@ def sample(path: Path, config: SampleConfig) -> tuple[Path, str]:
     from gradsync.runtime.device import choose_device
     from gradsync.train.state import check_state, saved_model
 
+    try:
+        config.prompt.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"--prompt is not UTF-8: {ascii(config.prompt)[:60]}") from error
     checkpoint, _ = resolve(path)
     snapshot = CheckpointStore(checkpoint.parent).load(checkpoint)
     check_state(snapshot, checkpoint)

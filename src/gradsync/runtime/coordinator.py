@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from gradsync.core.files import open_regular
 from gradsync.errors import LaunchError
 from gradsync.runtime.bounds import whole_number
 from gradsync.runtime.hostlist import check_host, expand_hosts
@@ -112,10 +113,16 @@ class System:
     resolve_host: Callable[[str], object] = socket.gethostbyname
     """Raises `OSError` for a name that the system does not know."""
     run: Callable[[Sequence[str]], str] = run_command  # output of a command
-    read_text: Callable[[str], str] = lambda path: Path(path).read_text(encoding="utf-8")
+    read_text: Callable[[str], str] = lambda path: _read_text(Path(path))
     """Content of a file."""
     ancestor: Callable[[], str] = launcher_ancestor
     """Names the launching process on this host, equal on all its ranks."""
+
+
+def _read_text(path: Path) -> str:
+    """At most a megabyte of a regular file."""
+    with open_regular(path) as file:
+        return file.read(2**20).decode("utf-8")
 
 
 def plan_coordinator(

@@ -62,7 +62,9 @@ def clip_gradients(gradients: Sequence[Tensor], max_norm: float) -> Tensor:
     arXiv 1211.5063); returns the norm before, []."""
     norm = gradient_norm(gradients)
     if gradients:
-        foreach_mul_(list(gradients), clip_factor(norm, max_norm))
+        # Between tensors [] torch promotes dtypes; between [1] and [], as in shards, not.
+        rows = [gradient if gradient.dim() else gradient.view(1) for gradient in gradients]
+        foreach_mul_(rows, clip_factor(norm, max_norm))
     return norm
 
 

@@ -295,6 +295,20 @@ def test_newest_means_saved_last(tmp_path):
     assert steps(store) == [260, 250]
 
 
+@pytest.mark.parametrize("damage", ["no state", "a name that no file has"])
+def test_a_manifest_that_cannot_be_loaded_is_passed_over(store, tmp_path, damage):
+    for step in (1, 2):
+        store.save(snapshot(step))
+    path = tmp_path / "step-00000002" / "manifest.json"
+    document = json.loads(path.read_text())
+    if damage == "no state":
+        del document["manifest"]["files"]["state.json"]
+    else:
+        document["manifest"]["aliases"]["../../x"] = {}
+    path.write_bytes(seal(document["manifest"]))
+    assert store.latest()[0].step == 1
+
+
 def test_a_step_saved_again_is_replaced(store, tmp_path):
     store.save(snapshot(1))
     store.save(snapshot(2))

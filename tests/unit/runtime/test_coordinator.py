@@ -219,6 +219,13 @@ def test_a_node_file_that_does_not_help(content):
         plan(PALS, resolve_host=str, read_text=answer_or_raise(content))
 
 
+def test_a_node_file_that_never_ends_is_not_read(tmp_path):
+    os.mkfifo(tmp_path / "nodes")
+    variables = PALS | {"PBS_NODEFILE": str(tmp_path / "nodes")}
+    with pytest.raises(LaunchError, match="PBS_NODEFILE cannot be read"):
+        plan_coordinator(variables, resolve(variables), System(resolve_host=str))
+
+
 def test_flux_is_asked_for_the_jobs_hosts():
     answer = json.dumps({"version": 1, "execution": {"nodelist": ["n[5-6]", "m1"]}})
     asked = []

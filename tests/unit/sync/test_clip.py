@@ -127,3 +127,14 @@ def test_small_gradients_stay_as_they_are() -> None:
 def test_what_is_not_finite_shows_in_the_norm(bad: float) -> None:
     norm = clip_gradients([torch.ones(3), torch.tensor([1.0, bad])], 1.0)
     assert not torch.isfinite(norm)
+
+
+def test_a_number_is_scaled_as_an_element_of_a_shard_is() -> None:
+    """Beside fp64 the factor is fp64: a gradient [] would be multiplied in another precision."""
+    generator = torch.Generator().manual_seed(3)
+    for value in torch.randn(200, generator=generator):
+        wide = torch.full((3,), 2.7, dtype=torch.float64)
+        number, row = value.clone(), value.reshape(1).clone()
+        clip_gradients([number, wide.clone()], 0.3)
+        clip_gradients([row, wide.clone()], 0.3)
+        assert number == row[0]

@@ -63,7 +63,7 @@ def clip_gradients(gradients: Sequence[Tensor], max_norm: float) -> Tensor:
     norm = gradient_norm(gradients)
     if gradients:
         # Between tensors [] torch promotes dtypes; between [1] and [], as in shards, not.
-        rows = [gradient if gradient.dim() else gradient.view(1) for gradient in gradients]
+        rows = [g if g.dim() else g.view(1) for g in gradients]
         foreach_mul_(rows, clip_factor(norm, max_norm))
     return norm
 

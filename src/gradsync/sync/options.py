@@ -52,10 +52,6 @@ class Options:
     def check(self) -> None:
         """Check combinations of values."""
 
-    def given(self) -> dict[str, Any]:
-        """All values by name."""
-        return {each.name: getattr(self, each.name) for each in fields(self)}
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe(Options):

@@ -72,9 +72,9 @@ def launch(out, *argv, nproc=2, **options):
     return launch_local([str(out), *argv], nproc, module="rank_module", **options)
 
 
-def start_launcher(out, stdout=""):
+def start_launcher(out, stdout="", **variables):
     (out / "launcher.py").write_text(LAUNCHER)
-    return Forked([out / "launcher.py", out], os.environ, stdout=stdout)
+    return Forked([out / "launcher.py", out], {**os.environ, **variables}, stdout=stdout)
 
 
 def wait_for_files(*paths):
@@ -274,10 +274,10 @@ def test_ranks_that_know_nothing_of_signals_end_by_them(tmp_path, rank_module):
         assert launcher.wait(60) == 143
 
 
-def test_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path, rank_module, monkeypatch):
-    monkeypatch.setenv("LAUNCH_TEST_MARK", str(tmp_path))
+def test_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path, rank_module):
     rank_module("(out / f'pid{rank}').write_text(str(os.getpid())); signal.pause()")
-    with start_launcher(tmp_path) as launcher:
+    # Not in our own environment, which the fork server would take over, if it starts here.
+    with start_launcher(tmp_path, LAUNCH_TEST_MARK=str(tmp_path)) as launcher:
         pids = [tmp_path / "pid0", tmp_path / "pid1"]
         wait_for_files(*pids)
         wait_until(lambda: pids[1].read_text() != "", time.monotonic() + 10)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -19,6 +20,7 @@ from gradsync.sync.build import build_engine
 from gradsync.sync.engine import Engine
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.options import Recipe
+from gradsync.sync.replicate import replicate
 from gradsync.sync.zero import ZeroShards
 from support.sync_cases import (
     CASES,
@@ -182,3 +184,51 @@ def test_whole_gradients_do_not_outlive_backward_in_zero2() -> None:
 
     for kept, total in run_thread_ranks(lambda _, g: work(ProcessGroupCommunicator(g)), 3):
         assert kept * 3 == total
+
+
+_WAYS = {
+    "zero1": {"sync": "zero1", "collective": "backend"},
+    "zero2": {"sync": "zero2"},
+    "whole": {"collective": "backend"},
+    "whole in shared memory": {"collective": "shared_memory"},
+}
+
+
+@pytest.mark.parametrize("way", _WAYS)
+def test_a_scheduler_sees_whole_new_weights_and_may_raise(way: str) -> None:
+    """What wraps an optimizer's `step` runs once every rank's weights are there."""
+
+    def work(_: int, group: Any) -> list[list[Tensor]]:
+        with _RANDOM:
+            torch.manual_seed(1000)
+            model = SmallNet(branch=False)
+        sync = replicate(model, comm=ProcessGroupCommunicator(group), **_WAYS[way])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        seen: list[Tensor] = []
+        raises, step = sync.comm.rank == 0, optimizer.step
+
+        def look(*arguments: Any) -> None:
+            nonlocal raises
+            step(*arguments)
+            seen[:] = weights()
+            if raises:
+                raises = False
+                raise KeyError("a scheduler")
+
+        def weights() -> list[Tensor]:
+            return [p.detach().clone() for p in model.parameters()]
+
+        optimizer.step = look
+        with pytest.raises(KeyError, match="a scheduler") if raises else nullcontext():
+            do_step(sync, optimizer, 0)
+        found = [list(seen), weights()]
+        do_step(sync, optimizer, 1)
+        found.append(weights())
+        sync.close()
+        return found
+
+    first, second = run_thread_ranks(work, 2)
+    for mine, theirs in zip(first, second, strict=True):
+        assert all(map(torch.equal, mine, theirs))
+    assert all(map(torch.equal, first[0], first[1]))
+    assert not all(map(torch.equal, first[1], first[2]))

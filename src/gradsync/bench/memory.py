@@ -274,7 +274,7 @@ def _peak_of_process() -> int:
 
 
 def _peak_of_device() -> int:
-    """The allocator's bytes, and those that the process has beside it (the context, NCCL)."""
+    """Bytes of the allocator, and of what the process holds beside it (the context, NCCL)."""
     import torch
 
     free, total = torch.cuda.mem_get_info()

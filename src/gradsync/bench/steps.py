@@ -43,8 +43,8 @@ from gradsync.world import World
 
 _SETTLING = 2
 """Steps in which contestants may still build things (DDP regroups its buckets after the first)."""
-TOLERANCE = 2e-3  # largest relative difference of a loss, for those that promise one rank's numbers
-_LOSSY_TOLERANCE = 2e-2  # for those that round on the wire
+TOLERANCE = 2e-3  # largest relative difference of a loss, for an exact strategy
+_LOSSY_TOLERANCE = 2e-2  # for a strategy that rounds on the wire
 _WEIGHTS_TOLERANCE = 1e-6
 _FREE = (ALONE, "local_sgd", "diloco", "powersgd")
 """Contestants whose losses are their own; they must fall."""
@@ -301,7 +301,7 @@ class Runner:
             bench.entrant = enter(entry.contestant, site, clock)
 
     def _turn(self, entry: Entry) -> None:
-        """Some steps to warm up, then those that count."""
+        """Run the warm-up steps, then the measured steps."""
         settings, bench = self._plan.settings, self._benches[entry.label]
         entrant = bench.entrant or enter(entry.contestant, self._site, bench.clock)
         for _ in range(settings.num_warmup):

@@ -182,7 +182,7 @@ class Part:
 
     @property
     def counts_loss(self) -> bool:
-        """Whether this rank tells its leaves' losses: one of those that know them."""
+        """Whether this rank reports its leaves' losses, which only ranks with the head know."""
         return self.is_last and self.place.shard == 0
 
     @property

@@ -163,6 +163,10 @@ class ReplicaWatch:
         """Accept weights, and the state of `optimizers`, as they are on this rank."""
         self._turn += 1
         self._signs = self._signs_now()
+        self.accept_states(*optimizers)
+
+    def accept_states(self, *optimizers: Optimizer) -> None:
+        """Take the state of `optimizers` for the one that steps: ranks have just compared it."""
         for optimizer in optimizers:
             self._states[optimizer] = optimizer.state
 

@@ -35,6 +35,7 @@ from gradsync.sync.elementwise import (
     check_elementwise,
     warn_of_threads,
 )
+from gradsync.sync.exchange import Then
 from gradsync.sync.layout import BucketPlan, Item, Piece, plan_buckets
 from gradsync.sync.optimizers import options
 from gradsync.sync.sharded_state import (
@@ -360,7 +361,8 @@ def step_together(
         used: with `shards`: for each parameter of the buckets, whether it has a gradient.
 
     Returns:
-        The last gathers; parameters are whole once it is done.
+        The last gathers; when they are done, parameters are whole, and schedulers and hooks of
+        the optimizers' sources are told of the step.
     """
     for optimizer in optimizers if shards is None else ():
         _check_gradients(optimizer._groups(), optimizer._covered)
@@ -379,10 +381,13 @@ def step_together(
         under_way.append(same[0].launch_gather())
         if len(under_way) > _IN_FLIGHT:
             under_way.popleft().wait()
-    for optimizer in optimizers:
-        if optimizer._source is not None:
-            _step_without_gradients(optimizer._source)
-    return AllOf(list(under_way))
+
+    def tell_sources() -> None:
+        for optimizer in optimizers:
+            if optimizer._source is not None:
+                _step_without_gradients(optimizer._source)
+
+    return Then(AllOf(list(under_way)), tell_sources)  # a hook may read weights, or raise
 
 
 def _check_gradients(groups: Sequence[dict[str, Any]], covered: Container[int]) -> None:

@@ -335,19 +335,22 @@ class SharedMemoryShards(Replicas):
             for run in flat.runs:
                 self._norms.take(number, run, mean)
 
-    @torch.no_grad()
     def update(self, optimizers: Sequence[Optimizer]) -> None:
         if not self._exchange.divided:
             super().update(optimizers)
-            return
+        else:
+            self._update_share([self._updates[optimizer] for optimizer in optimizers])
+
+    @torch.no_grad()
+    def _update_share(self, updates: list[SharedUpdate]) -> None:
         for home in self._weights:
             home.check()
             home.bring_home()
         self._comm.barrier()  # a rank that reads weights until its own update finds the old ones
-        self._updated = [self._updates[optimizer] for optimizer in optimizers]  # see prepare
         means = self._means()
-        for update in self._updated:
+        for update in updates:
             update.step_pieces(means, self._used)
+        self._updated = updates
 
     def publish(self) -> Work:
         """See `Replicas.publish`: write this rank's share into the other ranks' replicas."""
@@ -359,7 +362,9 @@ class SharedMemoryShards(Replicas):
                 # Autograd must see that a graph from before is stale.
                 torch.autograd.graph.increment_version(home.parameters)
                 home.remember()
-            self._updated = []
+            updated, self._updated = self._updated, []
+            for update in updated:
+                update.tell_scheduler()
         return Done()
 
     # -- between steps ----------------------------------------------------------------------------

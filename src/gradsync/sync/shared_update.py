@@ -518,7 +518,9 @@ class SharedUpdate(PieceOptimizer):
             ((p.tensor, part if used[p.piece.index] else None) for p, part in parts),
         )
         self._shared.show(used)
-        # Let a scheduler count the step, where it has wrapped the optimizer's own `step`.
+
+    def tell_scheduler(self) -> None:
+        """Let a scheduler count the step, where it has wrapped the optimizer's own `step`."""
         if "step" in self._optimizer.__dict__:
             self._optimizer.step()  # without gradients it changes nothing
 

@@ -149,6 +149,8 @@ def take_step(parts: StepParts, call: StepCall) -> StepResult:
     try:
         if parts.watch is not None:
             parts.watch.refuse_unlike(agreed, call.settings, call.why)
+            if not skip:
+                parts.watch.accept_states(*optimizers)  # compared; a hook may end the update
         mean_loss = _mean_loss(parts, call, agreed, total_weight)
         if call.update is not None and not skip:
             norm = _clip_and_update(reducer, call.update, call)
@@ -165,9 +167,12 @@ def take_step(parts: StepParts, call: StepCall) -> StepResult:
 
     # publish: waited for here, since code between two steps may read weights
     if loss is not None:
-        shards.publish().wait()
-        if parts.watch is not None and not agreed.discard:
-            parts.watch.remember(*optimizers)
+        try:
+            with call.enclosed():  # schedulers and hooks run in here
+                shards.publish().wait()
+        finally:
+            if parts.watch is not None and not agreed.discard:
+                parts.watch.remember(*optimizers)
     return StepResult(
         *(mean_loss, total_weight, norm, agreed.stop, exposed),
         discarded=agreed.discard,

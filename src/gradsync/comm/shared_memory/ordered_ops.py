@@ -138,7 +138,7 @@ class Patience:
         left: Callable[[list[int]], list[int]],
         what: str,
     ) -> None:
-        """Return once no rank is `missing()` in `what`; `left` are those that are gone for good.
+        """Return once no rank is `missing()` in `what`; `left` returns the ranks that have ended.
 
         Raises:
             LostPeerError: one of them has ended or left, or the time is up.

@@ -19,8 +19,8 @@ from typing import Any
 
 from gradsync.bench.experiment import from_json
 from gradsync.bench.memory import shape_text
-from gradsync.bench.plan import Plan, SyncSettings
 from gradsync.bench.sync import title
+from gradsync.bench.sync_plan import BenchPlan, SyncSettings
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("docs/figures.md", "docs/guide/strategies.md", "docs/guide/planning.md")
@@ -62,7 +62,8 @@ def sync_table(record: Mapping[str, Any]) -> str:
         ]
         table.append([*cells, f"{row['tokens_per_s'] / ddp:.2f}"] if ddp else cells)
     lines = [_row(cells[: len(table[-1])]) for cells in table]
-    said = f"`{record['command']}`: {title(from_json(Plan, record['plan']))}; medians (quartiles)."
+    what = title(from_json(BenchPlan, record["plan"]))
+    said = f"`{record['command']}`: {what}; medians (quartiles)."
     return "\n".join([*lines, "", f"{said} {_machine(record)}"])
 
 

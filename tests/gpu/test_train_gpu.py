@@ -9,13 +9,13 @@ import pytest
 
 from gradsync.runtime.session import Session, SessionOptions
 from gradsync.train.config import TrainConfig
-from gradsync.train.run import Outcome, train
+from gradsync.train.run import TrainOutcome, train
 from support.small_run import losses, make_data, small_config
 
 pytestmark = pytest.mark.gpu
 
 
-def run(config: TrainConfig) -> Outcome:
+def run(config: TrainConfig) -> TrainOutcome:
     session = Session(SessionOptions(device="cuda", threads=1), env={})
     with session as world:
         assert world.device == "cuda:0"

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-from gradsync.bench.collectives import Settings
+from gradsync.bench.collectives import CollectivesSettings
 from gradsync.bench.collectives_run import Bench
 from gradsync.bench.report import silent
 from gradsync.bench.simulation import EXPERIMENT, SimulationOptions, plan_of
@@ -25,7 +25,9 @@ OPTIONS = SimulationOptions(
 )
 
 
-def _collectives(rank: int, world_size: int, store_path: str, settings: Settings) -> dict[str, Any]:
+def _collectives(
+    rank: int, world_size: int, store_path: str, settings: CollectivesSettings
+) -> dict[str, Any]:
     with open_session(rank, world_size, store_path) as world:
         samples = Bench(settings, world, silent).run()
     return {"environment": {"world_size": world_size}, "samples": [asdict(s) for s in samples]}
@@ -36,7 +38,7 @@ def test_predicted_beside_measured(pool: Any, tmp_path: Path) -> None:
     here, plan = World(), plan_of(OPTIONS, World())
 
     def ask(work: Any, ranks: int, **_: Any) -> dict[str, Any]:
-        if isinstance(work, Settings):
+        if isinstance(work, CollectivesSettings):
             return pool.run(_collectives, ranks, work)[0]
         (tmp_path / "work.json").write_text(json.dumps(asdict(work)))
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

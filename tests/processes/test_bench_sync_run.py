@@ -13,9 +13,8 @@ import torch
 
 from gradsync.bench import steps
 from gradsync.bench.contestants import parse_contestants, with_ideals
-from gradsync.bench.entrants import Alone, Entrant, Site, TorchDdp
+from gradsync.bench.entrants import Alone, BenchSite, Entrant, TorchDdp
 from gradsync.bench.meter import StepClock
-from gradsync.bench.plan import SyncSettings, sync_plan
 from gradsync.bench.steps import (
     NotTrainingError,
     Runner,
@@ -24,6 +23,7 @@ from gradsync.bench.steps import (
     reference_losses,
     whole_periods,
 )
+from gradsync.bench.sync_plan import SyncSettings, sync_plan
 from gradsync.models.config import PRESETS, GPTConfig
 from gradsync.runtime.memory import PeakMemory
 from support.launchers import run_python
@@ -114,7 +114,7 @@ def _refused(rank: int, world_size: int, store_path: str) -> list[str]:
     (contestant,) = parse_contestants("torch_ddp")
     messages = []
     with patch.dict(PRESETS, SMALL), open_session(rank, world_size, store_path) as world:
-        site = Site(settings=SETTINGS, world=world)
+        site = BenchSite(settings=SETTINGS, world=world)
         leaves = site.leaves(1)
         expected = reference_losses(site, leaves)
         for kind in (Asleep, Apart, Shrunk):

@@ -17,7 +17,7 @@ from gradsync.checkpoint.optimizer_state import pack_optimizer, unpack_optimizer
 from gradsync.comm.base import Communicator
 from gradsync.comm.groups import SingleCommunicator, communicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
-from gradsync.data.plan import share
+from gradsync.data.batch_plan import share
 from gradsync.errors import ConfigError
 from gradsync.runtime.gloo_group import wait_until_workers_sleep
 from gradsync.sync.fsdp import FsdpReducer

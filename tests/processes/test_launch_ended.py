@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gradsync.launch.local import Ended, launch_ranks
+from gradsync.launch.local import LaunchOutcome, launch_ranks
 
 RANK = """
 import os, signal, sys, time
@@ -41,17 +41,17 @@ def _module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
 
 
-def launch(what: str) -> Ended:
+def launch(what: str) -> LaunchOutcome:
     return launch_ranks([what], 2, log_dir=None, module="ended_module")
 
 
 def test_a_signal_that_no_rank_heeded_is_told() -> None:
-    assert launch("signal") == Ended(code=0, received=signal.SIGTERM, killed={})
+    assert launch("signal") == LaunchOutcome(code=0, received=signal.SIGTERM, killed={})
 
 
 def test_a_rank_that_was_killed_is_told(capfd: pytest.CaptureFixture[str]) -> None:
     """After what the others say of it: they are given the time."""
-    assert launch("kill") == Ended(code=1, received=None, killed={1: signal.SIGKILL})
+    assert launch("kill") == LaunchOutcome(code=1, received=None, killed={1: signal.SIGKILL})
     assert capfd.readouterr().err == (
         "rank 0 has noticed\n"
         "gradsync: error: rank 1 was ended by SIGKILL (killed by hand, or out of memory)\n"
@@ -59,4 +59,4 @@ def test_a_rank_that_was_killed_is_told(capfd: pytest.CaptureFixture[str]) -> No
 
 
 def test_a_good_end() -> None:
-    assert launch("nothing") == Ended(code=0, received=None, killed={})
+    assert launch("nothing") == LaunchOutcome(code=0, received=None, killed={})

@@ -8,18 +8,18 @@ from unittest.mock import patch
 
 from gradsync.bench import steps, tune
 from gradsync.bench.contestants import Contestant
-from gradsync.bench.plan import SyncSettings
 from gradsync.bench.steps import Checked
-from gradsync.bench.tune import Decision, Tuner, TuneRequest
+from gradsync.bench.sync_plan import SyncSettings
+from gradsync.bench.tune import StageOutcome, Tuner, TuneRequest
 from gradsync.cli.train import _named_sync
 from gradsync.models.config import PRESETS, GPTConfig
 from gradsync.runtime import environ
-from gradsync.train.tuned import TUNED, Choice, Tuned, conditions_of
+from gradsync.train.tuned import TUNED, Tuned, TunedStrategy, conditions_of
 from support.rank_session import open_session
 from support.small_run import small_config
 
 SMALL = {"tiny": GPTConfig(n_layer=1, n_head=1, n_embd=64, vocab_size=2048, block_size=16)}
-BY_MESSAGES = Choice(options={"collective": "backend"})
+BY_MESSAGES = TunedStrategy(options={"collective": "backend"})
 WINNERS = ["invariant:collective=backend", "invariant:collective=backend,bucket_mb=0.1"]
 
 
@@ -27,11 +27,11 @@ def _stages(rank: int, world_size: int, store_path: str) -> tuple[dict[str, Any]
     """With a decision made beforehand: who really is fastest is not for a test to say."""
     wanted = iter(WINNERS)
 
-    def decide(*samples: Any, name: str) -> Decision:
+    def decide(*samples: Any, name: str) -> StageOutcome:
         assert [len(each) for each in samples[:2]] == [8, 8]
         winner = next(wanted, name)
         assert winner in (name, *samples[2])
-        return Decision(winner=winner, noise=0.0, judged=(), words=f"{winner} it is")
+        return StageOutcome(winner=winner, noise=0.0, judged=(), words=f"{winner} it is")
 
     request = TuneRequest(
         settings=SyncSettings(
@@ -51,7 +51,7 @@ def _stages(rank: int, world_size: int, store_path: str) -> tuple[dict[str, Any]
     told: list[str] = []
     with (
         patch.dict(PRESETS, SMALL),
-        patch.object(tune, "strategies", lambda *_, **__: [Choice(), BY_MESSAGES]),
+        patch.object(tune, "strategies", lambda *_, **__: [TunedStrategy(), BY_MESSAGES]),
         patch.object(tune, "_BUCKETS_MB", (0.1,)),
         patch.object(tune, "_FIRST_MB", (0.01,)),
         patch.object(tune, "decide", decide),
@@ -92,7 +92,9 @@ def _auto(rank: int, world_size: int, store_path: str, folder: Path) -> tuple[st
     ):
         # Each host's cache says something else.
         choice = (
-            Choice(sync="zero1", options={"bucket_mb": 5.0}) if rank == 0 else Choice(sync="ddp")
+            TunedStrategy(sync="zero1", options={"bucket_mb": 5.0})
+            if rank == 0
+            else TunedStrategy(sync="ddp")
         )
         tuned = Tuned(choice=choice, verdict="it is faster", date="2026-01-02")
         TUNED.save(conditions_of(config, world, threads=1), tuned)

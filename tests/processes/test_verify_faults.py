@@ -13,13 +13,13 @@ from gradsync.comm.base import Communicator
 from gradsync.comm.groups import communicator
 from gradsync.sync.check_replicas import ReplicaWatch
 from gradsync.verify.cell import Setting, run_cell
-from gradsync.verify.plan import Cell, Settings, promise_of
 from gradsync.verify.record import State
 from gradsync.verify.run import read, save
+from gradsync.verify.settings import Cell, VerifySettings, promise_of
 from support import verify_faults
 from support.rank_session import open_session
 
-SETTINGS = Settings(num_steps=3)
+SETTINGS = VerifySettings(num_steps=3)
 
 
 def _verify(

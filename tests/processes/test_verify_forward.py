@@ -16,10 +16,10 @@ from torch.utils.data import TensorDataset
 
 from gradsync.comm.groups import communicator
 from gradsync.verify.cell import Setting, run_cell
-from gradsync.verify.plan import Cell, Settings
+from gradsync.verify.settings import Cell, VerifySettings
 from support.rank_session import open_session
 
-SETTINGS = Settings(num_steps=2)
+SETTINGS = VerifySettings(num_steps=2)
 
 
 class Net(nn.Module):

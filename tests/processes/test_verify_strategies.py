@@ -10,14 +10,14 @@ import pytest
 
 from gradsync.sync.registry import STRATEGIES
 from gradsync.verify.matrix import compare_world_sizes, run_cells
-from gradsync.verify.plan import Cell, Settings, promise_of
 from gradsync.verify.result import Result
+from gradsync.verify.settings import Cell, VerifySettings, promise_of
 from gradsync.world import World
 from support.rank_session import open_session
 
 NAMES = list(STRATEGIES)
 BITWISE = [name for name in NAMES if STRATEGIES[name].promise == "bitwise"]
-SETTINGS = Settings()
+SETTINGS = VerifySettings()
 DOUBLE = Cell(strategy="invariant", world_size=2, model="mlp", dtype="fp64")
 
 

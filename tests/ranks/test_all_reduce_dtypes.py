@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradsync.comm.groups import Placement
+from gradsync.comm.groups import RankPlacement
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.reductions import ALGORITHMS, all_reduce
 from gradsync.comm.values import broadcast_tensors
@@ -19,7 +19,7 @@ from gradsync.errors import ConfigError
 from support.engine_cases import groups_of
 from support.thread_ranks import run_thread_ranks
 
-UNEQUAL = Placement(((0, 0), (0, 1), (1, 0)))
+UNEQUAL = RankPlacement(((0, 0), (0, 1), (1, 0)))
 MESSAGES = [name for name in ALGORITHMS if name != "backend"]
 
 

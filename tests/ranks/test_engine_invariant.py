@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gradsync.comm.groups import Placement, SingleCommunicator
+from gradsync.comm.groups import RankPlacement, SingleCommunicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.errors import ConfigError, GradsyncError, RunError
 from gradsync.sync.replicate import replicate
@@ -212,7 +212,7 @@ def test_two_stages_need_hosts_in_order() -> None:
                     sync="invariant",
                     comm=comm,
                     reduction="hierarchical",
-                    groups=groups_of(comm, Placement(seats)),
+                    groups=groups_of(comm, RankPlacement(seats)),
                 )
             found.append(str(caught.value))
         with pytest.raises(ConfigError, match=r"groups=gs.groups\(world\)"):

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from gradsync.comm.base import Communicator
 from gradsync.comm.groups import SingleCommunicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
-from gradsync.data.plan import share
+from gradsync.data.batch_plan import share
 from gradsync.errors import ConfigError
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.loss import MeanCheck

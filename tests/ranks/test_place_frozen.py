@@ -20,7 +20,7 @@ from gradsync.compat.frozen import frozen_parts, place_frozen
 from gradsync.data.loader import loader
 from gradsync.errors import ConfigError
 from gradsync.plan.description import Device, Hardware, Host, Link
-from gradsync.plan.placement import Part, Place, Placement
+from gradsync.plan.placement import FrozenPart, FrozenPlacement, PartPlace
 from gradsync.sync.replicate import replicate
 from gradsync.world import World
 from support.cpu_devices import CpuDevices
@@ -60,16 +60,16 @@ class Pair(nn.Module):
         return self.head(self.llama(x, factor=x)["out"] * self.qwen(x))
 
 
-def two_and_one() -> Placement:
-    places = {"llama": Place(devices=(0, 1), first_blocks=2), "qwen": Place(devices=(2,))}
-    return Placement(places=places, left=(0, 0, 0))
+def two_and_one() -> FrozenPlacement:
+    places = {"llama": PartPlace(devices=(0, 1), first_blocks=2), "qwen": PartPlace(devices=(2,))}
+    return FrozenPlacement(places=places, left=(0, 0, 0))
 
 
 def test_frozen_parts_are_found_with_their_blocks() -> None:
     linear = 4 * (16 + 4)
     llama, qwen = frozen_parts(Pair())
-    assert llama == Part(name="llama", num_bytes=6 * linear + 16, blocks=(linear,) * 4)
-    assert qwen == Part(name="qwen", num_bytes=linear, blocks=(linear, 0))
+    assert llama == FrozenPart(name="llama", num_bytes=6 * linear + 16, blocks=(linear,) * 4)
+    assert qwen == FrozenPart(name="qwen", num_bytes=linear, blocks=(linear, 0))
     assert frozen_parts(Pair(), least_bytes=100) == (llama,)
 
 
@@ -111,7 +111,7 @@ def test_inputs_follow_and_outputs_come_back(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_what_cannot_be_placed_is_named() -> None:
     def place(name: str, device: int = 0) -> None:
-        placement = Placement(places={name: Place(devices=(device,))}, left=(0,))
+        placement = FrozenPlacement(places={name: PartPlace(devices=(device,))}, left=(0,))
         place_frozen(Pair(), placement, ["cpu"])
 
     with pytest.raises(ConfigError, match="no submodule 'medium'"):
@@ -212,12 +212,12 @@ def test_frozen_parts_may_be_in_what_is_replicated() -> None:
 def test_two_replicas_beside_a_second_model_on_the_third_device() -> None:
     """2 + 1: each rank keeps one frozen model beside what trains, the other one is elsewhere."""
     expected = trained(Pair(), SingleCommunicator())
-    places = {"llama": Place(devices=(0,)), "qwen": Place(devices=(1,))}
+    places = {"llama": PartPlace(devices=(0,)), "qwen": PartPlace(devices=(1,))}
     models = [Pair() for _ in range(2)]
 
     def work(rank: int, group: dist.ProcessGroup) -> dict[str, Tensor]:
         with CpuDevices():
-            placement = Placement(places=places, left=())
+            placement = FrozenPlacement(places=places, left=())
             place_frozen(models[rank], placement, ["cpu:0", "cpu:2"], rest="cpu:0")
             return trained(models[rank], ProcessGroupCommunicator(group))
 

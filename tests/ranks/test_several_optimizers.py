@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import StepLR
 from gradsync.comm.base import Communicator
 from gradsync.comm.groups import SingleCommunicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
-from gradsync.data.plan import share
+from gradsync.data.batch_plan import share
 from gradsync.errors import ConfigError
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.registry import STRATEGIES

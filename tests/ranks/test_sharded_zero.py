@@ -15,7 +15,7 @@ from gradsync.checkpoint.optimizer_state import pack_optimizer, unpack_optimizer
 from gradsync.comm.base import Communicator
 from gradsync.comm.groups import SingleCommunicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
-from gradsync.data.plan import share
+from gradsync.data.batch_plan import share
 from gradsync.sync.build import build_engine
 from gradsync.sync.engine import Engine
 from gradsync.sync.gradient_sync import GradientSync

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gradsync.backends.group import SharedMemoryGroup
-from gradsync.backends.lane import Lane, Operation
+from gradsync.backends.lane import Lane, LaneOperation
 from gradsync.core import torch_private
 from gradsync.core.torch_private import outside_graphs
 from gradsync.errors import RunError
@@ -82,7 +82,7 @@ def test_a_compiled_program_breaks_its_graph_at_the_methods() -> None:
     program = torch.compile(lambda x: plain.method(x * 6) + 1, backend=compiler)
     assert float(program(torch.ones(()))) == 3
     assert seen == [["mul"], ["add"]]
-    for cls, method in ((SharedMemoryGroup, "allreduce"), (Operation, "wait")):
+    for cls, method in ((SharedMemoryGroup, "allreduce"), (LaneOperation, "wait")):
         assert getattr(cls, method)._torchdynamo_disable
 
 

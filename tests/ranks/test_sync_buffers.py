@@ -19,7 +19,7 @@ from gradsync.comm.base import Communicator
 from gradsync.comm.groups import SingleCommunicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.values import all_sum
-from gradsync.data.plan import share
+from gradsync.data.batch_plan import share
 from gradsync.errors import ConfigError
 from gradsync.sync.batch_norm import choose_batch_norm
 from gradsync.sync.buffers import BufferSync

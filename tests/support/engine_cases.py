@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from gradsync.comm.base import Communicator
-from gradsync.comm.groups import Groups, Placement, SingleCommunicator, Subset
-from gradsync.data.plan import share
+from gradsync.comm.groups import Groups, RankPlacement, SingleCommunicator, Subset
+from gradsync.data.batch_plan import share
 from gradsync.runtime.seeds import seed_leaf
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.replicate import replicate
@@ -223,13 +223,13 @@ def _backward(
 
 def pretend_hosts(comm: Communicator, ranks_a_host: int) -> Groups:
     """Groups of two levels over ranks that really share one process."""
-    placement = Placement(
+    placement = RankPlacement(
         tuple((rank // ranks_a_host, rank % ranks_a_host) for rank in range(comm.world_size))
     )
     return groups_of(comm, placement)
 
 
-def groups_of(comm: Communicator, placement: Placement) -> Groups:
+def groups_of(comm: Communicator, placement: RankPlacement) -> Groups:
     """Groups as `gs.groups` would make them for that placement."""
     return Groups(
         Subset(comm, placement.node_of(comm.rank)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gradsync.comm.groups import Placement
+from gradsync.comm.groups import RankPlacement
 
 LAYOUTS = {
     "one rank a node": [0, 1, 2],
@@ -18,6 +18,6 @@ LAYOUTS = {
 """Name -> node of each rank."""
 
 
-def placement(nodes: list[int]) -> Placement:
+def placement(nodes: list[int]) -> RankPlacement:
     """Local ranks in rank order."""
-    return Placement(tuple((node, nodes[:rank].count(node)) for rank, node in enumerate(nodes)))
+    return RankPlacement(tuple((node, nodes[:rank].count(node)) for rank, node in enumerate(nodes)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gradsync.models.config import GPTConfig
-from gradsync.parallel.layout import Layout
+from gradsync.parallel.layout import ParallelLayout
 from gradsync.plan.collectives import Fit
 from gradsync.plan.description import Device, Hardware, Host, Kind, Link
 from gradsync.plan.profile import BucketReady, StepProfile
@@ -24,7 +24,7 @@ def work(leaves: int, **changes: Any) -> Workload:
 
 def split(strategy: str, *, dp: int = 1, pp: int = 1, tp: int = 1, **about: Any) -> Split:
     """A strategy over a layout."""
-    return Split(strategy=strategy, layout=Layout(dp=dp, pp=pp, tp=tp), **about)
+    return Split(strategy=strategy, layout=ParallelLayout(dp=dp, pp=pp, tp=tp), **about)
 
 
 def hardware(ranks: int, *, per_host: int = 8, kind: Kind = "cuda", cores: int = 8) -> Hardware:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from gradsync.comm.base import Communicator
 from gradsync.comm.groups import SingleCommunicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
-from gradsync.data.plan import share
+from gradsync.data.batch_plan import share
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.registry import STRATEGIES
 from gradsync.sync.replicate import replicate

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from gradsync.backends.lane import Lane, Operation
+from gradsync.backends.lane import Lane, LaneOperation
 from gradsync.comm.base import ReduceOp, Work
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.shared_memory.choose import share_memory
@@ -163,7 +163,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def _all_reduce(
         self, kind: type, tensors: Sequence[Tensor], given: Any, named: Any
-    ) -> Operation | None:
+    ) -> LaneOperation | None:
         options = _options_of(kind, given, named)
         op = _op_of(options, tensors)
         if op is None:
@@ -211,7 +211,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def _scatter_sums(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], given: Any, named: Any
-    ) -> Operation | None:
+    ) -> LaneOperation | None:
         options = _options_of(c10d.ReduceScatterOptions, given, named)
         op = _op_of(options, [*outputs, *inputs])
         if op is None or not _are_parts(outputs, inputs, self.size()):
@@ -273,7 +273,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def _gather(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], given: Any, named: Any
-    ) -> Operation | None:
+    ) -> LaneOperation | None:
         options = _options_of(c10d.AllgatherOptions, given, named)
         fits = _can_copy([*outputs, *inputs]) and _are_parts(inputs, outputs, self.size())
         if options is None or not fits:
@@ -313,7 +313,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         start: Callable[[SharedMemoryCommunicator], Work],
         *,
         mean_of: Sequence[Tensor] = (),
-    ) -> Operation:
+    ) -> LaneOperation:
         """Queue the operation that `start` issues, with `result` for torch's `Work`; `mean_of` is
         divided by the number of ranks at the end if torch's `options` ask for a mean."""
         is_mean = bool(mean_of) and options.reduceOp == dist.ReduceOp.AVG

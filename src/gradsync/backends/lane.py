@@ -32,7 +32,7 @@ Action = Callable[[SharedMemoryCommunicator], object]
 
 
 @outside_graphs
-class Operation(dist.Work):
+class LaneOperation(dist.Work):
     """One collective, as torch's `Work`; made by `Lane.issue`, whose arguments it keeps."""
 
     def __init__(self, line: Line, act: Action, result: list[Any], timeout_s: float | None) -> None:
@@ -131,7 +131,7 @@ class Line:
     """Operations in order of issue; shared by the waiting threads and the helper. See `Lane`."""
 
     def __init__(self, shared: SharedMemoryCommunicator, timeout: Callable[[], timedelta]) -> None:
-        self.waiting: deque[Operation] = deque()
+        self.waiting: deque[LaneOperation] = deque()
         self.calls = queue.SimpleQueue[None]()
         """One item per wake-up of the helper."""
         self._shared: SharedMemoryCommunicator | None = shared
@@ -142,7 +142,7 @@ class Line:
         self.ended = False
         """True when no helper runs any more."""
 
-    def drive(self, operation: Operation) -> None:
+    def drive(self, operation: LaneOperation) -> None:
         """Run the queue up to `operation`, on the thread that waits for it."""
         while not operation.over:
             with self._turn:
@@ -170,7 +170,7 @@ class Line:
         if self._shall_close:
             self.close()
 
-    def _carry_out(self, operation: Operation) -> None:
+    def _carry_out(self, operation: LaneOperation) -> None:
         if (shared := self._shared) is not None:
             own_s = operation.timeout_s
             shared.timeout_s = self._timeout().total_seconds() if own_s is None else own_s
@@ -226,7 +226,7 @@ class Lane:
 
     def issue(
         self, act: Action, result: list[Any], *, timeout_s: float | None, at_once: bool
-    ) -> Operation:
+    ) -> LaneOperation:
         """Queue an operation.
 
         Args:
@@ -236,9 +236,9 @@ class Lane:
             at_once: whether to run it before returning.
 
         Raises:
-            RunError: the group was destroyed, or as `Operation.wait` if `at_once`.
+            RunError: the group was destroyed, or as `LaneOperation.wait` if `at_once`.
         """
-        operation = Operation(self._line, act, result, timeout_s)
+        operation = LaneOperation(self._line, act, result, timeout_s)
         with self._issuing:
             if self._closed:
                 raise RunError("this process group (backend shm) was destroyed")

@@ -50,7 +50,6 @@ from gradsync.bench.experiment import (
     names_in,
     taken,
 )
-from gradsync.bench.plan import DEVICES, uses_cuda
 from gradsync.bench.report import (
     Spread,
     csv_text,
@@ -60,6 +59,7 @@ from gradsync.bench.report import (
     ratios,
     spread,
 )
+from gradsync.bench.sync_plan import DEVICES, uses_cuda
 from gradsync.errors import ConfigError
 from gradsync.plan.collectives import Fit, fit_line, quality, save_fits
 
@@ -131,7 +131,7 @@ class CollectivesOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
+class CollectivesSettings:
     """The request, as every rank is told it; see `CollectivesOptions`."""
 
     operations: tuple[str, ...]
@@ -171,7 +171,7 @@ class Settings:
         return [name for name in OPERATIONS[operation] if name in self.algorithms]
 
 
-def plan_of(options: CollectivesOptions, world: World) -> Settings:
+def plan_of(options: CollectivesOptions, world: World) -> CollectivesSettings:
     """Check the request."""
     if options.world_size < 2:
         raise ConfigError(
@@ -180,7 +180,7 @@ def plan_of(options: CollectivesOptions, world: World) -> Settings:
         )
     operations, algorithms = options.operations, options.algorithms
     settings = taken(
-        Settings,
+        CollectivesSettings,
         options,
         operations=tuple(OPERATIONS) if operations == "all" else names_in(operations),
         algorithms=ALGORITHMS if algorithms == "all" else names_in(algorithms),
@@ -218,7 +218,7 @@ def size_text(size_bytes: int) -> str:
     return f"{size_bytes} B"
 
 
-def choose_sizes(settings: Settings, *, available_bytes: int, ranks: int) -> list[int]:
+def choose_sizes(settings: CollectivesSettings, *, available_bytes: int, ranks: int) -> list[int]:
     """Bytes in ascending order, where `ranks` ranks share `available_bytes`: those asked for (a
     `ConfigError` if they need more), or 4 B, 16 B, 64 B, ... as far as memory goes."""
     usable = int(_SPARE * available_bytes)
@@ -252,13 +252,13 @@ def counts_of(operation: str, sizes: Sequence[int], dtype: str, world_size: int)
     return list(dict.fromkeys(counts))
 
 
-def repetitions_of(seconds: float, settings: Settings, overhead_s: float) -> int:
+def repetitions_of(seconds: float, settings: CollectivesSettings, overhead_s: float) -> int:
     """How often one turn repeats an operation that takes `seconds`."""
     turn_s = settings.seconds_per_point / settings.rounds
     return max(1, min(int(turn_s / (seconds + overhead_s)), 50))
 
 
-def rounds_of(seconds: Sequence[float], settings: Settings) -> int:
+def rounds_of(seconds: Sequence[float], settings: CollectivesSettings) -> int:
     """How many rounds for algorithms that take `seconds` each: fewer where they are slow, but at
     least three (unless fewer were asked for)."""
     affordable = int(settings.seconds_per_point * len(seconds) / sum(seconds))
@@ -282,7 +282,7 @@ class Samples:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class AlgorithmRow:
     """A table's line: one algorithm at one size."""
 
     operation: str
@@ -314,14 +314,14 @@ def bus_factor(operation: str, world_size: int) -> float:
     return {"all_reduce": 2 * others, "broadcast": 1.0}.get(operation, others)
 
 
-def rows_of(found: Sequence[Samples], world_size: int, *, one_memory: bool) -> list[Row]:
+def rows_of(found: Sequence[Samples], world_size: int, *, one_memory: bool) -> list[AlgorithmRow]:
     """A row for each entry, with the copy's samples among them; where ranks share `one_memory`, the
     copy is a yardstick."""
     copies = {(s.operation, s.count): s for s in found if s.algorithm == COPY}
     return [_row(s, copies[s.operation, s.count], world_size, one_memory=one_memory) for s in found]
 
 
-def _row(samples: Samples, copy: Samples, world_size: int, *, one_memory: bool) -> Row:
+def _row(samples: Samples, copy: Samples, world_size: int, *, one_memory: bool) -> AlgorithmRow:
     times, size = list(chain.from_iterable(samples.rounds_s)), samples.size_bytes
     p50_s = percentile(times, 50)
     is_copy = samples.algorithm == COPY
@@ -332,7 +332,7 @@ def _row(samples: Samples, copy: Samples, world_size: int, *, one_memory: bool) 
         limits = [limit_s(samples.operation, world_size, s) for s in copy.medians_s]
         limit = percentile(limits, 50)
         of_limit = spread(ratios(limits, samples.medians_s))
-    return Row(
+    return AlgorithmRow(
         operation=samples.operation,
         algorithm=samples.algorithm,
         size_bytes=size,
@@ -347,7 +347,7 @@ def _row(samples: Samples, copy: Samples, world_size: int, *, one_memory: bool) 
     )
 
 
-def fits_of(rows: Sequence[Row]) -> list[Fit]:
+def fits_of(rows: Sequence[AlgorithmRow]) -> list[Fit]:
     """A line for each operation and algorithm that was measured at two sizes or more."""
     by_name: dict[tuple[str, str], dict[int, float]] = {}
     for row in rows:
@@ -374,7 +374,10 @@ def fit_of(operation: str, algorithm: str, points: Mapping[int, float]) -> Fit:
 
 
 def _findings(
-    options: CollectivesOptions, settings: Settings, result: Mapping[str, Any], world: World
+    options: CollectivesOptions,
+    settings: CollectivesSettings,
+    result: Mapping[str, Any],
+    world: World,
 ) -> Findings:
     found, num_nodes = result["environment"], result["num_nodes"]
     samples = [Samples(**entry) for entry in result["samples"]]
@@ -408,7 +411,7 @@ def _findings(
     )
 
 
-def _csv_row(row: Row, about: Mapping[str, Any]) -> dict[str, Any]:
+def _csv_row(row: AlgorithmRow, about: Mapping[str, Any]) -> dict[str, Any]:
     """Times in microseconds; empty for no number."""
     return {
         "operation": row.operation,
@@ -434,7 +437,7 @@ _OF_LIMIT = (
 
 
 def print_report(
-    rows: Sequence[Row],
+    rows: Sequence[AlgorithmRow],
     fits: Sequence[Fit],
     result: Mapping[str, Any],
     dtype: str,
@@ -482,7 +485,7 @@ def print_report(
             print(word, line, file=stream)
 
 
-def _cells(row: Row, *, first: bool) -> tuple[str, ...]:
+def _cells(row: AlgorithmRow, *, first: bool) -> tuple[str, ...]:
     """A line of a table; the first one of a size names that."""
     return (
         size_text(row.size_bytes) if first else "",

@@ -28,8 +28,8 @@ from torch import Tensor
 from gradsync.bench.collectives import (
     COPY,
     DTYPES,
+    CollectivesSettings,
     Samples,
-    Settings,
     choose_sizes,
     counts_of,
     repetitions_of,
@@ -225,7 +225,7 @@ def clock_for(world: World, comm: Communicator, device: torch.device) -> Clock:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Operation:
+class TimedOperation:
     """One operation by one algorithm over its buffers, which are zeros while it is timed: a sum in
     place would otherwise grow with each repetition, until it is infinite."""
 
@@ -269,7 +269,7 @@ class Buffers:
 
 def build(
     operation: str, algorithm: str, comm: Communicator, levels: Groups, buffers: Buffers
-) -> Operation:
+) -> TimedOperation:
     """`operation` by `algorithm` over `buffers`; see `collectives.OPERATIONS`. `comm` is all ranks,
     for `shared` and `shared_copies` through shared memory."""
     in_place = algorithm == "shared"
@@ -306,13 +306,13 @@ def build(
         ("broadcast", "tree"): lambda: tree_broadcast(comm, whole),
     }
     run: Callable[[], object] = by_messages.get((operation, algorithm), by_backend[operation])
-    return Operation(algorithm=algorithm, source=source, result=result, run=run)
+    return TimedOperation(algorithm=algorithm, source=source, result=result, run=run)
 
 
 def measure(settings_json: dict[str, Any]) -> dict[str, Any]:
     """Open a session, measure everything; returns what `--json` and the record are made of, with
     samples as `Samples` has them."""
-    settings = from_json(Settings, settings_json)
+    settings = from_json(CollectivesSettings, settings_json)
     session = Session(SessionOptions(device=_device(settings.device), threads=settings.threads))
     with session as world:
         if world.world_size < 2:
@@ -333,7 +333,7 @@ def measure(settings_json: dict[str, Any]) -> dict[str, Any]:
 class Bench:
     """One rank's part; `tell` is called on rank 0 before each size."""
 
-    def __init__(self, settings: Settings, world: World, tell: Tell) -> None:
+    def __init__(self, settings: CollectivesSettings, world: World, tell: Tell) -> None:
         self._settings, self._world = settings, world
         self._tell = tell if world.is_main else silent
         self._comm, self._groups = communicator(world), groups(world)
@@ -410,7 +410,7 @@ class Bench:
             )
             names.remove("shared")
             buffers = Buffers(count, ranks, self._like, None)
-        copy = Operation(
+        copy = TimedOperation(
             algorithm=COPY,
             source=buffers.whole,
             result=buffers.other,
@@ -424,12 +424,12 @@ class Bench:
         finally:
             buffers.release()
 
-    def _build(self, operation: str, algorithm: str, buffers: Buffers) -> Operation:
+    def _build(self, operation: str, algorithm: str, buffers: Buffers) -> TimedOperation:
         comm = self._shared if algorithm in _SHARED else self._comm
         assert comm is not None, "no shared memory here"
         return build(operation, algorithm, comm, self._groups, buffers)
 
-    def _is_right(self, operation: str, contestant: Operation) -> bool:
+    def _is_right(self, operation: str, contestant: TimedOperation) -> bool:
         """Run it once on numbers with a known result. All ranks get the same answer."""
         self._patterns.fill(contestant.source, contestant.result)
         self._comm.barrier()  # shared buffers are written by peers, too
@@ -444,7 +444,9 @@ class Bench:
                 return False
         return True
 
-    def _rounds(self, operation: str, count: int, contestants: list[Operation]) -> list[Samples]:
+    def _rounds(
+        self, operation: str, count: int, contestants: list[TimedOperation]
+    ) -> list[Samples]:
         settings, overhead_s = self._settings, self._clock.overhead_s
         estimates = [settings.burst * min(self._turn(c, _WARM_UP)) for c in contestants]
         repetitions = [repetitions_of(s, settings, overhead_s) for s in estimates]
@@ -465,7 +467,7 @@ class Bench:
             for contestant, rounds_s in zip(contestants, times, strict=True)
         ]
 
-    def _turn(self, contestant: Operation, repetitions: int) -> list[float]:
+    def _turn(self, contestant: TimedOperation, repetitions: int) -> list[float]:
         """Seconds of an operation in each repetition, to the nanosecond; alike on all ranks."""
         burst = self._settings.burst
 

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradsync.bench.contestants import ALONE, Contestant, few_steps
 from gradsync.bench.meter import StepClock, Watched, taking
-from gradsync.bench.plan import SyncSettings
+from gradsync.bench.sync_plan import SyncSettings
 from gradsync.comm.base import Communicator
 from gradsync.comm.groups import communicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
@@ -49,7 +49,7 @@ Leaves = Sequence[tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Site:
+class BenchSite:
     """Where contestants meet: what is the same for all of them."""
 
     settings: SyncSettings
@@ -141,7 +141,7 @@ class Entrant:
     period = 1  # steps after which what a step sends repeats itself
 
     def __init__(
-        self, contestant: Contestant, site: Site, clock: StepClock, blocking: Blocking | None
+        self, contestant: Contestant, site: BenchSite, clock: StepClock, blocking: Blocking | None
     ) -> None:
         self.contestant, self.site, self.blocking = contestant, site, blocking
         self.model = site.model()
@@ -428,7 +428,7 @@ _OTHERS: dict[str, type[Entrant]] = {
 
 
 def enter(
-    contestant: Contestant, site: Site, clock: StepClock, *, blocking: Blocking | None = None
+    contestant: Contestant, site: BenchSite, clock: StepClock, *, blocking: Blocking | None = None
 ) -> Entrant:
     """Build it, see `Entrant`; all ranks of the set call this together."""
     entrant = _OTHERS.get(contestant.name, Synchronised)(contestant, site, clock, blocking)
@@ -441,7 +441,7 @@ def mean_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
 
 
-def given_options(contestant: Contestant, site: Site) -> dict[str, Any]:
+def given_options(contestant: Contestant, site: BenchSite) -> dict[str, Any]:
     """Options of the contestant and of the trainer; `inner_steps` is shortened unless it is given,
     so that ranks meet within a turn."""
     settings = site.settings

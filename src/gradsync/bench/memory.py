@@ -30,11 +30,11 @@ from gradsync.bench.experiment import (
     from_json,
     names_in,
 )
-from gradsync.bench.plan import uses_cuda
 from gradsync.bench.report import print_table, progress_bar, where
+from gradsync.bench.sync_plan import uses_cuda
 from gradsync.errors import ConfigError
 from gradsync.models.config import PRESETS, GPTConfig
-from gradsync.parallel.layout import Layout
+from gradsync.parallel.layout import ParallelLayout
 from gradsync.plan.description import Kind
 from gradsync.plan.memory import MemoryNeed, memory_need
 from gradsync.plan.workload import Split, Workload
@@ -141,7 +141,7 @@ class MemoryCase:
     def split(self, world_size: int, kind: Kind) -> Split:
         """As the trainer divides it on one host."""
         shared = kind == "cpu" and world_size > 1 and self.strategy in _ON_HOST
-        layout = Layout(dp=world_size)
+        layout = ParallelLayout(dp=world_size)
         return Split(strategy=self.strategy, layout=layout, shared_weights=shared)
 
     def need(self, world_size: int, kind: Kind) -> MemoryNeed:

@@ -12,9 +12,9 @@ from gradsync.bench.report import where
 from gradsync.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
-    from gradsync.bench.plan import Plan
-    from gradsync.bench.scaling import Point, ScalingPlan
-    from gradsync.bench.sync import Row
+    from gradsync.bench.scaling import ScalingPlan, ScalingPoint
+    from gradsync.bench.sync import ContestantRow
+    from gradsync.bench.sync_plan import BenchPlan
     from gradsync.plan.simulation import Simulation
 
 _SUFFIXES = (".png", ".svg", ".pdf")
@@ -64,7 +64,7 @@ class Bar:
         return max(self.step + self.hidden, self.high)
 
 
-def bars_of(plan: Plan, rows: Sequence[Row]) -> list[Bar]:
+def bars_of(plan: BenchPlan, rows: Sequence[ContestantRow]) -> list[Bar]:
     """Lengths to draw: ratios to `none` of the same round, times `none`'s median. What else the
     machine did in a round met both."""
     known = {row.contestant: row for row in rows}
@@ -89,7 +89,11 @@ def bars_of(plan: Plan, rows: Sequence[Row]) -> list[Bar]:
 
 
 def plot_sync(
-    path: Path, plan: Plan, rows: Sequence[Row], title: str, environment: Mapping[str, Any]
+    path: Path,
+    plan: BenchPlan,
+    rows: Sequence[ContestantRow],
+    title: str,
+    environment: Mapping[str, Any],
 ) -> None:
     """Draw where each contestant's step goes: a bar each, in the table's order, beside the ideal.
 
@@ -132,7 +136,7 @@ def plot_sync(
 def plot_scaling(
     path: Path,
     scaling: ScalingPlan,
-    points: Sequence[Point],
+    points: Sequence[ScalingPoint],
     threshold: float,
     notes: Sequence[str],
 ) -> None:

@@ -18,10 +18,11 @@ import tyro
 
 from gradsync.bench.contestants import ALONE, Contestant, parse_contestants
 from gradsync.bench.experiment import Experiment, Findings, check_least, taken
-from gradsync.bench.plan import (
+from gradsync.bench.report import Spread, interval, print_table, spread, where
+from gradsync.bench.sync_plan import (
     USUAL_TOKENS,
+    BenchPlan,
     Entry,
-    Plan,
     SyncSettings,
     memory_for,
     ranks_text,
@@ -29,7 +30,6 @@ from gradsync.bench.plan import (
     sizes_plan,
     step_seconds,
 )
-from gradsync.bench.report import Spread, interval, print_table, spread, where
 from gradsync.errors import ConfigError
 from gradsync.runtime.bounds import MOST_RANKS, whole_number
 from gradsync.runtime.machine import choose_threads, usable_cores
@@ -85,7 +85,7 @@ class ScalingOptions:
 class ScalingPlan:
     """Entries to measure, and how they are compared."""
 
-    plan: Plan
+    plan: BenchPlan
     modes: tuple[str, ...]
     batch_size: int
     """Sequences of a rank and step in weak mode; in strong mode those of a rank when there are as
@@ -203,7 +203,7 @@ def _label(world_size: int, batch_size: int) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Point:
+class ScalingPoint:
     """One world size in one mode."""
 
     mode: str
@@ -220,7 +220,7 @@ class Point:
 
 def points_of(
     scaling: ScalingPlan, results: Sequence[Mapping[str, Any]], threshold: float
-) -> list[Point]:
+) -> list[ScalingPoint]:
     """One point per mode and world size; `threshold` is the efficiency to reach."""
     found = []
     for mode in scaling.modes:
@@ -234,7 +234,7 @@ def points_of(
             tokens = size * scaling.batch_of(mode, size) * scaling.plan.settings.tokens
             step_ms = spread([1000 * seconds for seconds in steps])
             found.append(
-                Point(
+                ScalingPoint(
                     mode=mode,
                     world_size=size,
                     batch_size=scaling.batch_of(mode, size),
@@ -266,7 +266,7 @@ _LEGEND = (
 
 def print_report(
     scaling: ScalingPlan,
-    points: Sequence[Point],
+    points: Sequence[ScalingPoint],
     *,
     threshold: float,
     notes: Sequence[str],

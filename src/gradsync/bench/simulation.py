@@ -31,12 +31,14 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 import tyro
 
 from gradsync.bench import collectives
-from gradsync.bench.collectives import COPY, Samples, Settings, fit_of, fits_of, rows_of
+from gradsync.bench.collectives import COPY, CollectivesSettings, Samples, fit_of, fits_of, rows_of
 from gradsync.bench.contestants import ALONE, Contestant, parse_contestants
 from gradsync.bench.experiment import Ask, Experiment, Findings, taken
-from gradsync.bench.plan import (
+from gradsync.bench.report import Spread, print_table, spread, where
+from gradsync.bench.scaling import parse_world_sizes
+from gradsync.bench.sync_plan import (
+    BenchPlan,
     Entry,
-    Plan,
     SyncSettings,
     memory_for,
     ranks_text,
@@ -44,15 +46,13 @@ from gradsync.bench.plan import (
     sizes_plan,
     step_seconds,
 )
-from gradsync.bench.report import Spread, print_table, spread, where
-from gradsync.bench.scaling import parse_world_sizes
 from gradsync.errors import ConfigError
-from gradsync.parallel.layout import Layout
+from gradsync.parallel.layout import ParallelLayout
 from gradsync.plan.collectives import INNER_STEPS, OWN_ALGORITHMS, Fit, traffic_of
 from gradsync.plan.description import Device, Hardware, Host, Link
 from gradsync.plan.profile import FORWARD_PART, StepProfile, bucket_timeline
 from gradsync.plan.simulation import Stragglers, step_s
-from gradsync.plan.step import StepCosts, step_costs
+from gradsync.plan.step_costs import StepCosts, step_costs
 from gradsync.plan.workload import Split
 from gradsync.runtime.machine import choose_threads
 from gradsync.sync.registry import STRATEGIES
@@ -106,7 +106,7 @@ class SimulationOptions:
 class SimulationPlan:
     """Entries to measure, and which of them are predicted from which."""
 
-    plan: Plan
+    plan: BenchPlan
     strategies: tuple[Contestant, ...]  # as they were named
 
     def none(self, world_size: int) -> Entry:
@@ -161,7 +161,9 @@ def plan_of(options: SimulationOptions, world: World) -> SimulationPlan:
     return replace(simulation, plan=plan)
 
 
-def collectives_settings(simulation: SimulationPlan, seconds_per_point: float) -> Settings:
+def collectives_settings(
+    simulation: SimulationPlan, seconds_per_point: float
+) -> CollectivesSettings:
     """The collectives to measure: from small buckets to all gradients at once, for about
     `seconds_per_point` for one algorithm at one size."""
     settings = simulation.plan.settings
@@ -171,7 +173,7 @@ def collectives_settings(simulation: SimulationPlan, seconds_per_point: float) -
     while size < gradients:
         sizes.add(size)
         size *= _FACTOR
-    return Settings(
+    return CollectivesSettings(
         operations=_OPERATIONS,
         algorithms=(
             *_ALGORITHMS,
@@ -340,7 +342,7 @@ def _costs_of(
     if strategy.name in INNER_STEPS:  # one meeting in each turn, as they are measured
         options.setdefault("inner_steps", settings.num_steps)
     work = settings.workload(simulation.none(size).batch_size, "cpu", ranks=size)
-    split = Split(strategy=strategy.name, layout=Layout(dp=size))
+    split = Split(strategy=strategy.name, layout=ParallelLayout(dp=size))
     traffic = traffic_of(strategy.name, options)
     device = Device(kind="cpu", name="a rank", memory_bytes=1, peak_flops=1.0)
 

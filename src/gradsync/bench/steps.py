@@ -26,11 +26,19 @@ import torch
 from torch import Tensor
 
 from gradsync.bench.contestants import ALONE, Contestant
-from gradsync.bench.entrants import CLIP_NORM, Blocking, Entrant, Leaves, Site, enter, mean_loss
+from gradsync.bench.entrants import (
+    CLIP_NORM,
+    BenchSite,
+    Blocking,
+    Entrant,
+    Leaves,
+    enter,
+    mean_loss,
+)
 from gradsync.bench.experiment import environment, failed, from_json, raise_failed
 from gradsync.bench.meter import StepClock, Wire
-from gradsync.bench.plan import CHECK_STEPS, Entry, Plan, duration, seconds_of
 from gradsync.bench.report import Tell, progress_bar, say, silent
+from gradsync.bench.sync_plan import CHECK_STEPS, BenchPlan, Entry, duration, seconds_of
 from gradsync.comm.groups import groups
 from gradsync.comm.values import all_gather_json, all_sum
 from gradsync.errors import ConfigError, RunError
@@ -71,7 +79,7 @@ class Checked:
     comm_s: float | None  # in collectives, in a step that hides nothing; None: cannot be seen
 
 
-def reference_losses(site: Site, leaves: Leaves) -> list[float]:
+def reference_losses(site: BenchSite, leaves: Leaves) -> list[float]:
     """Losses that every contestant should see; all ranks call it."""
     model = site.model()
     optimizer = site.optimizer(model)
@@ -95,7 +103,9 @@ def reference_losses(site: Site, leaves: Leaves) -> list[float]:
     return losses
 
 
-def check(contestant: Contestant, site: Site, leaves: Leaves, expected: list[float]) -> Checked:
+def check(
+    contestant: Contestant, site: BenchSite, leaves: Leaves, expected: list[float]
+) -> Checked:
     """Let `contestant` take the steps, twice: as it is, and with its communication laid bare.
     Raises `NotTrainingError` on all ranks of the set."""
     peak = PeakMemory(on_cuda=site.on_cuda)
@@ -150,7 +160,7 @@ def judge(contestant: Contestant, losses: list[float], expected: list[float], dr
         )
 
 
-def _communication(contestant: Contestant, site: Site, leaves: Leaves) -> float | None:
+def _communication(contestant: Contestant, site: BenchSite, leaves: Leaves) -> float | None:
     """Time in collectives in a step that hides nothing, on this rank, seconds."""
     if contestant.name == ALONE or not site.world.is_distributed:
         return 0.0
@@ -169,13 +179,13 @@ def _communication(contestant: Contestant, site: Site, leaves: Leaves) -> float 
         entrant.close()
 
 
-def _mean(site: Site, loss: Tensor) -> float:
+def _mean(site: BenchSite, loss: Tensor) -> float:
     """Over all ranks, which have equally many targets."""
     (total,) = all_sum(site.comm, float(loss))
     return total / site.world.world_size
 
 
-def _drift(weights: list[Tensor] | None, site: Site) -> float:
+def _drift(weights: list[Tensor] | None, site: BenchSite) -> float:
     """Largest relative difference of any parameter's checksum to its mean over ranks."""
     if weights is None:
         return 0.0
@@ -214,7 +224,7 @@ class Runner:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: BenchPlan,
         mine: int,
         world: World,
         store: Any,
@@ -235,7 +245,7 @@ class Runner:
             each.is_ours and wants_groups(STRATEGIES[each.name], each.options)
             for each in contestants
         )
-        self._site = Site(
+        self._site = BenchSite(
             settings=plan.settings, world=world, groups=groups(world) if levels else None
         )
         self._benches: dict[str, _Bench] = {}
@@ -371,7 +381,7 @@ class Baton:
 def measure(plan_json: dict[str, Any]) -> dict[str, Any]:
     """This rank's part of a plan. Rank 0 of all returns what every set measured, as `results`, or
     raises what stopped any of them; other ranks return nothing that counts."""
-    plan = from_json(Plan, plan_json)
+    plan = from_json(BenchPlan, plan_json)
     env = environ.snapshot()
     mine, variables = 0, dict[str, str]()
     store: Any = None
@@ -393,7 +403,7 @@ def measure(plan_json: dict[str, Any]) -> dict[str, Any]:
     return {"results": outcomes}
 
 
-def _work(plan: Plan, mine: int, store: Any, *, is_first: bool) -> tuple[dict[str, Any], bool]:
+def _work(plan: BenchPlan, mine: int, store: Any, *, is_first: bool) -> tuple[dict[str, Any], bool]:
     """The set's measurements, or why it gave up; and whether this is its rank 0."""
     settings = plan.settings
     keep = plan.sets[mine].keep_memory

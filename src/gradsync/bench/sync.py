@@ -20,10 +20,11 @@ import tyro
 
 from gradsync.bench.contestants import left_out, parse_contestants, with_ideals
 from gradsync.bench.experiment import Ask, Experiment, Findings, check_least, command_of, taken
-from gradsync.bench.plan import (
+from gradsync.bench.report import Spread, csv_text, print_table, ratios, spread, where
+from gradsync.bench.sync_plan import (
     USUAL_TOKENS,
+    BenchPlan,
     Entry,
-    Plan,
     SyncSettings,
     in_time,
     memory_for,
@@ -33,7 +34,6 @@ from gradsync.bench.plan import (
     trial_step,
     uses_cuda,
 )
-from gradsync.bench.report import Spread, csv_text, print_table, ratios, spread, where
 from gradsync.errors import ConfigError
 from gradsync.models.config import PRESETS
 from gradsync.plan.description import multiplies_bf16
@@ -90,7 +90,7 @@ class SyncOptions:
     dry_run: bool = False  # Only say what would be measured.
 
 
-def plan_of(options: SyncOptions, world: World) -> Plan:
+def plan_of(options: SyncOptions, world: World) -> BenchPlan:
     """Check the request; under a launcher, at its number of ranks."""
     chosen = parse_contestants(options.strategies)
     world_size = world.world_size if world.is_distributed else options.world_size
@@ -139,7 +139,7 @@ def as_measured(options: SyncOptions, world: World) -> SyncOptions:
 
 
 def _collect(
-    options: SyncOptions, plan: Plan, world: World, ask: Ask
+    options: SyncOptions, plan: BenchPlan, world: World, ask: Ask
 ) -> Sequence[Mapping[str, Any]]:
     if world.is_main:
         for line in _decided(options, plan, world):
@@ -147,7 +147,7 @@ def _collect(
     return ask(plan, plan.num_ranks)["results"]
 
 
-def _decided(options: SyncOptions, plan: Plan, world: World) -> list[str]:
+def _decided(options: SyncOptions, plan: BenchPlan, world: World) -> list[str]:
     """Decisions made for the user, one line each."""
     lines = [
         f"{name} is left out: its package is not installed (pip install 'gradsync[bench]')"
@@ -175,7 +175,7 @@ def _decided(options: SyncOptions, plan: Plan, world: World) -> list[str]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class ContestantRow:
     """One contestant."""
 
     contestant: str
@@ -209,12 +209,12 @@ class Row:
         }
 
 
-def rows_of(plan: Plan, results: Sequence[Mapping[str, Any]]) -> list[Row]:
+def rows_of(plan: BenchPlan, results: Sequence[Mapping[str, Any]]) -> list[ContestantRow]:
     """One row per entry of the plan; `results` of each set are what `Runner.run` returned."""
     return [_row(plan, entry, results) for entry in plan.entries]
 
 
-def _row(plan: Plan, entry: Entry, results: Sequence[Mapping[str, Any]]) -> Row:
+def _row(plan: BenchPlan, entry: Entry, results: Sequence[Mapping[str, Any]]) -> ContestantRow:
     result = results[entry.worker_set]
     ranks: Sequence[Mapping[str, Any]] = result["contestants"][entry.label]
     own = step_seconds(results, entry)
@@ -224,7 +224,7 @@ def _row(plan: Plan, entry: Entry, results: Sequence[Mapping[str, Any]]) -> Row:
     tokens = len(ranks) * entry.batch_size * plan.settings.tokens
     times = [rank["comm_s"] for rank in ranks]
     memory = [rank["memory_bytes"] for rank in ranks]
-    return Row(
+    return ContestantRow(
         contestant=entry.label,
         keep_memory=result["keeps_memory"],
         total_ms=total,
@@ -257,7 +257,7 @@ _LEGEND = (
 
 
 def print_report(
-    plan: Plan, rows: Sequence[Row], environment: Mapping[str, Any], stream: IO[str]
+    plan: BenchPlan, rows: Sequence[ContestantRow], environment: Mapping[str, Any], stream: IO[str]
 ) -> None:
     """Table, what the columns mean, where it was measured."""
     cells = [
@@ -280,7 +280,7 @@ def print_report(
     print_table(stream, title(plan), _COLUMNS, cells, notes, words=("keeps memory",))
 
 
-def title(plan: Plan) -> str:
+def title(plan: BenchPlan) -> str:
     """The measurement, in one line."""
     settings, first = plan.settings, plan.entries[0]
     leaves = f", {settings.leaves_per_rank} leaves" if settings.leaves_per_rank > 1 else ""
@@ -290,7 +290,7 @@ def title(plan: Plan) -> str:
     )
 
 
-def rows_csv(plan: Plan, rows: Sequence[Row]) -> str:
+def rows_csv(plan: BenchPlan, rows: Sequence[ContestantRow]) -> str:
     """A header and a line for each row; what could not be measured is empty. The first eight
     columns are those that other benchmarks have."""
     settings = plan.settings
@@ -334,7 +334,7 @@ def _digits(value: float | None) -> str:
 
 
 def _findings(
-    options: SyncOptions, plan: Plan, results: Sequence[Mapping[str, Any]], world: World
+    options: SyncOptions, plan: BenchPlan, results: Sequence[Mapping[str, Any]], world: World
 ) -> Findings:
     from gradsync.bench.plot import plot_sync
 

@@ -35,7 +35,6 @@ from typing import IO, Any
 
 from gradsync.bench.contestants import ALONE, Contestant, with_ideals
 from gradsync.bench.experiment import failed, from_json
-from gradsync.bench.plan import SyncSettings, sync_plan, turns
 from gradsync.bench.report import (
     Spread,
     Tell,
@@ -47,11 +46,12 @@ from gradsync.bench.report import (
     silent,
     where,
 )
-from gradsync.bench.sync import STEP_LEGEND, Row, rows_of
+from gradsync.bench.sync import STEP_LEGEND, ContestantRow, rows_of
+from gradsync.bench.sync_plan import SyncSettings, sync_plan, turns
 from gradsync.errors import ConfigError
 from gradsync.sync.registry import STRATEGIES
 from gradsync.train.config import CompileOrder
-from gradsync.train.tuned import Choice
+from gradsync.train.tuned import TunedStrategy
 from gradsync.world import World
 
 PROMISES = ("bitwise", "rounding")
@@ -95,11 +95,11 @@ class TuneRequest:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stage:
+class TuneStage:
     """One question. The first candidate is the one that stays unless another is faster."""
 
     name: str
-    candidates: tuple[Choice, ...] = ()
+    candidates: tuple[TunedStrategy, ...] = ()
     skipped: str = ""  # why there is nothing to measure
 
     def contestants(self, *, keep_memory: bool) -> list[Contestant]:
@@ -123,25 +123,27 @@ def again(label: str) -> str:
     return f"{label} (again)"
 
 
-def strategies(promise: str, *, on_cpu: bool, hosts: int) -> list[Choice]:
+def strategies(promise: str, *, on_cpu: bool, hosts: int) -> list[TunedStrategy]:
     """The default, and what promises as much as was asked for; with `hosts` above 1 there are two
     levels to add in, 0 stands for hosts with unequal numbers of ranks."""
     names = ["invariant", "zero1"]
     names += ["bucketed", "flat", "zero2", "ddp"] if promise == "rounding" else []
-    found = [Choice(sync=name) for name in names]
+    found = [TunedStrategy(sync=name) for name in names]
     if on_cpu and hosts == 1:
         by_messages = [name for name in names if name in ("invariant", "bucketed")]
-        found += [Choice(sync=name, options={"collective": "backend"}) for name in by_messages]
+        found += [
+            TunedStrategy(sync=name, options={"collective": "backend"}) for name in by_messages
+        ]
     if hosts > 1:
-        found.append(Choice(sync="invariant", options={"reduction": "hierarchical"}))
-        found += [Choice(sync="hierarchical")] if promise == "rounding" else []
+        found.append(TunedStrategy(sync="invariant", options={"reduction": "hierarchical"}))
+        found += [TunedStrategy(sync="hierarchical")] if promise == "rounding" else []
     return found
 
 
-def strategy_stage(request: TuneRequest, world: World) -> Stage:
+def strategy_stage(request: TuneRequest, world: World) -> TuneStage:
     """The first question."""
     equal = world.local_world_size * world.num_nodes == world.world_size
-    return Stage(
+    return TuneStage(
         name=STAGES[0],
         candidates=tuple(
             strategies(
@@ -153,7 +155,9 @@ def strategy_stage(request: TuneRequest, world: World) -> Stage:
     )
 
 
-def bucket_stage(winner: Choice, *, first: bool, has_messages: bool, gradient_bytes: int) -> Stage:
+def bucket_stage(
+    winner: TunedStrategy, *, first: bool, has_messages: bool, gradient_bytes: int
+) -> TuneStage:
     """Sizes of buckets, or of the first one, that cut the model's gradients otherwise than the
     winner's do."""
     name, option = (STAGES[2], "first_bucket_mb") if first else (STAGES[1], "bucket_mb")
@@ -174,17 +178,17 @@ def bucket_stage(winner: Choice, *, first: bool, has_messages: bool, gradient_by
     elif first and recipe is None:
         why = f"{winner.sync} chooses it by itself"
     if why:
-        return Stage(name=name, skipped=why)
+        return TuneStage(name=name, skipped=why)
     others = [replace(winner, options={**winner.options, option: size}) for size in sizes]
-    return Stage(name=name, candidates=(winner, *others))
+    return TuneStage(name=name, candidates=(winner, *others))
 
 
-def compile_stage(winner: Choice, *, wanted: bool) -> Stage:
+def compile_stage(winner: TunedStrategy, *, wanted: bool) -> TuneStage:
     """Whether to compile, and in which order with DDP."""
     if not wanted:
-        return Stage(name=STAGES[3], skipped="not asked for (--compile)")
+        return TuneStage(name=STAGES[3], skipped="not asked for (--compile)")
     orders: list[CompileOrder] = ["none", "model", *(["ddp"] if winner.sync == "ddp" else [])]
-    return Stage(name=STAGES[3], candidates=tuple(replace(winner, compile=o) for o in orders))
+    return TuneStage(name=STAGES[3], candidates=tuple(replace(winner, compile=o) for o in orders))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -199,7 +203,7 @@ class Judged:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Decision:
+class StageOutcome:
     """A stage's outcome."""
 
     winner: str  # label of the fastest candidate, or of the default
@@ -214,7 +218,7 @@ def decide(
     candidates: Mapping[str, Sequence[float]],
     *,
     name: str,
-) -> Decision:
+) -> StageOutcome:
     """Choose between the default, called `name`, and the candidates, by step times in each round:
     the default's, those of its second copy, those of each candidate by label."""
     copies = [pair[n % 2] for n, pair in enumerate(zip(default, again, strict=True))]
@@ -227,7 +231,7 @@ def decide(
         faster = high < 1 and ratio < 1 - noise
         judged.append(Judged(label=label, ratio=ratio, low=low, high=high, faster=faster))
     best = min(judged, key=lambda each: (not each.faster, each.ratio))
-    return Decision(
+    return StageOutcome(
         winner=best.label if best.faster else name,
         noise=noise,
         judged=tuple(judged),
@@ -346,7 +350,7 @@ class Tuner:
         """See `measure`."""
         request = self._request
         size = 4 * request.settings.config.num_params()  # fp32, as the weights are
-        choice = self._ask(strategy_stage(request, self._world), Choice())
+        choice = self._ask(strategy_stage(request, self._world), TunedStrategy())
         for first in (False, True):
             stage = bucket_stage(
                 choice, first=first, has_messages=self._has_messages, gradient_bytes=size
@@ -362,7 +366,7 @@ class Tuner:
             "samples": self._samples,
         }
 
-    def _ask(self, stage: Stage, before: Choice) -> Choice:
+    def _ask(self, stage: TuneStage, before: TunedStrategy) -> TunedStrategy:
         """The answer to one question: one of the stage's candidates."""
         from gradsync.bench.steps import Runner
 
@@ -394,7 +398,7 @@ class Tuner:
         return winner
 
 
-def decision_of(stage: Stage, found: Mapping[str, Any]) -> Decision:
+def decision_of(stage: TuneStage, found: Mapping[str, Any]) -> StageOutcome:
     """The decision that the samples of a stage (by label, each rank's) lead to."""
     name, *others = (choice.text for choice in stage.candidates)
     seconds = {label: turns([rank["step_s"] for rank in ranks]) for label, ranks in found.items()}
@@ -406,7 +410,7 @@ def decision_of(stage: Stage, found: Mapping[str, Any]) -> Decision:
     )
 
 
-def has_messages(rows: list[Row], label: str) -> bool:
+def has_messages(rows: list[ContestantRow], label: str) -> bool:
     """Whether the gradients of contestant `label` travel; through shared memory they do not.
 
     Where the system counts no bytes they may.

@@ -27,7 +27,7 @@ a box in each dimension}, or "flat": [begin, end) in place of "start", a run of 
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
+class SavedPiece:
     """A box of a whole tensor; CheckpointError where it does not lie inside."""
 
     whole: tuple[int, ...]
@@ -76,15 +76,15 @@ class FlatPiece:
         return (self.end - self.begin,)
 
 
-AnyPiece = Piece | FlatPiece
+AnyPiece = SavedPiece | FlatPiece
 
 
-def whole_piece(shape: Sequence[int]) -> Piece:
+def whole_piece(shape: Sequence[int]) -> SavedPiece:
     """The piece that covers a whole tensor of this shape."""
-    return Piece(whole=tuple(shape), start=(0,) * len(shape), shape=tuple(shape))
+    return SavedPiece(whole=tuple(shape), start=(0,) * len(shape), shape=tuple(shape))
 
 
-def nth_piece(shape: Sequence[int], dim: int | None, index: int, count: int) -> Piece:
+def nth_piece(shape: Sequence[int], dim: int | None, index: int, count: int) -> SavedPiece:
     """Part `index` of `count` equal parts of a tensor along `dim`, or all of it where that is None;
     CheckpointError where `count` does not divide the dimension."""
     if dim is None:
@@ -94,7 +94,7 @@ def nth_piece(shape: Sequence[int], dim: int | None, index: int, count: int) -> 
         raise CheckpointError(f"dimension {dim} of {tuple(shape)} has no {count} equal parts")
     cut, start = list(shape), [0] * len(shape)
     cut[dim], start[dim] = length, index * length
-    return Piece(whole=tuple(shape), start=tuple(start), shape=tuple(cut))
+    return SavedPiece(whole=tuple(shape), start=tuple(start), shape=tuple(cut))
 
 
 def piece_of_run(shape: Sequence[int], begin: int, end: int) -> AnyPiece:
@@ -105,7 +105,7 @@ def piece_of_run(shape: Sequence[int], begin: int, end: int) -> AnyPiece:
     if not row or begin % row or end % row:
         return FlatPiece(whole=tuple(shape), begin=begin, end=end)
     rows, start = (end - begin) // row, (begin // row, *(0 for _ in shape[1:]))
-    return Piece(whole=tuple(shape), start=start, shape=(rows, *shape[1:]))
+    return SavedPiece(whole=tuple(shape), start=start, shape=(rows, *shape[1:]))
 
 
 def join(name: str, pieces: Sequence[tuple[AnyPiece, Tensor]]) -> Tensor:
@@ -203,7 +203,7 @@ def _piece(stem: str, name: str, tensor: Tensor, places: Mapping[str, Places]) -
         place = places[stem][name]
         whole = tuple(place["whole"])
         if "flat" not in place:
-            return Piece(whole=whole, start=tuple(place["start"]), shape=tuple(tensor.shape))
+            return SavedPiece(whole=whole, start=tuple(place["start"]), shape=tuple(tensor.shape))
         begin, end = place["flat"]
         piece = FlatPiece(whole=whole, begin=begin, end=end)
     except (KeyError, TypeError, ValueError):

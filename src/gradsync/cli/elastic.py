@@ -23,7 +23,7 @@ from gradsync.world import World
 
 if TYPE_CHECKING:
     from gradsync.comm.base import Communicator
-    from gradsync.train.elastic import Decision
+    from gradsync.train.elastic import ConfigChanges
 
 _SPELLINGS = ("--elastic", "--elastic-gpu", "--elastic_gpu")
 _DECIDED = "--elastic=decided"
@@ -123,10 +123,10 @@ def with_ranks(
 
 def _decision_of_rank_0(
     config: TrainConfig, given: frozenset[str], world: World, comm: Communicator
-) -> Decision:
+) -> ConfigChanges:
     """The whole group calls it: two small messages."""
     from gradsync.comm.values import broadcast_json
-    from gradsync.train.elastic import Decision, decide
+    from gradsync.train.elastic import ConfigChanges, decide
 
     told = None
     if world.is_main:
@@ -135,7 +135,7 @@ def _decision_of_rank_0(
         mine = decide(config, given, shape_before(config), hardware, env, world_size=size)
         told = [dict(mine.changes), mine.notes]
     changes, notes = broadcast_json(comm, told)
-    return Decision(changes=changes, notes=tuple(notes))
+    return ConfigChanges(changes=changes, notes=tuple(notes))
 
 
 def _to_probe(config: TrainConfig, settled: frozenset[str], ranks: int) -> bool:

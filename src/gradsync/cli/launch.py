@@ -14,7 +14,13 @@ import tyro
 
 from gradsync.cli.arguments import parse
 from gradsync.errors import ConfigError, LaunchError
-from gradsync.launch.plan import LaunchPlan, LaunchRequest, Program, parse_program, unknown_program
+from gradsync.launch.request import (
+    LaunchPlan,
+    LaunchRequest,
+    Program,
+    parse_program,
+    unknown_program,
+)
 from gradsync.runtime import environ
 from gradsync.runtime.resolve import resolve
 

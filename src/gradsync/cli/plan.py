@@ -16,7 +16,7 @@ from gradsync.bench.plot import check_plot
 from gradsync.cli.arguments import parse
 from gradsync.errors import ConfigError, RunError
 from gradsync.plan.catalog import DEFAULT_NETWORK, NETWORKS, check_size
-from gradsync.plan.choice import Choice, Costs, Search, choose, remedy
+from gradsync.plan.choice import Costs, Recommendation, Search, choose, remedy
 from gradsync.plan.description import Hardware, speed_switches
 from gradsync.plan.hardware_file import hardware_document, load_hardware, load_network
 from gradsync.plan.machine import detect_hardware
@@ -252,7 +252,7 @@ def _train_flags(options: PlanOptions) -> Iterator[str]:
 
 
 def _simulated(
-    options: PlanOptions, request: Request, costs: Costs, choice: Choice
+    options: PlanOptions, request: Request, costs: Costs, choice: Recommendation
 ) -> Simulation | None:
     """More of the first host: every replica keeps the leaves that it has under the pick."""
     sizes, pick = sizes_of(options), choice.pick
@@ -298,7 +298,7 @@ def _tell(
     options: PlanOptions,
     request: Request,
     costs: Costs,
-    choice: Choice,
+    choice: Recommendation,
     simulation: Simulation | None,
 ) -> None:
     """Print it; raises RunError where nothing fits."""

@@ -22,7 +22,7 @@ from gradsync.runtime import environ
 from gradsync.runtime.resolve import resolve
 
 if TYPE_CHECKING:
-    from gradsync.launch.local import Ended
+    from gradsync.launch.local import LaunchOutcome
     from gradsync.world import World
 
 WORKER = "--worker"
@@ -92,7 +92,7 @@ def until_stopped(world: World, body: Callable[[], int]) -> int:
         return 128 + stopped.number
 
 
-def start_ranks(argv: list[str], world_size: int, signals: Signals) -> Ended:
+def start_ranks(argv: list[str], world_size: int, signals: Signals) -> LaunchOutcome:
     """Run `gradsync ARGV` as ranks on this host and wait for them; see `launch.local`.
 
     Raises:
@@ -137,7 +137,7 @@ def _remove_if_left(mark: Path) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class RanksOutcome:
     """How a measurement on several ranks ended."""
 
     code: int  # 0, or the exit code of the ranks, which have said why
@@ -156,7 +156,7 @@ def measure_on_ranks(
     *,
     world: World,
     world_size: int,
-) -> Outcome:
+) -> RanksOutcome:
     """`measure(settings)` on all ranks: a launcher's, where this process is one of them, else
     `world_size` that are started here as `gradsync COMMAND --worker FOLDER` (see `be_rank`).
 
@@ -173,7 +173,7 @@ def measure_on_ranks(
     with Signals() as signals:
         if world.is_distributed:
             result = measure(dict(settings))
-            return Outcome(code=0, result=result if world.is_main else None)
+            return RanksOutcome(code=0, result=result if world.is_main else None)
         # Torch's own warnings about its sockets repeat, with stacks, what our errors say in a line.
         quiet = {"TORCH_CPP_LOG_LEVEL": environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
         prefix = "-".join(("gradsync", *command, ""))
@@ -182,9 +182,9 @@ def measure_on_ranks(
                 (folder / _WORK).write_text(json.dumps(dict(settings)))
                 ended = start_ranks([*command, WORKER, str(folder)], world_size, signals)
                 if ended.code:
-                    return Outcome(code=ended.code)
+                    return RanksOutcome(code=ended.code)
                 try:
-                    return Outcome(code=0, result=json.loads((folder / _RESULT).read_text()))
+                    return RanksOutcome(code=0, result=json.loads((folder / _RESULT).read_text()))
                 except FileNotFoundError:
                     raise RunError("the ranks ended without a result") from None
             finally:

@@ -20,7 +20,7 @@ from gradsync.cli.launch import check_program, split
 from gradsync.core.files import write_text
 from gradsync.errors import ConfigError, RunError
 from gradsync.launch import slurm
-from gradsync.launch.plan import Program, parse_program
+from gradsync.launch.request import Program, parse_program
 from gradsync.launch.sbatch import TASK, JobRequest, SbatchPlan, sbatch_script
 from gradsync.launch.slurm import Submitted, remember, remembered
 

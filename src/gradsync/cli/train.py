@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 
 from gradsync.cli.elastic import before_ranks, take_flag, with_ranks
 from gradsync.cli.train_places import settle, take_places
-from gradsync.data.plan import BatchPlan
+from gradsync.data.batch_plan import BatchPlan
 from gradsync.errors import ConfigError
 from gradsync.runtime import environ
 from gradsync.runtime.machine import choose_threads
@@ -179,7 +179,7 @@ def _named_sync(config: TrainConfig, world: World, *, threads: int) -> tuple[Tra
     """
     from gradsync.comm.groups import communicator
     from gradsync.comm.values import broadcast_json
-    from gradsync.train.tuned import Choice, apply_choice, resolve_auto
+    from gradsync.train.tuned import TunedStrategy, apply_choice, resolve_auto
 
     mine = None
     if world.is_main:
@@ -187,7 +187,9 @@ def _named_sync(config: TrainConfig, world: World, *, threads: int) -> tuple[Tra
         mine = [asdict(choice), note]
     # Whole group, two small messages, before anything else is under way.
     named, note = broadcast_json(communicator(world), mine)
-    config = apply_choice(config, Choice(**named), threads=threads if _on_cpu(config) else None)
+    config = apply_choice(
+        config, TunedStrategy(**named), threads=threads if _on_cpu(config) else None
+    )
     check_request(config, world.world_size)
     return config, note
 

@@ -20,7 +20,7 @@ from gradsync.bench.experiment import (
     raise_failed,
     taken,
 )
-from gradsync.bench.plan import SyncSettings, fits, memory_for, size_of, uses_cuda
+from gradsync.bench.sync_plan import SyncSettings, fits, memory_for, size_of, uses_cuda
 from gradsync.bench.tune import STAGES, TuneRequest, print_report
 from gradsync.cli.experiment import run_experiment
 from gradsync.errors import ConfigError
@@ -28,7 +28,7 @@ from gradsync.models.config import preset
 from gradsync.runtime.machine import choose_threads
 from gradsync.train.config import TrainConfig, recipe
 from gradsync.train.data import vocabulary
-from gradsync.train.tuned import TUNED, Choice, Conditions, Tuned, conditions_of
+from gradsync.train.tuned import TUNED, Conditions, Tuned, TunedStrategy, conditions_of
 from gradsync.world import World
 
 _COMMAND = ("tune",)
@@ -143,7 +143,7 @@ def _collect(options: TuneOptions, request: TuneRequest, world: World, ask: Ask)
 def _findings(
     options: TuneOptions, request: TuneRequest, result: dict[str, Any], world: World
 ) -> Findings:
-    choice = Choice(**result["choice"])
+    choice = TunedStrategy(**result["choice"])
     conditions = measured_conditions(options, request, result)
     tuned = Tuned(choice=choice, verdict=verdict_of(result), date=result["environment"]["date"])
 

@@ -21,7 +21,7 @@ from gradsync.runtime import environ
 from gradsync.runtime.bounds import MOST_RANKS, whole_number
 from gradsync.runtime.resolve import resolve
 from gradsync.sync.registry import STRATEGIES, find_strategy
-from gradsync.verify.plan import MODELS, Plan, make_plan
+from gradsync.verify.settings import MODELS, VerifyPlan, make_plan
 
 if TYPE_CHECKING:
     from gradsync.verify.result import Result
@@ -109,7 +109,7 @@ def run(argv: list[str]) -> int:
     return until_stopped(world, lambda: _work(options, plan, world))
 
 
-def _work(options: VerifyOptions, plan: Plan, world: World) -> int:
+def _work(options: VerifyOptions, plan: VerifyPlan, world: World) -> int:
     started = time.perf_counter()
     if _is_quick(options, world):
         print(
@@ -132,7 +132,7 @@ def _work(options: VerifyOptions, plan: Plan, world: World) -> int:
     return 0 if all(result.passed for result in results) else 1
 
 
-def plan_of(options: VerifyOptions, world: World) -> Plan:
+def plan_of(options: VerifyOptions, world: World) -> VerifyPlan:
     """The matrix that was asked for; under a launcher, at its number of ranks.
 
     Raises:
@@ -199,20 +199,20 @@ def _check_writable(path: Path) -> None:
         raise ConfigError(f"--csv {path}: may not be written")
 
 
-def _start(plan: Plan, folder: Path, signals: Signals) -> list[Result]:
+def _start(plan: VerifyPlan, folder: Path, signals: Signals) -> list[Result]:
     """Start the ranks here, world size after world size."""
     from gradsync.launch import local
-    from gradsync.verify.matrix import Ended, run_matrix
+    from gradsync.verify.matrix import RunEnd, run_matrix
 
-    def start(folder: Path, world_size: int) -> Ended:
+    def start(folder: Path, world_size: int) -> RunEnd:
         ended = start_ranks(["verify", WORKER, str(folder)], world_size, signals)
         deaths = {rank: local.obituary(rank, number) for rank, number in ended.killed.items()}
-        return Ended(code=ended.code, deaths=deaths)
+        return RunEnd(code=ended.code, deaths=deaths)
 
     return run_matrix(plan, folder, start, _tell)
 
 
-def _join(plan: Plan, folder: Path, signals: Signals) -> list[Result]:
+def _join(plan: VerifyPlan, folder: Path, signals: Signals) -> list[Result]:
     """Be one rank of a launcher's: all cells of the one world size there is.
 
     These ranks are not started again: after an error, the cells that are left count as not run.
@@ -256,7 +256,7 @@ def _tell(result: Result) -> None:
         print(f"\r\x1b[K{result.status} {result.name}", end="\r", file=sys.stderr, flush=True)
 
 
-def _report(options: VerifyOptions, plan: Plan, results: list[Result], seconds: float) -> int:
+def _report(options: VerifyOptions, plan: VerifyPlan, results: list[Result], seconds: float) -> int:
     from gradsync.verify.result import document, print_report, write_csv
 
     print_report(results, seconds, sys.stderr if options.as_json else sys.stdout)
@@ -271,7 +271,7 @@ def _report(options: VerifyOptions, plan: Plan, results: list[Result], seconds: 
     return 0 if all(result.passed for result in results) else 1
 
 
-def _show(plan: Plan, *, as_json: bool) -> int:
+def _show(plan: VerifyPlan, *, as_json: bool) -> int:
     names = [cell.name for cells in plan.launches for cell in cells]
     print(json.dumps(names, indent=1) if as_json else "\n".join(names))
     return 0

@@ -90,7 +90,7 @@ def communicator(world: World) -> Communicator:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class RankPlacement:
     """Node and local rank of every rank. Frozen, equal on all ranks.
 
     Raises:
@@ -143,7 +143,7 @@ class Placement:
 
 def share_placement(
     comm: Communicator, world: World, device: torch.device | str = "cpu"
-) -> Placement:
+) -> RankPlacement:
     """Exchange the placement of all ranks of `comm`, those of `world`, in rank order.
 
     One all-gather, int64 [2] from each rank, on `device`.
@@ -151,7 +151,7 @@ def share_placement(
     mine = torch.tensor([world.node_rank, world.local_rank], device=device)
     seats = torch.zeros(2 * comm.world_size, dtype=mine.dtype, device=device)
     comm.all_gather(seats, mine).wait()
-    return Placement(tuple((node, local) for node, local in seats.view(-1, 2).tolist()))
+    return RankPlacement(tuple((node, local) for node, local in seats.view(-1, 2).tolist()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,12 +162,12 @@ class Groups:
     """The ranks of this node, ascending."""
     inter: Communicator
     """One rank of each node: those at this rank's position in `intra`."""
-    placement: Placement
+    placement: RankPlacement
     """The node and local rank of every rank."""
 
     @property
     def equal_nodes(self) -> bool:
-        """See `Placement`."""
+        """See `RankPlacement`."""
         return self.placement.equal_nodes
 
 

@@ -37,7 +37,7 @@ _OF_GLOO = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Site:
+class ReductionSite:
     """The ranks of one all-reduce, and their placement."""
 
     comm: Communicator
@@ -66,19 +66,19 @@ class Site:
         return Subset(self.comm, node), Subset(self.comm, column), found.equal_nodes
 
 
-def _backend(site: Site, tensor: Tensor, op: ReduceOp) -> None:
+def _backend(site: ReductionSite, tensor: Tensor, op: ReduceOp) -> None:
     site.comm.all_reduce(tensor, op).wait()  # all of `comm`, the tensor's shape; overlaps nothing
 
 
-def _ring(site: Site, tensor: Tensor, op: ReduceOp) -> None:
+def _ring(site: ReductionSite, tensor: Tensor, op: ReduceOp) -> None:
     ring_all_reduce(site.comm, tensor, op)
 
 
-def _doubling(site: Site, tensor: Tensor, op: ReduceOp) -> None:
+def _doubling(site: ReductionSite, tensor: Tensor, op: ReduceOp) -> None:
     doubling_all_reduce(site.comm, tensor, op)
 
 
-def _hierarchical(site: Site, tensor: Tensor, op: ReduceOp) -> None:
+def _hierarchical(site: ReductionSite, tensor: Tensor, op: ReduceOp) -> None:
     intra, inter, equal_nodes = site.levels(tensor.device)
     if isinstance(intra, SharedMemoryCommunicator) and tensor.device.type == "cpu":
         all_reduce_over_hosts(intra, inter, tensor, op, equal_nodes=equal_nodes)
@@ -88,7 +88,7 @@ def _hierarchical(site: Site, tensor: Tensor, op: ReduceOp) -> None:
 
 # By the name that users type, with the bytes that a rank sends: S of the tensor, N ranks, M nodes,
 # n ranks a node. Each works in place, blocking, on a contiguous tensor without autograd.
-ALGORITHMS: dict[str, Callable[[Site, Tensor, ReduceOp], None]] = {
+ALGORITHMS: dict[str, Callable[[ReductionSite, Tensor, ReduceOp], None]] = {
     "backend": _backend,  # the process group's; 2(N-1)/N S on its rings
     "ring": _ring,  # 2(N-1)/N S in 2(N-1) steps: fewest bytes
     "recursive_doubling": _doubling,  # log2(N) S in log2(N) steps, for short tensors
@@ -152,11 +152,11 @@ def all_reduce(
     where = call_site() if name is None else f"named {name!r}"
     # Before any refusal that this rank alone may make: the others would wait for it.
     check_same_call(comm, f"all_reduce ({op}, {algorithm})", tensor, where)
-    _reduce(Site(comm=comm, world=world, groups=groups), tensor, op, algorithm)
+    _reduce(ReductionSite(comm=comm, world=world, groups=groups), tensor, op, algorithm)
     return tensor
 
 
-def _reduce(site: Site, tensor: Tensor, op: Op, algorithm: str) -> None:
+def _reduce(site: ReductionSite, tensor: Tensor, op: Op, algorithm: str) -> None:
     check_supported(site.comm, tensor, op, algorithm)
     # The tensor itself where possible. A pending conjugation or negation is not part of the memory
     # that is sent, and yet such a tensor calls itself contiguous.

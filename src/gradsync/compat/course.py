@@ -28,8 +28,8 @@ from torch.nn import functional as F
 
 from gradsync.comm.groups import communicator
 from gradsync.compat.frozen import map_tensors, tensors_in
+from gradsync.data.batch_plan import share
 from gradsync.data.leaf import count_targets
-from gradsync.data.plan import share
 from gradsync.errors import ConfigError, DataError
 from gradsync.sync.replicate import replicate
 from gradsync.sync.sharded_optimizer import ShardedOptimizer

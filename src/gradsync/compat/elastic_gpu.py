@@ -30,12 +30,12 @@ from torch import nn
 
 from gradsync.compat.frozen import AnyDevice, PlacedParts, place_frozen
 from gradsync.compat.functions import log_gpu_memory
-from gradsync.data.plan import share
+from gradsync.data.batch_plan import share
 from gradsync.errors import ConfigError
 from gradsync.plan.description import Device, Hardware, Switches, speed_switches
 from gradsync.plan.hardware_file import load_hardware
 from gradsync.plan.machine import detect_hardware
-from gradsync.plan.placement import Part, Placement, place_parts
+from gradsync.plan.placement import FrozenPart, FrozenPlacement, place_parts
 from gradsync.runtime import environ
 from gradsync.runtime.resolve import resolve
 
@@ -68,7 +68,7 @@ class ElasticGPUConfig:
         target_util: float = 0.75,
         *,
         sample_gb: float | None = None,
-        frozen: Sequence[Part] = (),
+        frozen: Sequence[FrozenPart] = (),
         hardware: Hardware | str | None = None,
     ) -> None:
         sized = model_size_gb is None or model_size_gb > 0
@@ -91,7 +91,7 @@ class ElasticGPUConfig:
         self._room = [int(target_util * device.usable_bytes) for device in self.devices]
         self.groups = self._groups()
         """Devices of each replica."""
-        self.placement: Placement | None = self._placement()
+        self.placement: FrozenPlacement | None = self._placement()
         """Placement of the frozen parts over one replica's devices; None without frozen parts."""
         self.config = self.configure()
         """See `configure`."""
@@ -177,7 +177,7 @@ class ElasticGPUConfig:
                 "gs.frozen_parts(model)); to share out what trains: gs.replicate(sync='fsdp')"
             )
         homes = self._replica_devices() if devices is None else devices
-        placement = self.placement or Placement(places={}, left=())
+        placement = self.placement or FrozenPlacement(places={}, left=())
         return place_frozen(model, placement, homes, rest=homes[0])
 
     def log_gpu_memory(self, label: str = "") -> None:
@@ -226,7 +226,7 @@ class ElasticGPUConfig:
             "missing"
         )
 
-    def _placement(self) -> Placement | None:
+    def _placement(self) -> FrozenPlacement | None:
         if not self.frozen:
             return None
         room = [self._room[index] for index in self.groups[0]]

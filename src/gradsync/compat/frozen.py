@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from gradsync.core.torch_private import move_own
 from gradsync.errors import ConfigError
-from gradsync.plan.placement import Part, Place, Placement
+from gradsync.plan.placement import FrozenPart, FrozenPlacement, PartPlace
 
 AnyDevice = torch.device | str
 
@@ -54,12 +54,12 @@ class PlacedParts:
             self.hooks.append(module.register_forward_hook(after))
 
 
-def frozen_parts(model: nn.Module, *, least_bytes: int = 0) -> tuple[Part, ...]:
+def frozen_parts(model: nn.Module, *, least_bytes: int = 0) -> tuple[FrozenPart, ...]:
     """The largest submodules in which nothing trains, in the model's order.
 
     Parameters to be trained have `requires_grad`. Parts below `least_bytes` stay with what trains.
     """
-    found: list[Part] = []
+    found: list[FrozenPart] = []
     inside = ""
     for name, module in model.named_modules():
         if not name or (inside and name.startswith(inside)):
@@ -71,13 +71,13 @@ def frozen_parts(model: nn.Module, *, least_bytes: int = 0) -> tuple[Part, ...]:
         num_bytes = _bytes(module)
         if num_bytes >= least_bytes:
             blocks = tuple(map(_bytes, _blocks(module)))
-            found.append(Part(name=name, num_bytes=num_bytes, blocks=blocks))
+            found.append(FrozenPart(name=name, num_bytes=num_bytes, blocks=blocks))
     return tuple(found)
 
 
 def place_frozen(
     model: nn.Module,
-    placement: Placement,
+    placement: FrozenPlacement,
     devices: Sequence[AnyDevice],
     *,
     rest: AnyDevice | None = None,
@@ -112,7 +112,7 @@ def place_frozen(
 
 
 def _place(
-    module: nn.Module, place: Place, devices: Sequence[AnyDevice], placed: PlacedParts
+    module: nn.Module, place: PartPlace, devices: Sequence[AnyDevice], placed: PlacedParts
 ) -> None:
     first, last = devices[0], devices[-1]
     placed.follow(module, first, comes_back=True)

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from gradsync.core.torch_private import end_workers
+from gradsync.data.batch_plan import StepSpan, cut_step, require_at_least, solve_batch_plan
 from gradsync.data.leaf import Leaf, Step, make_leaf
 from gradsync.data.order import SampleOrder, derive_key
-from gradsync.data.plan import StepSpan, cut_step, require_at_least, solve_batch_plan
 from gradsync.data.tokens import open_dataset
 from gradsync.errors import ConfigError, DataError
 from gradsync.runtime.seeds import seed_leaf

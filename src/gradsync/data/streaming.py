@@ -18,9 +18,9 @@ from torch.utils.data import default_collate
 from gradsync.comm.base import Communicator
 from gradsync.comm.groups import communicator
 from gradsync.comm.values import all_gather_json, same_on_all_ranks
+from gradsync.data.batch_plan import require_at_least, solve_batch_plan
 from gradsync.data.leaf import Leaf, Step, make_leaf
 from gradsync.data.loader import check_state, fingerprint_of
-from gradsync.data.plan import require_at_least, solve_batch_plan
 from gradsync.errors import ConfigError, DataError
 from gradsync.runtime.seeds import seed_leaf, stream_seed
 from gradsync.world import World

@@ -39,7 +39,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from gradsync.core.torch_private import close_streams, end_ranks, forbid_restarts, rank_processes
 from gradsync.errors import RendezvousError
-from gradsync.launch.plan import STOPPED, LaunchPlan, may_restart
+from gradsync.launch.request import STOPPED, LaunchPlan, may_restart
 from gradsync.runtime.signals import LAUNCHED
 from gradsync.runtime.store import host_store, join_store, wait_until
 

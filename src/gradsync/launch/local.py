@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradsync.errors import ConfigError
-from gradsync.launch.plan import STOPPED
+from gradsync.launch.request import STOPPED
 from gradsync.runtime import environ
 
 if TYPE_CHECKING:
     from gradsync.launch.agent import LocalAgent
-    from gradsync.launch.plan import LaunchPlan
+    from gradsync.launch.request import LaunchPlan
 
 GRACE_S = 60.0
 """How long ranks may take to save and end after a signal, seconds."""
@@ -29,7 +29,7 @@ _MEANINGFUL = (2, 124, 130)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ended:
+class LaunchOutcome:
     """How a launch ended."""
 
     code: int
@@ -49,7 +49,7 @@ def launch_ranks(
     max_restarts: int = 0,
     module: str = "gradsync",
     nodes: LaunchPlan | None = None,
-) -> Ended:
+) -> LaunchOutcome:
     """Run `python -m MODULE ARGV` as ranks on this host and wait for them.
 
     The ranks are children of torch's elastic agent and see torchrun's variables. Rank 0 keeps the
@@ -99,7 +99,7 @@ def launch_ranks(
             code = after_signal(codes, received)
         else:
             code = after_failure(agent.first_failures or codes)
-        return Ended(code=code, received=received, killed=dict(agent.killed))
+        return LaunchOutcome(code=code, received=received, killed=dict(agent.killed))
 
 
 def launch_local(argv: list[str], nproc_per_node: int, **options: Any) -> int:

@@ -23,7 +23,7 @@ from signal import Signals
 
 from gradsync.core.files import json_text, read_object, write_text
 from gradsync.errors import GradsyncError
-from gradsync.launch.plan import STOPPED
+from gradsync.launch.request import STOPPED
 from gradsync.launch.slurm import ask, check_job_id, own_words, states_of
 from gradsync.runtime import environ
 
@@ -52,7 +52,7 @@ class History:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Decision:
+class RequeueDecision:
     """The decision after a turn."""
 
     again: bool  # ask for another turn
@@ -60,10 +60,10 @@ class Decision:
     note: str = ""  # a line to print
 
 
-def decide(turn: Turn, history: History, *, fruitless_turns: int) -> Decision:
+def decide(turn: Turn, history: History, *, fruitless_turns: int) -> RequeueDecision:
     """Another turn or not; not after `fruitless_turns` in a row that brought no step."""
     if turn.code != STOPPED:
-        return Decision(again=False, history=history)
+        return RequeueDecision(again=False, history=history)
     if turn.steps is None:
         fruitful = turn.seconds >= LONG_TURN_S
         what = f"ended within {LONG_TURN_S:.0f} s"
@@ -79,8 +79,8 @@ def decide(turn: Turn, history: History, *, fruitless_turns: int) -> Decision:
             f"not requeued: {after.fruitless} turn(s) in a row {what}. Is --time too short for "
             "start-up and one step, or does somebody stop the job? `scontrol requeue` tries again"
         )
-        return Decision(again=False, history=History(steps=after.steps), note=note)
-    return Decision(again=True, history=after)
+        return RequeueDecision(again=False, history=History(steps=after.steps), note=note)
+    return RequeueDecision(again=True, history=after)
 
 
 def read_turn(run_dir: Path | None, status: int, seconds: float) -> Turn:

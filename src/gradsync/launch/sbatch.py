@@ -23,7 +23,7 @@ from importlib import resources
 import tyro
 
 from gradsync.errors import ConfigError
-from gradsync.launch.plan import LAUNCHERS, Program
+from gradsync.launch.request import LAUNCHERS, Program
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _MEMORY = re.compile(r"[1-9][0-9]*[KMGT]?")

@@ -24,8 +24,8 @@ from dataclasses import dataclass, field, fields
 from math import prod
 from typing import Any
 
-from gradsync.checkpoint.pieces import Piece, nth_piece, whole_piece
-from gradsync.data.plan import share
+from gradsync.checkpoint.pieces import SavedPiece, nth_piece, whole_piece
+from gradsync.data.batch_plan import share
 from gradsync.errors import ConfigError
 from gradsync.models.config import GPTConfig
 from gradsync.runtime.bounds import whole_number
@@ -48,7 +48,7 @@ class Coordinates:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
+class ParallelLayout:
     """Sizes of the three dimensions; their product is the number of ranks. ConfigError for a size
     that is not a positive integer."""
 
@@ -89,7 +89,7 @@ class Layout:
         return f"dp={self.dp},pp={self.pp},tp={self.tp}"
 
 
-def parse_layout(text: str, world_size: int) -> Layout:
+def parse_layout(text: str, world_size: int) -> ParallelLayout:
     """`"pp=2,dp=2"` as a layout of `world_size` ranks. What is not named is 1, a missing `dp` what
     is left, so "" is plain data parallelism.
 
@@ -107,9 +107,9 @@ def parse_layout(text: str, world_size: int) -> Layout:
             raise ConfigError(f"parallel: {name} is given twice in {text!r}")
         sizes[name] = number
     if "dp" not in sizes:
-        model_ranks = Layout(**sizes).model_ranks
+        model_ranks = ParallelLayout(**sizes).model_ranks
         sizes["dp"] = max(world_size // model_ranks, 1)
-    layout = Layout(**sizes)
+    layout = ParallelLayout(**sizes)
     if layout.world_size != world_size:
         raise ConfigError(
             f"parallel: {layout} is {layout.world_size} ranks, but there are {world_size}: start "
@@ -159,11 +159,11 @@ def weights_of(config: GPTConfig) -> tuple[Weight, ...]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class ModelPart:
     """Part of the model that one rank holds; `config` and `weights` are the whole model's."""
 
     config: GPTConfig
-    layout: Layout
+    layout: ParallelLayout
     place: Coordinates
     weights: tuple[Weight, ...] = field(init=False)
 
@@ -203,7 +203,7 @@ class Part:
             for stage in stages
         )
 
-    def pieces(self) -> dict[str, Piece]:
+    def pieces(self) -> dict[str, SavedPiece]:
         """Its box of each parameter that it holds, by name, in the whole model's order."""
         tp, shard = self.layout.tp, self.place.shard
         return {
@@ -212,7 +212,7 @@ class Part:
             if self._holds(weight)
         }
 
-    def owned(self) -> dict[str, Piece]:
+    def owned(self) -> dict[str, SavedPiece]:
         """The `pieces` that this rank saves and counts: each box of the model is one rank's
         of every replica."""
         divided = {weight.name for weight in self.weights if weight.divided is not None}
@@ -230,7 +230,7 @@ class Part:
         return self.is_last
 
 
-def check_divisible(config: GPTConfig, layout: Layout) -> None:
+def check_divisible(config: GPTConfig, layout: ParallelLayout) -> None:
     """ConfigError where the model has fewer blocks than stages, or heads or widths that shards do
     not divide."""
     if layout.pp > config.n_layer:
@@ -247,8 +247,8 @@ def check_divisible(config: GPTConfig, layout: Layout) -> None:
 
 
 def cut_tensors(
-    pieces: Mapping[str, Piece], whole: Iterable[tuple[str, tuple[int, ...]]]
-) -> dict[str, Piece]:
+    pieces: Mapping[str, SavedPiece], whole: Iterable[tuple[str, tuple[int, ...]]]
+) -> dict[str, SavedPiece]:
     """The pieces of whole tensors that belong to parameters: weights, or what an optimizer keeps.
 
     Args:
@@ -264,7 +264,9 @@ def cut_tensors(
     return found
 
 
-def place_tensors(part: Part, cut: Iterable[tuple[str, tuple[int, ...]]]) -> dict[str, Piece]:
+def place_tensors(
+    part: ModelPart, cut: Iterable[tuple[str, tuple[int, ...]]]
+) -> dict[str, SavedPiece]:
     """The other way round: where the tensors that `part` saves lie in whole ones, from (name,
     shape) of those that it holds. What is not of its parameter's shape is the same on all shards:
     the first saves it."""
@@ -282,7 +284,7 @@ def _parameter(name: str) -> str:
     return name.rpartition("/")[2]
 
 
-def norm_places(part: Part, block: int) -> tuple[dict[str, int], int]:
+def norm_places(part: ModelPart, block: int) -> tuple[dict[str, int], int]:
     """Where the norms of the parameters that `part` owns begin in the vector that ranks sum, by
     name; and its length.
 
@@ -303,7 +305,7 @@ def norm_places(part: Part, block: int) -> tuple[dict[str, int], int]:
     return places, end
 
 
-def join_states(part: Part, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def join_states(part: ModelPart, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The JSON of the whole model's optimizer (`checkpoint/optimizer_state.py`) from those of all
     parts, of which `part` is any: parameters in the whole model's order."""
     shapes = {weight.name: weight.shape for weight in part.weights}
@@ -318,7 +320,7 @@ def join_states(part: Part, states: Sequence[Mapping[str, Any]]) -> dict[str, An
     return {"class": states[0]["class"], "groups": groups, "params": params}
 
 
-def state_of_part(part: Part, state: Mapping[str, Any]) -> dict[str, Any]:
+def state_of_part(part: ModelPart, state: Mapping[str, Any]) -> dict[str, Any]:
     """The JSON of an optimizer of `part` from the whole model's."""
     pieces = part.pieces()
     params = {

@@ -14,7 +14,7 @@ from gradsync.comm.base import Communicator, Work
 from gradsync.comm.groups import Subset, new_group
 from gradsync.core.torch_private import foreach_mul_
 from gradsync.errors import RunError
-from gradsync.parallel.layout import EMBEDDING, Coordinates, Layout, Part, norm_places
+from gradsync.parallel.layout import EMBEDDING, Coordinates, ModelPart, ParallelLayout, norm_places
 from gradsync.parallel.transfer import join_weights
 from gradsync.sync.buffers import BufferSync
 from gradsync.sync.check_replicas import check_replicas, hash_bits
@@ -51,7 +51,7 @@ class SplitGroups:
     """Ranks of one stage of one replica."""
 
 
-def split_groups(layout: Layout, place: Coordinates, everyone: Communicator) -> SplitGroups:
+def split_groups(layout: ParallelLayout, place: Coordinates, everyone: Communicator) -> SplitGroups:
     """Make them; every rank calls it at the same point, with its own `place`.
 
     Groups with equal members are one, a group of one needs no process group.
@@ -91,7 +91,9 @@ class SplitReducer(Reducer):
     `inner` sums over `groups.data`.
     """
 
-    def __init__(self, model: nn.Module, part: Part, groups: SplitGroups, inner: Reducer) -> None:
+    def __init__(
+        self, model: nn.Module, part: ModelPart, groups: SplitGroups, inner: Reducer
+    ) -> None:
         super().__init__(model, groups.everyone, SplitShards(model, part, groups, inner.shards))
         self.inner, self.part = inner, part
         self._names = [name for name, _ in trainable(model)]
@@ -146,7 +148,9 @@ class SplitShards(Replicas):
 
     whole_parameters = False
 
-    def __init__(self, model: nn.Module, part: Part, groups: SplitGroups, inner: Replicas) -> None:
+    def __init__(
+        self, model: nn.Module, part: ModelPart, groups: SplitGroups, inner: Replicas
+    ) -> None:
         super().__init__(model, inner.parameters)
         self._inner, self._part, self._groups = inner, part, groups
         self._places, self._num_blocks = norm_places(part, BLOCK)
@@ -201,7 +205,7 @@ class SplitSync(StateMethods):
     def __init__(
         self,
         model: nn.Module,
-        part: Part,
+        part: ModelPart,
         groups: SplitGroups,
         *,
         sync: str,

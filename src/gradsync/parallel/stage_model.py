@@ -32,7 +32,7 @@ from gradsync.comm.base import Communicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.core.torch_private import mesh_of
 from gradsync.models.gpt import GPT, Block, initial_weight, loss_sum, loss_sum_in_rows, rope_tables
-from gradsync.parallel.layout import COLUMNS, ROWS, Part
+from gradsync.parallel.layout import COLUMNS, ROWS, ModelPart
 from gradsync.parallel.split_sync import SplitGroups
 
 
@@ -50,7 +50,7 @@ class GPTStage(nn.Module):
 
     def __init__(
         self,
-        part: Part,
+        part: ModelPart,
         groups: SplitGroups,
         *,
         seed: int,

@@ -16,7 +16,7 @@ from gradsync.checkpoint.pieces import join_files, places_of
 from gradsync.checkpoint.tensor_file import ArrivingTensors, file_order
 from gradsync.comm.base import Communicator
 from gradsync.comm.values import all_gather_json, broadcast_json
-from gradsync.parallel.layout import Part, cut_tensors
+from gradsync.parallel.layout import ModelPart, cut_tensors
 
 Described = list[tuple[str, list[int], str]]
 """Name, shape and dtype of tensors."""
@@ -76,7 +76,9 @@ def _receive(comm: Communicator, source: int, shape: Sequence[int], dtype: torch
     return tensor
 
 
-def distribute(comm: Communicator, part: Part, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def distribute(
+    comm: Communicator, part: ModelPart, whole: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """The pieces that `part` needs of whole tensors that rank 0 has, by name "…/PARAMETER"; the
     others give {}. A tensor that is not of its parameter's shape comes whole."""
     layout = layout_of(broadcast_json(comm, describe(whole)))
@@ -123,7 +125,7 @@ def _hand_out(
 
 
 def join_weights(
-    part: Part, replica: Communicator, parameters: Mapping[str, Tensor]
+    part: ModelPart, replica: Communicator, parameters: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Whole weights in the whole model's order on rank 0, {} elsewhere; all ranks call it, with the
     communicator of their replica."""

@@ -22,7 +22,13 @@ from dataclasses import dataclass
 from functools import cache
 
 from gradsync.models.config import GPTConfig
-from gradsync.parallel.layout import EMBEDDING, Coordinates, Layout, Part, check_divisible
+from gradsync.parallel.layout import (
+    EMBEDDING,
+    Coordinates,
+    ModelPart,
+    ParallelLayout,
+    check_divisible,
+)
 from gradsync.plan.workload import Workload
 
 FP32, _HALF = 4, 2
@@ -33,7 +39,7 @@ FP32, _HALF = 4, 2
 class RankShape:
     """The parameters of a rank on one stage of a layout; all shards of a stage are alike."""
 
-    layout: Layout
+    layout: ParallelLayout
     stage: int
     sizes: tuple[int, ...]  # Elements of each parameter, in `named_parameters` order
     block_params: int  # Elements of one of its blocks
@@ -53,10 +59,10 @@ class RankShape:
 
 
 @cache
-def rank_shape(model: GPTConfig, layout: Layout, stage: int) -> RankShape:
+def rank_shape(model: GPTConfig, layout: ParallelLayout, stage: int) -> RankShape:
     """The shape of a rank on this stage; ConfigError where the model cannot be divided so."""
     check_divisible(model, layout)
-    part = Part(config=model, layout=layout, place=Coordinates(data=0, stage=stage, shard=0))
+    part = ModelPart(config=model, layout=layout, place=Coordinates(data=0, stage=stage, shard=0))
     sizes = {name: piece.numel for name, piece in part.pieces().items()}
     first = f"blocks.{part.blocks.start}."
     return RankShape(

@@ -16,7 +16,7 @@ from math import log2
 from typing import Any
 
 from gradsync.models.config import PRESETS
-from gradsync.parallel.layout import Layout
+from gradsync.parallel.layout import ParallelLayout
 from gradsync.plan.collectives import shares_memory
 from gradsync.plan.description import Device, Hardware
 from gradsync.plan.memory import MemoryNeed, memory_need
@@ -29,7 +29,7 @@ from gradsync.plan.profile import (
     profile_path,
     scaled_profile,
 )
-from gradsync.plan.step import StepTime, predict_step
+from gradsync.plan.step_costs import StepTime, predict_step
 from gradsync.plan.workload import Split, Workload
 from gradsync.runtime.machine import choose_threads
 from gradsync.sync.registry import STRATEGIES, Promise
@@ -176,7 +176,7 @@ def splits(count: int, hardware: Hardware, strategies: Sequence[str]) -> Iterato
         for tp in _divisors(model_ranks):
             if tp > most_shards:  # shards talk in every layer: never between hosts
                 continue
-            layout = Layout(dp=count // model_ranks, pp=model_ranks // tp, tp=tp)
+            layout = ParallelLayout(dp=count // model_ranks, pp=model_ranks // tp, tp=tp)
             for strategy in _usable(strategies, layout):
                 shared = _shares_weights(strategy, layout, hardware)
                 yield Split(strategy=strategy, layout=layout, shared_weights=shared)
@@ -186,7 +186,7 @@ def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-def _usable(strategies: Sequence[str], layout: Layout) -> Sequence[str]:
+def _usable(strategies: Sequence[str], layout: ParallelLayout) -> Sequence[str]:
     """Strategies that can keep replicas of such a layout together."""
     if layout.model_ranks > 1:
         # Replicas of a part stay whole, and know of no hosts: see `parallel/split_sync.py`.
@@ -206,7 +206,7 @@ def _keeps_whole(strategy: str) -> bool:
     return recipe.shard == "none" and recipe.reduction != "hierarchical"
 
 
-def _shares_weights(strategy: str, layout: Layout, hardware: Hardware) -> bool:
+def _shares_weights(strategy: str, layout: ParallelLayout, hardware: Hardware) -> bool:
     """Whether `gradsync train` keeps one copy of the weights for all ranks."""
     recipe, on_cpu = STRATEGIES[strategy].recipe, hardware.devices[0].kind == "cpu"
     if recipe is None or layout.model_ranks > 1 or len(hardware.hosts) > 1 or layout.dp == 1:
@@ -252,7 +252,7 @@ def room_bytes(hardware: Hardware, count: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
+class Recommendation:
     """All candidates, and the one to take."""
 
     candidates: tuple[Candidate, ...]  # In the order in which they were tried
@@ -300,7 +300,7 @@ class Choice:
         return (2, candidate.short_bytes) if candidate.memory is not None else (3, 0.0)
 
 
-def choose(work: Workload, hardware: Hardware, costs: Costs, search: Search) -> Choice:
+def choose(work: Workload, hardware: Hardware, costs: Costs, search: Search) -> Recommendation:
     """Judge every combination and take one.
 
     Args:
@@ -322,7 +322,7 @@ def choose(work: Workload, hardware: Hardware, costs: Costs, search: Search) -> 
                     judged.append(case)
                     if case.runs:
                         fitting.add(variant.micro_batch_size)
-    choice = Choice(candidates=tuple(judged), pick=_pick(judged, search), search=search)
+    choice = Recommendation(candidates=tuple(judged), pick=_pick(judged, search), search=search)
     pick = choice.pick
     if pick is None:
         return choice
@@ -502,7 +502,9 @@ _ONE_BY_ONE = 64  # From here on whole hosts are added
 _GPUS_OF_A_HOST = 8  # Assumed of a host when more devices are counted
 
 
-def remedy(name: str, choice: Choice, work: Workload, hardware: Hardware, costs: Costs) -> str:
+def remedy(
+    name: str, choice: Recommendation, work: Workload, hardware: Hardware, costs: Costs
+) -> str:
     """The line about the model `name` where `choice` found nothing: the candidate that needs least
     beyond what there is, the smallest number of such devices on which the model fits, and the
     largest smaller preset that fits here."""

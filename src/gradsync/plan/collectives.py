@@ -162,7 +162,7 @@ def load_fits(environment: Mapping[str, Any]) -> list[Fit]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class GroupPlace:
     """Where the ranks of a group are: `ranks` of them, `per_host` on each host (the last one may
     have fewer)."""
 
@@ -196,7 +196,7 @@ class Place:
         return self.network.alpha_s + num_bytes * share / self.network.bytes_per_s
 
 
-def ring_pass(place: Place, num_bytes: float) -> float:
+def ring_pass(place: GroupPlace, num_bytes: float) -> float:
     """reduce_scatter or all_gather around a ring: n - 1 messages of S/n.
 
     On several hosts the slowest edge sets the pace, and one rank of each host sends out. Latency
@@ -212,12 +212,12 @@ def ring_pass(place: Place, num_bytes: float) -> float:
     return latency + max(crossing, near if place.local > 1 else 0.0)
 
 
-def ring(place: Place, num_bytes: float) -> float:
+def ring(place: GroupPlace, num_bytes: float) -> float:
     """all_reduce: reduce_scatter, then all_gather, around a ring."""
     return 2 * ring_pass(place, num_bytes)
 
 
-def halving(place: Place, num_bytes: float) -> float:
+def halving(place: GroupPlace, num_bytes: float) -> float:
     """all_reduce by recursive halving, then doubling; near partners exchange the large pieces."""
     return _fold(place, num_bytes) + 2 * sum(
         place.seconds(num_bytes / 2 ** (step + 1), far=far, senders=place.local)
@@ -225,27 +225,27 @@ def halving(place: Place, num_bytes: float) -> float:
     )
 
 
-def doubling(place: Place, num_bytes: float) -> float:
+def doubling(place: GroupPlace, num_bytes: float) -> float:
     """all_reduce by recursive doubling: the whole tensor, lg n times; for short ones."""
     return _fold(place, num_bytes) + sum(
         place.seconds(num_bytes, far=far, senders=place.local) for far in _distances_are_far(place)
     )
 
 
-def _distances_are_far(place: Place) -> list[bool]:
+def _distances_are_far(place: GroupPlace) -> list[bool]:
     """For the distances 1, 2, 4, ... : whether partners at it are on different hosts."""
     steps = place.ranks.bit_length() - 1
     return [place.num_hosts > 1 and 2**step >= place.local for step in range(steps)]
 
 
-def _fold(place: Place, num_bytes: float) -> float:
+def _fold(place: GroupPlace, num_bytes: float) -> float:
     """Ranks beyond the power of two hand their tensor over, and get the sum."""
     if place.ranks & (place.ranks - 1) == 0:
         return 0.0
     return 2 * place.seconds(num_bytes, far=place.num_hosts > 1, senders=place.local)
 
 
-def hierarchical(place: Place, num_bytes: float) -> float:
+def hierarchical(place: GroupPlace, num_bytes: float) -> float:
     """all_reduce in two levels: shards inside the hosts, each shard between them, back inside."""
     if place.num_hosts == 1:
         return ring(place, num_bytes)
@@ -255,7 +255,7 @@ def hierarchical(place: Place, num_bytes: float) -> float:
     return 2 * ring_pass(inside, num_bytes) + ring(between, num_bytes / place.local)
 
 
-def owners(place: Place, num_bytes: float) -> float:
+def owners(place: GroupPlace, num_bytes: float) -> float:
     """all_reduce as `invariant` does it: every rank sends each other rank that one's S/n to add
     up, and gets each sum back. The bytes of a ring; the n - 1 messages of each way set out at once,
     and are posted one after the other."""
@@ -265,7 +265,7 @@ def owners(place: Place, num_bytes: float) -> float:
     return 2 * one_way
 
 
-_CHOSEN: dict[str, Callable[[Place, float], float]] = {
+_CHOSEN: dict[str, Callable[[GroupPlace, float], float]] = {
     "ring": ring,
     "halving": halving,
     "doubling": doubling,
@@ -274,7 +274,7 @@ _CHOSEN: dict[str, Callable[[Place, float], float]] = {
 ALL_REDUCE = {**_CHOSEN, "owners": owners}
 
 
-def all_reduce_s(place: Place, num_bytes: float, algorithm: str = "best") -> float:
+def all_reduce_s(place: GroupPlace, num_bytes: float, algorithm: str = "best") -> float:
     """Seconds of one all_reduce by an algorithm of `ALL_REDUCE`; best: the quickest of those that a
     library chooses from by size (NCCL between rings and trees, MPI between all)."""
     if place.ranks == 1:
@@ -284,7 +284,7 @@ def all_reduce_s(place: Place, num_bytes: float, algorithm: str = "best") -> flo
     return ALL_REDUCE[algorithm](place, num_bytes)
 
 
-def half_s(place: Place, num_bytes: float) -> float:
+def half_s(place: GroupPlace, num_bytes: float) -> float:
     """Seconds of one reduce_scatter or all_gather over `num_bytes` of the whole tensor."""
     if place.ranks == 1:
         return 0.0

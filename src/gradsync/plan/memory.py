@@ -50,7 +50,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import NamedTuple
 
-from gradsync.data.plan import share
+from gradsync.data.batch_plan import share
 from gradsync.plan.activations import FP32, Activations, RankShape, rank_shape
 from gradsync.plan.collectives import shares_memory
 from gradsync.plan.workload import Split, Workload

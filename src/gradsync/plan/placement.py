@@ -38,7 +38,7 @@ def gb(num_bytes: float) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class FrozenPart:
     """A frozen submodule."""
 
     name: str  # As `named_modules` calls it
@@ -55,7 +55,7 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class PartPlace:
     """Where a part is."""
 
     devices: tuple[int, ...]  # One device, or the two it is cut between
@@ -63,10 +63,10 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Placement:
+class FrozenPlacement:
     """Where every part is."""
 
-    places: Mapping[str, Place]  # By name of the part
+    places: Mapping[str, PartPlace]  # By name of the part
     left: tuple[int, ...]  # Bytes that stay free on each device
 
     def describe(self) -> str:
@@ -83,8 +83,8 @@ class Placement:
 
 
 def place_parts(
-    parts: Sequence[Part], room: Sequence[int], *, replicated_bytes: int = 0
-) -> Placement:
+    parts: Sequence[FrozenPart], room: Sequence[int], *, replicated_bytes: int = 0
+) -> FrozenPlacement:
     """A place for every part.
 
     Args:
@@ -106,27 +106,27 @@ def place_parts(
             f"what trains does not fit on device {device}: {replicated_bytes / 1e9:.1f} GB are "
             f"needed on each, {-left[device] / 1e9:.1f} GB are missing"
         )
-    places: dict[str, Place] = {}
+    places: dict[str, PartPlace] = {}
     for part in sorted(parts, key=lambda part: -part.num_bytes):
         if part.name in places:
             raise ConfigError(f"two parts are called {part.name}")
         whole = (n for n, free in enumerate(left) if part.num_bytes <= free)
         device = next(whole, None)
-        place = _in_two(part, left) if device is None else Place(devices=(device,))
+        place = _in_two(part, left) if device is None else PartPlace(devices=(device,))
         if place is None:
             raise ConfigError(_nowhere(part, left))
         places[part.name] = place
         for device, num_bytes in zip(place.devices, _shares(part, place), strict=True):
             left[device] -= num_bytes
     ordered = {part.name: places[part.name] for part in parts}
-    return Placement(places=ordered, left=tuple(left))
+    return FrozenPlacement(places=ordered, left=tuple(left))
 
 
-def _in_two(part: Part, left: Sequence[int]) -> Place | None:
+def _in_two(part: FrozenPart, left: Sequence[int]) -> PartPlace | None:
     for pair in combinations(range(len(left)), 2):
-        found: list[tuple[int, Place]] = []
+        found: list[tuple[int, PartPlace]] = []
         for cut in range(1, len(part.blocks)):
-            place = Place(devices=pair, first_blocks=cut)
+            place = PartPlace(devices=pair, first_blocks=cut)
             shares = zip(pair, _shares(part, place), strict=True)
             found.append((min(left[device] - share for device, share in shares), place))
         # What is left on the fuller device: the cut that leaves most.
@@ -136,7 +136,7 @@ def _in_two(part: Part, left: Sequence[int]) -> Place | None:
     return None
 
 
-def _shares(part: Part, place: Place) -> tuple[int, ...]:
+def _shares(part: FrozenPart, place: PartPlace) -> tuple[int, ...]:
     """Bytes on each device of its place."""
     if len(place.devices) == 1:
         return (part.num_bytes,)
@@ -145,7 +145,7 @@ def _shares(part: Part, place: Place) -> tuple[int, ...]:
     return first, part.num_bytes - first
 
 
-def _nowhere(part: Part, left: Sequence[int]) -> str:
+def _nowhere(part: FrozenPart, left: Sequence[int]) -> str:
     most = sorted(left, reverse=True)
     missing = part.num_bytes - most[0]
     where = f"the roomiest of {len(left)} devices has {most[0] / 1e9:.1f} GB left"
@@ -159,7 +159,7 @@ def _nowhere(part: Part, left: Sequence[int]) -> str:
     )
 
 
-def parse_submodel(text: str) -> Part:
+def parse_submodel(text: str) -> FrozenPart:
     """`NAME:SIZE`, or `NAME:SIZE/BLOCKS` for one that may be cut between equal blocks."""
     name, _, rest = text.partition(":")
     size, cut, count = rest.partition("/")
@@ -173,7 +173,7 @@ def parse_submodel(text: str) -> Part:
             f"--submodel: got {text[:80]!r}, expected NAME:SIZE, such as llama:16GB, "
             "llama:8e9params, or llama:16GB/32 for 32 blocks"
         )
-    return Part(
+    return FrozenPart(
         name=name, num_bytes=num_bytes, blocks=(num_bytes // blocks,) * blocks if cut else ()
     )
 
@@ -183,7 +183,7 @@ class Submodels:
     """Replicas, and where each part of one is."""
 
     groups: tuple[tuple[int, ...], ...]  # Devices of each replica, counted over all hosts
-    placements: tuple[Placement, ...]  # Each replica's; devices are counted within it
+    placements: tuple[FrozenPlacement, ...]  # Each replica's; devices are counted within it
     idle: tuple[int, ...]  # Devices of no replica
     trained_bytes: int  # Taken by what trains, on the first device of each replica
 
@@ -220,7 +220,9 @@ class Submodels:
         }
 
 
-def place_submodels(parts: Sequence[Part], trained_bytes: int, hardware: Hardware) -> Submodels:
+def place_submodels(
+    parts: Sequence[FrozenPart], trained_bytes: int, hardware: Hardware
+) -> Submodels:
     """As many replicas as there is room for, each on neighbours of one host; further devices stay
     free, since a replica that has room is not faster on more.
 
@@ -258,7 +260,9 @@ def place_submodels(parts: Sequence[Part], trained_bytes: int, hardware: Hardwar
     raise RunError(f"--submodel: {trouble}")
 
 
-def _place_replica(parts: Sequence[Part], trained_bytes: int, room: Sequence[int]) -> Placement:
+def _place_replica(
+    parts: Sequence[FrozenPart], trained_bytes: int, room: Sequence[int]
+) -> FrozenPlacement:
     if room[0] < trained_bytes:
         missing = gb(trained_bytes - room[0])
         raise ConfigError(

@@ -12,7 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from gradsync.plan.choice import Candidate, Choice, Costs, percent
+from gradsync.plan.choice import Candidate, Costs, Recommendation, percent
 from gradsync.plan.description import Hardware, Host, Link
 from gradsync.plan.placement import MARGIN, gb
 from gradsync.plan.profile import UTILISATION
@@ -99,7 +99,7 @@ def figure_lines(costs: Costs, hardware: Hardware) -> list[str]:
     return lines
 
 
-def print_table(choice: Choice, stream: IO[str]) -> None:
+def print_table(choice: Recommendation, stream: IO[str]) -> None:
     """A row per split: its best micro-batch, and what became of it."""
     console = Console(file=stream, width=None if stream.isatty() else _WIDE)
     table = Table(box=SIMPLE_HEAD, pad_edge=False)

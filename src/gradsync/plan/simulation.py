@@ -42,7 +42,7 @@ from typing import Any, Literal
 from gradsync.errors import ConfigError
 from gradsync.plan.description import Hardware, Host, Link
 from gradsync.plan.profile import StepProfile
-from gradsync.plan.step import (
+from gradsync.plan.step_costs import (
     StepCosts,
     StepTime,
     channel_end,
@@ -277,7 +277,7 @@ _LARGEST = 2**16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Point:
+class SplitPoint:
     """One split on one number of ranks."""
 
     name: str  # The split, without its number of replicas
@@ -300,7 +300,7 @@ class Point:
 class Simulation:
     """All points, and the sentences about them."""
 
-    points: tuple[Point, ...]  # By split, then by world size
+    points: tuple[SplitPoint, ...]  # By split, then by world size
     crossovers: tuple[str, ...]  # Sentences
     world_sizes: tuple[int, ...]
     host: Host
@@ -314,7 +314,7 @@ class Simulation:
         """Splits in order."""
         return list(dict.fromkeys(point.name for point in self.points))
 
-    def point(self, name: str, world_size: int) -> Point | None:
+    def point(self, name: str, world_size: int) -> SplitPoint | None:
         """One of them; None where the split does not divide so many ranks."""
         return next((p for p in self.points if (p.name, p.world_size) == (name, world_size)), None)
 
@@ -381,7 +381,7 @@ def simulate(
             mean_s = scene.played_s(split, size, steps, seed)
             tokens_per_s = work.step_tokens * (size // parts) / mean_s
             interval = daly_interval_s(failures.checkpoint_s, failures.mtbf_s(size))
-            point = Point(
+            point = SplitPoint(
                 name=name,
                 world_size=size,
                 step_s=mean_s,
@@ -533,7 +533,7 @@ _HOUR = 3600.0
 def report_text(found: Simulation) -> str:
     """Efficiency of every split on every number of ranks, then the rest; several lines."""
 
-    def row(title: str, name: str, text: Callable[[Point], str]) -> list[str]:
+    def row(title: str, name: str, text: Callable[[SplitPoint], str]) -> list[str]:
         points = [found.point(name, size) for size in found.world_sizes]
         return [title, *("" if point is None else text(point) for point in points)]
 

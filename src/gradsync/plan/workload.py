@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from gradsync.models.config import GPTConfig
-from gradsync.parallel.layout import Layout
+from gradsync.parallel.layout import ParallelLayout
 from gradsync.plan.description import Kind
 
 
@@ -39,7 +39,7 @@ class Split:
     """One way to divide a run over ranks."""
 
     strategy: str  # A name in `sync.registry.STRATEGIES`: how the replicas keep together
-    layout: Layout = field(default_factory=Layout)
+    layout: ParallelLayout = field(default_factory=ParallelLayout)
     schedule: Literal["gpipe", "1f1b"] = "1f1b"
     shared_weights: bool = False
     """One copy of weights and optimizer state for all ranks of a host (CPU, shared memory)."""

@@ -33,7 +33,7 @@ from gradsync.comm.base import Communicator
 from gradsync.comm.groups import Groups
 from gradsync.comm.p2p_collectives import hierarchical_all_reduce
 from gradsync.comm.process_group import ProcessGroupCommunicator
-from gradsync.comm.reductions import ALGORITHMS, Site
+from gradsync.comm.reductions import ALGORITHMS, ReductionSite
 from gradsync.comm.work import Background
 from gradsync.core.torch_private import timeout_of
 from gradsync.errors import ConfigError
@@ -147,7 +147,7 @@ def _averaging(
     algorithm: str, comm: Communicator, groups: Groups | None, device: torch.device
 ) -> Callable[[Tensor], None]:
     """Make `average(tensor)` over the ranks of `comm`: in place, blocking, by messages alone."""
-    site, levels = Site(comm=comm), None
+    site, levels = ReductionSite(comm=comm), None
     if algorithm == "hierarchical":
         # `from_process_group` asks all ranks: those outside of the group do not answer.
         if groups is None and comm.world_size != dist.get_world_size():
@@ -156,7 +156,7 @@ def _averaging(
                 f"{dist.get_world_size()} ranks; give groups= that cover it"
             )
         world = None if groups is not None else World.from_process_group()
-        levels = Site(comm=comm, world=world, groups=groups).levels(device)
+        levels = ReductionSite(comm=comm, world=world, groups=groups).levels(device)
 
     def average(tensor: Tensor) -> None:
         if levels is None:

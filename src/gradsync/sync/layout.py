@@ -153,7 +153,7 @@ def pieces_of_shard(plan: BucketPlan, rank: int, world_size: int) -> list[Piece]
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class ParameterBlock:
     """A part of one parameter."""
 
     index: int
@@ -172,19 +172,19 @@ class Run:
 
     start: int
     stop: int
-    blocks: tuple[Block, ...]
+    blocks: tuple[ParameterBlock, ...]
 
 
-def blocks_of(slots: Sequence[Slot]) -> list[Block]:
+def blocks_of(slots: Sequence[Slot]) -> list[ParameterBlock]:
     """Cut every slot into blocks; a parameter without elements has none."""
     return [
-        Block(slot.index, number, start, min(start + BLOCK, slot.offset + slot.numel))
+        ParameterBlock(slot.index, number, start, min(start + BLOCK, slot.offset + slot.numel))
         for slot in slots
         for number, start in enumerate(range(slot.offset, slot.offset + slot.numel, BLOCK))
     ]
 
 
-def share_blocks(blocks: Sequence[Block], world_size: int) -> list[list[Block]]:
+def share_blocks(blocks: Sequence[ParameterBlock], world_size: int) -> list[list[ParameterBlock]]:
     """Blocks of each rank: consecutive, cut where the sizes are closest to equal."""
     if not blocks:
         return [[] for _ in range(world_size)]
@@ -198,9 +198,9 @@ def share_blocks(blocks: Sequence[Block], world_size: int) -> list[list[Block]]:
     return [list(blocks[cuts[rank] : cuts[rank + 1]]) for rank in range(world_size)]
 
 
-def runs_of(blocks: Sequence[Block]) -> Iterator[Run]:
+def runs_of(blocks: Sequence[ParameterBlock]) -> Iterator[Run]:
     """Group consecutive blocks until a run has about `BLOCK` elements."""
-    gathered: list[Block] = []
+    gathered: list[ParameterBlock] = []
     for block in blocks:
         if gathered and block.stop - gathered[0].start > BLOCK:
             yield Run(gathered[0].start, gathered[-1].stop, tuple(gathered))
@@ -210,7 +210,7 @@ def runs_of(blocks: Sequence[Block]) -> Iterator[Run]:
         yield Run(gathered[0].start, gathered[-1].stop, tuple(gathered))
 
 
-def pieces_of_blocks(blocks: Sequence[Block]) -> list[Piece]:
+def pieces_of_blocks(blocks: Sequence[ParameterBlock]) -> list[Piece]:
     """Join a rank's blocks to one piece per parameter; `offset` is the place in the flat buffer."""
     found: dict[int, Piece] = {}
     for block in blocks:

@@ -58,7 +58,7 @@ _IN_FLIGHT = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ShardLayout:
     """Buckets, and the parameters that their slots refer to by index."""
 
     parameters: Sequence[Tensor]
@@ -69,7 +69,7 @@ class Layout:
 
 def layout_of(
     parameters: Sequence[Tensor], world_size: int, *, bucket_bytes: float = BUCKET_BYTES
-) -> Layout:
+) -> ShardLayout:
     """Make buckets of about `bucket_bytes`, in the parameters' own order.
 
     Args:
@@ -82,7 +82,7 @@ def layout_of(
         for p in parameters
     ]
     plans = plan_buckets(items, range(len(items)), bucket_bytes=bucket_bytes, world_size=world_size)
-    return Layout(parameters, plans)
+    return ShardLayout(parameters, plans)
 
 
 def check_parameters(parameters: Sequence[Tensor], names: Sequence[str]) -> None:
@@ -105,7 +105,7 @@ def check_parameters(parameters: Sequence[Tensor], names: Sequence[str]) -> None
             )
 
 
-def check_ranks_agree(layout: Layout, comm: Communicator) -> None:
+def check_ranks_agree(layout: ShardLayout, comm: Communicator) -> None:
     """Check that all ranks shard the same parameters in the same order.
 
     One all-reduce over the whole group, int64 [2], on the CPU, blocking.
@@ -158,7 +158,7 @@ class ShardedOptimizer(Optimizer):
         *,
         comm: Communicator | None = None,
         world: World | None = None,
-        plan: Layout | None = None,
+        plan: ShardLayout | None = None,
         elementwise: bool = False,
         **defaults: Any,
     ) -> None:
@@ -183,7 +183,7 @@ class ShardedOptimizer(Optimizer):
         optimizer: Optimizer,
         *,
         comm: Communicator,
-        plan: Layout | None = None,
+        plan: ShardLayout | None = None,
         elementwise: bool = False,
     ) -> ShardedOptimizer:
         """Do the steps of an optimizer that the user made and still holds.
@@ -300,7 +300,7 @@ class ShardedOptimizer(Optimizer):
     def _groups(self) -> list[dict[str, Any]]:
         return self.param_groups if self._source is None else self._source.param_groups
 
-    def _build(self, plan: Layout | None) -> None:
+    def _build(self, plan: ShardLayout | None) -> None:
         """Make buckets for all parameters that have none yet."""
         named = [
             (parameter, name)

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class TreeStage:
     """One round of adding: the nodes that ranks hold, and those they compute."""
 
     comm: Messenger
@@ -68,7 +68,7 @@ class TreeExchange(Exchange):
         self._background = Background(device)
         self._num_buffers = 0
         self._indexed = False
-        self._stages: list[Stage] = []
+        self._stages: list[TreeStage] = []
         self._own: range = range(0)
 
     def begin(self, sums: Sums) -> None:
@@ -116,7 +116,7 @@ class TreeExchange(Exchange):
         total = root(ranges[-1].stop)
         nodes = [largest_nodes(leaves) for leaves in ranges]
         if len(self._levels) == 1:
-            self._stages = [Stage(self._levels[0], nodes, [total])]
+            self._stages = [TreeStage(self._levels[0], nodes, [total])]
             return
         intra, inter = self._levels
         size = intra.world_size
@@ -127,7 +127,7 @@ class TreeExchange(Exchange):
         host = self._comm.rank // size
         of_hosts = [largest_nodes(leaves) for leaves in hosts]
         here = nodes[host * size : (host + 1) * size]
-        self._stages = [Stage(intra, here, of_hosts[host]), Stage(inter, of_hosts, [total])]
+        self._stages = [TreeStage(intra, here, of_hosts[host]), TreeStage(inter, of_hosts, [total])]
 
     def _reduce(self, buffers: list[Tensor]) -> None:
         """Add up and distribute; the result ends in `buffers[0]`."""
@@ -159,7 +159,7 @@ def _add(values: list[Tensor], nodes: Sequence[Node], wanted: Sequence[Node]) ->
     return [values[end] for end in ends if end >= 0]
 
 
-def _scatter_add(stage: Stage, values: list[Tensor], region: Tensor) -> list[Tensor]:
+def _scatter_add(stage: TreeStage, values: list[Tensor], region: Tensor) -> list[Tensor]:
     """Send every rank its shard of this rank's values, add up the slices of this rank's shard.
 
     Point to point, one slice [n / ranks] per node and pair of ranks, the bucket's dtype; beside

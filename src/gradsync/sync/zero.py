@@ -24,7 +24,7 @@ from gradsync.sync.buckets import Bucket
 from gradsync.sync.clip import clip_factor, gradient_norm
 from gradsync.sync.elementwise import check_elementwise, members_of
 from gradsync.sync.reducer import Replicas, Stopwatch
-from gradsync.sync.sharded_optimizer import Layout, ShardedOptimizer, step_together
+from gradsync.sync.sharded_optimizer import ShardedOptimizer, ShardLayout, step_together
 from gradsync.sync.sharded_state import HeldState
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ class ZeroShards(Replicas):
         if known is None or self._members[id(optimizer)] != members:
             if known is not None:
                 known.gather_into(optimizer)
-            plan = Layout(self.parameters, [bucket.plan for bucket in self._buckets])
+            plan = ShardLayout(self.parameters, [bucket.plan for bucket in self._buckets])
             known = ShardedOptimizer.like(optimizer, comm=self._comm, plan=plan)
             self._sharded[id(optimizer)], self._members[id(optimizer)] = known, members
         return known

@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from gradsync.data.batch_plan import BatchPlan
 from gradsync.data.documents import HUGGING_FACE, is_stream, json_lines
-from gradsync.data.plan import BatchPlan
 from gradsync.errors import ConfigError, DataError
 from gradsync.models.config import GPTConfig
-from gradsync.parallel.layout import Layout, check_divisible
+from gradsync.parallel.layout import ParallelLayout, check_divisible
 from gradsync.runtime.machine import total_bytes
 from gradsync.sync.registry import STRATEGIES, check_options, find_strategy
 from gradsync.train.config import AUTO, TrainConfig
@@ -96,7 +96,7 @@ def goes_with_parts(sync: str) -> bool:
     return strategy.recipe.shard == "none" and strategy.recipe.reduction != "hierarchical"
 
 
-def check_layout(config: TrainConfig, layout: Layout, plan: BatchPlan) -> None:
+def check_layout(config: TrainConfig, layout: ParallelLayout, plan: BatchPlan) -> None:
     """Refuse what a split model cannot be trained with."""
     if layout.model_ranks == 1:
         return

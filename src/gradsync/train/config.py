@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal, cast, get_args
 
 from tyro.conf import Suppress, arg
 
-from gradsync.data.plan import BatchPlan, solve_batch_plan
+from gradsync.data.batch_plan import BatchPlan, solve_batch_plan
 from gradsync.errors import ConfigError
 from gradsync.models.config import GPTConfig, preset
-from gradsync.parallel.layout import Layout, parse_layout
+from gradsync.parallel.layout import ParallelLayout, parse_layout
 from gradsync.runtime.bounds import check_numbers
 from gradsync.runtime.device import NEEDS, check_names
 from gradsync.sync.options import every_option
@@ -326,7 +326,7 @@ class TrainConfig:
             world_size=self.layout(world_size).dp,
         )
 
-    def layout(self, world_size: int) -> Layout:
+    def layout(self, world_size: int) -> ParallelLayout:
         """How `world_size` ranks are divided."""
         return parse_layout(self.parallel, world_size)
 

@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gradsync.data.batch_plan import BatchPlan
 from gradsync.data.documents import is_stream
 from gradsync.data.meta import Meta, read_meta
-from gradsync.data.plan import BatchPlan
 from gradsync.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from gradsync.errors import ConfigError
 from gradsync.models.config import GPTConfig, preset

@@ -19,8 +19,8 @@ from gradsync.plan.choice import (
     ERROR,
     PROMISES,
     Candidate,
-    Choice,
     Costs,
+    Recommendation,
     Search,
     choose,
     remedy,
@@ -41,7 +41,7 @@ _STRATEGIES = ("invariant", "bucketed", "zero1", "zero2", "fsdp", "ddp")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Decision:
+class ConfigChanges:
     """Changes to the configuration, and why."""
 
     changes: Mapping[str, Any] = field(default_factory=dict)
@@ -67,7 +67,7 @@ def decide(
     env: Mapping[str, str],
     *,
     world_size: int | None = None,
-) -> Decision:
+) -> ConfigChanges:
     """All settings but the micro-batch, which is probed.
 
     Args:
@@ -85,9 +85,9 @@ def decide(
     kept = _began_with(config)
     if kept is not None:
         changes = {name: value for name, value in kept.items() if name not in given}
-        begun = Decision(changes=changes).applied_to(config)
+        begun = ConfigChanges(changes=changes).applied_to(config)
         named = ", ".join(f"{name} {value}" for name, value in changes.items() if value)
-        return Decision(
+        return ConfigChanges(
             changes=changes,
             ranks=None if world_size else _most_ranks(begun, hardware),
             notes=(f"goes on as it began: {named}",),
@@ -106,7 +106,7 @@ def decide(
     if "parallel" in given or config.sync == AUTO:
         smallest = config if "micro_batch_size" in given else replace(config, micro_batch_size=1)
         ranks = None if world_size else _most_ranks(smallest, hardware)
-        return Decision(changes=changes, ranks=ranks, notes=tuple(notes))
+        return ConfigChanges(changes=changes, ranks=ranks, notes=tuple(notes))
     taken = _choose(config, given, shape, hardware, world_size)
     if not given & {"sync", "sync_options"}:
         changes["sync"] = taken.split.strategy
@@ -121,7 +121,7 @@ def decide(
     notes.append(
         f"{taken.split}: {taken.remark or 'the fastest that fits'} (gradsync plan shows all)"
     )
-    return Decision(changes=changes, ranks=layout.world_size, notes=tuple(notes))
+    return ConfigChanges(changes=changes, ranks=layout.world_size, notes=tuple(notes))
 
 
 def _began_with(config: TrainConfig) -> dict[str, Any] | None:
@@ -191,7 +191,7 @@ def _choose(
     return taken
 
 
-def _best(choice: Choice, world_size: int | None, strategy: str) -> Candidate | None:
+def _best(choice: Recommendation, world_size: int | None, strategy: str) -> Candidate | None:
     """The pick, unless it is of another strategy or number of ranks than asked for, or splits a
     model that fits whole: whole replicas can be probed, and give the same bits on any number."""
     fitting = [

@@ -20,7 +20,7 @@ from gradsync.comm.values import all_gather_numbers, broadcast_json
 from gradsync.errors import ConfigError, GradsyncError
 from gradsync.models.config import GPTConfig
 from gradsync.models.gpt import GPT
-from gradsync.parallel.layout import Layout
+from gradsync.parallel.layout import ParallelLayout
 from gradsync.plan.memory import memory_need
 from gradsync.plan.micro_batch import Trial, chosen_size, legal_sizes, try_sizes
 from gradsync.plan.probe import Attempt, Cost, MemoryProbe
@@ -235,7 +235,7 @@ class Rehearsal:
             kind="cuda" if self._world.device.startswith("cuda") else "cpu",
         )
         name = "invariant" if self._config.sync == AUTO else self._config.sync
-        split = Split(strategy=name, layout=Layout(dp=self._world.world_size))
+        split = Split(strategy=name, layout=ParallelLayout(dp=self._world.world_size))
         return memory_need(work, split).buckets
 
     def least_bytes(self, size: int) -> int:

@@ -32,7 +32,7 @@ EXIT_REQUEUE = 75
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class TrainOutcome:
     """How a run ended."""
 
     exit_code: int
@@ -48,7 +48,7 @@ def train(
     threads: int,
     stream: TextIO | None = None,
     notes: Sequence[str] = (),
-) -> Outcome:
+) -> TrainOutcome:
     """Train as `config` says, as one rank of `world`; call it inside `with gs.init()`.
 
     Args:
@@ -87,7 +87,7 @@ def _train(
     *,
     threads: int,
     notes: Sequence[str],
-) -> Outcome:
+) -> TrainOutcome:
     comm = communicator(world)
     if world.is_main and config.resume == "none":
         run_dir.refuse_overwrite()
@@ -161,7 +161,7 @@ def _introduce(trainer: Trainer, resumed: Resumed, threads: int, notes: Sequence
         say(f"continuing from {resumed.source} (step {resumed.step})")
 
 
-def _already_done(trainer: Trainer, resumed: Resumed) -> Outcome:
+def _already_done(trainer: Trainer, resumed: Resumed) -> TrainOutcome:
     """Nothing to do: leave the files of the finished run as they are."""
     path, steps = trainer.run_dir.path, trainer.config.steps
     trainer.progress.say(
@@ -170,16 +170,16 @@ def _already_done(trainer: Trainer, resumed: Resumed) -> Outcome:
     )
     is_main = trainer.world.is_main
     summary = read_object(path / "summary.json") | {"stopped_by": ""} if is_main else {}
-    return Outcome(exit_code=0, summary=summary)
+    return TrainOutcome(exit_code=0, summary=summary)
 
 
-def _finish(trainer: Trainer, totals: Totals) -> Outcome:
+def _finish(trainer: Trainer, totals: Totals) -> TrainOutcome:
     learner, world = trainer.learner, trainer.world
     figures = learner.closing_figures(memory_gib(world))
     exit_code = EXIT_REQUEUE if totals.stopped_by else 0
     weights = learner.sync.full_weights()  # all ranks, where parameters are spread over them
     if not world.is_main:
-        return Outcome(exit_code=exit_code, summary={})
+        return TrainOutcome(exit_code=exit_code, summary={})
     summary = _summarise(trainer, totals) | figures
     summary["weights_sha256"] = weights_sha256(
         (name, weights[name]) for name in learner.parameter_names
@@ -192,7 +192,7 @@ def _finish(trainer: Trainer, totals: Totals) -> Outcome:
         )
     else:
         _farewell(trainer, totals, learner.whole_model(weights))
-    return Outcome(exit_code=exit_code, summary=summary)
+    return TrainOutcome(exit_code=exit_code, summary=summary)
 
 
 def _summarise(trainer: Trainer, totals: Totals) -> dict[str, Any]:
@@ -241,7 +241,7 @@ def _farewell(trainer: Trainer, totals: Totals, model: GPT) -> None:
     say(f"everything lies in {trainer.run_dir.path}")
 
 
-def note_end(config: TrainConfig, outcome: Outcome) -> None:
+def note_end(config: TrainConfig, outcome: TrainOutcome) -> None:
     """Write `exit.json` of a run that ended in an orderly way; rank 0 only."""
     stopped_by = outcome.summary.get("stopped_by", "")
     reason = f"stopped by {stopped_by}" if stopped_by else "done"

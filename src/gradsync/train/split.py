@@ -23,7 +23,13 @@ from gradsync.data.loader import EvalLeaves
 from gradsync.errors import CheckpointError
 from gradsync.models.config import GPTConfig
 from gradsync.models.gpt import GPT
-from gradsync.parallel.layout import Layout, Part, join_states, place_tensors, state_of_part
+from gradsync.parallel.layout import (
+    ModelPart,
+    ParallelLayout,
+    join_states,
+    place_tensors,
+    state_of_part,
+)
 from gradsync.parallel.pipeline import LeafShape, Pipeline
 from gradsync.parallel.split_sync import SplitGroups, SplitSync, split_groups
 from gradsync.parallel.stage_model import GPTStage
@@ -42,7 +48,7 @@ class SplitLearner(Learner):
 
     model: GPTStage  # type: ignore[assignment]
     sync: SplitSync  # type: ignore[assignment]
-    part: Part
+    part: ModelPart
     groups: SplitGroups
     pipeline: Pipeline
 
@@ -121,7 +127,7 @@ class SplitLearner(Learner):
 
 
 def build_split_learner(
-    config: TrainConfig, layout: Layout, world: World, shape: GPTConfig, comm: Communicator
+    config: TrainConfig, layout: ParallelLayout, world: World, shape: GPTConfig, comm: Communicator
 ) -> SplitLearner:
     """This rank's part of the model, its optimizer and its synchronisation.
 
@@ -130,7 +136,7 @@ def build_split_learner(
     """
     device = torch.device(world.device)
     set_precision(config, device)
-    part = Part(config=shape, layout=layout, place=layout.coordinates(world.rank))
+    part = ModelPart(config=shape, layout=layout, place=layout.coordinates(world.rank))
     groups = split_groups(layout, part.place, comm)
     model = GPTStage(
         part,

@@ -48,7 +48,7 @@ from gradsync.comm.base import Communicator
 from gradsync.comm.finite import non_finite
 from gradsync.comm.values import all_gather_json, broadcast_json, broadcast_tensors
 from gradsync.core.files import one_line
-from gradsync.data.plan import BatchPlan
+from gradsync.data.batch_plan import BatchPlan
 from gradsync.errors import CheckpointError, DivergenceError
 from gradsync.models.config import GPTConfig
 from gradsync.parallel.transfer import collect, describe, hand_out, layout_of

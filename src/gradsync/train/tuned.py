@@ -36,7 +36,7 @@ _TUNED_FROM = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
+class TunedStrategy:
     """A strategy, as `gradsync train` takes it; ConfigError if this version has none such."""
 
     sync: str = "invariant"
@@ -70,7 +70,7 @@ class Choice:
 class Tuned:
     """A choice, why it was made (in one line), and the date of the measurement."""
 
-    choice: Choice
+    choice: TunedStrategy
     verdict: str
     date: str
 
@@ -156,7 +156,7 @@ def check_line(value: Any) -> str:
 
 
 def _tuned(document: Any) -> Tuned:
-    choice = Choice(**document["choice"])
+    choice = TunedStrategy(**document["choice"])
     if find_strategy(choice.sync).promise == "lossy":
         raise ValueError(f"{choice.sync} is lossy, and not chosen by its speed")
     verdict, date = check_line(document["verdict"]), check_line(document["date"])
@@ -167,7 +167,7 @@ TUNED = Cache("tuned", _tuned)
 """The choices of `gradsync tune`."""
 
 
-def resolve_auto(config: TrainConfig, world: World, *, threads: int) -> tuple[Choice, str]:
+def resolve_auto(config: TrainConfig, world: World, *, threads: int) -> tuple[TunedStrategy, str]:
     """The strategy that `config.sync = "auto"` stands for, and why, in one line. Caches of hosts
     may differ: rank 0 asks, and tells the others.
 
@@ -177,7 +177,7 @@ def resolve_auto(config: TrainConfig, world: World, *, threads: int) -> tuple[Ch
     choice = None if place is None else _choice_of(place)
     if choice is not None:
         return choice, f"sync auto: {choice.text}, as in {place}"
-    default = Choice()
+    default = TunedStrategy()
     if world.world_size == 1:
         return default, f"sync auto: {default.text}; one rank has nothing to send"
     conditions = conditions_of(config, world, threads=threads)
@@ -192,7 +192,7 @@ def resolve_auto(config: TrainConfig, world: World, *, threads: int) -> tuple[Ch
     return choice, f"sync auto: {choice.text} (promise: {promise}); {tuned.date}: {tuned.verdict}"
 
 
-def apply_choice(config: TrainConfig, choice: Choice, *, threads: int | None) -> TrainConfig:
+def apply_choice(config: TrainConfig, choice: TunedStrategy, *, threads: int | None) -> TrainConfig:
     """`config` with a strategy in the place of `auto`; what is written down with the run.
 
     `threads` are those of a rank where the run is to keep them under a name that would take
@@ -265,10 +265,12 @@ def known_options(given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in given.items() if name in known and value is not None}
 
 
-def _choice_of(path: Path) -> Choice | None:
+def _choice_of(path: Path) -> TunedStrategy | None:
     """Strategy of the run that this one goes on with; None if that says `auto` too."""
     values = read_file(path)
     sync, given = values.get("sync"), values.get("sync_options") or {}
     if not isinstance(sync, str) or sync == "auto" or not isinstance(given, dict):
         return None
-    return Choice(sync=sync, options=known_options(given), compile=values.get("compile", "none"))
+    return TunedStrategy(
+        sync=sync, options=known_options(given), compile=values.get("compile", "none")
+    )

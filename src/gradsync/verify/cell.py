@@ -18,13 +18,13 @@ from gradsync.comm.values import all_gather_json, broadcast_json
 from gradsync.verify.compare import Difference
 from gradsync.verify.diagnose import Scene, diagnose
 from gradsync.verify.judge import Observed, Verdict, gather_tensors, judge, judge_local
-from gradsync.verify.plan import Cell, Settings, Variant, promise_of
 from gradsync.verify.record import State, Trace
 from gradsync.verify.reference import Reference, check_forward
 from gradsync.verify.result import Kind, Result
 from gradsync.verify.run import Prepare, Task, train_traced
+from gradsync.verify.settings import Cell, Variant, VerifySettings, promise_of
 
-OneRankRuns = dict[tuple[str, str, Variant, Settings], Trace]
+OneRankRuns = dict[tuple[str, str, Variant, VerifySettings], Trace]
 """Plain one-rank runs: the same for most strategies."""
 
 
@@ -32,7 +32,7 @@ OneRankRuns = dict[tuple[str, str, Variant, Settings], Trace]
 class Setting:
     """The surroundings of a cell, see `train_traced`."""
 
-    settings: Settings
+    settings: VerifySettings
     comm: Communicator
     groups: Groups | None = None
     prepare: Prepare | None = None

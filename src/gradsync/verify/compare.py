@@ -53,9 +53,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradsync.verify.plan import Promise
 from gradsync.verify.record import DTYPE_NAMES, Tensors
 from gradsync.verify.reference import LeafResult
+from gradsync.verify.settings import Promise
 
 UNIT_ROUNDOFF = {"fp64": 2.0**-53, "fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}
 """Half the distance between 1 and the next number."""

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from gradsync.verify.compare import SMALLEST_NORMAL, UNIT_ROUNDOFF, Exact, add_up, clip_factor
 from gradsync.verify.judge import Verdict
-from gradsync.verify.plan import Variant
 from gradsync.verify.record import Tensors
 from gradsync.verify.reference import LeafResult
 from gradsync.verify.result import Cause, Finding, Kind
+from gradsync.verify.settings import Variant
 
 CLOSE = 1e-3
 """Largest relative rest of an explanation."""

@@ -37,11 +37,11 @@ from gradsync.verify.compare import (
     part_of_bound,
     update_bounds,
 )
-from gradsync.verify.plan import Promise
 from gradsync.verify.record import DTYPE_NAMES, State, Tensors, Trace, digest
 from gradsync.verify.reference import LeafResult, Reference
 from gradsync.verify.result import Finding, Kind
 from gradsync.verify.run import INNER_STEPS
+from gradsync.verify.settings import Promise
 
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _OUTER_LR, _OUTER_MOMENTUM = 0.7, 0.9

@@ -27,9 +27,9 @@ from gradsync.errors import RunError
 from gradsync.runtime.failure import communication_error
 from gradsync.runtime.session import Session, SessionOptions
 from gradsync.verify.cell import OneRankRuns, Setting, run_cell
-from gradsync.verify.plan import Cell, Plan, Settings
 from gradsync.verify.result import Cause, Result, ranks_text
 from gradsync.verify.run import read, save
+from gradsync.verify.settings import Cell, VerifyPlan, VerifySettings
 from gradsync.world import World
 
 WORK = "work.json"
@@ -39,7 +39,7 @@ Tell = Callable[[Result], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ended:
+class RunEnd:
     """The end of one start of ranks."""
 
     code: int
@@ -48,12 +48,12 @@ class Ended:
     """Ranks that could not say themselves why they ended, with the launcher's words."""
 
 
-StartRanks = Callable[[Path, int], Ended]
+StartRanks = Callable[[Path, int], RunEnd]
 """`start_ranks(folder, world_size)`: run `run_worker(folder)` on so many ranks, wait for them."""
 
 
 def run_matrix(
-    plan: Plan, folder: Path, start_ranks: StartRanks, tell: Tell = lambda result: None
+    plan: VerifyPlan, folder: Path, start_ranks: StartRanks, tell: Tell = lambda result: None
 ) -> list[Result]:
     """Every cell's result, in the order of work.
 
@@ -93,7 +93,7 @@ def run_matrix(
     return results
 
 
-def _collect(folder: Path, number: int, cells: Sequence[Cell], ended: Ended) -> list[Result]:
+def _collect(folder: Path, number: int, cells: Sequence[Cell], ended: RunEnd) -> list[Result]:
     """Results of one start; the cell in which it broke off gets an error."""
     if ended.code > 128:  # also when all cells were done: a further start is not wanted then
         raise KeyboardInterrupt
@@ -107,7 +107,7 @@ def _collect(folder: Path, number: int, cells: Sequence[Cell], ended: Ended) -> 
     return [*found, error_result(cells[len(found)], *_blame(errors, ended, world_size))]
 
 
-def _blame(errors: list[dict[str, Any]], ended: Ended, world_size: int) -> tuple[str, list[int]]:
+def _blame(errors: list[dict[str, Any]], ended: RunEnd, world_size: int) -> tuple[str, list[int]]:
     """The failure that ended a start, in words and as ranks.
 
     That is who was killed; else who first raised something that is not the echo of a lost peer;
@@ -181,7 +181,7 @@ def compare_world_sizes(results: Sequence[Result]) -> None:
 def run_worker(folder: Path) -> int:
     """Be one rank of one start; 0 when all cells are done, 1 when this rank noted its error."""
     work = json.loads((folder / WORK).read_text())
-    settings = Settings(**work["settings"])
+    settings = VerifySettings(**work["settings"])
     cells = [Cell.from_json(cell) for cell in work["cells"]]
     noted = None
     try:
@@ -195,7 +195,7 @@ def run_worker(folder: Path) -> int:
     return 0
 
 
-def open_session(settings: Settings) -> Session:
+def open_session(settings: VerifySettings) -> Session:
     """A session with one thread a rank: bits must not depend on the number of cores."""
     # Said where it matters, by the results; a hundred cells would say it a hundred times.
     logging.getLogger("gradsync").setLevel(logging.ERROR)
@@ -205,7 +205,7 @@ def open_session(settings: Settings) -> Session:
 
 def run_cells(
     cells: Sequence[Cell],
-    settings: Settings,
+    settings: VerifySettings,
     world: World,
     folder: Path,
     *,

@@ -28,7 +28,7 @@ from gradsync.models.config import GPTConfig
 from gradsync.models.gpt import GPT
 from gradsync.models.gpt import loss_sum as token_loss_sum
 from gradsync.runtime.seeds import seed_everything, stream_seed
-from gradsync.verify.plan import PLAIN, Settings, Variant
+from gradsync.verify.settings import PLAIN, Variant, VerifySettings
 from gradsync.verify.target import find_factory, kept_randomness, parts_of
 
 LossSum = Callable[[Any, Any], Tensor]
@@ -54,7 +54,7 @@ class Problem:
         return any(isinstance(module, BatchNorm) for module in self.model.modules())
 
 
-def build_problem(name: str, settings: Settings, variant: Variant = PLAIN) -> Problem:
+def build_problem(name: str, settings: VerifySettings, variant: Variant = PLAIN) -> Problem:
     """The problem called `name`, alike on every rank.
 
     The global generators are seeded before a factory is called, and put back afterwards. They are
@@ -129,7 +129,7 @@ def _gpt_loss_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     return token_loss_sum(logits_BTV, targets_BT)
 
 
-def _mlp(settings: Settings) -> Problem:
+def _mlp(settings: VerifySettings) -> Problem:
     inputs = torch.randn(settings.dataset_size, 12)
     targets = _drop_targets((inputs @ torch.randn(12, _CLASSES)).argmax(1))
     return Problem(
@@ -140,7 +140,7 @@ def _mlp(settings: Settings) -> Problem:
     )
 
 
-def _conv(settings: Settings) -> Problem:
+def _conv(settings: VerifySettings) -> Problem:
     classes = torch.randint(_CLASSES, (settings.dataset_size,))
     images = torch.randn(_CLASSES, 1, 8, 8)[classes]
     images = images + 0.3 * torch.randn(images.shape)
@@ -162,7 +162,7 @@ def _conv(settings: Settings) -> Problem:
     )
 
 
-def _gpt(settings: Settings) -> Problem:
+def _gpt(settings: VerifySettings) -> Problem:
     length, vocabulary = 12, 48
     start = torch.randint(vocabulary, (settings.dataset_size, 1))
     tokens = (start + 5 * torch.arange(length + 1)) % vocabulary
@@ -191,4 +191,4 @@ def _drop_targets(targets_N: Tensor) -> Tensor:
     return torch.where(dropped, torch.full_like(targets_N, IGNORED_TARGET), targets_N)
 
 
-_OWN: dict[str, Callable[[Settings], Problem]] = {"mlp": _mlp, "conv": _conv, "gpt": _gpt}
+_OWN: dict[str, Callable[[VerifySettings], Problem]] = {"mlp": _mlp, "conv": _conv, "gpt": _gpt}

@@ -20,7 +20,7 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.table import Table
 
-from gradsync.verify.plan import Cell, Settings, promise_of
+from gradsync.verify.settings import Cell, VerifySettings, promise_of
 
 
 class Kind(StrEnum):
@@ -197,7 +197,7 @@ _PARTS = ("loss", "gradient", "weight", "state")
 _MEASURES = ("max_abs", "max_rel", "max_ulp", "first_step", "first_name")
 
 
-def document(settings: Settings, results: Sequence[Result], seconds: float) -> dict[str, Any]:
+def document(settings: VerifySettings, results: Sequence[Result], seconds: float) -> dict[str, Any]:
     """The document that `--json` prints."""
     versions = {name: metadata.version(name) for name in ("gradsync", "torch")}
     return _strict(

@@ -27,9 +27,9 @@ from gradsync.runtime.seeds import seed_leaf
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.registry import find_strategy
 from gradsync.sync.replicate import replicate
-from gradsync.verify.plan import PLAIN, Settings, Variant, promise_of
 from gradsync.verify.problem import LossSum, Problem, build_problem
 from gradsync.verify.record import Observer, State, Trace
+from gradsync.verify.settings import PLAIN, Variant, VerifySettings, promise_of
 from gradsync.world import World
 
 LEARNING_RATE = 1e-2
@@ -70,7 +70,7 @@ class Task:
     strategy: str
     model: str
     dtype: str
-    settings: Settings
+    settings: VerifySettings
     variant: Variant = PLAIN
 
     def build(self) -> Problem:
@@ -78,7 +78,7 @@ class Task:
         problem = build_problem(self.model, self.settings, self.variant)
         return _in_double(problem) if self._used_dtype == "fp64" else problem
 
-    def settings_for(self, world_size: int) -> Settings:
+    def settings_for(self, world_size: int) -> VerifySettings:
         """Settings with the number of leaves that the variant and the strategy need, and the same
         data set, so that a checkpoint can go from one to the other."""
         settings = self.settings
@@ -148,7 +148,11 @@ def train_traced(
 
 
 def _make_parts(
-    strategy: str, problem: Problem, settings: Settings, comm: Communicator, groups: Groups | None
+    strategy: str,
+    problem: Problem,
+    settings: VerifySettings,
+    comm: Communicator,
+    groups: Groups | None,
 ) -> Parts:
     if groups is None and comm.world_size == 1:
         groups = make_groups(World())
@@ -173,7 +177,7 @@ def _make_parts(
     )
 
 
-def make_loader(problem: Problem, settings: Settings, rank: int, world_size: int) -> Loader:
+def make_loader(problem: Problem, settings: VerifySettings, rank: int, world_size: int) -> Loader:
     """The public loader of `problem` for one rank."""
     return loader(
         problem.dataset,
@@ -185,7 +189,7 @@ def make_loader(problem: Problem, settings: Settings, rank: int, world_size: int
     )
 
 
-def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module, settings: VerifySettings) -> torch.optim.Optimizer:
     """AdamW or SGD with momentum, over what is trained."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if settings.optimizer == "adamw":

@@ -13,10 +13,10 @@ import torch
 from gradsync.bench.collectives import (
     EXPERIMENT,
     OPERATIONS,
+    AlgorithmRow,
     CollectivesOptions,
-    Row,
+    CollectivesSettings,
     Samples,
-    Settings,
     bus_factor,
     choose_sizes,
     counts_of,
@@ -102,7 +102,7 @@ def test_time_is_shared_out() -> None:
 
 
 def test_settings_survive_json() -> None:
-    assert from_json(Settings, json.loads(json.dumps(asdict(SETTINGS)))) == SETTINGS
+    assert from_json(CollectivesSettings, json.loads(json.dumps(asdict(SETTINGS)))) == SETTINGS
 
 
 def test_only_repetitions_that_began_together_count() -> None:
@@ -144,7 +144,9 @@ def test_right_results_pass_and_each_kind_of_wrong_one_is_found(
         assert ranks[1].first_wrong(operation, right.roll(1)) >= 0
 
 
-def rows(*medians: float, world_size: int, operation: str = "all_reduce", one: bool) -> list[Row]:
+def rows(
+    *medians: float, world_size: int, operation: str = "all_reduce", one: bool
+) -> list[AlgorithmRow]:
     """Of a ring, and of copies that take half as long."""
     copies = [median / 2 for median in medians]
     found = [("ring", medians), ("copy", copies)]

@@ -17,7 +17,6 @@ from gradsync.bench import memory, scaling, simulation
 from gradsync.bench.contestants import parse_contestants, with_ideals
 from gradsync.bench.experiment import from_json
 from gradsync.bench.memory import MemoryCase, MemoryRun, memory_cases
-from gradsync.bench.plan import Entry, Plan, SyncSettings, sync_plan, turns
 from gradsync.bench.plot import bars_of, plot_sync
 from gradsync.bench.report import Spread, interval, percentile, ratios, spread
 from gradsync.bench.scaling import ScalingOptions, ScalingPlan, judge, notes_of, usual_sizes
@@ -30,6 +29,7 @@ from gradsync.bench.simulation import (
     predictions_of,
 )
 from gradsync.bench.sync import rows_csv, rows_of
+from gradsync.bench.sync_plan import BenchPlan, Entry, SyncSettings, sync_plan, turns
 from gradsync.plan.memory import memory_need
 from gradsync.sync.registry import STRATEGIES
 from gradsync.world import World
@@ -87,7 +87,7 @@ def rank(step_s: list[list[float]], comm_s: float | None) -> dict[str, Any]:
 
 
 @pytest.fixture
-def plan() -> Plan:
+def plan() -> BenchPlan:
     settings = SyncSettings(model_size="tiny", rounds=3, num_steps=1, context_length=100)
     chosen = with_ideals(parse_contestants("naive,fsdp,torch_ddp"), same_allocator=False)
     return sync_plan(settings, chosen, world_size=2, batch_size=4)
@@ -119,7 +119,7 @@ def test_a_step_takes_as_long_as_on_its_slowest_rank() -> None:
     assert turns([[[1.0, 4.0], [1.0, 1.0]], [[2.0, 4.0], [0.0, 5.0]]]) == [3.0, 2.5]
 
 
-def test_rows(plan: Plan, results: list[dict[str, Any]]) -> None:
+def test_rows(plan: BenchPlan, results: list[dict[str, Any]]) -> None:
     none, default, naive, fsdp, ddp = rows_of(plan, results)
     assert naive.total_ms.median == pytest.approx(160)
     assert naive.ratio.median == pytest.approx(1.5)  # of the same round: 1.5, 1.5, 1.6
@@ -135,7 +135,7 @@ def test_rows(plan: Plan, results: list[dict[str, Any]]) -> None:
     assert [row.keep_memory for row in (none, default, naive, ddp)] == [True, False, True, False]
 
 
-def test_csv_begins_with_the_common_columns(plan: Plan, results: list[dict[str, Any]]) -> None:
+def test_csv_begins_with_the_common_columns(plan: BenchPlan, results: list[dict[str, Any]]) -> None:
     text = rows_csv(plan, rows_of(plan, results))
     first = "model_size,d_model,num_layers,total_time_ms,compute_time_ms,comm_time_ms,"
     assert text.startswith(first + "comm_fraction,num_comm_ops,")
@@ -151,7 +151,7 @@ def test_csv_begins_with_the_common_columns(plan: Plan, results: list[dict[str, 
 
 
 def test_bars_are_ratios_to_their_own_ideal(
-    plan: Plan, results: list[dict[str, Any]], tmp_path: Path
+    plan: BenchPlan, results: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     plot_sync(tmp_path / "x.svg", plan, rows_of(plan, results), "a title", ENVIRONMENT)
     assert "<!-- a title -->" in (tmp_path / "x.svg").read_text()

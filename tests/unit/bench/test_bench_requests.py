@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from gradsync.bench import plan as bench_plan
-from gradsync.bench.collectives import Settings
+from gradsync.bench import sync_plan as bench_plan
+from gradsync.bench.collectives import CollectivesSettings
 from gradsync.bench.experiment import command_of, from_json
 from gradsync.bench.memory import MemoryOptions
-from gradsync.bench.plan import Plan
 from gradsync.bench.sync import SyncOptions, as_measured
+from gradsync.bench.sync_plan import BenchPlan
 from gradsync.cli import experiment
 from gradsync.cli.main import main
 from gradsync.launch import local
@@ -167,10 +167,10 @@ def test_dry_run_says_what_would_be_measured(
 
     monkeypatch.setattr(bench_plan, "available_bytes", lambda: 6 * GB)
     sync = ("bench", "sync", "--strategies", "naive,torch_ddp", "--model-size")
-    plan = from_json(Plan, said(*sync, "tiny", "--same-allocator"))
+    plan = from_json(BenchPlan, said(*sync, "tiny", "--same-allocator"))
     assert [entry.label for entry in plan.entries] == ["none", "naive", "torch_ddp"]
     assert (plan.settings.side_by_side, plan.settings.tokens) == (True, 256)
-    plan = from_json(Plan, said(*sync, "mini", "--batch-size", "2"))
+    plan = from_json(BenchPlan, said(*sync, "mini", "--batch-size", "2"))
     assert len(plan.sets) == 2
     assert not plan.settings.side_by_side  # all at once would need more
     assert (plan.settings.tokens, plan.entries[0].batch_size) == (512, 2)
@@ -215,14 +215,14 @@ def pretend(
 ) -> None:
     """Replace the ranks of `bench collectives` by a result."""
 
-    def launch_ranks(argv: list[str], nproc_per_node: int, **options: Any) -> local.Ended:
+    def launch_ranks(argv: list[str], nproc_per_node: int, **options: Any) -> local.LaunchOutcome:
         assert argv[:3] == ["bench", "collectives", "--worker"]
         assert nproc_per_node == 2
         work = json.loads((Path(argv[3]) / "work.json").read_text())
-        assert from_json(Settings, work).rounds == 7
+        assert from_json(CollectivesSettings, work).rounds == 7
         if found is not None:
             (Path(argv[3]) / "result.json").write_text(json.dumps(found))
-        return local.Ended(**{"received": None, "killed": {}, **ended})
+        return local.LaunchOutcome(**{"received": None, "killed": {}, **ended})
 
     monkeypatch.setattr(local, "launch_ranks", launch_ranks)
 

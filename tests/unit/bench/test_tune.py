@@ -13,9 +13,9 @@ import pytest
 import tyro
 
 from gradsync.bench.experiment import from_json
-from gradsync.bench.plan import SyncSettings
+from gradsync.bench.sync_plan import SyncSettings
 from gradsync.bench.tune import (
-    Decision,
+    StageOutcome,
     TuneRequest,
     bucket_stage,
     compile_stage,
@@ -31,7 +31,7 @@ from gradsync.cli.train import _threads
 from gradsync.cli.tune import TuneOptions, command_text, request_of
 from gradsync.sync.registry import STRATEGIES
 from gradsync.train.config import TrainConfig
-from gradsync.train.tuned import Choice
+from gradsync.train.tuned import TunedStrategy
 from gradsync.world import World
 
 MIB = 2**20
@@ -42,7 +42,7 @@ ROUNDS = 12
 
 def decided(
     gains: list[float], seed: int, *, apart: float = 0.0, rounds: int = ROUNDS, skewed: bool = False
-) -> Decision:
+) -> StageOutcome:
     """Synthetic rounds: each has a speed of its own, each step its noise; the k-th candidate takes
     `1 - gains[k]` of the default's time. `apart`: by how much the two copies differ for good;
     `skewed`: now and then something makes a step much slower, and nothing makes one faster."""
@@ -112,7 +112,7 @@ def test_rounds_that_chance_needs() -> None:
 @pytest.mark.parametrize("on_cpu", [True, False])
 def test_candidates_keep_the_promise(promise: str, hosts: int, on_cpu: bool) -> None:
     found = strategies(promise, on_cpu=on_cpu, hosts=hosts)
-    assert found[0] == Choice()
+    assert found[0] == TunedStrategy()
     allowed = {"bitwise"} if promise == "bitwise" else {"bitwise", "rounding"}
     assert {STRATEGIES[each.sync].promise for each in found} <= allowed
     texts = [each.text for each in found]
@@ -129,14 +129,14 @@ def test_two_levels_need_hosts_with_equally_many_ranks() -> None:
     )
     uneven = World(world_size=3, local_world_size=2, num_nodes=2)
     even = World(world_size=4, local_world_size=2, num_nodes=2)
-    hierarchical = Choice(options={"reduction": "hierarchical"})
+    hierarchical = TunedStrategy(options={"reduction": "hierarchical"})
     assert hierarchical not in strategy_stage(request, uneven).candidates
     assert hierarchical in strategy_stage(request, even).candidates
 
 
 def test_the_default_takes_part_twice() -> None:
     stage = bucket_stage(
-        Choice(sync="zero1"), first=False, has_messages=True, gradient_bytes=30 * MIB
+        TunedStrategy(sync="zero1"), first=False, has_messages=True, gradient_bytes=30 * MIB
     )
     labels = [each.label for each in stage.contestants(keep_memory=False)]
     assert labels[:3] == ["zero1", "zero1 (again)", "zero1:bucket_mb=2.0"]
@@ -145,9 +145,9 @@ def test_the_default_takes_part_twice() -> None:
 
 
 def test_only_sizes_that_cut_otherwise_are_tried() -> None:
-    def sizes(mib: float, *, first: bool = False, winner: Choice | None = None) -> Any:
+    def sizes(mib: float, *, first: bool = False, winner: TunedStrategy | None = None) -> Any:
         stage = bucket_stage(
-            winner or Choice(), first=first, has_messages=True, gradient_bytes=int(mib * MIB)
+            winner or TunedStrategy(), first=first, has_messages=True, gradient_bytes=int(mib * MIB)
         )
         option = "first_bucket_mb" if first else "bucket_mb"
         return stage.skipped or [choice.options[option] for choice in stage.candidates[1:]]
@@ -156,7 +156,7 @@ def test_only_sizes_that_cut_otherwise_are_tried() -> None:
     assert sizes(20) == [2.0, 5.0, 10.0]
     assert sizes(7) == [2.0, 5.0]
     assert sizes(1) == "all gradients are 1.0 MiB"
-    small = Choice(options={"bucket_mb": 2.0})
+    small = TunedStrategy(options={"bucket_mb": 2.0})
     assert sizes(500, first=True, winner=small) == [0.25]
     stage = bucket_stage(small, first=True, has_messages=True, gradient_bytes=500 * MIB)
     assert all(choice.options["bucket_mb"] == 2.0 for choice in stage.candidates)
@@ -167,7 +167,7 @@ def test_only_sizes_that_cut_otherwise_are_tried() -> None:
 def test_buckets_are_not_measured_where_there_are_none(first: bool) -> None:
     def skipped(sync: str, *, messages: bool = True) -> str:
         return bucket_stage(
-            Choice(sync=sync), first=first, has_messages=messages, gradient_bytes=500 * MIB
+            TunedStrategy(sync=sync), first=first, has_messages=messages, gradient_bytes=500 * MIB
         ).skipped
 
     assert skipped("flat") == "flat has no buckets"
@@ -178,18 +178,18 @@ def test_buckets_are_not_measured_where_there_are_none(first: bool) -> None:
 
 
 def test_compilation_only_on_request() -> None:
-    assert compile_stage(Choice(), wanted=False).skipped == "not asked for (--compile)"
-    found = compile_stage(Choice(), wanted=True).candidates
+    assert compile_stage(TunedStrategy(), wanted=False).skipped == "not asked for (--compile)"
+    found = compile_stage(TunedStrategy(), wanted=True).candidates
     assert [each.compile for each in found] == ["none", "model"]
-    assert [c.compile for c in compile_stage(Choice(sync="ddp"), wanted=True).candidates] == [
-        *("none", "model", "ddp")
-    ]
-    (_, _, compiled) = compile_stage(Choice(), wanted=True).contestants(keep_memory=True)
+    assert [
+        c.compile for c in compile_stage(TunedStrategy(sync="ddp"), wanted=True).candidates
+    ] == [*("none", "model", "ddp")]
+    (_, _, compiled) = compile_stage(TunedStrategy(), wanted=True).contestants(keep_memory=True)
     assert (compiled.label, compiled.compile) == ("invariant, compile model", "model")
 
 
 def test_a_stage_is_decided_by_its_slowest_rank() -> None:
-    stage = compile_stage(Choice(), wanted=True)
+    stage = compile_stage(TunedStrategy(), wanted=True)
     slow, fast = [[1.0, 1.0]] * 8, [[0.8, 0.8]] * 8
     found = {
         "invariant": [{"step_s": slow}, {"step_s": fast}],

@@ -15,7 +15,7 @@ from torch import Tensor
 from gradsync.checkpoint.pieces import (
     AnyPiece,
     FlatPiece,
-    Piece,
+    SavedPiece,
     join,
     nth_piece,
     piece_of_run,
@@ -39,7 +39,7 @@ def cuts(draw: st.DrawFn) -> Cut:
         if way == "box":
             start, length = [0] * len(shape), list(shape)
             start[dim], length[dim] = first, last - first
-            found.append(Piece(whole=shape, start=tuple(start), shape=tuple(length)))
+            found.append(SavedPiece(whole=shape, start=tuple(start), shape=tuple(length)))
         elif way == "run":
             found.append(FlatPiece(whole=shape, begin=first, end=last))
         else:
@@ -90,9 +90,9 @@ def test_a_number_is_whole() -> None:
 
 
 def test_runs_of_whole_rows_are_boxes() -> None:
-    assert piece_of_run((4, 3), 3, 9) == Piece(whole=(4, 3), start=(1, 0), shape=(2, 3))
+    assert piece_of_run((4, 3), 3, 9) == SavedPiece(whole=(4, 3), start=(1, 0), shape=(2, 3))
     assert piece_of_run((4, 3), 3, 8) == FlatPiece(whole=(4, 3), begin=3, end=8)
-    assert piece_of_run((4,), 1, 2) == Piece(whole=(4,), start=(1,), shape=(1,))
+    assert piece_of_run((4,), 1, 2) == SavedPiece(whole=(4,), start=(1,), shape=(1,))
     for shape, numel in (((), 1), ((2, 3), 6), ((0, 3), 0), ((3, 0), 0)):
         assert piece_of_run(shape, 0, numel) == whole_piece(shape)
 
@@ -102,9 +102,9 @@ def test_runs_of_whole_rows_are_boxes() -> None:
     [
         (lambda: piece_of_run((4, 3), 5, 13), "elements 5 to 13 in"),
         (lambda: FlatPiece(whole=(4, 3), begin=-1, end=2), "elements -1 to 2 in"),
-        (lambda: Piece(whole=(4,), start=(3,), shape=(2,)), "a piece at"),
-        (lambda: Piece(whole=(4,), start=(-1,), shape=(2,)), "a piece at"),
-        (lambda: Piece(whole=(4, 4), start=(0,), shape=(4,)), "a piece at"),
+        (lambda: SavedPiece(whole=(4,), start=(3,), shape=(2,)), "a piece at"),
+        (lambda: SavedPiece(whole=(4,), start=(-1,), shape=(2,)), "a piece at"),
+        (lambda: SavedPiece(whole=(4, 4), start=(0,), shape=(4,)), "a piece at"),
         (lambda: nth_piece((4, 3), 0, 0, 3), "no 3 equal parts"),
     ],
 )

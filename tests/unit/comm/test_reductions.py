@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradsync.comm.groups import Placement, SingleCommunicator, communicator, group, groups
+from gradsync.comm.groups import RankPlacement, SingleCommunicator, communicator, group, groups
 from gradsync.comm.reductions import ALGORITHMS, all_reduce
 from gradsync.errors import ConfigError, RunError
 from gradsync.world import World
@@ -117,12 +117,12 @@ def test_groups_of_one_rank() -> None:
 
 def test_placement() -> None:
     """By place in the node, whatever the local ranks are called."""
-    places = Placement(((1, 1), (0, 0), (0, 4), (1, 0), (2, 0)))
+    places = RankPlacement(((1, 1), (0, 0), (0, 4), (1, 0), (2, 0)))
     assert places.nodes == [[1, 2], [0, 3], [4]]
     assert places.columns == [[0, 1, 4], [2, 3]]
     assert not places.equal_nodes
     assert places.node_of(3) == [0, 3]
     assert places.column_of(3) == [2, 3]
-    assert Placement(places.seats[:4]).equal_nodes
+    assert RankPlacement(places.seats[:4]).equal_nodes
     with pytest.raises(ConfigError, match="ranks 1 and 2 both say node_rank=0 local_rank=3"):
-        Placement(((0, 0), (0, 3), (0, 3)))
+        RankPlacement(((0, 0), (0, 3), (0, 3)))

@@ -9,7 +9,7 @@ import gradsync as gs
 from gradsync.compat.elastic_gpu import ElasticGPUConfig
 from gradsync.errors import ConfigError
 from gradsync.plan.description import Device, Hardware, Host, Link
-from gradsync.plan.placement import Part, Place
+from gradsync.plan.placement import FrozenPart, PartPlace
 
 GB = 10**9
 LINK = Link(name="nvlink4", alpha_s=1e-6, bytes_per_s=1e11)
@@ -85,14 +85,14 @@ def test_hardware_by_name() -> None:
 
 def test_two_and_one() -> None:
     frozen = (
-        Part(name="llama", num_bytes=40 * GB, blocks=(5 * GB,) * 8),
-        Part(name="qwen", num_bytes=24 * GB),
+        FrozenPart(name="llama", num_bytes=40 * GB, blocks=(5 * GB,) * 8),
+        FrozenPart(name="qwen", num_bytes=24 * GB),
     )
     config = ElasticGPUConfig(64, 68.0, frozen=frozen, hardware=gpus(3, 40))
     assert config.strategy == "hybrid"
     assert config.placement is not None
-    assert config.placement.places["llama"] == Place(devices=(0, 1), first_blocks=4)
-    assert config.placement.places["qwen"] == Place(devices=(2,))
+    assert config.placement.places["llama"] == PartPlace(devices=(0, 1), first_blocks=4)
+    assert config.placement.places["qwen"] == PartPlace(devices=(2,))
     assert "device 2: qwen" in str(config)
 
 

@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from gradsync.launch.local import after_failure, after_signal
-from gradsync.launch.plan import may_restart
+from gradsync.launch.request import may_restart
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from gradsync.errors import ConfigError
-from gradsync.launch.plan import Program, parse_program
+from gradsync.launch.request import Program, parse_program
 from gradsync.launch.sbatch import SbatchPlan, sbatch_script, seconds_of
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -19,8 +19,8 @@ from gradsync.models.config import GPTConfig
 from gradsync.models.gpt import GPT
 from gradsync.parallel.layout import (
     Coordinates,
-    Layout,
-    Part,
+    ModelPart,
+    ParallelLayout,
     check_divisible,
     cut_tensors,
     join_states,
@@ -33,12 +33,16 @@ from gradsync.train.config import OptimConfig
 from gradsync.train.learner import build_optimizer
 
 SHAPE = GPTConfig(n_layer=5, n_head=4, n_kv_head=2, n_embd=8, vocab_size=10, hidden_dim=12)
-ANY_LAYOUT = st.builds(Layout, dp=st.integers(1, 5), pp=st.integers(1, 5), tp=st.integers(1, 5))
-LAYOUTS = st.builds(Layout, dp=st.integers(1, 3), pp=st.integers(1, 5), tp=st.sampled_from((1, 2)))
+ANY_LAYOUT = st.builds(
+    ParallelLayout, dp=st.integers(1, 5), pp=st.integers(1, 5), tp=st.integers(1, 5)
+)
+LAYOUTS = st.builds(
+    ParallelLayout, dp=st.integers(1, 3), pp=st.integers(1, 5), tp=st.sampled_from((1, 2))
+)
 
 
 @given(ANY_LAYOUT)
-def test_every_rank_has_a_place_of_its_own_and_a_layout_reads_back(layout: Layout) -> None:
+def test_every_rank_has_a_place_of_its_own_and_a_layout_reads_back(layout: ParallelLayout) -> None:
     places = [layout.coordinates(rank) for rank in range(layout.world_size)]
     assert [layout.rank(place) for place in places] == list(range(layout.world_size))
     assert len(set(places)) == layout.dp * layout.pp * layout.tp
@@ -46,7 +50,7 @@ def test_every_rank_has_a_place_of_its_own_and_a_layout_reads_back(layout: Layou
 
 
 def test_shards_are_neighbours_and_replicas_furthest_apart() -> None:
-    layout = Layout(dp=2, pp=2, tp=2)
+    layout = ParallelLayout(dp=2, pp=2, tp=2)
     assert layout.coordinates(1) == Coordinates(data=0, stage=0, shard=1)
     assert layout.coordinates(2) == Coordinates(data=0, stage=1, shard=0)
     assert layout.coordinates(4) == Coordinates(data=1, stage=0, shard=0)
@@ -56,14 +60,14 @@ def test_shards_are_neighbours_and_replicas_furthest_apart() -> None:
 @pytest.mark.parametrize(
     ("text", "world_size", "layout"),
     [
-        ("", 3, Layout(dp=3)),
-        ("tp=2", 2, Layout(tp=2)),
-        ("pp=2", 6, Layout(dp=3, pp=2)),
-        (" pp = 2 , dp=1,", 2, Layout(pp=2)),
+        ("", 3, ParallelLayout(dp=3)),
+        ("tp=2", 2, ParallelLayout(tp=2)),
+        ("pp=2", 6, ParallelLayout(dp=3, pp=2)),
+        (" pp = 2 , dp=1,", 2, ParallelLayout(pp=2)),
     ],
 )
 def test_what_is_not_said_is_one_or_what_is_left(
-    text: str, world_size: int, layout: Layout
+    text: str, world_size: int, layout: ParallelLayout
 ) -> None:
     assert parse_layout(text, world_size) == layout
 
@@ -91,9 +95,9 @@ def test_requests_that_make_no_layout(text: str, world_size: int, message: str) 
 # -- parts -----------------------------------------------------------------------------------------
 
 
-def parts_of(layout: Layout, config: GPTConfig = SHAPE) -> list[Part]:
+def parts_of(layout: ParallelLayout, config: GPTConfig = SHAPE) -> list[ModelPart]:
     places = map(layout.coordinates, range(layout.world_size))
-    return [Part(config=config, layout=layout, place=place) for place in places]
+    return [ModelPart(config=config, layout=layout, place=place) for place in places]
 
 
 @pytest.mark.parametrize("tie_head", [True, False])
@@ -101,7 +105,7 @@ def test_weights_are_the_models(tie_head: bool) -> None:
     config = replace(SHAPE, tie_head=tie_head)
     with torch.device("meta"):
         model = GPT(config)
-    (part,) = parts_of(Layout(), config)
+    (part,) = parts_of(ParallelLayout(), config)
     expected = [(name, tuple(p.shape)) for name, p in model.named_parameters()]
     assert [(weight.name, weight.shape) for weight in part.weights] == expected
     assert [(name, piece.shape) for name, piece in part.owned().items()] == expected
@@ -109,7 +113,7 @@ def test_weights_are_the_models(tie_head: bool) -> None:
 
 @settings(max_examples=15)
 @given(LAYOUTS, st.booleans())
-def test_what_a_replica_owns_is_the_model_once(layout: Layout, tie_head: bool) -> None:
+def test_what_a_replica_owns_is_the_model_once(layout: ParallelLayout, tie_head: bool) -> None:
     config = replace(SHAPE, tie_head=tie_head)
     for data in range(layout.dp):
         parts = [part for part in parts_of(layout, config) if part.place.data == data]
@@ -131,7 +135,7 @@ def test_what_a_replica_owns_is_the_model_once(layout: Layout, tie_head: bool) -
 
 @settings(max_examples=15)
 @given(LAYOUTS, st.integers(1, 40))
-def test_each_norm_has_a_place_of_its_own(layout: Layout, block: int) -> None:
+def test_each_norm_has_a_place_of_its_own(layout: ParallelLayout, block: int) -> None:
     taken: list[int] = []
     for part in parts_of(replace(layout, dp=1)):
         (places, total), owned = norm_places(part, block), part.owned()
@@ -143,22 +147,24 @@ def test_each_norm_has_a_place_of_its_own(layout: Layout, block: int) -> None:
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        (Layout(pp=6), "pp=6 stages need a block each, the model has 5"),
-        (Layout(tp=3), "tp=3 does not divide the model's 4 query heads"),
-        (Layout(tp=4), "tp=4 does not divide the model's 2 key and value heads"),
+        (ParallelLayout(pp=6), "pp=6 stages need a block each, the model has 5"),
+        (ParallelLayout(tp=3), "tp=3 does not divide the model's 4 query heads"),
+        (ParallelLayout(tp=4), "tp=4 does not divide the model's 2 key and value heads"),
     ],
 )
-def test_models_that_cannot_be_divided_so(layout: Layout, message: str) -> None:
+def test_models_that_cannot_be_divided_so(layout: ParallelLayout, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_divisible(SHAPE, layout)
-    check_divisible(SHAPE, Layout(pp=5, tp=2))
+    check_divisible(SHAPE, ParallelLayout(pp=5, tp=2))
 
 
 # -- their files -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", [Layout(pp=2), Layout(tp=2), Layout(pp=3, tp=2)], ids=str)
-def test_files_of_parts_are_read_as_one_model(tmp_path: Path, layout: Layout) -> None:
+@pytest.mark.parametrize(
+    "layout", [ParallelLayout(pp=2), ParallelLayout(tp=2), ParallelLayout(pp=3, tp=2)], ids=str
+)
+def test_files_of_parts_are_read_as_one_model(tmp_path: Path, layout: ParallelLayout) -> None:
     model = GPT(SHAPE, seed=1)
     optimizer = build_optimizer(model, OptimConfig())
     for parameter in model.parameters():
@@ -194,7 +200,7 @@ def test_files_of_parts_are_read_as_one_model(tmp_path: Path, layout: Layout) ->
 
 
 def test_a_part_that_is_missing_is_named(tmp_path: Path) -> None:
-    (first, _) = parts_of(Layout(tp=2))
+    (first, _) = parts_of(ParallelLayout(tp=2))
     name = "model/blocks.0.mlp.up.weight"
     piece = first.owned()[name.removeprefix("model/")]
     tensors, places = {name: torch.zeros(piece.shape)}, {"part-0": places_of({name: piece})}

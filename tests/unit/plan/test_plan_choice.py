@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from gradsync.models.config import preset
-from gradsync.parallel.layout import Layout
+from gradsync.parallel.layout import ParallelLayout
 from gradsync.plan.choice import (
     ERROR,
     Candidate,
-    Choice,
     Costs,
+    Recommendation,
     Search,
     choose,
     counts,
@@ -29,7 +29,7 @@ from gradsync.plan.memory import MemoryNeed
 from gradsync.plan.placement import MARGIN, gb
 from gradsync.plan.profile import BucketReady, StepProfile
 from gradsync.plan.report import commands
-from gradsync.plan.step import StepTime
+from gradsync.plan.step_costs import StepTime
 from gradsync.plan.workload import Split, Workload
 
 GB = 10**9
@@ -94,19 +94,19 @@ class MadeUp(Costs):
         )
 
 
-def chosen(hardware: Hardware, costs: Costs | None = None, **search: Any) -> Choice:
+def chosen(hardware: Hardware, costs: Costs | None = None, **search: Any) -> Recommendation:
     given = {"strategies": STRATEGIES, "micro_batch_sizes": (4, 1, 2, 8)} | search
     return choose(WORK, hardware, costs or MadeUp(), Search(**given))
 
 
-def taken(choice: Choice) -> Candidate:
+def taken(choice: Recommendation) -> Candidate:
     assert choice.pick is not None
     assert choice.pick in choice.candidates
     assert choice.rows()[0] is choice.pick
     return choice.pick
 
 
-def row(choice: Choice, text: str) -> Candidate:
+def row(choice: Recommendation, text: str) -> Candidate:
     return next(each for each in choice.rows() if str(each.split) == text)
 
 
@@ -201,34 +201,36 @@ FP16 = "fp16's loss scale is not known to all parts"
 @pytest.mark.parametrize(
     ("strategy", "layout", "change", "reason"),
     [
-        ("invariant", Layout(tp=2), {}, ""),
-        ("invariant", Layout(dp=3), {}, ""),
-        ("invariant", Layout(tp=8), {}, "12 heads do not divide by 8"),
-        ("invariant", Layout(pp=16), {}, "12 layers are fewer than 16 stages"),
+        ("invariant", ParallelLayout(tp=2), {}, ""),
+        ("invariant", ParallelLayout(dp=3), {}, ""),
+        ("invariant", ParallelLayout(tp=8), {}, "12 heads do not divide by 8"),
+        ("invariant", ParallelLayout(pp=16), {}, "12 layers are fewer than 16 stages"),
         (
-            *("invariant", Layout(pp=8), {"num_leaves": 4}),
+            *("invariant", ParallelLayout(pp=8), {"num_leaves": 4}),
             "4 leaves of a replica are fewer than 8 stages",
         ),
-        ("fsdp", Layout(dp=3), {}, "16 leaves do not divide by 3"),
-        ("invariant", Layout(dp=3, pp=2), {}, "16 leaves do not divide by 3"),
-        ("invariant", Layout(tp=2), {"dtype": "fp16"}, FP16),
-        ("invariant", Layout(dp=3), {"num_leaves": 2}, "3 replicas cannot share 2 leaves"),
+        ("fsdp", ParallelLayout(dp=3), {}, "16 leaves do not divide by 3"),
+        ("invariant", ParallelLayout(dp=3, pp=2), {}, "16 leaves do not divide by 3"),
+        ("invariant", ParallelLayout(tp=2), {"dtype": "fp16"}, FP16),
+        ("invariant", ParallelLayout(dp=3), {"num_leaves": 2}, "3 replicas cannot share 2 leaves"),
     ],
 )
-def test_arithmetic_forbids(strategy: str, layout: Layout, change: Any, reason: str) -> None:
+def test_arithmetic_forbids(
+    strategy: str, layout: ParallelLayout, change: Any, reason: str
+) -> None:
     assert obstacle(replace(WORK, **change), Split(strategy=strategy, layout=layout)) == reason
 
 
 @pytest.mark.parametrize(
     ("strategy", "layout", "promise"),
     [
-        ("invariant", Layout(dp=2), "bitwise"),
-        ("invariant", Layout(dp=2, pp=2), "rounding"),
-        ("bucketed", Layout(dp=2), "rounding"),
-        ("bf16", Layout(tp=2), "lossy"),
+        ("invariant", ParallelLayout(dp=2), "bitwise"),
+        ("invariant", ParallelLayout(dp=2, pp=2), "rounding"),
+        ("bucketed", ParallelLayout(dp=2), "rounding"),
+        ("bf16", ParallelLayout(tp=2), "lossy"),
     ],
 )
-def test_divided_models_round(strategy: str, layout: Layout, promise: str) -> None:
+def test_divided_models_round(strategy: str, layout: ParallelLayout, promise: str) -> None:
     split = Split(strategy=strategy, layout=layout)
     assert Candidate(work=WORK, split=split).promise == promise
 

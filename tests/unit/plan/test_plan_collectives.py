@@ -13,7 +13,7 @@ import pytest
 from gradsync.errors import ConfigError, RunError
 from gradsync.plan.collectives import (
     ALL_REDUCE,
-    Place,
+    GroupPlace,
     all_reduce_s,
     fit_line,
     fits_path,
@@ -117,8 +117,8 @@ FAR = Link(name="far", alpha_s=10.0, bytes_per_s=0.1)
 PORT = Link(name="port", alpha_s=10.0, bytes_per_s=0.1, per_host=True)
 
 
-def place(ranks: int, per_host: int, network: Link | None = FAR) -> Place:
-    return Place(ranks=ranks, per_host=per_host, link=NEAR, network=network)
+def place(ranks: int, per_host: int, network: Link | None = FAR) -> GroupPlace:
+    return GroupPlace(ranks=ranks, per_host=per_host, link=NEAR, network=network)
 
 
 ONE_HOST = [

@@ -19,8 +19,8 @@ from gradsync.cli.main import main
 from gradsync.cli.plan import PlanOptions, hardware_of, request_of
 from gradsync.errors import ConfigError
 from gradsync.models.config import preset
-from gradsync.parallel.layout import Layout
-from gradsync.plan.choice import Candidate, Choice, Costs, choose, obstacle, splits
+from gradsync.parallel.layout import ParallelLayout
+from gradsync.plan.choice import Candidate, Costs, Recommendation, choose, obstacle, splits
 from gradsync.plan.description import Hardware, Host, Link
 from gradsync.plan.hardware_file import load_hardware
 from gradsync.plan.memory import memory_need
@@ -74,7 +74,7 @@ def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 
 @cache
-def planned(model: str, hardware: str, **options: Any) -> Choice:
+def planned(model: str, hardware: str, **options: Any) -> Recommendation:
     request = request_of(PlanOptions(model=model, hardware=hardware, **options))
     return choose(request.work, request.hardware, Costs(), request.search)
 
@@ -91,15 +91,15 @@ def picked(model: str, hardware: str, **options: Any) -> Candidate:
 @pytest.mark.parametrize(
     ("hardware", "layout"),
     [
-        *((f"h100x{count}", Layout(dp=count)) for count in (1, 2, 3, 4)),
-        ("a100-80x2", Layout(dp=2)),  # 80 GB are no 40 GB, whatever the name
-        ("a100-80-3g.40gbx2", Layout(tp=2)),  # and half of them are
-        ("a100-40x2", Layout(tp=2)),
-        ("a100-40x3", Layout(pp=3)),
-        ("a100-40x4", Layout(dp=2, tp=2)),
+        *((f"h100x{count}", ParallelLayout(dp=count)) for count in (1, 2, 3, 4)),
+        ("a100-80x2", ParallelLayout(dp=2)),  # 80 GB are no 40 GB, whatever the name
+        ("a100-80-3g.40gbx2", ParallelLayout(tp=2)),  # and half of them are
+        ("a100-40x2", ParallelLayout(tp=2)),
+        ("a100-40x3", ParallelLayout(pp=3)),
+        ("a100-40x4", ParallelLayout(dp=2, tp=2)),
     ],
 )
-def test_published_table(hardware: str, layout: Layout) -> None:
+def test_published_table(hardware: str, layout: ParallelLayout) -> None:
     """The document's "DDP Strategy Selection" for 1 to 4 GPUs, with a model whose replica fits on
     80 GB and not on 40 GB (2.65 G parameters, of 16 bytes each): replicas; else split, and
     replicas of that. The guide's table says the same."""
@@ -116,7 +116,7 @@ def test_xl_is_replicated(device: str) -> None:
     steps = []
     for count in (1, 2, 3, 4):
         pick = picked("xl", f"{device}x{count}", strategies=REPLICATED)
-        assert pick.split.layout == Layout(dp=count)
+        assert pick.split.layout == ParallelLayout(dp=count)
         assert not pick.work.activation_checkpointing
         assert pick.work.step_tokens == recipe("xl").tokens_per_update
         assert pick.memory is not None
@@ -137,7 +137,9 @@ def test_small_on_a_cpu_box(tmp_path: Path) -> None:
     """Two ranks that share one copy of the weights; a leaf smaller than the recipe's."""
     (tmp_path / "box.yaml").write_text(CPU_BOX)
     pick = picked("small", str(tmp_path / "box.yaml"))
-    assert pick.split == Split(strategy="invariant", layout=Layout(dp=2), shared_weights=True)
+    assert pick.split == Split(
+        strategy="invariant", layout=ParallelLayout(dp=2), shared_weights=True
+    )
     assert pick.memory is not None
     assert 4 * GB < pick.memory.total < 12 * GB * (1 - MARGIN)
     assert pick.memory.weights < 4 * preset("small").num_params()  # a share of one copy
@@ -334,11 +336,11 @@ def test_arithmetic_is_the_trainers() -> None:
     assert [name for name in STRATEGIES if goes_with_parts(name)] == [
         split.strategy
         for split in splits(4, load_hardware("h100x4"), tuple(STRATEGIES))
-        if split.layout == Layout(dp=2, pp=2)
+        if split.layout == ParallelLayout(dp=2, pp=2)
     ]
     config = recipe("small")
     for layout in (
-        Layout(dp=d, pp=p, tp=t) for d in (1, 2, 3) for p in (1, 2, 13) for t in (1, 2, 5)
+        ParallelLayout(dp=d, pp=p, tp=t) for d in (1, 2, 3) for p in (1, 2, 13) for t in (1, 2, 5)
     ):
         plan = config.batch_plan(1)
         work = Workload(

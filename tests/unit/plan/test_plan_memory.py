@@ -12,7 +12,7 @@ import torch
 from gradsync.errors import ConfigError
 from gradsync.models.config import PRESETS, GPTConfig
 from gradsync.models.gpt import GPT
-from gradsync.parallel.layout import Layout
+from gradsync.parallel.layout import ParallelLayout
 from gradsync.plan.activations import FP32, Activations, rank_shape
 from gradsync.plan.memory import CPU_PROCESS, Case, memory_need, most_open_nodes, strategy_memory
 from gradsync.plan.workload import Split, Workload
@@ -28,13 +28,15 @@ ONE_LEAF = replace(WORK, num_leaves=2)
 
 def split(strategy: str, *, shared_weights: bool = False, **sizes: int) -> Split:
     return Split(
-        strategy=strategy, layout=Layout(**(sizes or {"dp": 2})), shared_weights=shared_weights
+        strategy=strategy,
+        layout=ParallelLayout(**(sizes or {"dp": 2})),
+        shared_weights=shared_weights,
     )
 
 
 def parts(strategy: str, work: Workload = ONE_LEAF, **sizes: int) -> dict[str, int]:
     """Weights, optimizer, and gradients and buckets at each moment."""
-    layout = Layout(**(sizes or {"dp": 2}))
+    layout = ParallelLayout(**(sizes or {"dp": 2}))
     shape = rank_shape(work.model, layout, 0)
     found = strategy_memory(Case(work, Split(strategy=strategy, layout=layout), shape))
     moments = {"loss": found.loss, "backward": found.backward, "update": found.update}
@@ -99,7 +101,7 @@ def test_replicas_divide_what_each_stage_of_zero_says(ranks: int) -> None:
     assert one["loss"] == S
     assert two["loss"] == 0
     # Outside of the blocks everything is whole until the step ends.
-    root = 4 * rank_shape(MODEL, Layout(dp=ranks), 0).root_params
+    root = 4 * rank_shape(MODEL, ParallelLayout(dp=ranks), 0).root_params
     assert three["loss"] == root
     assert three["backward"] == -(-S // ranks) + 3 * root  # weights, gradients, what is sent
 
@@ -127,13 +129,13 @@ def test_the_tree_keeps_a_buffer_for_each_open_node() -> None:
 
 def test_a_stage_holds_its_blocks_and_its_leaves() -> None:
     work = replace(WORK, num_leaves=16, kind="cuda")
-    two = rank_shape(MODEL, Layout(pp=2), 0), rank_shape(MODEL, Layout(pp=2), 1)
+    two = rank_shape(MODEL, ParallelLayout(pp=2), 0), rank_shape(MODEL, ParallelLayout(pp=2), 1)
     table, width = MODEL.vocab_size * MODEL.n_embd, MODEL.n_embd
     # The tied embedding lies on both ends.
     assert [shape.blocks for shape in two] == [6, 6]
     assert sum(shape.num_params for shape in two) == MODEL.num_params() + table
     assert two[1].num_params == 6 * two[1].block_params + width + table
-    layout = Layout(pp=4)
+    layout = ParallelLayout(pp=4)
     shapes = [rank_shape(MODEL, layout, stage) for stage in range(4)]
     for schedule, expected in (("1f1b", [4, 3, 2, 1]), ("gpipe", [16] * 4)):
         divided = Split(strategy="naive", layout=layout, schedule=schedule)  # type: ignore[arg-type]
@@ -145,14 +147,16 @@ def test_a_stage_holds_its_blocks_and_its_leaves() -> None:
     first = memory_need(few_words, Split(strategy="naive", layout=layout))
     leaf = Activations(few_words, blocks=3)
     assert first.activations == 4 * (leaf.kept + leaf.stream)
-    gpipe = memory_need(work, Split(strategy="naive", layout=Layout(pp=2), schedule="gpipe"))
-    eager = memory_need(work, Split(strategy="naive", layout=Layout(pp=2)))
+    gpipe = memory_need(
+        work, Split(strategy="naive", layout=ParallelLayout(pp=2), schedule="gpipe")
+    )
+    eager = memory_need(work, Split(strategy="naive", layout=ParallelLayout(pp=2)))
     assert gpipe.activations > 7 * eager.activations
     assert eager.optimizer < memory_need(work, split("naive", dp=1)).optimizer
 
 
 def test_shards_divide_the_matrices_of_blocks() -> None:
-    one, two = (rank_shape(MODEL, Layout(tp=size), 0) for size in (1, 2))
+    one, two = (rank_shape(MODEL, ParallelLayout(tp=size), 0) for size in (1, 2))
     norms = 2 * MODEL.n_embd
     assert two.block_params == (one.block_params - norms) // 2 + norms
     assert two.root_params == one.root_params

@@ -6,7 +6,13 @@ import pytest
 
 from gradsync.errors import ConfigError
 from gradsync.plan.hardware_file import load_hardware
-from gradsync.plan.placement import Part, Place, parse_submodel, place_parts, place_submodels
+from gradsync.plan.placement import (
+    FrozenPart,
+    PartPlace,
+    parse_submodel,
+    place_parts,
+    place_submodels,
+)
 
 GB = 10**9
 
@@ -16,28 +22,28 @@ def blocks(count: int, each: int) -> tuple[int, ...]:
 
 
 def test_the_largest_goes_first_and_onto_the_first_device_with_room() -> None:
-    parts = [Part(name="small", num_bytes=10), Part(name="large", num_bytes=60)]
+    parts = [FrozenPart(name="small", num_bytes=10), FrozenPart(name="large", num_bytes=60)]
     placement = place_parts(parts, [50, 70, 70])
-    assert placement.places == {"small": Place(devices=(0,)), "large": Place(devices=(1,))}
+    assert placement.places == {"small": PartPlace(devices=(0,)), "large": PartPlace(devices=(1,))}
     assert placement.left == (40, 10, 70)
 
 
 def test_what_trains_is_taken_from_every_device() -> None:
-    part = Part(name="frozen", num_bytes=60)
-    assert place_parts([part], [70, 90]).places["frozen"] == Place(devices=(0,))
+    part = FrozenPart(name="frozen", num_bytes=60)
+    assert place_parts([part], [70, 90]).places["frozen"] == PartPlace(devices=(0,))
     placement = place_parts([part], [70, 90], replicated_bytes=20)
-    assert placement.places["frozen"] == Place(devices=(1,))
+    assert placement.places["frozen"] == PartPlace(devices=(1,))
     assert placement.left == (50, 10)
 
 
 def test_three_devices_two_and_one() -> None:
     """The hybrid row of the strategy table: one submodel over two devices, another on the third."""
-    llama = Part(name="llama", num_bytes=48 * GB, blocks=blocks(16, 3))
-    qwen = Part(name="qwen", num_bytes=28 * GB, blocks=blocks(14, 2))
+    llama = FrozenPart(name="llama", num_bytes=48 * GB, blocks=blocks(16, 3))
+    qwen = FrozenPart(name="qwen", num_bytes=28 * GB, blocks=blocks(14, 2))
     placement = place_parts([qwen, llama], [40 * GB] * 3, replicated_bytes=4 * GB)
     assert placement.places == {
-        "qwen": Place(devices=(2,)),
-        "llama": Place(devices=(0, 1), first_blocks=8),
+        "qwen": PartPlace(devices=(2,)),
+        "llama": PartPlace(devices=(0, 1), first_blocks=8),
     }
     assert placement.left == (12 * GB, 12 * GB, 8 * GB)
     assert placement.describe() == (
@@ -48,26 +54,28 @@ def test_three_devices_two_and_one() -> None:
 
 
 def test_the_cut_suits_unequal_devices() -> None:
-    part = Part(name="frozen", num_bytes=11, blocks=(2, 2, 2, 2, 2))  # 1 is outside of the blocks
+    part = FrozenPart(
+        name="frozen", num_bytes=11, blocks=(2, 2, 2, 2, 2)
+    )  # 1 is outside of the blocks
     placement = place_parts([part], [5, 9])
-    assert placement.places["frozen"] == Place(devices=(0, 1), first_blocks=1)
+    assert placement.places["frozen"] == PartPlace(devices=(0, 1), first_blocks=1)
     assert placement.left == (2, 1)
 
 
 def test_the_same_placement_whatever_the_order_of_equals() -> None:
     names = ("a", "b", "c")
-    placement = place_parts([Part(name=name, num_bytes=3) for name in names], [6, 6])
+    placement = place_parts([FrozenPart(name=name, num_bytes=3) for name in names], [6, 6])
     assert [placement.places[name].devices for name in names] == [(0,), (0,), (1,)]
 
 
 def test_what_fits_nowhere_is_said_in_gb() -> None:
-    whole = Part(name="llm", num_bytes=90 * GB)
+    whole = FrozenPart(name="llm", num_bytes=90 * GB)
     with pytest.raises(ConfigError, match=r"llm \(90.0 GB\) fits nowhere: .* 50.0 GB are missing"):
         place_parts([whole], [40 * GB, 30 * GB])
-    cut = Part(name="llm", num_bytes=90 * GB, blocks=blocks(9, 10))
+    cut = FrozenPart(name="llm", num_bytes=90 * GB, blocks=blocks(9, 10))
     with pytest.raises(ConfigError, match=r"two roomiest have 70.0 GB left, 20.0 GB are missing"):
         place_parts([cut], [40 * GB, 30 * GB])
-    coarse = Part(name="llm", num_bytes=60 * GB, blocks=(60 * GB - 1, 1))
+    coarse = FrozenPart(name="llm", num_bytes=60 * GB, blocks=(60 * GB - 1, 1))
     with pytest.raises(ConfigError, match="no cut between blocks fits"):
         place_parts([coarse], [40 * GB, 30 * GB])
 
@@ -79,11 +87,11 @@ def test_what_trains_must_fit_everywhere() -> None:
 
 def test_bad_parts() -> None:
     with pytest.raises(ConfigError, match="must not be negative"):
-        Part(name="a", num_bytes=-1)
+        FrozenPart(name="a", num_bytes=-1)
     with pytest.raises(ConfigError, match="blocks are larger"):
-        Part(name="a", num_bytes=3, blocks=(2, 2))
+        FrozenPart(name="a", num_bytes=3, blocks=(2, 2))
     with pytest.raises(ConfigError, match="two parts are called a"):
-        place_parts([Part(name="a", num_bytes=1)] * 2, [5])
+        place_parts([FrozenPart(name="a", num_bytes=1)] * 2, [5])
     with pytest.raises(ConfigError, match="needs a device"):
         place_parts([], [])
 

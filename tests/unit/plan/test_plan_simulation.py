@@ -24,7 +24,7 @@ from gradsync.plan.simulation import (
     simulated_goodput,
     step_s,
 )
-from gradsync.plan.step import Sending, predict_step, step_costs
+from gradsync.plan.step_costs import Sending, predict_step, step_costs
 from gradsync.plan.workload import Split
 from gradsync.sync.registry import STRATEGIES
 from support.planned_machines import FAR, hardware, profile, split, work

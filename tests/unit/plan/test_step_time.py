@@ -11,7 +11,7 @@ import torch
 from gradsync.errors import ConfigError
 from gradsync.models.config import GPTConfig, preset
 from gradsync.models.gpt import GPT
-from gradsync.plan.collectives import Place, Traffic, all_reduce_s, half_s, traffic_of
+from gradsync.plan.collectives import GroupPlace, Traffic, all_reduce_s, half_s, traffic_of
 from gradsync.plan.description import Device
 from gradsync.plan.profile import (
     UPDATE_BYTES,
@@ -23,7 +23,7 @@ from gradsync.plan.profile import (
     probe_work,
     scaled_profile,
 )
-from gradsync.plan.step import Sending, channel_end, predict_step, step_costs
+from gradsync.plan.step_costs import Sending, channel_end, predict_step, step_costs
 from gradsync.plan.workload import Split, Workload
 from gradsync.sync.registry import STRATEGIES
 from support.planned_machines import FAR, MODEL, NEAR, hardware, line, profile, split, work
@@ -116,7 +116,7 @@ def test_one_rank() -> None:
 
 def test_buckets_hide_behind_backward() -> None:
     """One bucket, which is ready at backward's end: nothing hides it."""
-    place = Place(ranks=4, per_host=8, link=NEAR)
+    place = GroupPlace(ranks=4, per_host=8, link=NEAR)
     one = all_reduce_s(place, TOTAL, "ring") + all_reduce_s(place, SMALL, "ring")
     found = predict_step(work(4), split("ring", dp=4), hardware(4), profile())
     assert found.exposed_comm_s == pytest.approx(one)
@@ -134,7 +134,7 @@ def test_buckets_hide_behind_backward() -> None:
 
 
 def test_sharded_strategies() -> None:
-    place = Place(ranks=4, per_host=8, link=NEAR)
+    place = GroupPlace(ranks=4, per_host=8, link=NEAR)
     gather = half_s(place, TOTAL)
     small = all_reduce_s(place, SMALL, "best")
     zero2 = predict_step(work(4), split("zero2", dp=4), hardware(4), profile())
@@ -150,7 +150,7 @@ def test_sharded_strategies() -> None:
 
 
 def test_steps_between_meetings() -> None:
-    place = Place(ranks=4, per_host=8, link=NEAR)
+    place = GroupPlace(ranks=4, per_host=8, link=NEAR)
     one = all_reduce_s(place, TOTAL) + all_reduce_s(place, SMALL)
     found = predict_step(
         work(4), split("diloco", dp=4), hardware(4), profile(), options={"inner_steps": 50}
@@ -172,7 +172,7 @@ def test_a_pipeline_has_a_bubble() -> None:
 
 def test_tensor_shards_add_activations_up() -> None:
     found = predict_step(work(3), split("bucketed", tp=2), hardware(2), profile())
-    sums = 4 * MODEL.n_layer * all_reduce_s(Place(ranks=2, per_host=2, link=NEAR), 256)
+    sums = 4 * MODEL.n_layer * all_reduce_s(GroupPlace(ranks=2, per_host=2, link=NEAR), 256)
     assert found.exposed_comm_s == pytest.approx(3 * sums)
     assert found.compute_s == pytest.approx(3 * 0.15)
 

@@ -18,7 +18,7 @@ from gradsync.plan.hardware_file import load_hardware
 from gradsync.train import micro_batch
 from gradsync.train.config import SyncConfig, TrainConfig, recipe
 from gradsync.train.config_io import parse_config, write_config
-from gradsync.train.elastic import Decision, decide
+from gradsync.train.elastic import ConfigChanges, decide
 from gradsync.train.micro_batch import (
     PROBED,
     Probed,
@@ -35,7 +35,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRADSYNC_CACHE", str(tmp_path / "cache"))
 
 
-def decided(config: TrainConfig, hardware: str, *given: str, **named: Any) -> Decision:
+def decided(config: TrainConfig, hardware: str, *given: str, **named: Any) -> ConfigChanges:
     return decide(config, frozenset(given), config.model, load_hardware(hardware), {}, **named)
 
 

@@ -16,16 +16,16 @@ import yaml
 from gradsync.bench.experiment import environment
 from gradsync.cli import experiment
 from gradsync.cli.main import main
-from gradsync.cli.ranks import Outcome
+from gradsync.cli.ranks import RanksOutcome
 from gradsync.cli.tune import TuneOptions, measured_conditions, request_of, verdict_of
 from gradsync.errors import ConfigError, RunError
 from gradsync.train.config import SyncConfig, TrainConfig
 from gradsync.train.config_io import parse_config, write_config
 from gradsync.train.tuned import (
     TUNED,
-    Choice,
     Conditions,
     Tuned,
+    TunedStrategy,
     apply_choice,
     conditions_of,
     resolve_auto,
@@ -34,7 +34,7 @@ from gradsync.train.tuned import (
 from gradsync.world import World
 
 WORLD = World(world_size=2, local_world_size=2)
-ZERO1 = Choice(sync="zero1", options={"bucket_mb": 5.0})
+ZERO1 = TunedStrategy(sync="zero1", options={"bucket_mb": 5.0})
 FOUND = Tuned(choice=ZERO1, verdict="zero1 takes 9.0 % less time", date="2026-01-02")
 
 
@@ -51,11 +51,11 @@ def here(config: TrainConfig, world: World = WORLD) -> Conditions:
     return conditions_of(config, world, threads=config.threads or 1)
 
 
-def resolved(config: TrainConfig, world: World = WORLD) -> tuple[Choice, str]:
+def resolved(config: TrainConfig, world: World = WORLD) -> tuple[TunedStrategy, str]:
     return resolve_auto(config, world, threads=1)
 
 
-def chosen(config: TrainConfig) -> Choice:
+def chosen(config: TrainConfig) -> TunedStrategy:
     return resolved(config)[0]
 
 
@@ -72,8 +72,8 @@ def test_what_was_kept_is_taken(tmp_path: Path) -> None:
     # Replaced in one step: who has the old one open reads the old one.
     old = tmp_path / "old"
     old.hardlink_to(path)
-    TUNED.save(here(config), replace(FOUND, choice=Choice()))
-    assert chosen(config) == Choice()
+    TUNED.save(here(config), replace(FOUND, choice=TunedStrategy()))
+    assert chosen(config) == TunedStrategy()
     assert json.loads(old.read_text())["choice"]["sync"] == "zero1"
 
 
@@ -92,7 +92,7 @@ def test_what_was_kept_is_taken(tmp_path: Path) -> None:
 def test_another_run_is_another_entry(flags: tuple[str, ...]) -> None:
     TUNED.save(here(asked()), FOUND)
     choice, note = resolved(asked(*flags))
-    assert choice == Choice()
+    assert choice == TunedStrategy()
     assert note.startswith("sync auto: invariant; nothing is measured for such a run here: ")
 
 
@@ -150,7 +150,7 @@ def test_a_damaged_or_foreign_file_is_a_line_and_the_default(
     path = TUNED.save(here(config), FOUND)
     path.write_text(damage(json.loads(path.read_text()), key, value))
     choice, note = resolved(config)
-    assert choice == Choice()
+    assert choice == TunedStrategy()
     [warning] = caplog.messages
     assert reason in warning
     assert str(path) in warning
@@ -226,9 +226,9 @@ def test_a_cache_that_fails_at_the_end_takes_nothing_else_with_it(
         **{"num_nodes": 1, "device": "cpu"},
     }
 
-    def measured(*_: Any, **__: Any) -> Outcome:
+    def measured(*_: Any, **__: Any) -> RanksOutcome:
         (tmp_path / "cache").touch()
-        return Outcome(code=0, result=result)
+        return RanksOutcome(code=0, result=result)
 
     monkeypatch.setattr(experiment, "measure_on_ranks", measured)
     monkeypatch.setattr(experiment, "resolve", lambda _: SimpleNamespace(world=world))
@@ -261,7 +261,7 @@ def test_no_command_where_there_is_none() -> None:
     ):
         assert tune_command(config, here(config)).endswith(words)
     alone = "sync auto: invariant; one rank has nothing to send"
-    assert resolved(asked(), World()) == (Choice(), alone)
+    assert resolved(asked(), World()) == (TunedStrategy(), alone)
 
 
 def test_the_run_writes_down_what_it_took(tmp_path: Path) -> None:
@@ -270,18 +270,18 @@ def test_the_run_writes_down_what_it_took(tmp_path: Path) -> None:
     assert config.threads is None  # 1 by the promise
     write_config(config, tmp_path / "config.yaml")
     assert parse_config([str(tmp_path / "config.yaml")]) == config
-    rounding = Choice(sync="bucketed", options={"collective": "backend"})
+    rounding = TunedStrategy(sync="bucketed", options={"collective": "backend"})
     kept = apply_choice(asked(), rounding, threads=4)
     assert kept.threads == 4  # its own would be another number, and other bits
     assert apply_choice(asked("--threads", "2"), rounding, threads=4).threads == 2
 
 
 def test_the_order_of_compilation_is_the_users_first() -> None:
-    compiled = Choice(compile="model")
+    compiled = TunedStrategy(compile="model")
     assert apply_choice(asked(), compiled, threads=1).compile == "model"
     assert apply_choice(asked("--loss-rows", "8"), compiled, threads=1).compile == "none"
-    assert apply_choice(asked("--compile", "model"), Choice(), threads=1).compile == "model"
-    ddp = Choice(sync="ddp", compile="ddp")
+    assert apply_choice(asked("--compile", "model"), TunedStrategy(), threads=1).compile == "model"
+    ddp = TunedStrategy(sync="ddp", compile="ddp")
     assert apply_choice(asked("--compile", "model"), ddp, threads=1).compile == "model"
 
 
@@ -300,7 +300,7 @@ def test_a_run_goes_on_as_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """Whatever was measured since."""
     run = tmp_path / "run"
     config = begun(run)
-    TUNED.save(here(config), replace(FOUND, choice=Choice(sync="bucketed")))
+    TUNED.save(here(config), replace(FOUND, choice=TunedStrategy(sync="bucketed")))
     note = f"sync auto: zero1:bucket_mb=5.0, as in {run / 'config.yaml'}"
     assert resolved(config) == (ZERO1, note)
     elsewhere = replace(config, out=str(tmp_path / "new"))

@@ -25,9 +25,9 @@ from gradsync.verify.compare import (
     update_bounds,
 )
 from gradsync.verify.judge import moved_rightly, wrong_meeting
-from gradsync.verify.plan import Promise
 from gradsync.verify.record import State
 from gradsync.verify.reference import LeafResult
+from gradsync.verify.settings import Promise
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 

@@ -21,8 +21,8 @@ from gradsync.cli.ranks import work_folder
 from gradsync.launch import local
 from gradsync.sync.registry import STRATEGIES
 from gradsync.verify.matrix import WORK
-from gradsync.verify.plan import Cell
 from gradsync.verify.result import Result, print_report
+from gradsync.verify.settings import Cell
 from gradsync.world import World
 
 SMALL = ["--strategies", "naive", "--models", "mlp", "--dtype", "fp32", "--no-cross-load"]
@@ -44,7 +44,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, then: Callable[[], None], **ended: 
     """Replace the ranks by results; returns the world sizes that were started."""
     started = []
 
-    def launch_ranks(argv: list[str], nproc_per_node: int, **options: Any) -> local.Ended:
+    def launch_ranks(argv: list[str], nproc_per_node: int, **options: Any) -> local.LaunchOutcome:
         folder = Path(argv[2])
         started.append(nproc_per_node)
         work = json.loads((folder / WORK).read_text())
@@ -52,7 +52,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, then: Callable[[], None], **ended: 
             for cell in map(Cell.from_json, work["cells"]):
                 done.write(json.dumps(asdict(Result.of(cell))) + "\n")
         then()
-        return local.Ended(**{"code": 0, "received": None, "killed": {}} | ended)
+        return local.LaunchOutcome(**{"code": 0, "received": None, "killed": {}} | ended)
 
     monkeypatch.setattr(local, "launch_ranks", launch_ranks)
     return started

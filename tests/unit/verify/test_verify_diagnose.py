@@ -15,9 +15,9 @@ from torch import Tensor
 from gradsync.verify.compare import add_up
 from gradsync.verify.diagnose import Scene, _leaf, common_ratio, diagnose, name_of_factor, ratio
 from gradsync.verify.judge import Verdict, minority, samples_text
-from gradsync.verify.plan import Variant
 from gradsync.verify.reference import LeafResult
 from gradsync.verify.result import Cause, Finding, Kind, Result, listed
+from gradsync.verify.settings import Variant
 
 WEIGHTS = (1.0, 2.0, 4.0, 4.0, 5.0)
 OWNERS = (0, 0, 1, 1, 1)

@@ -18,15 +18,17 @@ from torch.distributed import DistBackendError
 from gradsync.errors import LostPeerError, RendezvousError, RunError
 from gradsync.verify import matrix
 from gradsync.verify.compare import Difference
-from gradsync.verify.matrix import WORK, Ended, broken_off, compare_world_sizes, run_matrix
-from gradsync.verify.plan import Cell, Plan, Settings, make_plan
+from gradsync.verify.matrix import WORK, RunEnd, broken_off, compare_world_sizes, run_matrix
 from gradsync.verify.result import Result, document, mark, print_report, write_csv
+from gradsync.verify.settings import Cell, VerifyPlan, VerifySettings, make_plan
 from gradsync.world import World
 
 CELL = Cell(strategy="invariant", world_size=1, model="mlp", dtype="fp32")
 
 
-def plan_of(*sizes: int, cross_load: bool = False, strategies: str = "naive invariant") -> Plan:
+def plan_of(
+    *sizes: int, cross_load: bool = False, strategies: str = "naive invariant"
+) -> VerifyPlan:
     return make_plan(
         strategies=strategies.split(),
         world_sizes=sizes,
@@ -49,7 +51,7 @@ class Ranks:
         self.breaks, self.code = breaks, code
         self.starts: list[tuple[int, int]] = []
 
-    def __call__(self, folder: Path, world_size: int) -> Ended:
+    def __call__(self, folder: Path, world_size: int) -> RunEnd:
         work = json.loads((folder / WORK).read_text())
         cells = [Cell.from_json(cell) for cell in work["cells"]]
         self.starts.append((world_size, len(cells)))
@@ -57,9 +59,9 @@ class Ranks:
             for cell in cells:
                 if message := self.breaks(cell):
                     note_errors(folder, (0, 2.0, message, False), (1, 1.0, message, False))
-                    return Ended(code=self.code)
+                    return RunEnd(code=self.code)
                 done.write(json.dumps(asdict(result_of(cell))) + "\n")
-        return Ended(code=0)
+        return RunEnd(code=0)
 
 
 def note_errors(folder: Path, *errors: tuple[int, float, str, bool]) -> None:
@@ -107,7 +109,7 @@ def test_a_checkpoint_that_was_never_written_is_not_waited_for(tmp_path: Path) -
 @pytest.mark.parametrize("code", [130, 143])
 @pytest.mark.parametrize("breaks", ["stopped", ""], ids=["meanwhile", "when all was done"])
 def test_a_signal_ends_everything(tmp_path: Path, code: int, breaks: str) -> None:
-    def start(folder: Path, world_size: int) -> Ended:
+    def start(folder: Path, world_size: int) -> RunEnd:
         return replace(Ranks(lambda cell: breaks)(folder, world_size), code=code)
 
     with pytest.raises(KeyboardInterrupt):
@@ -158,9 +160,9 @@ def test_the_rank_whose_failure_it_was_is_named(
     sentence: str,
     ranks: list[int],
 ) -> None:
-    def fail(folder: Path, world_size: int) -> Ended:
+    def fail(folder: Path, world_size: int) -> RunEnd:
         note_errors(folder, *notes)
-        return Ended(code=1, deaths=deaths)
+        return RunEnd(code=1, deaths=deaths)
 
     results = run_matrix(plan_of(3), tmp_path, fail)
     assert [(result.sentence, result.ranks) for result in results] == [(sentence, ranks)] * 2
@@ -192,7 +194,7 @@ def test_under_a_launcher_the_first_error_is_the_last_cell() -> None:
 
 def test_ranks_that_cannot_begin(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="ended with code 2 at once"):
-        run_matrix(plan_of(1), tmp_path, lambda folder, world_size: Ended(code=2))
+        run_matrix(plan_of(1), tmp_path, lambda folder, world_size: RunEnd(code=2))
 
 
 def results_of(*hashes: str) -> list[Result]:
@@ -203,7 +205,7 @@ def results_of(*hashes: str) -> list[Result]:
 
 
 def test_bitwise_means_one_hash_at_every_world_size(tmp_path: Path) -> None:
-    def drift(folder: Path, world_size: int) -> Ended:
+    def drift(folder: Path, world_size: int) -> RunEnd:
         ended = Ranks()(folder, world_size)
         if world_size == 3:
             (done,) = folder.glob("done-2.jsonl")
@@ -243,7 +245,7 @@ def test_the_document_and_the_rows(tmp_path: Path) -> None:
     results[0].losses = [1.0, math.nan]
     results[0].part_of_bound = results[0].differences["gradient"]["max_abs"] = math.inf
     # JSON has no infinity, and who reads a CSV file may not know it either.
-    made = document(Settings(clip_norm=math.inf), results, math.inf)
+    made = document(VerifySettings(clip_norm=math.inf), results, math.inf)
     assert made["passed"] is False
     assert (len(made["cells"]), len(made["cross_load"])) == (4, 8)
     json.dumps(made, allow_nan=False)
@@ -281,7 +283,7 @@ def test_the_readme_table_follows_the_document(
 ) -> None:
     results = run_matrix(plan_of(1, 2), tmp_path, Ranks())
     report, readme = tmp_path / "verify.json", tmp_path / "README.md"
-    report.write_text(json.dumps(document(Settings(), results, 1.0)))
+    report.write_text(json.dumps(document(VerifySettings(), results, 1.0)))
     readme.write_text(f"before\n{verify_table.BEGIN}\nold\n{verify_table.END}\nafter\n")
     words = [str(report), str(readme)]
     assert verify_table.main([*words, "--check"]) == 1
@@ -301,11 +303,11 @@ def test_the_readme_table_follows_the_document(
 def test_an_error_before_the_first_cell_is_not_swallowed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def open_session(settings: Settings) -> None:
+    def open_session(settings: VerifySettings) -> None:
         raise RendezvousError("rank 1 did not come")
 
     monkeypatch.setattr(matrix, "open_session", open_session)
-    work = {"number": 0, "settings": asdict(Settings()), "cells": []}
+    work = {"number": 0, "settings": asdict(VerifySettings()), "cells": []}
     (tmp_path / matrix.WORK).write_text(json.dumps(work))
     with pytest.raises(RendezvousError, match="did not come"):
         matrix.run_worker(tmp_path)
@@ -329,7 +331,7 @@ def test_a_note_says_whether_it_only_tells_of_a_lost_peer(
 
     monkeypatch.setattr(matrix, "run_cell", run_cell)
     with pytest.raises(type(error)):
-        matrix.run_cells([CELL], Settings(), World(), tmp_path)
+        matrix.run_cells([CELL], VerifySettings(), World(), tmp_path)
     (note,) = matrix.read_errors(tmp_path, 0)
     assert (note["rank"], note["echo"]) == (0, echo)
     assert note["message"] == f"{type(error).__name__}: {error}"

@@ -11,17 +11,17 @@ from torch import Tensor
 
 from gradsync.comm.groups import SingleCommunicator
 from gradsync.verify.compare import Difference
-from gradsync.verify.plan import MODELS, PLAIN, Settings, Variant
 from gradsync.verify.problem import build_problem
 from gradsync.verify.record import digest, sample_digests
 from gradsync.verify.reference import Reference
 from gradsync.verify.run import Task, disturb, read, save, train_traced
+from gradsync.verify.settings import MODELS, PLAIN, Variant, VerifySettings
 
-SETTINGS = Settings(num_steps=2)
+SETTINGS = VerifySettings(num_steps=2)
 
 
 def task(model: str, strategy: str = "naive", dtype: str = "fp32", num_steps: int = 2) -> Task:
-    settings = Settings(num_steps=num_steps)
+    settings = VerifySettings(num_steps=num_steps)
     return Task(strategy=strategy, model=model, dtype=dtype, settings=settings)
 
 

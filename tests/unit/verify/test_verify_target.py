@@ -18,13 +18,13 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from gradsync.comm.groups import SingleCommunicator
 from gradsync.errors import ConfigError
-from gradsync.verify.plan import Settings
 from gradsync.verify.problem import build_problem
 from gradsync.verify.record import digest
 from gradsync.verify.run import Task, train_traced
+from gradsync.verify.settings import VerifySettings
 from gradsync.verify.target import check_target, find_factory
 
-SETTINGS = Settings(num_steps=2)
+SETTINGS = VerifySettings(num_steps=2)
 INPUTS = torch.arange(320.0).reshape(40, 8).sin()
 TARGETS = torch.arange(40) % 4
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from gradsync.errors import ConfigError
-from gradsync.verify.plan import Cell, Plan, Settings, make_plan
+from gradsync.verify.settings import Cell, VerifyPlan, VerifySettings, make_plan
 
 
-def plan_of(**changes: Any) -> Plan:
+def plan_of(**changes: Any) -> VerifyPlan:
     asked: dict[str, Any] = {
         "strategies": ["naive", "ddp"],
         "world_sizes": [3, 1, 2],
@@ -88,7 +88,7 @@ def test_what_cannot_be_is_named(changes: dict[str, Any], message: str) -> None:
 
 
 def test_the_last_step_is_short_by_default() -> None:
-    settings = Settings(num_steps=4, num_leaves=5, leaf_size=3)
+    settings = VerifySettings(num_steps=4, num_leaves=5, leaf_size=3)
     assert settings.dataset_size == 3 * 15 + 4  # two leaves, the second with one sample
     assert settings.num_epochs == 1
 
@@ -96,13 +96,13 @@ def test_the_last_step_is_short_by_default() -> None:
 @pytest.mark.parametrize(("leaf_size", "last"), [(1, 1), (2, 2), (3, 2), (8, 2)])
 def test_the_users_short_leaf_has_two_samples(leaf_size: int, last: int) -> None:
     """BatchNorm over a single sample has nothing to take statistics of."""
-    settings = Settings(target="a:b", leaf_size=leaf_size)
+    settings = VerifySettings(target="a:b", leaf_size=leaf_size)
     assert settings.dataset_size == 3 * settings.global_batch_size + leaf_size + last
 
 
 @pytest.mark.parametrize("num_samples", [1, 7, 15, 46, 60, 200])
 def test_there_is_data_for_every_step(num_samples: int) -> None:
-    settings = Settings(num_steps=4, num_samples=num_samples)
+    settings = VerifySettings(num_steps=4, num_samples=num_samples)
     assert settings.num_epochs is not None
     assert settings.num_epochs * num_samples > 3 * settings.global_batch_size
 

@@ -11,9 +11,10 @@ import tyro
 from gradsync.bench import sync
 from gradsync.bench.contestants import parse_contestants, with_ideals
 from gradsync.bench.experiment import from_json
-from gradsync.bench.plan import (
+from gradsync.bench.steps import Baton, my_set
+from gradsync.bench.sync_plan import (
+    BenchPlan,
     Load,
-    Plan,
     SyncSettings,
     duration,
     fits,
@@ -23,10 +24,9 @@ from gradsync.bench.plan import (
     size_of,
     sync_plan,
 )
-from gradsync.bench.steps import Baton, my_set
 from gradsync.errors import ConfigError
 from gradsync.models.config import PRESETS
-from gradsync.parallel.layout import Layout
+from gradsync.parallel.layout import ParallelLayout
 from gradsync.plan.memory import memory_need
 from gradsync.plan.workload import Split, Workload
 from gradsync.world import World
@@ -122,7 +122,7 @@ def test_rounds_begin_with_another_contestant_each() -> None:
     assert plan.num_ranks == 4
     ideals = [plan.ideal_of(entry).label for entry in plan.entries]
     assert ideals == [every[0], every[1], every[0], every[1]]
-    assert from_json(Plan, json.loads(json.dumps(asdict(plan)))) == plan
+    assert from_json(BenchPlan, json.loads(json.dumps(asdict(plan)))) == plan
 
 
 def test_ranks_of_one_start_form_sets() -> None:
@@ -190,7 +190,7 @@ def test_memory_decides_which_size() -> None:
     assert needed_bytes(PRESETS["mini"], side_by_side) > 32 * 16 * PRESETS["mini"].num_params()
     need = memory_need(
         Workload(model=PRESETS["mini"], micro_batch_size=1, seq_len=512, num_leaves=2, kind="cpu"),
-        Split(strategy="ddp", layout=Layout(dp=2)),
+        Split(strategy="ddp", layout=ParallelLayout(dp=2)),
     )
     assert needed_bytes(PRESETS["mini"], LOAD) == 2 * need.total
     assert fits(PRESETS["tiny"], side_by_side, 20 * GB)

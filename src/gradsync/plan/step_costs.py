@@ -24,7 +24,7 @@ from gradsync.plan.collectives import (
     COPY,
     OWN_ALGORITHMS,
     Fit,
-    Place,
+    GroupPlace,
     Traffic,
     all_reduce_s,
     half_s,
@@ -52,14 +52,14 @@ class Prices:
         on_host, on_cpu = len(hardware.hosts) == 1, host.devices[0].kind == "cpu"
         local = min(len(host.devices), layout.world_size)
         per_host = max(local // layout.model_ranks, 1)
-        self.data = Place(
+        self.data = GroupPlace(
             ranks=layout.dp,
             per_host=per_host,
             link=host.link,
             network=network,
             groups_per_host=max(local // per_host, 1),
         )
-        self.shards = Place(
+        self.shards = GroupPlace(
             ranks=layout.tp, per_host=min(layout.tp, local), link=host.link, network=network
         )
         self._stages_far = layout.model_ranks > local

@@ -14,7 +14,7 @@ from gradsync.cli import launch, train_places
 from gradsync.cli.main import main
 from gradsync.cli.train_places import Places, settle, take_places
 from gradsync.errors import ConfigError
-from gradsync.launch.plan import LaunchPlan, Program, parse_program
+from gradsync.launch.request import LaunchPlan, Program, parse_program
 from gradsync.world import World
 
 

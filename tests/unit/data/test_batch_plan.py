@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradsync.data.plan import BatchPlan, cut_step, share, solve_batch_plan
+from gradsync.data.batch_plan import BatchPlan, cut_step, share, solve_batch_plan
 from gradsync.errors import ConfigError
 
 

@@ -26,7 +26,7 @@ DTYPES = ("fp64", "fp32", "bf16")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
+class VerifySettings:
     """Settings that all cells share; ConfigError for a number below 1 or an unknown name."""
 
     num_steps: int = 4
@@ -162,10 +162,10 @@ class Cell:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class VerifyPlan:
     """The matrix in its order of work."""
 
-    settings: Settings
+    settings: VerifySettings
     launches: list[list[Cell]]
     """The cells of each start of ranks: each world size once, the smallest first, then runs that
     continue a checkpoint of the world size before; at last, the smallest continues where the
@@ -183,7 +183,7 @@ def make_plan(
     num_samples: int | None = None,
     leaf_size: int | None = None,
     **others: Any,
-) -> Plan:
+) -> VerifyPlan:
     """The full matrix: every strategy x world size x model x dtype.
 
     The number of leaves is raised to one more than the largest world size where it is smaller, for
@@ -192,10 +192,10 @@ def make_plan(
     Args:
         strategies, world_sizes, models, dtypes: each may come in any order, and twice.
         cross_load: also hand checkpoints from world size to world size and between strategies.
-        num_steps, num_samples, leaf_size: of `Settings`. Where `num_samples` is given, so many are
+        num_steps, num_samples, leaf_size: of `VerifySettings`. Given `num_samples`, so many are
             trained: steps follow from the size of a leaf, or that from the steps, rounded up (the
             last step then goes on with a second pass over the data).
-        others: further fields of `Settings`.
+        others: further fields of `VerifySettings`.
 
     Raises:
         ConfigError: an unknown model or dtype, a world size below 1, an empty list, numbers that
@@ -203,7 +203,7 @@ def make_plan(
     """
     asked = {"num_steps": num_steps, "num_samples": num_samples, "leaf_size": leaf_size}
     given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
-    settings = Settings(**given, **others)
+    settings = VerifySettings(**given, **others)
     sizes = sorted(set(world_sizes))
     lists: dict[str, list[Any]] = {
         "strategies": list(dict.fromkeys(strategies)),
@@ -240,12 +240,12 @@ def make_plan(
         else:
             both = (own + more for own, more in zip(launches[1:], handed[:-1], strict=True))
             launches = [launches[0], *both, handed[-1]]
-    return Plan(settings=settings, launches=launches)
+    return VerifyPlan(settings=settings, launches=launches)
 
 
 def _sized(
-    settings: Settings, num_samples: int, num_steps: int | None, leaf_size: int | None
-) -> Settings:
+    settings: VerifySettings, num_samples: int, num_steps: int | None, leaf_size: int | None
+) -> VerifySettings:
     """`settings` with so many steps, or so large leaves, that `num_samples` are trained."""
     if num_steps is not None and leaf_size is None:
         return replace(settings, leaf_size=-(-num_samples // (num_steps * settings.num_leaves)))

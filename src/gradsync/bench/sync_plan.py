@@ -21,7 +21,7 @@ from gradsync.bench.contestants import ALONE, Contestant
 from gradsync.bench.experiment import check_least
 from gradsync.errors import ConfigError
 from gradsync.models.config import PRESETS, GPTConfig, preset
-from gradsync.parallel.layout import Layout
+from gradsync.parallel.layout import ParallelLayout
 from gradsync.plan.description import Kind
 from gradsync.plan.memory import memory_need
 from gradsync.plan.profile import leaf_operations, probe_work, scaled_profile
@@ -127,7 +127,7 @@ class Entry:
     """A contestant in its set."""
 
     contestant: Contestant
-    worker_set: int  # index into `Plan.sets`
+    worker_set: int  # index into `BenchPlan.sets`
     batch_size: int  # sequences of a rank and step
 
     @property
@@ -137,7 +137,7 @@ class Entry:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class BenchPlan:
     """The whole measurement."""
 
     settings: SyncSettings
@@ -183,7 +183,7 @@ class Plan:
         same_set = (each for each in self.entries if each.worker_set == entry.worker_set)
         return next(each for each in same_set if each.contestant.name == ALONE)
 
-    def fitting(self, load: Load, room: int, *, contestants: int) -> Plan:
+    def fitting(self, load: Load, room: int, *, contestants: int) -> BenchPlan:
         """With models that stay from turn to turn if `contestants` fit into `room` bytes."""
         if fits(self.settings.config, replace(load, contestants=contestants), room):
             return self
@@ -192,10 +192,10 @@ class Plan:
 
 def sync_plan(
     settings: SyncSettings, contestants: Sequence[Contestant], *, world_size: int, batch_size: int
-) -> Plan:
+) -> BenchPlan:
     """One set per allocator setting that occurs."""
     keeps = list(dict.fromkeys(each.keep_memory for each in contestants))
-    return Plan(
+    return BenchPlan(
         settings=settings,
         sets=tuple(WorkerSet(world_size=world_size, keep_memory=keep) for keep in keeps),
         entries=tuple(
@@ -209,10 +209,10 @@ def sync_plan(
     )
 
 
-def sizes_plan(settings: SyncSettings, sizes: Sequence[int], entries: Iterable[Entry]) -> Plan:
+def sizes_plan(settings: SyncSettings, sizes: Sequence[int], entries: Iterable[Entry]) -> BenchPlan:
     """One set per number of ranks, in this order; all keep freed memory."""
     sets = tuple(WorkerSet(world_size=size, keep_memory=True) for size in sizes)
-    return Plan(settings=settings, sets=sets, entries=tuple(entries))
+    return BenchPlan(settings=settings, sets=sets, entries=tuple(entries))
 
 
 def ranks_text(world_size: int) -> str:
@@ -259,7 +259,7 @@ def needed_bytes(config: GPTConfig, load: Load) -> int:
         num_leaves=ranks,
         kind=load.kind,
     )
-    need = memory_need(work, Split(strategy="ddp", layout=Layout(dp=ranks)))
+    need = memory_need(work, Split(strategy="ddp", layout=ParallelLayout(dp=ranks)))
     models = load.busy_ranks if load.contestants == 1 else load.ranks * load.contestants
     held = need.weights + need.gradients + need.optimizer + need.buckets
     leaf = need.total - need.process - held
@@ -328,7 +328,7 @@ _COMPANY = 1.5
 (`invariant`) to 2 (default malloc) in `benchmarks/sync/mini-512/record.json`."""
 
 
-def seconds_of(plan: Plan, step_s: float) -> float:
+def seconds_of(plan: BenchPlan, step_s: float) -> float:
     """How long all of it takes when a step takes `step_s`: checks and turns, one after another."""
     settings = plan.settings
     # A check: as it is, and laid bare after a step more; and once for each set the reference.
@@ -357,7 +357,7 @@ def trial_step(work: Workload, *, ranks_per_host: int) -> float:
     return _COMPANY * alone_s
 
 
-def in_time(plan: Plan, kind: Kind, trial: Callable[[Workload], float]) -> Plan:
+def in_time(plan: BenchPlan, kind: Kind, trial: Callable[[Workload], float]) -> BenchPlan:
     """`plan`, whose model is the largest that fits into memory, with the largest one that takes at
     most `BUDGET_S`; `trial` times a step of a rank, seconds.
 
@@ -365,7 +365,7 @@ def in_time(plan: Plan, kind: Kind, trial: Callable[[Workload], float]) -> Plan:
     """
     largest = PRESETS[plan.settings.model_size].num_params()
     length = plan.settings.context_length or 1
-    found: Plan | None = None
+    found: BenchPlan | None = None
     step_s, operations = 0.0, 1.0
     for name, shape in PRESETS.items():
         if shape.num_params() > largest or shape.block_size < length:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
 from collections.abc import Callable
@@ -353,6 +354,47 @@ def test_nothing_travels_twice(name: str) -> None:
         return counts
 
     assert run_thread_ranks(work, 2) == [[0] * 6] * 2
+
+
+class UsedInAnotherOrder(nn.Module):
+    """Its gradients become ready in another order than the reversed one of its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.first, self.middle = (nn.Linear(6, 6, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.middle(self.first(x).tanh()).tanh())
+
+
+@pytest.mark.parametrize("name", ["invariant", "bucketed", "ring"])
+def test_what_is_left_over_after_buckets_are_laid_out_anew(name: str) -> None:
+    """Rank 1 has neither a backward nor a zero_grad in step 2: its old gradients count no more."""
+    with global_random_state:
+        torch.manual_seed(0)
+        alone = UsedInAnotherOrder()
+    (loss_of(alone, 0, 1) / 2).backward()
+
+    def work(rank: int, group: dist.ProcessGroup) -> tuple[bool, Gradients]:
+        model = copy.deepcopy(alone)
+        model.zero_grad()
+        options = {} if name == "ring" else {"collective": "backend"}
+        sync = replicate(model, sync=name, comm=ProcessGroupCommunicator(group), **options)
+        before = sync.reducer.buckets
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        loss_of(model, rank, 0).backward()
+        optimizer.step()
+        if rank == 0:
+            optimizer.zero_grad()
+            loss_of(model, rank, 1).backward()
+        optimizer.step()
+        found = sync.reducer.buckets is not before, gradients(model)
+        sync.close()
+        return found
+
+    for anew, found in run_thread_ranks(work, 2):
+        assert anew
+        assert_gradients(found, gradients(alone))
 
 
 # -- weights stay equal, whatever ranks do ---------------------------------------------------------

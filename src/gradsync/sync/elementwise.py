@@ -194,11 +194,7 @@ def why_whole(
     """Reason why every rank has to run the whole optimizers; "" when each may update its share.
 
     The same on all ranks, whose optimizers are equal, and in all steps: see `why_not_now`.
-
-    Args:
-        optimizers: the user's.
-        parameters: the synchronised ones.
-        dtypes: of those parameters.
+    `parameters` are the synchronised ones, of these `dtypes`.
     """
     try:
         for optimizer in optimizers:

@@ -26,9 +26,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from gradsync.comm.base import Communicator
-from gradsync.core.torch_private import foreach_mul_, mesh_of
+from gradsync.core.torch_private import mesh_of
 from gradsync.errors import ConfigError
-from gradsync.sync.clip import clip_factor, gradient_norm
+from gradsync.sync.clip import clip_shards
 from gradsync.sync.reducer import Reducer, Replicas, Stopwatch, trainable
 from gradsync.sync.sharded_state import (
     HeldState,
@@ -227,17 +227,7 @@ class FsdpShards(Replicas):
         return [None if p.grad is None else whole(p.grad) for p in self.parameters]
 
     def clip(self, max_norm: float) -> Tensor:
-        """See `Replicas.clip`; the norm is that of the whole gradient."""
-        shards = self.owned()
-        square = torch.zeros((), dtype=torch.float64, device=self.parameters[0].device)
-        if shards:
-            square += gradient_norm(shards).double().square()
-        # Whole group, float64 []; overlaps nothing: the factor depends on it.
-        self.comm.all_reduce(square).wait()
-        norm = square.sqrt().float()
-        if shards:
-            foreach_mul_(shards, clip_factor(norm, max_norm))
-        return norm
+        return clip_shards(self.owned(), max_norm, self.comm, self.parameters[0].device)
 
     def update(self, optimizers: Sequence[Optimizer]) -> None:
         """Update this rank's shards; raises ConfigError for an optimizer that cannot."""

@@ -109,12 +109,7 @@ class UserLoop:
         watch: notices weights that change between steps.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        parts: StepParts,
-        watch: ReplicaWatch,
-    ) -> None:
+    def __init__(self, model: nn.Module, parts: StepParts, watch: ReplicaWatch) -> None:
         self._parts, self._watch = parts, watch
         self._buffers, self._reducer = parts.buffers, parts.reducer
         self.comm = parts.comm

@@ -231,9 +231,11 @@ class FsdpShards(Replicas):
 
     def update(self, optimizers: Sequence[Optimizer]) -> None:
         """Update this rank's shards; raises ConfigError for an optimizer that cannot."""
-        ours = {id(parameter) for parameter in self.parameters}
-        for optimizer in optimizers:
-            _check_optimizer(optimizer, ours)
+        if any(isinstance(optimizer, torch.optim.Muon) for optimizer in optimizers):
+            raise ConfigError(
+                "sync='fsdp': torch.optim.Muon orthogonalises whole matrices, of which each rank "
+                "holds some rows; use sync='invariant', or AdamW for them"
+            )
         super().update(optimizers)
 
     def gather(self, optimizer: Optimizer) -> None:
@@ -365,20 +367,6 @@ class Seen:
         self._indices.add(index)
         self.outside |= not self.enclosed
         self.stopwatch.start()
-
-
-def _check_optimizer(optimizer: Optimizer, ours: set[int]) -> None:
-    """Refuse parameters from before sharding, and optimizers that fail on some shapes of shards."""
-    if not any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
-        raise ConfigError(
-            "sync='fsdp': the optimizer holds none of the model's parameters, which sharding has "
-            "replaced; make it after gs.replicate"
-        )
-    if isinstance(optimizer, torch.optim.Muon):
-        raise ConfigError(
-            "sync='fsdp': torch.optim.Muon orthogonalises whole matrices, of which each rank holds "
-            "some rows; use sync='invariant', or AdamW for them"
-        )
 
 
 def _states(optimizer: Optimizer) -> dict[Any, dict[str, Any]]:

@@ -223,7 +223,7 @@ class UserLoop:
         """Take part in the step, as this rank may have had no backward; gradients are used next."""
         if self._enclosed:
             return
-        self.untracked.check(optimizer)
+        self.untracked.check(optimizer, own_step=True)
         if not self._is_ours(optimizer):
             return
         self._refuse_if_foreign()

@@ -616,6 +616,30 @@ def test_parts_of_a_container_that_is_gone_stay_synchronised(name: str) -> None:
 # -- what is refused, and what is said -------------------------------------------------------------
 
 
+@every_strategy
+@pytest.mark.parametrize("leaves", [(2, 2, 1), (2, 2, 0), (1, 2, 3)])
+def test_a_backward_for_each_leaf_where_shares_are_uneven(
+    name: str, leaves: tuple[int, ...]
+) -> None:
+    """Each is one synchronisation: those of different steps would meet."""
+
+    def loop(rank: int, sync: GradientSync, optimizer: Any) -> str:
+        try:
+            for step in range(4):
+                for leaf in range(leaves[rank]):
+                    loss_of(sync.model, rank, 10 * step + leaf).backward()
+                sync.finish()
+                optimizer.step()
+                optimizer.zero_grad()
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    for said in on_ranks(name, loop):
+        assert said.startswith("number of optimizer.step() since the last synchronisation differs:")
+        assert "enclose all micro-batches of a step but the last in sync.no_sync()" in said
+
+
 @pytest.mark.parametrize("name", ["zero1", "zero2", "local_sgd", "diloco"])
 def test_a_strategy_that_cannot_is_refused_before_ranks_drift(name: str) -> None:
     def work(rank: int, group: dist.ProcessGroup) -> str:

@@ -39,6 +39,14 @@ if TYPE_CHECKING:
 Settings = dict[str, str]
 """Text by name, in the order in which messages look for the first difference."""
 
+STEPS = "number of optimizer.step() since the last synchronisation"
+"""Name of a setting, in the user's training loop."""
+_UNEVEN = (
+    "each loss.backward() outside of sync.no_sync() is a synchronisation, of which all ranks need "
+    "as many before a step: enclose all micro-batches of a step but the last in sync.no_sync(), "
+    "skip no step on one rank alone, and go back to a checkpoint from before: weights differ now"
+)
+
 _BITS = 20
 """Size of a digest's numbers: W n^2 is exact in float64 for up to 2^13 ranks."""
 
@@ -225,7 +233,7 @@ def refuse_difference(comm: Communicator, settings: Settings, why: str) -> None:
         sides = group_ranks([settings.get(name, "nothing") for settings in by_rank])
         if len(sides) > 1:
             values = ", ".join(f"{name_ranks(ranks)} {value}" for value, ranks in sides.items())
-            raise ConfigError(f"{name} differs: {values}; {why}")
+            raise ConfigError(f"{name} differs: {values}; {_UNEVEN if name == STEPS else why}")
     raise ConfigError(f"ranks list their optimizers' options in another order; {why}")
 
 

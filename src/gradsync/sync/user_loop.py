@@ -33,11 +33,7 @@ from gradsync.sync.check_model import ADVICE
 from gradsync.sync.check_replicas import ReplicaWatch
 from gradsync.sync.engine import gone
 from gradsync.sync.module_hook import ModuleHook
-from gradsync.sync.optimizers import (
-    UntrackedParameters,
-    optimizer_watch,
-    settings_of,
-)
+from gradsync.sync.optimizers import STEPS, UntrackedParameters, optimizer_watch, settings_of
 from gradsync.sync.reducer import Reducer
 from gradsync.sync.step import StepCall, StepParts, take_step
 
@@ -93,7 +89,7 @@ _FOREIGN = (
     "apart); in a loop of your own use sync='invariant', 'bucketed', 'naive' or 'fsdp'"
 )
 
-_THE_CALL = {"the call": "loss.backward() or optimizer.step()"}
+_THE_CALL = {"the call": "loss.backward() or optimizer.step()", STEPS: "0"}
 _DRIFTED = (
     "so their last steps differed, and their weights do: go back to a checkpoint from before, and "
     "step with the same on all ranks (a scheduler that looks at a loss: with its mean over ranks)"
@@ -245,7 +241,8 @@ class UserLoop:
         self._stepped.add(optimizer)
         self._watch.remember(optimizer)
         if self.comm.world_size > 1 and not self._discarded:
-            number = sum(name.startswith("the class") for name in self._settings)
+            number = int(self._settings[STEPS])
+            self._settings[STEPS] = str(number + 1)
             self._settings |= settings_of(optimizer, self._reducer.parameters, number=number)
 
     def _is_ours(self, optimizer: torch.optim.Optimizer) -> bool:

@@ -554,6 +554,153 @@ def test_a_handles_own_step_after_a_loop(name: str) -> None:
         assert_gradients(found, mean_gradients(1))
 
 
+def clips(model: nn.Module, max_norm: float = 0.01) -> None:
+    torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+
+
+def clips_past_the_counters(model: nn.Module) -> None:
+    for gradient in (p.grad for p in model.parameters()):
+        if gradient is not None:
+            gradient.data.clamp_(-1e-3, 1e-3)
+
+
+def drops(model: nn.Module) -> None:
+    model.branch.zero_grad()
+
+
+@every_strategy
+@pytest.mark.parametrize("change", [clips, clips_past_the_counters, drops])
+def test_gradients_that_one_rank_could_not_change(name: str, change: Any) -> None:
+    """Rank 1 has no backward, so its gradients come in the optimizer's step: after the change."""
+
+    def loop(rank: int, sync: GradientSync, optimizer: Any) -> tuple[str, bool]:
+        for turn in range(3):
+            if (rank, turn) != (1, 2):
+                loss_of(sync.model, rank, turn).backward()
+            change(sync.model)
+            before = weights(sync.model)
+            try:
+                optimizer.step()
+            except ConfigError as error:
+                assert turn == 2
+                return str(error), torch.equal(before["inner.weight"], sync.model.inner.weight)
+            optimizer.zero_grad()
+        return "", False
+
+    first, without, last = on_ranks(name, loop)
+    assert without == ("", False)
+    for said, kept in (first, last):
+        assert "changed between loss.backward() and optimizer.step()" in said
+        assert "call sync.finish() before it, on all ranks" in said
+        assert kept
+
+
+@every_strategy
+@pytest.mark.parametrize("finishes", [True, False])
+def test_gradients_that_every_rank_could_change(name: str, finishes: bool) -> None:
+    """By a `finish` before the clipping; or the clipping changes nothing; or all step alike."""
+
+    def loop(rank: int, sync: GradientSync, optimizer: Any) -> dict[str, Tensor]:
+        for turn in range(4):
+            if turn == 3 and not finishes:
+                with sync.no_sync():  # and all ranks synchronise in the step
+                    loss_of(sync.model, rank, turn).backward()
+            elif (rank, turn) != (1, 1):
+                loss_of(sync.model, rank, turn).backward()
+            if finishes:
+                sync.finish()
+            clips(sync.model, max_norm=0.01 if finishes else 1e3)
+            optimizer.step()
+            optimizer.zero_grad()
+        return weights(sync.model)
+
+    assert_replicas_equal(on_ranks(name, loop))
+
+
+@every_strategy
+def test_gradients_that_change_once_all_ranks_have_them(name: str) -> None:
+    """Between the steps of two optimizers: rank 1 got them in the first one's."""
+
+    def loop(rank: int, sync: GradientSync, _: Any) -> dict[str, Tensor]:
+        parts = (sync.model.branch, sync.model.inner)
+        optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in parts]
+        for turn in range(3):
+            if (rank, turn) != (1, 1):
+                loss_of(sync.model, rank, turn).backward()
+            optimizers[0].step()
+            clips(sync.model.inner)
+            optimizers[1].step()
+            sync.model.zero_grad()
+        return weights(sync.model)
+
+    assert_replicas_equal(on_ranks(name, loop))
+
+
+@every_strategy
+@pytest.mark.parametrize("goes_on", ["by the next step", "by its own step"])
+def test_a_forward_that_failed_on_one_rank(name: str, goes_on: str) -> None:
+    """`discard` comes before any backward of the step. Rank 2 had none in the step before."""
+
+    def loop(rank: int, sync: GradientSync, optimizer: Any) -> dict[str, Tensor]:
+        for turn in range(5):
+            if (rank, turn) == (1, 2):
+                sync.discard()
+            elif (rank, turn) != (2, 1):
+                loss_of(sync.model, rank, turn).backward()
+            if (rank, turn) != (1, 2) or goes_on == "by its own step":
+                optimizer.step()
+            optimizer.zero_grad()
+        return weights(sync.model)
+
+    found = on_ranks(name, loop)
+    assert_replicas_equal(found)
+    model = start()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for turn in (0, 1, 3, 4):
+        optimizer.zero_grad()
+        for rank in (0, 1) if turn == 1 else range(WORLD_SIZE):
+            (loss_of(model, rank, turn) / WORLD_SIZE).backward()
+        optimizer.step()
+    for key, expected in weights(model).items():
+        torch.testing.assert_close(found[0][key], expected, rtol=1e-5, atol=1e-6)
+
+
+@every_strategy
+def test_a_finish_after_a_discarded_backward_does_nothing(name: str) -> None:
+    """As after any backward; `discard` stands in place of both on the rank that calls it."""
+
+    def loop(rank: int, sync: GradientSync, optimizer: Any) -> dict[str, Tensor]:
+        for turn in range(4):
+            if (rank, turn) == (1, 2):
+                sync.discard()
+            else:
+                loss_of(sync.model, rank, turn).backward()
+                sync.finish()
+            clips(sync.model)
+            optimizer.step()
+            optimizer.zero_grad()
+        return weights(sync.model)
+
+    assert_replicas_equal(on_ranks(name, loop))
+
+
+@every_strategy
+def test_a_discard_hides_no_difference_of_the_step_before(name: str) -> None:
+    def loop(rank: int, sync: GradientSync, optimizer: Any) -> str:
+        optimizer.param_groups[0]["lr"] = 0.1 * (1 + rank)
+        loss_of(sync.model, rank, 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sync.discard() if rank == 1 else loss_of(sync.model, rank, 1).backward()
+        optimizer.step()
+        with pytest.raises(ConfigError) as caught:
+            loss_of(sync.model, rank, 2).backward()
+        return str(caught.value)
+
+    for said in on_ranks(name, loop):
+        assert said.startswith("lr of group 0 differs: rank 0 0.1, rank 1 0.2, rank 2 0.3")
+
+
 # -- several models --------------------------------------------------------------------------------
 
 

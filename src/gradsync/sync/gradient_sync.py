@@ -239,6 +239,7 @@ class GradientSync(UserLoopMethods, StateMethods):
         self._failed = False
         settings = settings_of_step(self._parts, ())
         self._end_step(StepCall(loss=self._loss, discard=True, settings=settings))
+        self._user_loop.step_ends(discarded=True)
 
     def _end_step(self, call: StepCall) -> StepResult:
         """Take the step, then reset."""

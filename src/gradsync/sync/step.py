@@ -75,6 +75,8 @@ class StepCall:
     """The optimizers; None where the user's training loop runs them, and to discard."""
     discard: bool = False
     """Throw all ranks' gradients away."""
+    late: bool = False
+    """Whether this is the optimizer's own step, see user_loop.py."""
     settings: Settings
     """Compared on all ranks before any update."""
     why: str = NOT_UPDATED
@@ -105,6 +107,8 @@ class StepResult:
     """True when a rank called `discard`: no rank has updated anything."""
     had_gradients: bool = True
     """False when no rank had a gradient for any parameter."""
+    late: bool = False
+    """Whether any rank's call was."""
 
 
 def take_step(parts: StepParts, call: StepCall) -> StepResult:
@@ -134,6 +138,7 @@ def take_step(parts: StepParts, call: StepCall) -> StepResult:
         number=parts.number,
         digest=digest(call.settings),
         changed=parts.watch is not None and parts.watch.changed(),
+        late=call.late,
     )
     total_weight = _weight_over_ranks(parts, call, agreed)
     # Where every rank steps alone, `.grad` holds this rank's sum, of its own weight.
@@ -177,6 +182,7 @@ def take_step(parts: StepParts, call: StepCall) -> StepResult:
         *(mean_loss, total_weight, norm, agreed.stop, exposed),
         discarded=agreed.discard,
         had_gradients=any(agreed.used),
+        late=agreed.late,
     )
 
 

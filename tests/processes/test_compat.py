@@ -204,17 +204,50 @@ def test_options_of_torch_are_taken_or_named(caplog: pytest.LogCaptureFixture) -
         assert [batch.tolist() for batch in batches] == [[0, 1], [2, 3]]
         with pytest.raises(ConfigError, match="samples are dealt to ranks here; got"):
             manager.get_dataloader(Numbers(4), 2, sampler=range(4))
-        for name, instead in (("process_group", "comm="), ("mixed_precision", "torch.autocast")):
-            with pytest.raises(ConfigError, match=f"{name}= of torch is .*{instead}"):
-                manager.wrap_model(nn.Linear(1, 1), **{name: 1})
-        with pytest.raises(ConfigError, match="sync='diloco' has no option 'bucket_cap_mb'"):
-            manager.wrap_model(nn.Linear(1, 1), sync="diloco", bucket_cap_mb=25)
-        with pytest.raises(ConfigError, match="bucket_cap_mb must be positive; got -1"):
-            manager.wrap_model(nn.Linear(1, 1), bucket_cap_mb=-1)
         in_order = (False, None, None, 0, double, True)  # as torch's DataLoader takes them
         batches = manager.get_dataloader(Numbers(4), 2, *in_order)
         assert [batch.tolist() for batch in batches] == [[0, 2], [4, 6]]
     assert "pin_memory=True is ignored: batches come on this rank's device" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("sync", "name", "value", "why"),
+    [
+        ("naive", "bucket_cap_mb", 25, "this strategy has no buckets"),
+        ("diloco", "bucket_cap_mb", 1.5, "this strategy has no buckets"),
+        ("invariant", "bucket_cap_mb", None, "this strategy has no buckets"),
+        ("naive", "static_graph", True, "no step is planned from the first one"),
+        ("invariant", "init_sync", True, "it is DistributedDataParallel's default"),
+        ("bucketed", "check_reduction", False, "it is DistributedDataParallel's default"),
+        ("naive", "device_mesh", None, "it is DistributedDataParallel's default"),
+        ("invariant", "dim", 1, "all is on this rank's device"),
+    ],
+)
+def test_options_of_ddp_that_change_no_result_are_ignored(
+    sync: str, name: str, value: object, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.DEBUG, "gradsync"), DDPManager() as manager:
+        manager.wrap_model(nn.Linear(1, 1), sync=sync, **{name: value})
+        assert len(manager._handles) == 1
+    assert f"{name}={value!r} is ignored: {why}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("process_group", 1, "process_group= of torch is .*comm="),
+        ("device_mesh", 1, "device_mesh= of torch is .*comm="),
+        ("mixed_precision", 1, "mixed_precision= of torch is torch.autocast"),
+        ("init_sync", False, "init_sync= of torch is True always"),
+        ("param_to_hook_all_reduce", 1, "sync='naive' has no option 'param_to_hook_all_reduce'"),
+        ("bucket_cap_mb", -1, "bucket_cap_mb must be positive; got -1"),
+    ],
+)
+def test_options_of_ddp_that_would_change_results_are_refused(
+    name: str, value: object, words: str
+) -> None:
+    with DDPManager() as manager, pytest.raises(ConfigError, match=words):
+        manager.wrap_model(nn.Linear(1, 1), sync="naive", **{name: value})
 
 
 def test_what_is_no_model_is_refused() -> None:

@@ -43,8 +43,7 @@ _HAS_NO_MEANING = {
     **dict.fromkeys(("broadcast_buffers", "forward_sync_buffers"), _BUFFERS),
     **dict.fromkeys(("pin_memory", "pin_memory_device"), "batches come on this rank's device"),
     "drop_last": "a pass has whole batches only, and the next one begins with the rest",
-    "persistent_workers": "workers live from pass to pass of one iteration",
-    "prefetch_factor": "workers read ahead by themselves",
+    "persistent_workers": "every pass starts its workers",
     "in_order": "batches always come in order",
 }
 _IS_CALLED = {
@@ -54,8 +53,8 @@ _IS_CALLED = {
     "bucket_cap_mb_list": "bucket_mb=, one size for all",
     **dict.fromkeys(("sampler", "batch_sampler"), "shuffle= and seed=: samples are dealt to ranks"),
     "generator": "seed=",
-    "worker_init_fn": "the data set's own __getitem__",
 }
+_FOR_WORKERS = ("timeout", "prefetch_factor", "multiprocessing_context", "worker_init_fn")
 
 
 class DDPManager:
@@ -182,21 +181,23 @@ class DDPManager:
             in_order: options without their names (`shuffle`, …), as torch's `DataLoader` has them.
             seed: names the order.
             options: of `gs.loader`, such as `shuffle` (True: a new order each epoch, by itself),
-                `num_workers` or `collate_fn`. Those of torch's `DataLoader` that have no meaning
-                here (`pin_memory`, `drop_last`) are ignored.
+                `num_workers` or `collate_fn`; of torch's `DataLoader` those for its workers, such
+                as `timeout`. What has no meaning here (`pin_memory`, `drop_last`) is ignored.
 
         Raises:
             ConfigError: an option of `DataLoader` that has another name here, and which.
         """
         options |= zip([*signature(DataLoader).parameters][2:], in_order, strict=False)
-        known = signature(loader).parameters
+        known = {*_FOR_WORKERS, *signature(loader).parameters}
         options = _without(options, known, DataLoader)
+        for_workers = {name: options.pop(name) for name in _FOR_WORKERS if name in options}
         steps = loader(
             dataset,
             self.world,
             global_batch_size=batch_size * self.world.world_size,
             micro_batch_size=batch_size,
             seed=seed,
+            worker_options=for_workers,
             **options,
         )
         passes = max(len(dataset) // steps.plan.global_batch_size, 1)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gradsync.core.files import read_bytes
+from gradsync.core.files import one_line, read_bytes
 from gradsync.data.meta import Meta
 from gradsync.errors import ConfigError, DataError
 
@@ -106,7 +106,7 @@ class BpeTokenizer:
         try:
             inner = Tokenizer.from_str(text.decode())
         except Exception as error:  # the package raises bare `Exception` for every defect
-            raise DataError(f"{path}: is no tokenizer: {error}") from error
+            raise DataError(f"{path}: is no tokenizer: {one_line(error)}") from error
         return cls(inner)
 
     def save(self, path: Path) -> None:

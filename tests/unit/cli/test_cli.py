@@ -256,6 +256,15 @@ def test_saved_config_reads_back(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert parse_config([str(tmp_path / "config.yaml")]) == config
 
 
+def test_a_log_line_does_not_steer_the_terminal() -> None:
+    code = (
+        "import logging; from gradsync.cli.main import main; main(['--version']);"
+        r"logging.getLogger('gradsync').warning('%s', '\x1bc\x07EVIL\r\x9b31m\x7f')"
+    )
+    said = run_python(["-c", code]).ok().stderr
+    assert said == r"gradsync: WARNING: \x1bc\x07EVIL\r\x9b31m\x7f" + "\n"
+
+
 def test_json_is_one_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = make_data(tmp_path / "data")
     flags = ("--model.block-size", "16", "--micro-batch-size", "2", "--tokens-per-update", "64")

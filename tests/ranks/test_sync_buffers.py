@@ -178,6 +178,30 @@ def test_what_is_not_a_leaf_leaves_no_trace() -> None:
     assert_same_bits(model.state_dict(), start)
 
 
+@pytest.mark.parametrize("loads", [False, True])
+def test_a_step_that_is_refused_leaves_no_trace(loads: bool) -> None:
+    """`step_ends` does not come then; the next step begins as if that one had not been."""
+    model, expected = build(), build()
+    sync, plain = (
+        BufferSync(model, SingleCommunicator()),
+        BufferSync(expected, SingleCommunicator()),
+    )
+    before = copy.deepcopy(model.state_dict())
+    for index in range(2):
+        model(inputs_of(0, index)).sum().backward()
+        sync.leaf_ends()
+    model(inputs_of(0, 2))  # without a backward
+    sync.step_begins()
+    assert_same_bits(dict(model.named_buffers()), dict(expected.named_buffers()))
+    if loads:
+        model.load_state_dict(before)
+    for net, its in ((model, sync), (expected, plain)):
+        net(inputs_of(1, 0)).sum().backward()
+        its.leaf_ends()
+        end_step(its)
+    assert_same_bits(dict(model.named_buffers()), dict(expected.named_buffers()))
+
+
 @pytest.mark.parametrize("how", ["by hand", "loaded", "loaded, submodules called"])
 def test_changes_between_steps_are_the_new_start(how: str) -> None:
     model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3))

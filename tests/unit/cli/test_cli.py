@@ -83,6 +83,11 @@ SMALL = (*TRAIN, "--model.block-size", "16", "--micro-batch-size", "2", "--token
             (*TRAIN, "--model.block-size", "1000000000000", "--seq-len", "256"),
             "--model.block-size (1,000,000,000,000)",
         ),
+        (("prepare", "--out", "data"), "name at least one file or folder"),
+        (("prepare", "nowhere.txt", "--out", "data"), "nowhere.txt does not exist"),
+        (("prepare", "nowhere.txt"), "--out"),
+        (("prepare", ".", "--out", "data", "--nope"), "Unrecognized options: --nope"),
+        (("prepare", ".", "--out", "data", "--tokenizer", "words"), "invalid choice 'words'"),
     ],
 )
 def test_bad_request_gets_one_clear_message(

@@ -9,6 +9,9 @@ import pytest
 import yaml
 
 from gradsync.cli.main import COMMANDS, main
+from gradsync.data import tokenizer
+from gradsync.data.prepare import prepare
+from support.foreign_files import rewrite_json
 from support.launchers import run_python
 from support.small_run import make_data
 
@@ -196,6 +199,49 @@ def test_damaged_data_is_named(
     printed = capsys.readouterr().err
     assert message in printed
     assert "Traceback" not in printed
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "tokenizer.json: is no tokenizer: "),
+        (None, "tokenizer.json: No such file"),
+        ("", "the tokenizer has 280 tokens, meta.json says 299"),
+    ],
+)
+def test_a_tokenizer_that_cannot_spell_the_sample_is_found_first(
+    text: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not where the run is done; one that samples nothing needs none."""
+    (tmp_path / "text").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
+    data = tmp_path / "data"
+    prepare([tmp_path / "text"], data, tokenizer="bpe", vocab_size=280, val_fraction=0.2)
+    if text:
+        (data / "tokenizer.json").write_text(text)
+    elif text is None:
+        (data / "tokenizer.json").unlink()
+    else:
+        rewrite_json(data / "meta.json", lambda meta: meta.update(vocab_size=299))
+    words = (*SMALL, "--data", str(data), "--out", str(tmp_path / "run"), "--steps", "1")
+    capsys.readouterr()
+    assert run(*words) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert printed.err.count("\n") == 1
+    assert not printed.out
+    assert not (tmp_path / "run").exists()
+    assert run(*words, "--sample-tokens", "0") == 0
+
+
+def test_without_the_package_of_its_tokenizer_a_run_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
+    data = tmp_path / "data"
+    prepare([tmp_path / "text"], data, tokenizer="bpe", vocab_size=280, val_fraction=0.2)
+    monkeypatch.setattr(tokenizer, "find_spec", lambda _: None)
+    assert run(*SMALL, "--data", str(data), "--out", str(tmp_path / "run"), "--steps", "1") == 0
+    assert "no sample: bpe needs the package tokenizers" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from gradsync.core.files import one_line, printable
 from gradsync.errors import GradsyncError, LostPeerError, PeerError, RunError
 from gradsync.runtime.network import PeerConnections
 from gradsync.runtime.signals import (
@@ -68,10 +69,10 @@ class Failure:
 
     def as_error(self) -> PeerError:
         """The exception that the other ranks raise."""
-        rank, trace = self.rank, self.traceback_text
-        message = self.summary
+        rank, trace = self.rank, printable(self.traceback_text)
+        message = printable(self.summary)
         if rank >= 0:
-            message = f"rank {rank} on {self.host} failed first: {message}"
+            message = f"rank {rank} on {one_line(self.host)} failed first: {message}"
         if trace:
             message += f"\n--- traceback of rank {rank} ---\n{trace.rstrip()}"
         return PeerError(message, rank=rank, traceback_text=trace, exit_code=self.exit_code)
@@ -357,7 +358,7 @@ class FailureWatch:
         # A reader of our output that is stuck must not keep this process.
         threading.Timer(_LAST_WORDS_S, os._exit, (1,)).start()
         with suppress(Exception):
-            sys.stderr.write(f"gradsync: error: [rank {self._rank}] {message}\n")
+            sys.stderr.write(f"gradsync: error: [rank {self._rank}] {printable(message)}\n")
             sys.stderr.flush()
             sys.stdout.flush()
         os._exit(1)

@@ -11,7 +11,7 @@ import pytest
 
 from gradsync.comm.base import Communicator
 from gradsync.comm.groups import communicator
-from gradsync.sync.check_replicas import ReplicaWatch
+from gradsync.sync.watch import ReplicaWatch
 from gradsync.verify.cell import Setting, run_cell
 from gradsync.verify.record import State
 from gradsync.verify.run import read, save

@@ -16,9 +16,9 @@ from gradsync.comm.work import Done
 from gradsync.errors import GradsyncError
 from gradsync.sync.buckets import Bucket
 from gradsync.sync.engine import Engine
-from gradsync.sync.exact_sum import NUM_BINS
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.replicate import replicate
+from gradsync.sync.step_metadata import NUM_BINS
 from support.recording import RecordingCommunicator
 from support.thread_ranks import run_thread_ranks
 
@@ -279,9 +279,9 @@ def test_bytes_are_what_the_registry_says(sync: str, halves: int) -> None:
     share = (world_size - 1) / world_size
     for sent in run_thread_ranks(work, world_size):
         formula = halves * share * 4 * numel
-        # Three flags, the model's number and a digest's two with their squares, loss, weight, the
+        # Four flags, the model's number and a digest's two with their squares, loss, weight, the
         # used parameter; then perhaps who has how many leaves.
-        small = 2 * share * 8 * (10 + 2 * NUM_BINS)
+        small = 2 * share * 8 * (11 + 2 * NUM_BINS)
         assert formula + small <= sent <= formula + small + 2 * share * 8 * world_size
 
 

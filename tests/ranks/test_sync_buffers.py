@@ -22,8 +22,7 @@ from gradsync.comm.values import all_sum
 from gradsync.data.batch_plan import share
 from gradsync.errors import ConfigError
 from gradsync.sync.batch_norm import choose_batch_norm
-from gradsync.sync.buffers import BufferSync
-from gradsync.sync.exact_sum import exact_sum
+from gradsync.sync.buffers import BufferSync, exact_sum
 from gradsync.sync.replicate import replicate
 from support.thread_ranks import run_thread_ranks
 

@@ -38,7 +38,6 @@ import torch
 from torch import Tensor
 
 from gradsync.comm.base import Messages, Messenger, ReduceOp, Work
-from gradsync.comm.kernels import combine, flat_view
 from gradsync.comm.work import Done
 
 CHUNK_BYTES = 4 << 20
@@ -315,3 +314,23 @@ class P2PCommunicator:
 
     def _peers(self) -> list[int]:
         return [peer for peer in range(self.world_size) if peer != self.rank]
+
+
+# -- operands -------------------------------------------------------------------------------------
+
+_COMBINE = {"sum": torch.add, "min": torch.minimum, "max": torch.maximum}
+
+
+def combine(op: ReduceOp, left: Tensor, right: Tensor, *, out: Tensor) -> None:
+    """Store `left op right` in `out`, which may be one of the two.
+
+    Ranks that combine the same pair must agree on which one is left: the sum of two NaN, and the
+    smaller of 0.0 and -0.0, depend on it.
+    """
+    _COMBINE[op](left, right, out=out)
+
+
+def flat_view(tensor: Tensor) -> Tensor:
+    """View `tensor` as [n], sharing its memory, without autograd."""
+    assert tensor.is_contiguous(), f"shape {tuple(tensor.shape)}, strides {tensor.stride()}"
+    return tensor.detach().view(-1)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from gradsync.comm.base import Communicator, Messenger, ReduceOp
 from gradsync.comm.groups import Groups, SingleCommunicator, Subset, communicator, share_placement
-from gradsync.comm.kernels import combine
 from gradsync.comm.p2p_collectives import (
+    combine,
     doubling_all_reduce,
     hierarchical_all_reduce,
     ring_all_reduce,

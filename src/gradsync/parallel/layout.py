@@ -289,7 +289,7 @@ def norm_places(part: ModelPart, block: int) -> tuple[dict[str, int], int]:
     name; and its length.
 
     The gradient's norm is the root of a sum of squares over fixed blocks of `block` elements
-    (`sync/clip.py`). A rank of a split model writes those that it owns to their places in a vector
+    (`reducer.py`). A rank of a split model writes those that it owns to their places in a vector
     of zeros, and the sum over ranks is the vector of all of them: adding zeros is exact, so all
     ranks get one rank's blocks in one rank's order, and without tensor shards one rank's norm, bit
     for bit.

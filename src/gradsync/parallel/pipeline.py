@@ -27,7 +27,7 @@ from gradsync.errors import RunError
 from gradsync.parallel.split_sync import SplitGroups, SplitSync
 from gradsync.parallel.stage_model import GPTStage
 from gradsync.runtime.seeds import seed_leaf
-from gradsync.sync.loss import LossSum
+from gradsync.sync.step_metadata import LossSum
 
 ScheduleName = Literal["1f1b", "gpipe"]
 SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}

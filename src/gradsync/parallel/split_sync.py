@@ -18,9 +18,16 @@ from gradsync.parallel.layout import EMBEDDING, Coordinates, ModelPart, Parallel
 from gradsync.parallel.transfer import join_weights
 from gradsync.sync.buffers import BufferSync
 from gradsync.sync.check_replicas import check_replicas, hash_bits
-from gradsync.sync.clip import BLOCK, clip_factor, norm_from_blocks, norms_of_blocks
-from gradsync.sync.loss import LossSum
-from gradsync.sync.reducer import Reducer, Replicas, Stopwatch, trainable
+from gradsync.sync.reducer import (
+    BLOCK,
+    Reducer,
+    Replicas,
+    Stopwatch,
+    clip_factor,
+    norm_from_blocks,
+    norms_of_blocks,
+    trainable,
+)
 from gradsync.sync.registry import build_reducer, find_strategy
 from gradsync.sync.state_methods import StateMethods
 from gradsync.sync.step import (
@@ -31,6 +38,7 @@ from gradsync.sync.step import (
     Update,
     take_step,
 )
+from gradsync.sync.step_metadata import LossSum
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -27,7 +27,7 @@ from gradsync.comm.values import all_gather_numbers
 from gradsync.core.torch_private import BatchNorm, check_input
 from gradsync.errors import ConfigError
 from gradsync.sync.check_model import group_ranks, name_ranks
-from gradsync.sync.module_hook import ModuleHook
+from gradsync.sync.watch import ModuleHook
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -19,10 +19,17 @@ alike. In the user's training loop, where a leaf's end is unknown, a rank's forw
 
 A step costs one message of 8 bytes per buffer and, if any changed, two of 8 bytes per element; one
 copy of all buffers is kept. Checkpoints need only the buffers themselves, taken between steps.
+
+[Note: Sums without an order] Per element all ranks agree on the largest exponent, every value
+becomes an integer of at most 62 - log2(most) bits on that scale, and the integers are added,
+wherever they are: bits depend on neither order nor grouping. For up to 512 leaves that is at least
+as fine as float64 for the largest value. An element with an infinite or undefined value sums to
+nan. (The bins of a step's message, [Note: Fixed bins], would be much to send for many elements.)
 """
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,8 +41,7 @@ import torch
 from gradsync.comm.base import Communicator
 from gradsync.core.torch_private import version
 from gradsync.errors import ConfigError
-from gradsync.sync.exact_sum import exact_sum
-from gradsync.sync.module_hook import ModuleHook
+from gradsync.sync.watch import ModuleHook
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -270,3 +276,46 @@ def _find_buffers(model: nn.Module, skip: Collection[nn.Module]) -> list[_Buffer
                 found.append(_Buffer(name, module, key, start=tensor, seen=tensor))
                 found[-1].take_start()
     return found
+
+
+_NOTHING = -2000
+"""Exponent of 0: below those of all float64 numbers."""
+_NOT_FINITE = 5000
+"""Exponent of inf and nan: above all others."""
+
+
+def exact_sum(
+    values: Tensor, jumps: Tensor, comm: Communicator, *, most: int
+) -> tuple[Tensor, Tensor]:
+    """Sum `values` over leaves and ranks ([Note: Sums without an order]), and take the largest of
+    `jumps`, on all ranks.
+
+    Two all-reduces over the whole group, int64 [n + m] and int64 [n]; nothing overlaps them.
+
+    Args:
+        values: float64 [L, n], L >= 1; a rank without leaves gives zeros.
+        jumps: int64 [L, m]; the smallest int64 stands for none.
+        comm: the ranks.
+        most: largest number of values that any element has over all ranks.
+
+    Returns:
+        float64 [n] and int64 [m].
+    """
+    num_values = values.shape[1]
+    exponents = torch.frexp(values).exponent.long().masked_fill(values == 0, _NOTHING)
+    exponents = exponents.masked_fill(~values.isfinite(), _NOT_FINITE)
+    largest = torch.cat([exponents.amax(0), jumps.amax(0)])
+    comm.all_reduce(largest, "max").wait()
+    exponent, largest_jump = largest[:num_values], largest[num_values:]
+    bits = 62 - math.ceil(math.log2(max(most, 1)))
+    shift = bits - exponent.clamp(-900, 1024)
+    scaled = torch.where(values.isfinite(), values, 0.0) * _power_of_two(shift)
+    total = scaled.round().long().sum(0)
+    comm.all_reduce(total, "sum").wait()
+    sums = total.double() * _power_of_two(-shift)
+    return sums.masked_fill(exponent == _NOT_FINITE, math.nan), largest_jump
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """2.0 ** exponent, exactly, from its bits; float64, exponent in -1022 .. 1023."""
+    return ((exponent + 1023) << 52).view(torch.float64)

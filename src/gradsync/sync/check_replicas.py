@@ -1,37 +1,23 @@
-"""Replicas that differ: a comparison of all bits, and a watch for edits between steps.
+"""Replicas that differ: a comparison of all bits (`watch.py` notices edits between steps).
 
 [Note: Replica hash] A tensor's bits are read as integers x_0 .. x_{n-1} (of 1, 2 or 4 bytes; longer
 elements as several). Its hash is the pair (sum of x_i, sum of (i + 1) x_i), both modulo 2**64.
 One flipped bit changes the first sum by a power of two below 2**32, never by a multiple of 2**64.
 Two swapped unequal integers change the second by (x_i - x_j)(j - i), which for n < 2**31 is not 0
 either. Bits are compared, not numbers: 0.0 and -0.0 differ, and so do two NaNs with other payloads.
-
-[Note: Signs of an edit] A checkpoint that only rank 0 loads, or `weight.mul_` in one rank's branch,
-makes replicas that differ. Where ranks divide the update among themselves the next step mixes them,
-and they are equal again: so it must be detected before the update. Each rank looks for cheap signs,
-and all compare once one has found some; `check_replicas` finds the edits that these miss.
-
-    version counters       any in-place operation of autograd, `load_state_dict`
-    addresses              `parameter.data = other`
-    samples, on a CPU      `parameter.data.mul_`, a NumPy array over the memory: some elements of
-                           each of `_SAMPLED` parameters, others after every step
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING
 
 import torch
 
 from gradsync.comm.base import Communicator
-from gradsync.comm.values import all_gather_json, all_gather_numbers, same_on_all_ranks
-from gradsync.core.torch_private import version
+from gradsync.comm.values import all_gather_json, same_on_all_ranks
 from gradsync.errors import RunError
 from gradsync.sync.check_model import group_ranks, name_ranks
-from gradsync.sync.optimizers import Settings, refuse_difference
-from gradsync.sync.step_metadata import StepMetadata
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -41,10 +27,6 @@ _PIECE = 1 << 17
 """Number of integers widened to 64 bits at a time: 1 MiB stays in the cache."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16}
 """Dtype used to read elements of 1 or 2 bytes; longer ones are read as int32."""
-_SAMPLED = 64
-"""Parameters that are sampled after a step, and before the next; about 3 us each."""
-_ELEMENTS = 8
-"""Elements sampled of each parameter."""
 
 
 def check_replicas(
@@ -143,97 +125,3 @@ def _difference(
             f"{parts} hold different bits, and without a majority it cannot be said which is right"
         )
     return f"{where}: {verdict}; go back to a checkpoint from before"
-
-
-class ReplicaWatch:
-    """This rank's replica after the last step, see [Note: Signs of an edit]; frozen parameters
-    too. Not `equal` are ranks that hold different weights on purpose: these are not watched."""
-
-    def __init__(self, model: nn.Module, comm: Communicator, *, equal: bool) -> None:
-        self._comm = comm
-        watched = equal and comm.world_size > 1
-        self._named = list(model.named_parameters()) if watched else []
-        self._weights = [parameter for _, parameter in self._named if _is_plain(parameter)]
-        self._states: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
-        self._turn = 0
-        self._edited = False
-        self.remember()
-
-    def remember(self, *optimizers: Optimizer) -> None:
-        """Accept weights, and the state of `optimizers`, as they are on this rank."""
-        self._turn += 1
-        self._signs = self._signs_now()
-        self.accept_states(*optimizers)
-
-    def accept_states(self, *optimizers: Optimizer) -> None:
-        """Take the state of `optimizers` for the one that steps: ranks have just compared it."""
-        for optimizer in optimizers:
-            self._states[optimizer] = optimizer.state
-
-    def state_of(self, optimizer: Optimizer) -> str:
-        """Origin of its state, the same on ranks that load alike."""
-        if optimizer not in self._states:
-            # Merely reading `state[parameter]` makes an empty entry.
-            loaded = any(optimizer.state.values())
-            return "loaded before the first step" if loaded else "empty"
-        kept = self._states[optimizer] is optimizer.state
-        return "kept from the last step" if kept else "loaded since the last step"
-
-    def changed(self, *optimizers: Optimizer) -> bool:
-        """Whether weights have changed, or one of these states was loaded, since `remember`; or
-        were found so before, and never compared."""
-        if not self._edited:
-            loaded = any(self.state_of(optimizer).startswith("loaded") for optimizer in optimizers)
-            self._edited = loaded or self._signs != self._signs_now()
-        return self._edited
-
-    def refuse_unlike(self, agreed: StepMetadata, settings: Settings, why: str) -> None:
-        """Raise on all ranks when they differ in what the step's message compared: in `settings`
-        (ConfigError, see `refuse_difference`), or in all weights (RunError), which are compared
-        when they have changed on some rank. Not in a step that is discarded."""
-        if agreed.discard:
-            return
-        if not agreed.alike:
-            refuse_difference(self._comm, settings, why)
-        if agreed.changed:
-            # Whole group, int64 [1], then the cost of `check_replicas`.
-            told = all_gather_numbers(self._comm, int(self._edited))
-            self._edited = True
-            edited = [rank for rank, number in enumerate(told) if number]
-            check_replicas(self._named, self._comm, edited=edited)
-            self._edited = False
-
-    def gradients(self) -> list[list[int]]:
-        """Hashes of this rank's gradients; waits for the device."""
-        grads = [weight.grad for weight in self._weights]
-        return [[] if grad is None else hash_bits(grad).tolist() for grad in grads]
-
-    def _signs_now(self) -> tuple[list[int], list[int], bytes]:
-        """Versions and addresses of all weights, and the bits of a few elements of some."""
-        weights, count = self._weights, len(self._weights)
-        first = self._turn * _SAMPLED % count if count > _SAMPLED else 0
-        parts = [_few(w.detach()) for w in weights[first : first + _SAMPLED] if _readable(w)]
-        sample = torch.cat(parts).view(torch.uint8).numpy().tobytes() if parts else b""
-        return [version(w) for w in weights], [w.data_ptr() for w in weights], sample
-
-
-def _is_plain(weight: Tensor) -> bool:
-    """Whether the tensor has memory to look at, and counts its versions."""
-    is_dense = type(weight) is torch.nn.Parameter and weight.layout == torch.strided
-    return is_dense and not weight.is_inference()
-
-
-def _readable(weight: Tensor) -> bool:
-    """Whether it can be read without waiting for a device."""
-    return (
-        weight.device.type == "cpu"
-        and weight.dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-        and weight.is_contiguous()
-        and weight.numel() > 0
-    )
-
-
-def _few(weight: Tensor) -> Tensor:
-    """Up to `_ELEMENTS` elements at equal distances, the first one among them."""
-    count = min(_ELEMENTS, weight.numel())
-    return weight.as_strided((count,), ((weight.numel() - 1) // max(count - 1, 1) or 1,))

@@ -22,7 +22,8 @@ from torch.optim import Optimizer
 
 from gradsync.core.torch_private import optimizer_post_hooks, optimizer_pre_hooks, step_hooks
 from gradsync.errors import ConfigError
-from gradsync.sync.optimizers import OptimizerWatch, options
+from gradsync.sync.step_metadata import options
+from gradsync.sync.watch import OptimizerWatch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -28,8 +28,7 @@ from torch.distributed.tensor import DTensor
 from gradsync.comm.base import Communicator
 from gradsync.core.torch_private import mesh_of
 from gradsync.errors import ConfigError
-from gradsync.sync.clip import clip_shards
-from gradsync.sync.reducer import Reducer, Replicas, Stopwatch, trainable
+from gradsync.sync.reducer import Reducer, Replicas, Stopwatch, clip_shards, trainable
 from gradsync.sync.sharded_state import (
     HeldState,
     Share,

@@ -1,20 +1,34 @@
-"""The handle of a replicated model: leaf after leaf, then the step (see `step.py`)."""
+"""The handle of a replicated model: leaf after leaf, then the step (see `step.py`).
+
+[Note: Mean or sum] A step divides once, by the targets of the whole global batch, so it needs each
+leaf's *sum*. A mean, the default of torch's loss functions, is multiplied by the number of targets
+it was taken over: with `reduction="mean"`, loss = mean x weight. For cross-entropy and `.mean()`
+that gives the sum's gradient bit for bit (weight / weight is 1), for `mse_loss` and similar ones to
+rounding, as those divide by the number of elements first.
+
+A mean that is used as a sum is recognised in the autograd graph. Torch names a graph's nodes and
+their saved values without documenting the names; the tests go through all losses of
+`torch.nn.functional`. A loss that is not recognised causes no warning.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
 from gradsync.comm.base import Communicator
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
+from gradsync.core.torch_private import saved
 from gradsync.errors import ConfigError, RunError
 from gradsync.runtime.gloo_group import wait_until_workers_sleep
 from gradsync.sync.batch_norm import BatchNormHandling, choose_batch_norm
 from gradsync.sync.buffers import BufferSync
-from gradsync.sync.check_replicas import ReplicaWatch
-from gradsync.sync.loss import LossSum, MeanCheck, counts_for_nothing, leaf_weight, to_sum
-from gradsync.sync.optimizers import optimizer_watch, refuse_closure
 from gradsync.sync.reducer import Reducer
 from gradsync.sync.state_methods import StateMethods
 from gradsync.sync.step import (
@@ -27,10 +41,12 @@ from gradsync.sync.step import (
     settings_of_step,
     take_step,
 )
+from gradsync.sync.step_metadata import LossSum
 from gradsync.sync.user_loop import UserLoop, UserLoopMethods, refuse_ddp_around
+from gradsync.sync.watch import ReplicaWatch, optimizer_watch, refuse_closure
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
 HANDLE = "_gradsync"
 """Attribute by which a model refers to its handle; hooks do not keep it alive."""
@@ -283,3 +299,139 @@ class GradientSync(UserLoopMethods, StateMethods):
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """Give a saved model no handle, as for copies."""
         return (type(None), ())
+
+
+# -- a leaf's loss --------------------------------------------------------------------------------
+
+log = logging.getLogger("gradsync")
+
+_MEAN = 1
+"""The `reduction` that a loss's node keeps: 0 none, 1 mean, 2 sum."""
+_LOOKED_AT = 100
+"""Nodes of a graph that are looked at for a mean."""
+_PASSED = ("Add", "Sub", "Neg", "Mul", "Div", "ToCopy", "Clone", "Alias", "View", "Squeeze")
+"""Operations between losses and `backward`'s argument: weighted sums, casts, other shapes."""
+
+
+def leaf_weight(weight: float | Tensor | None, leaf: Any) -> float:
+    """Weight of a leaf, a finite number >= 0: `weight`, or else the leaf's number of targets."""
+    if weight is None:
+        if leaf is None:
+            raise TypeError("backward() needs weight= (the number of targets) or leaf=")
+        weight = leaf.num_targets
+    weight = float(weight)
+    if not 0 <= weight < math.inf:
+        raise ConfigError(f"backward(weight=...) must be a finite number >= 0, got {weight}")
+    return weight
+
+
+def to_sum(loss: Tensor, weight: float, reduction: str | None) -> Tensor:
+    """Convert a leaf's loss, [], to the sum over its `weight` targets, see [Note: Mean or sum];
+    `reduction` None is "sum"."""
+    if reduction not in (None, "sum", "mean"):
+        raise ConfigError(f"backward(reduction=...) must be 'sum' or 'mean', got {reduction!r}")
+    if reduction != "mean":
+        return loss
+    return loss * weight if weight else loss.nan_to_num(0.0, 0.0, 0.0) * 0.0
+
+
+@contextmanager
+def counts_for_nothing(loss: Tensor) -> Iterator[None]:
+    """Enclose the backward of a mean over nothing: every gradient in its graph is zero, where
+    0 / 0 would make it nan. The backward must happen all the same: torch's DDP and FSDP
+    communicate in it."""
+    nodes, seen = [loss.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [inner for inner, _ in node.next_functions]
+    hooks = [node.register_prehook(_zeros) for node in seen]
+    try:
+        yield
+    finally:
+        for hook in hooks:  # a parameter's node outlives the graph
+            hook.remove()
+
+
+def _zeros(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    return tuple(None if g is None else torch.zeros_like(g) for g in gradients)
+
+
+class MeanCheck:
+    """Warns, once and on one rank (`said`), of a mean that is used as a sum, or that was taken over
+    another number of targets than its weight. Checks the first leaves only: a program's loss keeps
+    its form."""
+
+    def __init__(self, *, said: bool) -> None:
+        self._leaves_left = 8 if said else 0
+
+    def __call__(self, loss: Tensor, weight: float, leaf: Any, *, reduction: str | None) -> None:
+        """Check a leaf's `loss`, [], that counts `weight` targets, before its backward."""
+        if not self._leaves_left or weight <= 1 or reduction == "sum":
+            return  # the mean of one is the sum
+        self._leaves_left -= 1
+        wrong = _wrong_count(loss, weight) if reduction else _taken_for_a_sum(loss, weight, leaf)
+        if wrong:
+            self._leaves_left = 0
+            log.warning(wrong + " (said once)")
+
+
+def _taken_for_a_sum(loss: Tensor, weight: float, leaf: Any) -> str:
+    found = list(_reductions(loss, (weight, getattr(leaf, "num_samples", weight))))
+    # torch's own losses say it for the rest: a penalty beside them may be a mean.
+    means = [mean for node, mean in found if saved(node, "reduction") is not None]
+    means = means or [mean for _, mean in found]
+    # One mean per target, added up over the samples, is a sum.
+    if not all(means) or not 0 < len(means) < weight:
+        return ""
+    who = f"weight={weight:g}" if leaf is None else "leaf=leaf"
+    return (
+        "this loss is a mean, and sync.backward takes a sum, which sync.step divides by all "
+        f"targets of the global batch: write sync.backward(loss, {who}, reduction='mean') if it is "
+        "the mean over the leaf's targets, reduction='sum' in the loss function, or "
+        "sync.backward(..., reduction='sum') if it is right as it is"
+    )
+
+
+def _wrong_count(loss: Tensor, weight: float) -> str:
+    found = [node for node, mean in _reductions(loss) if mean and "NllLoss" in node.name()]
+    if len(found) != 1:
+        return ""
+    counted = saved(found[0], "total_weight")  # in the dtype of the logits, and rounded to it
+    rounding = max(1e-5, 2 * torch.finfo(counted.dtype).eps)
+    if math.isclose(float(counted), weight, rel_tol=rounding):
+        return ""
+    return (
+        f"the mean of this loss was taken over {float(counted):g} (targets that are not ignored, "
+        f"or their class weights), but it counts for {weight:g}: give sync.backward the number as "
+        "weight=, as in weight=(labels[:, 1:] != -100).sum() where a language model shifts its "
+        "labels"
+    )
+
+
+def _reductions(loss: Tensor, counts: Sequence[float] = ()) -> Iterator[tuple[Any, bool]]:
+    """The reductions of which `loss`, [], is a weighted sum: nodes, and whether each is a mean.
+
+    A division by one of `counts` makes a mean; one by 2, as in `x.square().sum() / 2`, does not.
+    """
+    nodes = [loss.grad_fn]
+    for _ in range(_LOOKED_AT):
+        node = nodes.pop() if nodes else None
+        if node is None:
+            continue
+        name = node.name().rstrip("0123456789").removesuffix("Backward")
+        if reduction := saved(node, "reduction"):
+            yield node, reduction == _MEAN
+        elif name == "Sum" or (name == "Mean" and (saved(node, "self_sym_numel") or 0) > 1):
+            yield node, name == "Mean"
+        elif name == "Div" and (divisor := _divisor(node)) in counts and divisor > 2:
+            yield node, True
+        elif name in _PASSED:
+            nodes += [inner for inner, _ in node.next_functions]
+
+
+def _divisor(node: Any) -> float:
+    other = saved(node, "other")
+    one = not isinstance(other, Tensor) or other.numel() == 1
+    return 0.0 if other is None or not one else float(other)

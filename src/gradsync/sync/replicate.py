@@ -15,7 +15,6 @@ from gradsync.errors import ConfigError, RunError
 from gradsync.sync.batch_norm import NOT_INVARIANT, choose_batch_norm
 from gradsync.sync.check_model import broadcast_model, check_same_model, refuse_synchronised
 from gradsync.sync.gradient_sync import HANDLE, GradientSync
-from gradsync.sync.optimizers import optimizer_watch
 from gradsync.sync.reducer import trainable
 from gradsync.sync.registry import (
     Strategy,
@@ -24,6 +23,7 @@ from gradsync.sync.registry import (
     find_strategy,
     wants_groups,
 )
+from gradsync.sync.watch import optimizer_watch
 from gradsync.world import World
 
 if TYPE_CHECKING:

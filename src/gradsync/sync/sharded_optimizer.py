@@ -32,7 +32,6 @@ from gradsync.errors import ConfigError
 from gradsync.sync.elementwise import State, arguments_of, check_elementwise, warn_of_threads
 from gradsync.sync.exchange import Then
 from gradsync.sync.layout import BucketPlan, Item, Piece, plan_buckets
-from gradsync.sync.optimizers import options
 from gradsync.sync.sharded_state import (
     HeldState,
     ShardedBucket,
@@ -41,6 +40,7 @@ from gradsync.sync.sharded_state import (
     sharded_state_dict,
     take_state,
 )
+from gradsync.sync.step_metadata import options
 from gradsync.world import World
 
 if TYPE_CHECKING:

@@ -27,19 +27,23 @@ from weakref import WeakKeyDictionary
 import torch
 
 from gradsync.comm.base import Work
-from gradsync.comm.kernels import reduce_in_place
-from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
+from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator, reduce_in_place
 from gradsync.comm.work import Done
 from gradsync.core.torch_private import foreach_mul_
 from gradsync.errors import ConfigError
 from gradsync.sync.buckets import Bucket, Sums
-from gradsync.sync.clip import clip_factor, norm_from_blocks, norms_of_blocks
 from gradsync.sync.elementwise import members_of, why_not_now, why_whole
 from gradsync.sync.exchange import Exchange
 from gradsync.sync.layout import BLOCK, Run
 from gradsync.sync.leaf_tree import FORGOTTEN, UNKNOWN, SumPlan, plan_sum
 from gradsync.sync.options import Recipe
-from gradsync.sync.reducer import Replicas, Stopwatch
+from gradsync.sync.reducer import (
+    Replicas,
+    Stopwatch,
+    clip_factor,
+    norm_from_blocks,
+    norms_of_blocks,
+)
 from gradsync.sync.shared_update import Flat, SharedUpdate, SharedWeights, can_move, flats_of
 
 if TYPE_CHECKING:
@@ -50,7 +54,7 @@ log = logging.getLogger("gradsync")
 
 
 class BlockNorms:
-    """Shared norms of a host's ranks, see [Note: Fixed blocks] in clip.py.
+    """Shared norms of a host's ranks, see [Note: Fixed blocks] in reducer.py.
 
     Args:
         comm: the ranks of the host.

@@ -41,7 +41,7 @@ from gradsync.sync.layout import (
     runs_of,
     share_blocks,
 )
-from gradsync.sync.optimizers import options
+from gradsync.sync.step_metadata import options
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

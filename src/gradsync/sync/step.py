@@ -29,11 +29,17 @@ import torch
 from gradsync.comm.base import Communicator
 from gradsync.errors import ConfigError, GradsyncError
 from gradsync.sync.buffers import BufferSync
-from gradsync.sync.check_replicas import ReplicaWatch
-from gradsync.sync.loss import NO_LOSS, LossSum
-from gradsync.sync.optimizers import Settings, digest, settings_of, shapes
 from gradsync.sync.reducer import Reducer, Stopwatch
-from gradsync.sync.step_metadata import StepMetadata, agree_on_metadata
+from gradsync.sync.step_metadata import (
+    NO_LOSS,
+    LossSum,
+    Settings,
+    StepMetadata,
+    agree_on_metadata,
+    digest,
+    settings_of,
+)
+from gradsync.sync.watch import ReplicaWatch, shapes
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,14 +1,41 @@
-"""The one small message of a step: values that only the host knows, summed over all ranks."""
+"""The one small message of a step: values that only the host knows, summed over all ranks.
+
+It carries losses and weights as exact sums, which parameters have gradients, the wish to stop or to
+discard, and a digest of the optimizers' settings: a rank that steps with another learning rate
+(`ReduceLROnPlateau` on its own loss, a checkpoint that only rank 0 loaded) trains another model;
+where ranks divide the update among themselves, all of them get one mixture of both, which no
+comparison of replicas can detect afterwards. So settings are compared before any update.
+
+[Note: Fixed bins] The bits of these sums depend on neither order nor grouping, unlike those of
+floating point. Below 2^200 a number is cut into its multiples of 2^170, the remaining multiples of
+2^140, and so on down to 2^-220; anything smaller is dropped. A part is an integer of 30 bits on the
+scale of its bin, so up to 2^23 of them add without rounding in float64, here or by an all-reduce.
+Only the sum of the bins rounds, equally on all ranks. One message is enough: no scale has to be
+agreed on first. (Demmel and Nguyen 2013, "Fast reproducible floating-point summation"; the purpose
+is that of Shewchuk's exact sums, `math.fsum`.)
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import json
+import math
+from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from gradsync.comm.base import Communicator
-from gradsync.errors import RunError
+from gradsync.comm.values import all_gather_json
+from gradsync.errors import ConfigError, RunError
+from gradsync.sync.check_model import group_ranks, name_ranks
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +85,8 @@ def agree_on_metadata(
         stop: whether this rank wants to stop.
         discard: whether this rank wants the gradients discarded.
         number: number of the handle; all ranks must be at the same one.
-        digest: two numbers below 2^20, equal on ranks that step alike; see `optimizers.py`.
-        changed: whether this rank's weights changed since the last step; see `check_replicas.py`.
+        digest: two numbers below 2^20, equal on ranks that step alike; see `settings_of`.
+        changed: whether this rank's weights changed since the last step; see `ReplicaWatch`.
         late: whether this rank takes part in its optimizer's own step; see `user_loop.py`.
 
     Raises:
@@ -85,3 +112,188 @@ def agree_on_metadata(
     return StepMetadata(
         losses, stops, discards, any_used, sums, alike=equal, changed=changes, late=lates
     )
+
+
+# -- sums of losses and weights --------------------------------------------------------------------
+
+_LIMIT = 2.0**200
+_UNITS = tuple(2.0**exponent for exponent in range(170, -221, -30))
+NUM_BINS = len(_UNITS) + 1
+"""The last one adds, unchanged, numbers of 2^200 and more, infinite and undefined ones."""
+
+
+def to_bins(values: Tensor) -> Tensor:
+    """The sum of `values` (float64 [L]) in bins, float64 [NUM_BINS]; does not wait."""
+    units = torch.tensor(_UNITS, dtype=torch.float64, device=values.device)
+    inside = values.abs() < _LIMIT
+    # [L, bins]: a value without its bits below each unit; powers of two scale exactly.
+    cut = (values.where(inside, 0.0)[:, None] / units).trunc() * units
+    parts = cut.diff(dim=1, prepend=torch.zeros_like(cut[:, :1]))
+    rest = values.where(~inside, 0.0)
+    return torch.cat([parts.sum(0), rest.sum()[None]])
+
+
+def from_bins(bins: Sequence[float]) -> float:
+    """The sum, rounded once, of bins that were added up anywhere."""
+    *ordinary, rest = bins
+    return math.fsum(ordinary) + rest
+
+
+NO_LOSS = (0.0,) * (2 * NUM_BINS)
+"""Message of a rank whose loop gives no loss: of the others' length, since a rank that discards a
+step may not know how they end it."""
+
+
+class LossSum:
+    """This rank's losses (on `device`) and weights in a step; sums over all ranks do not depend on
+    the distribution of leaves, see [Note: Fixed bins]."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._losses: list[Tensor] = []
+        self._weights: list[float] = []
+
+    @property
+    def num_leaves(self) -> int:
+        """Number of leaves added."""
+        return len(self._losses)
+
+    @property
+    def weight(self) -> float:
+        """Number of targets (or samples) of this rank's leaves."""
+        return math.fsum(self._weights)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether this rank's losses are finite; unchecked on CUDA, where it would wait."""
+        return self._device.type == "cuda" or all(map(torch.isfinite, self._losses))
+
+    def add(self, loss_sum: Tensor, weight: float) -> None:
+        """Add one leaf's summed loss, [], and weight."""
+        self._losses.append(loss_sum.detach().to(self._device, torch.float64, copy=True))
+        self._weights.append(weight)
+
+    def clear(self) -> None:
+        """Start over with no leaves."""
+        self._losses.clear()
+        self._weights.clear()
+
+    def message(self) -> list[float]:
+        """This rank's part of the step's small message, [2 NUM_BINS]: the weight, and the loss
+        where that costs no wait, on a CPU."""
+        weights = to_bins(torch.tensor(self._weights, dtype=torch.float64)).tolist()
+        losses = [0.0] * NUM_BINS if self._device.type == "cuda" else self._bins().tolist()
+        return weights + losses
+
+    @staticmethod
+    def weight_over_ranks(summed: Sequence[float]) -> float:
+        """Weight over all ranks, from the sum of their messages."""
+        return from_bins(summed[:NUM_BINS])
+
+    def over_ranks(self, comm: Communicator, summed: Sequence[float]) -> tuple[Tensor, float]:
+        """Loss (float64 []) and weight over all ranks, from the sum of their messages.
+
+        On CUDA by one more all-reduce: whole group, float64 [NUM_BINS], on the device, overlaps
+        the buckets in progress.
+        """
+        weight = self.weight_over_ranks(summed)
+        if self._device.type != "cuda":
+            return torch.tensor(from_bins(summed[NUM_BINS:]), dtype=torch.float64), weight
+        bins = self._bins()
+        comm.all_reduce(bins).wait()
+        return bins[:-1].flip(0).sum() + bins[-1], weight
+
+    def _bins(self) -> Tensor:
+        if not self._losses:
+            return torch.zeros(NUM_BINS, dtype=torch.float64, device=self._device)
+        return to_bins(torch.stack(self._losses))
+
+
+# -- settings of optimizers ----------------------------------------------------------------------
+
+Settings = dict[str, str]
+"""Text by name, in the order in which messages look for the first difference."""
+STEPS = "number of optimizer.step() since the last synchronisation"
+"""Name of a setting, in the user's training loop."""
+_UNEVEN = (
+    "each loss.backward() outside of sync.no_sync() is a synchronisation, of which all ranks need "
+    "as many before a step: enclose all micro-batches of a step but the last in sync.no_sync(), "
+    "skip no step on one rank alone, and go back to a checkpoint from before: weights differ now"
+)
+_BITS = 20
+"""Size of a digest's numbers: W n^2 is exact in float64 for up to 2^13 ranks."""
+NOT_OPTIONS = frozenset({"params", "param_names"})
+"""Entries of a parameter group that are not hyper-parameters."""
+
+
+def options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyper-parameters of a parameter group."""
+    return {name: value for name, value in group.items() if name not in NOT_OPTIONS}
+
+
+def settings_of(optimizer: Optimizer, parameters: Sequence[Tensor], *, number: int = 0) -> Settings:
+    """Class, hyper-parameters and parameters of each group; equal on ranks that step alike.
+
+    Waits for tensors on a device. Objects count by their class, functions by their name: neither
+    has a text that is the same on all ranks. `parameters` are the model's, in the order that all
+    ranks have; `number` is the optimizer's place among those that step together.
+    """
+    places = {id(parameter): place for place, parameter in enumerate(parameters)}
+    which = f" of optimizer {number}" if number else ""
+    kind = type(optimizer)
+    found = {f"the class{which or ' of the optimizer'}": f"{kind.__module__}.{kind.__qualname__}"}
+    for index, group in enumerate(optimizer.param_groups):
+        where = f" of group {index}{which}"
+        found |= {f"{name}{where}": _text(value) for name, value in options(group).items()}
+        members = array("q", [places.get(id(parameter), -1) for parameter in group["params"]])
+        held = _hash(array("q", sorted(members)).tobytes())[:8]
+        found[f"the list of parameters{where}"] = f"{len(members)} ({held})"
+        # A set has another one in each process, and states would be loaded for other parameters.
+        found[f"the order of parameters{where}"] = _hash(members.tobytes())[:8]
+    return found
+
+
+def digest(settings: Settings) -> tuple[int, int]:
+    """Two numbers of 20 bits, for `agree`; equal for different settings with probability 2**-40."""
+    both = int(_hash(json.dumps(settings).encode()), 16)
+    return both % 2**_BITS, both // 2**_BITS % 2**_BITS
+
+
+def refuse_difference(comm: Communicator, settings: Settings, why: str) -> None:
+    """Raise ConfigError on all ranks, since the digests of their `settings` differ: name the first
+    that differs and each rank's value, then `why` (the consequence, and what to do).
+
+    Two all-gathers (`all_gather_json`).
+    """
+    by_rank: list[Settings] = all_gather_json(comm, settings)
+    for name in dict.fromkeys(name for settings in by_rank for name in settings):
+        sides = group_ranks([settings.get(name, "nothing") for settings in by_rank])
+        if len(sides) > 1:
+            values = ", ".join(f"{name_ranks(ranks)} {value}" for value, ranks in sides.items())
+            raise ConfigError(f"{name} differs: {values}; {_UNEVEN if name == STEPS else why}")
+    raise ConfigError(f"ranks list their optimizers' options in another order; {why}")
+
+
+def _text(value: Any) -> str:
+    """Text that is the same on all ranks for equal values, whatever objects they are."""
+    if isinstance(value, int | None | str | complex | Enum):
+        # An enum's repr shows the member's value, which may be any object.
+        return str(value) if isinstance(value, Enum) else repr(value)
+    if isinstance(value, float):
+        whole = abs(value) < 2**53 and value.is_integer()
+        return repr(int(value)) if whole else repr(float(value))  # 1 and 1.0 are one learning rate
+    if isinstance(value, Mapping):
+        pairs = (
+            (repr(key) if isinstance(key, str | int) else type(key).__qualname__, _text(entry))
+            for key, entry in value.items()
+        )
+        return "{" + ", ".join(f"{key}: {entry}" for key, entry in pairs) + "}"
+    if isinstance(value, list | tuple):
+        return f"({', '.join(_text(entry) for entry in value)})"
+    if hasattr(value, "tolist"):  # tensors, arrays and their scalars
+        return _text(value.tolist())
+    return getattr(value, "__qualname__", type(value).__qualname__)
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=8).hexdigest()

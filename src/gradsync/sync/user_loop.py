@@ -31,12 +31,11 @@ import torch
 from gradsync.core.torch_private import active_ddp, at_the_end_of_backward, current_graph_task
 from gradsync.errors import ConfigError, GradsyncError
 from gradsync.sync.check_model import ADVICE
-from gradsync.sync.check_replicas import ReplicaWatch
 from gradsync.sync.engine import gone
-from gradsync.sync.module_hook import ModuleHook
-from gradsync.sync.optimizers import STEPS, UntrackedParameters, optimizer_watch, settings_of
 from gradsync.sync.reducer import Reducer
 from gradsync.sync.step import StepCall, StepParts, take_step
+from gradsync.sync.step_metadata import STEPS, settings_of
+from gradsync.sync.watch import ModuleHook, ReplicaWatch, UntrackedParameters, optimizer_watch
 
 if TYPE_CHECKING:
     from torch import nn

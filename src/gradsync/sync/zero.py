@@ -20,9 +20,8 @@ from gradsync.comm.base import Communicator, Work
 from gradsync.comm.work import Done
 from gradsync.errors import ConfigError
 from gradsync.sync.buckets import Bucket
-from gradsync.sync.clip import clip_shards
 from gradsync.sync.elementwise import check_elementwise, members_of
-from gradsync.sync.reducer import Replicas, Stopwatch
+from gradsync.sync.reducer import Replicas, Stopwatch, clip_shards
 from gradsync.sync.sharded_optimizer import ShardedOptimizer, ShardLayout, step_together
 from gradsync.sync.sharded_state import HeldState
 

@@ -19,9 +19,9 @@ from gradsync.errors import ConfigError, RunError
 from gradsync.models.config import GPTConfig
 from gradsync.models.gpt import GPT, loss_sum
 from gradsync.sync.gradient_sync import GradientSync
-from gradsync.sync.loss import LossSum
 from gradsync.sync.registry import STRATEGIES
 from gradsync.sync.replicate import replicate
+from gradsync.sync.step_metadata import LossSum
 from gradsync.train.config import OptimConfig, TrainConfig
 from gradsync.train.state import Keep, Whole, load_learnt, save_replica, save_shares
 from gradsync.world import World

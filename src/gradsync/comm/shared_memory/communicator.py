@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from gradsync.comm.base import Communicator, Messages, ReduceOp, Work
-from gradsync.comm.kernels import even_parts, pairs_of_tree, reduce_in_place, reduce_into
 from gradsync.comm.process_group import draw_channel
 from gradsync.comm.shared_memory.ordered_ops import (
     PAGE_BYTES,
@@ -352,3 +351,82 @@ def _check_lengths(whole: Tensor, part: Tensor, world_size: int) -> None:
             f"the whole tensor must be {world_size} times the part, of the same dtype; got "
             f"{whole.dtype} {tuple(whole.shape)} and {part.dtype} {tuple(part.shape)}"
         )
+
+
+# -- sums, piece by piece so that they happen in the cache ----------------------------------------
+
+_COMBINE = {"sum": torch.add, "min": torch.minimum, "max": torch.maximum}
+_CHUNK_BYTES = 2**18
+"""Bytes of one operand's piece: a few of them fit into a core's second-level cache."""
+Pair = tuple[int, int]
+"""(left, right): add operand `right` to operand `left`."""
+
+
+def pairs_of_tree(count: int) -> list[Pair]:
+    """A balanced tree over `count` operands; the result is in operand 0."""
+    pairs, distance = [], 1
+    while distance < count:
+        pairs += [(i, i + distance) for i in range(0, count - distance, 2 * distance)]
+        distance *= 2
+    return pairs
+
+
+def reduce_in_place(
+    operands: Sequence[Tensor],
+    pairs: Iterable[Pair],
+    end: int,
+    copies: Sequence[Tensor],
+    op: ReduceOp = "sum",
+) -> None:
+    """Combine `operands`, each [n], along `pairs`; the result in operand `end` goes to `copies`.
+
+    Operands are overwritten. A copy may be one of the operands.
+
+    Args:
+        operands: same length and dtype.
+        pairs: (left, right) in a valid order of execution.
+        end: index of the operand with the result; -1: no result, copies become zeros.
+        copies: each [n]; those that share `operands[end]`'s memory are left alone.
+        op: sum, min or max.
+    """
+    pairs = list(pairs)
+    if end < 0:
+        for copy in copies:
+            copy.zero_()
+        return
+    result = operands[end]
+    targets = [copy for copy in copies if copy.data_ptr() != result.data_ptr()]
+    for here in _chunks(result):
+        parts = [operand[here] for operand in operands]
+        for left, right in pairs:
+            _COMBINE[op](parts[left], parts[right], out=parts[left])
+        for target in targets:
+            target[here].copy_(parts[end])
+
+
+def reduce_into(out: Tensor, operands: Sequence[Tensor], op: ReduceOp = "sum") -> None:
+    """Store in `out`, [n], the `operands`, each [n], combined along a balanced tree; they keep
+    their values."""
+    if len(operands) == 1:
+        out.copy_(operands[0])
+        return
+    for here in _chunks(out):
+        parts = [operand[here] for operand in operands]
+        while len(parts) > 2:
+            pairs = [parts[i : i + 2] for i in range(0, len(parts), 2)]
+            parts = [_COMBINE[op](*pair) if len(pair) == 2 else pair[0] for pair in pairs]
+        _COMBINE[op](*parts, out=out[here])
+
+
+def _chunks(flat: Tensor) -> Iterator[slice]:
+    """Slices of at most `_CHUNK_BYTES` that cover `flat`."""
+    size = _CHUNK_BYTES // flat.element_size()
+    for start in range(0, flat.numel(), size):
+        yield slice(start, min(start + size, flat.numel()))
+
+
+def even_parts(numel: int, world_size: int) -> list[slice]:
+    """Slices of [numel], one a rank, cut at multiples of 64 elements: one writer per cache line."""
+    blocks = -(-numel // 64)
+    edges = [min(blocks * rank // world_size * 64, numel) for rank in range(world_size + 1)]
+    return [slice(edges[rank], edges[rank + 1]) for rank in range(world_size)]

@@ -22,11 +22,15 @@ from __future__ import annotations
 from torch import Tensor
 
 from gradsync.comm.base import Communicator, Messenger, ReduceOp
-from gradsync.comm.kernels import flat_view, reduce_into
-from gradsync.comm.p2p_collectives import P2PCommunicator, doubling_all_reduce, ring_all_reduce
+from gradsync.comm.p2p_collectives import (
+    P2PCommunicator,
+    doubling_all_reduce,
+    flat_view,
+    ring_all_reduce,
+)
 from gradsync.comm.process_group import Channel
 from gradsync.comm.shared_memory.choose import share_memory
-from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
+from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator, reduce_into
 from gradsync.comm.shared_memory.segment import SharedMemoryError
 from gradsync.comm.values import all_gather_json
 from gradsync.errors import LostPeerError

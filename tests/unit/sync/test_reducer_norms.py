@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradsync.sync.clip import BLOCK, clip_gradients, gradient_norm
+from gradsync.sync.reducer import BLOCK, clip_gradients, gradient_norm
 
 SHAPES = [(3,), (70, 9), (BLOCK,), (BLOCK + 1,), (4, 5, 6, 7), (2 * BLOCK + 77,), ()]
 

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from gradsync.errors import ConfigError
-from gradsync.sync.optimizers import digest, refuse_closure, settings_of
+from gradsync.sync.step_metadata import digest, settings_of
+from gradsync.sync.watch import refuse_closure
 
 
 def settings(number: int = 0, **options: Any) -> dict[str, str]:

@@ -1,63 +1,44 @@
-"""The user's optimizers: notification of their steps, and what is checked before an update.
+"""Watches around a step: for optimizers that step, and for edits of replicas between steps.
 
 Torch offers hooks on all optimizers of the process, in one table. That table must not change while
 another thread steps, so one watch enters it once and stays; listeners come and go here.
 
-A rank that steps with another learning rate (`ReduceLROnPlateau` on its own loss, a checkpoint that
-only rank 0 loaded) trains another model; where ranks divide the update among themselves, all of
-them get one mixture of both, which no comparison of replicas can detect afterwards. So settings are
-compared before any update, by a digest in the step's message.
+[Note: Signs of an edit] A checkpoint that only rank 0 loads, or `weight.mul_` in one rank's branch,
+makes replicas that differ. Where ranks divide the update among themselves the next step mixes them,
+and they are equal again: so it must be detected before the update. Each rank looks for cheap signs,
+and all compare once one has found some; `check_replicas` finds the edits that these miss.
+
+    version counters       any in-place operation of autograd, `load_state_dict`
+    addresses              `parameter.data = other`
+    samples, on a CPU      `parameter.data.mul_`, a NumPy array over the memory: some elements of
+                           each of `_SAMPLED` parameters, others after every step
 """
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-import json
 import threading
 import weakref
-from array import array
-from collections.abc import Collection, Mapping, Sequence
-from enum import Enum
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakKeyDictionary
 
+import torch
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
 from gradsync.comm.base import Communicator
-from gradsync.comm.values import all_gather_json
-from gradsync.core.torch_private import optimizer_pre_hooks
+from gradsync.comm.values import all_gather_numbers
+from gradsync.core.torch_private import optimizer_pre_hooks, version
 from gradsync.errors import ConfigError
-from gradsync.sync.check_model import group_ranks, name_ranks
+from gradsync.sync.check_replicas import check_replicas, hash_bits
+from gradsync.sync.step_metadata import Settings, StepMetadata, refuse_difference
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
-
-Settings = dict[str, str]
-"""Text by name, in the order in which messages look for the first difference."""
-
-STEPS = "number of optimizer.step() since the last synchronisation"
-"""Name of a setting, in the user's training loop."""
-_UNEVEN = (
-    "each loss.backward() outside of sync.no_sync() is a synchronisation, of which all ranks need "
-    "as many before a step: enclose all micro-batches of a step but the last in sync.no_sync(), "
-    "skip no step on one rank alone, and go back to a checkpoint from before: weights differ now"
-)
-
-_BITS = 20
-"""Size of a digest's numbers: W n^2 is exact in float64 for up to 2^13 ranks."""
-
-
-NOT_OPTIONS = frozenset({"params", "param_names"})
-"""Entries of a parameter group that are not hyper-parameters."""
-
-
-def options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyper-parameters of a parameter group."""
-    return {name: value for name, value in group.items() if name not in NOT_OPTIONS}
 
 
 class Listener(Protocol):
@@ -194,69 +175,121 @@ def refuse_closure(optimizer: Optimizer) -> None:
         )
 
 
-def settings_of(optimizer: Optimizer, parameters: Sequence[Tensor], *, number: int = 0) -> Settings:
-    """Class, hyper-parameters and parameters of each group; equal on ranks that step alike.
-
-    Waits for tensors on a device. Objects count by their class, functions by their name: neither
-    has a text that is the same on all ranks. `parameters` are the model's, in the order that all
-    ranks have; `number` is the optimizer's place among those that step together.
-    """
-    places = {id(parameter): place for place, parameter in enumerate(parameters)}
-    which = f" of optimizer {number}" if number else ""
-    kind = type(optimizer)
-    found = {f"the class{which or ' of the optimizer'}": f"{kind.__module__}.{kind.__qualname__}"}
-    for index, group in enumerate(optimizer.param_groups):
-        where = f" of group {index}{which}"
-        found |= {f"{name}{where}": _text(value) for name, value in options(group).items()}
-        members = array("q", [places.get(id(parameter), -1) for parameter in group["params"]])
-        held = _hash(array("q", sorted(members)).tobytes())[:8]
-        found[f"the list of parameters{where}"] = f"{len(members)} ({held})"
-        # A set has another one in each process, and states would be loaded for other parameters.
-        found[f"the order of parameters{where}"] = _hash(members.tobytes())[:8]
-    return found
+_SAMPLED = 64
+"""Parameters that are sampled after a step, and before the next; about 3 us each."""
+_ELEMENTS = 8
+"""Elements sampled of each parameter."""
 
 
-def digest(settings: Settings) -> tuple[int, int]:
-    """Two numbers of 20 bits, for `agree`; equal for different settings with probability 2**-40."""
-    both = int(_hash(json.dumps(settings).encode()), 16)
-    return both % 2**_BITS, both // 2**_BITS % 2**_BITS
+class ReplicaWatch:
+    """This rank's replica after the last step, see [Note: Signs of an edit]; frozen parameters
+    too. Not `equal` are ranks that hold different weights on purpose: these are not watched."""
+
+    def __init__(self, model: nn.Module, comm: Communicator, *, equal: bool) -> None:
+        self._comm = comm
+        watched = equal and comm.world_size > 1
+        self._named = list(model.named_parameters()) if watched else []
+        self._weights = [parameter for _, parameter in self._named if _is_plain(parameter)]
+        self._states: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
+        self._turn = 0
+        self._edited = False
+        self.remember()
+
+    def remember(self, *optimizers: Optimizer) -> None:
+        """Accept weights, and the state of `optimizers`, as they are on this rank."""
+        self._turn += 1
+        self._signs = self._signs_now()
+        self.accept_states(*optimizers)
+
+    def accept_states(self, *optimizers: Optimizer) -> None:
+        """Take the state of `optimizers` for the one that steps: ranks have just compared it."""
+        for optimizer in optimizers:
+            self._states[optimizer] = optimizer.state
+
+    def state_of(self, optimizer: Optimizer) -> str:
+        """Origin of its state, the same on ranks that load alike."""
+        if optimizer not in self._states:
+            # Merely reading `state[parameter]` makes an empty entry.
+            loaded = any(optimizer.state.values())
+            return "loaded before the first step" if loaded else "empty"
+        kept = self._states[optimizer] is optimizer.state
+        return "kept from the last step" if kept else "loaded since the last step"
+
+    def changed(self, *optimizers: Optimizer) -> bool:
+        """Whether weights have changed, or one of these states was loaded, since `remember`; or
+        were found so before, and never compared."""
+        if not self._edited:
+            loaded = any(self.state_of(optimizer).startswith("loaded") for optimizer in optimizers)
+            self._edited = loaded or self._signs != self._signs_now()
+        return self._edited
+
+    def refuse_unlike(self, agreed: StepMetadata, settings: Settings, why: str) -> None:
+        """Raise on all ranks when they differ in what the step's message compared: in `settings`
+        (ConfigError, see `refuse_difference`), or in all weights (RunError), which are compared
+        when they have changed on some rank. Not in a step that is discarded."""
+        if agreed.discard:
+            return
+        if not agreed.alike:
+            refuse_difference(self._comm, settings, why)
+        if agreed.changed:
+            # Whole group, int64 [1], then the cost of `check_replicas`.
+            told = all_gather_numbers(self._comm, int(self._edited))
+            self._edited = True
+            edited = [rank for rank, number in enumerate(told) if number]
+            check_replicas(self._named, self._comm, edited=edited)
+            self._edited = False
+
+    def gradients(self) -> list[list[int]]:
+        """Hashes of this rank's gradients; waits for the device."""
+        grads = [weight.grad for weight in self._weights]
+        return [[] if grad is None else hash_bits(grad).tolist() for grad in grads]
+
+    def _signs_now(self) -> tuple[list[int], list[int], bytes]:
+        """Versions and addresses of all weights, and the bits of a few elements of some."""
+        weights, count = self._weights, len(self._weights)
+        first = self._turn * _SAMPLED % count if count > _SAMPLED else 0
+        parts = [_few(w.detach()) for w in weights[first : first + _SAMPLED] if _readable(w)]
+        sample = torch.cat(parts).view(torch.uint8).numpy().tobytes() if parts else b""
+        return [version(w) for w in weights], [w.data_ptr() for w in weights], sample
 
 
-def refuse_difference(comm: Communicator, settings: Settings, why: str) -> None:
-    """Raise ConfigError on all ranks, since the digests of their `settings` differ: name the first
-    that differs and each rank's value, then `why` (the consequence, and what to do).
-
-    Two all-gathers (`all_gather_json`).
-    """
-    by_rank: list[Settings] = all_gather_json(comm, settings)
-    for name in dict.fromkeys(name for settings in by_rank for name in settings):
-        sides = group_ranks([settings.get(name, "nothing") for settings in by_rank])
-        if len(sides) > 1:
-            values = ", ".join(f"{name_ranks(ranks)} {value}" for value, ranks in sides.items())
-            raise ConfigError(f"{name} differs: {values}; {_UNEVEN if name == STEPS else why}")
-    raise ConfigError(f"ranks list their optimizers' options in another order; {why}")
+def _is_plain(weight: Tensor) -> bool:
+    """Whether the tensor has memory to look at, and counts its versions."""
+    is_dense = type(weight) is torch.nn.Parameter and weight.layout == torch.strided
+    return is_dense and not weight.is_inference()
 
 
-def _text(value: Any) -> str:
-    """Text that is the same on all ranks for equal values, whatever objects they are."""
-    if isinstance(value, int | None | str | complex | Enum):
-        # An enum's repr shows the member's value, which may be any object.
-        return str(value) if isinstance(value, Enum) else repr(value)
-    if isinstance(value, float):
-        whole = abs(value) < 2**53 and value.is_integer()
-        return repr(int(value)) if whole else repr(float(value))  # 1 and 1.0 are one learning rate
-    if isinstance(value, Mapping):
-        pairs = (
-            (repr(key) if isinstance(key, str | int) else type(key).__qualname__, _text(entry))
-            for key, entry in value.items()
-        )
-        return "{" + ", ".join(f"{key}: {entry}" for key, entry in pairs) + "}"
-    if isinstance(value, list | tuple):
-        return f"({', '.join(_text(entry) for entry in value)})"
-    if hasattr(value, "tolist"):  # tensors, arrays and their scalars
-        return _text(value.tolist())
-    return getattr(value, "__qualname__", type(value).__qualname__)
+def _readable(weight: Tensor) -> bool:
+    """Whether it can be read without waiting for a device."""
+    return (
+        weight.device.type == "cpu"
+        and weight.dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+        and weight.is_contiguous()
+        and weight.numel() > 0
+    )
 
 
-def _hash(content: bytes) -> str:
-    return hashlib.blake2b(content, digest_size=8).hexdigest()
+def _few(weight: Tensor) -> Tensor:
+    """Up to `_ELEMENTS` elements at equal distances, the first one among them."""
+    count = min(_ELEMENTS, weight.numel())
+    return weight.as_strided((count,), ((weight.numel() - 1) // max(count - 1, 1) or 1,))
+
+
+class ModuleHook:
+    """Calls `function`; copied or pickled, it becomes a hook that does nothing."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._function(*arguments)
+
+    def __reduce__(self) -> tuple[type[NoHook], tuple[()]]:
+        return (NoHook, ())
+
+
+class NoHook:
+    """Stand-in for a `ModuleHook` in a copy."""
+
+    def __call__(self, *arguments: Any) -> None:
+        """Do nothing."""

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradsync.comm.groups import SingleCommunicator
-from gradsync.sync.exact_sum import NUM_BINS, from_bins, to_bins
-from gradsync.sync.loss import LossSum
+from gradsync.sync.step_metadata import NUM_BINS, LossSum, from_bins, to_bins
 
 NUMBERS = st.lists(
     st.floats(allow_nan=False, allow_infinity=False, min_value=-1e60, max_value=1e60),

@@ -279,9 +279,9 @@ def test_bytes_are_what_the_registry_says(sync: str, halves: int) -> None:
     share = (world_size - 1) / world_size
     for sent in run_thread_ranks(work, world_size):
         formula = halves * share * 4 * numel
-        # Four flags, the model's number and a digest's two with their squares, loss, weight, the
-        # used parameter; then perhaps who has how many leaves.
-        small = 2 * share * 8 * (11 + 2 * NUM_BINS)
+        # Four flags; the model's number, a digest's two and a sample, with squares; loss, weight,
+        # the used parameter; then perhaps who has how many leaves.
+        small = 2 * share * 8 * (13 + 2 * NUM_BINS)
         assert formula + small <= sent <= formula + small + 2 * share * 8 * world_size
 
 

@@ -285,6 +285,40 @@ def test_a_skipped_step_is_named(name: str, collective: str) -> None:
     on_handles(work, two_layers, sync=name, collective=collective)
 
 
+@pytest.mark.parametrize("name", ["bucketed", "naive", "flat", "zero2"])
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("then", ["backward", "step"])
+def test_gradients_cleared_within_a_step_are_named(name: str, to_none: bool, then: str) -> None:
+    """The last leaf alone would count, divided by the weight of all."""
+    model = two_layers()
+    sync = alone(model, sync=name)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = [p.detach().clone() for p in model.parameters()]
+    sync.backward(model(X).sum(), weight=4)
+    optimizer.zero_grad(set_to_none=to_none)
+    if then == "backward":
+        with pytest.raises(ConfigError, match=r"cleared or replaced between sync\.backward"):
+            sync.backward(model(X).sum(), weight=4)
+    elif to_none:
+        with pytest.raises(ConfigError, match=r"cleared or replaced between sync\.backward"):
+            sync.step(optimizer)
+    assert all(map(torch.equal, before, model.parameters()))
+    sync.close()
+
+
+@every_strategy
+def test_gradients_may_be_cleared_before_the_first_leaf(name: str) -> None:
+    model = two_layers()
+    sync = alone(model, sync=name)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        for _ in range(3):
+            sync.backward(model(X).sum(), weight=4)
+        sync.step(optimizer)
+    sync.close()
+
+
 @every_strategy
 def test_gradients_that_no_optimizer_uses_do_not_add_up(name: str) -> None:
     model = two_layers()
@@ -304,6 +338,30 @@ def test_a_weight_is_a_number_of_something(weight: float) -> None:
     sync = alone(model)
     with pytest.raises(ConfigError, match=f"finite number >= 0, got {weight}"):
         sync.backward(model(X).sum(), weight=weight)
+    sync.close()
+
+
+@pytest.mark.parametrize("norm", [-1.0, float("nan")])
+def test_a_norm_to_clip_to_is_not_negative(norm: float) -> None:
+    """It would turn descent into ascent."""
+    model = two_layers()
+    sync = alone(model)
+    sync.backward(model(X).sum(), weight=4)
+    with pytest.raises(ConfigError, match="clip_norm must be a number >= 0"):
+        sync.step(torch.optim.SGD(model.parameters(), lr=0.1), clip_norm=norm)
+    sync.close()
+
+
+def test_a_wrapper_that_is_no_optimizer_is_named() -> None:
+    class Wrapper:
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            self.param_groups, self.step = inner.param_groups, inner.step
+
+    model = two_layers()
+    sync = alone(model)
+    sync.backward(model(X).sum(), weight=4)
+    with pytest.raises(ConfigError, match="got Wrapper, which has no state"):
+        sync.step(Wrapper(torch.optim.SGD(model.parameters(), lr=0.1)))  # type: ignore[arg-type]
     sync.close()
 
 

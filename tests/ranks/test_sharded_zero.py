@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import threading
+from collections import defaultdict
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
@@ -10,12 +12,14 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradsync.checkpoint.optimizer_state import pack_optimizer, unpack_optimizer
 from gradsync.comm.base import Communicator
 from gradsync.comm.groups import SingleCommunicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.data.batch_plan import share
+from gradsync.errors import ConfigError
 from gradsync.sync.build import build_engine
 from gradsync.sync.engine import Engine
 from gradsync.sync.gradient_sync import GradientSync
@@ -195,8 +199,8 @@ _WAYS = {
 
 
 @pytest.mark.parametrize("way", _WAYS)
-def test_a_scheduler_sees_whole_new_weights_and_may_raise(way: str) -> None:
-    """What wraps an optimizer's `step` runs once every rank's weights are there."""
+def test_a_hook_sees_whole_new_weights_and_may_raise(way: str) -> None:
+    """One that is called after a step is called once every rank's weights are there."""
 
     def work(_: int, group: Any) -> list[list[Tensor]]:
         with _RANDOM:
@@ -205,21 +209,20 @@ def test_a_scheduler_sees_whole_new_weights_and_may_raise(way: str) -> None:
         sync = replicate(model, comm=ProcessGroupCommunicator(group), **_WAYS[way])
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
         seen: list[Tensor] = []
-        raises, step = sync.comm.rank == 0, optimizer.step
+        raises = sync.comm.rank == 0
 
-        def look(*arguments: Any) -> None:
+        def look(*_: Any) -> None:
             nonlocal raises
-            step(*arguments)
             seen[:] = weights()
             if raises:
                 raises = False
-                raise KeyError("a scheduler")
+                raise KeyError("a hook")
 
         def weights() -> list[Tensor]:
             return [p.detach().clone() for p in model.parameters()]
 
-        optimizer.step = look
-        with pytest.raises(KeyError, match="a scheduler") if raises else nullcontext():
+        optimizer.register_step_post_hook(look)
+        with pytest.raises(KeyError, match="a hook") if raises else nullcontext():
             do_step(sync, optimizer, 0)
         found = [list(seen), weights()]
         do_step(sync, optimizer, 1)
@@ -232,3 +235,62 @@ def test_a_scheduler_sees_whole_new_weights_and_may_raise(way: str) -> None:
         assert all(map(torch.equal, mine, theirs))
     assert all(map(torch.equal, first[0], first[1]))
     assert not all(map(torch.equal, first[1], first[2]))
+
+
+@pytest.mark.parametrize("way", ["zero1", "zero2"])
+@pytest.mark.parametrize("how", ["hook", "hook on all", "wrapped step"])
+def test_what_would_look_at_whole_gradients_is_refused(way: str, how: str) -> None:
+    """In shards there are none: it would be called without, after the update."""
+    model = SmallNet(branch=False)
+    sync = replicate(model, comm=SingleCommunicator(), **_WAYS[way])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    removable = None
+    if how == "hook":
+        optimizer.register_step_pre_hook(lambda *_: None)
+    elif how == "hook on all":
+        removable = register_optimizer_step_pre_hook(lambda *_: None)
+    else:
+        optimizer.step = lambda *_: None
+    before = [p.detach().clone() for p in model.parameters()]
+    try:
+        with pytest.raises(ConfigError, match=rf"sync='{way}' updates shards"):
+            do_step(sync, optimizer, 0)
+    finally:
+        if removable is not None:
+            removable.remove()
+        sync.close()
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+@pytest.mark.parametrize("way", ["zero1", "zero2", "whole"])
+@pytest.mark.parametrize("how", ["loaded", "a new dict", "gathered and left"])
+def test_state_that_is_loaded_between_steps_counts(way: str, how: str) -> None:
+    def work(_: int, group: Any) -> list[Tensor]:
+        with _RANDOM:
+            torch.manual_seed(1000)
+            model = SmallNet(branch=False)
+        sync = replicate(model, comm=ProcessGroupCommunicator(group), **_WAYS[way])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        for step in range(3):
+            do_step(sync, optimizer, step)
+            if step == 0 or (step == 2 and how == "gathered and left"):
+                sync.gather(optimizer)
+                saved = copy.deepcopy(optimizer.state_dict())
+                if how != "gathered and left":
+                    sync.scatter(optimizer)
+        if how == "loaded":
+            optimizer.load_state_dict(saved)
+        elif how == "a new dict":
+            optimizer.state = defaultdict(dict)
+        do_step(sync, optimizer, 3)
+        found = [p.detach().clone() for p in model.parameters()]
+        sync.gather(optimizer)
+        found += [state["step"] for state in optimizer.state_dict()["state"].values()]
+        sync.close()
+        return found
+
+    results = run_thread_ranks(work, 2)
+    (expected,) = run_thread_ranks(work, 1)
+    for found in results:
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert {int(step) for step in expected[-2:]} == {{"loaded": 2, "a new dict": 1}.get(how, 4)}

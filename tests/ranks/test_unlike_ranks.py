@@ -292,3 +292,52 @@ def test_samples_go_round(monkeypatch: pytest.MonkeyPatch) -> None:
             step(sync, optimizer, False)
 
     on_handles(work, net)
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize(("sync", "options"), OWN_LOOP)
+def test_an_edit_within_an_update_is_noticed_in_the_next_step(
+    sync: str, options: dict[str, Any], own: bool
+) -> None:
+    """By a hook on one rank, which leaves no sign between steps; `BACKEND` with the step whole."""
+
+    def work(handle: GradientSync, _: Any) -> None:
+        optimizer = adamw(handle.model)
+
+        def edit(*_: Any) -> None:
+            if handle.comm.rank == 1:
+                handle.model[1].weight.data.mul_(0.5)
+
+        hook = optimizer.register_step_post_hook(edit)
+        step(handle, optimizer, own)
+        hook.remove()
+        with pytest.raises(RunError, match=r"'1.weight'"):
+            step(handle, optimizer, own)
+
+    on_handles(work, net, sync=sync, **options)
+
+
+def test_samples_taken_after_unequal_counts_cost_one_comparison(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From then on all ranks look at the same elements again."""
+    monkeypatch.setattr("gradsync.sync.watch._SAMPLED", 2)
+    compared: list[int] = []
+
+    def work(sync: GradientSync, _: Any) -> None:
+        optimizer, watch = adamw(sync.model), sync._parts.watch
+        original = watch.refuse_unlike
+
+        def count(agreed: Any, *rest: Any) -> None:
+            compared.append(agreed.changed)
+            original(agreed, *rest)
+
+        watch.refuse_unlike = count
+        step(sync, optimizer, False)
+        if sync.comm.rank:
+            watch.remember(optimizer)
+        for _ in range(3):
+            step(sync, optimizer, False)
+
+    on_handles(work, net)
+    assert sorted(compared) == [False] * 6 + [True] * 2

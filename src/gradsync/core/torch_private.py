@@ -79,10 +79,12 @@ def move_own(module: nn.Module, device: torch.device | str) -> None:
     module._apply(lambda tensor: tensor.to(device), recurse=False)
 
 
-def step_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
-    """Hooks that are called around the step of this optimizer."""
+def step_hooks(
+    optimizer: torch.optim.Optimizer,
+) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
+    """Hooks that are called before and after the step of this optimizer."""
     before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    return [*before.values(), *after.values()]
+    return [*before.values()], [*after.values()]
 
 
 def optimizer_pre_hooks() -> list[Callable[..., Any]]:

@@ -218,15 +218,17 @@ def why_whole(
     return next((reason for reason, holds in reasons.items() if holds), "")
 
 
-def why_not_now(optimizer: Optimizer) -> str:
-    """Why the next step has to be whole, though not every one has; see `why_whole`."""
-    if step_hooks(optimizer):
+def why_not_now(optimizer: Optimizer, *, after: bool = True) -> str:
+    """Why the next step has to be whole, though not every one has; see `why_whole`. Hooks that are
+    called `after` a step count where they would find no gradients."""
+    own, everywhere = step_hooks(optimizer), [optimizer_pre_hooks(), optimizer_post_hooks()]
+    if own[0] or (after and own[1]):
         return "hooks on the optimizer may look at the whole gradient"
-    everywhere = [*optimizer_pre_hooks(), *optimizer_post_hooks()]
+    everywhere = [*everywhere[0], *(everywhere[1] if after else ())]
     if not all(isinstance(getattr(h, "__self__", h), OptimizerWatch) for h in everywhere):
         return "hooks on all optimizers may look at the whole gradient"
-    own = optimizer.__dict__.get("step")  # a scheduler wraps it, to count
-    if own is not None and inspect.unwrap(own) != inspect.unwrap(type(optimizer).step):
+    step = optimizer.__dict__.get("step")  # a scheduler wraps it, to count
+    if step is not None and inspect.unwrap(step) != inspect.unwrap(type(optimizer).step):
         return "optimizer.step was replaced"
     return ""
 

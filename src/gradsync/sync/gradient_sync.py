@@ -24,7 +24,7 @@ from torch import Tensor
 
 from gradsync.comm.base import Communicator
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
-from gradsync.core.torch_private import saved
+from gradsync.core.torch_private import saved, version
 from gradsync.errors import ConfigError, RunError
 from gradsync.runtime.gloo_group import wait_until_workers_sleep
 from gradsync.sync.batch_norm import BatchNormHandling, choose_batch_norm
@@ -48,6 +48,11 @@ from gradsync.sync.watch import ReplicaWatch, optimizer_watch, refuse_closure
 if TYPE_CHECKING:
     from torch import nn
 
+_CHANGED_SUMS = (
+    "gradients were cleared or replaced between sync.backward() and the end of the step, which is "
+    "sync.step(): it clears them itself, so leave zero_grad() out (or call it before the first "
+    "leaf), and clip by sync.step(optimizer, clip_norm=...)"
+)
 HANDLE = "_gradsync"
 """Attribute by which a model refers to its handle; hooks do not keep it alive."""
 
@@ -75,9 +80,7 @@ class GradientSync(UserLoopMethods, StateMethods):
         *,
         number: int = 0,
     ) -> None:
-        self.model = model
-        self.comm = comm
-        self.reducer = reducer
+        self.model, self.comm, self.reducer = model, comm, reducer
         if not reducer.parameters:
             raise RunError("the model has no trainable parameter: nothing to synchronise")
         self._loss = LossSum(reducer.parameters[0].device)
@@ -93,6 +96,7 @@ class GradientSync(UserLoopMethods, StateMethods):
         self._user_loop = UserLoop(model, self._parts, watch)
         self._ddp_watch = refuse_ddp_around(model, reducer)
         self._failed = False
+        self._sums = _Sums(reducer.parameters)
 
     @property
     def mean_loss(self) -> float:
@@ -167,6 +171,7 @@ class GradientSync(UserLoopMethods, StateMethods):
         loss_sum = to_sum(loss, weight, reduction)
         self._check_mean(loss, weight, leaf, reduction=reduction)
         nothing = reduction == "mean" and not weight
+        self._sums.check()
         self._buffers.leaf_begins(last=last)
         root = loss_sum if scale is None else scale.scale(loss_sum)
         with (
@@ -180,6 +185,7 @@ class GradientSync(UserLoopMethods, StateMethods):
         self._failed = False
         self._buffers.leaf_ends(counts=weight > 0)
         self._loss.add(loss_sum, weight)
+        self._sums.note()
 
     def step(
         self,
@@ -212,6 +218,7 @@ class GradientSync(UserLoopMethods, StateMethods):
         """
         reducer, optimizers = self.reducer, each_optimizer(optimizer)
         self._refuse_if_failed()
+        self._sums.check(last=True)
         for each in optimizers:
             refuse_closure(each)
             self._user_loop.untracked.check(each, own_step=False)
@@ -262,6 +269,7 @@ class GradientSync(UserLoopMethods, StateMethods):
         try:
             self._result = take_step(self._parts, call)
         finally:
+            self._sums.forget()
             if not self._loss.num_leaves:
                 self._user_loop.leaves = 0
         return self._result
@@ -299,6 +307,33 @@ class GradientSync(UserLoopMethods, StateMethods):
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """Give a saved model no handle, as for copies."""
         return (type(None), ())
+
+
+class _Sums:
+    """Notices sums of a step's leaves that were cleared or replaced, by the first gradient there
+    is. There is none where leaves are summed elsewhere, as along the tree."""
+
+    def __init__(self, parameters: Sequence[Any]) -> None:
+        self._parameters, self._noted = parameters, (None, 0)
+
+    def note(self) -> None:
+        """Remember them as they are after a leaf."""
+        self._noted = self._first()
+
+    def forget(self) -> None:
+        """Begin another step."""
+        self._noted = (None, 0)
+
+    def check(self, *, last: bool = False) -> None:
+        """Raise ConfigError if they changed; after the `last` leaf communication may change them,
+        and only others in their place are noticed."""
+        (before, number), (now, changed) = self._noted, self._first()
+        if before is not None and (now is not before or (changed != number and not last)):
+            raise ConfigError(_CHANGED_SUMS)
+
+    def _first(self) -> tuple[Any, int]:
+        grad = next((p.grad for p in self._parameters if p.grad is not None), None)
+        return grad, 0 if grad is None else version(grad)
 
 
 # -- a leaf's loss --------------------------------------------------------------------------------

@@ -93,6 +93,10 @@ class StepCall:
     stop: bool = False
     scale: Any = None
 
+    def __post_init__(self) -> None:
+        if self.clip_norm is not None and not self.clip_norm >= 0:  # nan too
+            raise ConfigError(f"clip_norm must be a number >= 0, or None; got {self.clip_norm}")
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
@@ -145,6 +149,7 @@ def take_step(parts: StepParts, call: StepCall) -> StepResult:
         digest=digest(call.settings),
         changed=parts.watch is not None and parts.watch.changed(),
         late=call.late,
+        sample=0 if parts.watch is None else parts.watch.sample,
     )
     total_weight = _weight_over_ranks(parts, call, agreed)
     # Where every rank steps alone, `.grad` holds this rank's sum, of its own weight.
@@ -252,10 +257,10 @@ def each_optimizer(optimizers: Optimizers) -> list[Optimizer]:
     """
     found = list(optimizers) if isinstance(optimizers, Sequence) else [optimizers]
     for optimizer in found:
-        if not hasattr(optimizer, "param_groups"):
+        if missing := [n for n in ("param_groups", "state", "step") if not hasattr(optimizer, n)]:
             raise ConfigError(
                 "expected an optimizer of torch.optim or a list of them, got "
-                f"{type(optimizer).__name__}"
+                f"{type(optimizer).__name__}, which has no {' and no '.join(missing)}"
             )
     if not found:
         raise ConfigError("expected at least one optimizer, got an empty list")

@@ -55,7 +55,7 @@ class StepMetadata:
     alike: bool
     """Whether all ranks sent the same digest."""
     changed: bool
-    """Whether any rank saw weights change between steps."""
+    """Whether any rank saw weights change between steps, or samples of them differ."""
     late: bool
     """Whether any rank takes part in its optimizer's own step only."""
 
@@ -72,10 +72,11 @@ def agree_on_metadata(
     digest: Sequence[int] = (0, 0),
     changed: bool = False,
     late: bool = False,
+    sample: int = 0,
 ) -> StepMetadata:
     """Exchange the step's metadata: one all-reduce, whole group, on the CPU.
 
-    float64 [10 + loss + parameters + counts]. Never waits for the device; overlaps the buckets.
+    float64 [12 + loss + parameters + counts]. Never waits for the device; overlaps the buckets.
 
     Args:
         comm: the ranks.
@@ -88,20 +89,21 @@ def agree_on_metadata(
         digest: two numbers below 2^20, equal on ranks that step alike; see `settings_of`.
         changed: whether this rank's weights changed since the last step; see `ReplicaWatch`.
         late: whether this rank takes part in its optimizer's own step; see `user_loop.py`.
+        sample: a number below 2^20, equal on ranks that hold the same weights; see `ReplicaWatch`.
 
     Raises:
         RunError: ranks are at the steps of different models.
     """
     # Equal numbers, and only those, have W n and W n^2 as their sums.
-    marks = [power for n in (number, *digest) for power in (n, n**2)]
+    marks = [power for n in (number, *digest, sample) for power in (n, n**2)]
     parts = ([stop, discard, changed, late], marks, loss, used, counts)
     message = torch.tensor([x for part in parts for x in part], dtype=torch.float64)
     comm.all_reduce(message).wait()
     flags, agreed_marks, losses, any_use, sums = (
         part.tolist() for part in message.split([len(part) for part in parts])
     )
-    equal = [comm.world_size * mark for mark in marks] == agreed_marks
-    if agreed_marks[:2] != [comm.world_size * number, comm.world_size * number**2]:
+    equal = [comm.world_size * mark == sum_ for mark, sum_ in zip(marks, agreed_marks, strict=True)]
+    if not all(equal[:2]):
         raise RunError(
             f"rank {comm.rank}: ranks synchronise different models at the same time: models that "
             "share a process group must take turns in one order on all ranks; or replicate them "
@@ -110,7 +112,10 @@ def agree_on_metadata(
     stops, discards, changes, lates = (number > 0 for number in flags)
     any_used = [use > 0 for use in any_use]
     return StepMetadata(
-        losses, stops, discards, any_used, sums, alike=equal, changed=changes, late=lates
+        *(losses, stops, discards, any_used, sums),
+        alike=all(equal[:-2]),
+        changed=changes or not all(equal[-2:]),
+        late=lates,
     )
 
 
@@ -220,7 +225,7 @@ _UNEVEN = (
     "as many before a step: enclose all micro-batches of a step but the last in sync.no_sync(), "
     "skip no step on one rank alone, and go back to a checkpoint from before: weights differ now"
 )
-_BITS = 20
+BITS = 20
 """Size of a digest's numbers: W n^2 is exact in float64 for up to 2^13 ranks."""
 NOT_OPTIONS = frozenset({"params", "param_names"})
 """Entries of a parameter group that are not hyper-parameters."""
@@ -246,17 +251,17 @@ def settings_of(optimizer: Optimizer, parameters: Sequence[Tensor], *, number: i
         where = f" of group {index}{which}"
         found |= {f"{name}{where}": _text(value) for name, value in options(group).items()}
         members = array("q", [places.get(id(parameter), -1) for parameter in group["params"]])
-        held = _hash(array("q", sorted(members)).tobytes())[:8]
+        held = hash_text(array("q", sorted(members)).tobytes())[:8]
         found[f"the list of parameters{where}"] = f"{len(members)} ({held})"
         # A set has another one in each process, and states would be loaded for other parameters.
-        found[f"the order of parameters{where}"] = _hash(members.tobytes())[:8]
+        found[f"the order of parameters{where}"] = hash_text(members.tobytes())[:8]
     return found
 
 
 def digest(settings: Settings) -> tuple[int, int]:
     """Two numbers of 20 bits, for `agree`; equal for different settings with probability 2**-40."""
-    both = int(_hash(json.dumps(settings).encode()), 16)
-    return both % 2**_BITS, both // 2**_BITS % 2**_BITS
+    both = int(hash_text(json.dumps(settings).encode()), 16)
+    return both % 2**BITS, both // 2**BITS % 2**BITS
 
 
 def refuse_difference(comm: Communicator, settings: Settings, why: str) -> None:
@@ -295,5 +300,6 @@ def _text(value: Any) -> str:
     return getattr(value, "__qualname__", type(value).__qualname__)
 
 
-def _hash(content: bytes) -> str:
+def hash_text(content: bytes) -> str:
+    """16 hexadecimal digits, equal in any process."""
     return hashlib.blake2b(content, digest_size=8).hexdigest()

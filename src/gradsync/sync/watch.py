@@ -12,6 +12,9 @@ and all compare once one has found some; `check_replicas` finds the edits that t
     addresses              `parameter.data = other`
     samples, on a CPU      `parameter.data.mul_`, a NumPy array over the memory: some elements of
                            each of `_SAMPLED` parameters, others after every step
+
+The samples taken after a step are compared over ranks in the next one's message: an edit within an
+update, by a hook or a clip on one rank, shows in them.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from gradsync.comm.values import all_gather_numbers
 from gradsync.core.torch_private import optimizer_pre_hooks, version
 from gradsync.errors import ConfigError
 from gradsync.sync.check_replicas import check_replicas, hash_bits
-from gradsync.sync.step_metadata import Settings, StepMetadata, refuse_difference
+from gradsync.sync.step_metadata import BITS, Settings, StepMetadata, hash_text, refuse_difference
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -237,7 +240,12 @@ class ReplicaWatch:
             self._edited = True
             edited = [rank for rank, number in enumerate(told) if number]
             check_replicas(self._named, self._comm, edited=edited)
-            self._edited = False
+            self._edited, self._turn = False, 0  # from here on all ranks sample the same elements
+
+    @property
+    def sample(self) -> int:
+        """A number of 20 bits made of the samples taken by `remember`."""
+        return int(hash_text(self._signs[2]), 16) % 2**BITS
 
     def gradients(self) -> list[list[int]]:
         """Hashes of this rank's gradients; waits for the device."""

@@ -20,7 +20,7 @@ from gradsync.comm.base import Communicator, Work
 from gradsync.comm.work import Done
 from gradsync.errors import ConfigError
 from gradsync.sync.buckets import Bucket
-from gradsync.sync.elementwise import check_elementwise, members_of
+from gradsync.sync.elementwise import check_elementwise, members_of, why_not_now
 from gradsync.sync.reducer import Replicas, Stopwatch, clip_shards
 from gradsync.sync.sharded_optimizer import ShardedOptimizer, ShardLayout, step_together
 from gradsync.sync.sharded_state import HeldState
@@ -55,6 +55,7 @@ class ZeroShards(Replicas):
         self._comm, self._buckets, self._in_shards = comm, list(buckets), gradients
         self._sharded: dict[int, ShardedOptimizer] = {}  # by the id of the user's optimizer
         self._members: dict[int, list[list[int]]] = {}
+        self._states: dict[int, Any] = {}  # the users' own, empty between steps
         self._shards: list[Tensor] = []
         self._used: Sequence[bool] = ()
         self._gathers: Work = Done()
@@ -68,6 +69,11 @@ class ZeroShards(Replicas):
                     f"sync={self.strategy!r} shares optimizers' state out element by element: "
                     f"{error}. Use sync='invariant' or another strategy that keeps it whole"
                 ) from None
+            if reason := why_not_now(optimizer, after=False):
+                raise ConfigError(
+                    f"sync={self.strategy!r} updates shards, in which no rank has whole gradients: "
+                    f"{reason}. Use sync='invariant', or a hook that is called after the step"
+                )
 
     def take(
         self,
@@ -121,8 +127,14 @@ class ZeroShards(Replicas):
         return clip_shards(self._shards, max_norm, self._comm, self._shards[0].device)
 
     def update(self, optimizers: Sequence[Optimizer]) -> None:
-        """Update this rank's shards, and start gathering all ranks'."""
+        """Update this rank's shards, and start gathering all ranks'. State that was loaded, or
+        gathered and left there, counts: it is cut into shards first."""
         sharded = [self._of(optimizer) for optimizer in optimizers]
+        for optimizer, its in zip(optimizers, sharded, strict=True):
+            before = self._states.get(id(optimizer), optimizer.state)
+            if before is not optimizer.state or any(optimizer.state.values()):
+                its.take_from(optimizer)
+            self._states[id(optimizer)] = optimizer.state
         shards = self._shards if self._in_shards else None
         self._gathers = step_together(sharded, shards, self._used)
         self._shards = []

@@ -18,10 +18,9 @@ import tyro
 
 from gradsync.cli import health
 from gradsync.cli.arguments import parse
-from gradsync.cli.health import Finding, from_message
+from gradsync.cli.health import Facts, Finding, from_message
 from gradsync.core.files import printable
 from gradsync.errors import ConfigError, GradsyncError, LaunchError, RunError
-from gradsync.plan.description import Hardware
 from gradsync.plan.hardware_file import dump_hardware, hardware_document, hardware_rows
 from gradsync.plan.machine import detect_hardware, version_of
 from gradsync.runtime import environ
@@ -30,6 +29,7 @@ from gradsync.runtime.machine import choose_threads
 from gradsync.runtime.resolve import Resolution, resolve
 from gradsync.world import World
 
+Report = Callable[[Sequence[Finding]], int]
 _LARGE = 16 * 2**20
 _MEET_S, _ANSWER_S, _SILENCE_S = 20.0, 60.0, 2.0
 
@@ -39,8 +39,7 @@ class DoctorOptions:
     """Say whether this machine is ready: which launcher was found and why, what the machine offers,
     and findings with their cures. Under a launcher the ranks meet, measure and are compared.
 
-    Start it as you start training, for example `mpirun -np 2 gradsync doctor`. Exit code 1: there
-    is a blocker.
+    Start it as you start training: `mpirun -np 2 gradsync doctor`. Exit code 1: not ready.
     """
 
     launcher: bool = False
@@ -57,8 +56,7 @@ def run(argv: list[str]) -> int:
     """Carry out `gradsync doctor ARGV`; returns the exit code.
 
     Raises:
-        LaunchError: with --launcher or --hardware, launcher variables are partly set or contradict
-            each other; the message holds what each launcher family says.
+        LaunchError: with --launcher or --hardware, launcher variables make no sense.
         ConfigError: one part only was asked for, but two were named.
         RunError: a rank that is not the main one could not meet the others.
     """
@@ -67,7 +65,9 @@ def run(argv: list[str]) -> int:
         raise ConfigError("--launcher and --hardware each show one part only; leave one out")
     env = environ.snapshot()
     if options.hardware:
-        print(_hardware_file(detect_hardware(env), options.as_json), end="")
+        hardware = detect_hardware(env)
+        as_json = f"{json.dumps(hardware_document(hardware))}\n"
+        print(as_json if options.as_json else dump_hardware(hardware), end="")
         return 0
     try:
         resolution = resolve(env)
@@ -101,20 +101,15 @@ def run(argv: list[str]) -> int:
     said = f"{resolution.world.launcher}, {resolution.reading.says()}; {plan.why}"
     warned = [from_message("launcher", "warning", each) for each in resolution.warnings]
     launcher = warned or [Finding("launcher", "ok", said)]
-    return _diagnose(env, resolution.world, plan, lambda found: report([*launcher, *found]))
+    towards = "" if resolution.world.one_host else plan.address
+    return _diagnose(env, resolution.world, towards, lambda found: report([*launcher, *found]))
 
 
-def _diagnose(
-    env: dict[str, str],
-    world: World,
-    plan: CoordinatorPlan,
-    report: Callable[[Sequence[Finding]], int],
-) -> int:
+def _diagnose(env: dict[str, str], world: World, towards: str, report: Report) -> int:
     """Have findings about this rank or, where there are several, about all reported by rank 0."""
-    facts = health.gather(env, world, plan.address if world.num_nodes > 1 else "")
+    facts = health.gather(env, world, towards)
     if not world.is_distributed:
-        alone = Finding("ranks", "ok", "one; started by a launcher, they are compared")
-        return report([*health.judge(facts), alone])
+        return report([*health.judge(facts), Finding("ranks", "ok", "one, nothing to compare")])
     if facts["torch_problem"]:
         return report(health.judge(facts)) if world.is_main else 1
     from gradsync.comm.process_group import ProcessGroupCommunicator
@@ -164,9 +159,7 @@ def _try_sum(device: str) -> tuple[bool, float, float]:
     return right, fastest_s[0], _LARGE / fastest_s[1]
 
 
-def _print(
-    options: DoctorOptions, document: dict[str, Any], text: str, found: Sequence[Finding]
-) -> int:
+def _print(options: DoctorOptions, document: Facts, text: str, found: Sequence[Finding]) -> int:
     """Print the document or the text with the findings, the disk's last; returns the exit code."""
     findings = [*found, health.judge_disk(health.gather_disk(options.out))]
     lines = [text, "", "findings"]
@@ -176,13 +169,9 @@ def _print(
     counts = Counter(each.level for each in findings)
     ready = "not ready" if counts["blocker"] else "ready"
     lines.append(f"{ready}: {counts['blocker']} blocker(s), {counts['warning']} warning(s)")
-    document = document | {"findings": [asdict(finding) for finding in findings]}
-    print(json.dumps(document) if options.as_json else "\n".join(lines), flush=True)
+    whole = {**document, "findings": [asdict(finding) for finding in findings]}
+    print(json.dumps(whole) if options.as_json else "\n".join(lines), flush=True)
     return int(counts["blocker"] > 0)
-
-
-def _hardware_file(hardware: Hardware, as_json: bool) -> str:
-    return f"{json.dumps(hardware_document(hardware))}\n" if as_json else dump_hardware(hardware)
 
 
 def launcher_text(resolution: Resolution, plan: CoordinatorPlan) -> str:

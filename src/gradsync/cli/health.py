@@ -39,8 +39,6 @@ from gradsync.world import World
 Level = Literal["ok", "warning", "blocker"]
 Facts = Mapping[str, Any]
 _MIB, _GIB = 2**20, 2**30
-_GRAVE = ("torch", "gradsync", "GPUs")
-"""Values that have to be the same on all ranks."""
 _FAMILIES = {"Open MPI": "open ?mpi", "MPICH": "mpich|hydra|intel|mvapich"}
 _ASK_MPI4PY = (
     "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; "
@@ -152,9 +150,7 @@ def _host_facts(world: World) -> dict[str, Any]:
 
 def _mpi_facts(launcher: str) -> list[str] | None:
     """What starts ranks, what mpi4py loads, and why it loads nothing; None where no MPI is used.
-
-    Asked in processes of their own: MPI may end the one that loads it.
-    """
+    Asked in processes of their own: MPI may end the one that loads it."""
     if not version_of("mpi4py") or launcher not in ("python", "openmpi", "mvapich2", "hydra"):
         return None
     with suppress(OSError, subprocess.SubprocessError):
@@ -176,8 +172,8 @@ def gather_disk(out: str) -> dict[str, Any]:
     facts = {"folder": str(folder), "asked": bool(out), "problem": ""}
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
-            started = time.monotonic()
-            file.write(os.urandom(4 * _MIB))
+            data, started = os.urandom(4 * _MIB), time.monotonic()
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
             took_s = time.monotonic() - started
@@ -258,21 +254,15 @@ def judge_limits(facts: Facts) -> list[Finding]:
         cure = "raise `nofile` in /etc/security/limits.conf, or the container's --ulimit"
     found = [grade("open files", said, cure, blocker=soft < needed, warning=soft < 1024)]
     cure = "`ulimit -u 4096` or more where ranks start"
-    few = processes < 1024
-    found.append(grade("processes", _count(processes), cure, warning=few))
+    found.append(grade("processes", _count(processes), cure, warning=processes < 1024))
     infiniband, locked = facts["infiniband"], facts["locked"]
     said = f"{_count(locked / _MIB)} MiB" + ("" if infiniband else ", and no InfiniBand needs it")
-    few = infiniband and locked < _GIB
     cure = "`ulimit -l unlimited` where ranks start"
-    return [*found, grade("locked memory", said, cure, warning=few)]
+    return [*found, grade("locked memory", said, cure, warning=infiniband and locked < _GIB)]
 
 
 def judge_host(facts: Facts) -> list[Finding]:
-    """Cores and memory, which a container may limit; memory that ranks share; MPI.
-
-    Our shared buffers are memfds, which /dev/shm does not bound: those of NCCL and of data loaders
-    are files there.
-    """
+    """Cores, memory, MPI, and /dev/shm, which does not bound our own shared buffers (memfds)."""
     ranks, cores, memory, free = (facts[n] for n in ("ranks_here", "cores", "memory", "free"))
     limit = ", this container's limit; the machine has "
     said = f"{cores} for {ranks} rank(s)"
@@ -311,8 +301,8 @@ def judge_disk(facts: Facts) -> Finding:
         return grade("disk", said, cure, blocker=facts["asked"], warning=True)
     free, took_s = facts["free"], facts["fsync_s"]
     said = f"{facts['folder']} has {_gib(free)} free; 4 MiB are on disk in {took_s:.2g} s"
-    few = free < _GIB or took_s > 1
-    return grade("disk", said, cure, blocker=free < 64 * _MIB, warning=few)
+    slow = took_s > 1
+    return grade("disk", said, cure, blocker=free < 64 * _MIB, warning=slow or free < _GIB)
 
 
 def judge_ranks(ranks: Sequence[Facts]) -> list[Finding]:
@@ -331,10 +321,9 @@ def judge_ranks(ranks: Sequence[Facts]) -> list[Finding]:
         right, latencies, rates = zip(*(rank["sums"][backend] for rank in ranks), strict=True)
         latency_s, rate = max(latencies), min(rates)
         said = f"{latency_s * 1e6:,.0f} µs for 8 bytes, {rate / 1e9:.2g} GB/s for 16 MiB"
-        said = said if all(right) else f"a wrong sum; {said}"
-        slow = latency_s > 0.01 or rate < 5e7
-        check = f"{backend} sum"
-        findings.append(grade(check, said, cure, blocker=not all(right), warning=slow))
+        wrong, slow = not all(right), latency_s > 0.01 or rate < 5e7
+        said = f"a wrong sum; {said}" if wrong else said
+        findings.append(grade(f"{backend} sum", said, cure, blocker=wrong, warning=slow))
     return findings
 
 
@@ -348,7 +337,7 @@ def judge_alike(values: Sequence[Facts]) -> list[Finding]:
         if odd:
             each = ", ".join(f"{_ranks(ranks)} {value}" for value, ranks in odd.items())
             said = f"{name} differs: {each}, the others {usual}"
-            level: Level = "blocker" if name in _GRAVE else "warning"
+            level: Level = "blocker" if name in ("torch", "gradsync", "GPUs") else "warning"
             findings.append(
                 Finding("ranks alike", level, said, "start them all in one environment")
             )

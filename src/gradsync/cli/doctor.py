@@ -1,38 +1,53 @@
-"""`gradsync doctor`: what this process sees of its launcher and machine, without torch."""
+"""`gradsync doctor`: what this process sees of its launcher and machine, and whether that will do.
+
+--launcher and --hardware describe, without torch; else the findings of `cli/health.py` follow.
+"""
 
 from __future__ import annotations
 
 import json
 import platform
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from typing import Annotated, Any
 
 import psutil
 import tyro
 
+from gradsync.cli import health
 from gradsync.cli.arguments import parse
-from gradsync.errors import ConfigError, LaunchError
-from gradsync.plan.description import Hardware
+from gradsync.cli.health import Facts, Finding, from_message
+from gradsync.core.files import printable
+from gradsync.errors import ConfigError, GradsyncError, LaunchError, RunError
 from gradsync.plan.hardware_file import dump_hardware, hardware_document, hardware_rows
-from gradsync.plan.machine import detect_hardware
+from gradsync.plan.machine import detect_hardware, version_of
 from gradsync.runtime import environ
 from gradsync.runtime.coordinator import CoordinatorPlan, plan_coordinator
 from gradsync.runtime.machine import choose_threads
 from gradsync.runtime.resolve import Resolution, resolve
+from gradsync.world import World
+
+Report = Callable[[Sequence[Finding]], int]
+_LARGE = 16 * 2**20
+_MEET_S, _ANSWER_S, _SILENCE_S = 20.0, 60.0, 2.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DoctorOptions:
-    """Show which launcher was found and why, how the ranks will meet, and what the machine offers.
+    """Say whether this machine is ready: which launcher was found and why, what the machine offers,
+    and findings with their cures. Under a launcher the ranks meet, measure and are compared.
 
-    Start it as you start training, for example `mpirun -np 2 gradsync doctor --launcher`.
+    Start it as you start training: `mpirun -np 2 gradsync doctor`. Exit code 1: not ready.
     """
 
     launcher: bool = False
     """Show the launcher part only."""
     hardware: bool = False
     """Show the hardware only, as a file that `gradsync plan --hardware FILE.yaml` takes."""
+    out: str = ""
+    """Folder that a run would write to; default: the working folder."""
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print one JSON document."""
 
@@ -41,43 +56,122 @@ def run(argv: list[str]) -> int:
     """Carry out `gradsync doctor ARGV`; returns the exit code.
 
     Raises:
-        LaunchError: launcher variables are partly set or contradict each other; the message holds
-            what each launcher family says.
+        LaunchError: with --launcher or --hardware, launcher variables make no sense.
         ConfigError: one part only was asked for, but two were named.
+        RunError: a rank that is not the main one could not meet the others.
     """
     options = parse(DoctorOptions, argv, "doctor", pairs=False)
     if options.launcher and options.hardware:
         raise ConfigError("--launcher and --hardware each show one part only; leave one out")
     env = environ.snapshot()
     if options.hardware:
-        print(_hardware_file(detect_hardware(env), options.as_json), end="")
+        hardware = detect_hardware(env)
+        as_json = f"{json.dumps(hardware_document(hardware))}\n"
+        print(as_json if options.as_json else dump_hardware(hardware), end="")
         return 0
-    resolution = resolve(env)
     try:
-        plan = plan_coordinator(env, resolution)
+        resolution = resolve(env)
+        try:
+            plan = plan_coordinator(env, resolution)
+        except LaunchError as error:
+            raise LaunchError(f"{error}\n{resolution.explain()}") from error
     except LaunchError as error:
-        raise LaunchError(f"{error}\n{resolution.explain()}") from error
-    document = launcher_document(resolution, plan)
+        if options.launcher:
+            raise
+        found = [
+            from_message("launcher", "blocker", error),
+            *health.judge(health.gather(env, World(), "")),
+        ]
+        return _print(options, {"machine": describe_machine(1)}, str(error), found)
+    document, text = launcher_document(resolution, plan), launcher_text(resolution, plan)
     if options.launcher:
-        print(json.dumps(document) if options.as_json else launcher_text(resolution, plan))
+        print(json.dumps(document) if options.as_json else text)
         return 0
-    machine = describe_machine(resolution.world.local_world_size)
-    hardware = detect_hardware(env)
-    if options.as_json:
+
+    def report(findings: Sequence[Finding]) -> int:
+        hardware = detect_hardware(env)
+        machine = describe_machine(resolution.world.local_world_size)
+        rows = [(name.replace("_", " "), value) for name, value in machine.items()]
+        lines = [text]
+        for title, part in (("machine", rows), ("hardware", hardware_rows(hardware))):
+            lines += ["", title, *(f"  {name:<16}  {value}" for name, value in part)]
         described = {"machine": machine, "hardware": hardware_document(hardware)}
-        print(json.dumps(document | described))
-        return 0
-    print(launcher_text(resolution, plan))
-    rows = [(name.replace("_", " "), value) for name, value in machine.items()]
-    for title, lines in (("machine", rows), ("hardware", hardware_rows(hardware))):
-        print(f"\n{title}")
-        for name, value in lines:
-            print(f"  {name:<16}  {value}")
-    return 0
+        return _print(options, document | described, "\n".join(lines), findings)
+
+    said = f"{resolution.world.launcher}, {resolution.reading.says()}; {plan.why}"
+    warned = [from_message("launcher", "warning", each) for each in resolution.warnings]
+    launcher = warned or [Finding("launcher", "ok", said)]
+    towards = "" if resolution.world.one_host else plan.address
+    return _diagnose(env, resolution.world, towards, lambda found: report([*launcher, *found]))
 
 
-def _hardware_file(hardware: Hardware, as_json: bool) -> str:
-    return f"{json.dumps(hardware_document(hardware))}\n" if as_json else dump_hardware(hardware)
+def _diagnose(env: dict[str, str], world: World, towards: str, report: Report) -> int:
+    """Have findings about this rank or, where there are several, about all reported by rank 0."""
+    facts = health.gather(env, world, towards)
+    if not world.is_distributed:
+        return report([*health.judge(facts), Finding("ranks", "ok", "one, nothing to compare")])
+    if facts["torch_problem"]:
+        return report(health.judge(facts)) if world.is_main else 1
+    from gradsync.comm.process_group import ProcessGroupCommunicator
+    from gradsync.comm.values import all_gather_json, all_gather_numbers
+    from gradsync.runtime.session import Session, SessionOptions
+
+    session = Session(SessionOptions(rendezvous_timeout_s=_MEET_S, timeout_s=_ANSWER_S), env=env)
+    try:
+        with session as here:
+            import torch.distributed as dist
+
+            comm = ProcessGroupCommunicator(dist.group.WORLD)
+            sums = {"gloo": _try_sum("cpu")}
+            if here.device != "cpu":
+                sums["nccl"] = _try_sum(here.device)
+            all_gather_numbers(comm, 0)  # the clocks are read together
+            told = {"facts": facts, "sums": sums, "time_s": time.time()}
+            findings = health.judge_ranks(all_gather_json(comm, told))
+            code = report(findings) if world.is_main else 0
+            # A launcher ends all ranks when one has failed: rank 0 speaks first, here and below.
+            return max(all_gather_numbers(comm, code))
+    except (GradsyncError, RuntimeError, OSError) as error:
+        problem = from_message("ranks", "blocker", error)
+        if world.is_main:
+            return report([*health.judge(facts), problem])
+        time.sleep(_SILENCE_S)
+        raise RunError(f"{problem.said}; {problem.cure}") from error
+
+
+def _try_sum(device: str) -> tuple[bool, float, float]:
+    """All-reduce known numbers: whether it is right, seconds of 8 bytes, bytes per second."""
+    import torch
+    import torch.distributed as dist
+
+    size, right, fastest_s = dist.get_world_size(), True, []
+    for length, count in ((1, 20), (_LARGE // 8, 4)):
+        times = []
+        for _ in range(count):
+            data = torch.full((length,), dist.get_rank() + 1.0, dtype=torch.float64, device=device)
+            right &= data[0].item() == dist.get_rank() + 1  # the device is done
+            started = time.perf_counter()
+            dist.all_reduce(data)
+            right &= data[0].item() == size * (size + 1) / 2
+            times.append(time.perf_counter() - started)
+            right &= bool((data == size * (size + 1) / 2).all())
+        fastest_s.append(min(times))
+    return right, fastest_s[0], _LARGE / fastest_s[1]
+
+
+def _print(options: DoctorOptions, document: Facts, text: str, found: Sequence[Finding]) -> int:
+    """Print the document or the text with the findings, the disk's last; returns the exit code."""
+    findings = [*found, health.judge_disk(health.gather_disk(options.out))]
+    lines = [text, "", "findings"]
+    for each in findings:
+        cure = f"; {each.cure}" if each.cure else ""
+        lines.append(printable(f"  {each.level:<7}  {each.check:<13}  {each.said}{cure}", kept=""))
+    counts = Counter(each.level for each in findings)
+    ready = "not ready" if counts["blocker"] else "ready"
+    lines.append(f"{ready}: {counts['blocker']} blocker(s), {counts['warning']} warning(s)")
+    whole = {**document, "findings": [asdict(finding) for finding in findings]}
+    print(json.dumps(whole) if options.as_json else "\n".join(lines), flush=True)
+    return int(counts["blocker"] > 0)
 
 
 def launcher_text(resolution: Resolution, plan: CoordinatorPlan) -> str:
@@ -127,16 +221,9 @@ def describe_machine(local_world_size: int) -> dict[str, str | int | float]:
     """
     return {
         "python": platform.python_version(),
-        "gradsync": _version("gradsync"),
-        "torch": _version("torch"),
+        "gradsync": version_of("gradsync") or "not installed",
+        "torch": version_of("torch") or "not installed",
         "cores": choose_threads(1),
         "threads_per_rank": choose_threads(local_world_size),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
     }
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"

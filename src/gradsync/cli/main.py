@@ -33,7 +33,7 @@ COMMANDS = {
     "plan": "say which strategy, batch and split fit a machine, here or anywhere",
     "launch": "start ranks on this host, or say what to start on each of several",
     "submit": "write, check and submit a Slurm job",
-    "doctor": "show what gradsync sees: launcher, world, machine",
+    "doctor": "say whether this machine is ready, and what gradsync sees",
 }
 
 _SILENCE_S = 2.0

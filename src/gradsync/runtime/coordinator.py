@@ -141,31 +141,31 @@ def plan_coordinator(
     system = system or System()
     world = resolution.world
     addr = env.get("MASTER_ADDR", "").strip()
-    given_port = _given_port(env)
+    port = given_port(env)
     if addr and re.fullmatch(r"[A-Za-z0-9._:%-]{1,255}", addr) is None:
         raise LaunchError(f"MASTER_ADDR={addr[:80]!r} is not a host name or address")
-    if addr and (given_port or world.is_distributed):
+    if addr and (port or world.is_distributed):
         agent = env.get("TORCHELASTIC_USE_AGENT_STORE", "").strip() == "True"
         return CoordinatorPlan(
             kind="given",
             address=addr,
-            port=given_port or _fallback_port(env, world.launcher),
+            port=port or _fallback_port(env, world.launcher),
             hosted_by_agent=agent and world.launcher == "torchrun",
-            why="MASTER_ADDR and " + ("MASTER_PORT" if given_port else "the fallback port"),
+            why="MASTER_ADDR and " + ("MASTER_PORT" if port else "the fallback port"),
         )
     if not world.is_distributed:
         return CoordinatorPlan(kind="none", why="one rank needs no coordinator")
     if world.one_host:
-        return _plan_one_host(env, resolution, given_port, system)
+        return _plan_one_host(env, resolution, port, system)
     # Without the local size, ranks may differ in whether they see several hosts: no broadcast.
     if world.launcher in ("openmpi", "mvapich2", "hydra") and resolution.reading.trust_local:
-        return CoordinatorPlan(kind="mpi", port=given_port, why="rank 0 tells all through mpi4py")
+        return CoordinatorPlan(kind="mpi", port=port, why="rank 0 tells all through mpi4py")
     host, source = _first_host(env, world.launcher, system)
     return CoordinatorPlan(
         kind="port",
         address=_reachable(host, world.launcher, system),
-        port=given_port or _fallback_port(env, world.launcher),
-        why=f"first host of {source}, port from " + ("MASTER_PORT" if given_port else "the job id"),
+        port=port or _fallback_port(env, world.launcher),
+        why=f"first host of {source}, port from " + ("MASTER_PORT" if port else "the job id"),
     )
 
 
@@ -191,7 +191,7 @@ def _plan_one_host(
     )
 
 
-def _given_port(env: Mapping[str, str]) -> int:
+def given_port(env: Mapping[str, str]) -> int:
     """`MASTER_PORT`, or 0 when it is not set."""
     if not env.get("MASTER_PORT", "").strip():
         return 0

@@ -158,9 +158,9 @@ def _meet_by_mpi(world: World, wanted_port: int) -> tuple[Any, str, int]:
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # the latter: no MPI library at all
-        raise _no_way(world, f"mpi4py cannot be used ({_first_line(error)})") from None
+        raise _no_way(world, f"mpi4py cannot be used ({first_line(error)})") from None
     if (MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size) != (world.rank, world.world_size):
-        library = _first_line(MPI.Get_library_version()).partition(",")[0]
+        library = first_line(MPI.Get_library_version()).partition(",")[0]
         raise _no_way(
             world,
             f"mpi4py found another MPI's library, {library}, which knows no other ranks; let "
@@ -189,7 +189,8 @@ def _no_way(world: World, problem: str) -> RendezvousError:
     )
 
 
-def _first_line(said: object) -> str:
+def first_line(said: object) -> str:
+    """The first line of a text, without blanks around it."""
     return (str(said).splitlines() or [""])[0].strip(" \t\0")
 
 

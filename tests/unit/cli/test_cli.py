@@ -19,7 +19,7 @@ from support.small_run import make_data
 def test_answers_without_torch() -> None:
     """One process for all: what one of them imports stays."""
     lines = {
-        **dict.fromkeys(("--help", "--version", "doctor", "doctor --launcher"), 0),
+        **dict.fromkeys(("--help", "--version", "doctor --hardware", "doctor --launcher"), 0),
         **{f"{name} --help": 0 for name in ("train", "prepare", "doctor", "sample", "launch")},
         "train tiny --dry-run": 0,
         "submit --help": 0,

@@ -127,3 +127,41 @@ def test_ranks_of_a_launcher_are_devices_of_a_cpu(capsys):
 def test_two_parts_only_are_refused():
     with pytest.raises(ConfigError, match="leave one out"):
         doctor.run(["--launcher", "--hardware"])
+
+
+def test_findings_are_printed_with_their_cure_in_one_line(capsys, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib7")
+    assert doctor.run([]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    (line,) = [line for line in lines if "ib7" in line]
+    assert line.startswith("  blocker  interface      GLOO_SOCKET_IFNAME names ib7")
+    assert "; let GLOO_SOCKET_IFNAME name one of" in line
+    assert lines[-1].startswith("not ready: 1 blocker(s)")
+
+
+def test_findings_stand_in_the_document_beside_what_was_there(capsys, tmp_path):
+    assert doctor.run(["--json", "--out", str(tmp_path / "new")]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert {"rows", "world", "coordinator", "machine", "hardware"} < document.keys()
+    assert all(each.keys() == {"check", "level", "said", "cure"} for each in document["findings"])
+    assert document["findings"][-1]["said"].startswith(str(tmp_path))
+
+
+@pytest.mark.usefixtures("under_mpirun")
+def test_a_contradiction_is_a_blocker_among_the_findings(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert doctor.run(["--json"]) == 1
+    first = json.loads(capsys.readouterr().out)["findings"][0]
+    assert (first["check"], first["level"]) == ("launcher", "blocker")
+    assert "contradict" in first["said"]
+    assert first["cure"].startswith("unset the ones")
+    assert doctor.run([]) == 1
+    assert "srun      not set" in capsys.readouterr().out
+
+
+def test_a_slurm_shell_is_warned_among_the_findings(capsys, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "5")
+    monkeypatch.setenv("SLURM_NTASKS", "8")
+    assert doctor.run([]) == 0
+    assert "warning  launcher       this Slurm job has 8 tasks" in capsys.readouterr().out

@@ -244,6 +244,7 @@ def test_options_of_ddp_that_change_no_result_are_ignored(
         ("init_sync", False, "init_sync= of torch is True always"),
         ("param_to_hook_all_reduce", 1, "sync='naive' has no option 'param_to_hook_all_reduce'"),
         ("bucket_cap_mb", -1, "bucket_cap_mb must be positive; got -1"),
+        ("world", World(), "sync='naive' has no option 'world'"),
     ],
 )
 def test_options_of_ddp_that_would_change_results_are_refused(
@@ -251,6 +252,41 @@ def test_options_of_ddp_that_would_change_results_are_refused(
 ) -> None:
     with DDPManager() as manager, pytest.raises(ConfigError, match=words):
         manager.wrap_model(nn.Linear(1, 1), sync="naive", **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"bucket_cap_mb": 5, "bucket_mb": 6}, "bucket_cap_mb and bucket_mb are one option"),
+        ({"sync": "ddp", "bogus": 2}, "sync='ddp' has no option 'bogus'"),
+        ({"sync": "ddp", "bucket_cap_mb": "x"}, "bucket_cap_mb must be .*; got 'x'"),
+        ({"sync": "ddp", "module": 1}, "sync='ddp' has no option 'module'"),
+        ({"sync": "ddp", "process_group": 1}, "process_group= of torch is .*comm="),
+    ],
+)
+def test_options_are_refused_on_any_number_of_ranks(options: dict[str, Any], words: str) -> None:
+    """Here on one, where torch's DDP is not even made."""
+    with DDPManager() as manager, pytest.raises(ConfigError, match=words):
+        manager.wrap_model(nn.Linear(1, 1), **options)
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "words"),
+    [
+        ((4,), {"bogus": 1}, "get_dataloader has no option 'bogus'"),
+        ((4,), {"global_batch_size": 8}, "get_dataloader has no option 'global_batch_size'"),
+        ((4,), {"micro_batch_size": 8}, "get_dataloader has no option 'micro_batch_size'"),
+        ((4,), {"worker_options": {"timeout": 1}}, "no option 'worker_options' .*timeout"),
+        ((None,), {}, "batch_size must be a whole number, at least 1; got None"),
+        ((4, True), {"shuffle": False}, "get_dataloader: multiple values for argument 'shuffle'"),
+        ((4, *[None] * 12), {}, "get_dataloader: too many positional arguments"),
+    ],
+)
+def test_arguments_that_no_data_loader_has_are_refused(
+    values: tuple[Any, ...], options: dict[str, Any], words: str
+) -> None:
+    with DDPManager() as manager, pytest.raises(ConfigError, match=words):
+        manager.get_dataloader(Numbers(8), *values, **options)
 
 
 class Slow(Numbers):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from inspect import signature
 from types import TracebackType
@@ -17,7 +17,7 @@ from gradsync.comm.base import Communicator
 from gradsync.comm.groups import SingleCommunicator, communicator
 from gradsync.comm.reductions import all_reduce
 from gradsync.compat.functions import backend_here
-from gradsync.data.loader import Loader, loader
+from gradsync.data.loader import WORKER_OPTIONS, Loader, loader
 from gradsync.errors import ConfigError
 from gradsync.runtime.session import Session, SessionOptions
 from gradsync.sync.gradient_sync import GradientSync
@@ -43,7 +43,6 @@ _HAS_NO_MEANING = {
     **dict.fromkeys(("broadcast_buffers", "forward_sync_buffers"), _BUFFERS),
     **dict.fromkeys(("pin_memory", "pin_memory_device"), "batches come on this rank's device"),
     "drop_last": "a pass has whole batches only, and the next one begins with the rest",
-    "persistent_workers": "every pass starts its workers",
     "in_order": "batches always come in order",
 }
 _IS_CALLED = {
@@ -54,7 +53,8 @@ _IS_CALLED = {
     **dict.fromkeys(("sampler", "batch_sampler"), "shuffle= and seed=: samples are dealt to ranks"),
     "generator": "seed=",
 }
-_FOR_WORKERS = ("timeout", "prefetch_factor", "multiprocessing_context", "worker_init_fn")
+_SET_BY_US = {"module", "process_group", "device_mesh", "worker_options", "world"}
+_SET_BY_US |= {"dataset", "global_batch_size", "micro_batch_size"}
 
 
 class DDPManager:
@@ -110,7 +110,7 @@ class DDPManager:
         return self.world.is_main
 
     def wrap_model(self, *models: nn.Module, sync: str = "invariant", **options: Any) -> Any:
-        """Move models to the device and synchronise what trains in them; returns them.
+        """Move models to the device and synchronise what trains in them; returns the one, or all.
 
         Nothing is wrapped (no `.module`), except under `sync="ddp"`, which returns torch's
         DistributedDataParallel around one model. After that `loss.backward()` averages gradients
@@ -125,9 +125,6 @@ class DDPManager:
                 `ddp`; elsewhere `bucket_cap_mb` is `bucket_mb`, and what is DDP's default or has no
                 effect on results is ignored.
 
-        Returns:
-            The model, or a tuple when several were given.
-
         Raises:
             ConfigError: no model; several under `ddp`; unknown strategy or option, with what to use
                 in its place.
@@ -138,7 +135,14 @@ class DDPManager:
         for model in models:
             model.to(self.device)
         trains = any(p.requires_grad for model in models for p in model.parameters())
+        ddp = nn.parallel.DistributedDataParallel
+        if (size := options.get("bucket_cap_mb")) is not None:
+            check_value("bucket_cap_mb", size, "size")
+            if "bucket_mb" in options:
+                raise ConfigError("bucket_cap_mb and bucket_mb are one option: give one of them")
         if sync == "ddp":
+            known = signature(ddp).parameters.keys() - _SET_BY_US
+            _drop_torchs("sync='ddp'", options, known, ddp)
             if len(models) > 1:
                 raise ConfigError(
                     f"sync='ddp' wraps one model, got {len(models)}: several torch DDP wrappers "
@@ -150,14 +154,12 @@ class DDPManager:
             options.setdefault("gradient_as_bucket_view", True)
             if self.device.type == "cpu":  # where DDP refuses any
                 options |= {"device_ids": None, "output_device": None}
-            return nn.parallel.DistributedDataParallel(models[0], process_group=group, **options)
+            return ddp(models[0], process_group=group, **options)
         if trains:
-            known = find_strategy(sync).options
-            if (size := options.get("bucket_cap_mb")) is not None:
-                check_value("bucket_cap_mb", size, "size")
-                if "bucket_mb" in known:
-                    options.setdefault("bucket_mb", options.pop("bucket_cap_mb"))
-            options = _without(options, known, nn.parallel.DistributedDataParallel)
+            known = {*find_strategy(sync).options, "batch_norm", "comm", "groups"}
+            if size is not None and "bucket_mb" in known:
+                options["bucket_mb"] = options.pop("bucket_cap_mb")
+            _drop_torchs(f"sync={sync!r}", options, known, ddp)
             whole = models[0] if len(models) == 1 else nn.ModuleList(models)
             self._handles.append(replicate(whole, self.world, sync=sync, **options))
         return models[0] if len(models) == 1 else models
@@ -171,32 +173,37 @@ class DDPManager:
             yield
 
     def get_dataloader(
-        self, dataset: Any, batch_size: int, *in_order: Any, seed: int = 0, **options: Any
+        self, dataset: Any, batch_size: int, *more: Any, **options: Any
     ) -> BatchLoader:
         """Batches of `batch_size` samples for this rank; in an epoch each sample comes once.
 
         Args:
             dataset: map-style.
             batch_size: samples per rank and step (the global batch is `batch_size * world_size`).
-            in_order: options without their names (`shuffle`, …), as torch's `DataLoader` has them.
-            seed: names the order.
-            options: of `gs.loader`, such as `shuffle` (True: a new order each epoch, by itself),
-                `num_workers` or `collate_fn`; of torch's `DataLoader` those for its workers, such
+            more: options without their names (`shuffle`, …), in the order of torch's `DataLoader`.
+            options: of `gs.loader`, such as `seed`, `shuffle` (True: a new order each epoch, by
+                itself), `num_workers` or `collate_fn`; of torch's `DataLoader` those for workers,
                 as `timeout`. What has no meaning here (`pin_memory`, `drop_last`) is ignored.
 
         Raises:
-            ConfigError: an option of `DataLoader` that has another name here, and which.
+            ConfigError: an option that is unknown, given twice, or has another name here.
         """
-        options |= zip([*signature(DataLoader).parameters][2:], in_order, strict=False)
-        known = {*_FOR_WORKERS, *signature(loader).parameters}
-        options = _without(options, known, DataLoader)
-        for_workers = {name: options.pop(name) for name in _FOR_WORKERS if name in options}
+        check_value("batch_size", batch_size, "count")
+        theirs = signature(DataLoader)
+        ours = {name: options.pop(name) for name in [*options] if name not in theirs.parameters}
+        try:
+            options = ours | theirs.bind(None, None, *more, **options).arguments
+        except TypeError as error:
+            raise ConfigError(f"get_dataloader: {error}") from error
+        del options["dataset"], options["batch_size"]
+        known = {*WORKER_OPTIONS, *signature(loader).parameters} - _SET_BY_US
+        _drop_torchs("get_dataloader", options, known, DataLoader)
+        for_workers = {name: options.pop(name) for name in WORKER_OPTIONS if name in options}
         steps = loader(
             dataset,
             self.world,
             global_batch_size=batch_size * self.world.world_size,
             micro_batch_size=batch_size,
-            seed=seed,
             worker_options=for_workers,
             **options,
         )
@@ -241,22 +248,22 @@ class DDPManager:
         self.cleanup(error)
 
 
-def _without(options: Mapping[str, Any], known: Collection[str], torchs: type) -> dict[str, Any]:
-    """`options` without those of torch's class that are its defaults or change nothing here.
+def _drop_torchs(who: str, options: dict[str, Any], known: Collection[str], torchs: type) -> None:
+    """Drop those `options` of torch's class that are its defaults or change nothing here.
 
     Raises:
-        ConfigError: one that has another name here.
+        ConfigError: one that is neither `known` nor such, with its name here if it has one.
     """
-    theirs, kept = signature(torchs).parameters, dict(options)
-    for name, value in options.items():
-        if name in known or name not in theirs:
-            continue
-        if value is theirs[name].default or name in _HAS_NO_MEANING:
+    theirs = signature(torchs).parameters
+    for name in [name for name in options if name not in known]:
+        value = options.pop(name)
+        if name in theirs and (value is theirs[name].default or name in _HAS_NO_MEANING):
             why = _HAS_NO_MEANING.get(name, f"it is {torchs.__name__}'s default")
-            log.debug("%s=%r is ignored: %s", name, kept.pop(name), why)
+            log.debug("%s=%r is ignored: %s", name, value, why)
         elif name in _IS_CALLED:
             raise ConfigError(f"{name}= of torch is {_IS_CALLED[name]} here; got {value!r}")
-    return kept
+        else:
+            raise ConfigError(f"{who} has no option {name!r} (it has: {', '.join(sorted(known))})")
 
 
 class BatchLoader:

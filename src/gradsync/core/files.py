@@ -36,6 +36,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO, TypeVar
+from unicodedata import category
 
 from gradsync.errors import RunError
 
@@ -159,7 +160,8 @@ def _finite(text: str) -> float:
 
 def printable(text: str, kept: str = "\n\t") -> str:
     """Text that may come from anywhere, for a terminal: controls that are not `kept` are spelt."""
-    return "".join(c if c.isprintable() or c in kept else repr(c)[1:-1] for c in text)
+    plain = {*kept, "\u200c", "\u200d", *(c for c in text if category(c) == "Zs")}  # in words
+    return "".join(c if c.isprintable() or c in plain else repr(c)[1:-1] for c in text)
 
 
 def one_line(text: object) -> str:

@@ -24,6 +24,10 @@ from gradsync.world import World
 
 Collate = Callable[[list[Any]], Any]
 
+WORKER_OPTIONS = ("timeout", "prefetch_factor", "multiprocessing_context", "worker_init_fn")
+WORKER_OPTIONS += ("persistent_workers",)
+"""The options of torch's `DataLoader` that change nothing about what a leaf holds."""
+
 
 class _LeafReader(Dataset[Any]):
     """Reads whole leaves: index it with the indices of a leaf, get the batch.
@@ -68,7 +72,7 @@ class Loader:
         seed: names the order, and the random numbers (dropout) of each leaf.
         num_workers: DataLoader worker processes that read ahead; 0 reads in this process. Workers
             hold no state, so the order and the exactness of resuming do not depend on it.
-        worker_options: more options of torch's `DataLoader` for these workers, such as `timeout`.
+        worker_options: options of torch's `DataLoader` for these workers, of `WORKER_OPTIONS`.
         collate_fn: list of samples to batch; None is torch's `default_collate`.
         num_epochs: passes over the data; None never ends.
         shuffle: False keeps the order of the data set.
@@ -78,7 +82,7 @@ class Loader:
 
     Raises:
         ConfigError: when the batch arithmetic is not exact, or ranks outnumber leaves; a worker
-            option that torch does not take.
+            option that is not taken here, or whose value torch does not take.
         DataError: when the data set is empty or not map-style.
     """
 
@@ -112,13 +116,19 @@ class Loader:
         self._rank = world.rank
         self._device = torch.device(world.device if device is None else device)
         self._num_workers = num_workers
-        self._worker_options = dict(worker_options or {})
         self._seed_leaves = seed_leaves
         self._stop = math.inf if num_epochs is None else num_epochs * self._order.num_samples
         self._samples = self._steps = 0
         self._batches: Iterator[Any] | None = None  # of the iteration in progress
         try:
-            if worker_options:
+            if not isinstance(worker_options, Mapping | None):
+                raise ConfigError("expected a dict")
+            self._worker_options = dict(worker_options or {})
+            if other := self._worker_options.keys() - {*WORKER_OPTIONS}:
+                taken = f"only what changes no leaf is taken ({', '.join(WORKER_OPTIONS)})"
+                raise ConfigError(f"{taken}; got {min(other)!r}")
+            require_at_least(1, prefetch_factor=self._worker_options.get("prefetch_factor"))
+            if self._worker_options:
                 self._read_ahead(())
         except (TypeError, ValueError) as error:
             raise ConfigError(f"worker_options={worker_options!r}: {error}") from error

@@ -29,6 +29,7 @@ nan. (The bins of a step's message, [Note: Fixed bins], would be much to send fo
 
 from __future__ import annotations
 
+import logging
 import math
 import weakref
 from collections.abc import Collection, Iterator, Sequence
@@ -76,6 +77,8 @@ class BufferSync:
         self._ending = self._leaves  # of the step that ends
         self._leaf_is_open = False
         self._hooks: list[Any] = []
+        # Steps that look for buffers that came later:
+        self._looks = 2 if equal_replicas and comm.world_size > 1 > comm.rank else 0
         if not equal_replicas:
             return
         self._buffers = _find_buffers(model, batch_norm.own_buffers if batch_norm else ())
@@ -156,6 +159,17 @@ class BufferSync:
         if changed:
             self._combine(changed, counts)
         self._ending = []
+        if self._looks:
+            known = {(buffer.owner, buffer.key) for buffer in self._buffers}
+            found = _find_buffers(self._model, getattr(self._batch_norm, "own_buffers", ()))
+            new = [buffer.name for buffer in found if (buffer.owner, buffer.key) not in known]
+            self._looks = 0 if new else self._looks - 1
+            if new:
+                logging.getLogger("gradsync").warning(
+                    "buffer %r was registered after gs.replicate and is not synchronised: register "
+                    "it in __init__ if its values may differ between ranks",
+                    new[0],
+                )
 
     def close(self) -> None:
         """Remove the hooks and restore BatchNorm's methods; buffers stay as they are."""
@@ -267,9 +281,7 @@ def _find_buffers(model: nn.Module, skip: Collection[nn.Module]) -> list[_Buffer
     found: list[_Buffer] = []
     ids: set[int] = set()
     for prefix, module in model.named_modules():
-        if any(module is other for other in skip):
-            continue
-        for key, tensor in module.named_buffers(recurse=False):
+        for key, tensor in () if module in skip else module.named_buffers(recurse=False):
             if tensor.numel() and id(tensor) not in ids:
                 ids.add(id(tensor))
                 name = f"{prefix}.{key}" if prefix else key

@@ -14,6 +14,7 @@ from gradsync.core.files import (
     StagedDirectory,
     cache_entry,
     parse_json,
+    printable,
     read_bytes,
     read_entry,
     read_json,
@@ -59,6 +60,22 @@ def test_json_that_is_refused(text: bytes, words: str) -> None:
 def test_sixty_four_levels_and_infinity_where_it_may_be() -> None:
     assert parse_json(b"[" * 64 + b"]" * 64)
     assert parse_json(b"Infinity", finite=False) == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a\u00a0b\u202f!\u3000\u2009", None),  # spaces that do not break, are wide, are thin
+        ("\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645 \U0001f469\u200d\U0001f469", None),
+        ("line\n\ttab", None),
+        ("\x00\x1b[2J\r\x7f", "\\x00\\x1b[2J\\r\\x7f"),
+        ("\x85\x9b31m", "\\x85\\x9b31m"),
+        ("\u202a\u202e\u2066\u2069\u200f", "\\u202a\\u202e\\u2066\\u2069\\u200f"),
+        ("\u2028\u2029\ufeff\ud800", "\\u2028\\u2029\\ufeff\\ud800"),
+    ],
+)
+def test_what_steers_a_terminal_is_spelt_and_words_are_not(text: str, shown: str | None) -> None:
+    assert printable(text) == (text if shown is None else shown)
 
 
 def test_only_files_of_a_size_are_read(tmp_path: Path) -> None:

@@ -279,6 +279,17 @@ def test_another_global_batch_goes_on_at_the_same_sample() -> None:
         (Numbers(8), {"global_batch_size": 6, "micro_batch_size": 4}, "is 4 or 8; or keep it"),
         (Numbers(8), {"num_workers": -1}, "num_workers must be at least 0"),
         (Numbers(8), {"num_epochs": 0}, "num_epochs must be at least 1"),
+        *(
+            (Numbers(8), {"worker_options": {"timeout": 1, name: 0}}, f"is taken .*; got '{name}'")
+            for name in ("in_order", "sampler", "batch_size", "collate_fn", "drop_last", "bogus")
+        ),
+        (
+            Numbers(8),
+            {"worker_options": {"prefetch_factor": 0}},
+            "prefetch_factor must be at least",
+        ),
+        (Numbers(8), {"worker_options": "abc"}, "worker_options='abc': expected a dict"),
+        (Numbers(8), {"worker_options": [1]}, r"worker_options=\[1\]: expected a dict"),
         (Numbers(0), {}, "no samples"),
         (iter([1]), {}, "list_iterator has no __len__"),
         (torch.utils.data.DataLoader(Numbers(4)), {}, r"batches of its own: .*dataloader\.dataset"),
@@ -287,7 +298,7 @@ def test_another_global_batch_goes_on_at_the_same_sample() -> None:
     ],
 )
 def test_what_cannot_be_loaded_is_named(
-    dataset: Any, options: dict[str, int], message: str
+    dataset: Any, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises((ConfigError, DataError), match=message):
         loader(dataset, World(), **({"global_batch_size": 2, "micro_batch_size": 1} | options))

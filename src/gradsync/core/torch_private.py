@@ -79,9 +79,7 @@ def move_own(module: nn.Module, device: torch.device | str) -> None:
     module._apply(lambda tensor: tensor.to(device), recurse=False)
 
 
-def step_hooks(
-    optimizer: torch.optim.Optimizer,
-) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
+def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Any], list[Any]]:
     """Hooks that are called before and after the step of this optimizer."""
     before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     return [*before.values()], [*after.values()]

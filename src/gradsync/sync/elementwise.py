@@ -221,10 +221,10 @@ def why_whole(
 def why_not_now(optimizer: Optimizer, *, after: bool = True) -> str:
     """Why the next step has to be whole, though not every one has; see `why_whole`. Hooks that are
     called `after` a step count where they would find no gradients."""
-    own, everywhere = step_hooks(optimizer), [optimizer_pre_hooks(), optimizer_post_hooks()]
+    own = step_hooks(optimizer)
     if own[0] or (after and own[1]):
         return "hooks on the optimizer may look at the whole gradient"
-    everywhere = [*everywhere[0], *(everywhere[1] if after else ())]
+    everywhere = optimizer_pre_hooks() + (optimizer_post_hooks() if after else [])
     if not all(isinstance(getattr(h, "__self__", h), OptimizerWatch) for h in everywhere):
         return "hooks on all optimizers may look at the whole gradient"
     step = optimizer.__dict__.get("step")  # a scheduler wraps it, to count

@@ -257,10 +257,11 @@ def each_optimizer(optimizers: Optimizers) -> list[Optimizer]:
     """
     found = list(optimizers) if isinstance(optimizers, Sequence) else [optimizers]
     for optimizer in found:
-        if missing := [n for n in ("param_groups", "state", "step") if not hasattr(optimizer, n)]:
+        needed = ("param_groups", "state", "step", "register_step_pre_hook")
+        if missing := [name for name in needed if not hasattr(optimizer, name)]:
             raise ConfigError(
                 "expected an optimizer of torch.optim or a list of them, got "
-                f"{type(optimizer).__name__}, which has no {' and no '.join(missing)}"
+                f"{type(optimizer).__name__}, which has no {missing[0]}: give the one it wraps"
             )
     if not found:
         raise ConfigError("expected at least one optimizer, got an empty list")

@@ -127,8 +127,7 @@ class ZeroShards(Replicas):
         return clip_shards(self._shards, max_norm, self._comm, self._shards[0].device)
 
     def update(self, optimizers: Sequence[Optimizer]) -> None:
-        """Update this rank's shards, and start gathering all ranks'. State that was loaded, or
-        gathered and left there, counts: it is cut into shards first."""
+        """Update this rank's shards, and start gathering all ranks'; cuts loaded state first."""
         sharded = [self._of(optimizer) for optimizer in optimizers]
         for optimizer, its in zip(optimizers, sharded, strict=True):
             before = self._states.get(id(optimizer), optimizer.state)

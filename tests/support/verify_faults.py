@@ -170,7 +170,7 @@ def mean_of_means(parts: Parts) -> Parts:
 
 
 def leaf_lost_in_backward(parts: Parts) -> Parts:
-    """Gradients of rank 0's first leaf are cleared: a `zero_grad` in the wrong place."""
+    """Gradients of rank 0's first leaf are cleared, past the counter that would refuse it."""
     sync: Any = parts.sync
     original, seen = sync.backward, []
 
@@ -178,7 +178,9 @@ def leaf_lost_in_backward(parts: Parts) -> Parts:
         original(loss, leaf=leaf)
         if parts.comm.rank == 0 and leaf.index == 0 and leaf.step not in seen:
             seen.append(leaf.step)
-            parts.model.zero_grad()
+            for parameter in parts.model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.data.zero_()
 
     sync.backward = backward
     return parts

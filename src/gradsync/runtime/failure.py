@@ -5,11 +5,14 @@
     rank 0, in a collective  -> the connection closes, the collective raises; the note says why
     rank 1 is killed (-9)    -> no note; the heartbeat that stopped says who
     rank 1's host is cut off -> as killed, once its connections have timed out (`silence_s`)
-    rank 1 is late or left   -> rank 0's collective raises, says which of the two, is written down
+    rank 1 left              -> rank 0's collective raises, says so, is written down
+    rank 1 is late           -> rank 0 says after ten seconds where rank 1 is (waiting.py); after
+                                `timeout_s` its collective raises, and all end with code 124
 
-A thread per rank reads one key of the store and writes one heartbeat a few times a second. The
-record of a failure travels as JSON through the store. A reader takes whatever it finds there: a
-rank of another version, or one that died while it wrote, must not take the reader along.
+A thread per rank reads one key of the store and writes one heartbeat, with what the main thread is
+doing (activity.py), a few times a second. The record of a failure travels as JSON through the
+store. A reader takes whatever it finds there: a rank of another version, or one that died while it
+wrote, must not take the reader along.
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gradsync.errors import GradsyncError, LostPeerError, PeerError, RunError
+from gradsync.errors import GradsyncError, LatePeerError, LostPeerError, PeerError, RunError
+from gradsync.runtime.activity import Activity, Sampler, read_activity
 from gradsync.runtime.network import PeerConnections
 from gradsync.runtime.signals import (
     INTERRUPTED,
@@ -39,6 +43,7 @@ from gradsync.runtime.signals import (
     signal_when_parent_ends,
 )
 from gradsync.runtime.store import LEFT, server_name, wait_until
+from gradsync.runtime.waiting import Peer, WaitReport
 
 log = logging.getLogger("gradsync")
 
@@ -46,6 +51,7 @@ _POLL_S = 0.25
 _GRACE_S = 5.0
 _SILENT_S = 2.0
 _LAST_WORDS_S = 2.0
+_WRITTEN_S = 0.5
 _BEATS_A_LOOK = 8
 _CHAIN_LIMIT = 16
 _SUMMARY_LIMIT, _TRACEBACK_LIMIT = 2_000, 20_000
@@ -100,22 +106,20 @@ def _is_sound(failure: Failure) -> bool:
     )
 
 
-def describe(error: BaseException, rank: int, reason: str = "") -> Failure:
-    """The record that rank `rank` publishes about `error`.
-
-    Args:
-        reason: one line that says more than the error's own.
-    """
+def describe(error: BaseException, rank: int, cause: RunError | None = None) -> Failure:
+    """The record that rank `rank` publishes about `error`; `cause` says more than the error does,
+    and has the exit code."""
     host = socket.gethostname()
     if isinstance(error, GradsyncError):
-        return Failure(rank, host, _shortened(str(error)), "", error.exit_code)
+        said = cause or error
+        return Failure(rank, host, _shortened(str(said)), "", said.exit_code)
     if isinstance(error, KeyboardInterrupt):
         where = interrupted_line(error)
         said = "interrupted (Ctrl-C)" + (f" in {where}" if where else "")
         return Failure(rank, host, said, "", INTERRUPTED)
     text = "".join(traceback.format_exception(error))[-_TRACEBACK_LIMIT:]
-    summary = reason or traceback.format_exception_only(error)[-1].strip()
-    return Failure(rank, host, _shortened(summary), text)
+    summary = str(cause or traceback.format_exception_only(error)[-1].strip())
+    return Failure(rank, host, _shortened(summary), text, 1 if cause is None else cause.exit_code)
 
 
 def _shortened(text: str) -> str:
@@ -157,7 +161,7 @@ class FailureWatch:
         store: a connection to the rendezvous store that nothing else blocks on.
         hosted_by_agent: the launcher serves the store, not rank 0.
         hosts: host name of each rank, if they sit on several.
-        pids: process of each other rank on this host.
+        peers: process of each other rank.
         connections: to the other ranks; looked after from here on.
         grace_s: how long the main thread may take to notice by itself before the process ends.
     """
@@ -170,7 +174,7 @@ class FailureWatch:
         world_size: int,
         hosted_by_agent: bool = False,
         hosts: Sequence[str] = (),
-        pids: Mapping[int, int] | None = None,
+        peers: Mapping[int, Peer] | None = None,
         connections: PeerConnections | None = None,
         grace_s: float = _GRACE_S,
     ) -> None:
@@ -184,7 +188,10 @@ class FailureWatch:
         self._world_size = world_size
         self._hosted_by_agent = hosted_by_agent
         self._hosts = hosts
-        self._pids = pids or {}
+        self._pids = {rank: peer.pid for rank, peer in (peers or {}).items() if not peer.host}
+        self._sampler = Sampler(threading.get_ident())
+        self._doing = Activity(beat=0)
+        self._waits = WaitReport(rank, peers or {}, process_state)
         self._connections = connections
         self._grace_s = grace_s
         # Many ranks share one store: the more there are, the rarer each one's heartbeat.
@@ -230,22 +237,72 @@ class FailureWatch:
         one that has left or is late. None when there is none: `error` is all that is known then."""
         # No heartbeat comes from here any more; the others must not take us for the dead one.
         self._store.set(f"noticed/{self._rank}", "")
-        wait_until(lambda: self._read() is not None, time.monotonic() + _SILENT_S)
-        failure, reason = self._read(), ""
+        began = time.monotonic()
+        # A rank that fails writes it down before its process ends.
+        wait_until(
+            lambda: (
+                self._read() is not None
+                or (time.monotonic() - began > _WRITTEN_S and bool(self._ended()))
+            ),
+            began + _SILENT_S,
+        )
+        failure, cause = self._read(), None
         if failure is None:
-            silent = self._silent_ranks()
+            silent = self._ended() or self._silent_ranks()
             if silent:
                 self._wait_for_survivors(len(silent))
                 said = _obituary(silent, self._hosts, self._pids)
                 seen = f"this rank ({self._rank}) saw: {trouble}"
                 return _because(PeerError(f"{said}; {seen}"), error)
-            left = [rank for rank in range(self._world_size) if self._has_left(rank)]
-            reason = _reason(trouble, self._rank, left)
-            failure = self._publish(error, reason)
+            cause = self._cause(trouble)
+            failure = self._publish(error, cause)
         if failure is not None:
             log.info("rank %d saw", self._rank, exc_info=error)
             return failure.as_error()
-        return _because(LostPeerError(reason), error) if reason else None
+        return cause and _because(cause, error)
+
+    def _cause(self, trouble: BaseException) -> RunError | None:
+        """Why this rank's collective failed though every rank lives; None where `trouble` says it.
+
+        Gloo's words name a symptom; torch's and ours need no help but for who is late.
+        """
+        words, rank = str(trouble), self._rank
+        if isinstance(trouble, LatePeerError) or (_is_gloos(trouble) and _LATE.search(words)):
+            return LatePeerError(f"{self._lateness()} ({_symptom(words)})")
+        if not _is_gloos(trouble):
+            return None
+        if left := [other for other in range(self._world_size) if self._has_left(other)]:
+            said = (
+                f"rank(s) {_names(left)} had left in good order while rank {rank} still "
+                "communicates; all ranks must call the same collectives"
+            )
+        else:
+            said = (
+                f"rank {rank}: a connection to another rank ended, though every rank is alive and "
+                "none has failed or left"
+            )
+        return LostPeerError(f"{said} ({_symptom(words)})")
+
+    def _lateness(self) -> str:
+        """Where the ranks are that rank `self._rank` has waited for."""
+        others = [rank for rank in range(self._world_size) if rank != self._rank]
+        left = [rank for rank in others if self._has_left(rank)]
+        if left:
+            return f"rank(s) {_names(left)} had left in good order"
+        found = self._activities()
+        late = {
+            rank: activity
+            for rank, activity in found.items()
+            # Who timed out as well is no longer in its collective.
+            if not activity.waits and not self._store.check([f"noticed/{rank}"])
+        }
+        told, waited = "waited as long as it may (timeout_s)", self._doing.where
+        if not late:
+            return (
+                f"rank {self._rank} {told} in {waited}; all ranks wait, so they call different "
+                "collectives, or the network is too slow"
+            )
+        return f"rank {self._rank} {told} in {waited}; " + self._waits.places(late)
 
     def peer_failure(self) -> PeerError | None:
         """Failure record of another rank, if any has come; for a rank that has said farewell."""
@@ -270,14 +327,14 @@ class FailureWatch:
                 lambda: self._store.add("settled", 0) >= survivors, time.monotonic() + _SILENT_S
             )
 
-    def _publish(self, error: BaseException, reason: str = "") -> Failure | None:
+    def _publish(self, error: BaseException, cause: RunError | None = None) -> Failure | None:
         """Write `error` down; returns another rank's failure instead if that one was first."""
         until = time.monotonic() + _SILENT_S
         if self._store.add("failures", 1) > 1:
             wait_until(lambda: self._read() is not None, until)  # theirs is worth showing
             return self._read()
         say_interrupted(error, f"rank {self._rank} ")  # before another rank's traceback
-        self._store.set("failure", json.dumps(asdict(describe(error, self._rank, reason))))
+        self._store.set("failure", json.dumps(asdict(describe(error, self._rank, cause))))
         wait_until(lambda: self._num_heard() >= self._world_size - 1, until)
         return None
 
@@ -308,17 +365,20 @@ class FailureWatch:
                     log.exception("rank %d: the failure watch stumbled", self._rank)
                 continue
             if message and not self._stop.wait(self._grace_s):
-                self._end_process(message)
+                self._end_process(message, 1 if self._seen is None else self._seen.exit_code)
             if message or self._store_lost is not None:
                 return
 
     def _news(self, beat: int) -> str:
         """Give a sign of life and look around; what this process should end for, if anything."""
         try:
-            self._store.set(f"beat/{self._rank}", str(beat))
+            self._doing = self._sampler.sample(beat)
+            self._store.set(f"beat/{self._rank}", self._doing.record())
             failure = self._read()
             if failure is not None:
                 return str(failure.as_error())
+            if said := self._waits.news(self._doing, time.monotonic(), self._activities):
+                _say(f"gradsync: {said}\n")
             if not self._hosted_by_agent:
                 self._server_left = self._has_left(0)
             if beat % _BEATS_A_LOOK == 0 and (lost := self._look_around()):
@@ -352,15 +412,28 @@ class FailureWatch:
             f"vanished without a word ({words}); rank {self._rank} stops too"
         )
 
-    def _end_process(self, message: str) -> None:
+    def _end_process(self, message: str, code: int) -> None:
         """The main thread hangs in a collective or computes on: end it from here."""
         # A reader of our output that is stuck must not keep this process.
         threading.Timer(_LAST_WORDS_S, os._exit, (1,)).start()
         with suppress(Exception):
-            sys.stderr.write(f"gradsync: error: [rank {self._rank}] {message}\n")
-            sys.stderr.flush()
+            if code == LatePeerError.exit_code:
+                message += f"\n--- rank {self._rank} was here ---\n{self._sampler.stack().rstrip()}"
+            _say(f"gradsync: error: [rank {self._rank}] {message}\n")
             sys.stdout.flush()
-        os._exit(1)
+        os._exit(code if code == LatePeerError.exit_code else 1)
+
+    def _ended(self) -> list[int]:
+        """Ranks of this host whose process has ended, and that did not say why."""
+        return [
+            rank
+            for rank, pid in self._pids.items()
+            if process_state(pid) == "ended" and not self._store.check([f"noticed/{rank}"])
+        ]
+
+    def _activities(self) -> dict[int, Activity]:
+        """What all other ranks published last, but for those that have not yet."""
+        return {rank: read_activity(beat) for rank, beat in self._heartbeats().items() if beat}
 
     def _silent_ranks(self) -> list[int]:
         before = self._heartbeats()
@@ -385,30 +458,9 @@ class FailureWatch:
         }
 
 
-def _reason(trouble: BaseException, rank: int, left: Sequence[int]) -> str:
-    """Why rank `rank`'s collective failed though every rank lives; "" where `trouble` says it.
-
-    Gloo's words name a symptom; torch's and ours need no help.
-    """
-    if not _is_gloos(trouble):
-        return ""
-    words = _GLOO.sub("", str(trouble)).partition("\n")[0] or str(trouble)
-    if left:
-        said = (
-            f"rank(s) {_names(left)} had left in good order while rank {rank} still communicates; "
-            "all ranks must call the same collectives"
-        )
-    elif _LATE.search(str(trouble)):
-        said = (
-            f"rank {rank} waited for another rank as long as it may (timeout_s), and every rank is "
-            "alive; one is late, or the ranks call different collectives"
-        )
-    else:
-        said = (
-            f"rank {rank}: a connection to another rank ended, though every rank is alive and none "
-            "has failed or left"
-        )
-    return f"{said} ({words})"
+def _symptom(words: str) -> str:
+    """The first line of an error of Gloo's, without the line of its source."""
+    return _GLOO.sub("", words).partition("\n")[0] or words
 
 
 def _because(cause: RunError, error: BaseException) -> RunError:
@@ -417,7 +469,7 @@ def _because(cause: RunError, error: BaseException) -> RunError:
 
 
 def _obituary(silent: list[int], hosts: Sequence[str], pids: Mapping[int, int]) -> str:
-    states = {rank: _state(pids[rank]) if rank in pids else "ended" for rank in silent}
+    states = {rank: process_state(pids[rank]) if rank in pids else "ended" for rank in silent}
     ended = [rank for rank, state in states.items() if state == "ended"]
     said = []
     if ended:
@@ -436,7 +488,7 @@ def _obituary(silent: list[int], hosts: Sequence[str], pids: Mapping[int, int]) 
     return "; ".join(said)
 
 
-def _state(pid: int) -> str:
+def process_state(pid: int) -> str:
     """Why a silent process of this host may be silent; "ended" when there is none."""
     import psutil
 
@@ -448,6 +500,11 @@ def _state(pid: int) -> str:
         return "it is stopped, by a signal or a debugger"
     ended = status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     return "ended" if ended else "something holds Python's lock, or the machine swaps"
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text)
+    sys.stderr.flush()
 
 
 def _names(ranks: Sequence[int]) -> str:

@@ -22,6 +22,7 @@ from datetime import timedelta
 
 from gradsync.errors import ConfigError, LaunchError, RunError
 from gradsync.runtime import environ
+from gradsync.runtime.activity import StackOnSignal
 from gradsync.runtime.bounds import check_numbers
 from gradsync.runtime.device import (
     check_not_shared,
@@ -40,6 +41,7 @@ from gradsync.runtime.resolve import Resolution, resolve
 from gradsync.runtime.seeds import seed_everything
 from gradsync.runtime.signals import LAUNCHED, leave_out_interrupts, say_interrupted
 from gradsync.runtime.store import Presence, check_in
+from gradsync.runtime.waiting import Peer
 from gradsync.world import World, place
 
 log = logging.getLogger("gradsync")
@@ -173,9 +175,11 @@ class Session:
         # which of the host's ranks it is.
         if not resolution.reading.needs_hosts:
             self._set_up_compute(world)
+        host, stack = socket.gethostname(), StackOnSignal()
+        self._stack.callback(stack.close)
         presences = check_in(
             meeting.store,
-            Presence(socket.gethostname(), device_identity(self.world.device), os.getpid()),
+            Presence(host, device_identity(self.world.device), os.getpid(), stack.fd),
             rank=world.rank,
             world_size=world.world_size,
             deadline_s=deadline_s,
@@ -253,14 +257,18 @@ class Session:
     ) -> None:
         store = meeting.second_connection()
         connections.learn()
-        here = socket.gethostname()
+        here, rank = socket.gethostname(), self.world.rank
         self._watch = FailureWatch(
             store,
-            rank=self.world.rank,
+            rank=rank,
             world_size=self.world.world_size,
             hosted_by_agent=meeting.hosted_by_agent,
             hosts=[] if self.world.one_host else [presence.host for presence in presences],
-            pids={rank: each.pid for rank, each in enumerate(presences) if each.host == here},
+            peers={
+                other: Peer(each.pid, "" if each.host == here else each.host, each.stack_fd)
+                for other, each in enumerate(presences)
+                if other != rank
+            },
             connections=connections,
         )
         self._watch.start()

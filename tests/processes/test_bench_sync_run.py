@@ -116,7 +116,8 @@ def _refused(rank: int, world_size: int, store_path: str) -> list[str]:
     with patch.dict(PRESETS, SMALL), open_session(rank, world_size, store_path) as world:
         site = BenchSite(settings=SETTINGS, world=world)
         leaves = site.leaves(1)
-        expected = reference_losses(site, leaves)
+        expected, step_s = reference_losses(site, leaves)
+        assert 0 < step_s < 10
         for kind in (Asleep, Apart, Shrunk):
 
             def enter(*arguments: Any, kind: type[Entrant] = kind, **named: Any) -> Entrant:

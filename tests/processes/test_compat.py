@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import atexit
 import logging
+import multiprocessing
 import os
 import socket
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -16,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from gradsync import DDPManager, get_device, init_distributed, is_main_process, setup_distributed
 from gradsync.compat.functions import backend_here
@@ -204,17 +207,107 @@ def test_options_of_torch_are_taken_or_named(caplog: pytest.LogCaptureFixture) -
         assert [batch.tolist() for batch in batches] == [[0, 1], [2, 3]]
         with pytest.raises(ConfigError, match="samples are dealt to ranks here; got"):
             manager.get_dataloader(Numbers(4), 2, sampler=range(4))
-        for name, instead in (("process_group", "comm="), ("mixed_precision", "torch.autocast")):
-            with pytest.raises(ConfigError, match=f"{name}= of torch is .*{instead}"):
-                manager.wrap_model(nn.Linear(1, 1), **{name: 1})
-        with pytest.raises(ConfigError, match="sync='diloco' has no option 'bucket_cap_mb'"):
-            manager.wrap_model(nn.Linear(1, 1), sync="diloco", bucket_cap_mb=25)
-        with pytest.raises(ConfigError, match="bucket_cap_mb must be positive; got -1"):
-            manager.wrap_model(nn.Linear(1, 1), bucket_cap_mb=-1)
         in_order = (False, None, None, 0, double, True)  # as torch's DataLoader takes them
         batches = manager.get_dataloader(Numbers(4), 2, *in_order)
         assert [batch.tolist() for batch in batches] == [[0, 2], [4, 6]]
     assert "pin_memory=True is ignored: batches come on this rank's device" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("sync", "name", "value", "why"),
+    [
+        ("naive", "bucket_cap_mb", 25, "this strategy has no buckets"),
+        ("diloco", "bucket_cap_mb", 1.5, "this strategy has no buckets"),
+        ("invariant", "bucket_cap_mb", None, "this strategy has no buckets"),
+        ("naive", "static_graph", True, "no step is planned from the first one"),
+        ("invariant", "init_sync", True, "it is DistributedDataParallel's default"),
+        ("bucketed", "check_reduction", False, "it is DistributedDataParallel's default"),
+        ("naive", "device_mesh", None, "it is DistributedDataParallel's default"),
+        ("invariant", "dim", 1, "all is on this rank's device"),
+    ],
+)
+def test_options_of_ddp_that_change_no_result_are_ignored(
+    sync: str, name: str, value: object, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.DEBUG, "gradsync"), DDPManager() as manager:
+        manager.wrap_model(nn.Linear(1, 1), sync=sync, **{name: value})
+        assert len(manager._handles) == 1
+    assert f"{name}={value!r} is ignored: {why}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("process_group", 1, "process_group= of torch is .*comm="),
+        ("device_mesh", 1, "device_mesh= of torch is .*comm="),
+        ("mixed_precision", 1, "mixed_precision= of torch is torch.autocast"),
+        ("init_sync", False, "init_sync= of torch is True always"),
+        ("param_to_hook_all_reduce", 1, "sync='naive' has no option 'param_to_hook_all_reduce'"),
+        ("bucket_cap_mb", -1, "bucket_cap_mb must be positive; got -1"),
+    ],
+)
+def test_options_of_ddp_that_would_change_results_are_refused(
+    name: str, value: object, words: str
+) -> None:
+    with DDPManager() as manager, pytest.raises(ConfigError, match=words):
+        manager.wrap_model(nn.Linear(1, 1), sync="naive", **{name: value})
+
+
+class Slow(Numbers):
+    """A data set whose samples never come."""
+
+    def __getitem__(self, index: Any) -> Any:
+        threading.Event().wait()
+
+
+def greet(worker: int) -> None:
+    """A function for workers."""
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_workers_take_the_options_of_torchs(num_workers: int) -> None:
+    options = {
+        "timeout": 30,
+        "prefetch_factor": 3,
+        "multiprocessing_context": "spawn",
+        "worker_init_fn": greet,
+        "persistent_workers": True,
+    }
+    made = mock.create_autospec(DataLoader.__init__, side_effect=DataLoader.__init__)
+    with DDPManager() as manager, mock.patch.object(DataLoader, "__init__", made):
+        batches = manager.get_dataloader(
+            Numbers(4), 2, shuffle=False, num_workers=num_workers, **options
+        )
+        assert [batch.tolist() for batch in batches] == [[0, 1], [2, 3]]
+    del options["persistent_workers"]
+    assert options.items() <= made.call_args.kwargs.items()
+    assert made.call_count == 1 + num_workers  # as a check, and where there are workers
+
+
+def test_a_worker_that_hangs_ends_at_the_timeout() -> None:
+    before = multiprocessing.active_children()  # others' ranks
+    with DDPManager() as manager:
+        batches = manager.get_dataloader(Slow(4), 2, num_workers=1, timeout=0.5)
+        with pytest.raises(RuntimeError, match=r"timed out after 0\.5 seconds"):
+            next(iter(batches))
+    assert multiprocessing.active_children() == before
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("timeout", -1, "timeout"),
+        ("timeout", "soon", "'soon'"),
+        ("prefetch_factor", -1, "prefetch_factor"),
+        ("multiprocessing_context", "teleport", "teleport"),
+        ("generator", torch.Generator(), "generator= of torch is seed= here"),
+    ],
+)
+def test_options_of_the_data_loader_that_cannot_be_are_refused(
+    name: str, value: object, words: str
+) -> None:
+    with DDPManager() as manager, pytest.raises(ConfigError, match=words):
+        manager.get_dataloader(Numbers(4), 2, num_workers=1, **{name: value})
 
 
 def test_what_is_no_model_is_refused() -> None:

@@ -56,7 +56,7 @@ def _stages(rank: int, world_size: int, store_path: str) -> tuple[dict[str, Any]
         patch.object(tune, "_FIRST_MB", (0.01,)),
         patch.object(tune, "decide", decide),
         patch.object(steps, "check", check),
-        patch.object(steps, "reference_losses", lambda *_: []),
+        patch.object(steps, "reference_losses", lambda *_: ([], 0.0)),
         open_session(rank, world_size, store_path) as world,
     ):
         tuner = Tuner(request, world, lambda *what: told.append(what[2]), keeps_memory=False)

@@ -145,6 +145,52 @@ def test_another_dtype_is_named(name: str) -> None:
     sync.close()
 
 
+@every_engine
+@pytest.mark.parametrize("own", [True, False])
+def test_parameters_outside_of_the_model_are_named(name: str, own: bool) -> None:
+    """A learned weight of a loss: each rank would update it by its own gradient."""
+    model, factor = two_layers(), nn.Parameter(torch.tensor([0.5, 2.0]))
+    sync = alone(model, sync=name)
+    optimizer = torch.optim.SGD([{"params": model.parameters()}, {"params": [factor]}], lr=0.1)
+    before = copy.deepcopy(model.state_dict())
+    loss = (model(X) * factor).square().sum()
+    said = r"parameters outside of the replicated model \(group 1: \[2\]\), which ranks"
+    loss.backward() if own else sync.backward(loss, weight=4)
+    with pytest.raises(ConfigError, match=said):
+        optimizer.step() if own else sync.step(optimizer)
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    sync.discard()
+    apart = [torch.optim.SGD(held, lr=0.1) for held in (model.parameters(), [factor])]
+    if own:
+        model(X).sum().backward()
+        apart[0].step()
+    else:
+        sync.backward(model(X).sum(), weight=4)
+        sync.step(apart[0])
+    apart[1].step()  # nobody's but the program's
+    sync.close()
+
+
+@every_engine
+@pytest.mark.parametrize("replicated", [True, False])
+@pytest.mark.parametrize("both", [True, False])
+def test_an_optimizer_over_another_model(name: str, replicated: bool, both: bool) -> None:
+    model, other = two_layers(), nn.Linear(3, 5)
+    handles = [alone(model, sync=name), *([alone(other, sync=name)] if replicated else [])]
+    held = [*(model.parameters() if both else ()), *other.parameters()]
+    optimizers = [torch.optim.SGD(held, lr=0.1)]
+    if not both:  # nor may it stand beside one that is right
+        optimizers.insert(0, torch.optim.SGD(model.parameters(), lr=0.1))
+    handles[0].backward(model(X).sum(), weight=4)
+    what = "parameters outside of the replicated model" if both else "none of this model's"
+    with pytest.raises(ConfigError, match=rf"{what}.*\(group 0: \[5, 3\], \[5\]\)"):
+        handles[0].step(optimizers)
+    with pytest.raises(ConfigError, match=rf"{what}.*\(group 0: \[5, 3\], \[5\]\)"):
+        handles[0].step(optimizers)
+    for handle in handles:
+        handle.close()
+
+
 # -- two ways of stepping, mixed -------------------------------------------------------------------
 
 

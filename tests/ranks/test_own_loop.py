@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
 from collections.abc import Callable
@@ -355,6 +356,47 @@ def test_nothing_travels_twice(name: str) -> None:
     assert run_thread_ranks(work, 2) == [[0] * 6] * 2
 
 
+class UsedInAnotherOrder(nn.Module):
+    """Its gradients become ready in another order than the reversed one of its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.first, self.middle = (nn.Linear(6, 6, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.middle(self.first(x).tanh()).tanh())
+
+
+@pytest.mark.parametrize("name", ["invariant", "bucketed", "ring"])
+def test_what_is_left_over_after_buckets_are_laid_out_anew(name: str) -> None:
+    """Rank 1 has neither a backward nor a zero_grad in step 2: its old gradients count no more."""
+    with global_random_state:
+        torch.manual_seed(0)
+        alone = UsedInAnotherOrder()
+    (loss_of(alone, 0, 1) / 2).backward()
+
+    def work(rank: int, group: dist.ProcessGroup) -> tuple[bool, Gradients]:
+        model = copy.deepcopy(alone)
+        model.zero_grad()
+        options = {} if name == "ring" else {"collective": "backend"}
+        sync = replicate(model, sync=name, comm=ProcessGroupCommunicator(group), **options)
+        before = sync.reducer.buckets
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        loss_of(model, rank, 0).backward()
+        optimizer.step()
+        if rank == 0:
+            optimizer.zero_grad()
+            loss_of(model, rank, 1).backward()
+        optimizer.step()
+        found = sync.reducer.buckets is not before, gradients(model)
+        sync.close()
+        return found
+
+    for anew, found in run_thread_ranks(work, 2):
+        assert anew
+        assert_gradients(found, gradients(alone))
+
+
 # -- weights stay equal, whatever ranks do ---------------------------------------------------------
 
 PROGRAMS: dict[str, Loop] = {}
@@ -512,6 +554,153 @@ def test_a_handles_own_step_after_a_loop(name: str) -> None:
         assert_gradients(found, mean_gradients(1))
 
 
+def clips(model: nn.Module, max_norm: float = 0.01) -> None:
+    torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+
+
+def clips_past_the_counters(model: nn.Module) -> None:
+    for gradient in (p.grad for p in model.parameters()):
+        if gradient is not None:
+            gradient.data.clamp_(-1e-3, 1e-3)
+
+
+def drops(model: nn.Module) -> None:
+    model.branch.zero_grad()
+
+
+@every_strategy
+@pytest.mark.parametrize("change", [clips, clips_past_the_counters, drops])
+def test_gradients_that_one_rank_could_not_change(name: str, change: Any) -> None:
+    """Rank 1 has no backward, so its gradients come in the optimizer's step: after the change."""
+
+    def loop(rank: int, sync: GradientSync, optimizer: Any) -> tuple[str, bool]:
+        for turn in range(3):
+            if (rank, turn) != (1, 2):
+                loss_of(sync.model, rank, turn).backward()
+            change(sync.model)
+            before = weights(sync.model)
+            try:
+                optimizer.step()
+            except ConfigError as error:
+                assert turn == 2
+                return str(error), torch.equal(before["inner.weight"], sync.model.inner.weight)
+            optimizer.zero_grad()
+        return "", False
+
+    first, without, last = on_ranks(name, loop)
+    assert without == ("", False)
+    for said, kept in (first, last):
+        assert "changed between loss.backward() and optimizer.step()" in said
+        assert "call sync.finish() before it, on all ranks" in said
+        assert kept
+
+
+@every_strategy
+@pytest.mark.parametrize("finishes", [True, False])
+def test_gradients_that_every_rank_could_change(name: str, finishes: bool) -> None:
+    """By a `finish` before the clipping; or the clipping changes nothing; or all step alike."""
+
+    def loop(rank: int, sync: GradientSync, optimizer: Any) -> dict[str, Tensor]:
+        for turn in range(4):
+            if turn == 3 and not finishes:
+                with sync.no_sync():  # and all ranks synchronise in the step
+                    loss_of(sync.model, rank, turn).backward()
+            elif (rank, turn) != (1, 1):
+                loss_of(sync.model, rank, turn).backward()
+            if finishes:
+                sync.finish()
+            clips(sync.model, max_norm=0.01 if finishes else 1e3)
+            optimizer.step()
+            optimizer.zero_grad()
+        return weights(sync.model)
+
+    assert_replicas_equal(on_ranks(name, loop))
+
+
+@every_strategy
+def test_gradients_that_change_once_all_ranks_have_them(name: str) -> None:
+    """Between the steps of two optimizers: rank 1 got them in the first one's."""
+
+    def loop(rank: int, sync: GradientSync, _: Any) -> dict[str, Tensor]:
+        parts = (sync.model.branch, sync.model.inner)
+        optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in parts]
+        for turn in range(3):
+            if (rank, turn) != (1, 1):
+                loss_of(sync.model, rank, turn).backward()
+            optimizers[0].step()
+            clips(sync.model.inner)
+            optimizers[1].step()
+            sync.model.zero_grad()
+        return weights(sync.model)
+
+    assert_replicas_equal(on_ranks(name, loop))
+
+
+@every_strategy
+@pytest.mark.parametrize("goes_on", ["by the next step", "by its own step"])
+def test_a_forward_that_failed_on_one_rank(name: str, goes_on: str) -> None:
+    """`discard` comes before any backward of the step. Rank 2 had none in the step before."""
+
+    def loop(rank: int, sync: GradientSync, optimizer: Any) -> dict[str, Tensor]:
+        for turn in range(5):
+            if (rank, turn) == (1, 2):
+                sync.discard()
+            elif (rank, turn) != (2, 1):
+                loss_of(sync.model, rank, turn).backward()
+            if (rank, turn) != (1, 2) or goes_on == "by its own step":
+                optimizer.step()
+            optimizer.zero_grad()
+        return weights(sync.model)
+
+    found = on_ranks(name, loop)
+    assert_replicas_equal(found)
+    model = start()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for turn in (0, 1, 3, 4):
+        optimizer.zero_grad()
+        for rank in (0, 1) if turn == 1 else range(WORLD_SIZE):
+            (loss_of(model, rank, turn) / WORLD_SIZE).backward()
+        optimizer.step()
+    for key, expected in weights(model).items():
+        torch.testing.assert_close(found[0][key], expected, rtol=1e-5, atol=1e-6)
+
+
+@every_strategy
+def test_a_finish_after_a_discarded_backward_does_nothing(name: str) -> None:
+    """As after any backward; `discard` stands in place of both on the rank that calls it."""
+
+    def loop(rank: int, sync: GradientSync, optimizer: Any) -> dict[str, Tensor]:
+        for turn in range(4):
+            if (rank, turn) == (1, 2):
+                sync.discard()
+            else:
+                loss_of(sync.model, rank, turn).backward()
+                sync.finish()
+            clips(sync.model)
+            optimizer.step()
+            optimizer.zero_grad()
+        return weights(sync.model)
+
+    assert_replicas_equal(on_ranks(name, loop))
+
+
+@every_strategy
+def test_a_discard_hides_no_difference_of_the_step_before(name: str) -> None:
+    def loop(rank: int, sync: GradientSync, optimizer: Any) -> str:
+        optimizer.param_groups[0]["lr"] = 0.1 * (1 + rank)
+        loss_of(sync.model, rank, 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sync.discard() if rank == 1 else loss_of(sync.model, rank, 1).backward()
+        optimizer.step()
+        with pytest.raises(ConfigError) as caught:
+            loss_of(sync.model, rank, 2).backward()
+        return str(caught.value)
+
+    for said in on_ranks(name, loop):
+        assert said.startswith("lr of group 0 differs: rank 0 0.1, rank 1 0.2, rank 2 0.3")
+
+
 # -- several models --------------------------------------------------------------------------------
 
 
@@ -572,6 +761,30 @@ def test_parts_of_a_container_that_is_gone_stay_synchronised(name: str) -> None:
 
 
 # -- what is refused, and what is said -------------------------------------------------------------
+
+
+@every_strategy
+@pytest.mark.parametrize("leaves", [(2, 2, 1), (2, 2, 0), (1, 2, 3)])
+def test_a_backward_for_each_leaf_where_shares_are_uneven(
+    name: str, leaves: tuple[int, ...]
+) -> None:
+    """Each is one synchronisation: those of different steps would meet."""
+
+    def loop(rank: int, sync: GradientSync, optimizer: Any) -> str:
+        try:
+            for step in range(4):
+                for leaf in range(leaves[rank]):
+                    loss_of(sync.model, rank, 10 * step + leaf).backward()
+                sync.finish()
+                optimizer.step()
+                optimizer.zero_grad()
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    for said in on_ranks(name, loop):
+        assert said.startswith("number of optimizer.step() since the last synchronisation differs:")
+        assert "enclose all micro-batches of a step but the last in sync.no_sync()" in said
 
 
 @pytest.mark.parametrize("name", ["zero1", "zero2", "local_sgd", "diloco"])

@@ -24,6 +24,7 @@ from gradsync.errors import ConfigError
 from gradsync.sync.batch_norm import choose_batch_norm
 from gradsync.sync.buffers import BufferSync
 from gradsync.sync.exact_sum import exact_sum
+from gradsync.sync.replicate import replicate
 from support.thread_ranks import run_thread_ranks
 
 _GLOBAL_RANDOM_STATE = threading.Lock()
@@ -176,6 +177,59 @@ def test_what_is_not_a_leaf_leaves_no_trace() -> None:
         model(torch.randn(4, 3))
         assert model.num_batches_tracked == 1
     assert_same_bits(model.state_dict(), start)
+
+
+@pytest.mark.parametrize("loads", [False, True])
+def test_a_step_that_is_refused_leaves_no_trace(loads: bool) -> None:
+    """`step_ends` does not come then; the next step begins as if that one had not been."""
+    model, expected = build(), build()
+    sync, plain = (
+        BufferSync(model, SingleCommunicator()),
+        BufferSync(expected, SingleCommunicator()),
+    )
+    before = copy.deepcopy(model.state_dict())
+    for index in range(2):
+        model(inputs_of(0, index)).sum().backward()
+        sync.leaf_ends()
+    model(inputs_of(0, 2))  # without a backward
+    sync.step_begins()
+    assert_same_bits(dict(model.named_buffers()), dict(expected.named_buffers()))
+    if loads:
+        model.load_state_dict(before)
+    for net, its in ((model, sync), (expected, plain)):
+        net(inputs_of(1, 0)).sum().backward()
+        its.leaf_ends()
+        end_step(its)
+    assert_same_bits(dict(model.named_buffers()), dict(expected.named_buffers()))
+
+
+@pytest.mark.parametrize("sync", ["invariant", "naive"])
+def test_a_step_that_a_rank_discards_leaves_no_trace(sync: str) -> None:
+    """Not even the nan that made it discard."""
+
+    def work(rank: int, group: Any) -> list[Tensor]:
+        model = build()
+        handle = replicate(
+            model, comm=ProcessGroupCommunicator(group), sync=sync, batch_norm="local"
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        before = [buffer.clone() for buffer in model.buffers()]
+        inputs = inputs_of(0, rank)
+        handle.backward(model(inputs if rank else inputs * math.nan).sum(), weight=4)
+        if rank == 0:
+            handle.discard()
+        else:
+            assert handle.step(optimizer).discarded
+        assert all(map(torch.equal, before, model.buffers()))
+        handle.backward(model(inputs).sum(), weight=4)
+        handle.step(optimizer)
+        found = [buffer.clone() for buffer in model.buffers()]
+        handle.close()
+        return found
+
+    first, second = run_thread_ranks(work, 2)
+    assert all(map(torch.equal, first, second))
+    assert all(buffer.isfinite().all() for buffer in first)
 
 
 @pytest.mark.parametrize("how", ["by hand", "loaded", "loaded, submodules called"])

@@ -45,6 +45,7 @@ def refused(capsys: pytest.CaptureFixture[str], call: Callable[[], int], words: 
     said = capsys.readouterr().err
     assert words in said
     assert said.count("\n") == 1, said
+    assert is_plain(said)
     assert "Traceback" not in said
     assert len(said) < 800
 
@@ -207,6 +208,32 @@ def test_positions_at_which_no_token_stands_take_no_memory(run: Path, tmp_path: 
     assert main(["sample", str(tmp_path / "run"), "--tokens", "2"]) == 0
 
 
+CONTROLS = "\x1bc\x07EVIL\r\n\x9b31m\x7f\u202e"
+"""Clears the screen, rings, goes back, begins another line, colours, deletes, reverses."""
+
+
+def is_plain(text: str) -> bool:
+    """Nothing in it steers a terminal."""
+    return all(c.isprintable() or c in "\n\t" for c in text)
+
+
+@pytest.mark.parametrize(
+    ("command", "damage"),
+    [
+        ("train", state(lambda saved: saved["optimizer"].update({"class": CONTROLS}))),
+        ("train", sealed(lambda body: body["fingerprint"].update(sync=CONTROLS))),
+        ("sample", state(lambda saved: saved.update(tokenizer=CONTROLS))),
+        ("sample", state(lambda saved: saved["config"].update(data=CONTROLS))),
+        ("sample", state(lambda saved: saved.pop("tokenizer"))),
+        ("sample", file(text(f'{{"manifest": {{"{CONTROLS}": 1}}}}'))),
+    ],
+)
+def test_what_a_checkpoint_says_does_not_steer_the_terminal(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, damage: Damage
+) -> None:
+    test_a_checkpoint_that_no_run_has_saved(run, tmp_path, capsys, command, damage, "")
+
+
 # -- data -----------------------------------------------------------------------------------------
 
 
@@ -243,6 +270,8 @@ def wide(data: Path) -> None:
         (in_meta(unigram_entropy_nats=float("nan")), "NaN where a finite number belongs"),
         (in_meta(unigram_entropy_nats=-1), "must not be negative"),
         (in_meta(documents=10**50), "a number of 51 digits"),
+        (in_meta(dtype=CONTROLS), "EVIL"),
+        (in_meta(tokens={CONTROLS: 1}), "EVIL"),
         (wide, "parameters takes 1.02e+03 GB at least, and this host has"),
     ],
 )

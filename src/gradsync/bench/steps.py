@@ -79,12 +79,13 @@ class Checked:
     comm_s: float | None  # in collectives, in a step that hides nothing; None: cannot be seen
 
 
-def reference_losses(site: BenchSite, leaves: Leaves) -> list[float]:
-    """Losses that every contestant should see; all ranks call it."""
+def reference_losses(site: BenchSite, leaves: Leaves) -> tuple[list[float], float]:
+    """Losses that every contestant should see, and seconds of the last step; all ranks call it."""
     model = site.model()
     optimizer = site.optimizer(model)
-    comm, losses = site.comm, []
+    comm, losses, began = site.comm, [], 0.0
     for _ in range(CHECK_STEPS):
+        began = time.perf_counter()  # the first one pays for what is done once
         total = torch.zeros((), device=site.device)
         for tokens_BT, targets_BT in leaves:
             with site.autocast():
@@ -100,7 +101,7 @@ def reference_losses(site: BenchSite, leaves: Leaves) -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(_mean(site, total))
-    return losses
+    return losses, time.perf_counter() - began
 
 
 def check(
@@ -299,10 +300,8 @@ class Runner:
         bench = _Bench(leaves=site.leaves(entry.batch_size), clock=clock)
         self._benches[entry.label] = bench
         if entry.batch_size not in self._expected:
-            began = time.perf_counter()
-            self._expected[entry.batch_size] = reference_losses(site, bench.leaves)
+            self._expected[entry.batch_size], step_s = reference_losses(site, bench.leaves)
             if self._place == 0:
-                step_s = (time.perf_counter() - began) / CHECK_STEPS
                 self._say(f"all of it takes about {duration(seconds_of(self._plan, step_s))}")
         expected = self._expected[entry.batch_size]
         bench.found = asdict(check(entry.contestant, site, bench.leaves, expected))

@@ -22,10 +22,12 @@ from gradsync.bench.contestants import left_out, parse_contestants, with_ideals
 from gradsync.bench.experiment import Ask, Experiment, Findings, check_least, command_of, taken
 from gradsync.bench.report import Spread, csv_text, print_table, ratios, spread, where
 from gradsync.bench.sync_plan import (
+    BUDGET_S,
     USUAL_TOKENS,
     BenchPlan,
     Entry,
     SyncSettings,
+    duration,
     in_time,
     memory_for,
     size_of,
@@ -59,7 +61,7 @@ class SyncOptions:
     model_size: str = "auto"
     """tiny, mini, small, medium, large, xl, 1.3b, 2.7b; auto takes the largest that fits into
     memory and takes less than three minutes here, as a few timed steps say (under a launcher, into
-    memory)."""
+    memory). Where even the smallest takes more, it takes fewer turns."""
     world_size: int = 2  # Ranks to start on this host.
     strategies: str = "default"
     """Names with commas between them, each with options if need be: naive,bucketed:bucket_mb=1.
@@ -164,13 +166,23 @@ def _decided(options: SyncOptions, plan: BenchPlan, world: World) -> list[str]:
             "(as with --same-allocator)"
         )
     if options.model_size == "auto":
-        name = plan.settings.model_size
+        name, done = plan.settings.model_size, plan.takes_s <= BUDGET_S
         millions = PRESETS[name].num_params() / 1e6
-        done = "" if world.is_distributed else " and is done in three minutes"
+        why = "the largest that fits" + (" and is done in three minutes" if plan.takes_s else "")
         lines.append(
-            f"model size {name} ({millions:.0f} M parameters), the largest that fits{done}; "
+            f"model size {name} ({millions:.0f} M parameters), {why if done else 'the smallest'}; "
             "--model-size takes another"
         )
+        if plan.settings.rounds < options.rounds or plan.settings.num_steps < options.num_steps:
+            lines.append(
+                f"{plan.settings.turns_text}, since steps are slow here; --rounds and --num-steps "
+                "take others"
+            )
+        if not done:
+            lines.append(
+                f"its steps take about {duration(plan.takes_s)}, with the ranks' start more than "
+                "three minutes"
+            )
     return lines
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gradsync.checkpoint.weights import clean_names
+from gradsync.core.files import one_line
 from gradsync.errors import CheckpointError
 
 # Options of how a step is computed, not of its result: the loading run keeps its own.
@@ -164,7 +165,7 @@ def _check(
     check_packed(state)
     kind = type(optimizer).__name__
     if state["class"] != kind:
-        raise CheckpointError(f"optimizer state is of {str(state['class'])[:40]}, expected {kind}")
+        raise CheckpointError(f"optimizer state is of {one_line(state['class'])}, expected {kind}")
     saved, params = state["params"], {n: p for group in by_group for n, p in group.items()}
     for name, param in params.items():
         if name not in saved:

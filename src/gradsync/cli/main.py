@@ -19,7 +19,7 @@ from difflib import get_close_matches
 from importlib import import_module
 
 from gradsync import __version__
-from gradsync.core.files import one_line
+from gradsync.core.files import one_line, printable
 from gradsync.errors import ConfigError, DivergenceError, GradsyncError, PeerError, UsageError
 from gradsync.runtime import environ
 
@@ -70,7 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
-    logging.basicConfig(format="gradsync: %(levelname)s: %(message)s", level=logging.WARNING)
+    handler = logging.StreamHandler()
+    handler.setFormatter(_PrintableFormatter("gradsync: %(levelname)s: %(message)s"))
+    logging.basicConfig(handlers=[handler], level=logging.WARNING)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_help(), end="")
         return 0 if arguments else 2
@@ -112,8 +114,15 @@ def _fail(error: GradsyncError) -> int:
     if rank and isinstance(error, PeerError):
         message = message.partition("\n")[0]
     who = f"[rank {rank}] " if rank else ""
-    print(f"gradsync: error: {who}{message}", file=sys.stderr, flush=True)
+    print(f"gradsync: error: {who}{printable(message)}", file=sys.stderr, flush=True)
     return error.exit_code
+
+
+class _PrintableFormatter(logging.Formatter):
+    """Writes log records without what would steer the terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
 
 
 def _help() -> str:

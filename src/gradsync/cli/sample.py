@@ -11,6 +11,7 @@ import tyro
 from tyro.conf import Positional
 
 from gradsync.cli.arguments import parse
+from gradsync.core.files import one_line
 from gradsync.errors import ConfigError, DataError
 
 
@@ -100,10 +101,12 @@ def _tokenizer(directory: str, trained_with: str | None) -> Any:
     path = Path(directory) if directory else default_corpus()
     meta = read_meta(path)
     if meta is None:
-        raise DataError(f"{path} has no meta.json, so its tokenizer is unknown; give --data DIR")
+        raise DataError(
+            f"{one_line(path)} has no meta.json, so its tokenizer is unknown; give --data DIR"
+        )
     if trained_with not in (None, meta.tokenizer_identity):
         raise DataError(
             f"{path} has another tokenizer ({meta.tokenizer_identity}) than the model was trained "
-            f"with ({trained_with}); give --data DIR of the training data"
+            f"with ({one_line(trained_with)}); give --data DIR of the training data"
         )
     return load_tokenizer(meta, path)

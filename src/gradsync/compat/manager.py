@@ -34,31 +34,27 @@ if TYPE_CHECKING:
 log = logging.getLogger("gradsync")
 
 _BUFFERS = "buffers are averaged over the step, BatchNorm's as batch_norm= says"
-_DDP_HAS_NO_MEANING = {
+_HAS_NO_MEANING = {
     "find_unused_parameters": "parameters without a gradient are found in every step",
     "gradient_as_bucket_view": "gradients lie in their buckets already",
     "static_graph": "no step is planned from the first one",
-    "device_ids": "the model is on this rank's device",
-    "output_device": "outputs stay on this rank's device",
+    "bucket_cap_mb": "this strategy has no buckets",
+    **dict.fromkeys(("device_ids", "output_device", "dim"), "all is on this rank's device"),
     **dict.fromkeys(("broadcast_buffers", "forward_sync_buffers"), _BUFFERS),
-}
-_DDP_IS_CALLED = {
-    "process_group": "gs.replicate(model, comm=gs.group(ranks))",
-    "mixed_precision": "torch.autocast around the forward",
-    "bucket_cap_mb_list": "bucket_mb=, one size for all",
-}
-_DATA_LOADER_HAS_NO_MEANING = {
     **dict.fromkeys(("pin_memory", "pin_memory_device"), "batches come on this rank's device"),
     "drop_last": "a pass has whole batches only, and the next one begins with the rest",
-    "persistent_workers": "workers live from pass to pass of one iteration",
-    "prefetch_factor": "workers read ahead by themselves",
+    "persistent_workers": "every pass starts its workers",
     "in_order": "batches always come in order",
 }
-_DATA_LOADER_IS_CALLED = {
+_IS_CALLED = {
+    **dict.fromkeys(("process_group", "device_mesh"), "gs.replicate(model, comm=gs.group(ranks))"),
+    "init_sync": "True always: ranks start with rank 0's weights",
+    "mixed_precision": "torch.autocast around the forward",
+    "bucket_cap_mb_list": "bucket_mb=, one size for all",
     **dict.fromkeys(("sampler", "batch_sampler"), "shuffle= and seed=: samples are dealt to ranks"),
     "generator": "seed=",
-    "worker_init_fn": "the data set's own __getitem__",
 }
+_FOR_WORKERS = ("timeout", "prefetch_factor", "multiprocessing_context", "worker_init_fn")
 
 
 class DDPManager:
@@ -126,7 +122,8 @@ class DDPManager:
             models: one or more modules.
             sync: a strategy; `invariant`, `bucketed` … or `ddp`.
             options: of `gs.replicate`, or of DistributedDataParallel. The latter's are taken under
-                `ddp`; elsewhere `bucket_cap_mb` is `bucket_mb`, and what has no meaning is ignored.
+                `ddp`; elsewhere `bucket_cap_mb` is `bucket_mb`, and what is DDP's default or has no
+                effect on results is ignored.
 
         Returns:
             The model, or a tuple when several were given.
@@ -156,10 +153,11 @@ class DDPManager:
             return nn.parallel.DistributedDataParallel(models[0], process_group=group, **options)
         if trains:
             known = find_strategy(sync).options
-            if (size := options.pop("bucket_cap_mb", None)) is not None:
+            if (size := options.get("bucket_cap_mb")) is not None:
                 check_value("bucket_cap_mb", size, "size")
-                options.setdefault("bucket_mb" if "bucket_mb" in known else "bucket_cap_mb", size)
-            options = _without(options, known, _DDP_HAS_NO_MEANING, _DDP_IS_CALLED)
+                if "bucket_mb" in known:
+                    options.setdefault("bucket_mb", options.pop("bucket_cap_mb"))
+            options = _without(options, known, nn.parallel.DistributedDataParallel)
             whole = models[0] if len(models) == 1 else nn.ModuleList(models)
             self._handles.append(replicate(whole, self.world, sync=sync, **options))
         return models[0] if len(models) == 1 else models
@@ -183,20 +181,23 @@ class DDPManager:
             in_order: options without their names (`shuffle`, …), as torch's `DataLoader` has them.
             seed: names the order.
             options: of `gs.loader`, such as `shuffle` (True: a new order each epoch, by itself),
-                `num_workers` or `collate_fn`. Those of torch's `DataLoader` that have no meaning
-                here (`pin_memory`, `drop_last`) are ignored.
+                `num_workers` or `collate_fn`; of torch's `DataLoader` those for its workers, such
+                as `timeout`. What has no meaning here (`pin_memory`, `drop_last`) is ignored.
 
         Raises:
             ConfigError: an option of `DataLoader` that has another name here, and which.
         """
         options |= zip([*signature(DataLoader).parameters][2:], in_order, strict=False)
-        options = _without(options, (), _DATA_LOADER_HAS_NO_MEANING, _DATA_LOADER_IS_CALLED)
+        known = {*_FOR_WORKERS, *signature(loader).parameters}
+        options = _without(options, known, DataLoader)
+        for_workers = {name: options.pop(name) for name in _FOR_WORKERS if name in options}
         steps = loader(
             dataset,
             self.world,
             global_batch_size=batch_size * self.world.world_size,
             micro_batch_size=batch_size,
             seed=seed,
+            worker_options=for_workers,
             **options,
         )
         passes = max(len(dataset) // steps.plan.global_batch_size, 1)
@@ -240,25 +241,21 @@ class DDPManager:
         self.cleanup(error)
 
 
-def _without(
-    options: Mapping[str, Any],
-    known: Collection[str],
-    has_no_meaning: Mapping[str, str],
-    is_called: Mapping[str, str],
-) -> dict[str, Any]:
-    """`options` without those of torch's that have no meaning here, and why not.
+def _without(options: Mapping[str, Any], known: Collection[str], torchs: type) -> dict[str, Any]:
+    """`options` without those of torch's class that are its defaults or change nothing here.
 
     Raises:
         ConfigError: one that has another name here.
     """
-    kept = dict(options)
+    theirs, kept = signature(torchs).parameters, dict(options)
     for name, value in options.items():
-        if name in known:
+        if name in known or name not in theirs:
             continue
-        if name in has_no_meaning:
-            log.debug("%s=%r is ignored: %s", name, kept.pop(name), has_no_meaning[name])
-        elif name in is_called and kept.pop(name) is not None:
-            raise ConfigError(f"{name}= of torch is {is_called[name]} here; got {value!r}")
+        if value is theirs[name].default or name in _HAS_NO_MEANING:
+            why = _HAS_NO_MEANING.get(name, f"it is {torchs.__name__}'s default")
+            log.debug("%s=%r is ignored: %s", name, kept.pop(name), why)
+        elif name in _IS_CALLED:
+            raise ConfigError(f"{name}= of torch is {_IS_CALLED[name]} here; got {value!r}")
     return kept
 
 

@@ -122,7 +122,7 @@ def parse_json(text: bytes, *, finite: bool = True) -> Any:
             json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
         raise ValueError(f"more than {_DEEPEST} levels of nesting") from None
-    level = [value]
+    level = _inside([value])
     for _ in range(_DEEPEST):
         level = [inner for outer in level for inner in _inside(outer)]
         if not level:
@@ -130,12 +130,9 @@ def parse_json(text: bytes, *, finite: bool = True) -> Any:
     raise ValueError(f"more than {_DEEPEST} levels of nesting")
 
 
-def _inside(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, list):
-        return []
-    return [inner for inner in value if isinstance(inner, dict | list)]
+def _inside(value: dict[str, Any] | list[Any]) -> list[Any]:
+    values = value.values() if isinstance(value, dict) else value
+    return [inner for inner in values if isinstance(inner, dict | list)]
 
 
 def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -160,9 +157,14 @@ def _finite(text: str) -> float:
     return number
 
 
+def printable(text: str, kept: str = "\n\t") -> str:
+    """Text that may come from anywhere, for a terminal: controls that are not `kept` are spelt."""
+    return "".join(c if c.isprintable() or c in kept else repr(c)[1:-1] for c in text)
+
+
 def one_line(text: object) -> str:
     """Text that a file brought along, for an error: printable, at most 400 characters."""
-    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(text)[:401])
+    shown = printable(str(text)[:401], kept="")
     return shown if len(shown) <= 400 else f"{shown[:400]} …"
 
 

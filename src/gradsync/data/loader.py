@@ -4,7 +4,7 @@ evaluation; `DatasetLoader`."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,7 @@ class Loader:
         seed: names the order, and the random numbers (dropout) of each leaf.
         num_workers: DataLoader worker processes that read ahead; 0 reads in this process. Workers
             hold no state, so the order and the exactness of resuming do not depend on it.
+        worker_options: more options of torch's `DataLoader` for these workers, such as `timeout`.
         collate_fn: list of samples to batch; None is torch's `default_collate`.
         num_epochs: passes over the data; None never ends.
         shuffle: False keeps the order of the data set.
@@ -76,7 +77,8 @@ class Loader:
         device: where batches go; None is the world's device.
 
     Raises:
-        ConfigError: when the batch arithmetic is not exact, or ranks outnumber leaves.
+        ConfigError: when the batch arithmetic is not exact, or ranks outnumber leaves; a worker
+            option that torch does not take.
         DataError: when the data set is empty or not map-style.
     """
 
@@ -89,6 +91,7 @@ class Loader:
         micro_batch_size: int,
         seed: int = 0,
         num_workers: int = 0,
+        worker_options: Mapping[str, Any] | None = None,
         collate_fn: Collate | None = None,
         num_epochs: int | None = None,
         shuffle: bool = True,
@@ -109,10 +112,16 @@ class Loader:
         self._rank = world.rank
         self._device = torch.device(world.device if device is None else device)
         self._num_workers = num_workers
+        self._worker_options = dict(worker_options or {})
         self._seed_leaves = seed_leaves
         self._stop = math.inf if num_epochs is None else num_epochs * self._order.num_samples
         self._samples = self._steps = 0
         self._batches: Iterator[Any] | None = None  # of the iteration in progress
+        try:
+            if worker_options:
+                self._read_ahead(())
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"worker_options={worker_options!r}: {error}") from error
 
     @property
     def epoch(self) -> float:
@@ -188,20 +197,23 @@ class Loader:
         index_lists = (self._order.indices(leaf.start, leaf.count) for leaf in leaves)
         if not self._num_workers:
             return map(self._reader.__getitem__, index_lists)
+        return iter(self._read_ahead(index_lists))
+
+    def _read_ahead(self, index_lists: Iterable[np.ndarray]) -> DataLoader[Any]:
+        """The batches of `index_lists`, read by workers, at least one."""
         # A generator of its own: DataLoader would draw from the global one, and `num_workers`
         # would change the model's dropout.
         generator = torch.Generator()
         generator.manual_seed(derive_key(self._order.seed, self._samples, self._rank) >> 1)
-        return iter(
-            DataLoader(
-                self._reader,
-                sampler=index_lists,
-                batch_size=None,  # an index list is one item: the reader makes the batch
-                collate_fn=_unchanged,
-                num_workers=self._num_workers,
-                pin_memory=self._device.type == "cuda",
-                generator=generator,
-            )
+        return DataLoader(
+            self._reader,
+            sampler=index_lists,
+            batch_size=None,  # an index list is one item: the reader makes the batch
+            collate_fn=_unchanged,
+            num_workers=self._num_workers or 1,
+            pin_memory=self._device.type == "cuda",
+            generator=generator,
+            **self._worker_options,
         )
 
     def _leaves(self, span: StepSpan, step: int, batches: Iterator[Any]) -> Iterator[Leaf]:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gradsync.core.files import read_bytes
-from gradsync.data.meta import Meta
+from gradsync.core.files import one_line, read_bytes
+from gradsync.data.meta import Meta, read_meta
 from gradsync.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class BpeTokenizer:
         try:
             inner = Tokenizer.from_str(text.decode())
         except Exception as error:  # the package raises bare `Exception` for every defect
-            raise DataError(f"{path}: is no tokenizer: {error}") from error
+            raise DataError(f"{path}: is no tokenizer: {one_line(error)}") from error
         return cls(inner)
 
     def save(self, path: Path) -> None:
@@ -148,6 +148,14 @@ def load_tokenizer(meta: Meta, directory: Path | str) -> Tokenizer:
             f"meta.json says {meta.vocab_size}"
         )
     return tokenizer
+
+
+def check_tokenizer(directory: Path) -> None:
+    """Refuse (DataError) a data directory whose own tokenizer cannot be loaded; without the package
+    for it there is nothing to check."""
+    meta = read_meta(directory)
+    if meta is not None and meta.tokenizer == "bpe" and find_spec("tokenizers") is not None:
+        load_tokenizer(meta, directory)
 
 
 def _require_tokenizers() -> None:

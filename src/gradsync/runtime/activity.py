@@ -27,6 +27,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
+from gradsync.core.files import one_line
+
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _WAITS = tuple(_PACKAGE + name + os.sep for name in ("comm", "sync", "backends"))
 _LIBRARIES = tuple({sysconfig.get_path(n) for n in ("stdlib", "platstdlib", "purelib", "platlib")})
@@ -70,14 +72,10 @@ def read_activity(record: bytes) -> Activity:
                 beat=found.beat,
                 waits=found.waits,
                 since_s=float(found.since_s),
-                where=_printable(found.where),
-                call=_printable(found.call),
+                where=one_line(found.where),
+                call=one_line(found.call),
             )
     return Activity(beat=-1)
-
-
-def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() else "?" for c in text[:_LONGEST])
 
 
 class Sampler:
@@ -199,7 +197,7 @@ def ask_for_stack(pid: int, fd: int) -> str:
             time.sleep(0.02)
             text = path.read_bytes()[before:].decode(errors="replace")
             if found := re.search(r'File "([^"\n]*)", line (\d+) in (\S+)', text):
-                return _printable(f"{found[1]}:{found[2]} {found[3]}")
+                return one_line(f"{found[1]}:{found[2]} {found[3]}")
     return ""
 
 

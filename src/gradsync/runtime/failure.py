@@ -33,6 +33,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from gradsync.core.files import one_line, printable
 from gradsync.errors import GradsyncError, LatePeerError, LostPeerError, PeerError, RunError
 from gradsync.runtime.activity import Activity, Sampler, read_activity
 from gradsync.runtime.network import PeerConnections
@@ -74,10 +75,10 @@ class Failure:
 
     def as_error(self) -> PeerError:
         """The exception that the other ranks raise."""
-        rank, trace = self.rank, self.traceback_text
-        message = self.summary
+        rank, trace = self.rank, printable(self.traceback_text)
+        message = printable(self.summary)
         if rank >= 0:
-            message = f"rank {rank} on {self.host} failed first: {message}"
+            message = f"rank {rank} on {one_line(self.host)} failed first: {message}"
         if trace:
             message += f"\n--- traceback of rank {rank} ---\n{trace.rstrip()}"
         return PeerError(message, rank=rank, traceback_text=trace, exit_code=self.exit_code)
@@ -419,7 +420,7 @@ class FailureWatch:
         with suppress(Exception):
             if code == LatePeerError.exit_code:
                 message += f"\n--- rank {self._rank} was here ---\n{self._sampler.stack().rstrip()}"
-            _say(f"gradsync: error: [rank {self._rank}] {message}\n")
+            _say(f"gradsync: error: [rank {self._rank}] {printable(message)}\n")
             sys.stdout.flush()
         os._exit(code if code == LatePeerError.exit_code else 1)
 

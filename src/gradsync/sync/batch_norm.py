@@ -6,10 +6,10 @@
     freeze     the running ones, as in eval      do not change                   the same bits
 
 `sync` at W ranks is BatchNorm over the W micro-batches put together: the more ranks, the larger the
-batch that is normalised as one, so it depends on the world size by definition. The choice is
-required at world size 1 too: the same script then works on any number of ranks. GroupNorm and
-LayerNorm do not use the batch and need no choice. InstanceNorm's running statistics follow the rule
-for buffers, whatever is chosen here.
+batch that is normalised as one, so it depends on the world size by definition. Its forward moves
+the running statistics at once, also in a step that is refused or discarded. The choice is required
+at world size 1 too: the same script then works on any number of ranks. GroupNorm and LayerNorm do
+not use the batch and need no choice. InstanceNorm's statistics follow the rule for buffers, always.
 """
 
 from __future__ import annotations

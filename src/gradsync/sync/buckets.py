@@ -95,12 +95,8 @@ class Bucket:
         return self.flat(number)[start : end.offset + end.numel]
 
     def named_sums(self, names: Sequence[str], buffers: int) -> Iterator[tuple[str, Tensor]]:
-        """The parameters that have a gradient, with the contents of the first `buffers` buffers.
-
-        Args:
-            names: of all parameters of the model.
-            buffers: number of buffers in use.
-        """
+        """The parameters that have a gradient, by the `names` of all parameters of the model, with
+        the contents of the first `buffers` buffers."""
         for place, slot in enumerate(self.plan.slots):
             for number in range(buffers if self.touched[place] else 0):
                 yield names[slot.index], self.view(number, place)

@@ -12,10 +12,10 @@ BatchNorm's `num_batches_tracked` counts *steps*, not forwards, and its running 
 the variances *within* leaves, without the variance between them; larger leaves include more of it.)
 
 Ranks do not appear in this rule, and the mean is exact ([Note: Sums without an order]): any number
-of ranks, with any distribution of leaves, ends with the same bits. A forward in training mode
-without a backward leaves no trace. A buffer that no forward changes is not touched, read or sent,
-and may be changed by hand between steps, on all ranks alike. In the user's training loop, where the
-end of a leaf is unknown, all forwards of a rank's step are one leaf.
+of ranks, with any distribution of leaves, ends with the same bits. Neither a forward in training
+mode without a backward nor a step that is refused or discarded leaves a trace. A buffer that no
+forward changes is not touched, read or sent, and may be changed by hand between steps, on all ranks
+alike. In the user's training loop, where a leaf's end is unknown, a rank's forwards are one leaf.
 
 A step costs one message of 8 bytes per buffer and, if any changed, two of 8 bytes per element; one
 copy of all buffers is kept. Checkpoints need only the buffers themselves, taken between steps.
@@ -67,6 +67,7 @@ class BufferSync:
         self._model, self._comm, self._batch_norm = model, comm, batch_norm
         self._buffers: list[_Buffer] = []
         self._leaves: list[dict[int, Tensor]] = []  # of this step: changed buffers after each
+        self._ending = self._leaves  # of the step that ends
         self._leaf_is_open = False
         self._hooks: list[Any] = []
         if not equal_replicas:
@@ -80,7 +81,9 @@ class BufferSync:
                 return
             alive = this()
             if alive is not None and module.training and torch.is_grad_enabled():
-                alive._forward_begins()
+                if not alive._leaf_is_open and not alive._leaves:
+                    alive.refresh()
+                alive._leaf_is_open = True
 
         def after_loading(module: nn.Module, _: Any) -> None:
             alive = this()
@@ -112,11 +115,6 @@ class BufferSync:
         for index in self._changed():
             self._buffers[index].take_start()
 
-    def _forward_begins(self) -> None:
-        if not self._leaf_is_open and not self._leaves:
-            self.refresh()
-        self._leaf_is_open = True
-
     def leaf_begins(self, *, last: bool) -> None:
         """Begin a backward (`last`: communication begins in it)."""
         if self._batch_norm is not None and self._batch_norm.choice == "sync":
@@ -138,19 +136,20 @@ class BufferSync:
         """
         if self._batch_norm is not None and self._batch_norm.choice == "sync":
             self._batch_norm.meet("the step's end")
-        return [sum(i in leaf for leaf in self._leaves) for i in range(len(self._buffers))]
+        if self._leaf_is_open:  # a forward without backward
+            self.leaf_ends(counts=False)
+        self._ending, self._leaves = self._leaves, []  # a step that is refused ends with this
+        return [sum(i in leaf for leaf in self._ending) for i in range(len(self._buffers))]
 
     @torch.no_grad()
     def step_ends(self, counts: Sequence[float]) -> None:
         """Set the buffers' new values, equal on all ranks; `counts` are `step_begins` summed."""
-        if self._leaf_is_open:  # a forward without backward
-            for index in self._changed():
-                self._buffers[index].set_back()
+        if self._leaf_is_open:  # a forward in the update
+            self.leaf_ends(counts=False)
         changed = [index for index, count in enumerate(counts) if count]
         if changed:
             self._combine(changed, counts)
-        self._leaves.clear()
-        self._leaf_is_open = False
+        self._ending = []
 
     def close(self) -> None:
         """Remove the hooks and restore BatchNorm's methods; buffers stay as they are."""
@@ -173,7 +172,7 @@ class BufferSync:
         moving = [i for i in changed if self._buffers[i].is_floating]
         counting = [i for i in changed if not self._buffers[i].is_floating]
         device = self._buffers[changed[0]].start.device
-        leaves = self._leaves or [{}]
+        leaves = self._ending or [{}]
         moves = [self._flat_changes(leaf, moving, torch.float64, device) for leaf in leaves]
         jumps = [self._flat_changes(leaf, counting, torch.int64, device) for leaf in leaves]
         sums = exact_sum(torch.stack(moves), torch.stack(jumps), self._comm, most=int(max(counts)))

@@ -203,6 +203,11 @@ class ReplicaWatch:
             check_replicas(self._named, self._comm, edited=edited)
             self._edited = False
 
+    def gradients(self) -> list[list[int]]:
+        """Hashes of this rank's gradients; waits for the device."""
+        grads = [weight.grad for weight in self._weights]
+        return [[] if grad is None else hash_bits(grad).tolist() for grad in grads]
+
     def _signs_now(self) -> tuple[list[int], list[int], bytes]:
         """Versions and addresses of all weights, and the bits of a few elements of some."""
         weights, count = self._weights, len(self._weights)

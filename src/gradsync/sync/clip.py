@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from gradsync.comm.base import Communicator
 from gradsync.comm.finite import non_finite
 from gradsync.core.torch_private import foreach_mul_, foreach_norm
 
@@ -65,6 +66,20 @@ def clip_gradients(gradients: Sequence[Tensor], max_norm: float) -> Tensor:
         # Between tensors [] torch promotes dtypes; between [1] and [], as in shards, not.
         rows = [g if g.dim() else g.view(1) for g in gradients]
         foreach_mul_(rows, clip_factor(norm, max_norm))
+    return norm
+
+
+def clip_shards(
+    shards: list[Tensor], max_norm: float, comm: Communicator, device: torch.device
+) -> Tensor:
+    """Do what `clip_gradients` does for gradients of which each rank holds some, or none: the norm
+    is that of all, and its last bits depend on where they are cut."""
+    square = gradient_norm(shards).to(device).double().square()
+    # Whole group, float64 []; overlaps nothing: the factor depends on it.
+    comm.all_reduce(square).wait()
+    norm = square.sqrt().float()
+    if shards:
+        foreach_mul_(shards, clip_factor(norm, max_norm))
     return norm
 
 

@@ -194,27 +194,18 @@ def why_whole(
     """Reason why every rank has to run the whole optimizers; "" when each may update its share.
 
     The same on all ranks, whose optimizers are equal, and in all steps: see `why_not_now`.
-
-    Args:
-        optimizers: the user's.
-        parameters: the synchronised ones.
-        dtypes: of those parameters.
+    `parameters` are the synchronised ones, of these `dtypes`.
     """
     try:
         for optimizer in optimizers:
             check_elementwise(type(optimizer), False)
     except ConfigError as error:
         return str(error)
-    ours = {id(parameter) for parameter in parameters}
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    given = [p for group in groups for p in group["params"]]
     half = {torch.bfloat16, torch.float16} & set(dtypes)
     reasons = {
         "the optimizer is differentiable": any(group.get("differentiable") for group in groups),
         "a parameter has no elements": any(p.numel() == 0 for p in parameters),
-        "the optimizer has parameters that are not synchronised": any(
-            id(p) not in ours and p.requires_grad for p in given
-        ),
         # See [Note: 16 bits and threads] in the module.
         "16-bit parameters round otherwise in pieces, with several threads": bool(
             half and torch.get_num_threads() > 1

@@ -353,24 +353,15 @@ def _hook(engine: weakref.ref[Engine], index: int) -> Callable[[torch.Tensor], N
 
 
 class UnusedWarning:
-    """Warns once per parameter, in one line for all of a step.
-
-    Args:
-        names: of the parameters.
-    """
+    """Warns once per parameter (`names`), in one line for all of a step."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
         self._said: set[int] = set()
 
     def say(self, used: Sequence[bool], touched: Sequence[bool], rank: int) -> None:
-        """Warn about parameters with a gradient on some rank and none on this one.
-
-        Args:
-            used: for each parameter, whether any rank has a gradient.
-            touched: for each parameter, whether this rank has one.
-            rank: this rank.
-        """
+        """Warn about parameters with a gradient on some rank (`used`) and none on this one
+        (`touched`)."""
         if list(used) == list(touched):
             return
         found = [

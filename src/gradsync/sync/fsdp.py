@@ -26,9 +26,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from gradsync.comm.base import Communicator
-from gradsync.core.torch_private import foreach_mul_, mesh_of
+from gradsync.core.torch_private import mesh_of
 from gradsync.errors import ConfigError
-from gradsync.sync.clip import clip_factor, gradient_norm
+from gradsync.sync.clip import clip_shards
 from gradsync.sync.reducer import Reducer, Replicas, Stopwatch, trainable
 from gradsync.sync.sharded_state import (
     HeldState,
@@ -227,23 +227,15 @@ class FsdpShards(Replicas):
         return [None if p.grad is None else whole(p.grad) for p in self.parameters]
 
     def clip(self, max_norm: float) -> Tensor:
-        """See `Replicas.clip`; the norm is that of the whole gradient."""
-        shards = self.owned()
-        square = torch.zeros((), dtype=torch.float64, device=self.parameters[0].device)
-        if shards:
-            square += gradient_norm(shards).double().square()
-        # Whole group, float64 []; overlaps nothing: the factor depends on it.
-        self.comm.all_reduce(square).wait()
-        norm = square.sqrt().float()
-        if shards:
-            foreach_mul_(shards, clip_factor(norm, max_norm))
-        return norm
+        return clip_shards(self.owned(), max_norm, self.comm, self.parameters[0].device)
 
     def update(self, optimizers: Sequence[Optimizer]) -> None:
         """Update this rank's shards; raises ConfigError for an optimizer that cannot."""
-        ours = {id(parameter) for parameter in self.parameters}
-        for optimizer in optimizers:
-            _check_optimizer(optimizer, ours)
+        if any(isinstance(optimizer, torch.optim.Muon) for optimizer in optimizers):
+            raise ConfigError(
+                "sync='fsdp': torch.optim.Muon orthogonalises whole matrices, of which each rank "
+                "holds some rows; use sync='invariant', or AdamW for them"
+            )
         super().update(optimizers)
 
     def gather(self, optimizer: Optimizer) -> None:
@@ -375,20 +367,6 @@ class Seen:
         self._indices.add(index)
         self.outside |= not self.enclosed
         self.stopwatch.start()
-
-
-def _check_optimizer(optimizer: Optimizer, ours: set[int]) -> None:
-    """Refuse parameters from before sharding, and optimizers that fail on some shapes of shards."""
-    if not any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
-        raise ConfigError(
-            "sync='fsdp': the optimizer holds none of the model's parameters, which sharding has "
-            "replaced; make it after gs.replicate"
-        )
-    if isinstance(optimizer, torch.optim.Muon):
-        raise ConfigError(
-            "sync='fsdp': torch.optim.Muon orthogonalises whole matrices, of which each rank holds "
-            "some rows; use sync='invariant', or AdamW for them"
-        )
 
 
 def _states(optimizer: Optimizer) -> dict[Any, dict[str, Any]]:

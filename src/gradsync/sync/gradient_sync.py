@@ -186,10 +186,11 @@ class GradientSync(UserLoopMethods, StateMethods):
 
         Raises:
             ConfigError: on all ranks, before any update: their optimizers or hyper-parameters
-                differ. A parameter in two optimizers; an optimizer that the strategy cannot shard;
-                `scale` under a strategy that cannot skip a step; no rank had a backward since the
-                last step; `loss.backward()` instead of `sync.backward`; a parameter that was added
-                or became trainable after `gs.replicate`; and see `backward`.
+                differ. A parameter in two optimizers, or outside of this model; an optimizer that
+                the strategy cannot shard; `scale` under a strategy that cannot skip a step; no rank
+                had a backward since the last step; `loss.backward()` instead of `sync.backward`; a
+                parameter that was added or became trainable after `gs.replicate`; and see
+                `backward`.
             RunError: on all ranks, before any update: weights were changed since the last step on
                 some of them, and differ.
         """
@@ -197,7 +198,7 @@ class GradientSync(UserLoopMethods, StateMethods):
         self._refuse_if_failed()
         for each in optimizers:
             refuse_closure(each)
-            self._user_loop.untracked.check(each)
+            self._user_loop.untracked.check(each, own_step=False)
         if not self._user_loop.leaves and self._user_loop.pending:
             raise ConfigError(
                 "loss.backward() is followed by optimizer.step(), and sync.step(optimizer) follows "
@@ -225,9 +226,9 @@ class GradientSync(UserLoopMethods, StateMethods):
     def discard(self) -> None:
         """Discard this step's gradients; called in place of `step` (or `finish`).
 
-        For a rank whose backward raised, or that wants none of it. All ranks must reach the end of
-        the step, by this call or by the usual one; none of them updates anything then. Torch's own
-        DDP (`ddp`, `powersgd`) cannot continue after a backward that raised.
+        For a rank whose forward or backward raised, or that wants none of it. All ranks must reach
+        the end of the step, by this call or by the usual one; none of them updates anything then.
+        Torch's own DDP (`ddp`, `powersgd`) cannot continue after a backward that raised.
         """
         self._refuse_if_closed()
         if self._user_loop.pending and not self._user_loop.leaves:
@@ -238,6 +239,7 @@ class GradientSync(UserLoopMethods, StateMethods):
         self._failed = False
         settings = settings_of_step(self._parts, ())
         self._end_step(StepCall(loss=self._loss, discard=True, settings=settings))
+        self._user_loop.step_ends(discarded=True)
 
     def _end_step(self, call: StepCall) -> StepResult:
         """Take the step, then reset."""

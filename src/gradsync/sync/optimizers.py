@@ -17,7 +17,7 @@ import json
 import threading
 import weakref
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -38,6 +38,14 @@ if TYPE_CHECKING:
 
 Settings = dict[str, str]
 """Text by name, in the order in which messages look for the first difference."""
+
+STEPS = "number of optimizer.step() since the last synchronisation"
+"""Name of a setting, in the user's training loop."""
+_UNEVEN = (
+    "each loss.backward() outside of sync.no_sync() is a synchronisation, of which all ranks need "
+    "as many before a step: enclose all micro-batches of a step but the last in sync.no_sync(), "
+    "skip no step on one rank alone, and go back to a checkpoint from before: weights differ now"
+)
 
 _BITS = 20
 """Size of a digest's numbers: W n^2 is exact in float64 for up to 2^13 ranks."""
@@ -126,23 +134,24 @@ def optimizer_watch() -> OptimizerWatch:
 
 
 class UntrackedParameters:
-    """Finds parameters of the model that were replaced or unfrozen after `gs.replicate`, among
-    those that optimizers update: checking the model in every step costs much. `known` are the ids
-    of the parameters that are synchronised."""
+    """Finds parameters that are not synchronised among those that optimizers update: parameters
+    of the model that were replaced or unfrozen after `gs.replicate` (checking the model in every
+    step costs much), and others. `known` are the ids of those that are synchronised."""
 
     def __init__(self, model: nn.Module, known: set[int]) -> None:
         self._model = model
         self._known = known
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def check(self, optimizer: Optimizer) -> None:
-        """Raise ConfigError when `optimizer` is about to update a parameter of the model that is
-        not synchronised."""
+    def check(self, optimizer: Optimizer, *, own_step: bool) -> None:
+        """Raise ConfigError when `optimizer` is about to update parameters that nobody
+        synchronises: in its `own_step`, which other models' handles may take part in, or in this
+        one's."""
         seen = optimizer in self._seen
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if seen and not any(id(p) in self._known for p in parameters):
+        ours = any(id(p) in self._known for p in parameters)
+        if seen and not ours:
             return  # of another model
-        self._seen.add(optimizer)
         untracked = {
             id(p)
             for p in parameters
@@ -154,6 +163,24 @@ class UntrackedParameters:
                     f"parameter {name!r} was replaced or became trainable after gs.replicate: it "
                     "is not synchronised. Call close() on the handle and replicate the model again"
                 )
+        if untracked and own_step:
+            untracked -= {i for other in optimizer_watch().present() for i in other.parameter_ids}
+        if ours and untracked:
+            raise ConfigError(
+                "the optimizer also holds parameters outside of the replicated model "
+                f"{shapes(optimizer, untracked)}, which ranks would update differently: replicate "
+                "one module that holds all of them, or give those an optimizer of their own"
+            )
+        self._seen.add(optimizer)
+
+
+def shapes(optimizer: Optimizer, ids: Collection[int] | None = None) -> str:
+    """Groups and shapes of the parameters with these ids, or of all, for messages."""
+    said = []
+    for index, group in enumerate(optimizer.param_groups):
+        found = [str([*p.shape]) for p in group["params"] if ids is None or id(p) in ids]
+        said += [f"group {index}: {', '.join(found)}"] if found else []
+    return f"({'; '.join(said)})"
 
 
 def refuse_closure(optimizer: Optimizer) -> None:
@@ -206,7 +233,7 @@ def refuse_difference(comm: Communicator, settings: Settings, why: str) -> None:
         sides = group_ranks([settings.get(name, "nothing") for settings in by_rank])
         if len(sides) > 1:
             values = ", ".join(f"{name_ranks(ranks)} {value}" for value, ranks in sides.items())
-            raise ConfigError(f"{name} differs: {values}; {why}")
+            raise ConfigError(f"{name} differs: {values}; {_UNEVEN if name == STEPS else why}")
     raise ConfigError(f"ranks list their optimizers' options in another order; {why}")
 
 

@@ -63,18 +63,12 @@ class Recipe(Options):
         "buckets",
         "One message per parameter, one for everything, or buckets.",
     )
-    bucket_mb: float = option(
-        25.0,
-        "Size at which a bucket of gradients is closed, MiB.",
-    )
+    bucket_mb: float = option(25.0, "Size at which a bucket of gradients is closed, MiB.")
     first_bucket_mb: float = option(
         1.0,
         "The same for the first bucket, MiB: smaller, so that communication begins early.",
     )
-    overlap: bool = option(
-        True,
-        "Communicate while backward still runs; False waits for its end.",
-    )
+    overlap: bool = option(True, "Communicate while backward still runs; False waits for its end.")
     order: Order = option(
         "any",
         "Order of sums: any, or the fixed tree over leaves, so that bits do not depend on ranks.",
@@ -83,10 +77,7 @@ class Recipe(Options):
         "backend",
         "The adder: the process group's all_reduce, or one of gradsync's algorithms.",
     )
-    wire: Wire = option(
-        "same",
-        "Dtype of gradients on the wire: their own, or 16 bits.",
-    )
+    wire: Wire = option("same", "Dtype of gradients on the wire: their own, or 16 bits.")
     shard: Shard = option(
         "none",
         "Memory divided among the ranks: none, the optimizer's, or the gradients' too.",
@@ -146,10 +137,7 @@ class DdpOptions(Options):
 
     POSITIVE: ClassVar[tuple[str, ...]] = ("bucket_mb",)
 
-    bucket_mb: float = option(
-        25.0,
-        "Size at which a bucket of gradients is closed, MiB.",
-    )
+    bucket_mb: float = option(25.0, "Size at which a bucket of gradients is closed, MiB.")
     find_unused_parameters: bool = option(
         False,
         "ddp: look for parameters that get no gradient in a step.",
@@ -211,15 +199,17 @@ class FsdpOptions(Options):
     )
 
 
+_INNER_STEPS = (
+    "local_sgd, diloco: optimizer steps between two averages. Evaluations and checkpoints need one "
+    "model: they end the round early, unless they fall on multiples of this."
+)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalSgdOptions(Options):
     """Options of `local_sgd`."""
 
-    inner_steps: int = option(
-        8,
-        "local_sgd, diloco: optimizer steps between two averages. Evaluations and checkpoints "
-        "need one model: they end the round early, unless they fall on multiples of this.",
-    )
+    inner_steps: int = option(8, _INNER_STEPS)
     average_optimizer: bool = option(
         False,
         "local_sgd: average momenta and second moments too: twice (SGD with momentum) or "
@@ -231,19 +221,12 @@ class LocalSgdOptions(Options):
 class DilocoOptions(Options):
     """Options of `diloco`."""
 
-    inner_steps: int = option(
-        100,
-        "local_sgd, diloco: optimizer steps between two averages. Evaluations and checkpoints "
-        "need one model: they end the round early, unless they fall on multiples of this.",
-    )
+    inner_steps: int = option(100, _INNER_STEPS)
     outer_lr: float = option(
         0.7,
         "diloco: learning rate of the outer optimizer; 1.0 with outer_momentum=0 averages weights.",
     )
-    outer_momentum: float = option(
-        0.9,
-        "diloco: its Nesterov momentum, 0 .. 1.",
-    )
+    outer_momentum: float = option(0.9, "diloco: its Nesterov momentum, 0 .. 1.")
 
     def check(self) -> None:
         if self.outer_lr <= 0:
@@ -283,16 +266,7 @@ def _kind(name: str, hint: Any, options: type[Options]) -> Kind:
 
 
 def check_value(name: str, value: Any, kind: Kind) -> None:
-    """Check that an option can have this value.
-
-    Args:
-        name: of the option.
-        value: to check.
-        kind: values that the option accepts.
-
-    Raises:
-        ConfigError: it cannot; the message says which values it can.
-    """
+    """Raise ConfigError, with the values that the option `name` accepts, if `value` is none."""
     if isinstance(kind, tuple):
         fits, wanted = value in kind, f"one of {', '.join(kind)}"
     elif kind == "flag":

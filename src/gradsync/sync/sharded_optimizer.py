@@ -15,7 +15,6 @@ Bytes received per rank and step: (W-1)/W x the parameters; one operation per bu
 
 from __future__ import annotations
 
-import hashlib
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,14 +26,10 @@ from torch.optim import Optimizer
 
 from gradsync.comm.base import Communicator, Work
 from gradsync.comm.groups import SingleCommunicator, communicator
+from gradsync.comm.values import same_on_all_ranks
 from gradsync.comm.work import AllOf
 from gradsync.errors import ConfigError
-from gradsync.sync.elementwise import (
-    State,
-    arguments_of,
-    check_elementwise,
-    warn_of_threads,
-)
+from gradsync.sync.elementwise import State, arguments_of, check_elementwise, warn_of_threads
 from gradsync.sync.exchange import Then
 from gradsync.sync.layout import BucketPlan, Item, Piece, plan_buckets
 from gradsync.sync.optimizers import options
@@ -114,10 +109,7 @@ def check_ranks_agree(layout: ShardLayout, comm: Communicator) -> None:
         ConfigError: on every rank, when any two differ.
     """
     text = repr([(tuple(p.shape), str(p.dtype)) for p in layout.parameters]) + repr(layout.buckets)
-    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
-    smallest = torch.tensor([digest, -digest], dtype=torch.int64)
-    comm.all_reduce(smallest, "min").wait()
-    if smallest[0] != -smallest[1]:
+    if not same_on_all_ranks(comm, text.encode()):
         raise ConfigError(
             f"rank {comm.rank}: the ranks shard different parameters (number, order, shapes, "
             f"dtypes or buckets differ); this rank has {len(layout.parameters)}"

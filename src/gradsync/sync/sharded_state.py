@@ -353,13 +353,7 @@ def _gather_slot(bucket: ShardedBucket, name: str, dtype: torch.dtype) -> Tensor
 
 
 def not_elementwise(name: str, got: torch.Size, shape: torch.Size) -> ConfigError:
-    """Make the error for state that cannot be divided among ranks.
-
-    Args:
-        name: of the state.
-        got: its shape.
-        shape: of its parameter.
-    """
+    """Make the error for state of shape `got`, which ranks cannot divide, and its parameter's."""
     return ConfigError(
         f"optimizer state {name!r} has shape {tuple(got)} for a parameter of shape {tuple(shape)}: "
         "neither elementwise nor a single number; this optimizer cannot be sharded"

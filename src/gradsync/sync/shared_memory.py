@@ -36,10 +36,7 @@ from gradsync.sync.buckets import Bucket, Sums
 from gradsync.sync.clip import clip_factor, norm_from_blocks, norms_of_blocks
 from gradsync.sync.elementwise import members_of, why_not_now, why_whole
 from gradsync.sync.exchange import Exchange
-from gradsync.sync.layout import (
-    BLOCK,
-    Run,
-)
+from gradsync.sync.layout import BLOCK, Run
 from gradsync.sync.leaf_tree import FORGOTTEN, UNKNOWN, SumPlan, plan_sum
 from gradsync.sync.options import Recipe
 from gradsync.sync.reducer import Replicas, Stopwatch
@@ -77,13 +74,7 @@ class BlockNorms:
         self._blocks: dict[tuple[int, int], tuple[int, list[Tensor]]] = {}
 
     def take(self, flat: int, run: Run, gradient: Tensor) -> None:
-        """Store the norms of one run's blocks.
-
-        Args:
-            flat: index of the flat buffer.
-            run: blocks of this rank.
-            gradient: the whole flat buffer, [flat.numel].
-        """
+        """Store the norms of a run's blocks; `gradient` is the whole flat buffer number `flat`."""
         key, place = (flat, run.start), gradient.data_ptr()
         if key not in self._blocks or self._blocks[key][0] != place:
             blocks = [gradient[block.start : block.stop] for block in run.blocks]

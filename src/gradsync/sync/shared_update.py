@@ -270,6 +270,7 @@ class SharedState:
         flats: Sequence[Flat],
         parameters: Mapping[int, Tensor],
     ) -> None:
+        # Not the optimizer itself: deleting it must free its memory.
         self._user, self._piece_state = weakref.ref(optimizer), piece_state
         self._hook = optimizer.register_state_dict_post_hook(_copies)
         self._pieces, self._flats, self._parameters = pieces, flats, parameters
@@ -298,7 +299,8 @@ class SharedState:
         self._versions: list[int] = []
 
     @property
-    def _optimizer(self) -> Optimizer:
+    def optimizer(self) -> Optimizer:
+        """The user's."""
         optimizer = self._user()
         assert optimizer is not None, "the caller of the step holds it"
         return optimizer
@@ -309,7 +311,7 @@ class SharedState:
         Raises:
             ConfigError: it was changed in place, once per rank.
         """
-        state = self._optimizer.state
+        state = self.optimizer.state
         if self._seen is state and self._versions != self._versions_now():
             raise ConfigError(
                 "optimizer state was changed in place between two steps, and all ranks of the host "
@@ -323,7 +325,7 @@ class SharedState:
                 for n, value in options(group).items()
                 if isinstance(value, int | float)
             }
-            for group in self._optimizer.param_groups
+            for group in self.optimizer.param_groups
         ]
         if settings != self._settings:
             self._settings = settings
@@ -347,8 +349,8 @@ class SharedState:
         self._versions = self._versions_now()
 
     def _remember(self) -> None:
-        self._seen = self._optimizer.state
-        self._values = values_of(self._optimizer.state)
+        self._seen = self.optimizer.state
+        self._values = values_of(self.optimizer.state)
         self._versions = self._versions_now()
 
     def _versions_now(self) -> list[int]:
@@ -358,7 +360,7 @@ class SharedState:
         """Give this rank a private copy of the state, which only this rank writes from then on."""
         self._hook.remove()
         for index in self._shown:
-            entry = self._optimizer.state.get(self._parameters[index], {})
+            entry = self.optimizer.state.get(self._parameters[index], {})
             for name, value in entry.items():
                 if isinstance(value, torch.Tensor):
                     entry[name] = value.clone()
@@ -368,7 +370,7 @@ class SharedState:
         whether the names of the state have changed."""
         before = {place: kept.keys() for place, kept in self._kept.items()}
         for number, flat in enumerate(self._flats):
-            for group, kept in enumerate(state_like(self._optimizer, flat.dtype) or []):
+            for group, kept in enumerate(state_like(self.optimizer, flat.dtype) or []):
                 self._kept[number, group] = kept
                 for name, like in kept.items():
                     if like.dim() and (number, name) not in self._memory:
@@ -381,7 +383,7 @@ class SharedState:
 
     def _take(self) -> None:
         """Copy this rank's part of `optimizer.state` to where it belongs."""
-        state = self._optimizer.state
+        state = self.optimizer.state
         for piece in self._pieces:
             whole = state.get(self._parameters[piece.piece.index])
             self._piece_state.pop(piece.tensor, None)
@@ -431,7 +433,7 @@ class SharedState:
         parameter = self._parameters[index]
         place = self._places[index]
         kept = self._kept[place.flat, self._groups[index]]
-        own = self._optimizer.state.get(parameter, {})
+        own = self.optimizer.state.get(parameter, {})
         entry: State = {name: value for name, value in own.items() if name not in kept}
         for name, like in kept.items():
             if like.dim():
@@ -441,7 +443,7 @@ class SharedState:
             else:
                 entry[name] = self._numbers[name][index]
         if entry:
-            self._optimizer.state[parameter] = entry
+            self.optimizer.state[parameter] = entry
 
 
 def values_of(state: Mapping[Any, State]) -> list[Any]:
@@ -475,8 +477,6 @@ class SharedUpdate(PieceOptimizer):
     def __init__(
         self, optimizer: Optimizer, flats: Sequence[Flat], weights: Sequence[SharedWeights]
     ) -> None:
-        # Not the optimizer itself: deleting it must free its memory.
-        self._user = weakref.ref(optimizer)
         self.members = members_of(optimizer)
         groups = group_numbers(optimizer.param_groups)
         self._pieces: list[OwnedPiece] = []
@@ -498,12 +498,6 @@ class SharedUpdate(PieceOptimizer):
         self._parts: list[Tensor] = []
         self._shared = SharedState(optimizer, self.state, self._pieces, flats, parameters)
 
-    @property
-    def _optimizer(self) -> Optimizer:
-        optimizer = self._user()
-        assert optimizer is not None, "the caller of the step holds it"
-        return optimizer
-
     def step_pieces(self, gradients: Sequence[Tensor], used: Sequence[bool]) -> None:
         """Update this rank's elements.
 
@@ -514,15 +508,15 @@ class SharedUpdate(PieceOptimizer):
         self._shared.prepare()
         parts = zip(self._pieces, self._parts_of(gradients), strict=True)
         self.step(
-            self._optimizer.param_groups,
+            self._shared.optimizer.param_groups,
             ((p.tensor, part if used[p.piece.index] else None) for p, part in parts),
         )
         self._shared.show(used)
 
     def tell_scheduler(self) -> None:
         """Let a scheduler count the step, where it has wrapped the optimizer's own `step`."""
-        if "step" in self._optimizer.__dict__:
-            self._optimizer.step()  # without gradients it changes nothing
+        if "step" in self._shared.optimizer.__dict__:
+            self._shared.optimizer.step()  # without gradients it changes nothing
 
     def _parts_of(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Gradients of the pieces: most often the same memory in every step."""

@@ -108,9 +108,8 @@ class StateMethods:
 
         All ranks call it between two steps, after `step` and before the next step's first
         `backward`: an update that ranks divide among themselves (on one host, `zero1`, `zero2`)
-        makes one mixture of weights that differed before it, and then all are equal. Every step
-        compares by itself when a rank notices that weights have changed (version counters,
-        addresses, a sample of elements); this call finds the changes that these miss.
+        makes one mixture of weights that differed before it, and then all are equal. It finds the
+        changes that a step does not notice by itself, see [Note: Signs of an edit].
 
         Args:
             optimizer: compare its state too; not under strategies that shard it.

@@ -31,7 +31,7 @@ from gradsync.errors import ConfigError, GradsyncError
 from gradsync.sync.buffers import BufferSync
 from gradsync.sync.check_replicas import ReplicaWatch
 from gradsync.sync.loss import NO_LOSS, LossSum
-from gradsync.sync.optimizers import Settings, digest, settings_of
+from gradsync.sync.optimizers import Settings, digest, settings_of, shapes
 from gradsync.sync.reducer import Reducer, Stopwatch
 from gradsync.sync.step_metadata import StepMetadata, agree_on_metadata
 
@@ -75,6 +75,8 @@ class StepCall:
     """The optimizers; None where the user's training loop runs them, and to discard."""
     discard: bool = False
     """Throw all ranks' gradients away."""
+    late: bool = False
+    """Whether this is the optimizer's own step, see user_loop.py."""
     settings: Settings
     """Compared on all ranks before any update."""
     why: str = NOT_UPDATED
@@ -105,6 +107,8 @@ class StepResult:
     """True when a rank called `discard`: no rank has updated anything."""
     had_gradients: bool = True
     """False when no rank had a gradient for any parameter."""
+    late: bool = False
+    """Whether any rank's call was."""
 
 
 def take_step(parts: StepParts, call: StepCall) -> StepResult:
@@ -134,6 +138,7 @@ def take_step(parts: StepParts, call: StepCall) -> StepResult:
         number=parts.number,
         digest=digest(call.settings),
         changed=parts.watch is not None and parts.watch.changed(),
+        late=call.late,
     )
     total_weight = _weight_over_ranks(parts, call, agreed)
     # Where every rank steps alone, `.grad` holds this rank's sum, of its own weight.
@@ -163,7 +168,7 @@ def take_step(parts: StepParts, call: StepCall) -> StepResult:
             loss.clear()
         if loss is not None or agreed.discard:
             _clear_gradients(reducer)
-    parts.buffers.step_ends(agreed.counts)
+    parts.buffers.step_ends(() if agreed.discard else agreed.counts)
 
     # publish: waited for here, since code between two steps may read weights
     if loss is not None:
@@ -177,6 +182,7 @@ def take_step(parts: StepParts, call: StepCall) -> StepResult:
         *(mean_loss, total_weight, norm, agreed.stop, exposed),
         discarded=agreed.discard,
         had_gradients=any(agreed.used),
+        late=agreed.late,
     )
 
 
@@ -259,7 +265,7 @@ class Update:
         optimizers: hold different parameters; the gradients of parameters in none are dropped.
 
     Raises:
-        ConfigError: two optimizers hold the same parameter.
+        ConfigError: two optimizers hold the same parameter, or one holds none of the model's.
     """
 
     def __init__(self, reducer: Reducer, optimizers: Sequence[Optimizer]) -> None:
@@ -271,10 +277,14 @@ class Update:
         if len(either) < sum(map(len, held)):
             raise _held_twice(reducer, held)
         known = reducer.parameters
+        for optimizer, ids in zip(optimizers, held, strict=True):
+            if ids.isdisjoint(map(id, known)):
+                raise ConfigError(
+                    "an optimizer given to sync.step() holds none of this model's parameters, but "
+                    f"others {shapes(optimizer)}; make it after gs.replicate, over the model's own"
+                )
         self.unheld = {index for index, p in enumerate(known) if id(p) not in either}
         """Indices in `reducer.parameters` of those that no optimizer holds."""
-        if len(self.unheld) == len(known):
-            self.unheld = set()  # it holds other parameters instead, such as copies in fp32
 
     def step(self) -> None:
         """Do one step with the mean gradient."""

@@ -29,6 +29,8 @@ class StepMetadata:
     """Whether all ranks sent the same digest."""
     changed: bool
     """Whether any rank saw weights change between steps."""
+    late: bool
+    """Whether any rank takes part in its optimizer's own step only."""
 
 
 def agree_on_metadata(
@@ -42,10 +44,11 @@ def agree_on_metadata(
     number: int = 0,
     digest: Sequence[int] = (0, 0),
     changed: bool = False,
+    late: bool = False,
 ) -> StepMetadata:
     """Exchange the step's metadata: one all-reduce, whole group, on the CPU.
 
-    float64 [9 + loss + parameters + counts]. Never waits for the device; overlaps the buckets.
+    float64 [10 + loss + parameters + counts]. Never waits for the device; overlaps the buckets.
 
     Args:
         comm: the ranks.
@@ -57,16 +60,17 @@ def agree_on_metadata(
         number: number of the handle; all ranks must be at the same one.
         digest: two numbers below 2^20, equal on ranks that step alike; see `optimizers.py`.
         changed: whether this rank's weights changed since the last step; see `check_replicas.py`.
+        late: whether this rank takes part in its optimizer's own step; see `user_loop.py`.
 
     Raises:
         RunError: ranks are at the steps of different models.
     """
     # Equal numbers, and only those, have W n and W n^2 as their sums.
     marks = [power for n in (number, *digest) for power in (n, n**2)]
-    parts = ([stop, discard, changed], marks, loss, used, counts)
+    parts = ([stop, discard, changed, late], marks, loss, used, counts)
     message = torch.tensor([x for part in parts for x in part], dtype=torch.float64)
     comm.all_reduce(message).wait()
-    (stops, discards, changes), agreed_marks, losses, any_use, sums = (
+    flags, agreed_marks, losses, any_use, sums = (
         part.tolist() for part in message.split([len(part) for part in parts])
     )
     equal = [comm.world_size * mark for mark in marks] == agreed_marks
@@ -76,7 +80,8 @@ def agree_on_metadata(
             "share a process group must take turns in one order on all ranks; or replicate them "
             "together, as one torch.nn.ModuleList"
         )
+    stops, discards, changes, lates = (number > 0 for number in flags)
     any_used = [use > 0 for use in any_use]
     return StepMetadata(
-        losses, stops > 0, discards > 0, any_used, sums, alike=equal, changed=changes > 0
+        losses, stops, discards, any_used, sums, alike=equal, changed=changes, late=lates
     )

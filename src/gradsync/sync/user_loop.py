@@ -5,7 +5,8 @@ other code between backward and the optimizer sees the mean. [Note: Who synchron
 
     backward on this rank       its end launches the remaining buckets and waits
     no backward on this rank    the optimizer's step (a hook on it) or `finish()` takes part,
-                                with zeros; otherwise the other ranks would wait for ever
+                                with zeros; otherwise the other ranks would wait for ever. In the
+                                step it is too late for clipping: then no other rank may clip
     backward under no_sync()    adds up; the next backward outside of it synchronises all of it,
                                 and so does an optimizer step that comes first
     backward that raised        `discard()` takes part, and no rank uses the gradients
@@ -33,11 +34,7 @@ from gradsync.sync.check_model import ADVICE
 from gradsync.sync.check_replicas import ReplicaWatch
 from gradsync.sync.engine import gone
 from gradsync.sync.module_hook import ModuleHook
-from gradsync.sync.optimizers import (
-    UntrackedParameters,
-    optimizer_watch,
-    settings_of,
-)
+from gradsync.sync.optimizers import STEPS, UntrackedParameters, optimizer_watch, settings_of
 from gradsync.sync.reducer import Reducer
 from gradsync.sync.step import StepCall, StepParts, take_step
 
@@ -88,12 +85,17 @@ _FAILED = (
     "the last backward ended with an error, and other ranks may be waiting for its gradients: call "
     "sync.discard() first (then no rank uses this step's)"
 )
+_TOO_LATE_TO_CHANGE = (
+    "gradients were changed between loss.backward() and optimizer.step() (clipped?), but a rank "
+    "without a backward in this step gets them in optimizer.step() only, so that weights would "
+    "drift apart: call sync.finish() before it, on all ranks (after a backward it does nothing)"
+)
 _FOREIGN = (
     "works through sync.backward and sync.step only (an optimizer's own step would let ranks drift "
     "apart); in a loop of your own use sync='invariant', 'bucketed', 'naive' or 'fsdp'"
 )
 
-_THE_CALL = {"the call": "loss.backward() or optimizer.step()"}
+_THE_CALL = {"the call": "loss.backward() or optimizer.step()", STEPS: "0"}
 _DRIFTED = (
     "so their last steps differed, and their weights do: go back to a checkpoint from before, and "
     "step with the same on all ranks (a scheduler that looks at a loss: with its mean over ranks)"
@@ -109,12 +111,7 @@ class UserLoop:
         watch: notices weights that change between steps.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        parts: StepParts,
-        watch: ReplicaWatch,
-    ) -> None:
+    def __init__(self, model: nn.Module, parts: StepParts, watch: ReplicaWatch) -> None:
         self._parts, self._watch = parts, watch
         self._buffers, self._reducer = parts.buffers, parts.reducer
         self.comm = parts.comm
@@ -131,9 +128,11 @@ class UserLoop:
         self._finished = False  # there are gradients that have
         self._others = -1  # since this model's own: the backward of another handle, seen last
         self._discarded = False  # and they were thrown away
+        self._discarded_elsewhere = False  # because another rank wanted it
         self._published: list[weakref.ref[torch.Tensor] | None] = []
         self._stepped: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that used those
         self._settings = dict(_THE_CALL)  # their settings when they did
+        self._hashes: Any = None  # of gradients that a rank gets late, as they came here
         self.parameter_ids = {id(parameter) for parameter in self._reducer.parameters}
         self.untracked = UntrackedParameters(model, self.parameter_ids)
         self._optimizers = optimizer_watch()
@@ -228,7 +227,7 @@ class UserLoop:
         """Take part in the step, as this rank may have had no backward; gradients are used next."""
         if self._enclosed:
             return
-        self.untracked.check(optimizer)
+        self.untracked.check(optimizer, own_step=True)
         if not self._is_ours(optimizer):
             return
         self._refuse_if_foreign()
@@ -239,8 +238,11 @@ class UserLoop:
             raise ConfigError(_OTHERS_GRADIENTS)
         cleared = not self._discarded and not _any_gradient(_held(optimizer, self.parameter_ids))
         used = optimizer in self._stepped or cleared
+        hashes = None if self._stepped else self._hashes
         if self._dirty or not self._finished or used:
-            self._synchronise()
+            self._synchronise(late=True)
+        elif hashes is not None and hashes != self._watch.gradients():
+            raise ConfigError(_TOO_LATE_TO_CHANGE)
         self._watch.changed(optimizer)  # noted now: its step changes weights, too
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -250,7 +252,8 @@ class UserLoop:
         self._stepped.add(optimizer)
         self._watch.remember(optimizer)
         if self.comm.world_size > 1 and not self._discarded:
-            number = sum(name.startswith("the class") for name in self._settings)
+            number = int(self._settings[STEPS])
+            self._settings[STEPS] = str(number + 1)
             self._settings |= settings_of(optimizer, self._reducer.parameters, number=number)
 
     def _is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -262,7 +265,8 @@ class UserLoop:
         self.refuse_if_failed()
         if self.leaves:
             raise ConfigError(_FINISH)
-        fresh = self._finished and not self._stepped and _any_gradient(self._reducer.parameters)
+        fresh = self._finished and not self._stepped
+        fresh &= self._discarded_elsewhere or _any_gradient(self._reducer.parameters)
         if self._dirty or not fresh:
             self._synchronise()
 
@@ -282,7 +286,7 @@ class UserLoop:
         waiting = waiting or not self._reducer.user_loop  # it has no hook that would notice them
         return self._in_backward or (waiting and _any_gradient(parameters))
 
-    def _synchronise(self, *, discard: bool = False) -> None:
+    def _synchronise(self, *, discard: bool = False, late: bool = False) -> None:
         reducer = self._reducer
         # All forwards of this rank's step are one leaf here: the end of a leaf is unknown.
         self._buffers.leaf_ends(counts=self._dirty and not discard)
@@ -291,19 +295,28 @@ class UserLoop:
         for parameter, _ in left:
             parameter.grad = None
         settings, self._settings = self._settings, dict(_THE_CALL)
-        call = StepCall(loss=None, discard=discard, settings=settings, why=_DRIFTED)
+        call = StepCall(loss=None, settings=settings, why=_DRIFTED, discard=discard, late=late)
         try:
             result = take_step(self._parts, call)
         except GradsyncError:  # a refusal leaves no gradients to continue with
-            self._dirty, self._finished, self._discarded = False, True, True
+            self.step_ends(discarded=True)
             raise
-        self._dirty, self._finished, self._discarded = False, True, result.discarded
-        self._stepped.clear()
+        self.step_ends(discarded=result.discarded)
+        self._discarded_elsewhere = result.discarded and not discard
+        if result.discarded:
+            self._settings = settings  # not compared yet
         if not result.discarded and not result.had_gradients:
             for parameter, gradient in left:  # no rank had a backward: a step with the same ones
                 parameter.grad = gradient
         grads = [p.grad for p in reducer.parameters]
         self._published = [None if g is None else weakref.ref(g) for g in grads]
+        self._hashes = self._watch.gradients() if result.late and not late else None
+
+    def step_ends(self, *, discarded: bool) -> None:
+        """Note that this step's gradients are synchronised, or `discarded`."""
+        self._dirty, self._finished, self._discarded = False, True, discarded
+        self._discarded_elsewhere, self._hashes = False, None
+        self._stepped.clear()
 
     def refuse_if_failed(self) -> None:
         """Raise when the last backward did not finish."""

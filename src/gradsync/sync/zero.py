@@ -18,10 +18,9 @@ import torch
 
 from gradsync.comm.base import Communicator, Work
 from gradsync.comm.work import Done
-from gradsync.core.torch_private import foreach_mul_
 from gradsync.errors import ConfigError
 from gradsync.sync.buckets import Bucket
-from gradsync.sync.clip import clip_factor, gradient_norm
+from gradsync.sync.clip import clip_shards
 from gradsync.sync.elementwise import check_elementwise, members_of
 from gradsync.sync.reducer import Replicas, Stopwatch
 from gradsync.sync.sharded_optimizer import ShardedOptimizer, ShardLayout, step_together
@@ -118,15 +117,9 @@ class ZeroShards(Replicas):
         return found
 
     def clip(self, max_norm: float) -> Tensor:
-        """See `Replicas.clip`; from shards the norm's last bits depend on where they are cut."""
         if not self._in_shards:
             return super().clip(max_norm)
-        square = gradient_norm(self._shards).double().square()
-        # Whole group, float64 []; overlaps nothing: the factor depends on it.
-        self._comm.all_reduce(square).wait()
-        norm = square.sqrt().float()
-        foreach_mul_(self._shards, clip_factor(norm, max_norm))
-        return norm
+        return clip_shards(self._shards, max_norm, self._comm, self._shards[0].device)
 
     def update(self, optimizers: Sequence[Optimizer]) -> None:
         """Update this rank's shards, and start gathering all ranks'."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from gradsync.data.batch_plan import BatchPlan
 from gradsync.data.documents import HUGGING_FACE, is_stream, json_lines
+from gradsync.data.tokenizer import check_tokenizer
 from gradsync.errors import ConfigError, DataError
 from gradsync.models.config import GPTConfig
 from gradsync.parallel.layout import ParallelLayout, check_divisible
@@ -68,6 +69,8 @@ def _check_data(config: TrainConfig) -> None:
         raise DataError(
             f"{config.data} is no directory; `gradsync prepare PATHS --out {config.data}` makes one"
         )
+    if config.data and config.sample_tokens:  # spelt when the run is done
+        check_tokenizer(Path(config.data))
 
 
 def check_size(shape: GPTConfig, *, device: str, num_nodes: int) -> None:

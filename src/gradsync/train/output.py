@@ -22,7 +22,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TextIO
 
-from gradsync.core.files import PRIVATE, append_private, open_regular, parse_json, replace_text
+from gradsync.core.files import (
+    PRIVATE,
+    append_private,
+    open_regular,
+    parse_json,
+    printable,
+    replace_text,
+)
 from gradsync.errors import ConfigError, RunError, UsageError
 from gradsync.runtime.failure import communication_error
 from gradsync.train.config import TrainConfig
@@ -81,6 +88,7 @@ class Progress:
         """Print a line, above the live one if there is one."""
         if not self._enabled:
             return
+        text = printable(text)
         with self._printing():
             if self._live is not None:
                 self._live.console.print(

@@ -334,7 +334,7 @@ def _find_checkpoint(resume: str, store: CheckpointStore) -> tuple[Path | None, 
 def check_state(found: Snapshot, path: Path) -> None:
     """Refuse a checkpoint that does not hold what `save_run` puts into one."""
     for name, kinds in _STATE.items():
-        if not isinstance(found.state.get(name), kinds):
+        if name not in found.state or not isinstance(found.state[name], kinds):
             raise CheckpointError(f"{path}: state.json has no {name} of a training run")
     try:
         check_packed(found.state["optimizer"])
@@ -383,7 +383,7 @@ def take_strategy_state(found: Snapshot, sync: str) -> tuple[Whole, list[str]]:
         return tensors, []
     kinds = sorted({name.partition("/")[0].replace("_", " ") for name in tensors})
     what = f"{' and '.join(kinds)} is left behind"
-    return {}, [f"{saved_by}'s {what}: the run goes on with {sync}"]
+    return {}, [f"{one_line(saved_by)}'s {what}: the run goes on with {sync}"]
 
 
 def _check_model(now: GPTConfig, saved: dict[str, Any], path: Path) -> None:

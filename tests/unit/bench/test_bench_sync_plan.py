@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import tyro
@@ -13,6 +13,7 @@ from gradsync.bench.contestants import parse_contestants, with_ideals
 from gradsync.bench.experiment import from_json
 from gradsync.bench.steps import Baton, my_set
 from gradsync.bench.sync_plan import (
+    BUDGET_S,
     BenchPlan,
     Load,
     SyncSettings,
@@ -21,6 +22,7 @@ from gradsync.bench.sync_plan import (
     largest_that_fits,
     needed_bytes,
     seconds_of,
+    shortened,
     size_of,
     sync_plan,
 )
@@ -226,6 +228,50 @@ def test_a_model_that_nobody_chose_is_done_in_three_minutes(
     options = tyro.cli(sync.SyncOptions, args=[*words, "--device", "cpu"])
     plan = sync.plan_of(options, World())
     assert plan.settings.model_size == model
+
+
+@pytest.mark.parametrize(
+    ("step_s", "given", "turns", "takes_s"),
+    [
+        (0.01, {}, (5, 10, 2), 4.22),
+        (0.2, {}, (5, 10, 2), 84.4),
+        (0.4, {}, (5, 5, 2), 108.8),
+        (0.6, {}, (3, 5, 1), 102),
+        (0.9, {}, (3, 3, 1), 120.6),
+        (2.0, {}, (3, 3, 1), 268),  # not shorter: what it takes is said
+        (2.0, {"rounds": 9}, (9, 3, 1), 556),  # asked for
+        (0.9, {"num_steps": 4, "num_warmup": 0}, (3, 4, 0), 120.6),
+    ],
+)
+def test_turns_are_shorter_where_steps_are_slow(
+    step_s: float, given: dict[str, int], turns: tuple[int, int, int], takes_s: float
+) -> None:
+    settings = SyncSettings(model_size="tiny", **given)
+    chosen = with_ideals(parse_contestants("naive,bucketed,torch_ddp,ring"), same_allocator=False)
+    plan = shortened(sync_plan(settings, chosen, world_size=2, batch_size=1), step_s)
+    found = plan.settings
+    assert (found.rounds, found.num_steps, found.num_warmup) == turns
+    assert plan.takes_s == pytest.approx(takes_s)
+
+
+@pytest.mark.parametrize(
+    ("takes_s", "words"),
+    [
+        (0, "largest that fits; --model-size takes another"),
+        (100, "largest that fits and is done in three minutes; --model-size takes another"),
+        (1_000, "smallest; --model-size takes another"),
+        (1_000, "3 rounds of 10 steps, since steps are slow here"),
+        (1_000, "its steps take about 17 min, with the ranks' start more than three minutes"),
+    ],
+)
+def test_what_a_measurement_takes_is_said_before(takes_s: float, words: str) -> None:
+    options = sync.SyncOptions(strategies="naive", dtype="fp32")
+    chosen = with_ideals(parse_contestants("naive"), same_allocator=False)
+    settings = SyncSettings(model_size="tiny", rounds=3)
+    plan = sync_plan(settings, chosen, world_size=2, batch_size=1)
+    said = sync._decided(options, replace(plan, takes_s=takes_s), World())
+    assert words in "\n".join(said)
+    assert ("more than" in said[-1]) == (takes_s > BUDGET_S)
 
 
 def test_how_long_it_takes() -> None:

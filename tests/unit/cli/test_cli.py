@@ -9,6 +9,9 @@ import pytest
 import yaml
 
 from gradsync.cli.main import COMMANDS, main
+from gradsync.data import tokenizer
+from gradsync.data.prepare import prepare
+from support.foreign_files import rewrite_json
 from support.launchers import run_python
 from support.small_run import make_data
 
@@ -83,6 +86,11 @@ SMALL = (*TRAIN, "--model.block-size", "16", "--micro-batch-size", "2", "--token
             (*TRAIN, "--model.block-size", "1000000000000", "--seq-len", "256"),
             "--model.block-size (1,000,000,000,000)",
         ),
+        (("prepare", "--out", "data"), "name at least one file or folder"),
+        (("prepare", "nowhere.txt", "--out", "data"), "nowhere.txt does not exist"),
+        (("prepare", "nowhere.txt"), "--out"),
+        (("prepare", ".", "--out", "data", "--nope"), "Unrecognized options: --nope"),
+        (("prepare", ".", "--out", "data", "--tokenizer", "words"), "invalid choice 'words'"),
     ],
 )
 def test_bad_request_gets_one_clear_message(
@@ -194,6 +202,49 @@ def test_damaged_data_is_named(
 
 
 @pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "tokenizer.json: is no tokenizer: "),
+        (None, "tokenizer.json: No such file"),
+        ("", "the tokenizer has 280 tokens, meta.json says 299"),
+    ],
+)
+def test_a_tokenizer_that_cannot_spell_the_sample_is_found_first(
+    text: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not where the run is done; one that samples nothing needs none."""
+    (tmp_path / "text").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
+    data = tmp_path / "data"
+    prepare([tmp_path / "text"], data, tokenizer="bpe", vocab_size=280, val_fraction=0.2)
+    if text:
+        (data / "tokenizer.json").write_text(text)
+    elif text is None:
+        (data / "tokenizer.json").unlink()
+    else:
+        rewrite_json(data / "meta.json", lambda meta: meta.update(vocab_size=299))
+    words = (*SMALL, "--data", str(data), "--out", str(tmp_path / "run"), "--steps", "1")
+    capsys.readouterr()
+    assert run(*words) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert printed.err.count("\n") == 1
+    assert not printed.out
+    assert not (tmp_path / "run").exists()
+    assert run(*words, "--sample-tokens", "0") == 0
+
+
+def test_without_the_package_of_its_tokenizer_a_run_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
+    data = tmp_path / "data"
+    prepare([tmp_path / "text"], data, tokenizer="bpe", vocab_size=280, val_fraction=0.2)
+    monkeypatch.setattr(tokenizer, "find_spec", lambda _: None)
+    assert run(*SMALL, "--data", str(data), "--out", str(tmp_path / "run"), "--steps", "1") == 0
+    assert "no sample: bpe needs the package tokenizers" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
     ("flags", "message"),
     [
         (("--resume", "nowhere"), "nowhere: no checkpoint there"),
@@ -254,6 +305,15 @@ def test_saved_config_reads_back(tmp_path: Path, capsys: pytest.CaptureFixture[s
     config = parse_config(["tiny", "--steps", "9", "--no-tf32", "--optim.clip-norm", "None"])
     write_config(config, tmp_path / "config.yaml")
     assert parse_config([str(tmp_path / "config.yaml")]) == config
+
+
+def test_a_log_line_does_not_steer_the_terminal() -> None:
+    code = (
+        "import logging; from gradsync.cli.main import main; main(['--version']);"
+        r"logging.getLogger('gradsync').warning('%s', '\x1bc\x07EVIL\r\x9b31m\x7f')"
+    )
+    said = run_python(["-c", code]).ok().stderr
+    assert said == r"gradsync: WARNING: \x1bc\x07EVIL\r\x9b31m\x7f" + "\n"
 
 
 def test_json_is_one_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -253,6 +253,17 @@ def test_any_record_gives_a_failure(record: bytes) -> None:
     assert found.rank >= 0 or "unreadable record" in str(error)
 
 
+def test_a_record_does_not_steer_the_terminal() -> None:
+    controls = "\x1bc\x07 \r\x9b\x7f\u202e\n\t"
+    error = Failure(1, controls, controls, controls).as_error()
+    shown = r"\x1bc\x07 \r\x9b\x7f\u202e"
+    assert str(error) == (
+        rf"rank 1 on {shown}\n\t failed first: {shown}"
+        f"\n\t\n--- traceback of rank 1 ---\n{shown}"
+    )
+    assert error.traceback_text == f"{shown}\n\t"
+
+
 @pytest.mark.parametrize(
     "record",
     [b"", b"[" * 100_000, b"1" * 5_000, b"\xff\xfe{", b'{"rank": 1}', b'"' + b"x" * 10**6 + b'"'],

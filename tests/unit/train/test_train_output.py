@@ -85,6 +85,12 @@ def test_every_line_is_there_at_once() -> None:
     assert flushed == ["now\n"]
 
 
+def test_a_line_does_not_steer_the_terminal() -> None:
+    stream = io.StringIO()
+    Progress(10, 1, enabled=True, stream=stream).say("note: \x1bc\x9b\x7f\r\x07\n\tnext")
+    assert stream.getvalue() == "note: \\x1bc\\x9b\\x7f\\r\\x07\n\tnext\n"
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

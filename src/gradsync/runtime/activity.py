@@ -7,6 +7,10 @@ training loop pays nothing. From the innermost frame outwards, the first of thes
     torch.distributed, gradsync.comm, gradsync.sync    it waits for other ranks
     the rest of torch, the user's program              it is busy
 
+Python has no frame for what waits in C++: torch's DDP in a backward, `work.wait()`. So a rank also
+says whether its thread used the processor, and how many collectives it has begun: one that is idle
+and has begun more than another rank waits for it (waiting.py).
+
 A rank whose Python lock is held publishes nothing. On the same host another rank asks its process
 for the stack by a signal (`StackOnSignal`), which the interpreter answers without the lock.
 """
@@ -22,8 +26,9 @@ import sys
 import sysconfig
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import FrameType
 
@@ -31,10 +36,16 @@ from gradsync.core.files import one_line
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _WAITS = tuple(_PACKAGE + name + os.sep for name in ("comm", "sync", "backends"))
+_SAVES = (_PACKAGE + "checkpoint" + os.sep, os.sep + os.path.join("torch", "serialization.py"))
 _LIBRARIES = tuple({sysconfig.get_path(n) for n in ("stdlib", "platstdlib", "purelib", "platlib")})
 _LONGEST = 300  # characters of a place
 _RECORD_LIMIT = 4_096  # bytes
+_PASSES_ON = ("wrapper", "_run_code", "_GeneratorContextManager", "Module._")
+"""Library functions that say nothing about what the program calls by them."""
 _ANSWER_S = 0.5
+_NAME = "gradsync-stack"
+_IDLE = 0.2
+"""Share of a core that an idle thread uses at most."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,13 +55,17 @@ class Activity:
     beat: int
     """Number of the heartbeat; one that stands still means that the rank is stopped or has gone."""
     waits: bool = False
-    """Whether it is in a collective or a message."""
+    """Whether it is in a collective or a message, as far as its stack shows it."""
+    idle: bool = False
+    """Whether its thread has used next to no processor time since the heartbeat before."""
+    saves: bool = False
+    """Whether it writes a checkpoint."""
+    issued: int = 0
+    """Collectives that it has begun in the default process group."""
     since_s: float = 0.0
-    """Seconds for which it has waited in this call, or been out of any collective."""
+    """Seconds for which it has waited in this call, or has been idle since its last collective."""
     where: str = ""
-    """`FILE:LINE FUNCTION` of the user's program; "" when unknown."""
-    call: str = ""
-    """Name of the function of torch or gradsync in which it waits."""
+    """`FILE:LINE FUNCTION (CALL)` of the user's program and what that calls; "" when unknown."""
 
     def record(self) -> str:
         """As JSON, for the store."""
@@ -59,53 +74,60 @@ class Activity:
 
 def read_activity(record: bytes) -> Activity:
     """What a rank published, with control characters taken out; beat -1 when it is unreadable."""
+    kinds = {field.name: type(getattr(_UNKNOWN, field.name)) for field in fields(Activity)}
     with suppress(ValueError, TypeError, RecursionError):
-        found = Activity(**json.loads(record)) if len(record) <= _RECORD_LIMIT else None
-        if (
-            found is not None
-            and (type(found.beat), type(found.waits)) == (int, bool)
-            and type(found.since_s) in (int, float)
-            and isinstance(found.where, str)
-            and isinstance(found.call, str)
-        ):
-            return Activity(
-                beat=found.beat,
-                waits=found.waits,
-                since_s=float(found.since_s),
-                where=one_line(found.where),
-                call=one_line(found.call),
-            )
-    return Activity(beat=-1)
+        found = json.loads(record) if len(record) <= _RECORD_LIMIT else None
+        if isinstance(found, dict) and {n: type(value) for n, value in found.items()} == kinds:
+            return replace(Activity(**found), where=one_line(found["where"]))
+    return _UNKNOWN
+
+
+_UNKNOWN = Activity(beat=-1)
 
 
 class Sampler:
-    """Samples what one thread of this process is doing.
+    """Samples what one thread of this process is doing; made by that thread.
 
     Args:
         thread: its identifier (`threading.get_ident`).
+        num_issued: collectives that this process has begun in the default group.
     """
 
-    def __init__(self, thread: int) -> None:
-        self._thread = thread
+    def __init__(self, thread: int, num_issued: Callable[[], int] = lambda: 0) -> None:
+        self._thread, self._num_issued = thread, num_issued
         self._held: FrameType | None = None
-        """The frame that waits: held so that a later call cannot be taken for the same one."""
+        """The frame that waits: held so that a later call cannot be taken for the same one. Its
+        tensors live for one heartbeat longer than the call, at most."""
+        self._idle_at = -1
         self._since = time.monotonic()
+        has_clock = hasattr(time, "pthread_getcpuclockid")
+        self._clock = time.pthread_getcpuclockid(thread) if has_clock else None
+        self._used = (time.monotonic(), 0.0)
 
     def sample(self, beat: int) -> Activity:
         """Look at the thread once, for heartbeat number `beat`."""
         frame = sys._current_frames().get(self._thread)
-        waiting = waiting_frame(frame)
-        if waiting is not self._held or waiting is None:
-            if waiting is not None or self._held is not None:
-                self._since = time.monotonic()
-            self._held = waiting
+        waiting, now, issued = waiting_frame(frame), time.monotonic(), self._num_issued()
+        idle = self._is_idle(now)
+        idle_at = issued if idle else -1
+        if waiting is not self._held or (waiting is None and idle_at != self._idle_at):
+            self._since = now
+        self._held, self._idle_at = waiting, idle_at
         return Activity(
             beat=beat,
             waits=waiting is not None,
-            since_s=round(time.monotonic() - self._since, 2),
+            idle=idle,
+            saves=is_saving(frame),
+            issued=issued,
+            since_s=round(now - self._since, 2),
             where=place_of(frame),
-            call="" if waiting is None else waiting.f_code.co_name,
         )
+
+    def _is_idle(self, now: float) -> bool:
+        if self._clock is None:
+            return False
+        before, self._used = self._used, (now, time.clock_gettime(self._clock))
+        return self._used[1] - before[1] < _IDLE * (now - before[0])
 
     def stack(self) -> str:
         """The thread's stack as text, innermost frame last."""
@@ -117,7 +139,8 @@ def waiting_frame(frame: FrameType | None) -> FrameType | None:
     """The outermost frame of the call in which `frame`'s thread waits for other ranks; None when it
     is busy with something else."""
     while frame is not None and _is_library(frame) and not _communicates(frame):
-        if _is_torch(frame):
+        # torch._ops calls operators by name, those of torch.distributed among them.
+        if _is_torch(frame) and _module(frame) != "torch._ops":
             return None  # it computes, even if a step called it
         frame = frame.f_back
     if frame is None or not _communicates(frame):
@@ -127,38 +150,64 @@ def waiting_frame(frame: FrameType | None) -> FrameType | None:
     return frame
 
 
+def is_saving(frame: FrameType | None) -> bool:
+    """Whether `frame`'s thread writes a checkpoint, of ours or with torch.save."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(_SAVES[0]) or file.endswith(_SAVES[1]):
+            return True
+        frame = frame.f_back
+    return False
+
+
 def place_of(frame: FrameType | None) -> str:
-    """`FILE:LINE FUNCTION` of the innermost frame of the user's program; else of gradsync's, else
-    of any."""
-    ours = first = None
+    """`FILE:LINE FUNCTION (CALL)`: the innermost frame of the user's program and the library's
+    function that it calls; without such a frame, gradsync's innermost that does not communicate."""
+    called, ours, first = "", "", frame
     while frame is not None:
         file = frame.f_code.co_filename
         if file.startswith(_PACKAGE):
-            ours = ours or _said(frame)
-        elif not _is_library(frame) and not file.startswith("<frozen"):
-            return _said(frame)
-        first = first or _said(frame)
+            if not _communicates(frame):
+                ours = ours or _said(frame, called)
+        elif not _is_library(frame):
+            return _said(frame, called)
+        name = frame.f_code.co_qualname
+        if not name.startswith(_PASSES_ON) and "<" not in name:
+            called = name
         frame = frame.f_back
-    return ours or first or ""
+    return ours or ("" if first is None else _said(first, ""))
 
 
-def _said(frame: FrameType) -> str:
-    file, here = frame.f_code.co_filename, os.getcwd() + os.sep
-    return f"{file.removeprefix(here)}:{frame.f_lineno} {frame.f_code.co_name}"[-_LONGEST:]
+def _said(frame: FrameType, called: str) -> str:
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    if file.startswith(_PACKAGE):
+        file = os.path.join("gradsync", file.removeprefix(_PACKAGE))
+    else:
+        with suppress(OSError):  # the folder may be gone
+            file = file.removeprefix(os.getcwd() + os.sep)
+    place = f"{file}:{line} {frame.f_code.co_name}"[-_LONGEST:]
+    return f"{place} ({called[:_LONGEST]})" if called else place
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
 
 
 def _communicates(frame: FrameType) -> bool:
-    module = str(frame.f_globals.get("__name__", ""))
-    return frame.f_code.co_filename.startswith(_WAITS) or module.startswith("torch.distributed")
+    in_torch = _module(frame).startswith("torch.distributed")
+    return in_torch or frame.f_code.co_filename.startswith(_WAITS)
 
 
 def _is_torch(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0] == "torch"
+    return _module(frame).partition(".")[0] == "torch"
 
 
 def _is_library(frame: FrameType) -> bool:
     """Whether the frame is of Python, an installed package or an extension; gradsync is none."""
-    file = frame.f_code.co_filename
+    return _in_library(frame.f_code.co_filename)
+
+
+def _in_library(file: str) -> bool:
     return file.startswith((*_LIBRARIES, "<frozen")) and not file.startswith(_PACKAGE)
 
 
@@ -174,7 +223,7 @@ class StackOnSignal:
         self.fd = -1
         number = _signal()
         if number and signal.getsignal(number) is signal.SIG_DFL:
-            self.fd = os.memfd_create("gradsync-stack")
+            self.fd = os.memfd_create(_NAME)
             faulthandler.register(number, file=self.fd, all_threads=False)
 
     def close(self) -> None:
@@ -186,18 +235,25 @@ class StackOnSignal:
 
 
 def ask_for_stack(pid: int, fd: int) -> str:
-    """`FILE:LINE FUNCTION` of the innermost frame of process `pid`, which answers in its file `fd`;
-    "" when it does not answer within half a second."""
-    path = Path(f"/proc/{pid}/fd/{fd}")
+    """`FILE:LINE FUNCTION` of the innermost frame of the user's program in process `pid`, which
+    answers in its file `fd`; "" when it does not answer within half a second."""
+    path, text = Path(f"/proc/{pid}/fd/{fd}"), b""
     with suppress(OSError):
+        if _NAME not in str(path.readlink()):
+            return ""  # unasked for, the signal would end it
         before = path.stat().st_size
         os.kill(pid, _signal())
         until = time.monotonic() + _ANSWER_S
         while time.monotonic() < until:
             time.sleep(0.02)
-            text = path.read_bytes()[before:].decode(errors="replace")
-            if found := re.search(r'File "([^"\n]*)", line (\d+) in (\S+)', text):
-                return one_line(f"{found[1]}:{found[2]} {found[3]}")
+            seen, text = text, path.read_bytes()[before:]
+            frames = re.findall(
+                r'File "([^"\n]*)", line (\d+) in (\S+)', text.decode("ascii", "replace")
+            )
+            if frames and text == seen:
+                own = [each for each in frames if not _in_library(each[0])]
+                file, line, function = (own or frames)[0]
+                return one_line(f"{file}:{line} {function}")
     return ""
 
 

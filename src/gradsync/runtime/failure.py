@@ -7,7 +7,8 @@
     rank 1's host is cut off -> as killed, once its connections have timed out (`silence_s`)
     rank 1 left              -> rank 0's collective raises, says so, is written down
     rank 1 is late           -> rank 0 says after ten seconds where rank 1 is (waiting.py); after
-                                `timeout_s` its collective raises, and all end with code 124
+                                `timeout_s` its collective raises, and all end with code 124;
+                                once a stop was asked for, after ten seconds instead
 
 A thread per rank reads one key of the store and writes one heartbeat, with what the main thread is
 doing (activity.py), a few times a second. The record of a failure travels as JSON through the
@@ -28,7 +29,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -42,9 +43,13 @@ from gradsync.runtime.signals import (
     interrupted_line,
     say_interrupted,
     signal_when_parent_ends,
+    stop_asked_for,
 )
 from gradsync.runtime.store import LEFT, server_name, wait_until
-from gradsync.runtime.waiting import Peer, WaitReport
+from gradsync.runtime.waiting import Peer, WaitReport, waiting_ranks
+
+REPORT_S = 10.0
+"""A wait for another rank of so many seconds is reported."""
 
 log = logging.getLogger("gradsync")
 
@@ -165,6 +170,8 @@ class FailureWatch:
         peers: process of each other rank.
         connections: to the other ranks; looked after from here on.
         grace_s: how long the main thread may take to notice by itself before the process ends.
+        report_s: a wait for another rank of so many seconds is reported.
+        num_issued: collectives that this process has begun.
     """
 
     def __init__(
@@ -178,6 +185,8 @@ class FailureWatch:
         peers: Mapping[int, Peer] | None = None,
         connections: PeerConnections | None = None,
         grace_s: float = _GRACE_S,
+        report_s: float = REPORT_S,
+        num_issued: Callable[[], int] = lambda: 0,
     ) -> None:
         from torch.distributed import DistError
 
@@ -190,9 +199,17 @@ class FailureWatch:
         self._hosted_by_agent = hosted_by_agent
         self._hosts = hosts
         self._pids = {rank: peer.pid for rank, peer in (peers or {}).items() if not peer.host}
-        self._sampler = Sampler(threading.get_ident())
+        self._sampler = Sampler(threading.get_ident(), num_issued)
         self._doing = Activity(beat=0)
-        self._waits = WaitReport(rank, peers or {}, process_state)
+        self._waits = WaitReport(
+            rank,
+            peers or {},
+            report_s=report_s,
+            state=process_state,
+            has_noticed=lambda other: bool(store.check([f"noticed/{other}"])),
+        )
+        self._report_s = report_s
+        self._stop_seen: float | None = None
         self._connections = connections
         self._grace_s = grace_s
         # Many ranks share one store: the more there are, the rarer each one's heartbeat.
@@ -290,20 +307,18 @@ class FailureWatch:
         left = [rank for rank in others if self._has_left(rank)]
         if left:
             return f"rank(s) {_names(left)} had left in good order"
-        found = self._activities()
+        found = self._activities() | {self._rank: self._doing}
+        told = f"rank {self._rank} waited as long as it may (timeout_s)"
+        waiting = {self._rank, *waiting_ranks(found)}
+        # Who timed out as well is no longer in its collective.
         late = {
-            rank: activity
-            for rank, activity in found.items()
-            # Who timed out as well is no longer in its collective.
-            if not activity.waits and not self._store.check([f"noticed/{rank}"])
+            rank: found[rank]
+            for rank in sorted(found)
+            if rank not in waiting and not self._store.check([f"noticed/{rank}"])
         }
-        told, waited = "waited as long as it may (timeout_s)", self._doing.where
         if not late:
-            return (
-                f"rank {self._rank} {told} in {waited}; all ranks wait, so they call different "
-                "collectives, or the network is too slow"
-            )
-        return f"rank {self._rank} {told} in {waited}; " + self._waits.places(late)
+            return f"{told}; all ranks wait, {self._waits.all_places(found)}"
+        return f"{told} in {self._doing.where}; {self._waits.places(late)}"
 
     def peer_failure(self) -> PeerError | None:
         """Failure record of another rank, if any has come; for a rank that has said farewell."""
@@ -380,6 +395,9 @@ class FailureWatch:
                 return str(failure.as_error())
             if said := self._waits.news(self._doing, time.monotonic(), self._activities):
                 _say(f"gradsync: {said}\n")
+            if self._waits.stuck and (late := self._late_for_a_stop()):
+                self._publish(late)
+                self._end_process(str(late), late.exit_code)
             if not self._hosted_by_agent:
                 self._server_left = self._has_left(0)
             if beat % _BEATS_A_LOOK == 0 and (lost := self._look_around()):
@@ -388,6 +406,20 @@ class FailureWatch:
             self._store_lost = gone
             return "" if self._server_left else self._server_gone(gone)
         return ""
+
+    def _late_for_a_stop(self) -> LatePeerError | None:
+        """Ranks agree on a stop at the end of a step. One that does not get there would keep the
+        others until the launcher or the scheduler kills them all."""
+        now, asked = time.monotonic(), stop_asked_for()
+        if not asked:
+            return None
+        self._stop_seen = self._stop_seen or now
+        if now - self._stop_seen < self._report_s:
+            return None
+        return LatePeerError(
+            f"{asked} asked for a stop {now - self._stop_seen:.0f} s ago, but "
+            f"{self._waits.places(self._waits.stuck)}; ended without another checkpoint"
+        )
 
     def _look_around(self) -> list[int]:
         """Ranks that went without a word, should the main thread not notice.

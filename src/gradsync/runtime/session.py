@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -31,7 +31,7 @@ from gradsync.runtime.device import (
     device_here,
     device_identity,
 )
-from gradsync.runtime.failure import FailureWatch
+from gradsync.runtime.failure import REPORT_S, FailureWatch
 from gradsync.runtime.gloo_group import wait_until_workers_sleep
 from gradsync.runtime.machine import choose_threads, pin_threads
 from gradsync.runtime.memory import keep_freed_memory
@@ -39,7 +39,7 @@ from gradsync.runtime.network import PeerConnections, interface_towards
 from gradsync.runtime.rendezvous import Meeting, check_reach, meet
 from gradsync.runtime.resolve import Resolution, resolve
 from gradsync.runtime.seeds import seed_everything
-from gradsync.runtime.signals import LAUNCHED, leave_out_interrupts, say_interrupted
+from gradsync.runtime.signals import LAUNCHED, end_program_as_said, say_interrupted
 from gradsync.runtime.store import Presence, check_in
 from gradsync.runtime.waiting import Peer
 from gradsync.world import World, place
@@ -63,6 +63,7 @@ class SessionOptions:
     threads: int | None = None
     seed: int | None = None
     keep_memory: bool = False
+    report_wait_s: float = REPORT_S
 
     def __post_init__(self) -> None:
         check_numbers(self)
@@ -85,11 +86,11 @@ class Session:
         self._stack = ExitStack()
         self._meeting: Meeting | None = None
         self._watch: FailureWatch | None = None
-        self._show_interrupts: Callable[[], None] = lambda: None
+        self._put_hook_back: Callable[[], None] = lambda: None
 
     def __enter__(self) -> World:
         world = self.open()
-        self._hide_interrupts()  # one that hits the way to `close`, too
+        self._hook()  # for what hits the way to `close`, too
         return world
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -135,9 +136,9 @@ class Session:
         watch, self._watch = self._watch, None
         cause = None
         if orderly:
-            self._show_interrupts()
+            self._put_hook_back()
         else:  # the error that ends the session may well end the program
-            self._hide_interrupts()
+            self._hook()
         try:
             if watch is None or self._meeting is None:
                 if error is not None:
@@ -155,9 +156,10 @@ class Session:
         if cause is not None:
             raise cause from cause.__cause__
 
-    def _hide_interrupts(self) -> None:
-        if self._env.get("ROLE_NAME") == LAUNCHED:
-            self._show_interrupts = leave_out_interrupts()
+    def _hook(self) -> None:
+        launched = self._env.get("ROLE_NAME") == LAUNCHED
+        if launched or self.world.is_distributed:
+            self._put_hook_back = end_program_as_said(leave_out_interrupts=launched)
 
     def _join(self, resolution: Resolution) -> None:
         import torch.distributed as dist
@@ -270,8 +272,21 @@ class Session:
                 if other != rank
             },
             connections=connections,
+            report_s=self.options.report_wait_s,
+            num_issued=_num_issued,
         )
         self._watch.start()
+
+
+def _num_issued() -> int:
+    from torch.distributed import group
+
+    from gradsync.core.torch_private import num_issued
+
+    # Not every backend counts.
+    with suppress(RuntimeError):
+        return num_issued(group.WORLD)
+    return 0
 
 
 def _abort_group() -> None:
@@ -293,6 +308,7 @@ def init(
     threads: int | None = None,
     seed: int | None = None,
     keep_memory: bool = False,
+    report_wait_s: float = REPORT_S,
 ) -> Session:
     """Join the run this process was started in: python, torchrun, mpirun, srun, or nothing.
 
@@ -312,6 +328,8 @@ def init(
         keep_memory: what is freed stays in this process for the next step (Linux with glibc).
             Faster steps on a CPU where they use big temporaries; the process stays at its peak
             size, and the setting outlives the session. See [Note: Keeping freed memory].
+        report_wait_s: a wait for another rank of so many seconds is reported, with the line where
+            that rank is (docs/guide/when-it-hangs.md).
 
     Returns:
         A context manager that gives this rank's `World`.
@@ -330,5 +348,6 @@ def init(
             threads=threads,
             seed=seed,
             keep_memory=keep_memory,
+            report_wait_s=report_wait_s,
         )
     )

@@ -86,18 +86,14 @@ _UNKNOWN = Activity(beat=-1)
 
 
 class Sampler:
-    """Samples what one thread of this process is doing; made by that thread.
-
-    Args:
-        thread: its identifier (`threading.get_ident`).
-        num_issued: collectives that this process has begun in the default group.
-    """
+    """Samples what `thread` (its identifier) of this process is doing; `num_issued` says how many
+    collectives this process has begun."""
 
     def __init__(self, thread: int, num_issued: Callable[[], int] = lambda: 0) -> None:
         self._thread, self._num_issued = thread, num_issued
         self._held: FrameType | None = None
-        """The frame that waits: held so that a later call cannot be taken for the same one. Its
-        tensors live for one heartbeat longer than the call, at most."""
+        """The frame that waits, so that a later call cannot be taken for the same one; its tensors
+        outlive the call by one heartbeat at most."""
         self._idle_at = -1
         self._since = time.monotonic()
         has_clock = hasattr(time, "pthread_getcpuclockid")
@@ -107,8 +103,12 @@ class Sampler:
     def sample(self, beat: int) -> Activity:
         """Look at the thread once, for heartbeat number `beat`."""
         frame = sys._current_frames().get(self._thread)
-        waiting, now, issued = waiting_frame(frame), time.monotonic(), self._num_issued()
-        idle = self._is_idle(now)
+        waiting, now, idle, issued = waiting_frame(frame), time.monotonic(), False, 0
+        with suppress(RuntimeError):  # not every backend counts
+            issued = self._num_issued()
+        if self._clock is not None:
+            (then, used), self._used = self._used, (now, time.clock_gettime(self._clock))
+            idle = self._used[1] - used < _IDLE * (now - then)
         idle_at = issued if idle else -1
         if waiting is not self._held or (waiting is None and idle_at != self._idle_at):
             self._since = now
@@ -123,12 +123,6 @@ class Sampler:
             where=place_of(frame),
         )
 
-    def _is_idle(self, now: float) -> bool:
-        if self._clock is None:
-            return False
-        before, self._used = self._used, (now, time.clock_gettime(self._clock))
-        return self._used[1] - before[1] < _IDLE * (now - before[0])
-
     def stack(self) -> str:
         """The thread's stack as text, innermost frame last."""
         frame = sys._current_frames().get(self._thread)
@@ -138,12 +132,13 @@ class Sampler:
 def waiting_frame(frame: FrameType | None) -> FrameType | None:
     """The outermost frame of the call in which `frame`'s thread waits for other ranks; None when it
     is busy with something else."""
-    while frame is not None and _is_library(frame) and not _communicates(frame):
-        # torch._ops calls operators by name, those of torch.distributed among them.
-        if _is_torch(frame) and _module(frame) != "torch._ops":
-            return None  # it computes, even if a step called it
+    while frame is not None and not _communicates(frame):
+        file, module = frame.f_code.co_filename, _module(frame)
+        computes = module.partition(".")[0] == "torch" and module != "torch._ops"  # any operator's
+        if computes or not (_is_library(file) or file.startswith(_PACKAGE)):
+            return None
         frame = frame.f_back
-    if frame is None or not _communicates(frame):
+    if frame is None:
         return None
     while frame.f_back is not None and _communicates(frame.f_back):
         frame = frame.f_back
@@ -169,7 +164,7 @@ def place_of(frame: FrameType | None) -> str:
         if file.startswith(_PACKAGE):
             if not _communicates(frame):
                 ours = ours or _said(frame, called)
-        elif not _is_library(frame):
+        elif not _is_library(file):
             return _said(frame, called)
         name = frame.f_code.co_qualname
         if not name.startswith(_PASSES_ON) and "<" not in name:
@@ -198,16 +193,8 @@ def _communicates(frame: FrameType) -> bool:
     return in_torch or frame.f_code.co_filename.startswith(_WAITS)
 
 
-def _is_torch(frame: FrameType) -> bool:
-    return _module(frame).partition(".")[0] == "torch"
-
-
-def _is_library(frame: FrameType) -> bool:
-    """Whether the frame is of Python, an installed package or an extension; gradsync is none."""
-    return _in_library(frame.f_code.co_filename)
-
-
-def _in_library(file: str) -> bool:
+def _is_library(file: str) -> bool:
+    """Whether it is of Python, an installed package or an extension; gradsync is none."""
     return file.startswith((*_LIBRARIES, "<frozen")) and not file.startswith(_PACKAGE)
 
 
@@ -251,7 +238,7 @@ def ask_for_stack(pid: int, fd: int) -> str:
                 r'File "([^"\n]*)", line (\d+) in (\S+)', text.decode("ascii", "replace")
             )
             if frames and text == seen:
-                own = [each for each in frames if not _in_library(each[0])]
+                own = [each for each in frames if not _is_library(each[0])]
                 file, line, function = (own or frames)[0]
                 return one_line(f"{file}:{line} {function}")
     return ""

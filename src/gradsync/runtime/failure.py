@@ -36,8 +36,9 @@ from typing import Any
 
 from gradsync.core.files import one_line, printable
 from gradsync.errors import GradsyncError, LatePeerError, LostPeerError, PeerError, RunError
-from gradsync.runtime.activity import Activity, Sampler, read_activity
+from gradsync.runtime.activity import Activity, Sampler
 from gradsync.runtime.network import PeerConnections
+from gradsync.runtime.peers import Peers
 from gradsync.runtime.signals import (
     INTERRUPTED,
     interrupted_line,
@@ -45,8 +46,8 @@ from gradsync.runtime.signals import (
     signal_when_parent_ends,
     stop_asked_for,
 )
-from gradsync.runtime.store import LEFT, server_name, wait_until
-from gradsync.runtime.waiting import Peer, WaitReport, waiting_ranks
+from gradsync.runtime.store import Presence, server_name, wait_until
+from gradsync.runtime.waiting import WaitReport
 
 REPORT_S = 10.0
 """A wait for another rank of so many seconds is reported."""
@@ -166,12 +167,10 @@ class FailureWatch:
     Args:
         store: a connection to the rendezvous store that nothing else blocks on.
         hosted_by_agent: the launcher serves the store, not rank 0.
-        hosts: host name of each rank, if they sit on several.
-        peers: process of each other rank.
+        hosts, processes: see `Peers`.
         connections: to the other ranks; looked after from here on.
         grace_s: how long the main thread may take to notice by itself before the process ends.
-        report_s: a wait for another rank of so many seconds is reported.
-        num_issued: collectives that this process has begun.
+        report_s, num_issued: see `WaitReport` and `Sampler`.
     """
 
     def __init__(
@@ -182,7 +181,7 @@ class FailureWatch:
         world_size: int,
         hosted_by_agent: bool = False,
         hosts: Sequence[str] = (),
-        peers: Mapping[int, Peer] | None = None,
+        processes: Mapping[int, Presence] | None = None,
         connections: PeerConnections | None = None,
         grace_s: float = _GRACE_S,
         report_s: float = REPORT_S,
@@ -197,18 +196,12 @@ class FailureWatch:
         self._rank = rank
         self._world_size = world_size
         self._hosted_by_agent = hosted_by_agent
-        self._hosts = hosts
-        self._pids = {rank: peer.pid for rank, peer in (peers or {}).items() if not peer.host}
+        self._peers = Peers(
+            store, rank=rank, world_size=world_size, processes=processes, hosts=hosts
+        )
         self._sampler = Sampler(threading.get_ident(), num_issued)
         self._doing = Activity(beat=0)
-        self._waits = WaitReport(
-            rank,
-            peers or {},
-            report_s=report_s,
-            state=process_state,
-            has_noticed=lambda other: bool(store.check([f"noticed/{other}"])),
-        )
-        self._report_s = report_s
+        self._waits = WaitReport(self._peers, report_s=report_s)
         self._stop_seen: float | None = None
         self._connections = connections
         self._grace_s = grace_s
@@ -260,65 +253,27 @@ class FailureWatch:
         wait_until(
             lambda: (
                 self._read() is not None
-                or (time.monotonic() - began > _WRITTEN_S and bool(self._ended()))
+                or (time.monotonic() - began > _WRITTEN_S and bool(self._peers.ended()))
             ),
             began + _SILENT_S,
         )
         failure, cause = self._read(), None
         if failure is None:
-            silent = self._ended() or self._silent_ranks()
+            silent = self._peers.ended() or self._silent_ranks()
             if silent:
                 self._wait_for_survivors(len(silent))
-                said = _obituary(silent, self._hosts, self._pids)
+                said = self._peers.obituary(silent)
                 seen = f"this rank ({self._rank}) saw: {trouble}"
-                return _because(PeerError(f"{said}; {seen}"), error)
-            cause = self._cause(trouble)
+                late = _is_late(trouble) and "vanished" not in said
+                code = LatePeerError.exit_code if late else 1
+                return _because(PeerError(f"{said}; {seen}", exit_code=code), error)
+            late = _is_late(trouble) and self._waits.lateness(self._doing)
+            cause = _cause(trouble, self._rank, late or "", self._peers)
             failure = self._publish(error, cause)
         if failure is not None:
             log.info("rank %d saw", self._rank, exc_info=error)
             return failure.as_error()
         return cause and _because(cause, error)
-
-    def _cause(self, trouble: BaseException) -> RunError | None:
-        """Why this rank's collective failed though every rank lives; None where `trouble` says it.
-
-        Gloo's words name a symptom; torch's and ours need no help but for who is late.
-        """
-        words, rank = str(trouble), self._rank
-        if isinstance(trouble, LatePeerError) or (_is_gloos(trouble) and _LATE.search(words)):
-            return LatePeerError(f"{self._lateness()} ({_symptom(words)})")
-        if not _is_gloos(trouble):
-            return None
-        if left := [other for other in range(self._world_size) if self._has_left(other)]:
-            said = (
-                f"rank(s) {_names(left)} had left in good order while rank {rank} still "
-                "communicates; all ranks must call the same collectives"
-            )
-        else:
-            said = (
-                f"rank {rank}: a connection to another rank ended, though every rank is alive and "
-                "none has failed or left"
-            )
-        return LostPeerError(f"{said} ({_symptom(words)})")
-
-    def _lateness(self) -> str:
-        """Where the ranks are that rank `self._rank` has waited for."""
-        others = [rank for rank in range(self._world_size) if rank != self._rank]
-        left = [rank for rank in others if self._has_left(rank)]
-        if left:
-            return f"rank(s) {_names(left)} had left in good order"
-        found = self._activities() | {self._rank: self._doing}
-        told = f"rank {self._rank} waited as long as it may (timeout_s)"
-        waiting = {self._rank, *waiting_ranks(found)}
-        # Who timed out as well is no longer in its collective.
-        late = {
-            rank: found[rank]
-            for rank in sorted(found)
-            if rank not in waiting and not self._store.check([f"noticed/{rank}"])
-        }
-        if not late:
-            return f"{told}; all ranks wait, {self._waits.all_places(found)}"
-        return f"{told} in {self._doing.where}; {self._waits.places(late)}"
 
     def peer_failure(self) -> PeerError | None:
         """Failure record of another rank, if any has come; for a rank that has said farewell."""
@@ -364,10 +319,6 @@ class FailureWatch:
             self._store.add("acknowledged", 1)
         return self._seen
 
-    def _has_left(self, rank: int) -> bool:
-        key = f"noticed/{rank}"
-        return self._store.check([key]) and self._store.get(key) == LEFT
-
     def _run(self) -> None:
         signal_when_parent_ends(signal.SIGCONT)
         beat = mishaps = 0
@@ -393,15 +344,15 @@ class FailureWatch:
             failure = self._read()
             if failure is not None:
                 return str(failure.as_error())
-            if said := self._waits.news(self._doing, time.monotonic(), self._activities):
+            if said := self._waits.news(self._doing, time.monotonic(), self._peers.activities):
                 _say(f"gradsync: {said}\n")
-            if self._waits.stuck and (late := self._late_for_a_stop()):
+            if late := self._late_for_a_stop():
                 self._publish(late)
                 self._end_process(str(late), late.exit_code)
             if not self._hosted_by_agent:
-                self._server_left = self._has_left(0)
+                self._server_left = self._peers.has_left(0)
             if beat % _BEATS_A_LOOK == 0 and (lost := self._look_around()):
-                return _obituary(lost, self._hosts, self._pids)
+                return self._peers.obituary(lost)
         except self._store_gone as gone:
             self._store_lost = gone
             return "" if self._server_left else self._server_gone(gone)
@@ -410,11 +361,11 @@ class FailureWatch:
     def _late_for_a_stop(self) -> LatePeerError | None:
         """Ranks agree on a stop at the end of a step. One that does not get there would keep the
         others until the launcher or the scheduler kills them all."""
-        now, asked = time.monotonic(), stop_asked_for()
-        if not asked:
+        if not (asked := stop_asked_for()):
             return None
+        now = time.monotonic()
         self._stop_seen = self._stop_seen or now
-        if now - self._stop_seen < self._report_s:
+        if not self._waits.stuck or now - self._stop_seen < self._waits.report_s:
             return None
         return LatePeerError(
             f"{asked} asked for a stop {now - self._stop_seen:.0f} s ago, but "
@@ -433,11 +384,16 @@ class FailureWatch:
         ended = self._connections.num_ended()
         if not ended or ended <= self._store.add("farewell", 0) + self._store.add("settled", 0):
             return []
-        before, self._last_look = self._last_look, self._heartbeats()
-        return self._silent_since(before) if before else []
+        before, self._last_look = self._last_look, self._peers.beats()
+        return self._peers.silent_since(before) if before else []
+
+    def _silent_ranks(self) -> list[int]:
+        before = self._peers.beats()
+        time.sleep(3 * self._interval_s)
+        return self._peers.silent_since(before)
 
     def _server_gone(self, error: BaseException) -> str:
-        where = f" on {self._hosts[0]}" if self._hosts else ""
+        where = f" on {self._peers.hosts[0]}" if self._peers.hosts else ""
         # Torch's store ends its first line with the system's own words, such as "Broken pipe".
         words = str(error).partition("\n")[0].rpartition(": ")[2]
         return (
@@ -450,50 +406,39 @@ class FailureWatch:
         # A reader of our output that is stuck must not keep this process.
         threading.Timer(_LAST_WORDS_S, os._exit, (1,)).start()
         with suppress(Exception):
-            if code == LatePeerError.exit_code:
+            if code == LatePeerError.exit_code and not self._doing.waits:
                 message += f"\n--- rank {self._rank} was here ---\n{self._sampler.stack().rstrip()}"
             _say(f"gradsync: error: [rank {self._rank}] {printable(message)}\n")
             sys.stdout.flush()
         os._exit(code if code == LatePeerError.exit_code else 1)
 
-    def _ended(self) -> list[int]:
-        """Ranks of this host whose process has ended, and that did not say why."""
-        return [
-            rank
-            for rank, pid in self._pids.items()
-            if process_state(pid) == "ended" and not self._store.check([f"noticed/{rank}"])
-        ]
 
-    def _activities(self) -> dict[int, Activity]:
-        """What all other ranks published last, but for those that have not yet."""
-        return {rank: read_activity(beat) for rank, beat in self._heartbeats().items() if beat}
+def _cause(trouble: BaseException, rank: int, late: str, peers: Peers) -> RunError | None:
+    """Why this rank's collective failed though every rank lives; None where `trouble` says it.
 
-    def _silent_ranks(self) -> list[int]:
-        before = self._heartbeats()
-        time.sleep(3 * self._interval_s)
-        return self._silent_since(before)
-
-    def _silent_since(self, before: Mapping[int, bytes]) -> list[int]:
-        """Ranks whose heartbeat stands still, and that did not say why."""
-        after = self._heartbeats()
-        return [
-            rank
-            for rank, beat in after.items()
-            if beat == before[rank] and not self._store.check([f"noticed/{rank}"])
-        ]
-
-    def _heartbeats(self) -> dict[int, bytes]:
-        others = (rank for rank in range(self._world_size) if rank != self._rank)
-        keys = {rank: f"beat/{rank}" for rank in others}
-        return {
-            rank: self._store.get(key) if self._store.check([key]) else b""
-            for rank, key in keys.items()
-        }
+    Gloo's words name a symptom; torch's and ours need no help but for who is `late`.
+    """
+    symptom = _GLOO.sub("", str(trouble)).partition("\n")[0] or str(trouble)
+    if late:
+        return LatePeerError(f"{late} ({symptom})")
+    if not _is_gloos(trouble):
+        return None
+    said = (
+        f"rank {rank}: a connection to another rank ended, though every rank is alive and none has "
+        "failed or left"
+    )
+    if left := peers.left():
+        said = (
+            f"rank(s) {', '.join(map(str, left))} had left in good order while rank {rank} still "
+            "communicates; all ranks must call the same collectives"
+        )
+    return LostPeerError(f"{said} ({symptom})")
 
 
-def _symptom(words: str) -> str:
-    """The first line of an error of Gloo's, without the line of its source."""
-    return _GLOO.sub("", words).partition("\n")[0] or words
+def _is_late(trouble: BaseException) -> bool:
+    """Whether the time was up: shared memory's, or Gloo's."""
+    gloos = _is_gloos(trouble) and _LATE.search(str(trouble)) is not None
+    return gloos or isinstance(trouble, LatePeerError)
 
 
 def _because(cause: RunError, error: BaseException) -> RunError:
@@ -501,44 +446,6 @@ def _because(cause: RunError, error: BaseException) -> RunError:
     return cause
 
 
-def _obituary(silent: list[int], hosts: Sequence[str], pids: Mapping[int, int]) -> str:
-    states = {rank: process_state(pids[rank]) if rank in pids else "ended" for rank in silent}
-    ended = [rank for rank, state in states.items() if state == "ended"]
-    said = []
-    if ended:
-        where, why = "", "or the host died"
-        if hosts:
-            where = " on " + ", ".join(dict.fromkeys(hosts[rank] for rank in ended))
-            why = "the host died, or the network to it is broken"
-        said.append(
-            f"rank(s) {_names(ended)}{where} vanished without a word (killed, out of memory, {why})"
-        )
-    said += [
-        f"rank {rank} (process {pids[rank]}) gives no sign of life ({state})"
-        for rank, state in states.items()
-        if state != "ended"
-    ]
-    return "; ".join(said)
-
-
-def process_state(pid: int) -> str:
-    """Why a silent process of this host may be silent; "ended" when there is none."""
-    import psutil
-
-    try:
-        status = psutil.Process(pid).status()
-    except psutil.Error:
-        return "ended"
-    if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
-        return "it is stopped, by a signal or a debugger"
-    ended = status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-    return "ended" if ended else "something holds Python's lock, or the machine swaps"
-
-
 def _say(text: str) -> None:
     sys.stderr.write(text)
     sys.stderr.flush()
-
-
-def _names(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))

@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -41,7 +41,6 @@ from gradsync.runtime.resolve import Resolution, resolve
 from gradsync.runtime.seeds import seed_everything
 from gradsync.runtime.signals import LAUNCHED, end_program_as_said, say_interrupted
 from gradsync.runtime.store import Presence, check_in
-from gradsync.runtime.waiting import Peer
 from gradsync.world import World, place
 
 log = logging.getLogger("gradsync")
@@ -257,36 +256,25 @@ class Session:
     def _start_watch(
         self, meeting: Meeting, presences: Sequence[Presence], connections: PeerConnections
     ) -> None:
+        from torch.distributed import group
+
+        from gradsync.core.torch_private import num_issued
+
         store = meeting.second_connection()
         connections.learn()
-        here, rank = socket.gethostname(), self.world.rank
+        rank = self.world.rank
         self._watch = FailureWatch(
             store,
             rank=rank,
             world_size=self.world.world_size,
             hosted_by_agent=meeting.hosted_by_agent,
             hosts=[] if self.world.one_host else [presence.host for presence in presences],
-            peers={
-                other: Peer(each.pid, "" if each.host == here else each.host, each.stack_fd)
-                for other, each in enumerate(presences)
-                if other != rank
-            },
+            processes={other: it for other, it in enumerate(presences) if other != rank},
             connections=connections,
             report_s=self.options.report_wait_s,
-            num_issued=_num_issued,
+            num_issued=lambda: num_issued(group.WORLD),
         )
         self._watch.start()
-
-
-def _num_issued() -> int:
-    from torch.distributed import group
-
-    from gradsync.core.torch_private import num_issued
-
-    # Not every backend counts.
-    with suppress(RuntimeError):
-        return num_issued(group.WORLD)
-    return 0
 
 
 def _abort_group() -> None:

@@ -120,11 +120,8 @@ def say_interrupted(error: BaseException, who: str = "") -> None:
 def end_program_as_said(*, leave_out_interrupts: bool) -> Callable[[], None]:
     """Let a program that ends by an uncaught error about a late rank return that error's exit code.
 
-    Returns what puts the former hook back. What a program catches is its own affair.
-
-    Args:
-        leave_out_interrupts: also let Python show no traceback of an interrupt, or of its echo from
-            another rank: one rank has said it in a line.
+    With `leave_out_interrupts` Python also shows no traceback of an interrupt, or of its echo from
+    another rank: one rank has said it in a line. Returns what puts the former hook back.
     """
     # Not over the hook of an earlier session that failed and kept it.
     before = getattr(sys.excepthook, "__wrapped__", sys.excepthook)

@@ -12,9 +12,9 @@ slow network, or an evaluation by one rank, is told of once.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 from gradsync.runtime.activity import Activity, ask_for_stack
+from gradsync.runtime.peers import Peers, process_state
 
 _FACTOR = 3
 _LOOK_S = 1.0
@@ -23,39 +23,16 @@ _MOST_NAMED = 8
 _MOST_PLACES = 256
 
 
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """Another rank's process."""
-
-    pid: int
-    host: str = ""
-    """"" for this rank's own host."""
-    stack_fd: int = -1
-    """See `StackOnSignal`."""
-
-
 class WaitReport:
     """The lines of one rank.
 
     Args:
-        rank: this one.
-        peers: the others.
+        peers: the other ranks.
         report_s: waits of so many seconds are reported, then ones three times as long, and so on.
-        state: why a silent process of this host may be silent (`failure.process_state`).
-        has_noticed: whether a rank has said that it noticed a failure, or that it leaves.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        peers: Mapping[int, Peer],
-        *,
-        report_s: float,
-        state: Callable[[int], str],
-        has_noticed: Callable[[int], bool],
-    ) -> None:
-        self._rank, self._peers, self._report_s = rank, peers, report_s
-        self._state, self._has_noticed = state, has_noticed
+    def __init__(self, peers: Peers, *, report_s: float) -> None:
+        self._rank, self._peers, self.report_s = peers.rank, peers, report_s
         self.stuck: dict[int, Activity] = {}
         """Ranks that this one has waited for longer than it usually does here, and that do not
         write a checkpoint."""
@@ -80,24 +57,22 @@ class WaitReport:
         over = before is not None and not (may_wait and own.since_s >= before.since_s)
         said = self._over() if over else ""
         self._wait = own if may_wait else None
-        pause = max(_LOOK_S, len(self._peers) / 64)  # all waiting ranks ask one store
-        if said or own.since_s < min(_SILENT_S, self._report_s) or now - self._looked[0] < pause:
+        pause = max(_LOOK_S, len(self._peers.processes) / 64)  # all waiting ranks ask one store
+        if said or own.since_s < min(_SILENT_S, self.report_s) or now - self._looked[0] < pause:
             return said
         return self._look(own, now, read_all() | {self._rank: own}) if may_wait else ""
 
     def _look(self, own: Activity, now: float, found: dict[int, Activity]) -> str:
         (_, before), self._looked = self._looked, (now, found)
+        still = [rank for rank in before if rank in found and before[rank].beat == found[rank].beat]
         silent = [
-            rank
-            for rank in self._peers
-            if rank in before and rank in found and before[rank].beat == found[rank].beat
+            rank for rank in still if rank != self._rank and not self._peers.has_noticed(rank)
         ]
-        silent = [rank for rank in silent if not self._has_noticed(rank)]
         new, self.silent = [rank for rank in silent if rank not in self.silent], silent
         waiting = waiting_ranks(found, silent)
         if self._rank not in waiting:
             return ""
-        long_s = max(self._report_s, _FACTOR * self._longest.get(own.where, 0.0))
+        long_s = max(self.report_s, _FACTOR * self._longest.get(own.where, 0.0))
         late = {rank: each for rank, each in sorted(found.items()) if rank not in waiting}
         self.stuck = {
             rank: each
@@ -107,35 +82,35 @@ class WaitReport:
         if not new and own.since_s < max(long_s, self._next_s):
             return ""
         self._next_s = _FACTOR * own.since_s if own.since_s >= long_s else 0.0
-        if waiting[0] != self._rank or any(map(self._has_noticed, late)):
+        if waiting[0] != self._rank or any(map(self._peers.has_noticed, late)):
             return ""
-        awaited, text = self.explain(own, found, late)
-        self._said = (awaited, own.since_s)
-        return text
-
-    def explain(
-        self, own: Activity, found: Mapping[int, Activity], late: Mapping[int, Activity]
-    ) -> tuple[str, str]:
-        """Who is waited for, and the line that says so.
-
-        Args:
-            own: this rank's activity.
-            found: every rank's.
-            late: those of the ranks that do not wait.
-        """
+        self._said = (names(list(late)) if late else "all ranks", own.since_s)
         if not late:
-            said = f"all ranks have waited for {own.since_s:.0f} s, {self.all_places(found)}"
-            return "all ranks", said
-        awaited, waiting = names(list(late)), [rank for rank in sorted(found) if rank not in late]
-        return awaited, (
-            f"waiting for {awaited} for {own.since_s:.0f} s: {self.places(late)}; "
+            return f"all ranks have waited for {own.since_s:.0f} s, {self.all_places(found)}"
+        return (
+            f"waiting for {self._said[0]} for {own.since_s:.0f} s: {self.places(late)}; "
             f"{names(waiting)} wait{'s' if len(waiting) == 1 else ''} in {own.where}"
         )
 
+    def lateness(self, own: Activity) -> str:
+        """Whom this rank has waited for until the time was up, doing `own`."""
+        if left := self._peers.left():
+            return f"rank(s) {', '.join(map(str, left))} had left in good order"
+        found = self._peers.activities() | {self._rank: own}
+        told = f"rank {self._rank} waited as long as it may (timeout_s)"
+        waiting = {self._rank, *waiting_ranks(found)}
+        others = {rank: each for rank, each in sorted(found.items()) if rank not in waiting}
+        # Who timed out as well is no longer in its collective.
+        late = {r: each for r, each in others.items() if not self._peers.has_noticed(r)}
+        if not late:
+            return f"{told}; all ranks wait, {self.all_places(found)}"
+        return f"{told} in {own.where}; {self.places(late)}"
+
     def all_places(self, found: Mapping[int, Activity]) -> str:
         """Where ranks are that all wait for each other, and what that means."""
-        ranks = sorted(found)
-        places = group(ranks, [found[rank].where for rank in ranks])
+        places: dict[str, list[int]] = {}
+        for rank, each in sorted(found.items()):
+            places.setdefault(each.where, []).append(rank)
         if len(places) == 1:
             return f"in {next(iter(places))}: the network is slow, or stands"
         said = "; ".join(f"{names(some)} in {place}" for place, some in places.items())
@@ -148,16 +123,17 @@ class WaitReport:
         return "; ".join(said) + (f"; and {more} more" if more else "")
 
     def _place(self, rank: int, activity: Activity) -> str:
-        peer, where = self._peers[rank], activity.where
-        who = f"rank {rank} (process {peer.pid}{f' on {peer.host}' if peer.host else ''})"
+        process, where = self._peers.processes[rank], activity.where
+        is_here = rank in self._peers.pids
+        who = f"rank {rank} (process {process.pid}{'' if is_here else f' on {process.host}'})"
         if rank not in self.silent:
             return f"{who} is in {where or 'an unknown place'}"
         why = ""
-        if not peer.host:
-            state = self._state(peer.pid)
-            if "lock" in state and (seen := ask_for_stack(peer.pid, peer.stack_fd)):
+        if is_here:
+            state = process_state(process.pid)
+            if "lock" in state and (seen := ask_for_stack(process.pid, process.stack_fd)):
                 where = seen
-            why = f" ({state})"
+            why = " (its process has ended)" if state == "ended" else f" ({state})"
         return f"{who} gives no sign of life{why}" + (f", last seen in {where}" if where else "")
 
     def _over(self) -> str:
@@ -180,20 +156,10 @@ def waiting_ranks(found: Mapping[int, Activity], silent: Collection[int] = ()) -
     ]
 
 
-def group(ranks: Sequence[int], keys: Sequence[str]) -> dict[str, list[int]]:
-    """The ranks of each key, keys in the order in which they first come."""
-    found: dict[str, list[int]] = {}
-    for rank, key in zip(ranks, keys, strict=True):
-        found.setdefault(key, []).append(rank)
-    return found
-
-
 def names(ranks: Sequence[int]) -> str:
     """`rank 1`, `ranks 0, 2 and 3`, or the first eight and how many more."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
-    if len(ranks) > _MOST_NAMED:
-        return (
-            f"ranks {', '.join(map(str, ranks[:_MOST_NAMED]))} and {len(ranks) - _MOST_NAMED} more"
-        )
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+    some = ranks[: _MOST_NAMED if len(ranks) > _MOST_NAMED else -1]
+    last = f"{len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else str(ranks[-1])
+    return f"ranks {', '.join(map(str, some))} and {last}"

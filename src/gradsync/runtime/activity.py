@@ -37,6 +37,7 @@ from gradsync.core.files import one_line
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _WAITS = tuple(_PACKAGE + name + os.sep for name in ("comm", "sync", "backends"))
 _SAVES = (_PACKAGE + "checkpoint" + os.sep, os.sep + os.path.join("torch", "serialization.py"))
+_COMMANDS = _PACKAGE + "cli" + os.sep
 _LIBRARIES = tuple({sysconfig.get_path(n) for n in ("stdlib", "platstdlib", "purelib", "platlib")})
 _LONGEST = 300  # characters of a place
 _RECORD_LIMIT = 4_096  # bytes
@@ -164,6 +165,8 @@ def place_of(frame: FrameType | None) -> str:
         if file.startswith(_PACKAGE):
             if not _communicates(frame):
                 ours = ours or _said(frame, called)
+            if file.startswith(_COMMANDS):
+                return ours  # what called it is the `gradsync` command itself
         elif not _is_library(file):
             return _said(frame, called)
         name = frame.f_code.co_qualname

@@ -322,7 +322,7 @@ class FailureWatch:
     def _run(self) -> None:
         signal_when_parent_ends(signal.SIGCONT)
         beat = mishaps = 0
-        while not self._stop.wait(self._interval_s):
+        while not self._stop.wait(self._interval_s if beat else 0):
             beat += 1
             try:
                 message = self._news(beat)

@@ -44,8 +44,8 @@ class Peers:
         }
 
     def activities(self) -> dict[int, Activity]:
-        """What they published last, but for those that have not yet."""
-        return {rank: read_activity(beat) for rank, beat in self.beats().items() if beat}
+        """What they published last."""
+        return {rank: read_activity(beat) for rank, beat in self.beats().items()}
 
     def has_noticed(self, rank: int) -> bool:
         """Whether it has noticed a failure, or leaves: then its heartbeats end."""

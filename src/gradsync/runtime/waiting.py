@@ -64,10 +64,10 @@ class WaitReport:
 
     def _look(self, own: Activity, now: float, found: dict[int, Activity]) -> str:
         (_, before), self._looked = self._looked, (now, found)
-        still = [rank for rank in before if rank in found and before[rank].beat == found[rank].beat]
-        silent = [
-            rank for rank in still if rank != self._rank and not self._peers.has_noticed(rank)
-        ]
+        if not before:
+            return ""  # only two looks tell who is silent
+        still = [rank for rank in self._peers.processes if before[rank].beat == found[rank].beat]
+        silent = [rank for rank in still if not self._peers.has_noticed(rank)]
         new, self.silent = [rank for rank in silent if rank not in self.silent], silent
         waiting = waiting_ranks(found, silent)
         if self._rank not in waiting:

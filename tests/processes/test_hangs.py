@@ -162,7 +162,8 @@ def test_a_rank_that_is_late_is_an_error_for_nobody(tmp_path: Path) -> None:
 
 def test_ranks_in_different_calls(tmp_path: Path) -> None:
     with ranks(tmp_path, "barrier") as (first, second):
-        assert {first.wait(30), second.wait(30)} == {124}
+        codes = {first.wait(30), second.wait(30)}
+        assert codes == {124}, first.finished().describe() + second.finished().describe()
         line = line_of("barrier")
         places = (
             rf"in different calls: rank 0 in {STEP}; "

@@ -306,7 +306,8 @@ class FailureWatch:
             return self._read()
         say_interrupted(error, f"rank {self._rank} ")  # before another rank's traceback
         self._store.set("failure", json.dumps(asdict(describe(error, self._rank, cause))))
-        wait_until(lambda: self._num_heard() >= self._world_size - 1, until)
+        with suppress(self._store_gone):  # rank 0 served it, and leaves once it has heard
+            wait_until(lambda: self._num_heard() >= self._world_size - 1, until)
         return None
 
     def _num_heard(self) -> int:

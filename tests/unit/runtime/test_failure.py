@@ -198,6 +198,19 @@ def test_what_is_said(raises: Any, words: str, peer: str, kind: Any, said: str) 
         assert "in raise_python" in record.traceback_text
 
 
+def test_a_server_that_leaves_as_it_hears_of_a_failure_did_not_vanish() -> None:
+    store = Store("alive")
+    write = store.set
+
+    def last_word(key: str, value: str | bytes) -> None:
+        write(key, value)
+        if key == "failure":
+            store.peer = "store gone"
+
+    store.set = last_word  # type: ignore[method-assign]
+    assert type(settled(store, caught(raise_compiled, LATE))) is LatePeerError
+
+
 def test_the_launcher_is_named_where_it_serves_the_store() -> None:
     gone = settled(Store("store gone"), caught(torchs, "Broken pipe"), hosted_by_agent=True)
     assert str(gone).startswith("the launcher, which serves the rendezvous store, vanished")

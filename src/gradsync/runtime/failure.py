@@ -205,8 +205,7 @@ class FailureWatch:
         self._stop_seen: float | None = None
         self._connections = connections
         self._grace_s = grace_s
-        # Many ranks share one store: the more there are, the rarer each one's heartbeat.
-        self._interval_s = max(_POLL_S, world_size / 1000)
+        self._interval_s = max(_POLL_S, world_size / 1000)  # many ranks share one store
         self._stop = threading.Event()
         self._seen: Failure | None = None
         self._store_lost: Exception | None = None

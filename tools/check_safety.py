@@ -22,7 +22,8 @@ PRIVATE_MODULE = "core/torch_private.py"
 _NAMED_TUPLE = ("_asdict", "_fields", "_make", "_replace")
 """Public, with an underscore so that no field can have such a name."""
 NOT_OF_TORCH = {
-    *("_exit", "_getframe", "_fields", "_replace"),  # documented, in spite of the underscore
+    # Documented, in spite of the underscore.
+    *("_exit", "_getframe", "_current_frames", "_fields", "_replace"),
     *("_distributed", "_ex_iterable"),  # of `datasets`
     "_reset_state",  # of accelerate
     "_transport",  # of our engine, which a benchmark looks into

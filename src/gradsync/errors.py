@@ -10,6 +10,7 @@
         ├── CheckpointError              a checkpoint is corrupt or of another run
         ├── DivergenceError              loss, gradients or weights became nan or inf
         ├── LostPeerError                another rank's process has gone, or does not answer
+        │   └── LatePeerError              exit code 124: it lives, and did not come in time
         └── PeerError                    another rank failed; carries that rank's traceback
 
 A message says what happened, which rank, what was got and expected, and what to do.
@@ -61,6 +62,12 @@ class DivergenceError(RunError):
 
 class LostPeerError(RunError):
     """Another rank has ended, or does not answer."""
+
+
+class LatePeerError(LostPeerError):
+    """Another rank lives and did not come to a collective in time."""
+
+    exit_code = 124
 
 
 class PeerError(RunError):

@@ -292,3 +292,54 @@ def test_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path, rank_module):
 def test_counts_that_make_no_sense(options):
     with pytest.raises(ConfigError, match="must be at least"):
         launch(Path(), **options)
+
+
+@pytest.mark.parametrize(("other", "seconds"), [("stops", 0.0), ("saves", 1.0), ("is deaf", 0.0)])
+def test_after_a_failure_no_rank_keeps_the_launcher(
+    tmp_path, rank_module, monkeypatch, other, seconds
+):
+    """A stopped rank is woken to end; one that saves may finish; one that ignores it is killed."""
+    monkeypatch.setattr("gradsync.launch.agent.LAST_WORDS_S", 0.3)
+    monkeypatch.setattr("gradsync.launch.agent.END_S", 3.0)
+    rank_module("""
+def save(number, frame):
+    time.sleep(1.0)
+    (out / "saved").touch()
+    sys.exit(1)
+
+if rank == 1:
+    signal.signal(signal.SIGTERM, {"saves": save, "is deaf": signal.SIG_IGN}.get(sys.argv[2], 0))
+    (out / "ready").touch()
+    if sys.argv[2] == "stops":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    while True:
+        signal.pause()
+wait_for((out / "ready").exists)
+time.sleep(0.2)
+(out / "failed").write_text(str(time.time()))
+sys.exit(1)
+""")
+    assert launch(tmp_path, other) == 1
+    took_s = time.time() - float((tmp_path / "failed").read_text())
+    assert seconds <= took_s < 3.0 + 5.0  # torch's own limit is 30 s
+    assert (tmp_path / "saved").exists() == (other == "saves")
+
+
+def test_a_stop_wakes_a_rank_that_is_stopped_and_ends_one_that_others_gave_up(
+    tmp_path, rank_module, monkeypatch
+):
+    monkeypatch.setattr("gradsync.launch.agent.END_S", 0.5)
+    rank_module("""
+number = [signal.SIG_IGN, lambda number, frame: sys.exit(124)][rank]
+signal.signal(signal.SIGTERM, number)
+(out / f"ready{rank}").touch()
+if rank == 1:
+    wait_for((out / "ready0").exists)
+    os.kill(os.getppid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGSTOP)
+while True:
+    time.sleep(0.1)
+""")
+    began = time.monotonic()
+    assert launch(tmp_path) == 124
+    assert time.monotonic() - began < 20  # not the minute that ranks have to save

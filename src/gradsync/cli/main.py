@@ -4,7 +4,7 @@ Each command is a module of this package with `run(argv) -> exit code`, imported
 asked for: `gradsync --help` answers without torch.
 
 Exit codes: 0 done · 1 failed · 2 usage or configuration · 75 stopped cleanly after a signal,
-checkpoint written · 130 interrupted twice.
+checkpoint written · 124 a rank did not come in time · 130 interrupted twice.
 """
 
 from __future__ import annotations

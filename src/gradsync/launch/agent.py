@@ -38,7 +38,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from gradsync.core.torch_private import close_streams, end_ranks, forbid_restarts, rank_processes
-from gradsync.errors import RendezvousError
+from gradsync.errors import LatePeerError, RendezvousError
 from gradsync.launch.request import STOPPED, LaunchPlan, may_restart
 from gradsync.runtime.signals import LAUNCHED
 from gradsync.runtime.store import host_store, join_store, wait_until
@@ -52,8 +52,12 @@ FORWARDED = (
 )
 """Signals that the launcher passes on to its ranks."""
 
-LAST_WORDS_S = 4.0
-"""How long ranks may take to notice another one's failure and say so, seconds."""
+LAST_WORDS_S = 6.0
+"""How long ranks may take to notice another one's failure and say so, seconds: the failure watch
+of one that is stuck ends it after five."""
+
+END_S = 10.0
+"""How long ranks may take to end once nothing is left to wait for, seconds."""
 
 _TORCH_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 _LOOPBACK = "127.0.0.1"
@@ -153,6 +157,7 @@ class LocalAgent(LocalElasticAgent):
                 if code is not None and code < 0
             }
             self._let_others_speak()
+            self._end_others()
             if not may_restart(failures):
                 forbid_restarts(self)
         elif None in codes:
@@ -165,13 +170,26 @@ class LocalAgent(LocalElasticAgent):
         while None in self.exit_codes() and not self.received and time.monotonic() < deadline:
             time.sleep(0.02)
 
+    def _end_others(self) -> None:
+        """Ask for an end and wait for it; torch, which kills what is left, would wait longer, and
+        for a rank that was stopped (SIGSTOP) in vain."""
+        self._send(signal.SIGTERM)
+        self._send(signal.SIGCONT)
+        deadline = time.monotonic() + END_S
+        while None in self.exit_codes() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        self._send(signal.SIGKILL)
+
     def _stop(self) -> RunResult:
         """Pass on what was received, wait for the ranks, kill what is left, end for good."""
         self._passes_on = True  # before the list is emptied: nothing is lost or sent twice
         while self._pending:
             self._send(self._pending.pop(0))
+        self._send(signal.SIGCONT)  # one that was stopped can do nothing about it
         deadline = time.monotonic() + self._grace_s
-        while None in self.exit_codes() and time.monotonic() < deadline:
+        while None in (codes := self.exit_codes()) and time.monotonic() < deadline:
+            if LatePeerError.exit_code in codes:  # they have given up waiting for who is left
+                deadline = min(deadline, time.monotonic() + END_S)
             time.sleep(0.02)
         end_ranks(self, signal.SIGKILL)
         forbid_restarts(self)

@@ -5,11 +5,15 @@
     rank 0, in a collective  -> the connection closes, the collective raises; the note says why
     rank 1 is killed (-9)    -> no note; the heartbeat that stopped says who
     rank 1's host is cut off -> as killed, once its connections have timed out (`silence_s`)
-    rank 1 is late or left   -> rank 0's collective raises, says which of the two, is written down
+    rank 1 left              -> rank 0's collective raises, says so, is written down
+    rank 1 is late           -> rank 0 says after ten seconds where rank 1 is (waiting.py); after
+                                `timeout_s` its collective raises, and all end with code 124;
+                                once a stop was asked for, after ten seconds instead
 
-A thread per rank reads one key of the store and writes one heartbeat a few times a second. The
-record of a failure travels as JSON through the store. A reader takes whatever it finds there: a
-rank of another version, or one that died while it wrote, must not take the reader along.
+A thread per rank reads one key of the store and writes one heartbeat, with what the main thread is
+doing (activity.py), a few times a second. The record of a failure travels as JSON through the
+store. A reader takes whatever it finds there: a rank of another version, or one that died while it
+wrote, must not take the reader along.
 """
 
 from __future__ import annotations
@@ -25,21 +29,28 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from gradsync.core.files import one_line, printable
-from gradsync.errors import GradsyncError, LostPeerError, PeerError, RunError
+from gradsync.errors import GradsyncError, LatePeerError, LostPeerError, PeerError, RunError
+from gradsync.runtime.activity import Activity, Sampler
 from gradsync.runtime.network import PeerConnections
+from gradsync.runtime.peers import Peers
 from gradsync.runtime.signals import (
     INTERRUPTED,
     interrupted_line,
     say_interrupted,
     signal_when_parent_ends,
+    stop_asked_for,
 )
-from gradsync.runtime.store import LEFT, server_name, wait_until
+from gradsync.runtime.store import Presence, server_name, wait_until
+from gradsync.runtime.waiting import WaitReport
+
+REPORT_S = 10.0
+"""A wait for another rank of so many seconds is reported."""
 
 log = logging.getLogger("gradsync")
 
@@ -47,6 +58,7 @@ _POLL_S = 0.25
 _GRACE_S = 5.0
 _SILENT_S = 2.0
 _LAST_WORDS_S = 2.0
+_WRITTEN_S = 0.5
 _BEATS_A_LOOK = 8
 _CHAIN_LIMIT = 16
 _SUMMARY_LIMIT, _TRACEBACK_LIMIT = 2_000, 20_000
@@ -101,22 +113,20 @@ def _is_sound(failure: Failure) -> bool:
     )
 
 
-def describe(error: BaseException, rank: int, reason: str = "") -> Failure:
-    """The record that rank `rank` publishes about `error`.
-
-    Args:
-        reason: one line that says more than the error's own.
-    """
+def describe(error: BaseException, rank: int, cause: RunError | None = None) -> Failure:
+    """The record that rank `rank` publishes about `error`; `cause` says more than the error does,
+    and has the exit code."""
     host = socket.gethostname()
     if isinstance(error, GradsyncError):
-        return Failure(rank, host, _shortened(str(error)), "", error.exit_code)
+        said = cause or error
+        return Failure(rank, host, _shortened(str(said)), "", said.exit_code)
     if isinstance(error, KeyboardInterrupt):
         where = interrupted_line(error)
         said = "interrupted (Ctrl-C)" + (f" in {where}" if where else "")
         return Failure(rank, host, said, "", INTERRUPTED)
     text = "".join(traceback.format_exception(error))[-_TRACEBACK_LIMIT:]
-    summary = reason or traceback.format_exception_only(error)[-1].strip()
-    return Failure(rank, host, _shortened(summary), text)
+    summary = str(cause or traceback.format_exception_only(error)[-1].strip())
+    return Failure(rank, host, _shortened(summary), text, 1 if cause is None else cause.exit_code)
 
 
 def _shortened(text: str) -> str:
@@ -157,10 +167,10 @@ class FailureWatch:
     Args:
         store: a connection to the rendezvous store that nothing else blocks on.
         hosted_by_agent: the launcher serves the store, not rank 0.
-        hosts: host name of each rank, if they sit on several.
-        pids: process of each other rank on this host.
+        hosts, processes: see `Peers`.
         connections: to the other ranks; looked after from here on.
         grace_s: how long the main thread may take to notice by itself before the process ends.
+        report_s, num_issued: see `WaitReport` and `Sampler`.
     """
 
     def __init__(
@@ -171,9 +181,11 @@ class FailureWatch:
         world_size: int,
         hosted_by_agent: bool = False,
         hosts: Sequence[str] = (),
-        pids: Mapping[int, int] | None = None,
+        processes: Mapping[int, Presence] | None = None,
         connections: PeerConnections | None = None,
         grace_s: float = _GRACE_S,
+        report_s: float = REPORT_S,
+        num_issued: Callable[[], int] = lambda: 0,
     ) -> None:
         from torch.distributed import DistError
 
@@ -184,12 +196,16 @@ class FailureWatch:
         self._rank = rank
         self._world_size = world_size
         self._hosted_by_agent = hosted_by_agent
-        self._hosts = hosts
-        self._pids = pids or {}
+        self._peers = Peers(
+            store, rank=rank, world_size=world_size, processes=processes, hosts=hosts
+        )
+        self._sampler = Sampler(threading.get_ident(), num_issued)
+        self._doing = Activity(beat=0)
+        self._waits = WaitReport(self._peers, report_s=report_s)
+        self._stop_seen: float | None = None
         self._connections = connections
         self._grace_s = grace_s
-        # Many ranks share one store: the more there are, the rarer each one's heartbeat.
-        self._interval_s = max(_POLL_S, world_size / 1000)
+        self._interval_s = max(_POLL_S, world_size / 1000)  # many ranks share one store
         self._stop = threading.Event()
         self._seen: Failure | None = None
         self._store_lost: Exception | None = None
@@ -231,22 +247,32 @@ class FailureWatch:
         one that has left or is late. None when there is none: `error` is all that is known then."""
         # No heartbeat comes from here any more; the others must not take us for the dead one.
         self._store.set(f"noticed/{self._rank}", "")
-        wait_until(lambda: self._read() is not None, time.monotonic() + _SILENT_S)
-        failure, reason = self._read(), ""
+        began = time.monotonic()
+        # A rank that fails writes it down before its process ends.
+        wait_until(
+            lambda: (
+                self._read() is not None
+                or (time.monotonic() - began > _WRITTEN_S and bool(self._peers.ended()))
+            ),
+            began + _SILENT_S,
+        )
+        failure, cause = self._read(), None
         if failure is None:
-            silent = self._silent_ranks()
+            silent = self._peers.ended() or self._silent_ranks()
             if silent:
                 self._wait_for_survivors(len(silent))
-                said = _obituary(silent, self._hosts, self._pids)
+                said = self._peers.obituary(silent)
                 seen = f"this rank ({self._rank}) saw: {trouble}"
-                return _because(PeerError(f"{said}; {seen}"), error)
-            left = [rank for rank in range(self._world_size) if self._has_left(rank)]
-            reason = _reason(trouble, self._rank, left)
-            failure = self._publish(error, reason)
+                late = _is_late(trouble) and "vanished" not in said
+                code = LatePeerError.exit_code if late else 1
+                return _because(PeerError(f"{said}; {seen}", exit_code=code), error)
+            late = _is_late(trouble) and self._waits.lateness(self._doing)
+            cause = _cause(trouble, self._rank, late or "", self._peers)
+            failure = self._publish(error, cause)
         if failure is not None:
             log.info("rank %d saw", self._rank, exc_info=error)
             return failure.as_error()
-        return _because(LostPeerError(reason), error) if reason else None
+        return cause and _because(cause, error)
 
     def peer_failure(self) -> PeerError | None:
         """Failure record of another rank, if any has come; for a rank that has said farewell."""
@@ -271,15 +297,16 @@ class FailureWatch:
                 lambda: self._store.add("settled", 0) >= survivors, time.monotonic() + _SILENT_S
             )
 
-    def _publish(self, error: BaseException, reason: str = "") -> Failure | None:
+    def _publish(self, error: BaseException, cause: RunError | None = None) -> Failure | None:
         """Write `error` down; returns another rank's failure instead if that one was first."""
         until = time.monotonic() + _SILENT_S
         if self._store.add("failures", 1) > 1:
             wait_until(lambda: self._read() is not None, until)  # theirs is worth showing
             return self._read()
         say_interrupted(error, f"rank {self._rank} ")  # before another rank's traceback
-        self._store.set("failure", json.dumps(asdict(describe(error, self._rank, reason))))
-        wait_until(lambda: self._num_heard() >= self._world_size - 1, until)
+        self._store.set("failure", json.dumps(asdict(describe(error, self._rank, cause))))
+        with suppress(self._store_gone):  # rank 0 served it, and leaves once it has heard
+            wait_until(lambda: self._num_heard() >= self._world_size - 1, until)
         return None
 
     def _num_heard(self) -> int:
@@ -292,14 +319,10 @@ class FailureWatch:
             self._store.add("acknowledged", 1)
         return self._seen
 
-    def _has_left(self, rank: int) -> bool:
-        key = f"noticed/{rank}"
-        return self._store.check([key]) and self._store.get(key) == LEFT
-
     def _run(self) -> None:
         signal_when_parent_ends(signal.SIGCONT)
         beat = mishaps = 0
-        while not self._stop.wait(self._interval_s):
+        while not self._stop.wait(self._interval_s if beat else 0):
             beat += 1
             try:
                 message = self._news(beat)
@@ -309,25 +332,45 @@ class FailureWatch:
                     log.exception("rank %d: the failure watch stumbled", self._rank)
                 continue
             if message and not self._stop.wait(self._grace_s):
-                self._end_process(message)
+                self._end_process(message, 1 if self._seen is None else self._seen.exit_code)
             if message or self._store_lost is not None:
                 return
 
     def _news(self, beat: int) -> str:
         """Give a sign of life and look around; what this process should end for, if anything."""
         try:
-            self._store.set(f"beat/{self._rank}", str(beat))
+            self._doing = self._sampler.sample(beat)
+            self._store.set(f"beat/{self._rank}", self._doing.record())
             failure = self._read()
             if failure is not None:
                 return str(failure.as_error())
+            if said := self._waits.news(self._doing, time.monotonic(), self._peers.activities):
+                _say(f"gradsync: {said}\n")
+            if late := self._late_for_a_stop():
+                self._publish(late)
+                self._end_process(str(late), late.exit_code)
             if not self._hosted_by_agent:
-                self._server_left = self._has_left(0)
+                self._server_left = self._peers.has_left(0)
             if beat % _BEATS_A_LOOK == 0 and (lost := self._look_around()):
-                return _obituary(lost, self._hosts, self._pids)
+                return self._peers.obituary(lost)
         except self._store_gone as gone:
             self._store_lost = gone
             return "" if self._server_left else self._server_gone(gone)
         return ""
+
+    def _late_for_a_stop(self) -> LatePeerError | None:
+        """Ranks agree on a stop at the end of a step. One that does not get there would keep the
+        others until the launcher or the scheduler kills them all."""
+        if not (asked := stop_asked_for()):
+            return None
+        now = time.monotonic()
+        self._stop_seen = self._stop_seen or now
+        if not self._waits.stuck or now - self._stop_seen < self._waits.report_s:
+            return None
+        return LatePeerError(
+            f"{asked} asked for a stop {now - self._stop_seen:.0f} s ago, but "
+            f"{self._waits.places(self._waits.stuck)}; ended without another checkpoint"
+        )
 
     def _look_around(self) -> list[int]:
         """Ranks that went without a word, should the main thread not notice.
@@ -341,11 +384,16 @@ class FailureWatch:
         ended = self._connections.num_ended()
         if not ended or ended <= self._store.add("farewell", 0) + self._store.add("settled", 0):
             return []
-        before, self._last_look = self._last_look, self._heartbeats()
-        return self._silent_since(before) if before else []
+        before, self._last_look = self._last_look, self._peers.beats()
+        return self._peers.silent_since(before) if before else []
+
+    def _silent_ranks(self) -> list[int]:
+        before = self._peers.beats()
+        time.sleep(3 * self._interval_s)
+        return self._peers.silent_since(before)
 
     def _server_gone(self, error: BaseException) -> str:
-        where = f" on {self._hosts[0]}" if self._hosts else ""
+        where = f" on {self._peers.hosts[0]}" if self._peers.hosts else ""
         # Torch's store ends its first line with the system's own words, such as "Broken pipe".
         words = str(error).partition("\n")[0].rpartition(": ")[2]
         return (
@@ -353,63 +401,44 @@ class FailureWatch:
             f"vanished without a word ({words}); rank {self._rank} stops too"
         )
 
-    def _end_process(self, message: str) -> None:
+    def _end_process(self, message: str, code: int) -> None:
         """The main thread hangs in a collective or computes on: end it from here."""
         # A reader of our output that is stuck must not keep this process.
         threading.Timer(_LAST_WORDS_S, os._exit, (1,)).start()
         with suppress(Exception):
-            sys.stderr.write(f"gradsync: error: [rank {self._rank}] {printable(message)}\n")
-            sys.stderr.flush()
+            if code == LatePeerError.exit_code and not self._doing.waits:
+                message += f"\n--- rank {self._rank} was here ---\n{self._sampler.stack().rstrip()}"
+            _say(f"gradsync: error: [rank {self._rank}] {printable(message)}\n")
             sys.stdout.flush()
-        os._exit(1)
-
-    def _silent_ranks(self) -> list[int]:
-        before = self._heartbeats()
-        time.sleep(3 * self._interval_s)
-        return self._silent_since(before)
-
-    def _silent_since(self, before: Mapping[int, bytes]) -> list[int]:
-        """Ranks whose heartbeat stands still, and that did not say why."""
-        after = self._heartbeats()
-        return [
-            rank
-            for rank, beat in after.items()
-            if beat == before[rank] and not self._store.check([f"noticed/{rank}"])
-        ]
-
-    def _heartbeats(self) -> dict[int, bytes]:
-        others = (rank for rank in range(self._world_size) if rank != self._rank)
-        keys = {rank: f"beat/{rank}" for rank in others}
-        return {
-            rank: self._store.get(key) if self._store.check([key]) else b""
-            for rank, key in keys.items()
-        }
+        os._exit(code if code == LatePeerError.exit_code else 1)
 
 
-def _reason(trouble: BaseException, rank: int, left: Sequence[int]) -> str:
-    """Why rank `rank`'s collective failed though every rank lives; "" where `trouble` says it.
+def _cause(trouble: BaseException, rank: int, late: str, peers: Peers) -> RunError | None:
+    """Why this rank's collective failed though every rank lives; None where `trouble` says it.
 
-    Gloo's words name a symptom; torch's and ours need no help.
+    Gloo's words name a symptom; torch's and ours need no help but for who is `late`.
     """
+    symptom = _GLOO.sub("", str(trouble)).partition("\n")[0] or str(trouble)
+    if late:
+        return LatePeerError(f"{late} ({symptom})")
     if not _is_gloos(trouble):
-        return ""
-    words = _GLOO.sub("", str(trouble)).partition("\n")[0] or str(trouble)
-    if left:
+        return None
+    said = (
+        f"rank {rank}: a connection to another rank ended, though every rank is alive and none has "
+        "failed or left"
+    )
+    if left := peers.left():
         said = (
-            f"rank(s) {_names(left)} had left in good order while rank {rank} still communicates; "
-            "all ranks must call the same collectives"
+            f"rank(s) {', '.join(map(str, left))} had left in good order while rank {rank} still "
+            "communicates; all ranks must call the same collectives"
         )
-    elif _LATE.search(str(trouble)):
-        said = (
-            f"rank {rank} waited for another rank as long as it may (timeout_s), and every rank is "
-            "alive; one is late, or the ranks call different collectives"
-        )
-    else:
-        said = (
-            f"rank {rank}: a connection to another rank ended, though every rank is alive and none "
-            "has failed or left"
-        )
-    return f"{said} ({words})"
+    return LostPeerError(f"{said} ({symptom})")
+
+
+def _is_late(trouble: BaseException) -> bool:
+    """Whether the time was up: shared memory's, or Gloo's."""
+    gloos = _is_gloos(trouble) and _LATE.search(str(trouble)) is not None
+    return gloos or isinstance(trouble, LatePeerError)
 
 
 def _because(cause: RunError, error: BaseException) -> RunError:
@@ -417,39 +446,6 @@ def _because(cause: RunError, error: BaseException) -> RunError:
     return cause
 
 
-def _obituary(silent: list[int], hosts: Sequence[str], pids: Mapping[int, int]) -> str:
-    states = {rank: _state(pids[rank]) if rank in pids else "ended" for rank in silent}
-    ended = [rank for rank, state in states.items() if state == "ended"]
-    said = []
-    if ended:
-        where, why = "", "or the host died"
-        if hosts:
-            where = " on " + ", ".join(dict.fromkeys(hosts[rank] for rank in ended))
-            why = "the host died, or the network to it is broken"
-        said.append(
-            f"rank(s) {_names(ended)}{where} vanished without a word (killed, out of memory, {why})"
-        )
-    said += [
-        f"rank {rank} (process {pids[rank]}) gives no sign of life ({state})"
-        for rank, state in states.items()
-        if state != "ended"
-    ]
-    return "; ".join(said)
-
-
-def _state(pid: int) -> str:
-    """Why a silent process of this host may be silent; "ended" when there is none."""
-    import psutil
-
-    try:
-        status = psutil.Process(pid).status()
-    except psutil.Error:
-        return "ended"
-    if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
-        return "it is stopped, by a signal or a debugger"
-    ended = status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-    return "ended" if ended else "something holds Python's lock, or the machine swaps"
-
-
-def _names(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))
+def _say(text: str) -> None:
+    sys.stderr.write(text)
+    sys.stderr.flush()

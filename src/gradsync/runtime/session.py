@@ -22,6 +22,7 @@ from datetime import timedelta
 
 from gradsync.errors import ConfigError, LaunchError, RunError
 from gradsync.runtime import environ
+from gradsync.runtime.activity import StackOnSignal
 from gradsync.runtime.bounds import check_numbers
 from gradsync.runtime.device import (
     check_not_shared,
@@ -30,7 +31,7 @@ from gradsync.runtime.device import (
     device_here,
     device_identity,
 )
-from gradsync.runtime.failure import FailureWatch
+from gradsync.runtime.failure import REPORT_S, FailureWatch
 from gradsync.runtime.gloo_group import wait_until_workers_sleep
 from gradsync.runtime.machine import choose_threads, pin_threads
 from gradsync.runtime.memory import keep_freed_memory
@@ -38,7 +39,7 @@ from gradsync.runtime.network import PeerConnections, interface_towards
 from gradsync.runtime.rendezvous import Meeting, check_reach, meet
 from gradsync.runtime.resolve import Resolution, resolve
 from gradsync.runtime.seeds import seed_everything
-from gradsync.runtime.signals import LAUNCHED, leave_out_interrupts, say_interrupted
+from gradsync.runtime.signals import LAUNCHED, end_program_as_said, say_interrupted
 from gradsync.runtime.store import Presence, check_in
 from gradsync.world import World, place
 
@@ -61,6 +62,7 @@ class SessionOptions:
     threads: int | None = None
     seed: int | None = None
     keep_memory: bool = False
+    report_wait_s: float = REPORT_S
 
     def __post_init__(self) -> None:
         check_numbers(self)
@@ -83,11 +85,11 @@ class Session:
         self._stack = ExitStack()
         self._meeting: Meeting | None = None
         self._watch: FailureWatch | None = None
-        self._show_interrupts: Callable[[], None] = lambda: None
+        self._put_hook_back: Callable[[], None] = lambda: None
 
     def __enter__(self) -> World:
         world = self.open()
-        self._hide_interrupts()  # one that hits the way to `close`, too
+        self._hook()  # for what hits the way to `close`, too
         return world
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -133,9 +135,9 @@ class Session:
         watch, self._watch = self._watch, None
         cause = None
         if orderly:
-            self._show_interrupts()
+            self._put_hook_back()
         else:  # the error that ends the session may well end the program
-            self._hide_interrupts()
+            self._hook()
         try:
             if watch is None or self._meeting is None:
                 if error is not None:
@@ -153,9 +155,10 @@ class Session:
         if cause is not None:
             raise cause from cause.__cause__
 
-    def _hide_interrupts(self) -> None:
-        if self._env.get("ROLE_NAME") == LAUNCHED:
-            self._show_interrupts = leave_out_interrupts()
+    def _hook(self) -> None:
+        launched = self._env.get("ROLE_NAME") == LAUNCHED
+        if launched or self.world.is_distributed:
+            self._put_hook_back = end_program_as_said(leave_out_interrupts=launched)
 
     def _join(self, resolution: Resolution) -> None:
         import torch.distributed as dist
@@ -173,9 +176,11 @@ class Session:
         # which of the host's ranks it is.
         if not resolution.reading.needs_hosts:
             self._set_up_compute(world)
+        host, stack = socket.gethostname(), StackOnSignal()
+        self._stack.callback(stack.close)
         presences = check_in(
             meeting.store,
-            Presence(socket.gethostname(), device_identity(self.world.device), os.getpid()),
+            Presence(host, device_identity(self.world.device), os.getpid(), stack.fd),
             rank=world.rank,
             world_size=world.world_size,
             deadline_s=deadline_s,
@@ -251,17 +256,23 @@ class Session:
     def _start_watch(
         self, meeting: Meeting, presences: Sequence[Presence], connections: PeerConnections
     ) -> None:
+        from torch.distributed import group
+
+        from gradsync.core.torch_private import num_issued
+
         store = meeting.second_connection()
         connections.learn()
-        here = socket.gethostname()
+        rank = self.world.rank
         self._watch = FailureWatch(
             store,
-            rank=self.world.rank,
+            rank=rank,
             world_size=self.world.world_size,
             hosted_by_agent=meeting.hosted_by_agent,
             hosts=[] if self.world.one_host else [presence.host for presence in presences],
-            pids={rank: each.pid for rank, each in enumerate(presences) if each.host == here},
+            processes={other: it for other, it in enumerate(presences) if other != rank},
             connections=connections,
+            report_s=self.options.report_wait_s,
+            num_issued=lambda: num_issued(group.WORLD),
         )
         self._watch.start()
 
@@ -285,6 +296,7 @@ def init(
     threads: int | None = None,
     seed: int | None = None,
     keep_memory: bool = False,
+    report_wait_s: float = REPORT_S,
 ) -> Session:
     """Join the run this process was started in: python, torchrun, mpirun, srun, or nothing.
 
@@ -304,6 +316,8 @@ def init(
         keep_memory: what is freed stays in this process for the next step (Linux with glibc).
             Faster steps on a CPU where they use big temporaries; the process stays at its peak
             size, and the setting outlives the session. See [Note: Keeping freed memory].
+        report_wait_s: a wait for another rank of so many seconds is reported, with the line where
+            that rank is (docs/guide/when-it-hangs.md).
 
     Returns:
         A context manager that gives this rank's `World`.
@@ -322,5 +336,6 @@ def init(
             threads=threads,
             seed=seed,
             keep_memory=keep_memory,
+            report_wait_s=report_wait_s,
         )
     )

@@ -21,6 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, TracebackType
 
+from gradsync.errors import LatePeerError, PeerError
+
 HANDLED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 INTERRUPTED = 130
@@ -88,6 +90,13 @@ class StopRequest:
         os._exit(INTERRUPTED)
 
 
+def stop_asked_for() -> str:
+    """Name of the signal that has asked this process's `StopRequest` for a stop, from any thread;
+    "" for none."""
+    stop = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
+    return stop.signal_name if isinstance(stop, StopRequest) else ""
+
+
 def signal_when_parent_ends(number: signal.Signals) -> None:
     """Have the system send `number` to this process when its parent ends, for as long as the
     calling thread lives; nothing where the system has no such call.
@@ -108,15 +117,21 @@ def say_interrupted(error: BaseException, who: str = "") -> None:
         _say(f"gradsync: {who}interrupted (Ctrl-C) in {where}\n")
 
 
-def leave_out_interrupts() -> Callable[[], None]:
-    """Let Python show no traceback of an interrupt, or of its echo from another rank, that ends
-    this program: one rank has said it in a line. Returns what puts the former hook back."""
+def end_program_as_said(*, leave_out_interrupts: bool) -> Callable[[], None]:
+    """Let a program that ends by an uncaught error about a late rank return that error's exit code.
+
+    With `leave_out_interrupts` Python also shows no traceback of an interrupt, or of its echo from
+    another rank: one rank has said it in a line. Returns what puts the former hook back.
+    """
     # Not over the hook of an earlier session that failed and kept it.
     before = getattr(sys.excepthook, "__wrapped__", sys.excepthook)
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if kind is not KeyboardInterrupt and getattr(error, "exit_code", 0) != INTERRUPTED:
+        code = getattr(error, "exit_code", 0)
+        if not leave_out_interrupts or (kind is not KeyboardInterrupt and code != INTERRUPTED):
             before(kind, error, trace)
+        if code == LatePeerError.exit_code and issubclass(kind, LatePeerError | PeerError):
+            raise SystemExit(code)  # Python takes it as the program's
 
     def put_back() -> None:
         if sys.excepthook is show:

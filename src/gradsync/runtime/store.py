@@ -35,6 +35,8 @@ class Presence:
     host: str
     device_identity: str
     pid: int
+    stack_fd: int = -1
+    """The file of this process that holds its stack on request; see `StackOnSignal`."""
 
 
 def host_store(address: str, port: int, *, one_host: bool) -> Any:
@@ -154,7 +156,8 @@ def check_in(
 def _read_presence(rank: int, value: bytes) -> Presence:
     try:
         presence = Presence(**json.loads(value))
-        if (type(presence.host), type(presence.pid)) != (str, int):
+        kinds = type(presence.host), type(presence.pid), type(presence.stack_fd)
+        if kinds != (str, int, int):
             raise TypeError
     except (ValueError, TypeError, RecursionError):
         raise RendezvousError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -15,8 +16,9 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradsync.errors import DataError, LostPeerError, PeerError, RunError
+from gradsync.errors import DataError, LatePeerError, LostPeerError, PeerError, RunError
 from gradsync.runtime import failure
+from gradsync.runtime.activity import Activity
 from gradsync.runtime.failure import (
     Failure,
     FailureWatch,
@@ -24,7 +26,7 @@ from gradsync.runtime.failure import (
     describe,
     read_failure,
 )
-from gradsync.runtime.store import LEFT
+from gradsync.runtime.store import LEFT, Presence
 
 CLOSED = (
     "[/build/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [::1]:5: Connection reset"
@@ -63,6 +65,10 @@ def torchs(words: str) -> None:
 
 def ours(words: str) -> None:
     raise LostPeerError(words)
+
+
+def late(words: str) -> None:
+    raise LatePeerError(words)
 
 
 def caught(raises: Any, words: str) -> BaseException:
@@ -111,7 +117,7 @@ class Store:
     def get(self, key: str) -> bytes:
         if key == "beat/1":
             self.beats += self.peer == "alive"
-            return str(self.beats).encode()
+            return Activity(beat=self.beats, where="data.py:7 read").record().encode()
         return self.values[key]
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -129,8 +135,12 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failure, "_SILENT_S", 0.0)
 
 
+ITSELF = {1: Presence(socket.gethostname(), "", os.getpid())}
+ELSEWHERE = {1: Presence("there", "", 4711)}
+
+
 def watch_of(store: Any, **options: Any) -> FailureWatch:
-    watch = FailureWatch(store, rank=0, world_size=2, **options)
+    watch = FailureWatch(store, rank=0, world_size=2, **{"processes": ELSEWHERE, **options})
     watch._interval_s = 0.001
     return watch
 
@@ -152,12 +162,13 @@ PEERS = json.dumps(asdict(Failure(1, "there", "KeyError: 'x'", "Traceback: line 
         (raise_compiled, CLOSED, "silent", PeerError, "rank(s) 1 vanished without a word"),
         (raise_compiled, CLOSED, "left", LostPeerError, "rank(s) 1 had left in good order"),
         (raise_compiled, CLOSED, "alive", LostPeerError, "though every rank is alive"),
-        (raise_compiled, LATE, "alive", LostPeerError, "as long as it may (timeout_s)"),
-        (raise_compiled, AFTER_LATE, "alive", LostPeerError, "as long as it may (timeout_s)"),
-        (wrapped, LATE, "alive", LostPeerError, "as long as it may (timeout_s)"),
+        (raise_compiled, LATE, "alive", LatePeerError, "(process 4711 on there) is in data.py:7"),
+        (raise_compiled, AFTER_LATE, "alive", LatePeerError, "as long as it may (timeout_s)"),
+        (wrapped, LATE, "alive", LatePeerError, "as long as it may (timeout_s)"),
         (raise_compiled, LATE, "silent", PeerError, "rank(s) 1 vanished without a word"),
         (torchs, "wait timeout after 9 ms", "alive", None, ""),  # perhaps of another store
-        (ours, "waited 9 s for rank(s) 1", "alive", None, ""),
+        (ours, "rank 1 has ended", "alive", None, ""),
+        (late, "waited 9 s for rank(s) 1", "alive", LatePeerError, "(waited 9 s for rank(s) 1)"),
         (torchs, "Broken pipe", "silent", PeerError, "rank(s) 1 vanished without a word"),
         (torchs, "Broken pipe", "store gone", PeerError, "rank 0, which serves the rendezvous"),
         (raise_python, STORAGE, "store gone", None, ""),
@@ -180,10 +191,24 @@ def test_what_is_said(raises: Any, words: str, peer: str, kind: Any, said: str) 
         assert cause.__cause__ is error  # its traceback is shown, too
     if peer in ("alive", "left"):
         record = read_failure(store.values["failure"])
+        assert record.exit_code == (124 if kind is LatePeerError else 1)
         assert record.summary == (str(cause) if cause is not None else record.summary)
         assert words in record.traceback_text + record.summary
     if raises is raise_python and peer == "alive":
         assert "in raise_python" in record.traceback_text
+
+
+def test_a_server_that_leaves_as_it_hears_of_a_failure_did_not_vanish() -> None:
+    store = Store("alive")
+    write = store.set
+
+    def last_word(key: str, value: str | bytes) -> None:
+        write(key, value)
+        if key == "failure":
+            store.peer = "store gone"
+
+    store.set = last_word  # type: ignore[method-assign]
+    assert type(settled(store, caught(raise_compiled, LATE))) is LatePeerError
 
 
 def test_the_launcher_is_named_where_it_serves_the_store() -> None:
@@ -195,7 +220,9 @@ def test_a_server_that_has_left_in_good_order_takes_nobody_along(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ended: list[str] = []
-    monkeypatch.setattr(FailureWatch, "_end_process", lambda _, message: ended.append(message))
+    monkeypatch.setattr(
+        FailureWatch, "_end_process", lambda _, message, code: ended.append(message)
+    )
     store = Store("alive")
     store.values["noticed/0"] = LEFT
     watch = watch_of(store, grace_s=0.0)
@@ -227,9 +254,11 @@ def test_a_stopped_process_is_not_called_dead(monkeypatch: pytest.MonkeyPatch) -
     import psutil
 
     monkeypatch.setattr(psutil.Process, "status", lambda _: psutil.STATUS_STOPPED)
-    cause = settled(Store("silent"), caught(raise_compiled, LATE), pids={1: os.getpid()})
+    cause = settled(Store("silent"), caught(raise_compiled, LATE), processes=ITSELF)
     assert f"rank 1 (process {os.getpid()}) gives no sign of life (it is stopped" in str(cause)
     assert "vanished" not in str(cause)
+    assert isinstance(cause, PeerError)
+    assert cause.exit_code == 124  # it was late; a rank that has gone is no such thing
 
 
 # -- records --------------------------------------------------------------------------------------
@@ -285,7 +314,9 @@ def test_the_watch_survives_what_it_reads(
     record: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     ended: list[str] = []
-    monkeypatch.setattr(FailureWatch, "_end_process", lambda _, message: ended.append(message))
+    monkeypatch.setattr(
+        FailureWatch, "_end_process", lambda _, message, code: ended.append(message)
+    )
     store, told = Store("alive"), threading.Event()
     check = store.check
 

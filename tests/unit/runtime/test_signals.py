@@ -13,7 +13,7 @@ import pytest
 from gradsync.errors import PeerError
 from gradsync.runtime import signals
 from gradsync.runtime.session import Session, SessionOptions
-from gradsync.runtime.signals import HANDLED, LAUNCHED, StopRequest, leave_out_interrupts
+from gradsync.runtime.signals import HANDLED, LAUNCHED, StopRequest, end_program_as_said
 from support.launchers import run_python
 
 
@@ -121,8 +121,8 @@ def test_only_interrupts_of_a_session_go_without_a_traceback(
     seen: list[object] = []
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: seen.append(error))
     before = sys.excepthook
-    leave_out_interrupts()  # by a session that failed
-    put_back = leave_out_interrupts()
+    end_program_as_said(leave_out_interrupts=True)  # by a session that failed
+    put_back = end_program_as_said(leave_out_interrupts=True)
     sys.excepthook(type(error), error, None)
     assert seen == [error] * shown
     put_back()

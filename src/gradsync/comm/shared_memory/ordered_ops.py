@@ -35,7 +35,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from gradsync.comm.base import Work
-from gradsync.errors import LostPeerError, RunError
+from gradsync.errors import LatePeerError, LostPeerError, RunError
 from gradsync.runtime.machine import cgroup_cores
 
 # A page in words of 8 bytes. Words polled by different ranks are on separate cache lines (8 words).
@@ -188,7 +188,7 @@ class Patience:
                 f"{what}"
             )
         if waited_s > self.timeout_s:
-            raise LostPeerError(
+            raise LatePeerError(
                 f"rank {self._rank}: waited {waited_s:.0f} s for rank(s) "
                 f"{', '.join(map(str, awaited))} in a shared-memory operation"
             )

@@ -1,0 +1,252 @@
+"""What a rank's main thread is doing: in a collective, or in which line of the user's program.
+
+A rank's watch thread samples the stack of the main thread at each heartbeat and publishes the
+result with it. So a rank that waits can say whom it waits for and where that rank is, and the
+training loop pays nothing. From the innermost frame outwards, the first of these decides:
+
+    torch.distributed, gradsync.comm, gradsync.sync    it waits for other ranks
+    the rest of torch, the user's program              it is busy
+
+Python has no frame for what waits in C++: torch's DDP in a backward, `work.wait()`. So a rank also
+says whether its thread used the processor, and how many collectives it has begun: one that is idle
+and has begun more than another rank waits for it (waiting.py).
+
+A rank whose Python lock is held publishes nothing. On the same host another rank asks its process
+for the stack by a signal (`StackOnSignal`), which the interpreter answers without the lock.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import re
+import signal
+import sys
+import sysconfig
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from types import FrameType
+
+from gradsync.core.files import one_line
+
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
+_WAITS = tuple(_PACKAGE + name + os.sep for name in ("comm", "sync", "backends"))
+_SAVES = (_PACKAGE + "checkpoint" + os.sep, os.sep + os.path.join("torch", "serialization.py"))
+_COMMANDS = _PACKAGE + "cli" + os.sep
+_LIBRARIES = tuple({sysconfig.get_path(n) for n in ("stdlib", "platstdlib", "purelib", "platlib")})
+_LONGEST = 300  # characters of a place
+_RECORD_LIMIT = 4_096  # bytes
+_PASSES_ON = ("wrapper", "_run_code", "_GeneratorContextManager", "Module._")
+"""Library functions that say nothing about what the program calls by them."""
+_ANSWER_S = 0.5
+_NAME = "gradsync-stack"
+_IDLE = 0.2
+"""Share of a core that an idle thread uses at most."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Activity:
+    """What a rank was doing at its last heartbeat."""
+
+    beat: int
+    """Number of the heartbeat; one that stands still means that the rank is stopped or has gone."""
+    waits: bool = False
+    """Whether it is in a collective or a message, as far as its stack shows it."""
+    idle: bool = False
+    """Whether its thread has used next to no processor time since the heartbeat before."""
+    saves: bool = False
+    """Whether it writes a checkpoint."""
+    issued: int = 0
+    """Collectives that it has begun in the default process group."""
+    since_s: float = 0.0
+    """Seconds for which it has waited in this call, or has been idle since its last collective."""
+    where: str = ""
+    """`FILE:LINE FUNCTION (CALL)` of the user's program and what that calls; "" when unknown."""
+
+    def record(self) -> str:
+        """As JSON, for the store."""
+        return json.dumps(asdict(self))
+
+
+def read_activity(record: bytes) -> Activity:
+    """What a rank published, with control characters taken out; beat -1 when it is unreadable."""
+    kinds = {field.name: type(getattr(_UNKNOWN, field.name)) for field in fields(Activity)}
+    with suppress(ValueError, TypeError, RecursionError):
+        found = json.loads(record) if len(record) <= _RECORD_LIMIT else None
+        if isinstance(found, dict) and {n: type(value) for n, value in found.items()} == kinds:
+            return replace(Activity(**found), where=one_line(found["where"]))
+    return _UNKNOWN
+
+
+_UNKNOWN = Activity(beat=-1)
+
+
+class Sampler:
+    """Samples what `thread` (its identifier) of this process is doing; `num_issued` says how many
+    collectives this process has begun."""
+
+    def __init__(self, thread: int, num_issued: Callable[[], int] = lambda: 0) -> None:
+        self._thread, self._num_issued = thread, num_issued
+        self._held: FrameType | None = None
+        """The frame that waits, so that a later call cannot be taken for the same one; its tensors
+        outlive the call by one heartbeat at most."""
+        self._idle_at = -1
+        self._since = time.monotonic()
+        has_clock = hasattr(time, "pthread_getcpuclockid")
+        self._clock = time.pthread_getcpuclockid(thread) if has_clock else None
+        self._used = (time.monotonic(), 0.0)
+
+    def sample(self, beat: int) -> Activity:
+        """Look at the thread once, for heartbeat number `beat`."""
+        frame = sys._current_frames().get(self._thread)
+        waiting, now, idle, issued = waiting_frame(frame), time.monotonic(), False, 0
+        with suppress(RuntimeError):  # not every backend counts
+            issued = self._num_issued()
+        if self._clock is not None:
+            (then, used), self._used = self._used, (now, time.clock_gettime(self._clock))
+            idle = self._used[1] - used < _IDLE * (now - then)
+        idle_at = issued if idle else -1
+        if waiting is not self._held or (waiting is None and idle_at != self._idle_at):
+            self._since = now
+        self._held, self._idle_at = waiting, idle_at
+        return Activity(
+            beat=beat,
+            waits=waiting is not None,
+            idle=idle,
+            saves=is_saving(frame),
+            issued=issued,
+            since_s=round(now - self._since, 2),
+            where=place_of(frame),
+        )
+
+    def stack(self) -> str:
+        """The thread's stack as text, innermost frame last."""
+        frame = sys._current_frames().get(self._thread)
+        return "" if frame is None else "".join(traceback.format_stack(frame))
+
+
+def waiting_frame(frame: FrameType | None) -> FrameType | None:
+    """The outermost frame of the call in which `frame`'s thread waits for other ranks; None when it
+    is busy with something else."""
+    while frame is not None and not _communicates(frame):
+        file, module = frame.f_code.co_filename, _module(frame)
+        computes = module.partition(".")[0] == "torch" and module != "torch._ops"  # any operator's
+        if computes or not (_is_library(file) or file.startswith(_PACKAGE)):
+            return None
+        frame = frame.f_back
+    if frame is None:
+        return None
+    while frame.f_back is not None and _communicates(frame.f_back):
+        frame = frame.f_back
+    return frame
+
+
+def is_saving(frame: FrameType | None) -> bool:
+    """Whether `frame`'s thread writes a checkpoint, of ours or with torch.save."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(_SAVES[0]) or file.endswith(_SAVES[1]):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def place_of(frame: FrameType | None) -> str:
+    """`FILE:LINE FUNCTION (CALL)`: the innermost frame of the user's program and the library's
+    function that it calls; without such a frame, gradsync's innermost that does not communicate."""
+    called, ours, first = "", "", frame
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(_PACKAGE):
+            if not _communicates(frame):
+                ours = ours or _said(frame, called)
+            if file.startswith(_COMMANDS):
+                return ours  # what called it is the `gradsync` command itself
+        elif not _is_library(file):
+            return _said(frame, called)
+        name = frame.f_code.co_qualname
+        if not name.startswith(_PASSES_ON) and "<" not in name:
+            called = name
+        frame = frame.f_back
+    return ours or ("" if first is None else _said(first, ""))
+
+
+def _said(frame: FrameType, called: str) -> str:
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    if file.startswith(_PACKAGE):
+        file = os.path.join("gradsync", file.removeprefix(_PACKAGE))
+    else:
+        with suppress(OSError):  # the folder may be gone
+            file = file.removeprefix(os.getcwd() + os.sep)
+    place = f"{file}:{line} {frame.f_code.co_name}"[-_LONGEST:]
+    return f"{place} ({called[:_LONGEST]})" if called else place
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def _communicates(frame: FrameType) -> bool:
+    in_torch = _module(frame).startswith("torch.distributed")
+    return in_torch or frame.f_code.co_filename.startswith(_WAITS)
+
+
+def _is_library(file: str) -> bool:
+    """Whether it is of Python, an installed package or an extension; gradsync is none."""
+    return file.startswith((*_LIBRARIES, "<frozen")) and not file.startswith(_PACKAGE)
+
+
+class StackOnSignal:
+    """Lets other processes of the same user ask this one for its main thread's stack.
+
+    The answer goes into memory that they find as file `fd` of this process: nothing is on a disk.
+    It comes from the interpreter's signal handler, so a held Python lock does not stop it. Nothing
+    happens where the signal is used already, or the system has no memory files.
+    """
+
+    def __init__(self) -> None:
+        self.fd = -1
+        number = _signal()
+        if number and signal.getsignal(number) is signal.SIG_DFL:
+            self.fd = os.memfd_create(_NAME)
+            faulthandler.register(number, file=self.fd, all_threads=False)
+
+    def close(self) -> None:
+        """Answer no more."""
+        if self.fd >= 0:
+            faulthandler.unregister(_signal())
+            os.close(self.fd)
+            self.fd = -1
+
+
+def ask_for_stack(pid: int, fd: int) -> str:
+    """`FILE:LINE FUNCTION` of the innermost frame of the user's program in process `pid`, which
+    answers in its file `fd`; "" when it does not answer within half a second."""
+    path, text = Path(f"/proc/{pid}/fd/{fd}"), b""
+    with suppress(OSError):
+        if _NAME not in str(path.readlink()):
+            return ""  # unasked for, the signal would end it
+        before = path.stat().st_size
+        os.kill(pid, _signal())
+        until = time.monotonic() + _ANSWER_S
+        while time.monotonic() < until:
+            time.sleep(0.02)
+            seen, text = text, path.read_bytes()[before:]
+            frames = re.findall(
+                r'File "([^"\n]*)", line (\d+) in (\S+)', text.decode("ascii", "replace")
+            )
+            if frames and text == seen:
+                own = [each for each in frames if not _is_library(each[0])]
+                file, line, function = (own or frames)[0]
+                return one_line(f"{file}:{line} {function}")
+    return ""
+
+
+def _signal() -> int:
+    """The signal that asks; 0 where there is none."""
+    return signal.SIGRTMAX - 2 if hasattr(signal, "SIGRTMAX") and hasattr(os, "memfd_create") else 0

@@ -1,0 +1,165 @@
+"""Whom a rank waits for: one line once a wait is long, another one when it is over.
+
+    gradsync: waiting for rank 1 for 10 s: rank 1 (process 4711) is in data.py:6 __getitem__; ranks
+    0, 2 and 3 wait in train.py:40 <module> (GradientSync.step)
+
+Every rank that waits looks at what all ranks publish (activity.py), and the lowest of them speaks.
+A rank that computes is late, which is no error; one that gives no sign of life is named sooner.
+Where waits have been long before and ended well, a line comes only after three times as long: a
+slow network, or an evaluation by one rank, is told of once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from gradsync.runtime.activity import Activity, ask_for_stack
+from gradsync.runtime.peers import Peers, process_state
+
+_FACTOR = 3
+_LOOK_S = 1.0
+_SILENT_S = 2.0
+_MOST_NAMED = 8
+_MOST_PLACES = 256
+
+
+class WaitReport:
+    """The lines of one rank.
+
+    Args:
+        peers: the other ranks.
+        report_s: waits of so many seconds are reported, then ones three times as long, and so on.
+    """
+
+    def __init__(self, peers: Peers, *, report_s: float) -> None:
+        self._rank, self._peers, self.report_s = peers.rank, peers, report_s
+        self.stuck: dict[int, Activity] = {}
+        """Ranks that this one has waited for longer than it usually does here, and that do not
+        write a checkpoint."""
+        self.silent: list[int] = []
+        """Ranks whose heartbeat stands still, and that did not say why."""
+        self._longest: dict[str, float] = {}
+        """By place, the longest wait that ended well."""
+        self._wait: Activity | None = None
+        self._next_s = 0.0
+        self._looked: tuple[float, dict[int, Activity]] = (0.0, {})
+        self._said: tuple[str, float] | None = None
+
+    def news(self, own: Activity, now: float, read_all: Callable[[], dict[int, Activity]]) -> str:
+        """The line to print now; "" for none.
+
+        Args:
+            own: this rank's activity.
+            now: monotonic clock, seconds.
+            read_all: reads what all ranks published last.
+        """
+        before, may_wait = self._wait, own.waits or own.idle
+        over = before is not None and not (may_wait and own.since_s >= before.since_s)
+        said = self._over() if over else ""
+        self._wait = own if may_wait else None
+        pause = max(_LOOK_S, len(self._peers.processes) / 64)  # all waiting ranks ask one store
+        if said or own.since_s < min(_SILENT_S, self.report_s) or now - self._looked[0] < pause:
+            return said
+        return self._look(own, now, read_all() | {self._rank: own}) if may_wait else ""
+
+    def _look(self, own: Activity, now: float, found: dict[int, Activity]) -> str:
+        (_, before), self._looked = self._looked, (now, found)
+        if not before:
+            return ""  # only two looks tell who is silent
+        still = [rank for rank in self._peers.processes if before[rank].beat == found[rank].beat]
+        silent = [rank for rank in still if not self._peers.has_noticed(rank)]
+        new, self.silent = [rank for rank in silent if rank not in self.silent], silent
+        waiting = waiting_ranks(found, silent)
+        if self._rank not in waiting:
+            return ""
+        long_s = max(self.report_s, _FACTOR * self._longest.get(own.where, 0.0))
+        late = {rank: each for rank, each in sorted(found.items()) if rank not in waiting}
+        self.stuck = {
+            rank: each
+            for rank, each in late.items()
+            if own.since_s >= long_s and not (each.saves and rank not in silent)
+        }
+        if not new and own.since_s < max(long_s, self._next_s):
+            return ""
+        self._next_s = _FACTOR * own.since_s if own.since_s >= long_s else 0.0
+        if waiting[0] != self._rank or any(map(self._peers.has_noticed, late)):
+            return ""
+        self._said = (names(list(late)) if late else "all ranks", own.since_s)
+        if not late:
+            return f"all ranks have waited for {own.since_s:.0f} s, {self.all_places(found)}"
+        return (
+            f"waiting for {self._said[0]} for {own.since_s:.0f} s: {self.places(late)}; "
+            f"{names(waiting)} wait{'s' if len(waiting) == 1 else ''} in {own.where}"
+        )
+
+    def lateness(self, own: Activity) -> str:
+        """Whom this rank has waited for until the time was up, doing `own`."""
+        if left := self._peers.left():
+            return f"rank(s) {', '.join(map(str, left))} had left in good order"
+        found = self._peers.activities() | {self._rank: own}
+        told = f"rank {self._rank} waited as long as it may (timeout_s)"
+        waiting = {self._rank, *waiting_ranks(found)}
+        others = {rank: each for rank, each in sorted(found.items()) if rank not in waiting}
+        # Who timed out as well is no longer in its collective.
+        late = {r: each for r, each in others.items() if not self._peers.has_noticed(r)}
+        if not late:
+            return f"{told}; all ranks wait, {self.all_places(found)}"
+        return f"{told} in {own.where}; {self.places(late)}"
+
+    def all_places(self, found: Mapping[int, Activity]) -> str:
+        """Where ranks are that all wait for each other, and what that means."""
+        places: dict[str, list[int]] = {}
+        for rank, each in sorted(found.items()):
+            places.setdefault(each.where, []).append(rank)
+        if len(places) == 1:
+            return f"in {next(iter(places))}: the network is slow, or stands"
+        said = "; ".join(f"{names(some)} in {place}" for place, some in places.items())
+        return f"in different calls: {said}"
+
+    def places(self, late: Mapping[int, Activity]) -> str:
+        """Where the `late` ranks are; the silent ones among them give no sign of life."""
+        said = [self._place(rank, each) for rank, each in list(late.items())[:_MOST_NAMED]]
+        more = len(late) - len(said)
+        return "; ".join(said) + (f"; and {more} more" if more else "")
+
+    def _place(self, rank: int, activity: Activity) -> str:
+        process, where = self._peers.processes[rank], activity.where
+        is_here = rank in self._peers.pids
+        who = f"rank {rank} (process {process.pid}{'' if is_here else f' on {process.host}'})"
+        if rank not in self.silent:
+            return f"{who} is in {where or 'an unknown place'}"
+        why = ""
+        if is_here:
+            state = process_state(process.pid)
+            if "lock" in state and (seen := ask_for_stack(process.pid, process.stack_fd)):
+                where = seen
+            why = " (its process has ended)" if state == "ended" else f" ({state})"
+        return f"{who} gives no sign of life{why}" + (f", last seen in {where}" if where else "")
+
+    def _over(self) -> str:
+        wait, said = self._wait, self._said
+        if wait is not None and (wait.where in self._longest or len(self._longest) < _MOST_PLACES):
+            self._longest[wait.where] = max(wait.since_s, self._longest.get(wait.where, 0.0))
+        self._said, self._next_s, self._looked = None, 0.0, (0.0, {})
+        self.stuck, self.silent = {}, []
+        return f"{said[0]} went on, after at least {said[1]:.0f} s" if said else ""
+
+
+def waiting_ranks(found: Mapping[int, Activity], silent: Collection[int] = ()) -> list[int]:
+    """The ranks that wait for others: their stack says so, or they are idle though they have begun
+    more collectives than another rank."""
+    fewest = min((each.issued for each in found.values()), default=0)
+    return [
+        rank
+        for rank, each in sorted(found.items())
+        if rank not in silent and (each.waits or (each.idle and each.issued > fewest))
+    ]
+
+
+def names(ranks: Sequence[int]) -> str:
+    """`rank 1`, `ranks 0, 2 and 3`, or the first eight and how many more."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    some = ranks[: _MOST_NAMED if len(ranks) > _MOST_NAMED else -1]
+    last = f"{len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else str(ranks[-1])
+    return f"ranks {', '.join(map(str, some))} and {last}"

@@ -1,0 +1,320 @@
+"""What a stack says about a rank, and what one rank can read of another."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradsync.runtime import activity
+from gradsync.runtime.activity import (
+    Activity,
+    Sampler,
+    StackOnSignal,
+    ask_for_stack,
+    is_saving,
+    place_of,
+    read_activity,
+    waiting_frame,
+)
+
+PACKAGE = Path(activity.__file__).parents[1]
+TORCH = str(Path(torch.__file__).parent)
+
+
+def function(name: str, file: str, module: str) -> Callable[..., Any]:
+    """A function that calls another one, as if it were written in that file."""
+    code = f"def {name}(inner, *rest):\n    return inner(*rest)\n"
+    names: dict[str, Any] = {"__name__": module}
+    exec(compile(code, file, "exec"), names)  # noqa: S102
+    return names[name]
+
+
+USER = function("loop", "/home/me/train.py", "__main__")
+HOOK = function("my_hook", "/home/me/hooks.py", "hooks")
+STEP = function("step", f"{PACKAGE}/sync/gradient_sync.py", "gradsync.sync.gradient_sync")
+SEND = function("all_reduce", f"{PACKAGE}/comm/tree.py", "gradsync.comm.tree")
+CORE = function("backend_of", f"{PACKAGE}/core/torch_private.py", "gradsync.core.torch_private")
+SCRIPT = function("script", "/usr/local/bin/gradsync", "__main__")
+MAIN = function("main", f"{PACKAGE}/cli/main.py", "gradsync.cli.main")
+LOOP = function("_train_step", f"{PACKAGE}/train/loop.py", "gradsync.train.loop")
+SAVE = function("write", f"{PACKAGE}/checkpoint/store.py", "gradsync.checkpoint.store")
+C10D = function("barrier", f"{TORCH}/distributed/distributed_c10d.py", "torch.distributed.c10d")
+WRAPPER = function(
+    "wrapper", f"{TORCH}/distributed/c10d_logger.py", "torch.distributed.c10d_logger"
+)
+OPS = function("__call__", f"{TORCH}/_ops.py", "torch._ops")
+BACKWARD = function("backward", f"{TORCH}/_tensor.py", "torch._tensor")
+ADAM = function("adam", f"{TORCH}/optim/adam.py", "torch.optim.adam")
+THREADS = function("wait", threading.__file__, "threading")
+TORCH_SAVE = function("save", f"{TORCH}/serialization.py", "torch.serialization")
+
+
+def stack(*calls: Callable[..., Any]) -> FrameType:
+    """The innermost frame of the `calls`, outermost first."""
+    found: list[FrameType] = []
+    first, *rest = (*calls, lambda: found.append(sys._getframe(1)))
+    first(*rest)
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    ("calls", "waits"),
+    [
+        ([USER, STEP, SEND], "step"),
+        ([USER, STEP, SEND, CORE], "step"),
+        ([USER, WRAPPER, C10D], "wrapper"),
+        ([USER, C10D, OPS], "barrier"),
+        ([USER, SEND, THREADS], "all_reduce"),
+        ([USER, BACKWARD, STEP, SEND], "step"),  # in a hook of ours
+        ([USER], None),
+        ([USER, THREADS], None),
+        ([USER, BACKWARD], None),
+        ([USER, OPS], None),
+        ([USER, STEP, ADAM], None),
+        ([USER, STEP, BACKWARD], None),
+        ([USER, STEP, HOOK], None),
+        ([LOOP, SAVE], None),
+    ],
+)
+def test_who_waits(calls: list[Callable[..., Any]], waits: str | None) -> None:
+    found = waiting_frame(stack(*calls))
+    assert (found and found.f_code.co_name) == waits
+    assert waiting_frame(None) is None
+
+
+@pytest.mark.parametrize(
+    ("calls", "place"),
+    [
+        ([USER], "/home/me/train.py:2 loop"),
+        ([USER, STEP, SEND], "/home/me/train.py:2 loop (step)"),
+        ([USER, WRAPPER, C10D], "/home/me/train.py:2 loop (barrier)"),
+        ([USER, STEP, HOOK], "/home/me/hooks.py:2 my_hook"),
+        ([SCRIPT, MAIN, LOOP, STEP, SEND], "gradsync/train/loop.py:2 _train_step (step)"),
+        ([SCRIPT, MAIN, LOOP, SAVE], "gradsync/checkpoint/store.py:2 write"),
+    ],
+)
+def test_the_place_is_the_users_else_ours(calls: list[Callable[..., Any]], place: str) -> None:
+    assert place_of(stack(*calls)) == place
+
+
+def test_paths_are_short_even_without_a_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    frame = stack(function("read", str(tmp_path / "data.py"), "data"))
+    assert place_of(frame) == "data.py:2 read"
+    tmp_path.rmdir()
+    assert place_of(frame) == f"{tmp_path}/data.py:2 read"
+    tmp_path.mkdir()
+    long = place_of(stack(function("f", "/x" * 5_000, "y")))
+    assert len(long) == 300
+
+
+def test_who_saves() -> None:
+    assert is_saving(stack(LOOP, SAVE, THREADS))
+    assert is_saving(stack(USER, TORCH_SAVE))
+    assert not is_saving(stack(USER, STEP))
+
+
+# -- a thread -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def thread_in(call: Callable[[threading.Event], object]) -> Iterator[tuple[Sampler, Any]]:
+    """A thread that makes `call` until the block ends."""
+    end, made, started = threading.Event(), [], threading.Event()
+
+    def run() -> None:
+        made.append(Sampler(threading.get_ident(), lambda: issued[0]))
+        started.set()
+        call(end)
+
+    issued = [3]
+    thread = threading.Thread(target=run)
+    thread.start()
+    started.wait()
+    try:
+        yield made[0], issued
+    finally:
+        end.set()
+        thread.join()
+
+
+def test_a_wait_lasts_as_long_as_its_call() -> None:
+    second = threading.Event()
+
+    def two_calls(end: threading.Event) -> None:
+        C10D(THREADS, second.wait)
+        C10D(THREADS, end.wait)
+
+    with thread_in(two_calls) as (sampler, _):
+        try:
+            time.sleep(0.05)
+            first = sampler.sample(1)
+            time.sleep(0.1)
+            assert sampler.sample(2).since_s >= first.since_s + 0.09
+            assert first.waits
+        finally:
+            second.set()
+        time.sleep(0.05)
+        found = sampler.sample(3)
+        assert (found.waits, found.since_s) == (True, 0.0)
+
+
+def test_a_thread_without_work_is_idle_until_it_begins_another_collective() -> None:
+    with thread_in(lambda end: end.wait()) as (sampler, issued):
+        time.sleep(0.05)
+        sampler.sample(1)
+        time.sleep(0.1)
+        found = sampler.sample(2)
+        assert (found.idle, found.waits, found.issued) == (True, False, 3)
+        assert found.since_s >= 0.09
+        issued[0] = 4
+        assert sampler.sample(3).since_s == 0.0
+
+
+def test_a_thread_that_computes_is_not_idle() -> None:
+    def spin(end: threading.Event) -> None:
+        while not end.is_set():
+            pass
+
+    with thread_in(spin) as (sampler, _):
+        until = time.monotonic() + 20.0
+        sampler.sample(1)
+        time.sleep(0.1)
+        while sampler.sample(2).idle:  # a busy machine may not let it run
+            assert time.monotonic() < until
+            time.sleep(0.1)
+
+
+def test_a_backend_that_does_not_count_is_no_trouble() -> None:
+    def refuse() -> int:
+        raise RuntimeError("not implemented")
+
+    assert Sampler(threading.get_ident(), refuse).sample(1).issued == 0
+
+
+def test_tensors_of_a_call_go_with_the_sample_after_it() -> None:
+    gone: list[weakref.ref[torch.Tensor]] = []
+    ready, over = threading.Event(), threading.Event()
+
+    def call(end: threading.Event) -> None:
+        def wait(tensor: torch.Tensor) -> None:
+            gone.append(weakref.ref(tensor))
+            ready.set()
+            over.wait()
+
+        C10D(wait, torch.zeros(3))
+        ready.set()
+        end.wait()
+
+    with thread_in(call) as (sampler, _):
+        ready.wait()
+        # The function that waits is of this file, which is a user's: hold the frame by hand.
+        frame = sys._current_frames()[sampler._thread]
+        while frame.f_code.co_name != "barrier":
+            assert frame.f_back is not None
+            frame = frame.f_back
+        sampler._held = frame
+        del frame
+        ready.clear()
+        over.set()
+        ready.wait()
+        sampler.sample(2)
+        gc.collect()
+        assert gone[0]() is None
+
+
+# -- the stack of a process -----------------------------------------------------------------------
+
+HOLDS_THE_LOCK = """
+import re, sys, time
+from gradsync.runtime.activity import StackOnSignal
+print(StackOnSignal().fd, flush=True)
+def hold():
+    re.match("(a+)+$", "a" * 60 + "b")
+hold()
+"""
+
+
+def test_a_process_whose_lock_is_held_says_where(tmp_path: Path) -> None:
+    script = tmp_path / "holds.py"
+    script.write_text(HOLDS_THE_LOCK)
+    process = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        fd = int(process.stdout.readline())
+        until = time.monotonic() + 5.0
+        while (seen := ask_for_stack(process.pid, fd)) != f"{script}:6 hold":
+            assert time.monotonic() < until, seen  # not yet there
+        assert ask_for_stack(process.pid, fd) == f"{script}:6 hold"  # the first answer stays
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_process_that_does_not_answer_is_not_ended_by_the_question() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        for fd in (-1, 0, 1, 77):
+            assert ask_for_stack(process.pid, fd) == ""
+        assert process.poll() is None
+        process.communicate(b"\n")
+    assert process.returncode == 0
+    assert ask_for_stack(process.pid, 1) == ""  # it has gone
+
+
+def test_the_signal_is_left_to_who_uses_it() -> None:
+    number = activity._signal()
+    stack = StackOnSignal()
+    assert os.readlink(f"/proc/self/fd/{stack.fd}").startswith("/memfd:gradsync-stack")
+    stack.close()
+    assert stack.fd == -1
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        stack = StackOnSignal()
+        assert stack.fd == -1
+        stack.close()
+        assert signal.getsignal(number) == signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
+
+
+# -- records --------------------------------------------------------------------------------------
+
+SOUND = Activity(beat=3, waits=True, idle=True, issued=4, since_s=1.5, where="a.py:1 f (g)")
+things = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.lists(st.none())
+fields = st.fixed_dictionaries(dict.fromkeys(asdict(SOUND), things))
+
+
+@given(st.binary() | (fields | things).map(lambda value: json.dumps(value).encode()))
+def test_any_record_gives_an_activity(record: bytes) -> None:
+    found = read_activity(record)
+    assert {n: type(v) for n, v in asdict(found).items()} == {
+        n: type(v) for n, v in asdict(SOUND).items()
+    }
+
+
+def test_a_record_comes_back_as_it_was() -> None:
+    assert read_activity(SOUND.record().encode()) == SOUND
+    assert read_activity(b"[" * 4_000).beat == -1
+    assert read_activity(SOUND.record().encode() + b" " * 5_000).beat == -1
+    steering = Activity(beat=1, where="\x1b[2J")
+    assert read_activity(steering.record().encode()).where == r"\x1b[2J"

@@ -41,7 +41,7 @@ def test_gives_code_and_output() -> None:
 def test_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     # In one write: without Python's buffer, parts of two ranks' lines may mix.
-    line = "f'{os.environ[\"RANK\"]} {os.environ[\"WORLD_SIZE\"]}\\n'.encode()"
+    line = 'f\'{os.environ["RANK"]} {os.environ["WORLD_SIZE"]}\\n\'.encode()'
     script.write_text(f"import os; os.write(1, {line})\n")
     assert sorted(run_torchrun(2, [script]).ok().stdout.splitlines()) == ["0 2", "1 2"]
 

@@ -325,7 +325,7 @@ def memory_for(device: str, *, leaf_tokens: int, ranks: int, busy_ranks: int) ->
 BUDGET_S = 140.0
 """Limit for a measurement without a chosen model: with its ranks' start, under three minutes."""
 _SHORTER = ({"num_steps": 5}, {"rounds": 3, "num_warmup": 1}, {"num_steps": 3})
-"""Ways to shorten a measurement on a slow machine, one after the other, where nobody said how."""
+"""Ways to shorten a measurement on a slow machine, tried in order; a value given by flag stays."""
 _COMPANY = 1.5
 """A step with other ranks beside it, and with their gradients, over that of a rank alone: from 1.0
 (`invariant`) to 2 (default malloc) in `benchmarks/sync/mini-512/record.json`."""

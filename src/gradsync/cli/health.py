@@ -328,7 +328,7 @@ def judge_ranks(ranks: Sequence[Facts]) -> list[Finding]:
 
 
 def judge_alike(values: Sequence[Facts]) -> list[Finding]:
-    """A finding for each value that differs over ranks, naming those that have another one."""
+    """One finding for each value that differs over ranks; it names the ranks of the minority."""
     findings = []
     for name in values[0]:
         seen = [str(each.get(name, "unknown")) for each in values]

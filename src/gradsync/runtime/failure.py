@@ -263,8 +263,8 @@ class FailureWatch:
                 self._wait_for_survivors(len(silent))
                 said = self._peers.obituary(silent)
                 seen = f"this rank ({self._rank}) saw: {trouble}"
-                late = _is_late(trouble) and "vanished" not in said
-                code = LatePeerError.exit_code if late else 1
+                lives = not self._peers.ended() and all(r in self._peers.pids for r in silent)
+                code = LatePeerError.exit_code if lives and _is_late(trouble) else 1
                 return _because(PeerError(f"{said}; {seen}", exit_code=code), error)
             late = _is_late(trouble) and self._waits.lateness(self._doing)
             cause = _cause(trouble, self._rank, late or "", self._peers)

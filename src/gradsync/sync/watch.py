@@ -118,9 +118,9 @@ def optimizer_watch() -> OptimizerWatch:
 
 
 class UntrackedParameters:
-    """Finds parameters that are not synchronised among those that optimizers update: parameters
-    of the model that were replaced or unfrozen after `gs.replicate` (checking the model in every
-    step costs much), and others. `known` are the ids of those that are synchronised."""
+    """Finds parameters that an optimizer updates and no handle synchronises: those of the model
+    that were replaced or unfrozen after `gs.replicate` (checking the whole model in every step
+    costs much), and parameters of no model. `known` are the ids of the synchronised ones."""
 
     def __init__(self, model: nn.Module, known: set[int]) -> None:
         self._model = model
@@ -128,9 +128,8 @@ class UntrackedParameters:
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def check(self, optimizer: Optimizer, *, own_step: bool) -> None:
-        """Raise ConfigError when `optimizer` is about to update parameters that nobody
-        synchronises: in its `own_step`, which other models' handles may take part in, or in this
-        one's."""
+        """Raise ConfigError when `optimizer` is about to update such parameters: in its `own_step`,
+        in which handles of other models may take part, or in this handle's."""
         seen = optimizer in self._seen
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         ours = any(id(p) in self._known for p in parameters)

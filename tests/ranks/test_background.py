@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 from gradsync.comm.p2p_collectives import doubling_all_reduce, ring_all_reduce
-from gradsync.comm.process_group import ProcessGroupCommunicator
-from gradsync.comm.work import Background
+from gradsync.comm.process_group import Background, ProcessGroupCommunicator
 from gradsync.errors import RunError
 from support.comm_cases import check_all, rank_input
 from support.thread_ranks import run_thread_ranks

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from gradsync.comm.base import Communicator, Work
 from gradsync.comm.groups import SingleCommunicator
-from gradsync.comm.process_group import ProcessGroupCommunicator
-from gradsync.comm.work import Done
+from gradsync.comm.process_group import Done, ProcessGroupCommunicator
 from gradsync.errors import GradsyncError
 from gradsync.sync.buckets import Bucket
 from gradsync.sync.engine import Engine

@@ -19,11 +19,10 @@ from torch.distributed import distributed_c10d as c10d
 
 from gradsync.backends.lane import Lane, LaneOperation
 from gradsync.comm.base import ReduceOp, Work
-from gradsync.comm.process_group import ProcessGroupCommunicator
+from gradsync.comm.process_group import AllOf, Done, ProcessGroupCommunicator
 from gradsync.comm.shared_memory.choose import share_memory
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
 from gradsync.comm.shared_memory.segment import SharedMemoryError
-from gradsync.comm.work import AllOf, Done
 from gradsync.core.torch_private import (
     backend_of,
     count_operations,

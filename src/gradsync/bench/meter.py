@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradsync.comm.base import Communicator
-from gradsync.comm.work import Done
+from gradsync.comm.process_group import Done
 from gradsync.core.torch_private import num_issued, process_groups
 
 _BYTES_SENT = 200

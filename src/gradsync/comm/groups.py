@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradsync.comm.base import Communicator, Messages, Messenger, ReduceOp, Work
-from gradsync.comm.process_group import ProcessGroupCommunicator
-from gradsync.comm.work import Done
+from gradsync.comm.process_group import Done, ProcessGroupCommunicator
 from gradsync.core.torch_private import device_types, timeout_of
 from gradsync.errors import ConfigError, RunError
 from gradsync.world import World

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from gradsync.comm.base import Messages, Messenger, ReduceOp, Work
-from gradsync.comm.work import Done
+from gradsync.comm.process_group import Done
 
 CHUNK_BYTES = 4 << 20
 """Default size of a piece, bytes. Each costs a message's latency: on Gloo over loopback, pieces of

@@ -55,7 +55,6 @@ from gradsync.plan.activations import FP32, Activations, RankShape, rank_shape
 from gradsync.plan.collectives import shares_memory
 from gradsync.plan.workload import Split, Workload
 from gradsync.sync.layout import Item, plan_buckets
-from gradsync.sync.leaf_tree import LeafStack
 from gradsync.sync.options import Recipe
 from gradsync.sync.registry import find_strategy
 
@@ -169,14 +168,23 @@ class Case:
 
 @cache
 def most_open_nodes(num_leaves: int, world_size: int) -> int:
-    """Largest number of the tree's nodes that a rank holds at once; see `leaf_tree.py`."""
+    """Largest number of the tree's nodes that a rank holds at once: `LeafStack` without torch."""
     most = 1
     for rank in range(world_size if num_leaves > world_size else 0):
-        stack = LeafStack()
-        for leaf in share(num_leaves, rank, world_size):
-            stack.push(leaf)
-            most = max(most, len(stack.nodes))
+        leaves = share(num_leaves, rank, world_size)
+        most = max([most, *(_num_nodes(leaves.start, leaf + 1) for leaf in leaves)])
     return most
+
+
+def _num_nodes(first: int, end: int) -> int:
+    """Number of the largest nodes that lie inside of leaves `first` to `end` - 1."""
+    number = 0
+    while first < end:
+        # A node of 2**k leaves begins at a multiple of 2**k.
+        longest = 1 << (end - first).bit_length() - 1
+        first += min(first & -first or longest, longest)
+        number += 1
+    return number
 
 
 def strategy_memory(case: Case) -> StrategyMemory:

@@ -32,9 +32,8 @@ from torch.nn.parallel import DistributedDataParallel
 from gradsync.comm.base import Communicator
 from gradsync.comm.groups import Groups
 from gradsync.comm.p2p_collectives import hierarchical_all_reduce
-from gradsync.comm.process_group import ProcessGroupCommunicator
+from gradsync.comm.process_group import Background, ProcessGroupCommunicator
 from gradsync.comm.reductions import ALGORITHMS, ReductionSite
-from gradsync.comm.work import Background
 from gradsync.core.torch_private import timeout_of
 from gradsync.errors import ConfigError
 from gradsync.world import World

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from gradsync.comm.base import Communicator, Work
+from gradsync.comm.process_group import Background, Done
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
 from gradsync.comm.shared_memory.segment import SharedMemoryError
-from gradsync.comm.work import Background, Done
 from gradsync.sync.buckets import Bucket, Sums
 
 if TYPE_CHECKING:

@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gradsync.comm.base import Communicator, Work
+from gradsync.comm.process_group import Done
 from gradsync.comm.values import broadcast_json, broadcast_tensors
-from gradsync.comm.work import Done
 from gradsync.core.torch_private import foreach_copy_, foreach_sub
 from gradsync.errors import CheckpointError
 from gradsync.sync.options import DilocoOptions, LocalSgdOptions

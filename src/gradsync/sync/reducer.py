@@ -29,7 +29,7 @@ import torch
 
 from gradsync.comm.base import Communicator, Work
 from gradsync.comm.finite import non_finite
-from gradsync.comm.work import Done
+from gradsync.comm.process_group import Done
 from gradsync.core.torch_private import foreach_mul_, foreach_norm
 from gradsync.errors import RunError
 

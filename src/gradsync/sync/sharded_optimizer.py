@@ -26,8 +26,8 @@ from torch.optim import Optimizer
 
 from gradsync.comm.base import Communicator, Work
 from gradsync.comm.groups import SingleCommunicator, communicator
+from gradsync.comm.process_group import AllOf
 from gradsync.comm.values import same_on_all_ranks
-from gradsync.comm.work import AllOf
 from gradsync.errors import ConfigError
 from gradsync.sync.elementwise import State, arguments_of, check_elementwise, warn_of_threads
 from gradsync.sync.exchange import Then

@@ -27,15 +27,14 @@ from weakref import WeakKeyDictionary
 import torch
 
 from gradsync.comm.base import Work
+from gradsync.comm.process_group import Done
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator, reduce_in_place
-from gradsync.comm.work import Done
 from gradsync.core.torch_private import foreach_mul_
 from gradsync.errors import ConfigError
-from gradsync.sync.buckets import Bucket, Sums
+from gradsync.sync.buckets import FORGOTTEN, UNKNOWN, Bucket, SumPlan, Sums, plan_sum
 from gradsync.sync.elementwise import members_of, why_not_now, why_whole
 from gradsync.sync.exchange import Exchange
 from gradsync.sync.layout import BLOCK, Run
-from gradsync.sync.leaf_tree import FORGOTTEN, UNKNOWN, SumPlan, plan_sum
 from gradsync.sync.options import Recipe
 from gradsync.sync.reducer import (
     Replicas,

@@ -23,18 +23,19 @@ from typing import TYPE_CHECKING
 import torch
 
 from gradsync.comm.base import Messenger, Work
-from gradsync.comm.work import Background, Done
-from gradsync.sync.buckets import Bucket, Sums
-from gradsync.sync.exchange import Exchange
-from gradsync.sync.leaf_tree import (
+from gradsync.comm.process_group import Background, Done
+from gradsync.sync.buckets import (
     FORGOTTEN,
     UNKNOWN,
+    Bucket,
     Node,
+    Sums,
     checked_shares,
     largest_nodes,
     merges_of,
     root,
 )
+from gradsync.sync.exchange import Exchange
 
 if TYPE_CHECKING:
     from torch import Tensor

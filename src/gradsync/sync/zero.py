@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gradsync.comm.base import Communicator, Work
-from gradsync.comm.work import Done
+from gradsync.comm.process_group import Done
 from gradsync.errors import ConfigError
 from gradsync.sync.buckets import Bucket
 from gradsync.sync.elementwise import check_elementwise, members_of, why_not_now

@@ -53,7 +53,7 @@ from gradsync.errors import CheckpointError, DivergenceError
 from gradsync.models.config import GPTConfig
 from gradsync.parallel.transfer import collect, describe, hand_out, layout_of
 from gradsync.runtime import environ
-from gradsync.sync.leaf_tree import TREE_VERSION
+from gradsync.sync.buckets import TREE_VERSION
 from gradsync.sync.registry import find_strategy
 from gradsync.sync.sharded_state import HeldState, Share
 from gradsync.train.config import TrainConfig

@@ -4,11 +4,13 @@ for small shapes, and what must hold for all of them."""
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
+from gradsync.data.batch_plan import share
 from gradsync.errors import ConfigError
 from gradsync.models.config import PRESETS, GPTConfig
 from gradsync.models.gpt import GPT
@@ -16,6 +18,7 @@ from gradsync.parallel.layout import ParallelLayout
 from gradsync.plan.activations import FP32, Activations, rank_shape
 from gradsync.plan.memory import CPU_PROCESS, Case, memory_need, most_open_nodes, strategy_memory
 from gradsync.plan.workload import Split, Workload
+from gradsync.sync.buckets import LeafStack
 from gradsync.sync.registry import STRATEGIES
 
 MIB = 2**20
@@ -123,6 +126,14 @@ def test_ranks_of_a_host_share_one_copy() -> None:
 def test_the_tree_keeps_a_buffer_for_each_open_node() -> None:
     # 3 leaves a rank: 0 1 2 | 3 4 5: at most (0, 1) and 2; 3 and (4, 5).
     assert [most_open_nodes(leaves, 2) for leaves in (2, 4, 6, 14)] == [1, 1, 2, 3]
+    for leaves, ranks in product(range(1, 40), range(1, 9)):
+        most = 1
+        for rank in range(ranks if leaves > ranks else 0):
+            stack = LeafStack()
+            for leaf in share(leaves, rank, ranks):
+                stack.push(leaf)
+                most = max(most, len(stack.nodes))
+        assert most_open_nodes(leaves, ranks) == most
     assert parts("zero1", replace(WORK, num_leaves=6))["loss"] == 2 * S
     assert parts("powersgd")["loss"] == 2 * S
 

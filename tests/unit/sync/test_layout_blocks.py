@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gradsync.sync.buckets import UNKNOWN, plan_sum
 from gradsync.sync.layout import BLOCK, Slot, blocks_of, runs_of, share_blocks
-from gradsync.sync.leaf_tree import UNKNOWN, plan_sum
 from gradsync.sync.reducer import BLOCK as NORM_BLOCK
 
 sizes = st.lists(st.integers(0, 3 * BLOCK), max_size=12)

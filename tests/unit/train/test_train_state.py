@@ -11,7 +11,7 @@ import torch
 
 from gradsync.checkpoint.store import Snapshot
 from gradsync.errors import CheckpointError
-from gradsync.sync.leaf_tree import TREE_VERSION
+from gradsync.sync.buckets import TREE_VERSION
 from gradsync.train.config import TrainConfig
 from gradsync.train.state import Fingerprint, compare, numeric_fingerprint, take_strategy_state
 from gradsync.world import World

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from gradsync.comm.base import Communicator, Messages, ReduceOp, Work
-from gradsync.comm.process_group import draw_channel
+from gradsync.comm.process_group import AllOf, CopyBack, draw_channel
 from gradsync.comm.shared_memory.ordered_ops import (
     PAGE_BYTES,
     Flags,
@@ -31,7 +31,6 @@ from gradsync.comm.shared_memory.ordered_ops import (
     Patience,
 )
 from gradsync.comm.shared_memory.segment import map_together
-from gradsync.comm.work import AllOf, CopyBack
 
 STAGE_BYTES = 2**20
 """Size of each of the two buffers."""

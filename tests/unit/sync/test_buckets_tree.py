@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradsync.sync.leaf_tree import LeafStack, Node, largest_nodes, merges_of, root, shares
+from gradsync.sync.buckets import LeafStack, Node, largest_nodes, merges_of, root, shares
 
 Expression = int | tuple["Expression", "Expression"]
 """A leaf's number, or the sum of two expressions."""

@@ -15,12 +15,16 @@ import torch
 
 from gradsync.data.leaf import Step
 from gradsync.sync.registry import STRATEGIES
+from gradsync.train.audit import choose_leaf
 from gradsync.train.config import SyncConfig, TrainConfig
 from gradsync.train.loop import Trainer
 from support.small_run import Inject, RankResult, losses, make_data, small_config, train_rank
 
 BITWISE = [name for name, strategy in STRATEGIES.items() if strategy.promise == "bitwise"]
 ROUNDING = [name for name, strategy in STRATEGIES.items() if strategy.promise == "rounding"]
+UNEQUAL = ("fsdp", "local_sgd", "diloco")
+"""Strategies without a whole, equal model on each rank. The runs of all others are audited in each
+step, and those that they are compared with are not."""
 LOSSY = [name for name, strategy in STRATEGIES.items() if strategy.promise == "lossy"]
 
 
@@ -47,8 +51,8 @@ def undisturbed(pool: Any, data: Path, tmp_path_factory: pytest.TempPathFactory)
 
     @cache
     def run(sync: str, world_size: int) -> Oracle:
-        out = tmp_path_factory.mktemp(sync)
-        return finish(pool, small_config(out, data, sync=sync), world_size)
+        out, audits = tmp_path_factory.mktemp(sync), 0 if sync in UNEQUAL else 1
+        return finish(pool, small_config(out, data, sync=sync, audit_every=audits), world_size)
 
     return run
 
@@ -234,18 +238,19 @@ def test_what_changes_no_bit(
 
 
 def flip_one_bit(
-    rank: int, world_size: int, store_path: str, config: TrainConfig, seen: bool
+    rank: int, world_size: int, store_path: str, config: TrainConfig, where: str
 ) -> RankResult:
-    """As `train_rank`, with one bit of one weight flipped on rank 1 right after step 3; `seen` by
-    autograd's counters, or past them."""
+    """As `train_rank`, with one bit flipped on rank 1 right after step 3: of a weight, `seen` or
+    `unseen` by autograd's counters, or of the optimizer's `state`."""
     original = Trainer._train_step
 
     def step_and_flip(self: Trainer, step: Step, *rest: Any) -> Any:
         result = original(self, step, *rest)
         if (rank, step.number) == (1, 3):
             weight = self.learner.model.get_parameter("blocks.1.mlp.up.weight")
-            weight = weight.detach() if seen else weight.data
-            weight.view(-1)[5:6].view(torch.int32).bitwise_xor_(1 << 20)
+            state = self.learner.optimizer.state[weight].get("exp_avg_sq", weight)
+            tensor = {"seen": weight.detach(), "unseen": weight.data, "state": state}[where]
+            tensor.view(-1)[5:6].view(torch.int32).bitwise_xor_(1 << 20)
         return result
 
     with mock.patch.object(Trainer, "_train_step", step_and_flip):
@@ -253,30 +258,125 @@ def flip_one_bit(
 
 
 @pytest.mark.parametrize(
-    ("seen", "every", "verdict"),
+    ("where", "every", "verdict"),
     [
-        (False, 1, "replicas differ after step 4.* rank 1 holds other bits than ranks 0,2"),
-        (True, 0, "replicas differ,.* weights were changed on rank 1, not"),
+        ("unseen", 1, "replicas differ after step 4.* rank 1 holds other bits than ranks 0,2"),
+        ("state", 1, "replicas differ after step 4.* rank 1 holds other bits than ranks 0,2"),
+        ("seen", 0, "replicas differ,.* weights were changed on rank 1, not"),
     ],
-    ids=["check_replicas", "the step itself"],
+    ids=["check_replicas", "check_replicas, optimizer", "the step itself"],
 )
 def test_a_flipped_bit_is_found_and_its_rank_named(
-    pool: Any, data: Path, tmp_path: Path, seen: bool, every: int, verdict: str
+    pool: Any, data: Path, tmp_path: Path, where: str, every: int, verdict: str
 ) -> None:
     """Before the next step, in which its owner's bits would heal it, or it the others'."""
-    given = SyncConfig(weights="replicas")
+    given = SyncConfig(weights="replicas", update="whole" if where == "state" else None)
     config = small_config(tmp_path, data, check_replicas_every=every, sync_options=given)
-    for result in pool.run(flip_one_bit, 3, config, seen):
+    for result in pool.run(flip_one_bit, 3, config, where):
         assert result.exit_code == 1
         assert "blocks.1.mlp.up.weight" in result.error
         assert re.search(verdict, result.error), result.error
+
+
+@pytest.mark.parametrize("where", ["unseen", "state"])
+def test_a_flipped_bit_heals(
+    pool: Any,
+    data: Path,
+    tmp_path: Path,
+    undisturbed: Undisturbed,
+    where: str,
+) -> None:
+    """From the majority; two ranks have none."""
+    given = SyncConfig(weights="replicas", update="whole" if where == "state" else None)
+    changes = {"check_replicas_every": 1, "on_drift": "heal", "sync_options": given}
+    results = pool.run(flip_one_bit, 3, small_config(tmp_path / "3", data, **changes), where)
+    assert [result.exit_code for result in results] == [0] * 3, results[0].error
+    expected = undisturbed("invariant", 1).weights_sha256
+    assert results[0].summary["weights_sha256"] == expected
+    results = pool.run(flip_one_bit, 2, small_config(tmp_path / "2", data, **changes), where)
+    assert "without a majority" in results[0].error
+
+
+def compute_wrongly(
+    rank: int, world_size: int, store_path: str, config: TrainConfig, bad_step: int, always: bool
+) -> RankResult:
+    """As `train_rank`, but rank 1 flips a bit of a gradient of each leaf that it computes in one
+    step: of its own leaves, or `always`."""
+    original = Trainer._train_step
+
+    def step_wrongly(self: Trainer, step: Step, *rest: Any) -> Any:
+        if (rank, step.number) != (1, bad_step):
+            return original(self, step, *rest)
+        left = iter(range(10**6 if always else len(step)))
+
+        def flip(gradient: torch.Tensor) -> torch.Tensor:
+            if next(left, None) is None:
+                return gradient
+            gradient = gradient.clone()
+            gradient.view(-1)[5:6].view(torch.int32).bitwise_xor_(1 << 20)
+            return gradient
+
+        hook = self.learner.model.get_parameter("blocks.1.mlp.up.weight").register_hook(flip)
+        try:
+            return original(self, step, *rest)
+        finally:
+            hook.remove()
+
+    with mock.patch.object(Trainer, "_train_step", step_wrongly):
+        return train_rank(rank, world_size, store_path, config)
+
+
+def step_audited_on(role: str, world_size: int) -> int:
+    """The first step after two whose audit has rank 1 in this role."""
+    choices = ((s, choose_leaf(TrainConfig().seed, s, 8, world_size)) for s in range(2, 100))
+    return next(step for step, chosen in choices if getattr(chosen, role) == 1)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "role", "always", "verdict"),
+    [
+        (3, "owner", False, "rank 1 computed wrong bits (4 of 5 computations agree)"),
+        (3, "owner", True, "rank 1 computed wrong bits (3 of 5"),
+        (3, "auditor", True, "rank 1 computed wrong bits (3 of 5"),
+        (2, "owner", False, "rank 1 computed wrong bits (3 of 4"),
+        (2, "owner", True, "ranks 0,1 have no majority"),
+    ],
+)
+def test_an_audit_names_a_rank_that_computes_wrongly(
+    pool: Any, data: Path, tmp_path: Path, world_size: int, role: str, always: bool, verdict: str
+) -> None:
+    """With two ranks, one that always does so and one that does not are a tie."""
+    step = step_audited_on(role, world_size)
+    config = small_config(tmp_path, data, audit_every=1, steps=step + 2)
+    for result in pool.run(compute_wrongly, world_size, config, step, always):
+        assert f"of step {step + 1} has two gradients, first in 'blocks.1.mlp.up" in result.error
+        assert verdict in result.error
+
+
+def test_a_step_with_a_wrong_leaf_is_done_again(
+    pool: Any, data: Path, tmp_path: Path, undisturbed: Undisturbed
+) -> None:
+    step = step_audited_on("owner", 2)
+    assert step < 6, "the undisturbed run has so many"
+    config = small_config(tmp_path, data, audit_every=1, on_drift="heal")
+    results = pool.run(compute_wrongly, 2, config, step, False)
+    assert results[0].exit_code == 0, results[0].error
+    assert "rank 1 computed wrong bits" in results[0].printed
+    expected = undisturbed("invariant", 1).weights_sha256
+    assert results[0].summary["weights_sha256"] == expected
+
+
+@pytest.mark.parametrize("sync", UNEQUAL)
+def test_no_audit_without_equal_models(pool: Any, data: Path, tmp_path: Path, sync: str) -> None:
+    results = pool.run(train_rank, 2, small_config(tmp_path, data, sync=sync, audit_every=1))
+    assert all("ConfigError: audit_every: ranks do not hold" in each.error for each in results)
 
 
 def test_a_bit_flipped_in_the_one_copy_of_the_weights_is_refused(
     pool: Any, data: Path, tmp_path: Path
 ) -> None:
     """All ranks of the host train the same memory; the others meet a rank that has ended."""
-    results = pool.run(flip_one_bit, 2, small_config(tmp_path, data), True)
+    results = pool.run(flip_one_bit, 2, small_config(tmp_path, data), "seen")
     assert [result.exit_code for result in results] == [1, 1]
     assert "all ranks of the host share one copy of them" in results[1].error
     assert "rank 1" in results[0].error

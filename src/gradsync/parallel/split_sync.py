@@ -259,14 +259,19 @@ class SplitSync(StateMethods):
         return result
 
     def check_replicas(
-        self, optimizer: Optimizers | None = None, *, step: int | None = None
+        self,
+        optimizer: Optimizers | None = None,
+        *,
+        step: int | None = None,
+        heal: bool = False,
     ) -> None:
         """The replicas of each part must hold the same bits, and both ends a tied embedding;
         RunError names the tensor and the ranks, see `StateMethods.check_replicas`."""
         layout, place = self._part.layout, self._part.place
         same = [replace(place, data=index) for index in range(layout.dp)]
         ranks = [layout.rank(at) for at in same]
-        check_replicas(self.model.named_parameters(), self._groups.data, step=step, ranks=ranks)
+        tensors, group = self.model.named_parameters(), self._groups.data
+        check_replicas(tensors, group, step=step, ranks=ranks, heal=heal)
         if self._part.tied_ends:
             ends = Subset(self.comm, self._part.tied_ends)
             weight = dict(self.model.named_parameters())[EMBEDDING]

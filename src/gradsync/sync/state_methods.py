@@ -10,7 +10,7 @@ from gradsync.errors import ConfigError
 from gradsync.sync.buffers import BufferSync
 from gradsync.sync.check_replicas import check_replicas, replica_tensors
 from gradsync.sync.reducer import Reducer
-from gradsync.sync.step import Optimizers, each_optimizer
+from gradsync.sync.step import Optimizers, StepParts, each_optimizer
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -25,6 +25,7 @@ class StateMethods:
     comm: Communicator
     reducer: Reducer
     _buffers: BufferSync
+    _parts: StepParts
 
     @property
     def whole_parameters(self) -> bool:
@@ -102,7 +103,11 @@ class StateMethods:
         self._buffers.refresh()
 
     def check_replicas(
-        self, optimizer: Optimizers | None = None, *, step: int | None = None
+        self,
+        optimizer: Optimizers | None = None,
+        *,
+        step: int | None = None,
+        heal: bool = False,
     ) -> None:
         """Check that all ranks hold the same bits: compares a hash per parameter and buffer.
 
@@ -114,9 +119,11 @@ class StateMethods:
         Args:
             optimizer: compare its state too; not under strategies that shard it.
             step: number of the step, for the message.
+            heal: copy the bits that more than half of the ranks hold to the others, with a warning.
 
         Raises:
-            RunError: on every rank: names the first tensor that differs, the step and the ranks.
+            RunError: on every rank: names the first tensor that differs, the step and the ranks;
+                with `heal` only where no majority agrees.
             ConfigError: under a strategy whose ranks differ on purpose.
         """
         if not (self.reducer.shards.whole_parameters and self.reducer.shards.equal_replicas):
@@ -125,4 +132,6 @@ class StateMethods:
                 "there is nothing to check"
             )
         optimizers = [] if optimizer is None else each_optimizer(optimizer)
-        check_replicas(replica_tensors(self.model, optimizers), self.comm, step=step)
+        tensors = replica_tensors(self.model, optimizers)
+        if check_replicas(tensors, self.comm, step=step, heal=heal) and self._parts.watch:
+            self._parts.watch.remember(*optimizers)

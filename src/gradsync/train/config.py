@@ -21,13 +21,14 @@ Schedule = Literal["cosine", "wsd", "constant"]
 LrScaling = Literal["none", "linear", "sqrt"]
 CompileOrder = Literal["none", "model", "ddp"]
 ScheduleName = Literal["1f1b", "gpipe"]
+OnDrift = Literal["stop", "heal"]
 
 AUTO = "auto"
 """Stands for the strategy and options that `gradsync tune` found for such a run."""
 
 
 _LEAST = {
-    0: ("num_workers", "sample_tokens", "check_replicas_every"),
+    0: ("num_workers", "sample_tokens", "check_replicas_every", "audit_every"),
     1: (
         *("steps", "tokens_per_update", "micro_batch_size", "log_every", "silence_s"),
         *("threads", "nproc_per_node", "seq_len", "loss_rows"),
@@ -252,6 +253,12 @@ class TrainConfig:
     check_replicas_every: int = 0
     """Optimizer steps between comparisons of all ranks' weights, bit for bit, each before a step's
     update could hide a difference; 0 for none."""
+    audit_every: int = 0
+    """Optimizer steps between audits: another rank recomputes one leaf and compares the gradient's
+    bits before it is averaged in, which finds wrong arithmetic; 0 for none."""
+    on_drift: OnDrift = "stop"
+    """After a check or an audit that failed: stop, or heal: copy the majority's weights, or do the
+    step again, and go on; without a majority the run stops."""
     timeout_s: float = 1800.0
     """Longest a collective may take, seconds."""
     rendezvous_timeout_s: float = 60.0
@@ -282,6 +289,7 @@ class TrainConfig:
         check_numbers(self)
         _require_one_of("dtype", self.dtype, Dtype)
         _require_one_of("compile", self.compile, CompileOrder)
+        _require_one_of("on_drift", self.on_drift, OnDrift)
         _require(
             set(check_names(self.backend).values()) <= {AUTO, *NEEDS},
             f"backend must be {AUTO}, {', '.join(NEEDS)}, or one for each device such as "
@@ -303,6 +311,11 @@ class TrainConfig:
         _require(
             self.compile != "ddp" or self.sync == "ddp",
             f"compile=ddp wraps torch DDP, but sync={self.sync}; use compile=model",
+        )
+        _require(
+            self.compile != "ddp" or not self.audit_every,
+            "audit_every compares gradients of the model as it is, and compile=ddp compiles it "
+            "with DDP around it: other bits; use compile=model",
         )
         _require(
             self.sync != AUTO or not self.sync_options.given(),

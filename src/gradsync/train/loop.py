@@ -13,11 +13,12 @@ import torch
 
 from gradsync.checkpoint.store import CheckpointStore
 from gradsync.comm.base import Communicator
-from gradsync.data.leaf import Step
-from gradsync.errors import DataError, DivergenceError
+from gradsync.data.leaf import Leaf, Step
+from gradsync.errors import DataError, DivergenceError, RunError
 from gradsync.runtime.signals import StopRequest
 from gradsync.sync.reducer import Stopwatch
 from gradsync.sync.step import StepResult
+from gradsync.train.audit import LeafAudit, require_equal_models
 from gradsync.train.config import TrainConfig
 from gradsync.train.data import Data
 from gradsync.train.learner import Learner, learning_rate, set_learning_rate
@@ -26,6 +27,9 @@ from gradsync.train.state import ADVICE, Fingerprint, save_run
 from gradsync.world import World
 
 T = TypeVar("T")
+
+_ATTEMPTS = 3
+"""Times that a step is done where audits find wrong bits."""
 
 _ADVICE_RESUMED = (
     "that is the first step after the checkpoint, whose weights may be finite and yet past saving: "
@@ -124,17 +128,20 @@ class Trainer:
                 a weight or the optimizer's state is not finite.
             DataError: a stream has no text any more.
         """
-        config, totals = self.config, Totals(done_steps)
+        config, learner, totals = self.config, self.learner, Totals(done_steps)
         optim = config.optim.scaled(config.tokens_per_update)
+        if config.audit_every:
+            require_equal_models(learner)
         if done_steps < config.steps:
-            self.learner.prime((config.micro_batch_size, config.sequence_length))
+            learner.prime((config.micro_batch_size, config.sequence_length))
         self.interval.reset()
         for step in self.interval.waiting(self.data.train):
             if totals.step >= config.steps:
                 break
             # Before the step: where ranks divide the update, it hides what differed.
             if _due(totals.step + 1, config.check_replicas_every):
-                self.learner.sync.check_replicas(step=totals.step)
+                heal = config.on_drift == "heal"
+                learner.sync.check_replicas(learner.optimizer, step=totals.step, heal=heal)
             lr = learning_rate(optim, totals.step, config.steps)
             result = self._train_step(step, lr, stop)
             totals.step += 1
@@ -166,7 +173,7 @@ class Trainer:
         """One global batch: this rank's leaves, then the update all ranks make alike."""
         learner, sync = self.learner, self.learner.sync
         set_learning_rate(learner.optimizer, lr)
-        learner.run_leaves(self.interval.waiting(step))
+        self._run_leaves(step)
         result = sync.step(
             learner.optimizer,
             clip_norm=self.config.optim.clip_norm,
@@ -175,6 +182,26 @@ class Trainer:
         )
         self.interval.add(result.exposed)
         return result
+
+    def _run_leaves(self, step: Step) -> None:
+        """This rank's leaves; RunError on all ranks when an audit finds one with wrong bits, and
+        when doing the step again, as `on_drift` may allow, does not help."""
+        learner = self.learner
+        leaves: Iterable[Leaf] = self.interval.waiting(step)
+        if not _due(step.number + 1, self.config.audit_every):
+            learner.run_leaves(leaves)
+            return
+        audit = LeafAudit(learner, self.config.seed, step.number, step.num_leaves)
+        for attempt in range(_ATTEMPTS):
+            learner.run_leaves(audit.overheard(leaves))
+            wrong = audit.compare()
+            if not wrong:
+                return
+            if self.config.on_drift == "stop" or attempt == _ATTEMPTS - 1:
+                raise RunError(wrong + (f", in each of {_ATTEMPTS} attempts" if attempt else ""))
+            self.progress.say(f"note: {wrong}; the step is done again")
+            learner.sync.discard()
+            leaves = audit.kept
 
     def _why_diverged(self, result: StepResult) -> str:
         """`the loss became nan`, or the norm; "" when both are finite. The same on all ranks; on

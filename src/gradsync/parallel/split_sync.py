@@ -23,6 +23,7 @@ from gradsync.sync.reducer import (
     Reducer,
     Replicas,
     Stopwatch,
+    StragglerWatch,
     clip_factor,
     norm_from_blocks,
     norms_of_blocks,
@@ -226,7 +227,9 @@ class SplitSync(StateMethods):
         self._loss = LossSum(self.reducer.parameters[0].device)
         # Rotary tables are constants: nothing to keep equal.
         self._buffers = BufferSync(model, groups.data, equal_replicas=False)
-        self._parts = StepParts(self.reducer, groups.everyone, self._buffers, 0)
+        self._parts = StepParts(
+            self.reducer, groups.everyone, self._buffers, 0, StragglerWatch(None)
+        )
 
     def leaf(self, *, last: bool, index: int) -> AbstractContextManager[None]:
         """Enclose one leaf's backward through this part; see `Reducer.leaf`."""

@@ -29,7 +29,7 @@ from gradsync.errors import ConfigError, RunError
 from gradsync.runtime.gloo_group import wait_until_workers_sleep
 from gradsync.sync.batch_norm import BatchNormHandling, choose_batch_norm
 from gradsync.sync.buffers import BufferSync
-from gradsync.sync.reducer import Reducer
+from gradsync.sync.reducer import Reducer, StragglerWatch
 from gradsync.sync.state_methods import StateMethods
 from gradsync.sync.step import (
     Optimizers,
@@ -85,17 +85,17 @@ class GradientSync(UserLoopMethods, StateMethods):
             raise RunError("the model has no trainable parameter: nothing to synchronise")
         self._loss = LossSum(reducer.parameters[0].device)
         self._check_mean = MeanCheck(said=comm.rank == 0)
-        self._last = False
+        self._last = self._failed = False
         self._index: int | None = None
         self._result: StepResult | None = None
         shards = reducer.shards
         handling = batch_norm or choose_batch_norm(model, comm, None)
         self._buffers = BufferSync(model, comm, handling, equal_replicas=shards.equal_replicas)
         watch = ReplicaWatch(model, comm, equal=shards.whole_parameters and shards.equal_replicas)
-        self._parts = StepParts(reducer, comm, self._buffers, number, watch)
+        self._stragglers = StragglerWatch(comm)
+        self._parts = StepParts(reducer, comm, self._buffers, number, self._stragglers, watch)
         self._user_loop = UserLoop(model, self._parts, watch)
         self._ddp_watch = refuse_ddp_around(model, reducer)
-        self._failed = False
         self._sums = _Sums(reducer.parameters)
 
     @property
@@ -128,12 +128,14 @@ class GradientSync(UserLoopMethods, StateMethods):
             index: `leaf.index` of the loader, see `backward`.
         """
         self._last, self._index = last, index
+        self._stragglers.leaf_begins()
         self._user_loop.in_micro_step = True
         try:
             with self.reducer.micro_step(last=last):
                 yield
         finally:
             self._last, self._index = False, None
+            self._stragglers.leaf_ends()
             self._user_loop.in_micro_step = False
 
     def backward(
@@ -163,9 +165,7 @@ class GradientSync(UserLoopMethods, StateMethods):
             ConfigError: a weight that is not a finite number >= 0; an unknown reduction; the last
                 backward raised, and `discard` was not called; the handle is closed.
         """
-        last, index = self._last, self._index
-        if leaf is not None:
-            last, index = leaf.is_last, leaf.index
+        last, index = (self._last, self._index) if leaf is None else (leaf.is_last, leaf.index)
         weight = leaf_weight(weight, leaf)
         self._refuse_if_failed()
         loss_sum = to_sum(loss, weight, reduction)

@@ -90,6 +90,80 @@ class Stopwatch:
         return event
 
 
+_WINDOW = 10
+"""Steps that are looked at together."""
+_LAG = 0.2
+"""Share of a step that the others must wait for a rank."""
+
+
+class StragglerWatch:
+    """Warns of a rank that the others wait for, step after step.
+
+    A backward takes as long on a slow rank as on the others, since all wait in it for the last one;
+    but who is late itself waits least. A rank is named when in nine of ten steps it has waited less
+    than all others, in the median by a fifth of a step. So a pause (a checkpoint by rank 0, an
+    evaluation) is no slowness, nor is noise that meets one rank after the other.
+
+    Args:
+        comm: the ranks; None where they do different things in a step, as a pipeline's stages do.
+    """
+
+    def __init__(self, comm: Communicator | None) -> None:
+        self._comm = comm if comm is not None and comm.world_size > 1 else None
+        self._steps: list[tuple[float, float, Stopwatch]] = []
+        self._ended, self._outside, self._data_s = 0.0, 0.0, 0.0
+        self._said = -1
+
+    def leaf_begins(self) -> None:
+        """Count the time since the last leaf, or step, as waiting for data."""
+        self._data_s += time.perf_counter() - self._outside if self._outside else 0.0
+
+    def leaf_ends(self) -> None:
+        """Count from here: a leaf, or the step, is over."""
+        self._outside = time.perf_counter()
+
+    def step_ends(self, exposed: Stopwatch) -> None:
+        """Take in a step in which this rank has waited for `exposed`. Every tenth time one
+        all-gather: whole group, float64 [30], on the CPU; overlaps nothing."""
+        now = time.perf_counter()
+        if self._comm is not None and self._ended:
+            self._steps.append((now - self._ended, self._data_s, exposed))
+        self._ended, self._data_s = now, 0.0
+        # One more, so that a GPU need not be waited for.
+        if self._comm is not None and len(self._steps) > _WINDOW:
+            rows = [(wall, data, wait.seconds()) for wall, data, wait in self._steps[:_WINDOW]]
+            mine = torch.tensor(rows, dtype=torch.float64)
+            everyone = torch.zeros(self._comm.world_size * mine.numel(), dtype=torch.float64)
+            self._comm.all_gather(everyone, mine.flatten()).wait()
+            self._steps.clear()
+            slow, said = find_straggler(everyone.view(-1, *mine.shape))
+            if said and slow != self._said and self._comm.rank == 0:
+                log.warning(said)
+            self._said = slow
+
+
+def find_straggler(ranks: Tensor) -> tuple[int, str]:
+    """The rank that all others wait for, and what to say of it; (-1, "") for none.
+
+    Args:
+        ranks: seconds of a step, those of waiting for data and for others, [W, steps, 3].
+    """
+    waits = ranks[:, :, 2]
+    least = waits.argmin(0)
+    slow = int(least.mode().values)
+    wall, data, wait = (float(part.median()) for part in ranks[slow].unbind(1))
+    others = torch.cat([waits[:slow], waits[slow + 1 :]]).min(0).values
+    lag = float((others - waits[slow]).median())
+    if int((least == slow).sum()) < 0.9 * len(least) or lag < _LAG * wall:
+        return -1, ""
+    parts = {"computing": wall - data - wait, "waiting for data": data, "for others": wait}
+    shares = ", ".join(f"{100 * part / wall:.0f} % {name}" for name, part in parts.items())
+    return slow, (
+        f"rank {slow} is slow: the others wait for it, {100 * lag / wall:.0f} % of each step "
+        f"({wall:.2g} s), of which it spends {shares}"
+    )
+
+
 class Replicas:
     """Every rank owns everything: whole gradients in `.grad`, weights and optimizer state.
 

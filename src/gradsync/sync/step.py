@@ -29,7 +29,7 @@ import torch
 from gradsync.comm.base import Communicator
 from gradsync.errors import ConfigError, GradsyncError
 from gradsync.sync.buffers import BufferSync
-from gradsync.sync.reducer import Reducer, Stopwatch
+from gradsync.sync.reducer import Reducer, Stopwatch, StragglerWatch
 from gradsync.sync.step_metadata import (
     NO_LOSS,
     LossSum,
@@ -67,6 +67,7 @@ class StepParts:
     buffers: BufferSync
     number: int
     """Number of the model, the same on all ranks; see `agree_on_metadata`."""
+    stragglers: StragglerWatch
     watch: ReplicaWatch | None = None
     """None where ranks hold parts of a model: then neither weights nor optimizers are compared."""
 
@@ -159,6 +160,7 @@ def take_step(parts: StepParts, call: StepCall) -> StepResult:
 
     # reduce: the sums are divided in here, once
     exposed = reducer.reduce(agreed.used, None if skip else weight)
+    parts.stragglers.step_ends(exposed)  # here, where no rank can have raised alone
     for index in unheld:  # they do not count in the norm
         reducer.parameters[index].grad = None
     norm = None
@@ -189,6 +191,7 @@ def take_step(parts: StepParts, call: StepCall) -> StepResult:
         finally:
             if parts.watch is not None and not agreed.discard:
                 parts.watch.remember(*optimizers)
+    parts.stragglers.leaf_ends()
     return StepResult(
         *(mean_loss, total_weight, norm, agreed.stop, exposed),
         discarded=agreed.discard,

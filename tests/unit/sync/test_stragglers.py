@@ -1,0 +1,72 @@
+"""A rank that the others wait for is named; even ranks, noise and pauses are passed over."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradsync.comm.process_group import ProcessGroupCommunicator
+from gradsync.sync.reducer import StragglerWatch, find_straggler
+from support.thread_ranks import run_thread_ranks
+
+
+def steps(compute: Tensor, data: Tensor) -> Tensor:
+    """Ten steps of ranks that take so long by themselves, and wait for the last one, [W, 10, 3]."""
+    own = compute + data
+    wall = own.max(0).values.expand_as(own) + 0.01
+    return torch.stack([wall, data, wall - own], dim=2)
+
+
+def noise(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).mul(0.1).exp()
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_slow_rank_is_named_within_ten_steps(world_size: int, slow: int) -> None:
+    for seed in range(50):
+        compute = noise(world_size, 10, seed=seed)
+        compute[slow] *= 1.8
+        rank, said = find_straggler(steps(compute, torch.zeros_like(compute)))
+        assert rank == slow
+        assert said.startswith(f"rank {slow} is slow: the others wait for it")
+
+
+def test_the_reason_is_in_the_shares() -> None:
+    compute, data = torch.full((3, 10), 0.1), torch.zeros(3, 10)
+    data[2] = 0.2
+    said = find_straggler(steps(compute, data))[1]
+    assert "32 % computing, 65 % waiting for data, 3 % for others" in said
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_even_ranks_are_not_reported(world_size: int) -> None:
+    for seed in range(100):
+        compute = noise(world_size, 10, seed=seed)
+        assert find_straggler(steps(compute, torch.zeros_like(compute))) == (-1, "")
+
+
+def test_pauses_of_one_rank_are_no_slowness() -> None:
+    """It saves in every fifth step."""
+    compute = noise(2, 10, seed=1) * 0.01 + 0.1
+    compute[0, ::5] += 3.0
+    assert find_straggler(steps(compute, torch.zeros_like(compute))) == (-1, "")
+
+
+class Waited:
+    """A stopwatch that has been read."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = lambda: seconds
+
+
+def test_it_is_said_once_by_one_rank(caplog: pytest.LogCaptureFixture) -> None:
+    def work(rank: int, group: object) -> None:
+        watch = StragglerWatch(ProcessGroupCommunicator(group))
+        for slow in [1] * 34 + [-1] * 11 + [0] * 11:  # more than one window each
+            watch.step_ends(Waited(0.0 if rank == slow or slow < 0 else 100.0))  # type: ignore
+
+    run_thread_ranks(work, 3)
+    said = [record.message for record in caplog.records if "is slow" in record.message]
+    assert [line[:6] for line in said] == ["rank 1", "rank 0"]

@@ -110,7 +110,7 @@ class StragglerWatch:
 
     def __init__(self, comm: Communicator | None) -> None:
         self._comm = comm if comm is not None and comm.world_size > 1 else None
-        self._steps: list[tuple[float, float, Stopwatch]] = []
+        self._steps: list[tuple[float, float, float, Stopwatch]] = []
         self._ended, self._outside, self._data_s = 0.0, 0.0, 0.0
         self._said = -1
 
@@ -122,16 +122,18 @@ class StragglerWatch:
         """Count from here: a leaf, or the step, is over."""
         self._outside = time.perf_counter()
 
-    def step_ends(self, exposed: Stopwatch) -> None:
-        """Take in a step in which this rank has waited for `exposed`. Every tenth time one
-        all-gather: whole group, float64 [30], on the CPU; overlaps nothing."""
+    def step_ends(self, exposed: Stopwatch, met_s: float) -> None:
+        """Take in a step in which this rank has waited for `exposed`, or for `met_s` seconds until
+        all had come (strategies differ in where they wait). Every tenth time one all-gather: whole
+        group, float64 [30], on the CPU; overlaps nothing."""
         now = time.perf_counter()
         if self._comm is not None and self._ended:
-            self._steps.append((now - self._ended, self._data_s, exposed))
+            self._steps.append((now - self._ended, self._data_s, met_s, exposed))
         self._ended, self._data_s = now, 0.0
         # One more, so that a GPU need not be waited for.
         if self._comm is not None and len(self._steps) > _WINDOW:
-            rows = [(wall, data, wait.seconds()) for wall, data, wait in self._steps[:_WINDOW]]
+            steps = self._steps[:_WINDOW]
+            rows = [(wall, data, max(met, watch.seconds())) for wall, data, met, watch in steps]
             mine = torch.tensor(rows, dtype=torch.float64)
             everyone = torch.zeros(self._comm.world_size * mine.numel(), dtype=torch.float64)
             self._comm.all_gather(everyone, mine.flatten()).wait()

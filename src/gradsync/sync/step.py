@@ -19,6 +19,7 @@ is the number of ranks, as in torch's DDP, and the step ends with the reduction.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -142,6 +143,7 @@ def take_step(parts: StepParts, call: StepCall) -> StepResult:
     used = [here and index not in unheld for index, here in enumerate(reducer.launch())]
 
     # agree
+    began = time.perf_counter()
     agreed = agree_on_metadata(
         *(parts.comm, used, counts, NO_LOSS if loss is None else loss.message()),
         stop=call.stop,
@@ -152,6 +154,7 @@ def take_step(parts: StepParts, call: StepCall) -> StepResult:
         late=call.late,
         sample=0 if parts.watch is None else parts.watch.sample,
     )
+    met_s = time.perf_counter() - began
     total_weight = _weight_over_ranks(parts, call, agreed)
     # Where every rank steps alone, `.grad` holds this rank's sum, of its own weight.
     alone = loss is not None and not shards.equal_replicas
@@ -160,7 +163,7 @@ def take_step(parts: StepParts, call: StepCall) -> StepResult:
 
     # reduce: the sums are divided in here, once
     exposed = reducer.reduce(agreed.used, None if skip else weight)
-    parts.stragglers.step_ends(exposed)  # here, where no rank can have raised alone
+    parts.stragglers.step_ends(exposed, met_s)  # here, where no rank can have raised alone
     for index in unheld:  # they do not count in the norm
         reducer.parameters[index].grad = None
     norm = None

@@ -65,7 +65,7 @@ def test_it_is_said_once_by_one_rank(caplog: pytest.LogCaptureFixture) -> None:
     def work(rank: int, group: object) -> None:
         watch = StragglerWatch(ProcessGroupCommunicator(group))
         for slow in [1] * 34 + [-1] * 11 + [0] * 11:  # more than one window each
-            watch.step_ends(Waited(0.0 if rank == slow or slow < 0 else 100.0))  # type: ignore
+            watch.step_ends(Waited(0.0 if rank == slow or slow < 0 else 100.0), 0.0)  # type: ignore
 
     run_thread_ranks(work, 3)
     said = [record.message for record in caplog.records if "is slow" in record.message]

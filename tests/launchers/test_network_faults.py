@@ -42,7 +42,7 @@ def test_faults_on_the_cable(tmp_path: Path) -> None:
             counts["dropped"] = cable.hit()
             counts["held back"] = cable.held_back()
             cable.heal()
-            cable.cut()
+            cable.cut_one_way()
             time.sleep(1.0)  # the length of the fault
             cable.heal()
 
@@ -51,8 +51,8 @@ def test_faults_on_the_cable(tmp_path: Path) -> None:
         cut = Move(has_logged(tmp_path / "cut", 1), cable.cut)
         moves = [
             Move(has_ended(tmp_path, "blocked"), cable.heal),
-            Move(has_logged(tmp_path / "disturbed", 1), lambda: cable.slow(20)),
-            Move(has_logged(tmp_path / "disturbed", 3), lambda: cable.lose(3)),
+            Move(has_logged(tmp_path / "disturbed", 1), lambda: cable.slow(10)),
+            Move(has_logged(tmp_path / "disturbed", 3), lambda: cable.lose(5)),
             Move(has_logged(tmp_path / "disturbed", 6), interrupt),
             reset,
             Move(has_ended(tmp_path, "reset"), cable.heal),

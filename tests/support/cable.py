@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from collections.abc import Sequence
 
 from support.namespaces import Host, program
 
@@ -43,6 +44,10 @@ class Cable:
         """Pull the plug at the second host."""
         self._link("down")
 
+    def cut_one_way(self) -> None:
+        """What the second host sends never arrives; what the first one sends does."""
+        self._rule("meta l4proto tcp counter drop", at=self._hosts[1:])
+
     def heal(self) -> None:
         """As new."""
         self._link("up")
@@ -66,8 +71,8 @@ class Cable:
         host = self._hosts[1]
         _in(host, "ip", "link", "set", host.interface, state)
 
-    def _rule(self, *rules: str) -> None:
-        for host in self._hosts:
+    def _rule(self, *rules: str, at: Sequence[Host] | None = None) -> None:
+        for host in self._hosts if at is None else at:
             _in(host, "nft", "flush ruleset")
             _in(host, "nft", "add table inet fault")
             chain = "add chain inet fault out { type filter hook output priority 0 ; }"

@@ -84,8 +84,10 @@ class Peers:
             said.append(
                 f"rank(s) {who}{where} vanished without a word (killed, out of memory, {why})"
             )
+        # Two hosts may have one name: then a process of that number is here by chance.
+        more = ", or the network to it is broken" if self.hosts else ""
         said += [
-            f"rank {rank} (process {self.pids[rank]}) gives no sign of life ({state})"
+            f"rank {rank} (process {self.pids[rank]}) gives no sign of life ({state}{more})"
             for rank, state in states.items()
             if state != "ended"
         ]

@@ -60,8 +60,7 @@ from gradsync.verify.settings import Promise
 UNIT_ROUNDOFF = {"fp64": 2.0**-53, "fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}
 """Half the distance between 1 and the next number."""
 SMALLEST_NORMAL = {"fp64": 2.0**-1022, "fp32": 2.0**-126, "fp16": 2.0**-14, "bf16": 2.0**-126}
-_INTEGER = {8: torch.int64, 4: torch.int32, 2: torch.int16}
-"""By bytes of an element."""
+_INTEGER = {8: torch.int64, 4: torch.int32, 2: torch.int16}  # by bytes of an element
 # Roundings, counted in [Note: Bounds].
 _DIVISION, _CLIPPING = 4, 4
 _ADAM_MEAN, _ADAM_SQUARE, _ADAM_WEIGHT = 4, 5, 15
@@ -73,15 +72,11 @@ class Difference:
     """The largest difference in everything that was included."""
 
     max_abs: float = 0.0
-    max_rel: float = 0.0
-    """Over the largest magnitude in the reference's tensor."""
-    max_ulp: int = 0
-    """Number of representable values between two elements."""
-    bitwise: bool = True
-    """No difference at all, signs of zeros included."""
+    max_rel: float = 0.0  # over the largest magnitude in the reference's tensor
+    max_ulp: int = 0  # number of representable values between two elements
+    bitwise: bool = True  # no difference at all, signs of zeros included
     first_step: int | None = None
-    first_name: str = ""
-    """The tensor that differs there, first in the model's order."""
+    first_name: str = ""  # the tensor that differs there, first in the model's order
 
     def include(
         self, step: int, got: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None]
@@ -159,25 +154,17 @@ class Exact:
     """The mean gradient as it should be: sums over leaves, in fp64."""
 
     total: Tensors
-    magnitude: Tensors
-    """Sums of the gradients' absolute values."""
-    terms: dict[str, int]
-    """Number of leaves that have a gradient."""
-    dtype: dict[str, str]
-    """The dtype in which the run adds them."""
-    weight: float
-    """Targets."""
-    loss: float
-    """The mean."""
-    loss_bound: float
-    """Largest error of it."""
+    magnitude: Tensors  # sums of the gradients' absolute values
+    terms: dict[str, int]  # number of leaves that have a gradient
+    dtype: dict[str, str]  # the dtype in which the run adds them
+    weight: float  # targets
+    loss: float  # the mean
+    loss_bound: float  # largest error of it
 
     def means(self) -> Tensors:
-        """The exact mean gradients."""
         return {name: total / self.weight for name, total in self.total.items()}
 
     def norm(self) -> float:
-        """L2 norm of the exact mean gradient."""
         return _norm(self.total) / self.weight
 
 
@@ -245,9 +232,8 @@ def part_of_bound(got: Tensor, expected: Tensor, bound: Tensor) -> float:
 def norm_bound(exact: Exact, bounds: Mapping[str, Tensor]) -> float:
     """Largest error of the L2 norm before clipping, squares being summed in any order.
 
-    Squares do not cancel, so it is gamma_n on the sum, halved by the root; the root, the product
-    and one level of nesting are well inside of the other half. Beyond 1 / u elements the formula
-    says nothing: infinity.
+    Squares do not cancel: gamma_n on the sum, halved by the root; the root, the product and one
+    level of nesting are inside the other half. Beyond 1 / u elements the formula says nothing.
     """
     count = sum(t.numel() for t in exact.total.values()) + 4
     dtype = next(iter(exact.dtype.values()), "fp32")
@@ -266,14 +252,8 @@ def update_bounds(
     before: Tensors,
     after: Tensors,
 ) -> dict[str, Tensor]:
-    """Largest difference of weight ("") and each state tensor (its slot), elementwise, fp64.
-
-    Args:
-        name: of the parameter.
-        group: the optimizer's settings.
-        weight, gradient: as the optimizer found them.
-        before, after: optimizer state as `slot/parameter`.
-    """
+    """Largest difference of weight ("") and each state tensor (its slot) of parameter `name`,
+    elementwise, fp64. `group` are the optimizer's settings, `before` and `after` its state."""
     dtype = DTYPE_NAMES[weight.dtype]
     w, g = weight.double().abs(), gradient.double().abs()
     tiny = SMALLEST_NORMAL[dtype]

@@ -1,33 +1,8 @@
 """`gradsync bench collectives`: what collectives cost here, beside the memory's own bandwidth.
 
-Sizes are nccl-tests': bytes of the whole tensor, that is of the input of all_reduce, broadcast and
-reduce_scatter, and of the output of all_gather. So are `algbw` = size / time, and `busbw`, which is
-that times the part of the tensor that must pass each rank's link, so that a ring at its best shows
-the link's speed (PERFORMANCE.md of nccl-tests):
-
-    all_reduce 2 (n - 1) / n     reduce_scatter, all_gather (n - 1) / n     broadcast 1
-
-For ranks that share a host's memory there is a yardstick: the least bytes that an operation must
-move, at the rate at which a plain copy of S bytes moves its 2 S. That rate is measured beside the
-operations, with all ranks busy at once: each one copies between two buffers of its own.
-
-[Note: Least bytes] What the busiest of W ranks must at least read and write, for a tensor of S
-bytes, when every rank's buffer can be reached by all and nothing is copied on the way:
-
-    all_reduce       its share S/W of W buffers is read, and written into W buffers      2 S
-    reduce_scatter   its share of W buffers is read, and written once              S + S/W
-    all_gather       W parts of S/W are read and written                                 2 S
-    broadcast        S is read and written                                               2 S
-
-[Note: Beyond the limit] It is a yardstick rather than a bound, and an operation may pass it:
-
-- A processor that writes to memory first reads the line that it writes to, unless it is in a cache
-  already. A copy's destination is not: of S bytes it moves 3 S, and counts as 2 S. An operation in
-  place has just read what it writes, and moves no more than it counts. So a pass in place reaches
-  up to 150 % of the rate of a copy: all_reduce can.
-- Caches: W ranks that copy hold 2 W S bytes, W ranks that all-reduce W S. Where the one is too much
-  and the other fits, the copy goes to memory and the operation does not.
-"""
+Sizes, `algbw` and `busbw` are nccl-tests'. For ranks that share a host's memory there is a
+yardstick: the least bytes that an operation must move, at the rate of a plain copy that all ranks
+make at once beside it. Both are explained in docs/guide/verifying.md."""
 
 from __future__ import annotations
 
@@ -299,12 +274,12 @@ class AlgorithmRow:
     None elsewhere, and for the copy."""
     of_limit: Spread | None
     """The operation's rate relative to a plain copy's, by rounds; what works in place may pass 1
-    (see [Note: Beyond the limit])."""
+    (see the guide)."""
 
 
 def limit_s(operation: str, world_size: int, copy_s: float) -> float:
     """The time of an operation at the rate of a copy of as many bytes, which takes `copy_s` with
-    all ranks copying at once; see [Note: Least bytes]."""
+    all ranks copying at once."""
     return copy_s * (1 + 1 / world_size if operation == "reduce_scatter" else 2) / 2
 
 

@@ -3,15 +3,9 @@
 At each size every algorithm's result is checked once; then come rounds in which each algorithm,
 and the copy, has a turn of several repetitions. The next round begins with the next algorithm.
 
-[Note: A common begin] Ranks leave a barrier one after the other, up to a fraction of a millisecond
-apart: longer than many operations take. Whoever is early would measure waiting, and an operation
-that some ranks may begin alone (a broadcast) would seem to take no time at all. Ranks of one host
-have one clock: they agree on a moment a little ahead, wait for it in a loop, and measure from that
-moment. A repetition for which a rank came late (the system gave its core to another one) did not
-begin together and is dropped; unless there are more ranks than cores, which cannot be in time.
-Ranks of several hosts measure from the end of a barrier. On a GPU that barrier is a collective on
-the same stream, and the time is between two events on it, read when the device is done.
-"""
+[Note: A common begin] Whoever leaves a barrier early would measure waiting. Ranks of one host have
+one clock: they agree on a moment a little ahead, and wait for it in a loop. A repetition for which
+a rank came late is dropped, unless there are more ranks than cores, which cannot be in time."""
 
 from __future__ import annotations
 

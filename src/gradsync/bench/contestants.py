@@ -8,12 +8,9 @@
 
 A name may carry options: `bucketed:bucket_mb=1,collective=gloo`.
 
-[Note: Two allocator settings]
-`gradsync train` keeps freed memory in the process (glibc), which alone makes steps on a CPU much
-faster. Others do not: "as their users run them" is without. So `none` takes part in both settings,
-and each contestant is compared with the `none` of its own setting. The setting holds for a whole
-process and cannot be taken back, hence one set of processes for each.
-"""
+[Note: Two allocator settings] `gradsync train` keeps freed memory in the process (glibc), others do
+not. That alone makes steps on a CPU much faster, and cannot be taken back: hence a set of processes
+for each setting, and each contestant is compared with the `none` of its own."""
 
 from __future__ import annotations
 

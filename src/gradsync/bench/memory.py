@@ -2,13 +2,7 @@
 
 Two usual shapes, in which different parts are large: in `wide` weights, gradients and optimizer
 state, in `long` what a leaf keeps. Each case has ranks of its own: what another one has left in the
-heap would count.
-
-[Note: A rank's share] RSS counts a page in every rank that has touched it. Of shared memory the
-kernel also tells the proportional size (Pss_Shmem in smaps_rollup), of which all ranks' add up to
-what the host holds. It does not shrink while a run lasts; so a rank's peak is its largest resident
-size, less what is shared at the end, plus its proportion of that.
-"""
+heap would count."""
 
 from __future__ import annotations
 
@@ -263,7 +257,8 @@ def _trained(run: MemoryRun, world: World) -> Learner:
 
 
 def _peak_of_process() -> int:
-    """See [Note: A rank's share]; what /proc does not tell counts as 0."""
+    """The largest resident size, of what is shared a proportion (it does not shrink while a run
+    lasts); what /proc does not tell counts as 0."""
     sizes: dict[str, int] = {}
     for path in (Path("/proc/self/status"), Path("/proc/self/smaps_rollup")):
         for line in path.read_text().splitlines() if path.exists() else ():

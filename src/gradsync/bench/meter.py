@@ -1,12 +1,9 @@
 """When a step began and ended, what a rank sent in it, and how long that takes if nothing hides it.
 
-On a CPU that is the clock. On an accelerator it is events in the stream: the clock there would say
-when work was handed over, not when it was done; events are read once the device is done.
-
-Contestants of torch's own are seen from outside: the process groups count operations, the kernel
-counts bytes. Of ours there is more to know: what goes through shared memory passes no group, and a
-batch of messages is one operation. So the methods of a communicator are watched, on that object.
-"""
+On a CPU that is the clock, on an accelerator events in the stream. Torch's own contestants are seen
+from outside: process groups count operations, the kernel counts bytes. Of ours the communicator's
+methods are watched: what goes through shared memory passes no group, and a batch of messages is one
+operation."""
 
 from __future__ import annotations
 

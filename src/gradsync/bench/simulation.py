@@ -4,20 +4,8 @@
     2 ranks      none   invariant   bucketed     none: 2 ranks that compute, and share the host
     4 ranks      none   invariant   bucketed
 
-All are alive at once and take turns, so that what disturbs a round disturbs all in it. The lines
-through the collectives' times are measured before, on as many ranks.
-
-A prediction knows: what ranks do that send nothing (`none`, as many ranks, the same round), the
-lines through the collectives' times, and the model's shape. It never sees the step it predicts.
-
-    leaf      none's forward and backward: mean over ranks and steps of the round
-    update    none's clipping and optimizer
-    handling  the strategy on one rank, less none there: hooks, and copies into buckets
-    jitter    each of none's steps over that mean: a step's ranks draw one each, the slowest counts
-
-[Note: More ranks than cores] Whoever waits leaves its core to those that are behind, so that no
-rank's delay adds to the step: there all ranks are as slow as their mean.
-"""
+All are alive at once and take turns; the lines through the collectives' times are measured before.
+What a prediction is made of, which never sees the step that it predicts: docs/guide/verifying.md."""
 
 from __future__ import annotations
 
@@ -301,7 +289,7 @@ def rounds_of(
     *,
     cores: int,
 ) -> tuple[list[Round], tuple[float, ...]]:
-    """Times of `none`, and the jitter of all its rounds; see [Note: More ranks than cores]."""
+    """Times of `none`, and the jitter of all its rounds: none where ranks wait for a core anyway."""
     ranks = _ranks(results, simulation.none(world_size))
     rounds, jitter = [], []
     for number in range(simulation.plan.settings.rounds):

@@ -1,13 +1,7 @@
 """One rank's part in timing steps: its set, its session, checks, turns.
 
 Started by one launcher of ours, ranks of several sets share that launcher's store: by it they pass
-on the baton and their results. Started by torchrun, mpirun or srun, all ranks are one set.
-
-[Note: Checks] Before anything is timed: does a contestant train, and what does it send? Each one
-takes the same few steps from the same weights on the same leaves as a reference that is as simple
-as can be: backward, one all-reduce per gradient, one division, clip, step. Losses must agree, and
-ranks must hold equal weights afterwards. One that does not synchronise is fast, and would win.
-"""
+on the baton and their results. Started by torchrun, mpirun or srun, all ranks are one set."""
 
 from __future__ import annotations
 

@@ -1,11 +1,5 @@
-"""`gradsync bench sync`: a training step of every strategy, beside its peers and the ideal.
-
-[Note: Exposed communication]
-What nothing hid is what a step takes beyond the step of `none` in the same round, with the same
-allocator setting: waiting for messages, copying for them, and computing more slowly because they
-are under way; and waiting, step by step, for the rank that is the slowest in it, which those that
-never meet do not do. So it means the same for each contestant, whatever it can tell about itself.
-"""
+"""`gradsync bench sync`: a training step of every strategy, beside its peers and the ideal. What the
+figures mean: docs/guide/verifying.md."""
 
 from __future__ import annotations
 
@@ -195,7 +189,7 @@ class ContestantRow:
     total_ms: Spread  # a step, on the slowest rank (see `turns`); over rounds
     compute_ms: float  # forward and backward of it, until the last gradient
     comm_ms: float | None  # in collectives, if nothing hides them; None: cannot be seen
-    exposed_ms: float  # see [Note: Exposed communication]
+    exposed_ms: float  # what the step takes beyond `none`'s of the same round
     ratio: Spread  # the step over `none`'s, over rounds
     num_comm_ops: float  # operations of a rank in a step; a batch of messages is one
     comm_bytes: float  # given to sockets by a rank in a step; none through shared memory

@@ -5,25 +5,8 @@
     first bucket  likewise
     compilation   on request
 
-Every rank has every rank's samples, and so comes to the same decisions by itself. No torch here
-before ranks measure.
-
-[Note: What counts as faster]
-Steps are compared within rounds: a candidate's time over that of one copy of the default in the
-same round, the two copies in turn. (Their mean would not do: noise that only ever slows down makes
-a mean of two larger than the typical one, and the default slower than itself.) A candidate is
-faster if
-
-1. the bootstrap's 95 % interval of the median of these ratios lies below 1. A stage has several
-   candidates, and the luckiest of k is lucky more often: each gets the level 1 - 0.05/k, so that
-   the 95 % hold for the stage;
-2. it gains more than the default's two copies differ from each other. They are the same program,
-   and differ all the same: where their memory lies stays from round to round.
-
-The percentile interval of n values that all lie on one side of 1 excludes 1 whatever the level; by
-chance that happens once in 2**(n-1) times, on either side. So fewer rounds than `fewest_rounds` are
-refused.
-"""
+Every rank has every rank's samples, and so comes to the same decisions by itself. What counts as
+faster: docs/guide/verifying.md. No torch here before ranks measure."""
 
 from __future__ import annotations
 
@@ -199,7 +182,7 @@ class Judged:
     ratio: float  # median over rounds
     low: float  # the interval's ends
     high: float
-    faster: bool  # see [Note: What counts as faster]
+    faster: bool  # beyond chance, and beyond what copies of the default differ by
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -240,7 +223,7 @@ def decide(
 
 
 def fewest_rounds(candidates: int) -> int:
-    """How many rounds it takes; see [Note: What counts as faster]."""
+    """Rounds that it takes for chance alone not to look like a winner."""
     return 1 + math.ceil(math.log2(candidates / _DOUBT))
 
 

@@ -1,16 +1,6 @@
 """Judges a recorded run against the one-rank reference, step by step, up to the first difference.
 
-See [Note: Bounds] in compare.py for what is compared with what. Where ranks step alone
-(`local_sgd`, `diloco`), each is judged against its own leaves, then the weights after each meeting
-against those of all ranks before it:
-
-    local_sgd   the mean of the ranks' weights
-    diloco      SGD with Nesterov momentum from where the round began, with the mean distance walked
-
-Bounds: the mean of W numbers takes at most W + 1 roundings on the mean of their magnitudes, the
-outer step eight more on everything that enters it. The momentum is the run's own, one round at a
-time, and is checked as well.
-"""
+What is compared with what, and how far apart it may be: docs/guide/verifying.md, "The bounds"."""
 
 from __future__ import annotations
 

@@ -1,13 +1,11 @@
 """The whole matrix: ranks are started once per world size and run all of its cells.
 
     FOLDER/work.json                 settings and cells of the next start
-    FOLDER/done-N.jsonl              a line per cell that rank 0 finished, in order
+    FOLDER/done-N.jsonl              a line per cell that rank 0 finished, in the N-th start
     FOLDER/error-N-rank_00001.json   the error that a rank raised
     FOLDER/checkpoints/              one per cell that is continued by another one
 
-N counts the starts. A rank that raises ends all ranks; it costs its cell, not the others: the ranks
-are started again after that cell.
-"""
+A rank that raises ends all ranks, and costs its cell: they are started again after that."""
 
 from __future__ import annotations
 

@@ -119,10 +119,7 @@ class Blocking:
             return done
 
         # DDP compares the annotations themselves; here they are strings.
-        hook.__annotations__ |= {
-            "bucket": dist.GradBucket,
-            "return": torch.futures.Future[Tensor],
-        }
+        hook.__annotations__ |= {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
         ddp.register_comm_hook(None, hook)
 
 

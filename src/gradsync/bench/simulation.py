@@ -283,11 +283,7 @@ def predictions_of(
 
 
 def rounds_of(
-    simulation: SimulationPlan,
-    results: Sequence[Mapping[str, Any]],
-    world_size: int,
-    *,
-    cores: int,
+    simulation: SimulationPlan, results: Sequence[Mapping[str, Any]], world_size: int, *, cores: int
 ) -> tuple[list[Round], tuple[float, ...]]:
     """Times of `none`, and the jitter of all its rounds: none where ranks wait for a core anyway."""
     ranks = _ranks(results, simulation.none(world_size))

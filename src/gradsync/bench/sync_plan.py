@@ -200,11 +200,7 @@ def sync_plan(
         settings=settings,
         sets=tuple(WorkerSet(world_size=world_size, keep_memory=keep) for keep in keeps),
         entries=tuple(
-            Entry(
-                contestant=each,
-                worker_set=keeps.index(each.keep_memory),
-                batch_size=batch_size,
-            )
+            Entry(contestant=each, worker_set=keeps.index(each.keep_memory), batch_size=batch_size)
             for each in contestants
         ),
     )
@@ -254,11 +250,7 @@ def needed_bytes(config: GPTConfig, load: Load) -> int:
     """Memory of all ranks of the host together, each counted as one of `ddp`."""
     ranks = max(load.busy_ranks, 2)  # one rank alone needs no buckets: that others do, counts
     work = Workload(
-        model=config,
-        micro_batch_size=1,
-        seq_len=load.leaf_tokens,
-        num_leaves=ranks,
-        kind=load.kind,
+        model=config, micro_batch_size=1, seq_len=load.leaf_tokens, num_leaves=ranks, kind=load.kind
     )
     need = memory_need(work, Split(strategy="ddp", layout=ParallelLayout(dp=ranks)))
     models = load.busy_ranks if load.contestants == 1 else load.ranks * load.contestants

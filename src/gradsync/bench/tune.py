@@ -386,10 +386,7 @@ def decision_of(stage: TuneStage, found: Mapping[str, Any]) -> StageOutcome:
     name, *others = (choice.text for choice in stage.candidates)
     seconds = {label: turns([rank["step_s"] for rank in ranks]) for label, ranks in found.items()}
     return decide(
-        seconds[name],
-        seconds[again(name)],
-        {label: seconds[label] for label in others},
-        name=name,
+        seconds[name], seconds[again(name)], {label: seconds[label] for label in others}, name=name
     )
 
 

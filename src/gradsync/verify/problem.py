@@ -126,10 +126,7 @@ def _mlp(settings: VerifySettings) -> Problem:
     inputs = torch.randn(settings.dataset_size, 12)
     targets = _drop_targets((inputs @ torch.randn(12, _CLASSES)).argmax(1))
     return Problem(
-        model=MLP(),
-        dataset=TensorDataset(inputs, targets),
-        loss_sum=class_loss_sum,
-        uses_all=False,
+        model=MLP(), dataset=TensorDataset(inputs, targets), loss_sum=class_loss_sum, uses_all=False
     )
 
 

@@ -1,1 +1,1 @@
-"""Measurements: what synchronisation costs, beside its limits and its peers, in interleaved rounds."""
+"""Measurements: what synchronisation costs beside its limits and its peers, in rounds."""

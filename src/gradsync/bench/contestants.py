@@ -35,7 +35,7 @@ OTHERS: dict[str, dict[str, Kind]] = {
     "accelerate": {},
     "fabric": {},
 }
-"""Contestants that are not ours, with the options they take."""
+"""Not ours, with the options they take."""
 _PACKAGES = {"accelerate": "accelerate", "fabric": "lightning_fabric"}  # extra `bench`
 _SEVERAL = {
     "default": ("naive", "flat", "overlap", "bucketed", "invariant", *OTHERS),
@@ -62,7 +62,6 @@ class Contestant:
 
     @property
     def is_ours(self) -> bool:
-        """Whether it is a strategy of the registry."""
         return self.name in STRATEGIES
 
     @property
@@ -77,16 +76,8 @@ class Contestant:
 
 
 def parse_contestants(text: str) -> list[Contestant]:
-    """The contestants of `--strategies`; `none` is not in it, see `with_ideals`.
-
-    Args:
-        text: names with commas between them, each with options after a colon; `default` and `all`
-            stand for several, of which those whose package is missing are left out.
-
-    Raises:
-        ConfigError: unknown name or option (the nearest one is named), a package that is missing,
-            the same contestant twice, none at all.
-    """
+    """The contestants of `--strategies`, checked; `none` is not in it, see `with_ideals`. Of those
+    that `default` and `all` stand for, the ones whose package is missing are left out."""
     chosen: list[Contestant] = []
     for word in _words(text):
         if word in _SEVERAL:

@@ -58,12 +58,10 @@ class BenchSite:
 
     @property
     def device(self) -> torch.device:
-        """The rank's device."""
         return torch.device(self.world.device)
 
     @property
     def on_cuda(self) -> bool:
-        """Whether an accelerator computes."""
         return self.device.type == "cuda"
 
     @property
@@ -81,9 +79,8 @@ class BenchSite:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The mixed precision of a forward."""
-        if self.settings.dtype == "fp32":
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=torch.bfloat16)
+        enabled = self.settings.dtype == "bf16"
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=enabled)
 
     def leaves(self, batch_size: int) -> Leaves:
         """Random tokens of this rank, the same in every step; others on each rank and leaf."""
@@ -125,17 +122,13 @@ class Blocking:
 
 class Entrant:
     """A contestant at work on this rank: the loop of plain torch, of which each one replaces what
-    its own documentation writes otherwise.
-
-    Args:
-        contestant: which one, with its options.
-        site: where.
-        clock: told when the last gradient of a step is there.
-        blocking: None, or what takes the time of communication; then nothing may be hidden.
+    its own documentation writes otherwise. `clock` is told when the last gradient of a step is
+    there; with `blocking`, which takes the time of communication, nothing may be hidden.
     """
 
     knows_communication = True  # whether `blocking` can see all of it
     period = 1  # steps after which what a step sends repeats itself
+    own_precision = False  # whether the wrapped model enters its mixed precision by itself
 
     def __init__(
         self, contestant: Contestant, site: BenchSite, clock: StepClock, blocking: Blocking | None
@@ -173,7 +166,7 @@ class Entrant:
 
     def loss(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
         """A leaf's mean loss, []."""
-        with self.site.autocast():
+        with nullcontext() if self.own_precision else self.site.autocast():
             return mean_loss(self.called(tokens_BT), targets_BT)
 
     def differentiate(self, loss: Tensor, leaves: int) -> None:
@@ -187,7 +180,6 @@ class Entrant:
         self.optimizer.zero_grad()
 
     def clip(self) -> None:
-        """To `CLIP_NORM`."""
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_NORM)
 
     def communicators(self) -> list[Communicator]:
@@ -249,6 +241,8 @@ class Accelerated(Entrant):
     whole, so calling it after the last leaf will do.
     """
 
+    own_precision = True
+
     def set_up(self) -> None:
         from accelerate import Accelerator, DistributedDataParallelKwargs
 
@@ -271,30 +265,28 @@ class Accelerated(Entrant):
     def accumulating(self, *, last: bool) -> AbstractContextManager[Any]:
         return self.accelerator.accumulate(self.called)
 
-    def loss(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        return mean_loss(self.called(tokens_BT), targets_BT)
-
     def differentiate(self, loss: Tensor, leaves: int) -> None:
         self.accelerator.backward(loss)
 
     def clip(self) -> None:
         self.accelerator.clip_grad_norm_(self.called.parameters(), CLIP_NORM)
 
-    def close(self) -> None:
-        """Accelerate keeps what it prepared for the life of the process."""
+    def close(self) -> None:  # it keeps what it prepared for the life of the process
         self.accelerator.free_memory()
 
 
 class Fabricated(Entrant):
     """Lightning Fabric, as its users write a loop: `Fabric.setup`, `backward`, `clip_gradients`; it
-    finds the process group that is there, and mixed precision is its own."""
+    finds the process group that is there."""
+
+    own_precision = True
 
     def set_up(self) -> None:
         from lightning_fabric import Fabric
         from lightning_fabric.plugins.environments import TorchElasticEnvironment
         from lightning_fabric.strategies import DDPStrategy
 
-        # On import it lets itself be heard; what it has to say is no part of a table.
+        # What it has to say on import is no part of a table.
         logging.getLogger("lightning_fabric").setLevel(logging.ERROR)
         site, strategy = self.site, "auto"
         if site.world.is_distributed:  # over the ranks that are there, whoever started them
@@ -317,9 +309,6 @@ class Fabricated(Entrant):
 
     def accumulating(self, *, last: bool) -> AbstractContextManager[Any]:
         return self.fabric.no_backward_sync(self.called, enabled=not last)
-
-    def loss(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        return mean_loss(self.called(tokens_BT), targets_BT)
 
     def differentiate(self, loss: Tensor, leaves: int) -> None:
         self.fabric.backward(loss / leaves)
@@ -381,11 +370,10 @@ class Synchronised(Entrant):
             self.site.comm.barrier()
         before = 0.0 if self._watched is None else self._watched.seconds
         result = self.sync.step(self.optimizer, clip_norm=CLIP_NORM)
-        if self.blocking is not None:
-            if self._exposed_counts:
-                self.blocking.seconds += result.exposed.seconds()
-            if self._watched is not None:
-                self.blocking.seconds += self._watched.seconds - before
+        if self.blocking is not None and self._exposed_counts:
+            self.blocking.seconds += result.exposed.seconds()
+        if self.blocking is not None and self._watched is not None:
+            self.blocking.seconds += self._watched.seconds - before
 
     def communicators(self) -> list[Communicator]:
         levels = self.site.groups
@@ -393,8 +381,7 @@ class Synchronised(Entrant):
         transport = getattr(self.sync.reducer, "exchange", None)
         if isinstance(transport, OverHosts):
             found.append(transport.host)
-        unique: dict[int, Communicator] = {id(comm): comm for comm in found}
-        return list(unique.values())
+        return list({id(comm): comm for comm in found}.values())
 
     def weights(self) -> list[Tensor] | None:
         if not self.sync.whole_parameters or self.contestant.name in _DRIFTING:

@@ -28,19 +28,17 @@ from gradsync.comm.work import Done
 from gradsync.core.torch_private import num_issued, process_groups
 
 _BYTES_SENT = 200
-"""Where `struct tcp_info` has `tcpi_bytes_sent` and, behind it, `tcpi_bytes_retrans` (linux/tcp.h,
-since Linux 4.19): data, headers of TCP and IP not counted. What is late is sent twice, on a busy
-host even to itself."""
+"""Where `struct tcp_info` has `tcpi_bytes_sent` and `tcpi_bytes_retrans` (since Linux 4.19), without
+headers. What is late is sent twice, on a busy host even to itself."""
 _COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "reduce_scatter")
 
 
 class StepClock:
     """Called by a turn in this order: `begin`, then `backward_done` and `step_done` for each step.
 
-    [Note: The last gradient]
     Torch's DDP waits for its messages at the end of backward. What a rank computes by itself ends
-    earlier, with the gradient of the embedding: it is first in forward, and so last in backward. A
-    hook on that one parameter looks at the clock.
+    earlier, with the gradient of the embedding, which is first in forward: there a hook looks at
+    the clock.
     """
 
     def __init__(self, *, on_cuda: bool) -> None:
@@ -49,7 +47,7 @@ class StepClock:
         self._last_gradient: Any = None
 
     def watch(self, parameter: Tensor) -> None:
-        """`parameter` is the one whose gradient comes last; see [Note: The last gradient]."""
+        """`parameter` is the one whose gradient comes last."""
 
         def ready(_: Tensor) -> None:
             self._last_gradient = self._now()
@@ -57,18 +55,15 @@ class StepClock:
         parameter.register_post_accumulate_grad_hook(ready)
 
     def begin(self) -> None:
-        """The first step of a turn begins."""
         self._last_gradient = None
         self._marks = [self._now()]
 
     def backward_done(self) -> None:
-        """The last backward of a step has returned."""
         ready, self._last_gradient = self._last_gradient, None
         # Sharded parameters are others than those that were watched: there this has to do.
         self._marks.append(self._now() if ready is None else ready)
 
     def step_done(self) -> None:
-        """The step has ended, and the next one begins."""
         self._marks.append(self._now())
 
     def read(self) -> tuple[list[float], list[float]]:
@@ -177,7 +172,6 @@ class Watched:
             setattr(comm, name, partial(self._call, name, getattr(comm, name)))
 
     def stop(self) -> None:
-        """The communicator's own methods again."""
         for name in self._shadows:
             delattr(self._comm, name)
         self._shadows = []

@@ -4,8 +4,8 @@
     2 ranks      none   invariant   bucketed     none: 2 ranks that compute, and share the host
     4 ranks      none   invariant   bucketed
 
-All are alive at once and take turns; the lines through the collectives' times are measured before.
-What a prediction is made of, which never sees the step that it predicts: docs/guide/verifying.md."""
+All are alive at once and take turns; lines through the collectives' times are measured before.
+A prediction, see docs/guide/verifying.md, is made of these and never sees the step it predicts."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from gradsync.bench.report import Spread, print_table, spread, where
 from gradsync.bench.scaling import parse_world_sizes
 from gradsync.bench.sync_plan import (
     BenchPlan,
-    Entry,
+    Ranks,
+    Results,
     SyncSettings,
-    memory_for,
+    bench_plan,
     ranks_text,
-    size_of,
-    sizes_plan,
+    room_for,
     step_seconds,
 )
 from gradsync.errors import ConfigError
@@ -97,13 +97,9 @@ class SimulationPlan:
     plan: BenchPlan
     strategies: tuple[Contestant, ...]  # as they were named
 
-    def none(self, world_size: int) -> Entry:
-        """Ranks that do not communicate."""
-        return self.plan.entry(_label(ALONE, world_size))
-
-    def measured(self, strategy: Contestant, world_size: int) -> Entry:
-        """The entry that is to be predicted."""
-        return self.plan.entry(_label(strategy.label, world_size))
+    def ranks(self, results: Results, name: str, world_size: int) -> Ranks:
+        """What ranks found of a strategy, or of `none`."""
+        return self.plan.ranks(results, self.plan.entry(_label(name, world_size)))
 
 
 def plan_of(options: SimulationOptions, world: World) -> SimulationPlan:
@@ -127,26 +123,21 @@ def plan_of(options: SimulationOptions, world: World) -> SimulationPlan:
         if each.options and not each.is_ours:
             raise ConfigError(f"--strategies: {each.label}: predicted without options only")
     entries = [
-        Entry(
-            contestant=replace(each, label=_label(each.label, size)),
-            worker_set=place,
-            batch_size=options.batch_size,
-        )
-        for place, size in enumerate(sizes)
+        (replace(each, label=_label(each.label, size)), size, options.batch_size)
+        for size in sizes
         for each in (Contestant(label=ALONE, name=ALONE), *chosen)
         if size > 1 or each.name == ALONE or _works_alone(each)
     ]
-    simulation = SimulationPlan(plan=sizes_plan(settings, sizes, entries), strategies=chosen)
+    simulation = SimulationPlan(plan=bench_plan(settings, entries), strategies=chosen)
     collectives_settings(simulation, options.seconds_per_point)  # refuses what cannot be
-    load, room = memory_for(
+    room = room_for(
         "cpu",
         leaf_tokens=options.batch_size // options.leaves_per_rank * settings.tokens,
         ranks=sum(sizes),
         busy_ranks=sizes[-1],
     )
-    size_of(options.model_size, load, room)  # refuses what fits for no contestant alone
-    plan = simulation.plan.fitting(load, room, contestants=len(chosen) + 2)
-    return replace(simulation, plan=plan)
+    room.choose(options.model_size)  # refuses what fits for no contestant alone
+    return replace(simulation, plan=simulation.plan.fitting(room, contestants=len(chosen) + 2))
 
 
 def collectives_settings(
@@ -189,12 +180,12 @@ def _label(name: str, world_size: int) -> str:
 
 def _collect(
     options: SimulationOptions, simulation: SimulationPlan, world: World, ask: Ask
-) -> tuple[dict[int, list[Fit]], Sequence[Mapping[str, Any]]]:
+) -> tuple[dict[int, list[Fit]], Results]:
     """Lines through the collectives' costs by number of ranks, and what steps took."""
     settings = collectives_settings(simulation, options.seconds_per_point)
     sizes = simulation.plan.world_sizes[1:]
     fits = {size: fits_from(ask(settings, size, of=collectives.EXPERIMENT)) for size in sizes}
-    return fits, ask(simulation.plan, simulation.plan.num_ranks)["results"]
+    return fits, simulation.plan.measured(ask)
 
 
 def fits_from(result: Mapping[str, Any]) -> list[Fit]:
@@ -222,12 +213,7 @@ class Prediction:
 
     @property
     def within(self) -> bool:
-        """Whether it is as good as it has to be."""
         return abs(self.error.median) <= LIMIT
-
-    def as_json(self) -> dict[str, Any]:
-        """All fields, and the verdict."""
-        return {**asdict(self), "within_limit": self.within}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -239,11 +225,7 @@ class Round:
 
 
 def predictions_of(
-    simulation: SimulationPlan,
-    results: Sequence[Mapping[str, Any]],
-    fits: Mapping[int, Sequence[Fit]],
-    *,
-    cores: int,
+    simulation: SimulationPlan, results: Results, fits: Mapping[int, Sequence[Fit]], *, cores: int
 ) -> list[Prediction]:
     """One per strategy and number of ranks above 1; `fits` are by number of ranks, which share
     `cores`."""
@@ -261,7 +243,7 @@ def predictions_of(
                 step, first = (costs(*each) for each in ((here, size), (one, cores)))
                 predicted.append(_simulated(step, jitter, handling, slower))
                 from_one.append(_simulated(first, even, handling, crowded))
-            measured = step_seconds(results, simulation.measured(strategy, size))
+            measured = step_seconds(simulation.ranks(results, strategy.label, size))
             leaves = simulation.plan.settings.leaves_per_rank
             compute = leaves * median(each.leaf_s for each in busy)
             update_s = median(each.update_s for each in busy)
@@ -283,10 +265,10 @@ def predictions_of(
 
 
 def rounds_of(
-    simulation: SimulationPlan, results: Sequence[Mapping[str, Any]], world_size: int, *, cores: int
+    simulation: SimulationPlan, results: Results, world_size: int, *, cores: int
 ) -> tuple[list[Round], tuple[float, ...]]:
-    """Times of `none`, and the jitter of all its rounds: none where ranks wait for a core anyway."""
-    ranks = _ranks(results, simulation.none(world_size))
+    """Times of `none`, and the jitter of its rounds: none where ranks wait for a core anyway."""
+    ranks = simulation.ranks(results, ALONE, world_size)
     rounds, jitter = [], []
     for number in range(simulation.plan.settings.rounds):
         computes = [seconds for rank in ranks for seconds in rank["compute_s"][number]]
@@ -297,22 +279,16 @@ def rounds_of(
     return rounds, tuple(jitter) if world_size <= cores else (1.0,)
 
 
-def _ranks(results: Sequence[Mapping[str, Any]], entry: Entry) -> Sequence[Mapping[str, Any]]:
-    return results[entry.worker_set]["contestants"][entry.label]
-
-
-def _mean_step(ranks: Sequence[Mapping[str, Any]], number: int) -> float:
+def _mean_step(ranks: Ranks, number: int) -> float:
     return fmean(seconds for rank in ranks for seconds in rank["step_s"][number])
 
 
-def _handling(
-    simulation: SimulationPlan, results: Sequence[Mapping[str, Any]], strategy: Contestant
-) -> float | None:
+def _handling(simulation: SimulationPlan, results: Results, strategy: Contestant) -> float | None:
     """Time of a strategy's own work on a rank alone, seconds; None: it was not measured. One for
     all rounds, since the difference of two steps is noisier than either."""
     if not _works_alone(strategy):
         return None
-    own, none = (_ranks(results, e) for e in (simulation.measured(strategy, 1), simulation.none(1)))
+    own, none = (simulation.ranks(results, name, 1) for name in (strategy.label, ALONE))
     rounds = range(simulation.plan.settings.rounds)
     return max(0.0, median(_mean_step(own, n) - _mean_step(none, n) for n in rounds))
 
@@ -325,7 +301,7 @@ def _costs_of(
     settings, options = simulation.plan.settings, dict(strategy.options)
     if strategy.name in INNER_STEPS:  # one meeting in each turn, as they are measured
         options.setdefault("inner_steps", settings.num_steps)
-    work = settings.workload(simulation.none(size).batch_size, "cpu", ranks=size)
+    work = settings.workload(simulation.plan.entries[0].batch_size, "cpu", ranks=size)
     split = Split(strategy=strategy.name, layout=ParallelLayout(dp=size))
     traffic = traffic_of(strategy.name, options)
     device = Device(kind="cpu", name="a rank", memory_bytes=1, peak_flops=1.0)
@@ -403,7 +379,7 @@ def _findings(
         environment=environment,
         data={
             "plan": asdict(simulation.plan),
-            "predictions": [each.as_json() for each in found],
+            "predictions": [{**asdict(each), "within_limit": each.within} for each in found],
             "fits": {str(size): [fit.to_json() for fit in lines] for size, lines in fits.items()},
         },
         samples=[result["contestants"] for result in results],

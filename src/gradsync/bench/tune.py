@@ -30,7 +30,7 @@ from gradsync.bench.report import (
     where,
 )
 from gradsync.bench.sync import STEP_LEGEND, ContestantRow, rows_of
-from gradsync.bench.sync_plan import SyncSettings, sync_plan, turns
+from gradsync.bench.sync_plan import SyncSettings, bench_plan, step_seconds
 from gradsync.errors import ConfigError
 from gradsync.sync.registry import STRATEGIES
 from gradsync.train.config import CompileOrder
@@ -357,12 +357,10 @@ class Tuner:
             self._stages.append({"name": stage.name, "skipped": stage.skipped})
             return before
         request = self._request
-        plan = sync_plan(
-            request.settings,
-            with_ideals(stage.contestants(keep_memory=request.keep_memory), same_allocator=False),
-            world_size=self._world.world_size,
-            batch_size=request.batch_size,
-        )
+        chosen = stage.contestants(keep_memory=request.keep_memory)
+        size = self._world.world_size
+        all_of_them = with_ideals(chosen, same_allocator=False)
+        plan = bench_plan(request.settings, [(c, size, request.batch_size) for c in all_of_them])
         result = Runner(plan, 0, self._world, None, self._tell).run()
         rows = rows_of(plan, [{"keeps_memory": self._keeps_memory, **result}])
         decision = decision_of(stage, result["contestants"])
@@ -371,7 +369,7 @@ class Tuner:
         self._stages.append(
             {
                 "name": stage.name,
-                "rows": [row.as_json() for row in rows],
+                "rows": [asdict(row) for row in rows],
                 "decision": asdict(decision),
             }
         )
@@ -384,7 +382,7 @@ class Tuner:
 def decision_of(stage: TuneStage, found: Mapping[str, Any]) -> StageOutcome:
     """The decision that the samples of a stage (by label, each rank's) lead to."""
     name, *others = (choice.text for choice in stage.candidates)
-    seconds = {label: turns([rank["step_s"] for rank in ranks]) for label, ranks in found.items()}
+    seconds = {label: step_seconds(ranks) for label, ranks in found.items()}
     return decide(
         seconds[name], seconds[again(name)], {label: seconds[label] for label in others}, name=name
     )

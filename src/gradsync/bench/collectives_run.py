@@ -69,11 +69,11 @@ _LATE_S, _LATE_PART = 5e-6, 0.02
 
 
 class Patterns:
-    """The numbers that ranks bring, and the results that they should get: sums are exact.
+    """The numbers that ranks bring, and the results that they should get.
 
     Each rank has its own sequence of small integers, of prime length, repeated over the tensor: a
-    part that ends up in a wrong place, or a rank that is missing or counted twice, shows. Sums are
-    exact up to 127 ranks.
+    part in a wrong place, a rank that is missing or counted twice shows. Sums are exact up to 127
+    ranks.
     """
 
     def __init__(
@@ -89,8 +89,8 @@ class Patterns:
         self._sum = torch.stack(tiles).sum(0).to(device, dtype)
 
     def fill(self, source: Tensor, result: Tensor) -> None:
-        """This rank's numbers into `source`, and before that nonsense into `result`, so that an
-        operation that does nothing is found out. Both [n] of any length; they may overlap."""
+        """This rank's numbers into `source`, [n], and before that nonsense into `result`, [n], so
+        that an operation that does nothing is found out."""
         result.fill_(-1)
         for piece in source.split(_LENGTH):
             piece.copy_(self._tiles[self._rank][: len(piece)])
@@ -143,8 +143,8 @@ def in_time(laps: list[Lap]) -> list[float]:
 
 
 class Clock:
-    """Times an operation on all ranks at once, each repetition from the end of a barrier: for CPU
-    ranks of several hosts."""
+    """Times an operation on all ranks at once, from the end of a barrier: for CPU ranks of several
+    hosts. `overhead_s` is about what a repetition costs besides, alike on all ranks."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
@@ -153,7 +153,6 @@ class Clock:
             self.lap(lambda: None)
         [lap] = slowest(comm, [Lap((time.perf_counter() - begin) / _TRIALS)])
         self.overhead_s = lap.seconds
-        """Cost of each repetition besides the operation, about, seconds; alike on all ranks."""
 
     def lap(self, run: Callable[[], None]) -> Lap:
         """One repetition on this rank; all ranks call it."""
@@ -221,19 +220,17 @@ def clock_for(world: World, comm: Communicator, device: torch.device) -> Clock:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimedOperation:
     """One operation by one algorithm over its buffers, which are zeros while it is timed: a sum in
-    place would otherwise grow with each repetition, until it is infinite."""
+    place would grow with each repetition."""
 
     algorithm: str
     source: Tensor  # the numbers that this rank brings; overwritten by what works in place
     result: Tensor  # may share memory with `source`
-    run: Callable[[], object]
-    """Carry it out once, blocking (on CUDA: until the current stream may use the result)."""
+    run: Callable[[], object]  # once, blocking (on CUDA: until the stream may use the result)
 
 
 class Buffers:
-    """Ordinary and shared tensors of one size: [count] and [count / ranks] of each kind, of the
-    dtype and on the device of `like`. `shared` is all ranks by shared memory, if some algorithm
-    wants its buffers there; `SharedMemoryError` on all ranks when there is not enough of it."""
+    """Ordinary and shared tensors like `like`: [count] and [count / ranks] of each kind. `shared` is
+    for those in shared memory, if any: `SharedMemoryError` on all ranks when it does not suffice."""
 
     def __init__(
         self, count: int, ranks: int, like: Tensor, shared: SharedMemoryCommunicator | None
@@ -264,8 +261,7 @@ class Buffers:
 def build(
     operation: str, algorithm: str, comm: Communicator, levels: Groups, buffers: Buffers
 ) -> TimedOperation:
-    """`operation` by `algorithm` over `buffers`; see `collectives.OPERATIONS`. `comm` is all ranks,
-    for `shared` and `shared_copies` through shared memory."""
+    """`operation` by `algorithm` over `buffers`; `comm` is all ranks."""
     in_place = algorithm == "shared"
     whole = buffers.shared_whole if in_place else buffers.whole
     part = buffers.shared_part if in_place else buffers.part
@@ -337,10 +333,8 @@ class Bench:
         self._like = torch.zeros(1, dtype=dtype, device=self._device)
         self._patterns = Patterns(world.rank, world.world_size, dtype, self._device)
         self._clock = clock_for(world, self._comm, self._device)
-        self.skipped: list[str] = []
-        """Operations that could not be measured, and why: a line each."""
-        self.wrong: list[str] = []
-        """Results that were not right: a line each. These algorithms were not timed."""
+        self.skipped: list[str] = []  # what could not be measured, and why: a line each
+        self.wrong: list[str] = []  # results that were not right; these are not timed
 
     def run(self) -> list[Samples]:
         """By operation, size and algorithm, the copy one of these; the same on all ranks."""
@@ -365,7 +359,7 @@ class Bench:
                 for count in counts_of(operation, sizes, settings.dtype, self._comm.world_size)
             ]
             for done, (operation, count) in enumerate(work):
-                self._tell(done, len(work), f"{operation} {size_text(self._bytes(count))}")
+                self._tell(done, len(work), f"{operation} {self._size(count)}")
                 samples += self._measure_size(operation, count)
             self._tell(len(work), len(work), "done")
         finally:
@@ -386,12 +380,12 @@ class Bench:
         except SharedMemoryError as error:
             self.skipped.append(f"shared, shared_copies: {error}")
 
+    def _size(self, count: int) -> str:
+        return size_text(count * self._like.itemsize)
+
     def _algorithms(self, operation: str) -> list[str]:
         names = self._settings.algorithms_of(operation)
         return [name for name in names if self._shared is not None or name not in _SHARED]
-
-    def _bytes(self, count: int) -> int:
-        return count * self._like.itemsize
 
     def _measure_size(self, operation: str, count: int) -> list[Samples]:
         names, ranks = self._algorithms(operation), self._comm.world_size
@@ -399,16 +393,12 @@ class Bench:
             in_memory = self._shared if "shared" in names else None
             buffers = Buffers(count, ranks, self._like, in_memory)
         except SharedMemoryError as error:
-            self.skipped.append(
-                f"{operation} by shared at {size_text(self._bytes(count))}: {error}"
-            )
+            self.skipped.append(f"{operation} by shared at {self._size(count)}: {error}")
             names.remove("shared")
             buffers = Buffers(count, ranks, self._like, None)
+        whole, other = buffers.whole, buffers.other
         copy = TimedOperation(
-            algorithm=COPY,
-            source=buffers.whole,
-            result=buffers.other,
-            run=lambda: buffers.other.copy_(buffers.whole),
+            algorithm=COPY, source=whole, result=other, run=lambda: other.copy_(whole)
         )
         try:
             built = [self._build(operation, name, buffers) for name in names]
@@ -454,7 +444,7 @@ class Bench:
             Samples(
                 operation=operation,
                 algorithm=contestant.algorithm,
-                size_bytes=self._bytes(count),
+                size_bytes=count * self._like.itemsize,
                 count=count,
                 rounds_s=rounds_s,
             )

@@ -111,12 +111,10 @@ class MemoryCase:
 
     @property
     def model(self) -> GPTConfig:
-        """Its shape."""
         return SHAPES[self.shape]
 
     @property
     def seq_len(self) -> int:
-        """Tokens of a leaf."""
         return self.tokens or min(self.model.block_size, LONGEST)
 
     def workload(self, world_size: int, kind: Kind) -> Workload:
@@ -150,9 +148,7 @@ class MemoryRun:
     case: MemoryCase
     device: str = "auto"  # auto, cpu or cuda
     threads: int = 1  # intra-op threads of a rank
-    steps: int = 4
-    """Optimizer steps. The first makes the optimizer's state, `powersgd` compresses from the third
-    on."""
+    steps: int = 4  # the first makes the optimizer's state, `powersgd` compresses from the third on
 
 
 def memory_cases(shapes: Sequence[str], strategies: Sequence[str]) -> Iterator[MemoryCase]:
@@ -302,7 +298,6 @@ _LEGEND = (
 def print_report(
     rows: Sequence[Mapping[str, Any]], environment: Mapping[str, Any], stream: IO[str]
 ) -> None:
-    """Table, what the columns mean, where it was measured."""
     cells = []
     for row in rows:
         sizes = row["predicted_bytes"], row["measured_bytes"]
@@ -315,7 +310,6 @@ def print_report(
 
 
 def shape_text(name: str) -> str:
-    """A shape in one line."""
     model = SHAPES[name]
     return (
         f"{name}: {model.num_params() / 1e6:.1f} M parameters, {model.n_layer} blocks of width "
@@ -325,10 +319,7 @@ def shape_text(name: str) -> str:
 
 
 def _findings(
-    options: MemoryOptions,
-    cases: Sequence[MemoryCase],
-    results: Sequence[Mapping[str, Any]],
-    world: World,
+    options: MemoryOptions, cases: Sequence[MemoryCase], results: list[dict[str, Any]], world: World
 ) -> Findings:
     rows = [row_of(case, result) for case, result in zip(cases, results, strict=True)]
     kept = ("kind", "keeps_memory", "peak_bytes")

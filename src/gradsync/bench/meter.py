@@ -28,8 +28,8 @@ from gradsync.comm.work import Done
 from gradsync.core.torch_private import num_issued, process_groups
 
 _BYTES_SENT = 200
-"""Where `struct tcp_info` has `tcpi_bytes_sent` and `tcpi_bytes_retrans` (since Linux 4.19), without
-headers. What is late is sent twice, on a busy host even to itself."""
+"""Where `struct tcp_info` has `tcpi_bytes_sent`, then `tcpi_bytes_retrans` (Linux 4.19): without
+headers, and what is late is sent twice, on a busy host even to itself."""
 _COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "reduce_scatter")
 
 

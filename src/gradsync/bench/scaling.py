@@ -257,7 +257,6 @@ def print_report(
     notes: Sequence[str],
     stream: IO[str],
 ) -> None:
-    """Table, legend and notes."""
     verdict = f"at least {threshold:.0%}?"
     columns = ("mode", "ranks", "batch a rank", "step, ms", "tokens/s", "speed-up", "efficiency")
     cells = []
@@ -274,7 +273,6 @@ def print_report(
 
 
 def notes_of(scaling: ScalingPlan, *, on_cpu: bool, cores: int) -> list[str]:
-    """Facts that a reader has to know to judge the figures."""
     notes, ranks = [], scaling.plan.world_sizes[-1]
     threads = scaling.plan.settings.threads
     if on_cpu:

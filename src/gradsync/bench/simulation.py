@@ -351,7 +351,6 @@ def print_report(
     environment: Mapping[str, Any],
     stream: IO[str],
 ) -> None:
-    """Table, legend, where it was measured."""
     title = f"Steps predicted and measured: {simulation.plan.settings.text}"
     verdict = f"within {LIMIT:.0%}?"
     columns = ("strategy", "ranks", "predicted, ms", "measured, ms", "error", "from one rank")

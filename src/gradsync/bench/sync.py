@@ -248,7 +248,6 @@ _LEGEND = (
 def print_report(
     plan: BenchPlan, rows: Sequence[ContestantRow], environment: Mapping[str, Any], stream: IO[str]
 ) -> None:
-    """Table, what the columns mean, where it was measured."""
     cells = [
         (
             row.contestant,

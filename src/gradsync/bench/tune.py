@@ -102,7 +102,6 @@ class TuneStage:
 
 
 def again(label: str) -> str:
-    """Name of the second copy of the first candidate."""
     return f"{label} (again)"
 
 
@@ -141,8 +140,7 @@ def strategy_stage(request: TuneRequest, world: World) -> TuneStage:
 def bucket_stage(
     winner: TunedStrategy, *, first: bool, has_messages: bool, gradient_bytes: int
 ) -> TuneStage:
-    """Sizes of buckets, or of the first one, that cut the model's gradients otherwise than the
-    winner's do."""
+    """Sizes of buckets, or of the first one, that cut the gradients otherwise than the winner."""
     name, option = (STAGES[2], "first_bucket_mb") if first else (STAGES[1], "bucket_mb")
     known = STRATEGIES[winner.sync]
     recipe = None if known.recipe is None else replace(known.recipe, **winner.options)
@@ -202,8 +200,8 @@ def decide(
     *,
     name: str,
 ) -> StageOutcome:
-    """Choose between the default, called `name`, and the candidates, by step times in each round:
-    the default's, those of its second copy, those of each candidate by label."""
+    """Choose between the default, called `name`, and the candidates, by step times in each
+    round: the default's, its second copy's, each candidate's by label."""
     copies = [pair[n % 2] for n, pair in enumerate(zip(default, again, strict=True))]
     noise = abs(median(ratios(again, default)) - 1)
     judged = []
@@ -254,7 +252,6 @@ def print_report(
     environment: Mapping[str, Any],
     stream: IO[str],
 ) -> None:
-    """Tables, verdicts, what the columns mean, where it was measured."""
     settings = request.settings
     print(
         f"{settings.model_text}, {request.world_size} ranks x {settings.leaves_per_rank} leaves x "
@@ -272,7 +269,6 @@ def print_report(
 
 
 def verdicts(stages: Sequence[Mapping[str, Any]]) -> list[str]:
-    """One line for each stage."""
     return [
         f"{stage['name']}: {stage['decision']['words']}"
         if "decision" in stage
@@ -282,7 +278,6 @@ def verdicts(stages: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _cells(row: Mapping[str, Any], judged: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """A line of a stage's table."""
     ratio = verdict = ""
     for each in judged:
         if each["label"] == row["contestant"]:
@@ -300,8 +295,8 @@ def _cells(row: Mapping[str, Any], judged: Sequence[Mapping[str, Any]]) -> tuple
 
 
 def measure(request_json: dict[str, Any]) -> dict[str, Any]:
-    """This rank's part; the same on all ranks. With `failed` and `exit_code` alone when a candidate
-    does not train, or its options do not go together."""
+    """This rank's part; the same on all ranks, `failed` when a candidate does not train, or its
+    options do not go together."""
     from gradsync.bench.steps import NotTrainingError, quiet_session
 
     request = from_json(TuneRequest, request_json)
@@ -389,9 +384,6 @@ def decision_of(stage: TuneStage, found: Mapping[str, Any]) -> StageOutcome:
 
 
 def has_messages(rows: list[ContestantRow], label: str) -> bool:
-    """Whether the gradients of contestant `label` travel; through shared memory they do not.
-
-    Where the system counts no bytes they may.
-    """
+    """Whether the gradients of `label` travel; where the system counts no bytes they may."""
     sent = {row.contestant: row.comm_bytes for row in rows if row.contestant != ALONE}
     return sent[label] >= _SOME_MESSAGES * max(sent.values())

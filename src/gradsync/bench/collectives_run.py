@@ -229,8 +229,8 @@ class TimedOperation:
 
 
 class Buffers:
-    """Ordinary and shared tensors like `like`: [count] and [count / ranks] of each kind. `shared` is
-    for those in shared memory, if any: `SharedMemoryError` on all ranks when it does not suffice."""
+    """Ordinary tensors like `like`, and shared ones where there is `shared`, of [count] and of
+    [count / ranks]; `SharedMemoryError` on all ranks where that does not suffice."""
 
     def __init__(
         self, count: int, ranks: int, like: Tensor, shared: SharedMemoryCommunicator | None

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -295,18 +294,10 @@ _LEGEND = (
 )
 
 
-def print_report(
-    rows: Sequence[Mapping[str, Any]], environment: Mapping[str, Any], stream: IO[str]
-) -> None:
-    cells = []
-    for row in rows:
-        sizes = row["predicted_bytes"], row["measured_bytes"]
-        numbers = [f"{size / 2**20:,.0f}" for size in sizes]
-        cells.append((row["shape"], row["case"], *numbers, f"{sizes[0] / sizes[1]:.2f}"))
-    shapes = [shape_text(name) for name in dict.fromkeys(row["shape"] for row in rows)]
-    notes = (_LEGEND, *shapes, where(environment))
-    title = "Memory of a rank, by formula and measured"
-    print_table(stream, title, _COLUMNS, cells, notes, words=("case",))
+def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    sizes = row["predicted_bytes"], row["measured_bytes"]
+    numbers = [f"{size / 2**20:,.0f}" for size in sizes]
+    return (row["shape"], row["case"], *numbers, f"{sizes[0] / sizes[1]:.2f}")
 
 
 def shape_text(name: str) -> str:
@@ -322,15 +313,21 @@ def _findings(
     options: MemoryOptions, cases: Sequence[MemoryCase], results: list[dict[str, Any]], world: World
 ) -> Findings:
     rows = [row_of(case, result) for case, result in zip(cases, results, strict=True)]
-    kept = ("kind", "keeps_memory", "peak_bytes")
+    kept, environment = ("kind", "keeps_memory", "peak_bytes"), results[0]["environment"]
+    shapes = [shape_text(name) for name in dict.fromkeys(row["shape"] for row in rows)]
+    notes, title = (
+        (_LEGEND, *shapes, where(environment)),
+        "Memory of a rank, by formula and measured",
+    )
+    cells = [_cells(row) for row in rows]
     return Findings(
-        environment=results[0]["environment"],
+        environment=environment,
         data={
             "rows": rows,
             "cases": [asdict(case) for case in cases],
             "raw": [{name: result[name] for name in kept} for result in results],
         },
-        show=partial(print_report, rows, results[0]["environment"]),
+        show=lambda file: print_table(file, title, _COLUMNS, cells, notes, words=("case",)),
     )
 
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
-from typing import IO, TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
@@ -249,27 +249,16 @@ _LEGEND = (
 )
 
 
-def print_report(
-    scaling: ScalingPlan,
-    points: Sequence[ScalingPoint],
-    *,
-    threshold: float,
-    notes: Sequence[str],
-    stream: IO[str],
-) -> None:
-    verdict = f"at least {threshold:.0%}?"
-    columns = ("mode", "ranks", "batch a rank", "step, ms", "tokens/s", "speed-up", "efficiency")
-    cells = []
-    for point in points:
-        efficiency = f"{point.efficiency:.1%} ({point.low:.1%}-{point.high:.1%})"
-        cells.append(
-            (
-                *(point.mode, str(point.world_size), str(point.batch_size), point.step_ms.text(1)),
-                *(f"{point.tokens_per_s:,.0f}", f"{point.speedup:.2f}"),
-                *(("1", "") if point.world_size == 1 else (efficiency, point.verdict)),
-            )
-        )
-    print_table(stream, scaling.title, (*columns, verdict), cells, notes, words=(verdict,))
+_COLUMNS = ("mode", "ranks", "batch a rank", "step, ms", "tokens/s", "speed-up", "efficiency")
+
+
+def _cells(point: ScalingPoint) -> tuple[str, ...]:
+    efficiency = f"{point.efficiency:.1%} ({point.low:.1%}-{point.high:.1%})"
+    return (
+        *(point.mode, str(point.world_size), str(point.batch_size), point.step_ms.text(1)),
+        *(f"{point.tokens_per_s:,.0f}", f"{point.speedup:.2f}"),
+        *(("1", "") if point.world_size == 1 else (efficiency, point.verdict)),
+    )
 
 
 def notes_of(scaling: ScalingPlan, *, on_cpu: bool, cores: int) -> list[str]:
@@ -297,6 +286,8 @@ def _findings(
     on_cpu, threshold = results[-1]["device"] == "cpu", options.threshold
     points = points_of(scaling, results, threshold)
     notes, place = notes_of(scaling, on_cpu=on_cpu, cores=environment["cores"]), where(environment)
+    verdict, cells = f"at least {threshold:.0%}?", [_cells(point) for point in points]
+    said, columns = (*notes, _LEGEND, place), (*_COLUMNS, verdict)
     return Findings(
         environment=environment,
         data={
@@ -307,9 +298,7 @@ def _findings(
             "points": [asdict(point) for point in points],
         },
         samples=[result["contestants"] for result in results],
-        show=lambda stream: print_report(
-            scaling, points, threshold=threshold, notes=(*notes, _LEGEND, place), stream=stream
-        ),
+        show=lambda file: print_table(file, scaling.title, columns, cells, said, words=(verdict,)),
         draw=lambda path: plot_scaling(path, scaling, points, threshold, (*notes, place)),
     )
 

@@ -12,9 +12,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from statistics import fmean, median
-from typing import IO, TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
@@ -345,27 +344,27 @@ _LEGEND = (
 )
 
 
-def print_report(
-    simulation: SimulationPlan,
-    found: Sequence[Prediction],
-    environment: Mapping[str, Any],
-    stream: IO[str],
-) -> None:
-    title = f"Steps predicted and measured: {simulation.plan.settings.text}"
-    verdict = f"within {LIMIT:.0%}?"
-    columns = ("strategy", "ranks", "predicted, ms", "measured, ms", "error", "from one rank")
-    cells = [
-        (
-            *(each.strategy, str(each.world_size)),
-            *(each.predicted_ms.text(1), each.measured_ms.text(1)),
-            f"{each.error.median:+.1%} ({each.error.low:+.1%} to {each.error.high:+.1%})",
-            f"{each.error_from_one:+.1%}",
-            "yes" if each.within else "no",
-        )
-        for each in found
-    ]
-    notes = (_LEGEND, where(environment))
-    print_table(stream, title, (*columns, verdict), cells, notes, words=(verdict,))
+_VERDICT = f"within {LIMIT:.0%}?"
+_COLUMNS = (
+    "strategy",
+    "ranks",
+    "predicted, ms",
+    "measured, ms",
+    "error",
+    "from one rank",
+    _VERDICT,
+)
+
+
+def _cells(found: Prediction) -> tuple[str, ...]:
+    error = found.error
+    return (
+        *(found.strategy, str(found.world_size)),
+        *(found.predicted_ms.text(1), found.measured_ms.text(1)),
+        f"{error.median:+.1%} ({error.low:+.1%} to {error.high:+.1%})",
+        f"{found.error_from_one:+.1%}",
+        "yes" if found.within else "no",
+    )
 
 
 def _findings(
@@ -374,6 +373,8 @@ def _findings(
     fits, results = collected
     environment = results[-1]["environment"]  # of the most ranks
     found = predictions_of(simulation, results, fits, cores=environment["cores"])
+    title = f"Steps predicted and measured: {simulation.plan.settings.text}"
+    cells, notes = [_cells(each) for each in found], (_LEGEND, where(environment))
     return Findings(
         environment=environment,
         data={
@@ -382,7 +383,7 @@ def _findings(
             "fits": {str(size): [fit.to_json() for fit in lines] for size, lines in fits.items()},
         },
         samples=[result["contestants"] for result in results],
-        show=partial(print_report, simulation, found, environment),
+        show=lambda file: print_table(file, title, _COLUMNS, cells, notes, words=(_VERDICT,)),
     )
 
 

@@ -4,11 +4,11 @@ the figures mean is in docs/guide/verifying.md."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from statistics import fmean, median
-from typing import IO, TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
@@ -245,27 +245,20 @@ _LEGEND = (
 )
 
 
-def print_report(
-    plan: BenchPlan, rows: Sequence[ContestantRow], environment: Mapping[str, Any], stream: IO[str]
-) -> None:
-    cells = [
-        (
-            row.contestant,
-            "yes" if row.keep_memory else "no",
-            row.total_ms.text(1),
-            row.ratio.text(3),
-            f"{row.compute_ms:.1f}",
-            "-" if row.comm_ms is None else f"{row.comm_ms:.1f}",
-            f"{row.exposed_ms:.1f} ({row.exposed_fraction:.0%})",
-            f"{row.num_comm_ops:.3g}",
-            f"{row.comm_bytes / 1e6:.2f}",
-            f"{row.tokens_per_s:,.0f}",
-            "-" if row.memory_bytes is None else f"{row.memory_bytes / 2**20:.0f}",
-        )
-        for row in rows
-    ]
-    notes = (_LEGEND, where(environment))
-    print_table(stream, title(plan), _COLUMNS, cells, notes, words=("keeps memory",))
+def _cells(row: ContestantRow) -> tuple[str, ...]:
+    return (
+        row.contestant,
+        "yes" if row.keep_memory else "no",
+        row.total_ms.text(1),
+        row.ratio.text(3),
+        f"{row.compute_ms:.1f}",
+        "-" if row.comm_ms is None else f"{row.comm_ms:.1f}",
+        f"{row.exposed_ms:.1f} ({row.exposed_fraction:.0%})",
+        f"{row.num_comm_ops:.3g}",
+        f"{row.comm_bytes / 1e6:.2f}",
+        f"{row.tokens_per_s:,.0f}",
+        "-" if row.memory_bytes is None else f"{row.memory_bytes / 2**20:.0f}",
+    )
 
 
 def title(plan: BenchPlan) -> str:
@@ -324,12 +317,14 @@ def _findings(options: SyncOptions, plan: BenchPlan, results: Results, world: Wo
     from gradsync.bench.plot import plot_sync
 
     environment, rows = results[0]["environment"], rows_of(plan, results)
+    words, notes = ("keeps memory",), (_LEGEND, where(environment))
+    cells = [_cells(row) for row in rows]
     return Findings(
         environment=environment,
         command=command_of(as_measured(options, world), _COMMAND),
         data={"plan": asdict(plan), "rows": [asdict(row) for row in rows]},
         samples=[result["contestants"] for result in results],
-        show=partial(print_report, plan, rows, environment),
+        show=lambda file: print_table(file, title(plan), _COLUMNS, cells, notes, words=words),
         csv=partial(rows_csv, plan, rows),
         draw=lambda path: plot_sync(path, plan, rows, title(plan), environment),
     )

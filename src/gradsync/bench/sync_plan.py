@@ -332,29 +332,25 @@ def trial_step(work: Workload, *, ranks_per_host: int) -> float:
 
 def in_time(plan: BenchPlan, kind: Kind, trial: Callable[[Workload], float]) -> BenchPlan:
     """`plan`, whose model is the largest that fits into memory, with the largest one that takes at
-    most `BUDGET_S`, or the smallest, `shortened`; `trial` times a step of a rank, seconds.
-
-    From the smallest upwards: a larger one is timed only when by its operations it may do.
-    """
+    most `BUDGET_S`, or the smallest, `shortened`; `trial` times a step of a rank, seconds. From the
+    smallest upwards: a larger one is timed only when by its operations it may do."""
     largest = PRESETS[plan.settings.model_size].num_params()
     length = plan.settings.context_length or 1
-    found: BenchPlan | None = None
-    found_s = step_s = 0.0
-    operations = 1.0
+    found: list[tuple[BenchPlan, float]] = []
+    rate = 0.0  # seconds of an operation
     for name, shape in PRESETS.items():
         if shape.num_params() > largest or shape.block_size < length:
             continue
         one = replace(plan, settings=replace(plan.settings, model_size=name))
         work = one.settings.workload(plan.entries[0].batch_size, kind)
-        wanted = leaf_operations(work)
-        if found and seconds_of(one, step_s * wanted / operations) > 2 * BUDGET_S:
+        if found and seconds_of(one, rate * leaf_operations(work)) > 2 * BUDGET_S:
             break  # larger models use a machine better, but not that much
-        step_s, operations = trial(work), wanted
+        step_s = trial(work)
+        rate = step_s / leaf_operations(work)
         if found and seconds_of(one, step_s) > BUDGET_S:
             break
-        found, found_s = one, step_s
-    assert found is not None, "the plan's own model is among them"
-    return shortened(found, found_s)
+        found.append((one, step_s))
+    return shortened(*found[-1])
 
 
 def shortened(plan: BenchPlan, step_s: float) -> BenchPlan:

@@ -25,7 +25,8 @@ from gradsync.bench.sync_plan import SyncSettings
 from gradsync.comm.base import Communicator
 from gradsync.comm.groups import communicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
-from gradsync.models.gpt import GPT, loss_sum
+from gradsync.data.leaf import Leaf, make_leaf
+from gradsync.models.gpt import GPT
 from gradsync.runtime import environ
 from gradsync.runtime.machine import pin_threads
 from gradsync.sync.exchange import OverHosts
@@ -33,7 +34,7 @@ from gradsync.sync.registry import STRATEGIES
 from gradsync.sync.replicate import replicate
 from gradsync.sync.torch_ddp import TorchDdpReducer
 from gradsync.train.config import OptimConfig
-from gradsync.train.learner import build_optimizer, trainer_options
+from gradsync.train.learner import Learner, build_optimizer, trainer_options
 from gradsync.world import World
 
 if TYPE_CHECKING:
@@ -44,8 +45,7 @@ _UNSEEN = ("fsdp", "powersgd")
 """Torch's own, with messages that cannot be made to block from outside."""
 _DRIFTING = ("local_sgd", "diloco")  # ranks differ between meetings
 
-Leaves = Sequence[tuple[Tensor, Tensor]]
-"""A rank's micro-batches: tokens and targets, each [sequences, tokens], int64."""
+Leaves = Sequence[Leaf]  # a rank's: tokens and targets, each [sequences, tokens], int64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,14 +84,24 @@ class BenchSite:
 
     def leaves(self, batch_size: int) -> Leaves:
         """Random tokens of this rank, the same in every step; others on each rank and leaf."""
-        settings, made = self.settings, []
+        settings, batches = self.settings, []
         shape = (2, batch_size // settings.leaves_per_rank, settings.tokens)
         for leaf in range(settings.leaves_per_rank):
             place = self.world.rank * settings.leaves_per_rank + leaf
             generator = torch.Generator().manual_seed(settings.seed * 100_003 + place)
-            tokens, targets = torch.randint(settings.config.vocab_size, shape, generator=generator)
-            made.append((tokens.to(self.device), targets.to(self.device)))
-        return made
+            batch = torch.randint(settings.config.vocab_size, shape, generator=generator)
+            batches.append(batch.unbind())
+        return leaves_of(batches, self.world)
+
+
+def leaves_of(batches: Sequence[tuple[Tensor, ...]], world: World) -> list[Leaf]:
+    """A rank's micro-batches of a step, in order."""
+    place: Any = {"step": 0, "device": torch.device(world.device)}
+    first, last = world.rank * len(batches), len(batches) - 1
+    return [
+        make_leaf(each, index=first + n, num_samples=len(each[0]), is_last=n == last, **place)
+        for n, each in enumerate(batches)
+    ]
 
 
 class Blocking:
@@ -138,6 +148,7 @@ class Entrant:
         clock.watch(self.model.embed.weight)
         self.called: Any = self.model
         self.optimizer: Any = None
+        self.mean_loss: Any = None  # of this rank's leaves, or of all, in the last step
         self.set_up()
 
     def set_up(self) -> None:
@@ -145,29 +156,29 @@ class Entrant:
         self.optimizer = self.site.optimizer(self.model)
 
     def step(self, leaves: Leaves) -> Tensor:
-        """One step; the rank's own mean loss, []."""
-        loss = self.backward(leaves)
+        """One step; its mean loss, []."""
+        self.backward(leaves)
         self.update()
-        return loss
+        return self.mean_loss
 
-    def backward(self, leaves: Leaves) -> Tensor:
-        """Forward and backward of this rank's leaves; their mean loss, detached, []."""
+    def backward(self, leaves: Leaves) -> None:
+        """Forward and backward of this rank's leaves."""
         total = torch.zeros((), device=self.site.device)
-        for number, (tokens_BT, targets_BT) in enumerate(leaves, 1):
-            with self.accumulating(last=number == len(leaves)):
-                loss = self.loss(tokens_BT, targets_BT)
+        for leaf in leaves:
+            with self.accumulating(last=leaf.is_last):
+                loss = self.loss(leaf)
                 self.differentiate(loss, len(leaves))
             total += loss.detach()
-        return total / len(leaves)
+        self.mean_loss = total / len(leaves)
 
     def accumulating(self, *, last: bool) -> AbstractContextManager[Any]:
         """Around a leaf; gradients are synchronised in the last one only."""
         return nullcontext()
 
-    def loss(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+    def loss(self, leaf: Leaf) -> Tensor:
         """A leaf's mean loss, []."""
         with nullcontext() if self.own_precision else self.site.autocast():
-            return mean_loss(self.called(tokens_BT), targets_BT)
+            return mean_loss(self.called(leaf.inputs), leaf.targets)
 
     def differentiate(self, loss: Tensor, leaves: int) -> None:
         """Add the gradients of a leaf's loss, a part of the mean over `leaves`."""
@@ -341,8 +352,16 @@ class Synchronised(Entrant):
         self.sync = replicate(
             self.model, site.world, sync=contestant.name, groups=site.groups, **options
         )
-        self._prime()
         self.optimizer = site.optimizer(self.model)  # fsdp replaces the parameters
+        self._learner = Learner(
+            model=self.model,
+            optimizer=self.optimizer,
+            sync=self.sync,
+            scaler=None,
+            comm=site.comm,
+            autocast=site.autocast(),
+        )
+        self._learner.prime((1, 2))
         if blocking is not None and isinstance(self.sync.reducer, TorchDdpReducer):
             if self.knows_communication and site.world.is_distributed:
                 blocking.register(self.sync.reducer.ddp)
@@ -352,24 +371,15 @@ class Synchronised(Entrant):
             self._watched = Watched(self.sync.comm, timed=timed, before=site.comm.barrier)
         self._exposed_counts = blocking is not None and by_engine
 
-    def backward(self, leaves: Leaves) -> Tensor:
-        total = torch.zeros((), device=self.site.device)
-        first = self.site.world.rank * len(leaves)
-        weight = 0
-        for number, (tokens_BT, targets_BT) in enumerate(leaves):
-            last = number == len(leaves) - 1
-            with self.sync.micro_step(last=last, index=first + number):
-                loss = self._loss_sum(tokens_BT, targets_BT)
-                self.sync.backward(loss, weight=targets_BT.numel())
-            total += loss.detach()
-            weight += targets_BT.numel()
-        return total / weight
+    def backward(self, leaves: Leaves) -> None:
+        self._learner.run_leaves(leaves)
 
     def update(self) -> None:
         if self._exposed_counts:
             self.site.comm.barrier()
         before = 0.0 if self._watched is None else self._watched.seconds
         result = self.sync.step(self.optimizer, clip_norm=CLIP_NORM)
+        self.mean_loss = result.mean_loss
         if self.blocking is not None and self._exposed_counts:
             self.blocking.seconds += result.exposed.seconds()
         if self.blocking is not None and self._watched is not None:
@@ -392,15 +402,6 @@ class Synchronised(Entrant):
         if self._watched is not None:
             self._watched.stop()
         self.sync.close()
-
-    def _loss_sum(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        with self.site.autocast():
-            return loss_sum(self.sync.forward(tokens_BT), targets_BT)
-
-    def _prime(self) -> None:
-        """As the trainer does before its first step."""
-        tokens_BT = torch.zeros((1, 2), dtype=torch.int64, device=self.site.device)
-        self.sync.prime(lambda: self._loss_sum(tokens_BT, tokens_BT).backward())
 
 
 _OTHERS: dict[str, type[Entrant]] = {

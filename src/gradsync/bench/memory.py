@@ -217,10 +217,10 @@ def _trained(run: MemoryRun, world: World) -> Learner:
     """Steps as the trainer makes them, on random tokens."""
     import torch
 
+    from gradsync.bench.entrants import leaves_of
     from gradsync.comm.groups import communicator
-    from gradsync.models.gpt import loss_sum
     from gradsync.train.config import SyncConfig, TrainConfig
-    from gradsync.train.learner import autocast, build_learner
+    from gradsync.train.learner import build_learner
 
     case = run.case
     config = TrainConfig(
@@ -232,22 +232,13 @@ def _trained(run: MemoryRun, world: World) -> Learner:
         sync_options=SyncConfig(**few_steps(case.strategy, 1)),
     )
     learner = build_learner(config, world, case.model, communicator(world))
-    sync = learner.sync
-    tokens = torch.randint(case.model.vocab_size, (1, case.seq_len), device=world.device)
-
-    def loss() -> torch.Tensor:
-        with autocast(config, world):
-            if case.loss_rows:
-                return sync.forward(tokens, tokens)
-            return loss_sum(sync.forward(tokens), tokens)
-
-    sync.prime(lambda: loss().backward())
+    learner.prime((1, case.seq_len))
+    shape = (2, 1, case.seq_len)
+    batch = torch.randint(case.model.vocab_size, shape, device=world.device).unbind()
+    leaves = leaves_of([batch] * case.leaves, world)
     for _ in range(run.steps):
-        for leaf in range(case.leaves):
-            index = world.rank * case.leaves + leaf
-            with sync.micro_step(last=leaf == case.leaves - 1, index=index):
-                sync.backward(loss(), weight=case.seq_len)
-        sync.step(learner.optimizer, clip_norm=config.optim.clip_norm)
+        learner.run_leaves(leaves)
+        learner.sync.step(learner.optimizer, clip_norm=config.optim.clip_norm)
     return learner
 
 

@@ -78,9 +78,9 @@ def reference_losses(site: BenchSite, leaves: Leaves) -> tuple[list[float], floa
     for _ in range(CHECK_STEPS):
         began = time.perf_counter()  # the first one pays for what is done once
         total = torch.zeros((), device=site.device)
-        for tokens_BT, targets_BT in leaves:
+        for leaf in leaves:
             with site.autocast():
-                loss = mean_loss(model(tokens_BT), targets_BT) / len(leaves)
+                loss = mean_loss(model(leaf.inputs), leaf.targets) / len(leaves)
             loss.backward()
             total += loss.detach()
         for parameter in model.parameters():

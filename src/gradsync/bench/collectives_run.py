@@ -32,17 +32,9 @@ from gradsync.bench.collectives import (
 )
 from gradsync.bench.experiment import environment, from_json
 from gradsync.bench.report import Tell, percentile, progress_bar, silent
+from gradsync.comm import p2p_collectives as p2p
 from gradsync.comm.base import Communicator
 from gradsync.comm.groups import communicator, groups
-from gradsync.comm.p2p_collectives import (
-    doubling_all_reduce,
-    hierarchical_all_reduce,
-    ring_all_gather,
-    ring_all_reduce,
-    ring_reduce_scatter,
-    tree_broadcast,
-    tree_reduce,
-)
 from gradsync.comm.reductions import check_supported
 from gradsync.comm.shared_memory.choose import share_memory
 from gradsync.comm.shared_memory.segment import SharedMemoryError
@@ -236,7 +228,7 @@ class Buffers:
         self, count: int, ranks: int, like: Tensor, shared: SharedMemoryCommunicator | None
     ) -> None:
         part = max(count // ranks, 1)
-        # Filled, so that the system really gives the memory now.
+        # Filled, so that the system gives the memory now.
         self.whole, self.other, self.part = (
             like.new_empty(size).zero_() for size in (count, count, part)
         )
@@ -247,7 +239,6 @@ class Buffers:
             self.shared_part = shared.allocate(part, like.dtype)
 
     def clear(self) -> None:
-        """Zeros everywhere."""
         for tensor in (self.whole, self.other, self.part, self.shared_whole, self.shared_part):
             tensor.zero_()
 
@@ -273,8 +264,8 @@ def build(
         source, result = (whole, own) if operation == "reduce_scatter" else (own, whole)
 
     def tree() -> None:
-        tree_reduce(comm, whole)
-        tree_broadcast(comm, whole)
+        p2p.tree_reduce(comm, whole)
+        p2p.tree_broadcast(comm, whole)
 
     # All over all ranks, whole [n], part [n / ranks]; none overlaps anything. First a
     # communicator's own, then those made of messages.
@@ -285,15 +276,15 @@ def build(
         "broadcast": lambda: comm.broadcast(whole).wait(),
     }
     by_messages = {
-        ("all_reduce", "ring"): lambda: ring_all_reduce(comm, whole),
-        ("all_reduce", "recursive_doubling"): lambda: doubling_all_reduce(comm, whole),
-        ("all_reduce", "hierarchical"): lambda: hierarchical_all_reduce(
+        ("all_reduce", "ring"): lambda: p2p.ring_all_reduce(comm, whole),
+        ("all_reduce", "recursive_doubling"): lambda: p2p.doubling_all_reduce(comm, whole),
+        ("all_reduce", "hierarchical"): lambda: p2p.hierarchical_all_reduce(
             levels.intra, levels.inter, whole, equal_nodes=levels.equal_nodes
         ),
         ("all_reduce", "tree"): tree,
-        ("reduce_scatter", "ring"): lambda: ring_reduce_scatter(comm, whole),
-        ("all_gather", "ring"): lambda: ring_all_gather(comm, whole),
-        ("broadcast", "tree"): lambda: tree_broadcast(comm, whole),
+        ("reduce_scatter", "ring"): lambda: p2p.ring_reduce_scatter(comm, whole),
+        ("all_gather", "ring"): lambda: p2p.ring_all_gather(comm, whole),
+        ("broadcast", "tree"): lambda: p2p.tree_broadcast(comm, whole),
     }
     run: Callable[[], object] = by_messages.get((operation, algorithm), by_backend[operation])
     return TimedOperation(algorithm=algorithm, source=source, result=result, run=run)

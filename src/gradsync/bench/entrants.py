@@ -368,22 +368,20 @@ class Synchronised(Entrant):
         elif blocking is not None:
             # Of the engine's, what follows the update: parameters of sharded strategies.
             timed = ("all_gather",) if by_engine else ("all_reduce", "broadcast", "all_gather")
-            self._watched = Watched(self.sync.comm, timed=timed, before=site.comm.barrier)
-        self._exposed_counts = blocking is not None and by_engine
+            barrier = site.comm.barrier
+            self._watched = Watched(self.sync.comm, timed=timed, before=barrier, total=blocking)
+        self._stopwatch = blocking if by_engine else None  # the engine's own is added to it
 
     def backward(self, leaves: Leaves) -> None:
         self._learner.run_leaves(leaves)
 
     def update(self) -> None:
-        if self._exposed_counts:
+        if self._stopwatch is not None:
             self.site.comm.barrier()
-        before = 0.0 if self._watched is None else self._watched.seconds
         result = self.sync.step(self.optimizer, clip_norm=CLIP_NORM)
         self.mean_loss = result.mean_loss
-        if self.blocking is not None and self._exposed_counts:
-            self.blocking.seconds += result.exposed.seconds()
-        if self.blocking is not None and self._watched is not None:
-            self.blocking.seconds += self._watched.seconds - before
+        if self._stopwatch is not None:
+            self._stopwatch.seconds += result.exposed.seconds()
 
     def communicators(self) -> list[Communicator]:
         levels = self.site.groups

@@ -151,21 +151,21 @@ class Wire:
 class Watched:
     """Shadows the methods of one communicator object: each call is counted and passed on. Methods
     in `timed` are waited for at once, after `before` has made ranks begin together, and how long
-    that takes is added up."""
+    that takes is added to `total.seconds`."""
 
     def __init__(
         self,
         comm: Communicator,
         *,
         timed: tuple[str, ...] = (),
-        before: Callable[[], None] | None = None,
+        before: Callable[[], None] = lambda: None,
+        total: Any = None,
     ) -> None:
         self.calls: Counter[str] = Counter()
         self.messages = 0  # sends and receives of all batches
-        self.seconds = 0.0  # in the collectives that are `timed`
         self.in_memory = hasattr(comm, "parts_of")
         self._comm: Any = comm
-        self._timed, self._before = timed, before
+        self._timed, self._before, self._total = timed, before, total
         self._lock = threading.Lock()
         self._shadows = [name for name in (*_COLLECTIVES, "exchange", "run") if hasattr(comm, name)]
         for name in self._shadows:
@@ -185,8 +185,7 @@ class Watched:
             self.calls[name] += messages > 0  # an empty batch is nothing
         if name not in self._timed:
             return method(*arguments, **named)
-        if self._before is not None:
-            self._before()
-        with taking(self):
+        self._before()
+        with taking(self._total):
             method(*arguments, **named).wait()
         return Done()

@@ -125,16 +125,9 @@ def strategies(promise: str, *, on_cpu: bool, hosts: int) -> list[TunedStrategy]
 def strategy_stage(request: TuneRequest, world: World) -> TuneStage:
     """The first question."""
     equal = world.local_world_size * world.num_nodes == world.world_size
-    return TuneStage(
-        name=STAGES[0],
-        candidates=tuple(
-            strategies(
-                request.promise,
-                on_cpu=world.device == "cpu",
-                hosts=world.num_nodes if equal or world.num_nodes == 1 else 0,
-            )
-        ),
-    )
+    hosts = world.num_nodes if equal or world.num_nodes == 1 else 0
+    candidates = strategies(request.promise, on_cpu=world.device == "cpu", hosts=hosts)
+    return TuneStage(name=STAGES[0], candidates=tuple(candidates))
 
 
 def bucket_stage(
@@ -335,14 +328,9 @@ class Tuner:
             )
             choice = self._ask(stage, choice)
         choice = self._ask(compile_stage(choice, wanted=request.compile), choice)
-        return {
-            "choice": asdict(choice),
-            "stages": self._stages,
-            "device": self._world.device,
-            "num_nodes": self._world.num_nodes,
-            "environment": self._environment,
-            "samples": self._samples,
-        }
+        world = {"device": self._world.device, "num_nodes": self._world.num_nodes}
+        found = {"environment": self._environment, "samples": self._samples}
+        return {"choice": asdict(choice), "stages": self._stages, **world, **found}
 
     def _ask(self, stage: TuneStage, before: TunedStrategy) -> TunedStrategy:
         """The answer to one question: one of the stage's candidates."""
@@ -361,13 +349,8 @@ class Tuner:
         decision = decision_of(stage, result["contestants"])
         self._environment = self._environment or result["environment"]
         self._samples[stage.name] = result["contestants"]
-        self._stages.append(
-            {
-                "name": stage.name,
-                "rows": [asdict(row) for row in rows],
-                "decision": asdict(decision),
-            }
-        )
+        entry = {"rows": [asdict(row) for row in rows], "decision": asdict(decision)}
+        self._stages.append({"name": stage.name, **entry})
         winner = next(each for each in stage.candidates if each.text == decision.winner)
         if stage.name == "strategy":
             self._has_messages = has_messages(rows, winner.text)

@@ -5,7 +5,7 @@ Every rank calls `train_traced`; `save` and `read` hand a recorded run's checkpo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -21,6 +21,7 @@ from gradsync.comm.base import Communicator
 from gradsync.comm.groups import Groups
 from gradsync.comm.groups import groups as make_groups
 from gradsync.comm.values import broadcast_json, broadcast_tensors
+from gradsync.compat.frozen import map_tensors
 from gradsync.data.loader import Loader, loader
 from gradsync.errors import CheckpointError
 from gradsync.runtime.seeds import seed_leaf
@@ -199,24 +200,13 @@ def _in_double(problem: Problem) -> Problem:
     """The problem in fp64: model and floating inputs, wherever in them they are."""
     model = problem.model.double()
 
-    def widen(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        return _widened(inputs), _widened(named)
+    def widen(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.double() if tensor.is_floating_point() else tensor
 
-    model.register_forward_pre_hook(widen, with_kwargs=True)
+    model.register_forward_pre_hook(
+        lambda _, inputs, named: map_tensors((inputs, named), widen), with_kwargs=True
+    )
     return replace(problem, model=model)
-
-
-def _widened(value: Any) -> Any:
-    """`value` with every floating tensor in it in fp64."""
-    if isinstance(value, torch.Tensor):
-        return value.double() if value.is_floating_point() else value
-    if isinstance(value, Mapping):
-        return {key: _widened(each) for key, each in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(_widened, value))
-    if isinstance(value, tuple | list):
-        return type(value)(map(_widened, value))
-    return value
 
 
 # -- checkpoints ----------------------------------------------------------------------------------

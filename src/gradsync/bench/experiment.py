@@ -88,6 +88,15 @@ def check_least(options: Any, **least: int) -> None:
             raise ConfigError(f"{flag_of(name)} must be at least {number}; got {value}")
 
 
+def check_alone(world: World, command: str) -> None:
+    """Refuse a launcher's ranks where a measurement starts its own."""
+    if world.is_distributed:
+        raise ConfigError(
+            f"{command} starts ranks itself: run it as one process, without {world.launcher}; "
+            "bench sync measures the ranks that a launcher started"
+        )
+
+
 def check_name(what: str, name: str, known: Collection[str]) -> None:
     """Refuse a name that is not `known`, with the nearest one."""
     if name not in known:

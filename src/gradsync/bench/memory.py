@@ -18,6 +18,7 @@ from gradsync.bench.experiment import (
     Ask,
     Experiment,
     Findings,
+    check_alone,
     check_least,
     environment,
     from_json,
@@ -171,10 +172,7 @@ def cases_of(options: MemoryOptions, world: World) -> tuple[MemoryCase, ...]:
     cases = tuple(memory_cases(names_in(options.shapes), names))
     if not cases:
         raise ConfigError("--shapes and --strategies: name at least one of each")
-    if world.is_distributed:
-        raise ConfigError(
-            "bench memory starts new ranks for each case: run it as one process, without a launcher"
-        )
+    check_alone(world, "bench memory")
     return cases
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from gradsync.bench.contestants import ALONE, Contestant, parse_contestants
-from gradsync.bench.experiment import Experiment, Findings, check_least, taken
+from gradsync.bench.experiment import Experiment, Findings, check_alone, check_least, taken
 from gradsync.bench.report import Spread, interval, print_table, spread, where
 from gradsync.bench.sync_plan import (
     USUAL_TOKENS,
@@ -104,23 +104,15 @@ class ScalingPlan:
 
 def plan_of(options: ScalingOptions, world: World) -> ScalingPlan:
     """Check the request."""
-    if world.is_distributed:
-        raise ConfigError(
-            "bench scaling starts its own ranks, of several world sizes: run it without "
-            f"{world.launcher}; bench sync measures the ranks that a launcher started"
-        )
+    check_alone(world, "bench scaling")
     if not 0 < options.threshold < math.inf:
         raise ConfigError(
             f"--threshold must be positive and finite, 0.85 for 85 %; got {options.threshold}"
         )
     check_least(options, batch_size=1, context_length=1, rounds=FEWEST_ROUNDS)
     sizes = parse_world_sizes(options.world_sizes or usual_sizes(usable_cores()))
-    room = room_for(
-        options.device,
-        leaf_tokens=options.batch_size * (options.context_length or USUAL_TOKENS),
-        ranks=sum(sizes),
-        busy_ranks=sizes[-1],
-    )
+    tokens = options.batch_size * (options.context_length or USUAL_TOKENS)
+    room = room_for(options.device, tokens, ranks=sum(sizes), busy=sizes[-1])
     settings = taken(
         SyncSettings,
         options,

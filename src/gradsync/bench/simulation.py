@@ -20,7 +20,7 @@ import tyro
 from gradsync.bench import collectives
 from gradsync.bench.collectives import COPY, CollectivesSettings, Samples, fit_of, fits_of, rows_of
 from gradsync.bench.contestants import ALONE, Contestant, parse_contestants
-from gradsync.bench.experiment import Ask, Experiment, Findings, taken
+from gradsync.bench.experiment import Ask, Experiment, Findings, check_alone, taken
 from gradsync.bench.report import Spread, print_table, spread, where
 from gradsync.bench.scaling import parse_world_sizes
 from gradsync.bench.sync_plan import (
@@ -103,11 +103,7 @@ class SimulationPlan:
 
 def plan_of(options: SimulationOptions, world: World) -> SimulationPlan:
     """Check the request."""
-    if world.is_distributed:
-        raise ConfigError(
-            "bench simulation starts its own ranks, of several world sizes: run it without "
-            f"{world.launcher}"
-        )
+    check_alone(world, "bench simulation")
     sizes = parse_world_sizes(options.world_sizes)
     threads = choose_threads(sizes[-1], requested=options.threads)
     settings = taken(SyncSettings, options, threads=threads, device="cpu")
@@ -129,12 +125,8 @@ def plan_of(options: SimulationOptions, world: World) -> SimulationPlan:
     ]
     simulation = SimulationPlan(plan=bench_plan(settings, entries), strategies=chosen)
     collectives_settings(simulation, options.seconds_per_point)  # refuses what cannot be
-    room = room_for(
-        "cpu",
-        leaf_tokens=options.batch_size // options.leaves_per_rank * settings.tokens,
-        ranks=sum(sizes),
-        busy_ranks=sizes[-1],
-    )
+    tokens = options.batch_size // options.leaves_per_rank * settings.tokens
+    room = room_for("cpu", tokens, ranks=sum(sizes), busy=sizes[-1])
     room.choose(options.model_size)  # refuses what fits for no contestant alone
     return replace(simulation, plan=simulation.plan.fitting(room, contestants=len(chosen) + 2))
 

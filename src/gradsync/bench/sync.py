@@ -98,13 +98,12 @@ def plan_of(options: SyncOptions, world: World) -> BenchPlan:
     one_set = options.same_allocator or world.is_distributed or uses_cuda(options.device)
     contestants = with_ideals(chosen, same_allocator=one_set)
     local = world.local_world_size if world.is_distributed else world_size
-    tokens = options.context_length or USUAL_TOKENS
-    room = room_for(
-        options.device,
-        leaf_tokens=options.batch_size // options.leaves_per_rank * tokens,
-        ranks=local * len({each.keep_memory for each in contestants}),
-        busy_ranks=local,
+    sets, tokens = (
+        {each.keep_memory for each in contestants},
+        options.context_length or USUAL_TOKENS,
     )
+    tokens *= options.batch_size // options.leaves_per_rank
+    room = room_for(options.device, tokens, ranks=local * len(sets), busy=local)
     settings = taken(
         SyncSettings,
         options,

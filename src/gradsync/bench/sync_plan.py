@@ -231,19 +231,19 @@ class Room:
     available: int  # bytes
     leaf_tokens: int  # tokens of one micro-batch
     ranks: int  # processes in all, idle ones included
-    busy_ranks: int  # processes that train at the same time
+    busy: int  # processes that train at the same time
     kind: Kind = "cpu"  # of a rank's device
 
     def needed(self, config: GPTConfig, *, contestants: int = 1) -> int:
         """Bytes of all ranks, each counted as one of `ddp`, with so many models side by side."""
-        ranks = max(self.busy_ranks, 2)  # one rank alone needs no buckets: that others do, counts
+        ranks = max(self.busy, 2)  # one rank alone needs no buckets: that others do, counts
         leaf = {"seq_len": self.leaf_tokens, "num_leaves": ranks, "kind": self.kind}
         work = Workload(model=config, micro_batch_size=1, **leaf)
         need = memory_need(work, Split(strategy="ddp", layout=ParallelLayout(dp=ranks)))
-        models = self.busy_ranks if contestants == 1 else self.ranks * contestants
+        models = self.busy if contestants == 1 else self.ranks * contestants
         held = need.weights + need.gradients + need.optimizer + need.buckets
         rest = need.total - need.process - held
-        return self.ranks * need.process + models * held + self.busy_ranks * rest
+        return self.ranks * need.process + models * held + self.busy * rest
 
     def fits(self, config: GPTConfig, *, contestants: int = 1) -> bool:
         return self.needed(config, contestants=contestants) <= _SHARE * self.available
@@ -258,7 +258,7 @@ class Room:
         if needed > usable:
             cure = f"{largest!r} fits" if largest else "no size fits: take fewer ranks"
             raise ConfigError(
-                f"model {name}: {self.busy_ranks} rank(s) need about {needed / 1e9:.1f} GB, "
+                f"model {name}: {self.busy} rank(s) need about {needed / 1e9:.1f} GB, "
                 f"{usable / 1e9:.1f} GB can be used here ({(needed - usable) / 1e9:.1f} GB "
                 f"short); {cure}"
             )
@@ -280,16 +280,15 @@ def uses_cuda(device: str) -> bool:
     return found
 
 
-def room_for(device: str, *, leaf_tokens: int, ranks: int, busy_ranks: int) -> Room:
+def room_for(device: str, leaf_tokens: int, *, ranks: int, busy: int) -> Room:
     """All ranks have to fit into the host, or one into its device."""
     if not uses_cuda(device):
-        return Room(
-            available=available_bytes(), leaf_tokens=leaf_tokens, ranks=ranks, busy_ranks=busy_ranks
-        )
+        free = available_bytes()
+        return Room(available=free, leaf_tokens=leaf_tokens, ranks=ranks, busy=busy)
     import torch
 
-    most = torch.cuda.get_device_properties(0).total_memory
-    return Room(available=most, leaf_tokens=leaf_tokens, ranks=1, busy_ranks=1, kind="cuda")
+    free = torch.cuda.get_device_properties(0).total_memory
+    return Room(available=free, leaf_tokens=leaf_tokens, ranks=1, busy=1, kind="cuda")
 
 
 BUDGET_S = 140.0

@@ -92,12 +92,8 @@ def request_of(options: TuneOptions, world: World) -> TuneRequest:
         dtype=options.dtype or start.dtype,
         threads=choose_threads(local, requested=options.threads or (None if on_cuda else 1)),
     )
-    room = room_for(
-        options.device,
-        leaf_tokens=batch // leaves * settings.tokens,
-        ranks=local,
-        busy_ranks=local,
-    )
+    tokens = batch // leaves * settings.tokens
+    room = room_for(options.device, tokens, ranks=local, busy=local)
     room.choose(options.model)
     stays = room.fits(settings.config, contestants=_SIDE_BY_SIDE)
     return TuneRequest(

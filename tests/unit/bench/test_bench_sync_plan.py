@@ -32,7 +32,7 @@ from support.bench_results import GB
 
 
 def room(available: int, ranks: int = 2) -> Room:
-    return Room(available=available, leaf_tokens=512, ranks=ranks, busy_ranks=2)
+    return Room(available=available, leaf_tokens=512, ranks=ranks, busy=2)
 
 
 def names(text: str) -> list[str]:

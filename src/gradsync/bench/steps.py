@@ -269,7 +269,6 @@ class Runner:
         return {
             "environment": before,
             "device": world.device,
-            "one_host": world.one_host,
             "contestants": {label: [rank[label] for rank in by_rank] for label in mine},
         }
 

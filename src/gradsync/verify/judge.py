@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -178,9 +179,8 @@ class _StepCheck:
             [name for name, now in document["at_step"].items() if now != document["before"][name]]
             for document in self._documents
         ]
-        if names := list(dict.fromkeys(name for each in moved for name in each)):
-            ranks = [rank for rank, each in enumerate(moved) if each]
-            self._found(Kind.MOVED, names, ranks=ranks)
+        if names := list(dict.fromkeys(chain.from_iterable(moved))):
+            self._found(Kind.MOVED, names, ranks=[rank for rank, each in enumerate(moved) if each])
 
     def replicas(self, part: str, kind: Kind) -> None:
         """One part of a step has the same bits on all ranks."""

@@ -21,10 +21,10 @@ FUNCTION_LIMIT = 80
 CLASS_LIMIT = 250
 PACKAGES = REPOSITORY / "src" / "gradsync"
 BUDGETS = {
-    **{"core": 950, "runtime": 3_767, "comm": 2_650, "sync": 9_360, "data": 2_450},
-    **{"checkpoint": 1_350, "models": 600, "parallel": 1_260, "plan": 5_450, "train": 3_680},
-    **{"launch": 1_615, "compat": 1_120, "backends": 700, "verify": 3_500, "bench": 5_230},
-    "cli": 3_120,
+    **{"core": 950, "runtime": 3_770, "comm": 2_620, "sync": 9_360, "data": 2_450},
+    **{"checkpoint": 1_340, "models": 585, "parallel": 1_260, "plan": 5_445, "train": 3_675},
+    **{"launch": 1_615, "compat": 1_120, "backends": 700, "verify": 3_250, "bench": 4_855},
+    "cli": 3_110,
 }
 """Lines of each package, docstrings and blanks included. They only go down: raising one takes a
 commit that says why."""

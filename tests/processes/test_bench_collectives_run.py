@@ -9,6 +9,7 @@ from unittest import mock
 
 from gradsync.bench import collectives_run
 from gradsync.bench.collectives import EXPERIMENT, OPERATIONS, CollectivesOptions, plan_of
+from gradsync.comm import p2p_collectives
 from gradsync.comm.shared_memory.segment import SharedMemoryError
 from gradsync.world import World
 from support.rank_session import open_session
@@ -30,7 +31,7 @@ def _measured(
         "progress_bar": lambda: lambda *what: told.append(what),
     }
     if options == FAULTY:
-        fakes["tree_broadcast"] = mock.Mock()
+        fakes["p2p"] = mock.Mock(wraps=p2p_collectives, tree_broadcast=mock.Mock())
         fakes["share_memory"] = mock.Mock(side_effect=SharedMemoryError("not here"))
         fakes["environment"] = lambda **_: {"told": len(told)}
     with ExitStack() as stack:

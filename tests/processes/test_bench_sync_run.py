@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -23,7 +24,7 @@ from gradsync.bench.steps import (
     reference_losses,
     whole_periods,
 )
-from gradsync.bench.sync_plan import SyncSettings, sync_plan
+from gradsync.bench.sync_plan import SyncSettings, bench_plan
 from gradsync.models.config import PRESETS, GPTConfig
 from gradsync.runtime.memory import PeakMemory
 from support.launchers import run_python
@@ -45,7 +46,7 @@ def _measured(rank: int, world_size: int, store_path: str) -> dict[str, Any]:
         begin,
         open_session(rank, world_size, store_path) as world,
     ):
-        plan = sync_plan(SETTINGS, chosen, world_size=world_size, batch_size=1)
+        plan = bench_plan(SETTINGS, [(each, world_size, 1) for each in chosen])
         runner = Runner(
             plan, 0, world, None, lambda place, count, what: told.append(what), say=said.append
         )
@@ -106,8 +107,8 @@ class Apart(TorchDdp):
 class Shrunk(TorchDdp):
     """Synchronised, but of half of each rank's tokens."""
 
-    def backward(self, leaves: Any) -> torch.Tensor:
-        return super().backward([(t[:, :8], y[:, :8]) for t, y in leaves])
+    def backward(self, leaves: Any) -> None:
+        super().backward([replace(leaf, batch=[t[:, :8] for t in leaf.batch]) for leaf in leaves])
 
 
 def _refused(rank: int, world_size: int, store_path: str) -> list[str]:

@@ -1,33 +1,8 @@
 """`gradsync bench collectives`: what collectives cost here, beside the memory's own bandwidth.
 
-Sizes are nccl-tests': bytes of the whole tensor, that is of the input of all_reduce, broadcast and
-reduce_scatter, and of the output of all_gather. So are `algbw` = size / time, and `busbw`, which is
-that times the part of the tensor that must pass each rank's link, so that a ring at its best shows
-the link's speed (PERFORMANCE.md of nccl-tests):
-
-    all_reduce 2 (n - 1) / n     reduce_scatter, all_gather (n - 1) / n     broadcast 1
-
-For ranks that share a host's memory there is a yardstick: the least bytes that an operation must
-move, at the rate at which a plain copy of S bytes moves its 2 S. That rate is measured beside the
-operations, with all ranks busy at once: each one copies between two buffers of its own.
-
-[Note: Least bytes] What the busiest of W ranks must at least read and write, for a tensor of S
-bytes, when every rank's buffer can be reached by all and nothing is copied on the way:
-
-    all_reduce       its share S/W of W buffers is read, and written into W buffers      2 S
-    reduce_scatter   its share of W buffers is read, and written once              S + S/W
-    all_gather       W parts of S/W are read and written                                 2 S
-    broadcast        S is read and written                                               2 S
-
-[Note: Beyond the limit] It is a yardstick rather than a bound, and an operation may pass it:
-
-- A processor that writes to memory first reads the line that it writes to, unless it is in a cache
-  already. A copy's destination is not: of S bytes it moves 3 S, and counts as 2 S. An operation in
-  place has just read what it writes, and moves no more than it counts. So a pass in place reaches
-  up to 150 % of the rate of a copy: all_reduce can.
-- Caches: W ranks that copy hold 2 W S bytes, W ranks that all-reduce W S. Where the one is too much
-  and the other fits, the copy goes to memory and the operation does not.
-"""
+Sizes, `algbw` and `busbw` are nccl-tests'. For ranks that share a host's memory there is a
+yardstick: the least bytes that an operation must move, at the rate of a plain copy that all ranks
+make at once beside it. Both are explained in docs/guide/verifying.md."""
 
 from __future__ import annotations
 
@@ -37,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain, groupby
+from statistics import median
 from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import tyro
@@ -75,8 +51,8 @@ OPERATIONS = {
     "all_gather": ("backend", "ring", "shared", "shared_copies"),
     "broadcast": ("backend", "tree", "shared", "shared_copies"),
 }
-"""Algorithms of each operation. `backend` is the process group's own, `shared` goes through shared
-memory over buffers that lie there, `shared_copies` over ordinary ones."""
+"""`backend` is the process group's own, `shared` goes through shared memory over buffers that lie
+there, `shared_copies` over ordinary ones."""
 ALGORITHMS = tuple(dict.fromkeys(name for names in OPERATIONS.values() for name in names))
 COPY = "copy"  # the yardstick that runs beside the algorithms: each rank copies on its own
 DTYPES = {
@@ -86,9 +62,7 @@ DTYPES = {
 """By the name for users: torch's, and bytes."""
 GB = 1e9
 _SMALLEST = 4
-_BUFFERS = 7
-"""The most buffers of the tensor's size that a rank holds: two ordinary ones, two in shared memory,
-one in which an algorithm receives, and as much again inside a backend."""
+_BUFFERS = 7  # of a rank: two ordinary, two shared, one to receive in, two inside a backend
 _SPARE = 0.9  # part of the free memory that may be taken
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _COMMAND = ("bench", "collectives")
@@ -219,8 +193,8 @@ def size_text(size_bytes: int) -> str:
 
 
 def choose_sizes(settings: CollectivesSettings, *, available_bytes: int, ranks: int) -> list[int]:
-    """Bytes in ascending order, where `ranks` ranks share `available_bytes`: those asked for (a
-    `ConfigError` if they need more), or 4 B, 16 B, 64 B, ... as far as memory goes."""
+    """Bytes in ascending order, where `ranks` ranks share `available_bytes`: those asked for, or
+    4 B, 16 B, 64 B, ... as far as memory goes."""
     usable = int(_SPARE * available_bytes)
     if settings.sizes:
         largest = max(settings.sizes)
@@ -242,10 +216,8 @@ def choose_sizes(settings: CollectivesSettings, *, available_bytes: int, ranks: 
 
 
 def counts_of(operation: str, sizes: Sequence[int], dtype: str, world_size: int) -> list[int]:
-    """Elements of the whole tensor for each size, without repetition.
-
-    Rounded down to whole elements, and up to whole parts where each rank has a part of its own.
-    """
+    """Elements of the whole tensor for each size: rounded down to whole ones, and up to whole parts
+    where each rank has a part of its own."""
     counts = [max(size // DTYPES[dtype][1], 1) for size in sizes]
     if operation in ("reduce_scatter", "all_gather"):
         counts = [math.ceil(count / world_size) * world_size for count in counts]
@@ -259,8 +231,8 @@ def repetitions_of(seconds: float, settings: CollectivesSettings, overhead_s: fl
 
 
 def rounds_of(seconds: Sequence[float], settings: CollectivesSettings) -> int:
-    """How many rounds for algorithms that take `seconds` each: fewer where they are slow, but at
-    least three (unless fewer were asked for)."""
+    """Rounds for algorithms that take `seconds` each: fewer where they are slow, but at least three
+    (unless fewer were asked for)."""
     affordable = int(settings.seconds_per_point * len(seconds) / sum(seconds))
     return max(min(3, settings.rounds), min(affordable, settings.rounds))
 
@@ -277,8 +249,8 @@ class Samples:
 
     @property
     def medians_s(self) -> list[float]:
-        """The median of each round, seconds."""
-        return [percentile(times, 50) for times in self.rounds_s]
+        """Of each round, seconds."""
+        return [median(times) for times in self.rounds_s]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -294,22 +266,12 @@ class AlgorithmRow:
     p95_s: float
     algbw_gbs: float  # 1e9 bytes per second
     busbw_gbs: float | None  # None for the copy
-    limit_s: float | None
-    """Time of the least bytes at the rate of a plain copy, where ranks share memory, seconds;
-    None elsewhere, and for the copy."""
-    of_limit: Spread | None
-    """The operation's rate relative to a plain copy's, by rounds; what works in place may pass 1
-    (see [Note: Beyond the limit])."""
-
-
-def limit_s(operation: str, world_size: int, copy_s: float) -> float:
-    """The time of an operation at the rate of a copy of as many bytes, which takes `copy_s` with
-    all ranks copying at once; see [Note: Least bytes]."""
-    return copy_s * (1 + 1 / world_size if operation == "reduce_scatter" else 2) / 2
+    limit_s: float | None  # of the least bytes at a copy's rate; None for it, and between hosts
+    of_limit: Spread | None  # the rate relative to a copy's, by rounds
 
 
 def bus_factor(operation: str, world_size: int) -> float:
-    """busbw / algbw; see the table above."""
+    """busbw / algbw."""
     others = (world_size - 1) / world_size
     return {"all_reduce": 2 * others, "broadcast": 1.0}.get(operation, others)
 
@@ -317,34 +279,32 @@ def bus_factor(operation: str, world_size: int) -> float:
 def rows_of(found: Sequence[Samples], world_size: int, *, one_memory: bool) -> list[AlgorithmRow]:
     """A row for each entry, with the copy's samples among them; where ranks share `one_memory`, the
     copy is a yardstick."""
-    copies = {(s.operation, s.count): s for s in found if s.algorithm == COPY}
-    return [_row(s, copies[s.operation, s.count], world_size, one_memory=one_memory) for s in found]
-
-
-def _row(samples: Samples, copy: Samples, world_size: int, *, one_memory: bool) -> AlgorithmRow:
-    times, size = list(chain.from_iterable(samples.rounds_s)), samples.size_bytes
-    p50_s = percentile(times, 50)
-    is_copy = samples.algorithm == COPY
-    # What a copy moves is read once and written once; an algorithm's size counts once.
-    algbw = (2 * size if is_copy else size) / p50_s / GB
-    limit, of_limit = None, None
-    if one_memory and not is_copy:
-        limits = [limit_s(samples.operation, world_size, s) for s in copy.medians_s]
-        limit = percentile(limits, 50)
-        of_limit = spread(ratios(limits, samples.medians_s))
-    return AlgorithmRow(
-        operation=samples.operation,
-        algorithm=samples.algorithm,
-        size_bytes=size,
-        count=samples.count,
-        repetitions=len(times),
-        p50_s=p50_s,
-        p95_s=percentile(times, 95),
-        algbw_gbs=algbw,
-        busbw_gbs=None if is_copy else algbw * bus_factor(samples.operation, world_size),
-        limit_s=limit,
-        of_limit=of_limit,
-    )
+    copies = {(s.operation, s.count): s.medians_s for s in found if s.algorithm == COPY}
+    rows = []
+    for samples in found:
+        times, size = list(chain.from_iterable(samples.rounds_s)), samples.size_bytes
+        p50_s, is_copy = median(times), samples.algorithm == COPY
+        # What a copy moves is read once and written once; an algorithm's size counts once.
+        algbw = (2 * size if is_copy else size) / p50_s / GB
+        # The least bytes of the operation, over the 2 S that a copy moves.
+        part = (1 + 1 / world_size) / 2 if samples.operation == "reduce_scatter" else 1
+        limits = [part * copy_s for copy_s in copies[samples.operation, samples.count]]
+        limited = one_memory and not is_copy
+        row = AlgorithmRow(
+            operation=samples.operation,
+            algorithm=samples.algorithm,
+            size_bytes=size,
+            count=samples.count,
+            repetitions=len(times),
+            p50_s=p50_s,
+            p95_s=percentile(times, 95),
+            algbw_gbs=algbw,
+            busbw_gbs=None if is_copy else algbw * bus_factor(samples.operation, world_size),
+            limit_s=median(limits) if limited else None,
+            of_limit=spread(ratios(limits, samples.medians_s)) if limited else None,
+        )
+        rows.append(row)
+    return rows
 
 
 def fits_of(rows: Sequence[AlgorithmRow]) -> list[Fit]:
@@ -374,19 +334,17 @@ def fit_of(operation: str, algorithm: str, points: Mapping[int, float]) -> Fit:
 
 
 def _findings(
-    options: CollectivesOptions,
-    settings: CollectivesSettings,
-    result: Mapping[str, Any],
-    world: World,
+    options: CollectivesOptions, settings: CollectivesSettings, result: dict[str, Any], world: World
 ) -> Findings:
     found, num_nodes = result["environment"], result["num_nodes"]
     samples = [Samples(**entry) for entry in result["samples"]]
     rows = rows_of(samples, found["world_size"], one_memory=result["one_memory"])
     fits = fits_of(rows)
-    about = {"num_nodes": num_nodes, "dtype": settings.dtype}
+    about = {"dtype": settings.dtype, "world_size": found["world_size"], "num_nodes": num_nodes}
     # The command at the number of ranks that there were.
     words = (*_COMMAND, "--world-size", str(found["world_size"]))
     flags = replace(options, world_size=CollectivesOptions().world_size)
+    save = options.save and fits
     return Findings(
         environment=found,
         command=command_of(flags, words),
@@ -401,12 +359,8 @@ def _findings(
         },
         samples=result["samples"],
         show=partial(print_report, rows, fits, result, settings.dtype),
-        csv=lambda: csv_text(
-            [_csv_row(row, {**about, "world_size": found["world_size"]}) for row in rows]
-        ),
-        keep=(lambda: f"kept alpha and beta in {save_fits({**found, **about}, fits)}")
-        if options.save and fits
-        else None,
+        csv=lambda: csv_text([_csv_row(row, about) for row in rows]),
+        keep=(lambda: f"kept alpha and beta in {save_fits(found | about, fits)}") if save else None,
         code=1 if result["wrong"] else 0,
     )
 
@@ -418,7 +372,7 @@ def _csv_row(row: AlgorithmRow, about: Mapping[str, Any]) -> dict[str, Any]:
         "algorithm": row.algorithm,
         "size_bytes": row.size_bytes,
         "count": row.count,
-        **{name: about[name] for name in ("dtype", "world_size", "num_nodes")},
+        **about,
         "repetitions": row.repetitions,
         "p50_us": round(row.p50_s * 1e6, 3),
         "p95_us": round(row.p95_s * 1e6, 3),
@@ -486,7 +440,6 @@ def print_report(
 
 
 def _cells(row: AlgorithmRow, *, first: bool) -> tuple[str, ...]:
-    """A line of a table; the first one of a size names that."""
     return (
         size_text(row.size_bytes) if first else "",
         "copy (reads + writes)" if row.algorithm == COPY else row.algorithm,

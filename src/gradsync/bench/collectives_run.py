@@ -3,15 +3,9 @@
 At each size every algorithm's result is checked once; then come rounds in which each algorithm,
 and the copy, has a turn of several repetitions. The next round begins with the next algorithm.
 
-[Note: A common begin] Ranks leave a barrier one after the other, up to a fraction of a millisecond
-apart: longer than many operations take. Whoever is early would measure waiting, and an operation
-that some ranks may begin alone (a broadcast) would seem to take no time at all. Ranks of one host
-have one clock: they agree on a moment a little ahead, wait for it in a loop, and measure from that
-moment. A repetition for which a rank came late (the system gave its core to another one) did not
-begin together and is dropped; unless there are more ranks than cores, which cannot be in time.
-Ranks of several hosts measure from the end of a barrier. On a GPU that barrier is a collective on
-the same stream, and the time is between two events on it, read when the device is done.
-"""
+[Note: A common begin] Whoever leaves a barrier early would measure waiting. Ranks of one host have
+one clock: they agree on a moment a little ahead, and wait for it in a loop. A repetition for which
+a rank came late is dropped, unless there are more ranks than cores, which cannot be in time."""
 
 from __future__ import annotations
 
@@ -38,17 +32,9 @@ from gradsync.bench.collectives import (
 )
 from gradsync.bench.experiment import environment, from_json
 from gradsync.bench.report import Tell, percentile, progress_bar, silent
+from gradsync.comm import p2p_collectives as p2p
 from gradsync.comm.base import Communicator
 from gradsync.comm.groups import communicator, groups
-from gradsync.comm.p2p_collectives import (
-    doubling_all_reduce,
-    hierarchical_all_reduce,
-    ring_all_gather,
-    ring_all_reduce,
-    ring_reduce_scatter,
-    tree_broadcast,
-    tree_reduce,
-)
 from gradsync.comm.reductions import check_supported
 from gradsync.comm.shared_memory.choose import share_memory
 from gradsync.comm.shared_memory.segment import SharedMemoryError
@@ -75,11 +61,11 @@ _LATE_S, _LATE_PART = 5e-6, 0.02
 
 
 class Patterns:
-    """The numbers that ranks bring, and the results that they should get: sums are exact.
+    """The numbers that ranks bring, and the results that they should get.
 
     Each rank has its own sequence of small integers, of prime length, repeated over the tensor: a
-    part that ends up in a wrong place, or a rank that is missing or counted twice, shows. Sums are
-    exact up to 127 ranks.
+    part in a wrong place, a rank that is missing or counted twice shows. Sums are exact up to 127
+    ranks.
     """
 
     def __init__(
@@ -95,8 +81,8 @@ class Patterns:
         self._sum = torch.stack(tiles).sum(0).to(device, dtype)
 
     def fill(self, source: Tensor, result: Tensor) -> None:
-        """This rank's numbers into `source`, and before that nonsense into `result`, so that an
-        operation that does nothing is found out. Both [n] of any length; they may overlap."""
+        """This rank's numbers into `source`, [n], and before that nonsense into `result`, [n], so
+        that an operation that does nothing is found out."""
         result.fill_(-1)
         for piece in source.split(_LENGTH):
             piece.copy_(self._tiles[self._rank][: len(piece)])
@@ -149,8 +135,8 @@ def in_time(laps: list[Lap]) -> list[float]:
 
 
 class Clock:
-    """Times an operation on all ranks at once, each repetition from the end of a barrier: for CPU
-    ranks of several hosts."""
+    """Times an operation on all ranks at once, from the end of a barrier: for CPU ranks of several
+    hosts. `overhead_s` is about what a repetition costs besides, alike on all ranks."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
@@ -159,7 +145,6 @@ class Clock:
             self.lap(lambda: None)
         [lap] = slowest(comm, [Lap((time.perf_counter() - begin) / _TRIALS)])
         self.overhead_s = lap.seconds
-        """Cost of each repetition besides the operation, about, seconds; alike on all ranks."""
 
     def lap(self, run: Callable[[], None]) -> Lap:
         """One repetition on this rank; all ranks call it."""
@@ -227,25 +212,23 @@ def clock_for(world: World, comm: Communicator, device: torch.device) -> Clock:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimedOperation:
     """One operation by one algorithm over its buffers, which are zeros while it is timed: a sum in
-    place would otherwise grow with each repetition, until it is infinite."""
+    place would grow with each repetition."""
 
     algorithm: str
     source: Tensor  # the numbers that this rank brings; overwritten by what works in place
     result: Tensor  # may share memory with `source`
-    run: Callable[[], object]
-    """Carry it out once, blocking (on CUDA: until the current stream may use the result)."""
+    run: Callable[[], object]  # once, blocking (on CUDA: until the stream may use the result)
 
 
 class Buffers:
-    """Ordinary and shared tensors of one size: [count] and [count / ranks] of each kind, of the
-    dtype and on the device of `like`. `shared` is all ranks by shared memory, if some algorithm
-    wants its buffers there; `SharedMemoryError` on all ranks when there is not enough of it."""
+    """Ordinary tensors like `like`, and shared ones where there is `shared`, of [count] and of
+    [count / ranks]; `SharedMemoryError` on all ranks where that does not suffice."""
 
     def __init__(
         self, count: int, ranks: int, like: Tensor, shared: SharedMemoryCommunicator | None
     ) -> None:
         part = max(count // ranks, 1)
-        # Filled, so that the system really gives the memory now.
+        # Filled, so that the system gives the memory now.
         self.whole, self.other, self.part = (
             like.new_empty(size).zero_() for size in (count, count, part)
         )
@@ -256,7 +239,6 @@ class Buffers:
             self.shared_part = shared.allocate(part, like.dtype)
 
     def clear(self) -> None:
-        """Zeros everywhere."""
         for tensor in (self.whole, self.other, self.part, self.shared_whole, self.shared_part):
             tensor.zero_()
 
@@ -270,8 +252,7 @@ class Buffers:
 def build(
     operation: str, algorithm: str, comm: Communicator, levels: Groups, buffers: Buffers
 ) -> TimedOperation:
-    """`operation` by `algorithm` over `buffers`; see `collectives.OPERATIONS`. `comm` is all ranks,
-    for `shared` and `shared_copies` through shared memory."""
+    """`operation` by `algorithm` over `buffers`; `comm` is all ranks."""
     in_place = algorithm == "shared"
     whole = buffers.shared_whole if in_place else buffers.whole
     part = buffers.shared_part if in_place else buffers.part
@@ -283,8 +264,8 @@ def build(
         source, result = (whole, own) if operation == "reduce_scatter" else (own, whole)
 
     def tree() -> None:
-        tree_reduce(comm, whole)
-        tree_broadcast(comm, whole)
+        p2p.tree_reduce(comm, whole)
+        p2p.tree_broadcast(comm, whole)
 
     # All over all ranks, whole [n], part [n / ranks]; none overlaps anything. First a
     # communicator's own, then those made of messages.
@@ -295,15 +276,15 @@ def build(
         "broadcast": lambda: comm.broadcast(whole).wait(),
     }
     by_messages = {
-        ("all_reduce", "ring"): lambda: ring_all_reduce(comm, whole),
-        ("all_reduce", "recursive_doubling"): lambda: doubling_all_reduce(comm, whole),
-        ("all_reduce", "hierarchical"): lambda: hierarchical_all_reduce(
+        ("all_reduce", "ring"): lambda: p2p.ring_all_reduce(comm, whole),
+        ("all_reduce", "recursive_doubling"): lambda: p2p.doubling_all_reduce(comm, whole),
+        ("all_reduce", "hierarchical"): lambda: p2p.hierarchical_all_reduce(
             levels.intra, levels.inter, whole, equal_nodes=levels.equal_nodes
         ),
         ("all_reduce", "tree"): tree,
-        ("reduce_scatter", "ring"): lambda: ring_reduce_scatter(comm, whole),
-        ("all_gather", "ring"): lambda: ring_all_gather(comm, whole),
-        ("broadcast", "tree"): lambda: tree_broadcast(comm, whole),
+        ("reduce_scatter", "ring"): lambda: p2p.ring_reduce_scatter(comm, whole),
+        ("all_gather", "ring"): lambda: p2p.ring_all_gather(comm, whole),
+        ("broadcast", "tree"): lambda: p2p.tree_broadcast(comm, whole),
     }
     run: Callable[[], object] = by_messages.get((operation, algorithm), by_backend[operation])
     return TimedOperation(algorithm=algorithm, source=source, result=result, run=run)
@@ -343,10 +324,8 @@ class Bench:
         self._like = torch.zeros(1, dtype=dtype, device=self._device)
         self._patterns = Patterns(world.rank, world.world_size, dtype, self._device)
         self._clock = clock_for(world, self._comm, self._device)
-        self.skipped: list[str] = []
-        """Operations that could not be measured, and why: a line each."""
-        self.wrong: list[str] = []
-        """Results that were not right: a line each. These algorithms were not timed."""
+        self.skipped: list[str] = []  # what could not be measured, and why: a line each
+        self.wrong: list[str] = []  # results that were not right; these are not timed
 
     def run(self) -> list[Samples]:
         """By operation, size and algorithm, the copy one of these; the same on all ranks."""
@@ -371,7 +350,7 @@ class Bench:
                 for count in counts_of(operation, sizes, settings.dtype, self._comm.world_size)
             ]
             for done, (operation, count) in enumerate(work):
-                self._tell(done, len(work), f"{operation} {size_text(self._bytes(count))}")
+                self._tell(done, len(work), f"{operation} {self._size(count)}")
                 samples += self._measure_size(operation, count)
             self._tell(len(work), len(work), "done")
         finally:
@@ -392,12 +371,12 @@ class Bench:
         except SharedMemoryError as error:
             self.skipped.append(f"shared, shared_copies: {error}")
 
+    def _size(self, count: int) -> str:
+        return size_text(count * self._like.itemsize)
+
     def _algorithms(self, operation: str) -> list[str]:
         names = self._settings.algorithms_of(operation)
         return [name for name in names if self._shared is not None or name not in _SHARED]
-
-    def _bytes(self, count: int) -> int:
-        return count * self._like.itemsize
 
     def _measure_size(self, operation: str, count: int) -> list[Samples]:
         names, ranks = self._algorithms(operation), self._comm.world_size
@@ -405,16 +384,12 @@ class Bench:
             in_memory = self._shared if "shared" in names else None
             buffers = Buffers(count, ranks, self._like, in_memory)
         except SharedMemoryError as error:
-            self.skipped.append(
-                f"{operation} by shared at {size_text(self._bytes(count))}: {error}"
-            )
+            self.skipped.append(f"{operation} by shared at {self._size(count)}: {error}")
             names.remove("shared")
             buffers = Buffers(count, ranks, self._like, None)
+        whole, other = buffers.whole, buffers.other
         copy = TimedOperation(
-            algorithm=COPY,
-            source=buffers.whole,
-            result=buffers.other,
-            run=lambda: buffers.other.copy_(buffers.whole),
+            algorithm=COPY, source=whole, result=other, run=lambda: other.copy_(whole)
         )
         try:
             built = [self._build(operation, name, buffers) for name in names]
@@ -460,7 +435,7 @@ class Bench:
             Samples(
                 operation=operation,
                 algorithm=contestant.algorithm,
-                size_bytes=self._bytes(count),
+                size_bytes=count * self._like.itemsize,
                 count=count,
                 rounds_s=rounds_s,
             )

@@ -8,12 +8,9 @@
 
 A name may carry options: `bucketed:bucket_mb=1,collective=gloo`.
 
-[Note: Two allocator settings]
-`gradsync train` keeps freed memory in the process (glibc), which alone makes steps on a CPU much
-faster. Others do not: "as their users run them" is without. So `none` takes part in both settings,
-and each contestant is compared with the `none` of its own setting. The setting holds for a whole
-process and cannot be taken back, hence one set of processes for each.
-"""
+[Note: Two allocator settings] `gradsync train` keeps freed memory in the process (glibc), others do
+not. That alone makes steps on a CPU much faster, and cannot be taken back: hence a set of processes
+for each setting, and each contestant is compared with the `none` of its own."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ OTHERS: dict[str, dict[str, Kind]] = {
     "accelerate": {},
     "fabric": {},
 }
-"""Contestants that are not ours, with the options they take."""
+"""Not ours, with the options they take."""
 _PACKAGES = {"accelerate": "accelerate", "fabric": "lightning_fabric"}  # extra `bench`
 _SEVERAL = {
     "default": ("naive", "flat", "overlap", "bucketed", "invariant", *OTHERS),
@@ -65,7 +62,6 @@ class Contestant:
 
     @property
     def is_ours(self) -> bool:
-        """Whether it is a strategy of the registry."""
         return self.name in STRATEGIES
 
     @property
@@ -80,16 +76,8 @@ class Contestant:
 
 
 def parse_contestants(text: str) -> list[Contestant]:
-    """The contestants of `--strategies`; `none` is not in it, see `with_ideals`.
-
-    Args:
-        text: names with commas between them, each with options after a colon; `default` and `all`
-            stand for several, of which those whose package is missing are left out.
-
-    Raises:
-        ConfigError: unknown name or option (the nearest one is named), a package that is missing,
-            the same contestant twice, none at all.
-    """
+    """The contestants of `--strategies`, checked; `none` is not in it, see `with_ideals`. Of those
+    that `default` and `all` stand for, the ones whose package is missing are left out."""
     chosen: list[Contestant] = []
     for word in _words(text):
         if word in _SEVERAL:

@@ -25,7 +25,8 @@ from gradsync.bench.sync_plan import SyncSettings
 from gradsync.comm.base import Communicator
 from gradsync.comm.groups import communicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
-from gradsync.models.gpt import GPT, loss_sum
+from gradsync.data.leaf import Leaf, make_leaf
+from gradsync.models.gpt import GPT
 from gradsync.runtime import environ
 from gradsync.runtime.machine import pin_threads
 from gradsync.sync.exchange import OverHosts
@@ -33,7 +34,7 @@ from gradsync.sync.registry import STRATEGIES
 from gradsync.sync.replicate import replicate
 from gradsync.sync.torch_ddp import TorchDdpReducer
 from gradsync.train.config import OptimConfig
-from gradsync.train.learner import build_optimizer, trainer_options
+from gradsync.train.learner import Learner, build_optimizer, trainer_options
 from gradsync.world import World
 
 if TYPE_CHECKING:
@@ -44,8 +45,7 @@ _UNSEEN = ("fsdp", "powersgd")
 """Torch's own, with messages that cannot be made to block from outside."""
 _DRIFTING = ("local_sgd", "diloco")  # ranks differ between meetings
 
-Leaves = Sequence[tuple[Tensor, Tensor]]
-"""A rank's micro-batches: tokens and targets, each [sequences, tokens], int64."""
+Leaves = Sequence[Leaf]  # a rank's: tokens and targets, each [sequences, tokens], int64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,12 +58,10 @@ class BenchSite:
 
     @property
     def device(self) -> torch.device:
-        """The rank's device."""
         return torch.device(self.world.device)
 
     @property
     def on_cuda(self) -> bool:
-        """Whether an accelerator computes."""
         return self.device.type == "cuda"
 
     @property
@@ -81,20 +79,29 @@ class BenchSite:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The mixed precision of a forward."""
-        if self.settings.dtype == "fp32":
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=torch.bfloat16)
+        enabled = self.settings.dtype == "bf16"
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=enabled)
 
     def leaves(self, batch_size: int) -> Leaves:
         """Random tokens of this rank, the same in every step; others on each rank and leaf."""
-        settings, made = self.settings, []
+        settings, batches = self.settings, []
         shape = (2, batch_size // settings.leaves_per_rank, settings.tokens)
         for leaf in range(settings.leaves_per_rank):
             place = self.world.rank * settings.leaves_per_rank + leaf
             generator = torch.Generator().manual_seed(settings.seed * 100_003 + place)
-            tokens, targets = torch.randint(settings.config.vocab_size, shape, generator=generator)
-            made.append((tokens.to(self.device), targets.to(self.device)))
-        return made
+            batch = torch.randint(settings.config.vocab_size, shape, generator=generator)
+            batches.append(batch.unbind())
+        return leaves_of(batches, self.world)
+
+
+def leaves_of(batches: Sequence[tuple[Tensor, ...]], world: World) -> list[Leaf]:
+    """A rank's micro-batches of a step, in order."""
+    place: Any = {"step": 0, "device": torch.device(world.device)}
+    first, last = world.rank * len(batches), len(batches) - 1
+    return [
+        make_leaf(each, index=first + n, num_samples=len(each[0]), is_last=n == last, **place)
+        for n, each in enumerate(batches)
+    ]
 
 
 class Blocking:
@@ -119,26 +126,19 @@ class Blocking:
             return done
 
         # DDP compares the annotations themselves; here they are strings.
-        hook.__annotations__ |= {
-            "bucket": dist.GradBucket,
-            "return": torch.futures.Future[Tensor],
-        }
+        hook.__annotations__ |= {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
         ddp.register_comm_hook(None, hook)
 
 
 class Entrant:
     """A contestant at work on this rank: the loop of plain torch, of which each one replaces what
-    its own documentation writes otherwise.
-
-    Args:
-        contestant: which one, with its options.
-        site: where.
-        clock: told when the last gradient of a step is there.
-        blocking: None, or what takes the time of communication; then nothing may be hidden.
+    its own documentation writes otherwise. `clock` is told when the last gradient of a step is
+    there; with `blocking`, which takes the time of communication, nothing may be hidden.
     """
 
     knows_communication = True  # whether `blocking` can see all of it
     period = 1  # steps after which what a step sends repeats itself
+    own_precision = False  # whether the wrapped model enters its mixed precision by itself
 
     def __init__(
         self, contestant: Contestant, site: BenchSite, clock: StepClock, blocking: Blocking | None
@@ -148,6 +148,7 @@ class Entrant:
         clock.watch(self.model.embed.weight)
         self.called: Any = self.model
         self.optimizer: Any = None
+        self.mean_loss: Any = None  # of this rank's leaves, or of all, in the last step
         self.set_up()
 
     def set_up(self) -> None:
@@ -155,29 +156,29 @@ class Entrant:
         self.optimizer = self.site.optimizer(self.model)
 
     def step(self, leaves: Leaves) -> Tensor:
-        """One step; the rank's own mean loss, []."""
-        loss = self.backward(leaves)
+        """One step; its mean loss, []."""
+        self.backward(leaves)
         self.update()
-        return loss
+        return self.mean_loss
 
-    def backward(self, leaves: Leaves) -> Tensor:
-        """Forward and backward of this rank's leaves; their mean loss, detached, []."""
+    def backward(self, leaves: Leaves) -> None:
+        """Forward and backward of this rank's leaves."""
         total = torch.zeros((), device=self.site.device)
-        for number, (tokens_BT, targets_BT) in enumerate(leaves, 1):
-            with self.accumulating(last=number == len(leaves)):
-                loss = self.loss(tokens_BT, targets_BT)
+        for leaf in leaves:
+            with self.accumulating(last=leaf.is_last):
+                loss = self.loss(leaf)
                 self.differentiate(loss, len(leaves))
             total += loss.detach()
-        return total / len(leaves)
+        self.mean_loss = total / len(leaves)
 
     def accumulating(self, *, last: bool) -> AbstractContextManager[Any]:
         """Around a leaf; gradients are synchronised in the last one only."""
         return nullcontext()
 
-    def loss(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+    def loss(self, leaf: Leaf) -> Tensor:
         """A leaf's mean loss, []."""
-        with self.site.autocast():
-            return mean_loss(self.called(tokens_BT), targets_BT)
+        with nullcontext() if self.own_precision else self.site.autocast():
+            return mean_loss(self.called(leaf.inputs), leaf.targets)
 
     def differentiate(self, loss: Tensor, leaves: int) -> None:
         """Add the gradients of a leaf's loss, a part of the mean over `leaves`."""
@@ -190,7 +191,6 @@ class Entrant:
         self.optimizer.zero_grad()
 
     def clip(self) -> None:
-        """To `CLIP_NORM`."""
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_NORM)
 
     def communicators(self) -> list[Communicator]:
@@ -252,6 +252,8 @@ class Accelerated(Entrant):
     whole, so calling it after the last leaf will do.
     """
 
+    own_precision = True
+
     def set_up(self) -> None:
         from accelerate import Accelerator, DistributedDataParallelKwargs
 
@@ -274,30 +276,28 @@ class Accelerated(Entrant):
     def accumulating(self, *, last: bool) -> AbstractContextManager[Any]:
         return self.accelerator.accumulate(self.called)
 
-    def loss(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        return mean_loss(self.called(tokens_BT), targets_BT)
-
     def differentiate(self, loss: Tensor, leaves: int) -> None:
         self.accelerator.backward(loss)
 
     def clip(self) -> None:
         self.accelerator.clip_grad_norm_(self.called.parameters(), CLIP_NORM)
 
-    def close(self) -> None:
-        """Accelerate keeps what it prepared for the life of the process."""
+    def close(self) -> None:  # it keeps what it prepared for the life of the process
         self.accelerator.free_memory()
 
 
 class Fabricated(Entrant):
     """Lightning Fabric, as its users write a loop: `Fabric.setup`, `backward`, `clip_gradients`; it
-    finds the process group that is there, and mixed precision is its own."""
+    finds the process group that is there."""
+
+    own_precision = True
 
     def set_up(self) -> None:
         from lightning_fabric import Fabric
         from lightning_fabric.plugins.environments import TorchElasticEnvironment
         from lightning_fabric.strategies import DDPStrategy
 
-        # On import it lets itself be heard; what it has to say is no part of a table.
+        # What it has to say on import is no part of a table.
         logging.getLogger("lightning_fabric").setLevel(logging.ERROR)
         site, strategy = self.site, "auto"
         if site.world.is_distributed:  # over the ranks that are there, whoever started them
@@ -320,9 +320,6 @@ class Fabricated(Entrant):
 
     def accumulating(self, *, last: bool) -> AbstractContextManager[Any]:
         return self.fabric.no_backward_sync(self.called, enabled=not last)
-
-    def loss(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        return mean_loss(self.called(tokens_BT), targets_BT)
 
     def differentiate(self, loss: Tensor, leaves: int) -> None:
         self.fabric.backward(loss / leaves)
@@ -355,40 +352,36 @@ class Synchronised(Entrant):
         self.sync = replicate(
             self.model, site.world, sync=contestant.name, groups=site.groups, **options
         )
-        self._prime()
         self.optimizer = site.optimizer(self.model)  # fsdp replaces the parameters
+        self._learner = Learner(
+            model=self.model,
+            optimizer=self.optimizer,
+            sync=self.sync,
+            scaler=None,
+            comm=site.comm,
+            autocast=site.autocast(),
+        )
+        self._learner.prime((1, 2))
         if blocking is not None and isinstance(self.sync.reducer, TorchDdpReducer):
             if self.knows_communication and site.world.is_distributed:
                 blocking.register(self.sync.reducer.ddp)
         elif blocking is not None:
             # Of the engine's, what follows the update: parameters of sharded strategies.
             timed = ("all_gather",) if by_engine else ("all_reduce", "broadcast", "all_gather")
-            self._watched = Watched(self.sync.comm, timed=timed, before=site.comm.barrier)
-        self._exposed_counts = blocking is not None and by_engine
+            barrier = site.comm.barrier
+            self._watched = Watched(self.sync.comm, timed=timed, before=barrier, total=blocking)
+        self._stopwatch = blocking if by_engine else None  # the engine's own is added to it
 
-    def backward(self, leaves: Leaves) -> Tensor:
-        total = torch.zeros((), device=self.site.device)
-        first = self.site.world.rank * len(leaves)
-        weight = 0
-        for number, (tokens_BT, targets_BT) in enumerate(leaves):
-            last = number == len(leaves) - 1
-            with self.sync.micro_step(last=last, index=first + number):
-                loss = self._loss_sum(tokens_BT, targets_BT)
-                self.sync.backward(loss, weight=targets_BT.numel())
-            total += loss.detach()
-            weight += targets_BT.numel()
-        return total / weight
+    def backward(self, leaves: Leaves) -> None:
+        self._learner.run_leaves(leaves)
 
     def update(self) -> None:
-        if self._exposed_counts:
+        if self._stopwatch is not None:
             self.site.comm.barrier()
-        before = 0.0 if self._watched is None else self._watched.seconds
         result = self.sync.step(self.optimizer, clip_norm=CLIP_NORM)
-        if self.blocking is not None:
-            if self._exposed_counts:
-                self.blocking.seconds += result.exposed.seconds()
-            if self._watched is not None:
-                self.blocking.seconds += self._watched.seconds - before
+        self.mean_loss = result.mean_loss
+        if self._stopwatch is not None:
+            self._stopwatch.seconds += result.exposed.seconds()
 
     def communicators(self) -> list[Communicator]:
         levels = self.site.groups
@@ -396,8 +389,7 @@ class Synchronised(Entrant):
         transport = getattr(self.sync.reducer, "exchange", None)
         if isinstance(transport, OverHosts):
             found.append(transport.host)
-        unique: dict[int, Communicator] = {id(comm): comm for comm in found}
-        return list(unique.values())
+        return list({id(comm): comm for comm in found}.values())
 
     def weights(self) -> list[Tensor] | None:
         if not self.sync.whole_parameters or self.contestant.name in _DRIFTING:
@@ -408,15 +400,6 @@ class Synchronised(Entrant):
         if self._watched is not None:
             self._watched.stop()
         self.sync.close()
-
-    def _loss_sum(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        with self.site.autocast():
-            return loss_sum(self.sync.forward(tokens_BT), targets_BT)
-
-    def _prime(self) -> None:
-        """As the trainer does before its first step."""
-        tokens_BT = torch.zeros((1, 2), dtype=torch.int64, device=self.site.device)
-        self.sync.prime(lambda: self._loss_sum(tokens_BT, tokens_BT).backward())
 
 
 _OTHERS: dict[str, type[Entrant]] = {

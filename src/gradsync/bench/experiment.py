@@ -32,8 +32,8 @@ _PLACES = ("csv", "plot", "out", "save", "as_json", "dry_run")
 
 T = TypeVar("T")
 Ask = Callable[..., dict[str, Any]]
-"""`ask(work, ranks, of=None)`: what rank 0 measured of `work`, a dataclass, on a launcher's ranks
-or on `ranks` new ones; `of` is another experiment, whose measurement it is."""
+"""`ask(work, ranks)`: what rank 0 measured of `work`, a dataclass, on a launcher's ranks or on new
+ones; with `of` by another experiment."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,12 +59,10 @@ class Experiment:
     options: type  # its flags: a dataclass
     measure: str  # `module:function`; imported by ranks only
     variants: Callable[[Any, World], Any]  # from options and world; raises `ConfigError`
-    metrics: Callable[[Any, Any, Any, World], Findings]
-    """From options, variants, what was collected, and world."""
+    metrics: Callable[[Any, Any, Any, World], Findings]  # the third is what was collected
     collect: Callable[[Any, Any, World, Ask], Any] = lambda options, variants, _, ask: ask(
         variants, options.world_size
-    )
-    """From options, variants and world: what ranks measured, on rank 0."""
+    )  # what ranks measured, on rank 0
     dry: Callable[[Any], Any] = asdict  # what `--dry-run` prints of the variants, as JSON has it
 
 
@@ -90,6 +88,15 @@ def check_least(options: Any, **least: int) -> None:
             raise ConfigError(f"{flag_of(name)} must be at least {number}; got {value}")
 
 
+def check_alone(world: World, command: str) -> None:
+    """Refuse a launcher's ranks where a measurement starts its own."""
+    if world.is_distributed:
+        raise ConfigError(
+            f"{command} starts ranks itself: run it as one process, without {world.launcher}; "
+            "bench sync measures the ranks that a launcher started"
+        )
+
+
 def check_name(what: str, name: str, known: Collection[str]) -> None:
     """Refuse a name that is not `known`, with the nearest one."""
     if name not in known:
@@ -110,8 +117,7 @@ def names_in(text: str) -> tuple[str, ...]:
 
 
 def environment(*, world_size: int, threads: int) -> dict[str, Any]:
-    """Facts that a reader needs to judge the figures, as JSON; taken before anything is
-    measured."""
+    """Facts that a reader needs to judge the figures; taken before anything is measured."""
     import torch
     import torch.distributed as dist
 
@@ -135,8 +141,7 @@ def environment(*, world_size: int, threads: int) -> dict[str, Any]:
 
 
 def check_folder(option: str, folder: Path) -> None:
-    """Refuse a folder that is a file, or may not be written or made, before anything is
-    measured."""
+    """Refuse a folder that may not be written or made, before anything is measured."""
     there = folder
     while not there.exists() and there != there.parent:
         there = there.parent
@@ -154,8 +159,7 @@ def write_record(
     environment: Mapping[str, Any],
     data: Mapping[str, Any],
 ) -> Path:
-    """Write `folder/record.json`, complete or not at all; returns its path. `command` is what to
-    type for the same measurement, `data` what JSON can write, without NaN and infinity."""
+    """Write `folder/record.json`, complete or not at all; returns its path."""
     assert not set(_HEAD) & set(data), "a key of the head in the data"
     document = {"environment": dict(environment), "command": command, "benchmark": name, **data}
     path = folder / "record.json"

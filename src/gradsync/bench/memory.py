@@ -2,21 +2,14 @@
 
 Two usual shapes, in which different parts are large: in `wide` weights, gradients and optimizer
 state, in `long` what a leaf keeps. Each case has ranks of its own: what another one has left in the
-heap would count.
-
-[Note: A rank's share] RSS counts a page in every rank that has touched it. Of shared memory the
-kernel also tells the proportional size (Pss_Shmem in smaps_rollup), of which all ranks' add up to
-what the host holds. It does not shrink while a run lasts; so a rank's peak is its largest resident
-size, less what is shared at the end, plus its proportion of that.
-"""
+heap would count."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -25,6 +18,7 @@ from gradsync.bench.experiment import (
     Ask,
     Experiment,
     Findings,
+    check_alone,
     check_least,
     environment,
     from_json,
@@ -117,12 +111,10 @@ class MemoryCase:
 
     @property
     def model(self) -> GPTConfig:
-        """Its shape."""
         return SHAPES[self.shape]
 
     @property
     def seq_len(self) -> int:
-        """Tokens of a leaf."""
         return self.tokens or min(self.model.block_size, LONGEST)
 
     def workload(self, world_size: int, kind: Kind) -> Workload:
@@ -156,9 +148,7 @@ class MemoryRun:
     case: MemoryCase
     device: str = "auto"  # auto, cpu or cuda
     threads: int = 1  # intra-op threads of a rank
-    steps: int = 4
-    """Optimizer steps. The first makes the optimizer's state, `powersgd` compresses from the third
-    on."""
+    steps: int = 4  # the first makes the optimizer's state, `powersgd` compresses from the third on
 
 
 def memory_cases(shapes: Sequence[str], strategies: Sequence[str]) -> Iterator[MemoryCase]:
@@ -182,10 +172,7 @@ def cases_of(options: MemoryOptions, world: World) -> tuple[MemoryCase, ...]:
     cases = tuple(memory_cases(names_in(options.shapes), names))
     if not cases:
         raise ConfigError("--shapes and --strategies: name at least one of each")
-    if world.is_distributed:
-        raise ConfigError(
-            "bench memory starts new ranks for each case: run it as one process, without a launcher"
-        )
+    check_alone(world, "bench memory")
     return cases
 
 
@@ -228,10 +215,10 @@ def _trained(run: MemoryRun, world: World) -> Learner:
     """Steps as the trainer makes them, on random tokens."""
     import torch
 
+    from gradsync.bench.entrants import leaves_of
     from gradsync.comm.groups import communicator
-    from gradsync.models.gpt import loss_sum
     from gradsync.train.config import SyncConfig, TrainConfig
-    from gradsync.train.learner import autocast, build_learner
+    from gradsync.train.learner import build_learner
 
     case = run.case
     config = TrainConfig(
@@ -243,27 +230,19 @@ def _trained(run: MemoryRun, world: World) -> Learner:
         sync_options=SyncConfig(**few_steps(case.strategy, 1)),
     )
     learner = build_learner(config, world, case.model, communicator(world))
-    sync = learner.sync
-    tokens = torch.randint(case.model.vocab_size, (1, case.seq_len), device=world.device)
-
-    def loss() -> torch.Tensor:
-        with autocast(config, world):
-            if case.loss_rows:
-                return sync.forward(tokens, tokens)
-            return loss_sum(sync.forward(tokens), tokens)
-
-    sync.prime(lambda: loss().backward())
+    learner.prime((1, case.seq_len))
+    shape = (2, 1, case.seq_len)
+    batch = torch.randint(case.model.vocab_size, shape, device=world.device).unbind()
+    leaves = leaves_of([batch] * case.leaves, world)
     for _ in range(run.steps):
-        for leaf in range(case.leaves):
-            index = world.rank * case.leaves + leaf
-            with sync.micro_step(last=leaf == case.leaves - 1, index=index):
-                sync.backward(loss(), weight=case.seq_len)
-        sync.step(learner.optimizer, clip_norm=config.optim.clip_norm)
+        learner.run_leaves(leaves)
+        learner.sync.step(learner.optimizer, clip_norm=config.optim.clip_norm)
     return learner
 
 
 def _peak_of_process() -> int:
-    """See [Note: A rank's share]; what /proc does not tell counts as 0."""
+    """The largest resident size, of what is shared a proportion (it does not shrink while a run
+    lasts); what /proc does not tell counts as 0."""
     sizes: dict[str, int] = {}
     for path in (Path("/proc/self/status"), Path("/proc/self/smaps_rollup")):
         for line in path.read_text().splitlines() if path.exists() else ():
@@ -304,23 +283,13 @@ _LEGEND = (
 )
 
 
-def print_report(
-    rows: Sequence[Mapping[str, Any]], environment: Mapping[str, Any], stream: IO[str]
-) -> None:
-    """Table, what the columns mean, where it was measured."""
-    cells = []
-    for row in rows:
-        sizes = row["predicted_bytes"], row["measured_bytes"]
-        numbers = [f"{size / 2**20:,.0f}" for size in sizes]
-        cells.append((row["shape"], row["case"], *numbers, f"{sizes[0] / sizes[1]:.2f}"))
-    shapes = [shape_text(name) for name in dict.fromkeys(row["shape"] for row in rows)]
-    notes = (_LEGEND, *shapes, where(environment))
-    title = "Memory of a rank, by formula and measured"
-    print_table(stream, title, _COLUMNS, cells, notes, words=("case",))
+def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    sizes = row["predicted_bytes"], row["measured_bytes"]
+    numbers = [f"{size / 2**20:,.0f}" for size in sizes]
+    return (row["shape"], row["case"], *numbers, f"{sizes[0] / sizes[1]:.2f}")
 
 
 def shape_text(name: str) -> str:
-    """A shape in one line."""
     model = SHAPES[name]
     return (
         f"{name}: {model.num_params() / 1e6:.1f} M parameters, {model.n_layer} blocks of width "
@@ -330,21 +299,24 @@ def shape_text(name: str) -> str:
 
 
 def _findings(
-    options: MemoryOptions,
-    cases: Sequence[MemoryCase],
-    results: Sequence[Mapping[str, Any]],
-    world: World,
+    options: MemoryOptions, cases: Sequence[MemoryCase], results: list[dict[str, Any]], world: World
 ) -> Findings:
     rows = [row_of(case, result) for case, result in zip(cases, results, strict=True)]
-    kept = ("kind", "keeps_memory", "peak_bytes")
+    kept, environment = ("kind", "keeps_memory", "peak_bytes"), results[0]["environment"]
+    shapes = [shape_text(name) for name in dict.fromkeys(row["shape"] for row in rows)]
+    notes, title = (
+        (_LEGEND, *shapes, where(environment)),
+        "Memory of a rank, by formula and measured",
+    )
+    cells = [_cells(row) for row in rows]
     return Findings(
-        environment=results[0]["environment"],
+        environment=environment,
         data={
             "rows": rows,
             "cases": [asdict(case) for case in cases],
             "raw": [{name: result[name] for name in kept} for result in results],
         },
-        show=partial(print_report, rows, results[0]["environment"]),
+        show=lambda file: print_table(file, title, _COLUMNS, cells, notes, words=("case",)),
     )
 
 

@@ -1,12 +1,9 @@
 """When a step began and ended, what a rank sent in it, and how long that takes if nothing hides it.
 
-On a CPU that is the clock. On an accelerator it is events in the stream: the clock there would say
-when work was handed over, not when it was done; events are read once the device is done.
-
-Contestants of torch's own are seen from outside: the process groups count operations, the kernel
-counts bytes. Of ours there is more to know: what goes through shared memory passes no group, and a
-batch of messages is one operation. So the methods of a communicator are watched, on that object.
-"""
+On a CPU that is the clock, on an accelerator events in the stream. Torch's own contestants are seen
+from outside: process groups count operations, the kernel counts bytes. Of ours the communicator's
+methods are watched: what goes through shared memory passes no group, and a batch of messages is one
+operation."""
 
 from __future__ import annotations
 
@@ -31,19 +28,17 @@ from gradsync.comm.process_group import Done
 from gradsync.core.torch_private import num_issued, process_groups
 
 _BYTES_SENT = 200
-"""Where `struct tcp_info` has `tcpi_bytes_sent` and, behind it, `tcpi_bytes_retrans` (linux/tcp.h,
-since Linux 4.19): data, headers of TCP and IP not counted. What is late is sent twice, on a busy
-host even to itself."""
+"""Where `struct tcp_info` has `tcpi_bytes_sent`, then `tcpi_bytes_retrans` (Linux 4.19): without
+headers, and what is late is sent twice, on a busy host even to itself."""
 _COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "reduce_scatter")
 
 
 class StepClock:
     """Called by a turn in this order: `begin`, then `backward_done` and `step_done` for each step.
 
-    [Note: The last gradient]
     Torch's DDP waits for its messages at the end of backward. What a rank computes by itself ends
-    earlier, with the gradient of the embedding: it is first in forward, and so last in backward. A
-    hook on that one parameter looks at the clock.
+    earlier, with the gradient of the embedding, which is first in forward: there a hook looks at
+    the clock.
     """
 
     def __init__(self, *, on_cuda: bool) -> None:
@@ -52,7 +47,7 @@ class StepClock:
         self._last_gradient: Any = None
 
     def watch(self, parameter: Tensor) -> None:
-        """`parameter` is the one whose gradient comes last; see [Note: The last gradient]."""
+        """`parameter` is the one whose gradient comes last."""
 
         def ready(_: Tensor) -> None:
             self._last_gradient = self._now()
@@ -60,18 +55,15 @@ class StepClock:
         parameter.register_post_accumulate_grad_hook(ready)
 
     def begin(self) -> None:
-        """The first step of a turn begins."""
         self._last_gradient = None
         self._marks = [self._now()]
 
     def backward_done(self) -> None:
-        """The last backward of a step has returned."""
         ready, self._last_gradient = self._last_gradient, None
         # Sharded parameters are others than those that were watched: there this has to do.
         self._marks.append(self._now() if ready is None else ready)
 
     def step_done(self) -> None:
-        """The step has ended, and the next one begins."""
         self._marks.append(self._now())
 
     def read(self) -> tuple[list[float], list[float]]:
@@ -159,28 +151,27 @@ class Wire:
 class Watched:
     """Shadows the methods of one communicator object: each call is counted and passed on. Methods
     in `timed` are waited for at once, after `before` has made ranks begin together, and how long
-    that takes is added up."""
+    that takes is added to `total.seconds`."""
 
     def __init__(
         self,
         comm: Communicator,
         *,
         timed: tuple[str, ...] = (),
-        before: Callable[[], None] | None = None,
+        before: Callable[[], None] = lambda: None,
+        total: Any = None,
     ) -> None:
         self.calls: Counter[str] = Counter()
         self.messages = 0  # sends and receives of all batches
-        self.seconds = 0.0  # in the collectives that are `timed`
         self.in_memory = hasattr(comm, "parts_of")
         self._comm: Any = comm
-        self._timed, self._before = timed, before
+        self._timed, self._before, self._total = timed, before, total
         self._lock = threading.Lock()
         self._shadows = [name for name in (*_COLLECTIVES, "exchange", "run") if hasattr(comm, name)]
         for name in self._shadows:
             setattr(comm, name, partial(self._call, name, getattr(comm, name)))
 
     def stop(self) -> None:
-        """The communicator's own methods again."""
         for name in self._shadows:
             delattr(self._comm, name)
         self._shadows = []
@@ -194,8 +185,7 @@ class Watched:
             self.calls[name] += messages > 0  # an empty batch is nothing
         if name not in self._timed:
             return method(*arguments, **named)
-        if self._before is not None:
-            self._before()
-        with taking(self):
+        self._before()
+        with taking(self._total):
             method(*arguments, **named).wait()
         return Done()

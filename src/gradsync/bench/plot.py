@@ -27,8 +27,7 @@ _BAR = 0.62
 _ROW_INCHES, _FRAME_INCHES = 0.42, 2.0
 _ROOM = 1.22  # width over the longest bar's, so that its figures stand beside it
 _MODES = {"weak": (_COMPUTE, 0.99, (8, 6)), "strong": (_EXPOSED, 1.01, (8, -14))}
-"""Each mode's color; a factor, so that two intervals at one number of ranks stand side by
-side; and where a point's figure stands, so that those of two modes do not meet, points."""
+"""Each mode's color, and where its intervals and figures stand beside the other's."""
 
 
 def check_plot(path: Path) -> None:
@@ -55,12 +54,10 @@ class Bar:
 
     @property
     def step(self) -> float:
-        """The whole step."""
         return self.computing + self.exposed
 
     @property
     def end(self) -> float:
-        """Where nothing more is drawn."""
         return max(self.step + self.hidden, self.high)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,12 +38,9 @@ class Spread:
 
 def percentile(values: Sequence[float], percent: float) -> float:
     """The value that `percent` of 100 are at most; between two of them on the straight line."""
-    assert values, "no values"
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    below = math.floor(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+    import numpy as np
+
+    return float(np.percentile(values, percent))
 
 
 def spread(values: Sequence[float]) -> Spread:
@@ -54,8 +50,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def ratios(values: Sequence[float], ideal: Sequence[float]) -> list[float]:
-    """`values` over `ideal`, each round by the same round: what disturbed a round disturbed both;
-    `ValueError` when there are not equally many."""
+    """`values` over `ideal`, each round by the same round: what disturbed it disturbed both."""
     return [value / best for value, best in zip(values, ideal, strict=True)]
 
 

@@ -9,25 +9,25 @@ The baseline is one rank with no wrapper at all. All world sizes are alive at on
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
-from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 from gradsync.bench.contestants import ALONE, Contestant, parse_contestants
-from gradsync.bench.experiment import Experiment, Findings, check_least, taken
+from gradsync.bench.experiment import Experiment, Findings, check_alone, check_least, taken
 from gradsync.bench.report import Spread, interval, print_table, spread, where
 from gradsync.bench.sync_plan import (
     USUAL_TOKENS,
     BenchPlan,
     Entry,
+    Results,
     SyncSettings,
-    memory_for,
+    bench_plan,
     ranks_text,
-    size_of,
-    sizes_plan,
+    room_for,
     step_seconds,
 )
 from gradsync.errors import ConfigError
@@ -91,44 +91,32 @@ class ScalingPlan:
     """Sequences of a rank and step in weak mode; in strong mode those of a rank when there are as
     many ranks as ever."""
 
-    def batch_of(self, mode: str, world_size: int) -> int:
-        """Sequences of a rank and step."""
-        return _batch_of(mode, world_size, self.plan.world_sizes, self.batch_size)
-
     def entry(self, mode: str, world_size: int) -> Entry:
         """The entry that measures it; both modes may share one."""
-        return self.plan.entry(_label(world_size, self.batch_of(mode, world_size)))
+        batch = _batch_of(mode, world_size, self.plan.world_sizes, self.batch_size)
+        return self.plan.entry(_label(world_size, batch))
 
     @property
     def title(self) -> str:
-        """The measurement, in one line."""
         strategy = self.entry(self.modes[0], self.plan.world_sizes[-1]).contestant.name
         return f"Scaling of {strategy}: {self.plan.settings.text}"
 
 
 def plan_of(options: ScalingOptions, world: World) -> ScalingPlan:
     """Check the request."""
-    if world.is_distributed:
-        raise ConfigError(
-            "bench scaling starts its own ranks, of several world sizes: run it without "
-            f"{world.launcher}; bench sync measures the ranks that a launcher started"
-        )
+    check_alone(world, "bench scaling")
     if not 0 < options.threshold < math.inf:
         raise ConfigError(
             f"--threshold must be positive and finite, 0.85 for 85 %; got {options.threshold}"
         )
     check_least(options, batch_size=1, context_length=1, rounds=FEWEST_ROUNDS)
     sizes = parse_world_sizes(options.world_sizes or usual_sizes(usable_cores()))
-    load, room = memory_for(
-        options.device,
-        leaf_tokens=options.batch_size * (options.context_length or USUAL_TOKENS),
-        ranks=sum(sizes),
-        busy_ranks=sizes[-1],
-    )
+    tokens = options.batch_size * (options.context_length or USUAL_TOKENS)
+    room = room_for(options.device, tokens, ranks=sum(sizes), busy=sizes[-1])
     settings = taken(
         SyncSettings,
         options,
-        model_size=size_of(options.model_size, load, room),
+        model_size=room.choose(options.model_size),
         threads=choose_threads(sizes[-1], requested=options.threads),
     )
     mode, batch_size = options.mode, options.batch_size
@@ -142,23 +130,16 @@ def plan_of(options: ScalingOptions, world: World) -> ScalingPlan:
         )
     if len(chosen) != 1:
         raise ConfigError(f"--strategy takes one name; got {options.strategy!r}")
-    entries: dict[str, Entry] = {}
+    entries: dict[str, tuple[Contestant, int, int]] = {}
     for each in modes:
-        for place, size in enumerate(sizes):
+        for size in sizes:
             batch = _batch_of(each, size, sizes, batch_size)
             label = _label(size, batch)
             many = Contestant(label=label, name=chosen[0].name, options=chosen[0].options)
-            entries[label] = Entry(
-                contestant=many if size > 1 else Contestant(label=label, name=ALONE),
-                worker_set=place,
-                batch_size=batch,
-            )
-    plan = sizes_plan(settings, sizes, entries.values())
-    return ScalingPlan(
-        plan=plan.fitting(load, room, contestants=len(modes) + 1),
-        modes=modes,
-        batch_size=batch_size,
-    )
+            one = Contestant(label=label, name=ALONE)
+            entries[label] = (many if size > 1 else one, size, batch)
+    plan = bench_plan(settings, entries.values()).fitting(room, contestants=len(modes) + 1)
+    return ScalingPlan(plan=plan, modes=modes, batch_size=batch_size)
 
 
 def usual_sizes(cores: int) -> str:
@@ -218,26 +199,25 @@ class ScalingPoint:
     verdict: Verdict  # whether the efficiency reaches the threshold
 
 
-def points_of(
-    scaling: ScalingPlan, results: Sequence[Mapping[str, Any]], threshold: float
-) -> list[ScalingPoint]:
+def points_of(scaling: ScalingPlan, results: Results, threshold: float) -> list[ScalingPoint]:
     """One point per mode and world size; `threshold` is the efficiency to reach."""
-    found = []
+    plan, found = scaling.plan, []
     for mode in scaling.modes:
-        baseline = step_seconds(results, scaling.entry(mode, 1))
-        for size in scaling.plan.world_sizes:
-            steps = step_seconds(results, scaling.entry(mode, size))
+        baseline = step_seconds(plan.ranks(results, scaling.entry(mode, 1)))
+        for size in plan.world_sizes:
+            entry = scaling.entry(mode, size)
+            steps = step_seconds(plan.ranks(results, entry))
             # Weak: W times the work in the same time. Strong: the same work in a W-th of the time.
             ranks = 1 if mode == "weak" else size
             rounds = [one / (ranks * many) for one, many in zip(baseline, steps, strict=True)]
             low, high = interval(rounds)
-            tokens = size * scaling.batch_of(mode, size) * scaling.plan.settings.tokens
+            tokens = size * entry.batch_size * plan.settings.tokens
             step_ms = spread([1000 * seconds for seconds in steps])
             found.append(
                 ScalingPoint(
                     mode=mode,
                     world_size=size,
-                    batch_size=scaling.batch_of(mode, size),
+                    batch_size=entry.batch_size,
                     step_ms=step_ms,
                     tokens_per_s=tokens / step_ms.median * 1000,
                     speedup=size * median(rounds),
@@ -251,10 +231,7 @@ def points_of(
 
 
 def judge(low: float, high: float, threshold: float) -> Verdict:
-    """Where the threshold lies beside the interval."""
-    if low >= threshold:
-        return "yes"
-    return "no" if high < threshold else "cannot tell"
+    return "yes" if low >= threshold else "no" if high < threshold else "cannot tell"
 
 
 _LEGEND = (
@@ -264,32 +241,19 @@ _LEGEND = (
 )
 
 
-def print_report(
-    scaling: ScalingPlan,
-    points: Sequence[ScalingPoint],
-    *,
-    threshold: float,
-    notes: Sequence[str],
-    stream: IO[str],
-) -> None:
-    """Table, legend and notes."""
-    verdict = f"at least {threshold:.0%}?"
-    columns = ("mode", "ranks", "batch a rank", "step, ms", "tokens/s", "speed-up", "efficiency")
-    cells = []
-    for point in points:
-        efficiency = f"{point.efficiency:.1%} ({point.low:.1%}-{point.high:.1%})"
-        cells.append(
-            (
-                *(point.mode, str(point.world_size), str(point.batch_size), point.step_ms.text(1)),
-                *(f"{point.tokens_per_s:,.0f}", f"{point.speedup:.2f}"),
-                *(("1", "") if point.world_size == 1 else (efficiency, point.verdict)),
-            )
-        )
-    print_table(stream, scaling.title, (*columns, verdict), cells, notes, words=(verdict,))
+_COLUMNS = ("mode", "ranks", "batch a rank", "step, ms", "tokens/s", "speed-up", "efficiency")
+
+
+def _cells(point: ScalingPoint) -> tuple[str, ...]:
+    efficiency = f"{point.efficiency:.1%} ({point.low:.1%}-{point.high:.1%})"
+    return (
+        *(point.mode, str(point.world_size), str(point.batch_size), point.step_ms.text(1)),
+        *(f"{point.tokens_per_s:,.0f}", f"{point.speedup:.2f}"),
+        *(("1", "") if point.world_size == 1 else (efficiency, point.verdict)),
+    )
 
 
 def notes_of(scaling: ScalingPlan, *, on_cpu: bool, cores: int) -> list[str]:
-    """Facts that a reader has to know to judge the figures."""
     notes, ranks = [], scaling.plan.world_sizes[-1]
     threads = scaling.plan.settings.threads
     if on_cpu:
@@ -306,10 +270,7 @@ def notes_of(scaling: ScalingPlan, *, on_cpu: bool, cores: int) -> list[str]:
 
 
 def _findings(
-    options: ScalingOptions,
-    scaling: ScalingPlan,
-    results: Sequence[Mapping[str, Any]],
-    world: World,
+    options: ScalingOptions, scaling: ScalingPlan, results: Results, world: World
 ) -> Findings:
     from gradsync.bench.plot import plot_scaling
 
@@ -317,6 +278,8 @@ def _findings(
     on_cpu, threshold = results[-1]["device"] == "cpu", options.threshold
     points = points_of(scaling, results, threshold)
     notes, place = notes_of(scaling, on_cpu=on_cpu, cores=environment["cores"]), where(environment)
+    verdict, cells = f"at least {threshold:.0%}?", [_cells(point) for point in points]
+    said, columns = (*notes, _LEGEND, place), (*_COLUMNS, verdict)
     return Findings(
         environment=environment,
         data={
@@ -327,9 +290,7 @@ def _findings(
             "points": [asdict(point) for point in points],
         },
         samples=[result["contestants"] for result in results],
-        show=lambda stream: print_report(
-            scaling, points, threshold=threshold, notes=(*notes, _LEGEND, place), stream=stream
-        ),
+        show=lambda file: print_table(file, scaling.title, columns, cells, said, words=(verdict,)),
         draw=lambda path: plot_scaling(path, scaling, points, threshold, (*notes, place)),
     )
 
@@ -339,7 +300,7 @@ EXPERIMENT = Experiment(
     options=ScalingOptions,
     measure="gradsync.bench.steps:measure",
     variants=plan_of,
-    collect=lambda _, scaling, __, ask: ask(scaling.plan, scaling.plan.num_ranks)["results"],
+    collect=lambda _, scaling, __, ask: scaling.plan.measured(ask),
     metrics=_findings,
     dry=lambda scaling: asdict(scaling.plan),
 )

@@ -4,46 +4,33 @@
     2 ranks      none   invariant   bucketed     none: 2 ranks that compute, and share the host
     4 ranks      none   invariant   bucketed
 
-All are alive at once and take turns, so that what disturbs a round disturbs all in it. The lines
-through the collectives' times are measured before, on as many ranks.
-
-A prediction knows: what ranks do that send nothing (`none`, as many ranks, the same round), the
-lines through the collectives' times, and the model's shape. It never sees the step it predicts.
-
-    leaf      none's forward and backward: mean over ranks and steps of the round
-    update    none's clipping and optimizer
-    handling  the strategy on one rank, less none there: hooks, and copies into buckets
-    jitter    each of none's steps over that mean: a step's ranks draw one each, the slowest counts
-
-[Note: More ranks than cores] Whoever waits leaves its core to those that are behind, so that no
-rank's delay adds to the step: there all ranks are as slow as their mean.
-"""
+All are alive at once and take turns; lines through the collectives' times are measured before.
+A prediction, see docs/guide/verifying.md, is made of these and never sees the step it predicts."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from statistics import fmean, median
-from typing import IO, TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from gradsync.bench import collectives
 from gradsync.bench.collectives import COPY, CollectivesSettings, Samples, fit_of, fits_of, rows_of
 from gradsync.bench.contestants import ALONE, Contestant, parse_contestants
-from gradsync.bench.experiment import Ask, Experiment, Findings, taken
+from gradsync.bench.experiment import Ask, Experiment, Findings, check_alone, taken
 from gradsync.bench.report import Spread, print_table, spread, where
 from gradsync.bench.scaling import parse_world_sizes
 from gradsync.bench.sync_plan import (
     BenchPlan,
-    Entry,
+    Ranks,
+    Results,
     SyncSettings,
-    memory_for,
+    bench_plan,
     ranks_text,
-    size_of,
-    sizes_plan,
+    room_for,
     step_seconds,
 )
 from gradsync.errors import ConfigError
@@ -109,22 +96,14 @@ class SimulationPlan:
     plan: BenchPlan
     strategies: tuple[Contestant, ...]  # as they were named
 
-    def none(self, world_size: int) -> Entry:
-        """Ranks that do not communicate."""
-        return self.plan.entry(_label(ALONE, world_size))
-
-    def measured(self, strategy: Contestant, world_size: int) -> Entry:
-        """The entry that is to be predicted."""
-        return self.plan.entry(_label(strategy.label, world_size))
+    def ranks(self, results: Results, name: str, world_size: int) -> Ranks:
+        """What ranks found of a strategy, or of `none`."""
+        return self.plan.ranks(results, self.plan.entry(_label(name, world_size)))
 
 
 def plan_of(options: SimulationOptions, world: World) -> SimulationPlan:
     """Check the request."""
-    if world.is_distributed:
-        raise ConfigError(
-            "bench simulation starts its own ranks, of several world sizes: run it without "
-            f"{world.launcher}"
-        )
+    check_alone(world, "bench simulation")
     sizes = parse_world_sizes(options.world_sizes)
     threads = choose_threads(sizes[-1], requested=options.threads)
     settings = taken(SyncSettings, options, threads=threads, device="cpu")
@@ -139,26 +118,17 @@ def plan_of(options: SimulationOptions, world: World) -> SimulationPlan:
         if each.options and not each.is_ours:
             raise ConfigError(f"--strategies: {each.label}: predicted without options only")
     entries = [
-        Entry(
-            contestant=replace(each, label=_label(each.label, size)),
-            worker_set=place,
-            batch_size=options.batch_size,
-        )
-        for place, size in enumerate(sizes)
+        (replace(each, label=_label(each.label, size)), size, options.batch_size)
+        for size in sizes
         for each in (Contestant(label=ALONE, name=ALONE), *chosen)
         if size > 1 or each.name == ALONE or _works_alone(each)
     ]
-    simulation = SimulationPlan(plan=sizes_plan(settings, sizes, entries), strategies=chosen)
+    simulation = SimulationPlan(plan=bench_plan(settings, entries), strategies=chosen)
     collectives_settings(simulation, options.seconds_per_point)  # refuses what cannot be
-    load, room = memory_for(
-        "cpu",
-        leaf_tokens=options.batch_size // options.leaves_per_rank * settings.tokens,
-        ranks=sum(sizes),
-        busy_ranks=sizes[-1],
-    )
-    size_of(options.model_size, load, room)  # refuses what fits for no contestant alone
-    plan = simulation.plan.fitting(load, room, contestants=len(chosen) + 2)
-    return replace(simulation, plan=plan)
+    tokens = options.batch_size // options.leaves_per_rank * settings.tokens
+    room = room_for("cpu", tokens, ranks=sum(sizes), busy=sizes[-1])
+    room.choose(options.model_size)  # refuses what fits for no contestant alone
+    return replace(simulation, plan=simulation.plan.fitting(room, contestants=len(chosen) + 2))
 
 
 def collectives_settings(
@@ -201,12 +171,12 @@ def _label(name: str, world_size: int) -> str:
 
 def _collect(
     options: SimulationOptions, simulation: SimulationPlan, world: World, ask: Ask
-) -> tuple[dict[int, list[Fit]], Sequence[Mapping[str, Any]]]:
+) -> tuple[dict[int, list[Fit]], Results]:
     """Lines through the collectives' costs by number of ranks, and what steps took."""
     settings = collectives_settings(simulation, options.seconds_per_point)
     sizes = simulation.plan.world_sizes[1:]
     fits = {size: fits_from(ask(settings, size, of=collectives.EXPERIMENT)) for size in sizes}
-    return fits, ask(simulation.plan, simulation.plan.num_ranks)["results"]
+    return fits, simulation.plan.measured(ask)
 
 
 def fits_from(result: Mapping[str, Any]) -> list[Fit]:
@@ -234,12 +204,7 @@ class Prediction:
 
     @property
     def within(self) -> bool:
-        """Whether it is as good as it has to be."""
         return abs(self.error.median) <= LIMIT
-
-    def as_json(self) -> dict[str, Any]:
-        """All fields, and the verdict."""
-        return {**asdict(self), "within_limit": self.within}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -251,11 +216,7 @@ class Round:
 
 
 def predictions_of(
-    simulation: SimulationPlan,
-    results: Sequence[Mapping[str, Any]],
-    fits: Mapping[int, Sequence[Fit]],
-    *,
-    cores: int,
+    simulation: SimulationPlan, results: Results, fits: Mapping[int, Sequence[Fit]], *, cores: int
 ) -> list[Prediction]:
     """One per strategy and number of ranks above 1; `fits` are by number of ranks, which share
     `cores`."""
@@ -273,7 +234,7 @@ def predictions_of(
                 step, first = (costs(*each) for each in ((here, size), (one, cores)))
                 predicted.append(_simulated(step, jitter, handling, slower))
                 from_one.append(_simulated(first, even, handling, crowded))
-            measured = step_seconds(results, simulation.measured(strategy, size))
+            measured = step_seconds(simulation.ranks(results, strategy.label, size))
             leaves = simulation.plan.settings.leaves_per_rank
             compute = leaves * median(each.leaf_s for each in busy)
             update_s = median(each.update_s for each in busy)
@@ -295,14 +256,10 @@ def predictions_of(
 
 
 def rounds_of(
-    simulation: SimulationPlan,
-    results: Sequence[Mapping[str, Any]],
-    world_size: int,
-    *,
-    cores: int,
+    simulation: SimulationPlan, results: Results, world_size: int, *, cores: int
 ) -> tuple[list[Round], tuple[float, ...]]:
-    """Times of `none`, and the jitter of all its rounds; see [Note: More ranks than cores]."""
-    ranks = _ranks(results, simulation.none(world_size))
+    """Times of `none`, and the jitter of its rounds: none where ranks wait for a core anyway."""
+    ranks = simulation.ranks(results, ALONE, world_size)
     rounds, jitter = [], []
     for number in range(simulation.plan.settings.rounds):
         computes = [seconds for rank in ranks for seconds in rank["compute_s"][number]]
@@ -313,22 +270,16 @@ def rounds_of(
     return rounds, tuple(jitter) if world_size <= cores else (1.0,)
 
 
-def _ranks(results: Sequence[Mapping[str, Any]], entry: Entry) -> Sequence[Mapping[str, Any]]:
-    return results[entry.worker_set]["contestants"][entry.label]
-
-
-def _mean_step(ranks: Sequence[Mapping[str, Any]], number: int) -> float:
+def _mean_step(ranks: Ranks, number: int) -> float:
     return fmean(seconds for rank in ranks for seconds in rank["step_s"][number])
 
 
-def _handling(
-    simulation: SimulationPlan, results: Sequence[Mapping[str, Any]], strategy: Contestant
-) -> float | None:
+def _handling(simulation: SimulationPlan, results: Results, strategy: Contestant) -> float | None:
     """Time of a strategy's own work on a rank alone, seconds; None: it was not measured. One for
     all rounds, since the difference of two steps is noisier than either."""
     if not _works_alone(strategy):
         return None
-    own, none = (_ranks(results, e) for e in (simulation.measured(strategy, 1), simulation.none(1)))
+    own, none = (simulation.ranks(results, name, 1) for name in (strategy.label, ALONE))
     rounds = range(simulation.plan.settings.rounds)
     return max(0.0, median(_mean_step(own, n) - _mean_step(none, n) for n in rounds))
 
@@ -341,7 +292,7 @@ def _costs_of(
     settings, options = simulation.plan.settings, dict(strategy.options)
     if strategy.name in INNER_STEPS:  # one meeting in each turn, as they are measured
         options.setdefault("inner_steps", settings.num_steps)
-    work = settings.workload(simulation.none(size).batch_size, "cpu", ranks=size)
+    work = settings.workload(simulation.plan.entries[0].batch_size, "cpu", ranks=size)
     split = Split(strategy=strategy.name, layout=ParallelLayout(dp=size))
     traffic = traffic_of(strategy.name, options)
     device = Device(kind="cpu", name="a rank", memory_bytes=1, peak_flops=1.0)
@@ -385,28 +336,27 @@ _LEGEND = (
 )
 
 
-def print_report(
-    simulation: SimulationPlan,
-    found: Sequence[Prediction],
-    environment: Mapping[str, Any],
-    stream: IO[str],
-) -> None:
-    """Table, legend, where it was measured."""
-    title = f"Steps predicted and measured: {simulation.plan.settings.text}"
-    verdict = f"within {LIMIT:.0%}?"
-    columns = ("strategy", "ranks", "predicted, ms", "measured, ms", "error", "from one rank")
-    cells = [
-        (
-            *(each.strategy, str(each.world_size)),
-            *(each.predicted_ms.text(1), each.measured_ms.text(1)),
-            f"{each.error.median:+.1%} ({each.error.low:+.1%} to {each.error.high:+.1%})",
-            f"{each.error_from_one:+.1%}",
-            "yes" if each.within else "no",
-        )
-        for each in found
-    ]
-    notes = (_LEGEND, where(environment))
-    print_table(stream, title, (*columns, verdict), cells, notes, words=(verdict,))
+_VERDICT = f"within {LIMIT:.0%}?"
+_COLUMNS = (
+    "strategy",
+    "ranks",
+    "predicted, ms",
+    "measured, ms",
+    "error",
+    "from one rank",
+    _VERDICT,
+)
+
+
+def _cells(found: Prediction) -> tuple[str, ...]:
+    error = found.error
+    return (
+        *(found.strategy, str(found.world_size)),
+        *(found.predicted_ms.text(1), found.measured_ms.text(1)),
+        f"{error.median:+.1%} ({error.low:+.1%} to {error.high:+.1%})",
+        f"{found.error_from_one:+.1%}",
+        "yes" if found.within else "no",
+    )
 
 
 def _findings(
@@ -415,15 +365,17 @@ def _findings(
     fits, results = collected
     environment = results[-1]["environment"]  # of the most ranks
     found = predictions_of(simulation, results, fits, cores=environment["cores"])
+    title = f"Steps predicted and measured: {simulation.plan.settings.text}"
+    cells, notes = [_cells(each) for each in found], (_LEGEND, where(environment))
     return Findings(
         environment=environment,
         data={
             "plan": asdict(simulation.plan),
-            "predictions": [each.as_json() for each in found],
+            "predictions": [{**asdict(each), "within_limit": each.within} for each in found],
             "fits": {str(size): [fit.to_json() for fit in lines] for size, lines in fits.items()},
         },
         samples=[result["contestants"] for result in results],
-        show=partial(print_report, simulation, found, environment),
+        show=lambda file: print_table(file, title, _COLUMNS, cells, notes, words=(_VERDICT,)),
     )
 
 

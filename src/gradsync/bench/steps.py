@@ -1,13 +1,7 @@
 """One rank's part in timing steps: its set, its session, checks, turns.
 
 Started by one launcher of ours, ranks of several sets share that launcher's store: by it they pass
-on the baton and their results. Started by torchrun, mpirun or srun, all ranks are one set.
-
-[Note: Checks] Before anything is timed: does a contestant train, and what does it send? Each one
-takes the same few steps from the same weights on the same leaves as a reference that is as simple
-as can be: backward, one all-reduce per gradient, one division, clip, step. Losses must agree, and
-ranks must hold equal weights afterwards. One that does not synchronise is fast, and would win.
-"""
+on the baton and their results. Started by torchrun, mpirun or srun, all ranks are one set."""
 
 from __future__ import annotations
 
@@ -49,15 +43,12 @@ from gradsync.runtime.store import join_store
 from gradsync.sync.registry import STRATEGIES, wants_groups
 from gradsync.world import World
 
-_SETTLING = 2
-"""Steps in which contestants may still build things (DDP regroups its buckets after the first)."""
+_SETTLING = 2  # steps in which contestants still build things (DDP regroups its buckets)
 TOLERANCE = 2e-3  # largest relative difference of a loss, for an exact strategy
 _LOSSY_TOLERANCE = 2e-2  # for a strategy that rounds on the wire
 _WEIGHTS_TOLERANCE = 1e-6
-_FREE = (ALONE, "local_sgd", "diloco", "powersgd")
-"""Contestants whose losses are their own; they must fall."""
-_SET_PATIENCE = timedelta(days=7)
-"""Longest sleep: the other sets work as long as they need. A dead one ends all by the launcher."""
+_FREE = (ALONE, "local_sgd", "diloco", "powersgd")  # losses are their own; they must fall
+_SET_PATIENCE = timedelta(days=7)  # sets work as long as they need; a dead one ends all
 _RESULT_PATIENCE = timedelta(days=1)
 _JOIN_S = 60.0
 _FIRST_GENERATION = 1000
@@ -87,9 +78,9 @@ def reference_losses(site: BenchSite, leaves: Leaves) -> tuple[list[float], floa
     for _ in range(CHECK_STEPS):
         began = time.perf_counter()  # the first one pays for what is done once
         total = torch.zeros((), device=site.device)
-        for tokens_BT, targets_BT in leaves:
+        for leaf in leaves:
             with site.autocast():
-                loss = mean_loss(model(tokens_BT), targets_BT) / len(leaves)
+                loss = mean_loss(model(leaf.inputs), leaf.targets) / len(leaves)
             loss.backward()
             total += loss.detach()
         for parameter in model.parameters():
@@ -107,7 +98,8 @@ def reference_losses(site: BenchSite, leaves: Leaves) -> tuple[list[float], floa
 def check(
     contestant: Contestant, site: BenchSite, leaves: Leaves, expected: list[float]
 ) -> Checked:
-    """Let `contestant` take the steps, twice: as it is, and with its communication laid bare.
+    """Let `contestant` take a few steps, twice: as it is, when it must train as the reference does
+    (one that does not synchronise is fast, and would win), and with its communication laid bare.
     Raises `NotTrainingError` on all ranks of the set."""
     peak = PeakMemory(on_cuda=site.on_cuda)
     entrant = enter(contestant, site, StepClock(on_cuda=site.on_cuda))
@@ -133,14 +125,12 @@ def check(
 
 
 def whole_periods(steps: int, period: int) -> int:
-    """At least `steps`, and as many as repeat themselves."""
     return -(-steps // period) * period
 
 
 def judge(contestant: Contestant, losses: list[float], expected: list[float], drift: float) -> None:
-    """Refuse losses (of each step, over all ranks) and weights (`drift`: the largest relative
-    difference between ranks) that are not those of a contestant that trains; `expected` are the
-    reference's losses."""
+    """Refuse losses of steps, beside the reference's, and a largest relative difference of weights
+    between ranks (`drift`) that are not those of a contestant that trains."""
     label = contestant.label
     if not all(torch.isfinite(torch.tensor(losses))) or not losses[-1] < losses[0]:
         raise NotTrainingError(f"contestant {label} does not train: losses {_shown(losses)}")
@@ -217,11 +207,8 @@ class _Bench:
 
 
 class Runner:
-    """This rank's part in a plan of all sets, of which `mine` is this rank's.
-
-    `store` is what all sets share, None when there is one set; `tell` is called before each piece
-    of work of any set, `say` once with how long it will take.
-    """
+    """This rank's part in a plan of all sets, of which `mine` is this rank's; `store` is what they
+    share, None for one. Told before each piece of work, and once how long all will take."""
 
     def __init__(
         self,
@@ -273,18 +260,15 @@ class Runner:
             if world.is_main:
                 self._baton.hand_on(place)
         self._tell(len(self._order), len(self._order), "")
-        for bench in self._benches.values():
+        mine = {}
+        for label, bench in self._benches.items():
             if bench.entrant is not None:
                 bench.entrant.close()
-        mine = {
-            label: {"step_s": bench.step_s, "compute_s": bench.compute_s, **bench.found}
-            for label, bench in self._benches.items()
-        }
+            mine[label] = {"step_s": bench.step_s, "compute_s": bench.compute_s, **bench.found}
         by_rank = all_gather_json(self._site.comm, mine) if world.is_distributed else [mine]
         return {
             "environment": before,
             "device": world.device,
-            "one_host": world.one_host,
             "contestants": {label: [rank[label] for rank in by_rank] for label in mine},
         }
 
@@ -332,8 +316,7 @@ class Runner:
 
 
 def my_set(env: Mapping[str, str], sizes: Sequence[int]) -> tuple[int, dict[str, str]]:
-    """Which set of `sizes` this rank is in, by torchrun's variables, and the variables that say
-    so."""
+    """This rank's set of `sizes`, by torchrun's variables, and the variables that say so."""
     rank = int(env["RANK"])
     index = 0
     while rank >= sizes[index]:
@@ -347,9 +330,8 @@ def my_set(env: Mapping[str, str], sizes: Sequence[int]) -> tuple[int, dict[str,
 
 
 class Baton:
-    """Lets one set work at a time; the others sleep in a read from a socket, of a
-    `torch.distributed.Store` that all share. `owners` are, for each piece of work in order, the set
-    that does it."""
+    """Lets one set work at a time; the others sleep in a read from a `torch.distributed.Store` that
+    all share. `owners` are, for each piece of work in order, the set that does it."""
 
     def __init__(self, store: Any, mine: int, owners: Sequence[int]) -> None:
         self._store, self._mine, self._owners = store, mine, owners
@@ -363,23 +345,21 @@ class Baton:
         return self._store.get(key) == _DONE.encode()
 
     def hand_on(self, place: int) -> None:
-        """The work at `place` is done; one rank says so, once all of its set have come so far."""
+        """The work at `place` is done on all of the set; one rank says so."""
         more = place + 1 < len(self._owners)
         if self._store is not None and more and self._owners[place + 1] != self._mine:
             self._store.set(f"bench/turn/{place}", _DONE)
 
     def give_up(self, place: int) -> None:
         """Nothing shall follow, from `place` on; one rank says so, to whoever waits."""
-        if self._store is None:
-            return
         for later in range(place, len(self._owners)):
-            if self._owners[later] == self._mine:
+            if self._store is not None and self._owners[later] == self._mine:
                 self._store.set(f"bench/turn/{later}", "gave up")
 
 
 def measure(plan_json: dict[str, Any]) -> dict[str, Any]:
-    """This rank's part of a plan. Rank 0 of all returns what every set measured, as `results`, or
-    raises what stopped any of them; other ranks return nothing that counts."""
+    """This rank's part of a plan. Rank 0 of all returns the sets' `results`, or raises what stopped
+    any of them; other ranks return nothing that counts."""
     plan = from_json(BenchPlan, plan_json)
     env = environ.snapshot()
     mine, variables = 0, dict[str, str]()

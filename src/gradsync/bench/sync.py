@@ -1,20 +1,14 @@
-"""`gradsync bench sync`: a training step of every strategy, beside its peers and the ideal.
-
-[Note: Exposed communication]
-What nothing hid is what a step takes beyond the step of `none` in the same round, with the same
-allocator setting: waiting for messages, copying for them, and computing more slowly because they
-are under way; and waiting, step by step, for the rank that is the slowest in it, which those that
-never meet do not do. So it means the same for each contestant, whatever it can tell about itself.
-"""
+"""`gradsync bench sync`: a training step of every strategy, beside its peers and the ideal; what
+the figures mean is in docs/guide/verifying.md."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from statistics import fmean
-from typing import IO, TYPE_CHECKING, Annotated, Any
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
@@ -26,13 +20,13 @@ from gradsync.bench.sync_plan import (
     USUAL_TOKENS,
     BenchPlan,
     Entry,
+    Results,
     SyncSettings,
+    bench_plan,
     duration,
     in_time,
-    memory_for,
-    size_of,
+    room_for,
     step_seconds,
-    sync_plan,
     trial_step,
     uses_cuda,
 )
@@ -104,26 +98,25 @@ def plan_of(options: SyncOptions, world: World) -> BenchPlan:
     one_set = options.same_allocator or world.is_distributed or uses_cuda(options.device)
     contestants = with_ideals(chosen, same_allocator=one_set)
     local = world.local_world_size if world.is_distributed else world_size
-    tokens = options.context_length or USUAL_TOKENS
-    load, room = memory_for(
-        options.device,
-        leaf_tokens=options.batch_size // options.leaves_per_rank * tokens,
-        ranks=local * len({each.keep_memory for each in contestants}),
-        busy_ranks=local,
+    sets, tokens = (
+        {each.keep_memory for each in contestants},
+        options.context_length or USUAL_TOKENS,
     )
+    tokens *= options.batch_size // options.leaves_per_rank
+    room = room_for(options.device, tokens, ranks=local * len(sets), busy=local)
     settings = taken(
         SyncSettings,
         options,
         dtype=_dtype_of(options),
-        model_size=size_of(options.model_size, load, room),
+        model_size=room.choose(options.model_size),
         threads=choose_threads(local, requested=options.threads),
     )
-    plan = sync_plan(settings, contestants, world_size=world_size, batch_size=options.batch_size)
+    plan = bench_plan(settings, [(each, world_size, options.batch_size) for each in contestants])
     if options.model_size == "auto" and not world.is_distributed:
-        plan = in_time(plan, load.kind, partial(trial_step, ranks_per_host=local))
+        plan = in_time(plan, room.kind, partial(trial_step, ranks_per_host=local))
     most = max(sum(e.worker_set == n for e in plan.entries) for n in range(len(plan.sets)))
     # The one under way is there twice.
-    return plan.fitting(load, room, contestants=most + 1)
+    return plan.fitting(room, contestants=most + 1)
 
 
 def _dtype_of(options: SyncOptions) -> str:
@@ -140,13 +133,11 @@ def as_measured(options: SyncOptions, world: World) -> SyncOptions:
     return replace(options, world_size=world.world_size, same_allocator=True)
 
 
-def _collect(
-    options: SyncOptions, plan: BenchPlan, world: World, ask: Ask
-) -> Sequence[Mapping[str, Any]]:
+def _collect(options: SyncOptions, plan: BenchPlan, world: World, ask: Ask) -> Results:
     if world.is_main:
         for line in _decided(options, plan, world):
             print(f"gradsync: {line}", file=sys.stderr)
-    return ask(plan, plan.num_ranks)["results"]
+    return plan.measured(ask)
 
 
 def _decided(options: SyncOptions, plan: BenchPlan, world: World) -> list[str]:
@@ -188,61 +179,46 @@ def _decided(options: SyncOptions, plan: BenchPlan, world: World) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ContestantRow:
-    """One contestant."""
-
     contestant: str
     keep_memory: bool  # whether its processes did keep freed memory: not possible everywhere
     total_ms: Spread  # a step, on the slowest rank (see `turns`); over rounds
     compute_ms: float  # forward and backward of it, until the last gradient
     comm_ms: float | None  # in collectives, if nothing hides them; None: cannot be seen
-    exposed_ms: float  # see [Note: Exposed communication]
+    exposed_ms: float  # what the step takes beyond `none`'s of the same round
     ratio: Spread  # the step over `none`'s, over rounds
     num_comm_ops: float  # operations of a rank in a step; a batch of messages is one
     comm_bytes: float  # given to sockets by a rank in a step; none through shared memory
     tokens_per_s: float  # tokens of all ranks
     memory_bytes: int | None  # peak above the process's start, of the rank with the most
     final_loss: float  # after the check's steps
-
-    @property
-    def comm_fraction(self) -> float | None:
-        """Communication in units of the step."""
-        return None if self.comm_ms is None else self.comm_ms / self.total_ms.median
-
-    @property
-    def exposed_fraction(self) -> float:
-        """The part of the step that is exposed communication."""
-        return self.exposed_ms / self.total_ms.median
-
-    def as_json(self) -> dict[str, Any]:
-        """All fields, and the fractions."""
-        return asdict(self) | {
-            "comm_fraction": self.comm_fraction,
-            "exposed_fraction": self.exposed_fraction,
-        }
+    comm_fraction: float | None  # communication in units of the step
+    exposed_fraction: float  # the part of the step that is exposed communication
 
 
-def rows_of(plan: BenchPlan, results: Sequence[Mapping[str, Any]]) -> list[ContestantRow]:
-    """One row per entry of the plan; `results` of each set are what `Runner.run` returned."""
+def rows_of(plan: BenchPlan, results: Results) -> list[ContestantRow]:
+    """One row per entry of the plan."""
     return [_row(plan, entry, results) for entry in plan.entries]
 
 
-def _row(plan: BenchPlan, entry: Entry, results: Sequence[Mapping[str, Any]]) -> ContestantRow:
-    result = results[entry.worker_set]
-    ranks: Sequence[Mapping[str, Any]] = result["contestants"][entry.label]
-    own = step_seconds(results, entry)
-    ideal = step_seconds(results, plan.ideal_of(entry))
-    beyond = spread([mine - best for mine, best in zip(own, ideal, strict=True)]).median
+def _row(plan: BenchPlan, entry: Entry, results: Results) -> ContestantRow:
+    ranks = plan.ranks(results, entry)
+    own, ideal = step_seconds(ranks), step_seconds(plan.ranks(results, plan.ideal_of(entry)))
+    beyond = median(mine - best for mine, best in zip(own, ideal, strict=True))
     total = spread([1000 * seconds for seconds in own])
     tokens = len(ranks) * entry.batch_size * plan.settings.tokens
     times = [rank["comm_s"] for rank in ranks]
+    comm_ms = None if None in times else 1000 * max(times)
+    exposed_ms = max(1000 * beyond, 0.0)
     memory = [rank["memory_bytes"] for rank in ranks]
     return ContestantRow(
         contestant=entry.label,
-        keep_memory=result["keeps_memory"],
+        keep_memory=results[entry.worker_set]["keeps_memory"],
         total_ms=total,
-        compute_ms=1000 * spread(step_seconds(results, entry, "compute_s")).median,
-        comm_ms=None if None in times else 1000 * max(times),
-        exposed_ms=max(1000 * beyond, 0.0),
+        compute_ms=1000 * median(step_seconds(ranks, "compute_s")),
+        comm_ms=comm_ms,
+        comm_fraction=None if comm_ms is None else comm_ms / total.median,
+        exposed_ms=exposed_ms,
+        exposed_fraction=exposed_ms / total.median,
         ratio=spread(ratios(own, ideal)),
         num_comm_ops=fmean(rank["operations"] for rank in ranks),
         comm_bytes=fmean(rank["sent_bytes"] for rank in ranks),
@@ -268,32 +244,23 @@ _LEGEND = (
 )
 
 
-def print_report(
-    plan: BenchPlan, rows: Sequence[ContestantRow], environment: Mapping[str, Any], stream: IO[str]
-) -> None:
-    """Table, what the columns mean, where it was measured."""
-    cells = [
-        (
-            row.contestant,
-            "yes" if row.keep_memory else "no",
-            row.total_ms.text(1),
-            row.ratio.text(3),
-            f"{row.compute_ms:.1f}",
-            "-" if row.comm_ms is None else f"{row.comm_ms:.1f}",
-            f"{row.exposed_ms:.1f} ({row.exposed_fraction:.0%})",
-            f"{row.num_comm_ops:.3g}",
-            f"{row.comm_bytes / 1e6:.2f}",
-            f"{row.tokens_per_s:,.0f}",
-            "-" if row.memory_bytes is None else f"{row.memory_bytes / 2**20:.0f}",
-        )
-        for row in rows
-    ]
-    notes = (_LEGEND, where(environment))
-    print_table(stream, title(plan), _COLUMNS, cells, notes, words=("keeps memory",))
+def _cells(row: ContestantRow) -> tuple[str, ...]:
+    return (
+        row.contestant,
+        "yes" if row.keep_memory else "no",
+        row.total_ms.text(1),
+        row.ratio.text(3),
+        f"{row.compute_ms:.1f}",
+        "-" if row.comm_ms is None else f"{row.comm_ms:.1f}",
+        f"{row.exposed_ms:.1f} ({row.exposed_fraction:.0%})",
+        f"{row.num_comm_ops:.3g}",
+        f"{row.comm_bytes / 1e6:.2f}",
+        f"{row.tokens_per_s:,.0f}",
+        "-" if row.memory_bytes is None else f"{row.memory_bytes / 2**20:.0f}",
+    )
 
 
 def title(plan: BenchPlan) -> str:
-    """The measurement, in one line."""
     settings, first = plan.settings, plan.entries[0]
     leaves = f", {settings.leaves_per_rank} leaves" if settings.leaves_per_rank > 1 else ""
     return (
@@ -345,18 +312,18 @@ def _digits(value: float | None) -> str:
     return "" if value is None else f"{value:.5g}" if abs(value) < 1e5 else f"{value:.0f}"
 
 
-def _findings(
-    options: SyncOptions, plan: BenchPlan, results: Sequence[Mapping[str, Any]], world: World
-) -> Findings:
+def _findings(options: SyncOptions, plan: BenchPlan, results: Results, world: World) -> Findings:
     from gradsync.bench.plot import plot_sync
 
     environment, rows = results[0]["environment"], rows_of(plan, results)
+    words, notes = ("keeps memory",), (_LEGEND, where(environment))
+    cells = [_cells(row) for row in rows]
     return Findings(
         environment=environment,
         command=command_of(as_measured(options, world), _COMMAND),
-        data={"plan": asdict(plan), "rows": [row.as_json() for row in rows]},
+        data={"plan": asdict(plan), "rows": [asdict(row) for row in rows]},
         samples=[result["contestants"] for result in results],
-        show=partial(print_report, plan, rows, environment),
+        show=lambda file: print_table(file, title(plan), _COLUMNS, cells, notes, words=words),
         csv=partial(rows_csv, plan, rows),
         draw=lambda path: plot_sync(path, plan, rows, title(plan), environment),
     )

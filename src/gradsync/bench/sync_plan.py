@@ -18,7 +18,7 @@ from statistics import fmean
 from typing import Any
 
 from gradsync.bench.contestants import ALONE, Contestant
-from gradsync.bench.experiment import check_least
+from gradsync.bench.experiment import Ask, check_least
 from gradsync.errors import ConfigError
 from gradsync.models.config import PRESETS, GPTConfig, preset
 from gradsync.parallel.layout import ParallelLayout
@@ -34,6 +34,10 @@ CHECK_STEPS = 4  # optimizer steps by which each contestant is checked
 USUAL_TOKENS = 512
 _SHARE = 0.9  # the part of the free memory that may be taken
 _LARGEST_SEED = 2**32  # each leaf's is a multiple of it, and generators take 64 bits
+
+
+Ranks = Sequence[Mapping[str, Any]]  # of each rank what `Runner.run` found of a contestant
+Results = Sequence[Mapping[str, Any]]  # of each set what `Runner.run` returned
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,26 +79,22 @@ class SyncSettings:
 
     @property
     def config(self) -> GPTConfig:
-        """The model's shape."""
         shape = PRESETS[self.model_size]
         return shape if self.vocab_size is None else replace(shape, vocab_size=self.vocab_size)
 
     @property
     def tokens(self) -> int:
         """Tokens of a sequence."""
-        if self.context_length is None:
-            return min(USUAL_TOKENS, PRESETS[self.model_size].block_size)
-        return self.context_length
+        usual = min(USUAL_TOKENS, PRESETS[self.model_size].block_size)
+        return usual if self.context_length is None else self.context_length
 
     @property
     def model_text(self) -> str:
-        """Model and precision, for titles."""
         millions = self.config.num_params() / 1e6
         return f"GPT {self.model_size} ({millions:.1f} M parameters), {self.dtype}"
 
     @property
     def turns_text(self) -> str:
-        """How often, for titles."""
         return f"{self.rounds} rounds of {self.num_steps} steps"
 
     @property
@@ -132,7 +132,6 @@ class Entry:
 
     @property
     def label(self) -> str:
-        """The contestant's."""
         return self.contestant.label
 
 
@@ -158,14 +157,13 @@ class BenchPlan:
                 )
 
     @property
-    def num_ranks(self) -> int:
-        """Ranks of all sets."""
-        return sum(self.world_sizes)
-
-    @property
     def world_sizes(self) -> tuple[int, ...]:
         """Ranks of each set."""
         return tuple(each.world_size for each in self.sets)
+
+    def measured(self, ask: Ask) -> Results:
+        """What all sets measured, on rank 0."""
+        return ask(self, sum(self.world_sizes))["results"]
 
     def turns(self) -> list[Entry]:
         """Entries in the order of turns: round after round, each begun by the next contestant."""
@@ -184,36 +182,26 @@ class BenchPlan:
         same_set = (each for each in self.entries if each.worker_set == entry.worker_set)
         return next(each for each in same_set if each.contestant.name == ALONE)
 
-    def fitting(self, load: Load, room: int, *, contestants: int) -> BenchPlan:
-        """With models that stay from turn to turn if `contestants` fit into `room` bytes."""
-        if fits(self.settings.config, replace(load, contestants=contestants), room):
-            return self
-        return replace(self, settings=replace(self.settings, side_by_side=False))
+    def ranks(self, results: Results, entry: Entry) -> Ranks:
+        """What each rank found of `entry`."""
+        return results[entry.worker_set]["contestants"][entry.label]
+
+    def fitting(self, room: Room, *, contestants: int) -> BenchPlan:
+        """With models that stay from turn to turn if so many `contestants` fit."""
+        stays = room.fits(self.settings.config, contestants=contestants)
+        return replace(self, settings=replace(self.settings, side_by_side=stays))
 
 
-def sync_plan(
-    settings: SyncSettings, contestants: Sequence[Contestant], *, world_size: int, batch_size: int
-) -> BenchPlan:
-    """One set per allocator setting that occurs."""
-    keeps = list(dict.fromkeys(each.keep_memory for each in contestants))
-    return BenchPlan(
-        settings=settings,
-        sets=tuple(WorkerSet(world_size=world_size, keep_memory=keep) for keep in keeps),
-        entries=tuple(
-            Entry(
-                contestant=each,
-                worker_set=keeps.index(each.keep_memory),
-                batch_size=batch_size,
-            )
-            for each in contestants
-        ),
+def bench_plan(settings: SyncSettings, entries: Iterable[tuple[Contestant, int, int]]) -> BenchPlan:
+    """Of contestants, each with ranks and batch size: one set for each number of ranks and
+    allocator setting that occurs, in this order."""
+    work = [(WorkerSet(world_size=w, keep_memory=c.keep_memory), c, b) for c, w, b in entries]
+    sets = tuple(dict.fromkeys(each for each, _, _ in work))
+    made = (
+        Entry(contestant=contestant, worker_set=sets.index(each), batch_size=batch)
+        for each, contestant, batch in work
     )
-
-
-def sizes_plan(settings: SyncSettings, sizes: Sequence[int], entries: Iterable[Entry]) -> BenchPlan:
-    """One set per number of ranks, in this order; all keep freed memory."""
-    sets = tuple(WorkerSet(world_size=size, keep_memory=True) for size in sizes)
-    return BenchPlan(settings=settings, sets=sets, entries=tuple(entries))
+    return BenchPlan(settings=settings, sets=sets, entries=tuple(made))
 
 
 def ranks_text(world_size: int) -> str:
@@ -231,73 +219,54 @@ def turns(by_rank: Sequence[Sequence[Sequence[float]]]) -> list[float]:
     return [max(map(fmean, ranks)) for ranks in zip(*by_rank, strict=True)]
 
 
-def step_seconds(
-    results: Sequence[Mapping[str, Any]], entry: Entry, part: str = "step_s"
-) -> list[float]:
-    """Each round's mean on the slowest rank, see `turns`; `results` are of each set what
-    `Runner.run` returned, `part` is step_s or compute_s."""
-    return turns([rank[part] for rank in results[entry.worker_set]["contestants"][entry.label]])
+def step_seconds(ranks: Ranks, part: str = "step_s") -> list[float]:
+    """Each round's mean on the slowest rank, see `turns`; `part` is step_s or compute_s."""
+    return turns([rank[part] for rank in ranks])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Load:
-    """The models and leaves to be held at once."""
+class Room:
+    """Memory for the models and leaves to be held at once: the host's, or a device's."""
 
+    available: int  # bytes
     leaf_tokens: int  # tokens of one micro-batch
     ranks: int  # processes in all, idle ones included
-    busy_ranks: int  # processes that train at the same time
-    contestants: int = 1  # models that a rank holds side by side
+    busy: int  # processes that train at the same time
     kind: Kind = "cpu"  # of a rank's device
 
+    def needed(self, config: GPTConfig, *, contestants: int = 1) -> int:
+        """Bytes of all ranks, each counted as one of `ddp`, with so many models side by side."""
+        ranks = max(self.busy, 2)  # one rank alone needs no buckets: that others do, counts
+        leaf = {"seq_len": self.leaf_tokens, "num_leaves": ranks, "kind": self.kind}
+        work = Workload(model=config, micro_batch_size=1, **leaf)
+        need = memory_need(work, Split(strategy="ddp", layout=ParallelLayout(dp=ranks)))
+        models = self.busy if contestants == 1 else self.ranks * contestants
+        held = need.weights + need.gradients + need.optimizer + need.buckets
+        rest = need.total - need.process - held
+        return self.ranks * need.process + models * held + self.busy * rest
 
-def needed_bytes(config: GPTConfig, load: Load) -> int:
-    """Memory of all ranks of the host together, each counted as one of `ddp`."""
-    ranks = max(load.busy_ranks, 2)  # one rank alone needs no buckets: that others do, counts
-    work = Workload(
-        model=config,
-        micro_batch_size=1,
-        seq_len=load.leaf_tokens,
-        num_leaves=ranks,
-        kind=load.kind,
-    )
-    need = memory_need(work, Split(strategy="ddp", layout=ParallelLayout(dp=ranks)))
-    models = load.busy_ranks if load.contestants == 1 else load.ranks * load.contestants
-    held = need.weights + need.gradients + need.optimizer + need.buckets
-    leaf = need.total - need.process - held
-    return load.ranks * need.process + models * held + load.busy_ranks * leaf
+    def fits(self, config: GPTConfig, *, contestants: int = 1) -> bool:
+        return self.needed(config, contestants=contestants) <= _SHARE * self.available
 
-
-def fits(config: GPTConfig, load: Load, available: int) -> bool:
-    """Whether `available` bytes are enough."""
-    return needed_bytes(config, load) <= _SHARE * available
-
-
-def largest_that_fits(load: Load, available: int) -> str:
-    """The largest preset for which `available` bytes are enough, "" when none is."""
-    names = [name for name, config in PRESETS.items() if fits(config, load, available)]
-    return max(names, key=lambda name: PRESETS[name].num_params(), default="")
-
-
-def size_of(name: str, load: Load, room: int) -> str:
-    """The preset to take: the one that was named, or the largest that fits into `room` bytes; one
-    that does not fit is refused with what does."""
-    largest = largest_that_fits(load, room)
-    name = largest or "tiny" if name == "auto" else name
-    preset(name)
-    if not fits(PRESETS[name], load, room):
-        needed, usable = needed_bytes(PRESETS[name], load), _SHARE * room
-        cure = f"{largest!r} fits" if largest else "no size fits: take fewer ranks"
-        raise ConfigError(
-            f"model {name}: {load.busy_ranks} rank(s) need about {needed / 1e9:.1f} GB, "
-            f"{usable / 1e9:.1f} GB can be used here ({(needed - usable) / 1e9:.1f} GB short); "
-            f"{cure}"
-        )
-    return name
+    def choose(self, name: str) -> str:
+        """The preset `name`, or for "auto" the largest that fits; one that does not fit is refused
+        with what does."""
+        names = [each for each, config in PRESETS.items() if self.fits(config)]
+        largest = max(names, key=lambda each: PRESETS[each].num_params(), default="")
+        name = largest or "tiny" if name == "auto" else name
+        needed, usable = self.needed(preset(name)), _SHARE * self.available
+        if needed > usable:
+            cure = f"{largest!r} fits" if largest else "no size fits: take fewer ranks"
+            raise ConfigError(
+                f"model {name}: {self.busy} rank(s) need about {needed / 1e9:.1f} GB, "
+                f"{usable / 1e9:.1f} GB can be used here ({(needed - usable) / 1e9:.1f} GB "
+                f"short); {cure}"
+            )
+        return name
 
 
 def uses_cuda(device: str) -> bool:
-    """Whether accelerators will compute; asks torch only when it must, refuses what is not
-    there."""
+    """Whether accelerators will compute; one that is not there is refused."""
     if device not in DEVICES:
         raise ConfigError(f"--device must be one of {', '.join(DEVICES)}; got {device!r}")
     has_driver = any(Path(name).exists() for name in ("/proc/driver/nvidia", "/dev/kfd"))
@@ -311,15 +280,15 @@ def uses_cuda(device: str) -> bool:
     return found
 
 
-def memory_for(device: str, *, leaf_tokens: int, ranks: int, busy_ranks: int) -> tuple[Load, int]:
-    """The load, and the bytes it has to fit into: all ranks into the host, or one into its
-    device."""
+def room_for(device: str, leaf_tokens: int, *, ranks: int, busy: int) -> Room:
+    """All ranks have to fit into the host, or one into its device."""
     if not uses_cuda(device):
-        return Load(leaf_tokens=leaf_tokens, ranks=ranks, busy_ranks=busy_ranks), available_bytes()
+        free = available_bytes()
+        return Room(available=free, leaf_tokens=leaf_tokens, ranks=ranks, busy=busy)
     import torch
 
-    room = torch.cuda.get_device_properties(0).total_memory
-    return Load(leaf_tokens=leaf_tokens, ranks=1, busy_ranks=1, kind="cuda"), room
+    free = torch.cuda.get_device_properties(0).total_memory
+    return Room(available=free, leaf_tokens=leaf_tokens, ranks=1, busy=1, kind="cuda")
 
 
 BUDGET_S = 140.0
@@ -362,29 +331,25 @@ def trial_step(work: Workload, *, ranks_per_host: int) -> float:
 
 def in_time(plan: BenchPlan, kind: Kind, trial: Callable[[Workload], float]) -> BenchPlan:
     """`plan`, whose model is the largest that fits into memory, with the largest one that takes at
-    most `BUDGET_S`, or the smallest, `shortened`; `trial` times a step of a rank, seconds.
-
-    From the smallest upwards: a larger one is timed only when by its operations it may do.
-    """
+    most `BUDGET_S`, or the smallest, `shortened`; `trial` times a step of a rank, seconds. From the
+    smallest upwards: a larger one is timed only when by its operations it may do."""
     largest = PRESETS[plan.settings.model_size].num_params()
     length = plan.settings.context_length or 1
-    found: BenchPlan | None = None
-    found_s = step_s = 0.0
-    operations = 1.0
+    found: list[tuple[BenchPlan, float]] = []
+    rate = 0.0  # seconds of an operation
     for name, shape in PRESETS.items():
         if shape.num_params() > largest or shape.block_size < length:
             continue
         one = replace(plan, settings=replace(plan.settings, model_size=name))
         work = one.settings.workload(plan.entries[0].batch_size, kind)
-        wanted = leaf_operations(work)
-        if found and seconds_of(one, step_s * wanted / operations) > 2 * BUDGET_S:
+        if found and seconds_of(one, rate * leaf_operations(work)) > 2 * BUDGET_S:
             break  # larger models use a machine better, but not that much
-        step_s, operations = trial(work), wanted
+        step_s = trial(work)
+        rate = step_s / leaf_operations(work)
         if found and seconds_of(one, step_s) > BUDGET_S:
             break
-        found, found_s = one, step_s
-    assert found is not None, "the plan's own model is among them"
-    return shortened(found, found_s)
+        found.append((one, step_s))
+    return shortened(*found[-1])
 
 
 def shortened(plan: BenchPlan, step_s: float) -> BenchPlan:

@@ -5,25 +5,8 @@
     first bucket  likewise
     compilation   on request
 
-Every rank has every rank's samples, and so comes to the same decisions by itself. No torch here
-before ranks measure.
-
-[Note: What counts as faster]
-Steps are compared within rounds: a candidate's time over that of one copy of the default in the
-same round, the two copies in turn. (Their mean would not do: noise that only ever slows down makes
-a mean of two larger than the typical one, and the default slower than itself.) A candidate is
-faster if
-
-1. the bootstrap's 95 % interval of the median of these ratios lies below 1. A stage has several
-   candidates, and the luckiest of k is lucky more often: each gets the level 1 - 0.05/k, so that
-   the 95 % hold for the stage;
-2. it gains more than the default's two copies differ from each other. They are the same program,
-   and differ all the same: where their memory lies stays from round to round.
-
-The percentile interval of n values that all lie on one side of 1 excludes 1 whatever the level; by
-chance that happens once in 2**(n-1) times, on either side. So fewer rounds than `fewest_rounds` are
-refused.
-"""
+Every rank has every rank's samples, and so comes to the same decisions by itself. What counts as
+faster: docs/guide/verifying.md. No torch here before ranks measure."""
 
 from __future__ import annotations
 
@@ -47,7 +30,7 @@ from gradsync.bench.report import (
     where,
 )
 from gradsync.bench.sync import STEP_LEGEND, ContestantRow, rows_of
-from gradsync.bench.sync_plan import SyncSettings, sync_plan, turns
+from gradsync.bench.sync_plan import SyncSettings, bench_plan, step_seconds
 from gradsync.errors import ConfigError
 from gradsync.sync.registry import STRATEGIES
 from gradsync.train.config import CompileOrder
@@ -119,7 +102,6 @@ class TuneStage:
 
 
 def again(label: str) -> str:
-    """Name of the second copy of the first candidate."""
     return f"{label} (again)"
 
 
@@ -143,23 +125,15 @@ def strategies(promise: str, *, on_cpu: bool, hosts: int) -> list[TunedStrategy]
 def strategy_stage(request: TuneRequest, world: World) -> TuneStage:
     """The first question."""
     equal = world.local_world_size * world.num_nodes == world.world_size
-    return TuneStage(
-        name=STAGES[0],
-        candidates=tuple(
-            strategies(
-                request.promise,
-                on_cpu=world.device == "cpu",
-                hosts=world.num_nodes if equal or world.num_nodes == 1 else 0,
-            )
-        ),
-    )
+    hosts = world.num_nodes if equal or world.num_nodes == 1 else 0
+    candidates = strategies(request.promise, on_cpu=world.device == "cpu", hosts=hosts)
+    return TuneStage(name=STAGES[0], candidates=tuple(candidates))
 
 
 def bucket_stage(
     winner: TunedStrategy, *, first: bool, has_messages: bool, gradient_bytes: int
 ) -> TuneStage:
-    """Sizes of buckets, or of the first one, that cut the model's gradients otherwise than the
-    winner's do."""
+    """Sizes of buckets, or of the first one, that cut the gradients otherwise than the winner."""
     name, option = (STAGES[2], "first_bucket_mb") if first else (STAGES[1], "bucket_mb")
     known = STRATEGIES[winner.sync]
     recipe = None if known.recipe is None else replace(known.recipe, **winner.options)
@@ -199,7 +173,7 @@ class Judged:
     ratio: float  # median over rounds
     low: float  # the interval's ends
     high: float
-    faster: bool  # see [Note: What counts as faster]
+    faster: bool  # beyond chance, and beyond what copies of the default differ by
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -219,8 +193,8 @@ def decide(
     *,
     name: str,
 ) -> StageOutcome:
-    """Choose between the default, called `name`, and the candidates, by step times in each round:
-    the default's, those of its second copy, those of each candidate by label."""
+    """Choose between the default, called `name`, and the candidates, by step times in each
+    round: the default's, its second copy's, each candidate's by label."""
     copies = [pair[n % 2] for n, pair in enumerate(zip(default, again, strict=True))]
     noise = abs(median(ratios(again, default)) - 1)
     judged = []
@@ -240,7 +214,7 @@ def decide(
 
 
 def fewest_rounds(candidates: int) -> int:
-    """How many rounds it takes; see [Note: What counts as faster]."""
+    """Rounds that it takes for chance alone not to look like a winner."""
     return 1 + math.ceil(math.log2(candidates / _DOUBT))
 
 
@@ -271,7 +245,6 @@ def print_report(
     environment: Mapping[str, Any],
     stream: IO[str],
 ) -> None:
-    """Tables, verdicts, what the columns mean, where it was measured."""
     settings = request.settings
     print(
         f"{settings.model_text}, {request.world_size} ranks x {settings.leaves_per_rank} leaves x "
@@ -289,7 +262,6 @@ def print_report(
 
 
 def verdicts(stages: Sequence[Mapping[str, Any]]) -> list[str]:
-    """One line for each stage."""
     return [
         f"{stage['name']}: {stage['decision']['words']}"
         if "decision" in stage
@@ -299,7 +271,6 @@ def verdicts(stages: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _cells(row: Mapping[str, Any], judged: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """A line of a stage's table."""
     ratio = verdict = ""
     for each in judged:
         if each["label"] == row["contestant"]:
@@ -317,8 +288,8 @@ def _cells(row: Mapping[str, Any], judged: Sequence[Mapping[str, Any]]) -> tuple
 
 
 def measure(request_json: dict[str, Any]) -> dict[str, Any]:
-    """This rank's part; the same on all ranks. With `failed` and `exit_code` alone when a candidate
-    does not train, or its options do not go together."""
+    """This rank's part; the same on all ranks, `failed` when a candidate does not train, or its
+    options do not go together."""
     from gradsync.bench.steps import NotTrainingError, quiet_session
 
     request = from_json(TuneRequest, request_json)
@@ -357,14 +328,9 @@ class Tuner:
             )
             choice = self._ask(stage, choice)
         choice = self._ask(compile_stage(choice, wanted=request.compile), choice)
-        return {
-            "choice": asdict(choice),
-            "stages": self._stages,
-            "device": self._world.device,
-            "num_nodes": self._world.num_nodes,
-            "environment": self._environment,
-            "samples": self._samples,
-        }
+        world = {"device": self._world.device, "num_nodes": self._world.num_nodes}
+        found = {"environment": self._environment, "samples": self._samples}
+        return {"choice": asdict(choice), "stages": self._stages, **world, **found}
 
     def _ask(self, stage: TuneStage, before: TunedStrategy) -> TunedStrategy:
         """The answer to one question: one of the stage's candidates."""
@@ -374,24 +340,17 @@ class Tuner:
             self._stages.append({"name": stage.name, "skipped": stage.skipped})
             return before
         request = self._request
-        plan = sync_plan(
-            request.settings,
-            with_ideals(stage.contestants(keep_memory=request.keep_memory), same_allocator=False),
-            world_size=self._world.world_size,
-            batch_size=request.batch_size,
-        )
+        chosen = stage.contestants(keep_memory=request.keep_memory)
+        size = self._world.world_size
+        all_of_them = with_ideals(chosen, same_allocator=False)
+        plan = bench_plan(request.settings, [(c, size, request.batch_size) for c in all_of_them])
         result = Runner(plan, 0, self._world, None, self._tell).run()
         rows = rows_of(plan, [{"keeps_memory": self._keeps_memory, **result}])
         decision = decision_of(stage, result["contestants"])
         self._environment = self._environment or result["environment"]
         self._samples[stage.name] = result["contestants"]
-        self._stages.append(
-            {
-                "name": stage.name,
-                "rows": [row.as_json() for row in rows],
-                "decision": asdict(decision),
-            }
-        )
+        entry = {"rows": [asdict(row) for row in rows], "decision": asdict(decision)}
+        self._stages.append({"name": stage.name, **entry})
         winner = next(each for each in stage.candidates if each.text == decision.winner)
         if stage.name == "strategy":
             self._has_messages = has_messages(rows, winner.text)
@@ -401,19 +360,13 @@ class Tuner:
 def decision_of(stage: TuneStage, found: Mapping[str, Any]) -> StageOutcome:
     """The decision that the samples of a stage (by label, each rank's) lead to."""
     name, *others = (choice.text for choice in stage.candidates)
-    seconds = {label: turns([rank["step_s"] for rank in ranks]) for label, ranks in found.items()}
+    seconds = {label: step_seconds(ranks) for label, ranks in found.items()}
     return decide(
-        seconds[name],
-        seconds[again(name)],
-        {label: seconds[label] for label in others},
-        name=name,
+        seconds[name], seconds[again(name)], {label: seconds[label] for label in others}, name=name
     )
 
 
 def has_messages(rows: list[ContestantRow], label: str) -> bool:
-    """Whether the gradients of contestant `label` travel; through shared memory they do not.
-
-    Where the system counts no bytes they may.
-    """
+    """Whether the gradients of `label` travel; where the system counts no bytes they may."""
     sent = {row.contestant: row.comm_bytes for row in rows if row.contestant != ALONE}
     return sent[label] >= _SOME_MESSAGES * max(sent.values())

@@ -20,7 +20,7 @@ from gradsync.bench.experiment import (
     raise_failed,
     taken,
 )
-from gradsync.bench.sync_plan import SyncSettings, fits, memory_for, size_of, uses_cuda
+from gradsync.bench.sync_plan import SyncSettings, room_for, uses_cuda
 from gradsync.bench.tune import STAGES, TuneRequest, print_report
 from gradsync.cli.experiment import run_experiment
 from gradsync.errors import ConfigError
@@ -92,16 +92,12 @@ def request_of(options: TuneOptions, world: World) -> TuneRequest:
         dtype=options.dtype or start.dtype,
         threads=choose_threads(local, requested=options.threads or (None if on_cuda else 1)),
     )
-    load, room = memory_for(
-        options.device,
-        leaf_tokens=batch // leaves * settings.tokens,
-        ranks=local,
-        busy_ranks=local,
-    )
-    size_of(options.model, load, room)
-    together = replace(load, contestants=_SIDE_BY_SIDE)
+    tokens = batch // leaves * settings.tokens
+    room = room_for(options.device, tokens, ranks=local, busy=local)
+    room.choose(options.model)
+    stays = room.fits(settings.config, contestants=_SIDE_BY_SIDE)
     return TuneRequest(
-        settings=replace(settings, side_by_side=fits(settings.config, together, room)),
+        settings=replace(settings, side_by_side=stays),
         batch_size=batch,
         world_size=world_size,
         promise=options.promise,

@@ -25,7 +25,7 @@ from gradsync.verify.run import Prepare, Task, train_traced
 from gradsync.verify.settings import Cell, Variant, VerifySettings, promise_of
 
 OneRankRuns = dict[tuple[str, str, Variant, VerifySettings], Trace]
-"""Plain one-rank runs: the same for most strategies."""
+"""Plain runs, the same for most strategies."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -37,8 +37,7 @@ class Setting:
     groups: Groups | None = None
     prepare: Prepare | None = None
     saved: State | None = None
-    one_rank_runs: OneRankRuns = field(default_factory=dict)
-    """Kept from cell to cell."""
+    one_rank_runs: OneRankRuns = field(default_factory=dict)  # kept from cell to cell
 
 
 @dataclass(slots=True)
@@ -46,11 +45,9 @@ class _Attempt:
     """One variant of the cell, on one rank; rank 0's counts."""
 
     trace: Trace
-    run: Observed | None = None
-    """None on ranks that have nothing to judge."""
+    run: Observed | None = None  # None on ranks that have nothing to judge
     verdict: Verdict = field(default_factory=Verdict)
-    differences: dict[str, Difference] = field(default_factory=dict)
-    """Distance from the same training on one rank."""
+    differences: dict[str, Difference] = field(default_factory=dict)  # from one rank's training
 
 
 def run_cell(cell: Cell, setting: Setting) -> tuple[Result, Trace]:
@@ -131,7 +128,7 @@ def _differences(trace: Trace, other: Trace) -> dict[str, Difference]:
 
 
 def _check_bits(differences: dict[str, Difference], verdict: Verdict) -> None:
-    """Two runs that must have the same bits have them; else their first difference is found."""
+    """Two runs have the same bits, or their first difference is found."""
     found = [(d.first_step, part, d) for part, d in differences.items() if d.first_step is not None]
     if found:
         step, part, difference = min(found, key=lambda entry: entry[0])

@@ -1,46 +1,5 @@
-"""Distances between two results, and the bounds on them that follow from arithmetic alone.
-
-[Note: Bounds]
-Nothing here was fitted to a measurement, and nothing may be relaxed to pass.
-
-Gradients. All ways of reducing add the same numbers g_0 … g_{L-1}, the gradients of the leaves,
-only in another order. In floating point with unit roundoff u, a sum of n numbers in *any* order is
-off by at most gamma_{n-1} sum |g_i| from the exact sum, gamma_k = k u / (1 - k u) (Higham 2002,
-Accuracy and Stability of Numerical Algorithms, section 4.2). The mean takes up to four more
-roundings (division by W inside the mechanism; the factor; its product), clipping four
-(norm + 1e-6, the quotient, its rounding, the product). So against the sum of the leaves' gradients
-in fp64, every element may differ by
-
-    gamma_{L-1+4[+4]} x sum |g_i| / weight        (+ the smallest normal number: underflow)
-
-where L counts the leaves that have a gradient, sums of zeros being exact. u = 2^-24 for fp32,
-2^-53 for fp64. Under bf16 autocast the weights and their gradients are fp32, and so is u.
-A lossy wire rounds each rank's sum and each partial sum once more, with its own u (2^-8 for bf16,
-2^-11 for fp16): gamma_{W+1} of *that* u is added. In fp16 small numbers lose more: everything is
-scaled so that the largest number M of a bucket lies within a factor of two of 65504 / W, and
-subnormal numbers are 2^-24 apart; each of the W + 1 roundings costs up to 2^-25 2 W M / 65504,
-less than W M 2^-39.
-
-One step at a time. Gradients can be compared like this only at equal weights. So the run's own
-weights before a step are handed to one rank, which computes every leaf's gradient anew; then the
-optimizer is applied to the run's own gradient, and must give the run's weights after the step. The
-distance between two free runs also measures how fast the model itself spreads small differences:
-it is reported and has no bound, except for `bitwise`, where it must be zero.
-
-Optimizer. Both steps are elementwise, so the same bits are expected; pieces of a tensor may take
-another code path (vector loops have scalar ends, with and without fused multiply-add), which
-changes roundings, not the formula. Each bound is a count of roundings times the sum of magnitudes
-that they act on. AdamW (Loshchilov & Hutter, arXiv 1711.05101), b1, b2, lr, decay:
-
-    m' = b1 m + (1-b1) g             4 roundings on  b1 |m| + (1-b1) |g|
-    v' = b2 v + (1-b2) g g           5 roundings on  b2 v + (1-b2) g^2
-    w' = (1 - lr decay) w - lr/c1 m' / (sqrt(v'/c2) + eps)
-                                     3 on |w|, and on the quotient 4 (m') + 3 (half of v') + 8
-
-SGD with momentum:
-
-    d = g + decay w,  b' = momentum b + d,  w' = w - lr b'       6 roundings on all magnitudes
-"""
+"""Distances between two results, and the bounds on them that follow from arithmetic alone; they are
+derived in docs/guide/verifying.md. Nothing here was fitted, and nothing may be relaxed to pass."""
 
 from __future__ import annotations
 
@@ -60,9 +19,8 @@ from gradsync.verify.settings import Promise
 UNIT_ROUNDOFF = {"fp64": 2.0**-53, "fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}
 """Half the distance between 1 and the next number."""
 SMALLEST_NORMAL = {"fp64": 2.0**-1022, "fp32": 2.0**-126, "fp16": 2.0**-14, "bf16": 2.0**-126}
-_INTEGER = {8: torch.int64, 4: torch.int32, 2: torch.int16}
-"""By bytes of an element."""
-# Roundings, counted in [Note: Bounds].
+_INTEGER = {8: torch.int64, 4: torch.int32, 2: torch.int16}  # by bytes of an element
+# Roundings, counted in the guide.
 _DIVISION, _CLIPPING = 4, 4
 _ADAM_MEAN, _ADAM_SQUARE, _ADAM_WEIGHT = 4, 5, 15
 _SGD = 6
@@ -73,15 +31,11 @@ class Difference:
     """The largest difference in everything that was included."""
 
     max_abs: float = 0.0
-    max_rel: float = 0.0
-    """Over the largest magnitude in the reference's tensor."""
-    max_ulp: int = 0
-    """Number of representable values between two elements."""
-    bitwise: bool = True
-    """No difference at all, signs of zeros included."""
+    max_rel: float = 0.0  # over the largest magnitude in the reference's tensor
+    max_ulp: int = 0  # number of representable values between two elements
+    bitwise: bool = True  # no difference at all, signs of zeros included
     first_step: int | None = None
-    first_name: str = ""
-    """The tensor that differs there, first in the model's order."""
+    first_name: str = ""  # the tensor that differs there, first in the model's order
 
     def include(
         self, step: int, got: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None]
@@ -159,25 +113,17 @@ class Exact:
     """The mean gradient as it should be: sums over leaves, in fp64."""
 
     total: Tensors
-    magnitude: Tensors
-    """Sums of the gradients' absolute values."""
-    terms: dict[str, int]
-    """Number of leaves that have a gradient."""
-    dtype: dict[str, str]
-    """The dtype in which the run adds them."""
-    weight: float
-    """Targets."""
-    loss: float
-    """The mean."""
-    loss_bound: float
-    """Largest error of it."""
+    magnitude: Tensors  # sums of the gradients' absolute values
+    terms: dict[str, int]  # number of leaves that have a gradient
+    dtype: dict[str, str]  # the dtype in which the run adds them
+    weight: float  # targets
+    loss: float  # the mean
+    loss_bound: float  # largest error of it
 
     def means(self) -> Tensors:
-        """The exact mean gradients."""
         return {name: total / self.weight for name, total in self.total.items()}
 
     def norm(self) -> float:
-        """L2 norm of the exact mean gradient."""
         return _norm(self.total) / self.weight
 
 
@@ -245,9 +191,8 @@ def part_of_bound(got: Tensor, expected: Tensor, bound: Tensor) -> float:
 def norm_bound(exact: Exact, bounds: Mapping[str, Tensor]) -> float:
     """Largest error of the L2 norm before clipping, squares being summed in any order.
 
-    Squares do not cancel, so it is gamma_n on the sum, halved by the root; the root, the product
-    and one level of nesting are well inside of the other half. Beyond 1 / u elements the formula
-    says nothing: infinity.
+    Squares do not cancel: gamma_n on the sum, halved by the root; the root, the product and one
+    level of nesting are inside the other half. Beyond 1 / u elements the formula says nothing.
     """
     count = sum(t.numel() for t in exact.total.values()) + 4
     dtype = next(iter(exact.dtype.values()), "fp32")
@@ -266,14 +211,8 @@ def update_bounds(
     before: Tensors,
     after: Tensors,
 ) -> dict[str, Tensor]:
-    """Largest difference of weight ("") and each state tensor (its slot), elementwise, fp64.
-
-    Args:
-        name: of the parameter.
-        group: the optimizer's settings.
-        weight, gradient: as the optimizer found them.
-        before, after: optimizer state as `slot/parameter`.
-    """
+    """Largest difference of weight ("") and each state tensor (its slot) of parameter `name`,
+    elementwise, fp64. `group` are the optimizer's settings, `before` and `after` its state."""
     dtype = DTYPE_NAMES[weight.dtype]
     w, g = weight.double().abs(), gradient.double().abs()
     tiny = SMALLEST_NORMAL[dtype]

@@ -26,15 +26,12 @@ from gradsync.verify.reference import LeafResult
 from gradsync.verify.result import Cause, Finding, Kind
 from gradsync.verify.settings import Variant
 
-CLOSE = 1e-3
-"""Largest relative rest of an explanation."""
-_FAR = 1e-2
-"""A factor this near to one is no factor."""
+CLOSE = 1e-3  # largest relative rest of an explanation
+_FAR = 1e-2  # a factor this near to one is no factor
 _ROUNDINGS = {"fp32": 2, "fp16": 2, "bf16": 4}
 """Largest error by rounding, in unit roundoffs of the norm; narrowest error first."""
 
-Found = tuple[Cause, Finding, str]
-"""A cause, the finding it explains, and why."""
+Found = tuple[Cause, Finding, str]  # a cause, the finding it explains, and why
 
 
 @dataclass(kw_only=True, slots=True)
@@ -43,27 +40,18 @@ class Scene:
 
     verdict: Verdict
     results: Sequence[LeafResult]
-    documents: Sequence[Mapping[str, Any]]
-    """Every rank's digests of the step."""
-    gradients: list[Tensors]
-    """Every rank's gradients of the step, clipped."""
-    previous: list[Tensors]
-    """Every rank's gradients of the step before it; empty dicts in the first step."""
+    documents: Sequence[Mapping[str, Any]]  # every rank's digests of the step
+    gradients: list[Tensors]  # every rank's gradients of the step, clipped
+    previous: list[Tensors]  # the step's before it; empty dicts in the first step
     clip_norm: float | None
-    dtype: str
-    """The cell's: fp64, fp32 or bf16."""
+    dtype: str  # the cell's: fp64, fp32 or bf16
     has_batch_norm: bool
-    passes: Callable[[Variant], bool]
-    """Runs a variant of the cell and says whether nothing was found."""
-    local: bool = False
-    """Ranks step alone: gradients have no common right value."""
-    forward: tuple[Cause, Finding] | None = None
-    """A cause for the same leaf giving other results, again or on another rank; else None."""
-    tried: list[str] = field(default_factory=list)
-    """Variants that were run, and whether the difference was still there."""
+    passes: Callable[[Variant], bool]  # runs a variant of the cell: whether nothing was found
+    local: bool = False  # ranks step alone: gradients have no common right value
+    forward: tuple[Cause, Finding] | None = None  # see `check_forward`
+    tried: list[str] = field(default_factory=list)  # variants, and whether the difference vanished
     exact: Exact = field(init=False)
-    means: Tensors = field(init=False)
-    """The gradients as they should be."""
+    means: Tensors = field(init=False)  # the gradients as they should be
 
     def __post_init__(self) -> None:
         self.exact = add_up(self.results)
@@ -71,7 +59,6 @@ class Scene:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
         return len(self.gradients)
 
     @property

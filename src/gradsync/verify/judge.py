@@ -1,16 +1,6 @@
 """Judges a recorded run against the one-rank reference, step by step, up to the first difference.
 
-See [Note: Bounds] in compare.py for what is compared with what. Where ranks step alone
-(`local_sgd`, `diloco`), each is judged against its own leaves, then the weights after each meeting
-against those of all ranks before it:
-
-    local_sgd   the mean of the ranks' weights
-    diloco      SGD with Nesterov momentum from where the round began, with the mean distance walked
-
-Bounds: the mean of W numbers takes at most W + 1 roundings on the mean of their magnitudes, the
-outer step eight more on everything that enters it. The momentum is the run's own, one round at a
-time, and is checked as well.
-"""
+What is compared with what, and how far apart it may be: docs/guide/verifying.md, "The bounds"."""
 
 from __future__ import annotations
 
@@ -18,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -56,11 +47,9 @@ class Observed:
     promise: Promise
     reference: Reference
     trace: Trace
-    ranks: list[list[dict[str, Any]]]
-    """Digests of every rank's steps: [rank][step], see `StepTrace.digests`."""
+    ranks: list[list[dict[str, Any]]]  # `StepTrace.digests` of every [rank][step]
 
     def documents(self, place: int) -> list[dict[str, Any]]:
-        """Every rank's digests of the step at `place`."""
         return [steps[place] for steps in self.ranks]
 
     def leaf_results(self, place: int) -> list[LeafResult]:
@@ -82,12 +71,10 @@ class Verdict:
     """The findings in the first step that is not as promised; none when all are."""
 
     findings: list[Finding] = field(default_factory=list)
-    part_of_bound: float = 0.0
-    """Largest share of a gradient's bound that was used."""
+    part_of_bound: float = 0.0  # largest share of a gradient's bound that was used
 
     @property
     def passed(self) -> bool:
-        """True when nothing was found."""
         return not self.findings
 
     def first(self, *kinds: Kind) -> Finding | None:
@@ -95,7 +82,6 @@ class Verdict:
         return next((f for f in self.findings if f.kind in kinds), None)
 
     def add(self, kind: Kind, step: int, names: Sequence[str] = (), **more: Any) -> None:
-        """Note one finding."""
         self.findings.append(Finding(kind=kind, step=step, names=names, **more))
 
 
@@ -193,9 +179,8 @@ class _StepCheck:
             [name for name, now in document["at_step"].items() if now != document["before"][name]]
             for document in self._documents
         ]
-        if names := list(dict.fromkeys(name for each in moved for name in each)):
-            ranks = [rank for rank, each in enumerate(moved) if each]
-            self._found(Kind.MOVED, names, ranks=ranks)
+        if names := list(dict.fromkeys(chain.from_iterable(moved))):
+            self._found(Kind.MOVED, names, ranks=[rank for rank, each in enumerate(moved) if each])
 
     def replicas(self, part: str, kind: Kind) -> None:
         """One part of a step has the same bits on all ranks."""
@@ -351,10 +336,8 @@ def moved_rightly(start: Tensor, got: Tensor, ends: list[Tensor]) -> bool:
 
 
 def judge_local(run: Observed, comm: Communicator) -> Verdict:
-    """Every rank checks its own gradients and updates; the meetings are checked with all weights.
-
-    All ranks call it; the verdict is the same everywhere.
-    """
+    """Every rank checks its own gradients and updates, all together the meetings; all ranks call it
+    and get the same verdict."""
     own = judge(run)
     told = all_gather_json(comm, [asdict(finding) for finding in own.findings])
     parts = all_gather_json(comm, own.part_of_bound)
@@ -402,13 +385,8 @@ def _check_meetings(run: Observed, comm: Communicator, verdict: Verdict) -> None
 
 
 def wrong_meeting(begun: State, weights: Sequence[Tensors], after: State) -> str:
-    """The first parameter that does not end a round as it must, or "".
-
-    Args:
-        begun: at the beginning of the round.
-        weights: every rank's, as its own optimizer left them.
-        after: the meeting; a strategy that steps out keeps its momentum in `extra`.
-    """
+    """The first parameter that does not end a round, `begun` so, as it must, or "". `weights` are
+    every rank's before the meeting; a strategy that steps out keeps its momentum in `extra`."""
     old = {key.partition("/")[2]: momentum.double() for key, momentum in begun.extra.items()}
     new = {key.partition("/")[2]: momentum for key, momentum in after.extra.items()}
     for name in weights[0]:
@@ -434,11 +412,8 @@ def wrong_meeting(begun: State, weights: Sequence[Tensors], after: State) -> str
 def gather_tensors(
     comm: Communicator, tensors: Mapping[str, Tensor | None], like: Tensors
 ) -> list[Tensors]:
-    """Every rank's named CPU tensors, in rank order; a tensor that is None is left out.
-
-    `like` has all names, with shapes and dtypes, alike on all ranks. One all-gather per name over
-    the whole group: uint8 [ranks x bytes], overlapping nothing.
-    """
+    """Every rank's named CPU tensors, in rank order; None is left out. `like` has all names, with
+    shapes and dtypes. An all-gather per name over all ranks, uint8, overlapping nothing."""
     present = all_gather_json(comm, [name for name in like if tensors.get(name) is not None])
     found: list[Tensors] = [{} for _ in present]
     for name, shaped in like.items():

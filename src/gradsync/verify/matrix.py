@@ -1,13 +1,11 @@
 """The whole matrix: ranks are started once per world size and run all of its cells.
 
     FOLDER/work.json                 settings and cells of the next start
-    FOLDER/done-N.jsonl              a line per cell that rank 0 finished, in order
+    FOLDER/done-N.jsonl              a line per cell that rank 0 finished, in the N-th start
     FOLDER/error-N-rank_00001.json   the error that a rank raised
     FOLDER/checkpoints/              one per cell that is continued by another one
 
-N counts the starts. A rank that raises ends all ranks; it costs its cell, not the others: the ranks
-are started again after that cell.
-"""
+A rank that raises ends all ranks, and costs its cell: they are started again after that."""
 
 from __future__ import annotations
 
@@ -34,18 +32,16 @@ from gradsync.world import World
 
 WORK = "work.json"
 
-Tell = Callable[[Result], None]
-"""Called with each result as soon as it is there."""
+Tell = Callable[[Result], None]  # called with each result as soon as it is there
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunEnd:
     """The end of one start of ranks."""
 
-    code: int
-    """Exit code; above 128 for a signal that was meant for all."""
+    code: int  # exit code; above 128 for a signal that was meant for all
     deaths: Mapping[int, str] = field(default_factory=dict)
-    """Ranks that could not say themselves why they ended, with the launcher's words."""
+    """The launcher's words for ranks that could not say themselves why they ended."""
 
 
 StartRanks = Callable[[Path, int], RunEnd]
@@ -55,12 +51,8 @@ StartRanks = Callable[[Path, int], RunEnd]
 def run_matrix(
     plan: VerifyPlan, folder: Path, start_ranks: StartRanks, tell: Tell = lambda result: None
 ) -> list[Result]:
-    """Every cell's result, in the order of work.
-
-    Raises:
-        RunError: ranks ended without having begun a cell.
-        KeyboardInterrupt: the ranks were stopped by a signal.
-    """
+    """Every cell's result, in the order of work; `RunError` where ranks ended without having begun
+    a cell, `KeyboardInterrupt` where a signal stopped them."""
     results: list[Result] = []
     number = 0
     for cells in plan.launches:
@@ -72,11 +64,8 @@ def run_matrix(
             else:
                 left.append(cell)
         while left:
-            work = {
-                "number": number,
-                "settings": asdict(plan.settings),
-                "cells": [asdict(cell) for cell in left],
-            }
+            asked = [asdict(cell) for cell in left]
+            work = {"number": number, "settings": asdict(plan.settings), "cells": asked}
             (folder / WORK).write_text(json.dumps(work))
             ended = start_ranks(folder, cells[0].world_size)
             found = _collect(folder, number, left, ended)
@@ -139,7 +128,6 @@ def _same_error_twice(results: Sequence[Result]) -> bool:
 
 
 def error_result(cell: Cell, said: str, ranks: Sequence[int] = ()) -> Result:
-    """The entry of a cell in which a rank raised or died, or that was not run."""
     return Result.of(cell, status="error", sentence=said, ranks=list(ranks))
 
 
@@ -214,23 +202,14 @@ def run_cells(
 ) -> list[Result]:
     """Run cells, alike on all ranks, as one rank of a session; an error is written down and raised.
 
-    Args:
-        cells, settings: as planned.
-        world: of the session.
-        folder: for results, errors and checkpoints; rank 0's counts.
-        number: of the start.
-        tell: called on rank 0 with each result.
-
-    Returns:
-        results; rank 0's are complete.
+    `folder`, of which rank 0's counts, takes results, errors and checkpoints; `number` is the
+    start's. Rank 0's results are complete, and it tells them.
     """
     comm, two_hosts = communicator(world), pretend_two_hosts(world)
-    one_rank_runs: OneRankRuns = {}
+    known: OneRankRuns = {}
     results = []
     for cell in cells:
-        setting = Setting(
-            settings=settings, comm=comm, groups=two_hosts, one_rank_runs=one_rank_runs
-        )
+        setting = Setting(settings=settings, comm=comm, groups=two_hosts, one_rank_runs=known)
         try:
             result = _run_or_continue(cell, setting, folder)
         except Exception as error:

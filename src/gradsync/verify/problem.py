@@ -39,27 +39,21 @@ _CLASSES = 10
 class Problem:
     """A model, its data, and the loss between them."""
 
-    model: nn.Module
-    """Maps the first half of a batch to an output."""
-    dataset: Any
-    """Map-style; samples are (input, target)."""
-    loss_sum: LossSum
-    """`loss_sum(output, target)`: [], *summed* over targets."""
-    uses_all: bool = True
-    """False when some leaf leaves a parameter without gradient."""
+    model: nn.Module  # maps the first half of a batch to an output
+    dataset: Any  # map-style; samples are (input, target)
+    loss_sum: LossSum  # `loss_sum(output, target)`: [], *summed* over targets
+    uses_all: bool = True  # False when some leaf leaves a parameter without gradient
 
     @property
     def has_batch_norm(self) -> bool:
-        """Whether any statistics are kept over the batch."""
         return any(isinstance(module, BatchNorm) for module in self.model.modules())
 
 
 def build_problem(name: str, settings: VerifySettings, variant: Variant = PLAIN) -> Problem:
     """The problem called `name`, alike on every rank.
 
-    The global generators are seeded before a factory is called, and put back afterwards. They are
-    seeded before its module is imported too, for data that is drawn there, and again after that:
-    only the first call imports.
+    The global generators are seeded before a factory's module is imported, for data that is drawn
+    there, and again before it is called: only the first call imports.
     """
     seed = stream_seed(settings.seed, "verify")
     with kept_randomness():
@@ -106,7 +100,6 @@ class MLP(nn.Module):
         self.head = nn.Linear(16, _CLASSES)
 
     def forward(self, x_BC: Tensor) -> Tensor:
-        """Logits."""
         y_BC = torch.tanh(self.first(x_BC))
         y_BC = y_BC + 0.5 * torch.tanh(self.frozen(y_BC))
         y_BC = y_BC + self.again(self.dropout(F.relu(self.inner(y_BC))))
@@ -133,10 +126,7 @@ def _mlp(settings: VerifySettings) -> Problem:
     inputs = torch.randn(settings.dataset_size, 12)
     targets = _drop_targets((inputs @ torch.randn(12, _CLASSES)).argmax(1))
     return Problem(
-        model=MLP(),
-        dataset=TensorDataset(inputs, targets),
-        loss_sum=class_loss_sum,
-        uses_all=False,
+        model=MLP(), dataset=TensorDataset(inputs, targets), loss_sum=class_loss_sum, uses_all=False
     )
 
 

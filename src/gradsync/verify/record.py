@@ -20,8 +20,7 @@ from gradsync.sync.reducer import Reducer, trainable
 from gradsync.sync.sharded_state import whole
 
 Tensors = dict[str, Tensor]
-LeafTrace = dict[str, Any]
-"""The record of a leaf, see `trace_leaf`."""
+LeafTrace = dict[str, Any]  # see `trace_leaf`
 
 DTYPE_NAMES = {
     torch.float64: "fp64",
@@ -35,19 +34,13 @@ DTYPE_NAMES = {
 class State:
     """A training run between two steps; also what a checkpoint of it keeps."""
 
-    weights: Tensors
-    """Parameters, tied ones once."""
+    weights: Tensors  # parameters, tied ones once
     buffers: Tensors
-    optimizer: Tensors
-    """Its state, as `slot/parameter`."""
-    description: dict[str, Any]
-    """The rest of that state, as `pack_optimizer` gives it."""
-    extra: Tensors = field(default_factory=dict)
-    """The strategy's own state, such as an outer momentum."""
-    data: dict[str, Any] = field(default_factory=dict)
-    """The loader's."""
-    strategy: str = ""
-    """The strategy that saved it, in a checkpoint."""
+    optimizer: Tensors  # its state, as `slot/parameter`
+    description: dict[str, Any]  # the rest of that state, as `pack_optimizer` gives it
+    extra: Tensors = field(default_factory=dict)  # the strategy's own, such as an outer momentum
+    data: dict[str, Any] = field(default_factory=dict)  # the loader's
+    strategy: str = ""  # the strategy that saved it, in a checkpoint
 
 
 @dataclass(slots=True)
@@ -56,22 +49,14 @@ class StepTrace:
 
     number: int
     before: State
-    after: State
-    """At the end of the step; weights are others than `updated` where ranks average them."""
-    leaves: list[LeafTrace] = field(default_factory=list)
-    """This rank's micro-batches, as they were trained on."""
-    loss: float = float("nan")
-    """Mean over the global batch, as the run reported it; so for weight and norm."""
-    weight: float = 0.0
-    """Targets in the global batch."""
-    norm: float | None = None
-    """Norm of the mean gradient before clipping."""
-    gradient: dict[str, Tensor | None] = field(default_factory=dict)
-    """Mean gradients as the optimizer saw them, clipped."""
-    at_step: Tensors = field(default_factory=dict)
-    """Weights when the optimizer was called."""
-    updated: Tensors = field(default_factory=dict)
-    """Weights as the optimizer left them; empty where it was not called."""
+    after: State  # its weights are others than `updated` where ranks average them
+    leaves: list[LeafTrace] = field(default_factory=list)  # this rank's micro-batches
+    loss: float = float("nan")  # mean over the global batch, as the run says; so weight and norm
+    weight: float = 0.0  # targets in the global batch
+    norm: float | None = None  # norm of the mean gradient before clipping
+    gradient: dict[str, Tensor | None] = field(default_factory=dict)  # as the optimizer saw it
+    at_step: Tensors = field(default_factory=dict)  # weights when the optimizer was called
+    updated: Tensors = field(default_factory=dict)  # as the optimizer, if called, left them
 
     def digests(self) -> dict[str, Any]:
         """The step for other ranks: digests in place of tensors, as JSON types."""
@@ -93,12 +78,9 @@ class StepTrace:
 class Trace:
     """A whole run on one rank. Make it before a strategy touches the model: it has its names."""
 
-    parameters: tuple[str, ...]
-    """Names of all parameters, tied ones once."""
-    trainable: tuple[str, ...]
-    """Names of those that are trained."""
-    persistent: tuple[str, ...] = ()
-    """Names of the buffers that a checkpoint keeps."""
+    parameters: tuple[str, ...]  # names of all parameters, tied ones once
+    trainable: tuple[str, ...]  # names of those that are trained
+    persistent: tuple[str, ...] = ()  # names of the buffers that a checkpoint keeps
     steps: list[StepTrace] = field(default_factory=list)
 
     @classmethod
@@ -152,16 +134,12 @@ def _tensors_in(batch: Any) -> list[Tensor]:
 
 
 class Observer:
-    """Fills a `Trace`. Calls that may communicate are made by all ranks at the same places.
+    """Fills `trace`, empty, of `model`. Calls that may communicate are made by all ranks at the
+    same places.
 
-    Args:
-        model: the one that is trained.
-        trace: of it, empty.
-        optimizer: its `step` is watched where there is no reducer.
-        reducer: of the strategy; its shards' `update` and `publish` are watched, since they may
-            step with optimizers of their own.
-        whole: ask the reducer for whole weights and states. False where each rank has weights of
-            its own: asking would end a round (see `sync/periodic.py`).
+    Of a strategy, its shards' `update` and `publish` are watched, since they may step with
+    optimizers of their own; without a `reducer` the optimizer's `step`. `whole` asks the reducer
+    for whole weights and states, which ends a round where ranks step alone (`sync/periodic.py`).
     """
 
     def __init__(
@@ -201,7 +179,6 @@ class Observer:
         step.after = self._now = self._state()
 
     def close(self) -> None:
-        """Watch no longer."""
         delattr(self._watched, self._method)
         if self._shards is not None:
             del self._shards.publish
@@ -245,13 +222,11 @@ class Observer:
         }
 
     def _weights(self) -> Tensors:
-        """Copies of parameters, tied ones once."""
         read = self._model.state_dict if self._whole is None else self._whole.full_weights
         state = pack_weights(read())
         return {name: _copy(state[name]) for name in self.trace.parameters}
 
     def _state(self) -> State:
-        """A copy of all of it."""
         weights = self._weights()
         buffers = _copies(pack_weights(dict(self._model.named_buffers())))
         if self._whole is not None:

@@ -44,10 +44,8 @@ class LeafResult:
     index: int
     weight: float
     loss_sum: float
-    gradient: dict[str, Tensor]
-    """Gradient of the summed loss, by name; absent where the leaf does not use a parameter."""
-    buffers: Tensors
-    """Buffers after the leaf, when it found those of the step's beginning."""
+    gradient: Tensors  # of the summed loss; absent where the leaf does not use a parameter
+    buffers: Tensors  # after the leaf, when it found those of the step's beginning
 
 
 class Reference:
@@ -69,20 +67,18 @@ class Reference:
         if saved is not None:
             source.load_state_dict(saved.data)
         left = self.settings.num_steps - source.state_dict()["steps"]
+        # All leaves of each step, by its number, and the records of them that a right run has.
         self.leaves = {step.number: list(step) for step in islice(source, left)}
-        """All leaves of each step, by its number."""
         self.traces = {n: [*map(self._trace_of, leaves)] for n, leaves in self.leaves.items()}
-        """The records of these leaves that a right run has."""
         self._cache: dict[int, tuple[Tensors, list[LeafResult]]] = {}
+        # Digest of a sample's contents -> its place in the data set (the first of equal ones).
         self.owner_of: dict[str, int] = {}
-        """Digest of a sample's contents -> its place in the data set (the first of equal ones)."""
         dataset = self._problem.dataset
         for index in reversed(range(len(dataset))):
             self.owner_of[sample_digests(default_collate([dataset[index]]), 1)[0]] = index
 
     @property
     def optimizer_group(self) -> dict[str, Any]:
-        """The optimizer's settings, alike for all parameters."""
         return make_optimizer(self._model, self.settings).param_groups[0]
 
     def weights(self) -> Tensors:
@@ -214,10 +210,8 @@ class Reference:
 
 # -- is a forward a function of what it should be? ------------------------------------------------
 
-_SAME = 1e-6
-"""Relative difference of a repetition on one rank: the same program on the same machine."""
-_ALIKE = 1e-3
-"""Between ranks, whose machines may round otherwise."""
+_SAME = 1e-6  # relative difference of a repetition on one rank
+_ALIKE = 1e-3  # between ranks, whose machines may round otherwise
 _AGAIN = "the same leaf gives something else when it is run again"
 _WHY = {
     Cause.RANDOM: f"{_AGAIN}, unless numpy's or Python's random generator is seeded before it",

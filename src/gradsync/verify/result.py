@@ -82,18 +82,18 @@ _ADVICE: dict[Cause | Kind, str] = {
 """Advice, by the kind of finding where it has an entry, else by the cause."""
 
 
+_NAMES = ("strategy", "world_size", "model", "dtype")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """The first difference of one kind in one step; made of what JSON can write."""
+    """The first difference of one kind in one step, as JSON has it."""
 
     kind: Kind
     step: int
-    names: Sequence[str] = ()
-    """Parameters (or buffers), first in the model's order."""
-    ranks: Sequence[int] = ()
-    """Ranks that deviate; empty when all do alike."""
-    detail: str = ""
-    """Numbers, for the sentence."""
+    names: Sequence[str] = ()  # parameters (or buffers), first in the model's order
+    ranks: Sequence[int] = ()  # ranks that deviate; empty when all do alike
+    detail: str = ""  # numbers, for the sentence
 
 
 @dataclass(kw_only=True, slots=True)
@@ -104,57 +104,36 @@ class Result:
     world_size: int
     model: str
     dtype: str
-    promise: str
-    """bitwise, rounding or lossy."""
-    says: str = ""
-    """A lossy strategy's promise."""
-    loaded_from: str = ""
-    """Name of the cell's source; "" for a run from the start."""
-    status: str = "passed"
-    """passed, failed or error."""
+    promise: str  # bitwise, rounding or lossy
+    says: str = ""  # A lossy strategy's promise
+    loaded_from: str = ""  # name of the cell's source; "" for a run from the start
+    status: str = "passed"  # passed, failed or error
     bitwise: bool = False
     """Losses, gradients, weights and optimizer state have the bits of the one-rank run: of the
     strategy's own for `bitwise` ones, of plain PyTorch's for the others."""
     differences: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """loss, gradient, weight and state of the free runs: `max_abs`, `max_rel`, `max_ulp`,
-    `bitwise`, `first_step`, `first_name`."""
-    part_of_bound: float = 0.0
-    """Largest error of a gradient over its bound; above 1 it cannot be rounding."""
-    losses: list[float] = field(default_factory=list)
-    """Global mean loss of each step."""
-    weights_sha256: str = ""
-    """Digest of the final parameters."""
+    """loss, gradient, weight and state of the free runs, each as `Difference` has it."""
+    part_of_bound: float = 0.0  # largest error of a gradient; above 1 it cannot be rounding
+    losses: list[float] = field(default_factory=list)  # global mean loss of each step
+    weights_sha256: str = ""  # digest of the final parameters
     cause: str = ""
-    sentence: str = ""
-    """The difference, its place, its cause, and what to do."""
-    step: int | None = None
-    """First step that is not as promised."""
-    names: list[str] = field(default_factory=list)
-    """Parameters that differ there."""
-    ranks: list[int] = field(default_factory=list)
-    """Ranks that deviate, or that failed; empty when all do alike, or it is not known."""
-    tried: list[str] = field(default_factory=list)
-    """Variants that were run to find the cause, and whether the difference was still there."""
+    sentence: str = ""  # the difference, its place, its cause, and what to do
+    step: int | None = None  # first step that is not as promised
+    names: list[str] = field(default_factory=list)  # parameters that differ there
+    ranks: list[int] = field(default_factory=list)  # that deviate or failed; empty: all, or unknown
+    tried: list[str] = field(default_factory=list)  # variants, and whether the difference vanished
     seconds: float = 0.0
 
     @classmethod
     def of(cls, cell: Cell, **fields: Any) -> Result:
         """The result of `cell`, with `fields` besides its names and its promise."""
         promise = promise_of(cell.strategy)
-        return cls(
-            strategy=cell.strategy,
-            world_size=cell.world_size,
-            model=cell.model,
-            dtype=cell.dtype,
-            promise=promise.kind,
-            says=promise.says,
-            loaded_from=cell.source.name if cell.source else "",
-            **fields,
-        )
+        names: Any = {name: getattr(cell, name) for name in _NAMES}
+        source = cell.source.name if cell.source else ""
+        return cls(**names, promise=promise.kind, says=promise.says, loaded_from=source, **fields)
 
     @property
     def passed(self) -> bool:
-        """Whether it is as promised."""
         return self.status == "passed"
 
     @property
@@ -190,7 +169,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
 # -- JSON and CSV ---------------------------------------------------------------------------------
 
 _COLUMNS = (
-    *("strategy", "world_size", "model", "dtype", "promise", "loaded_from", "status", "bitwise"),
+    *(*_NAMES, "promise", "loaded_from", "status", "bitwise"),
     *("part_of_bound", "weights_sha256", "cause", "step", "sentence", "seconds"),
 )
 _PARTS = ("loss", "gradient", "weight", "state")
@@ -241,14 +220,9 @@ def print_report(results: Sequence[Result], seconds: float, stream: TextIO) -> N
     """A row per strategy and dtype, then each reason of failures once."""
     # A narrow terminal may wrap lines; words cut short could not be read. Messages of others are
     # shown as they are: no markup in brackets, no pictures between colons.
-    console = Console(
-        file=stream,
-        markup=False,
-        emoji=False,
-        highlight=False,
-        soft_wrap=True,
-        width=max(shutil.get_terminal_size().columns, 110),
-    )
+    plain: Any = dict.fromkeys(("markup", "emoji", "highlight"), False)
+    width = max(shutil.get_terminal_size().columns, 110)
+    console = Console(file=stream, soft_wrap=True, width=width, **plain)
     cells = [result for result in results if not result.loaded_from]
     console.print(_table(cells))
     for alike in _by_reason(results):

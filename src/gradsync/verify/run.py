@@ -5,7 +5,7 @@ Every rank calls `train_traced`; `save` and `read` hand a recorded run's checkpo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -21,6 +21,7 @@ from gradsync.comm.base import Communicator
 from gradsync.comm.groups import Groups
 from gradsync.comm.groups import groups as make_groups
 from gradsync.comm.values import broadcast_json, broadcast_tensors
+from gradsync.compat.frozen import map_tensors
 from gradsync.data.loader import Loader, loader
 from gradsync.errors import CheckpointError
 from gradsync.runtime.seeds import seed_leaf
@@ -33,8 +34,7 @@ from gradsync.verify.settings import PLAIN, Variant, VerifySettings, promise_of
 from gradsync.world import World
 
 LEARNING_RATE = 1e-2
-INNER_STEPS = 2
-"""Steps of a round where ranks step alone and meet."""
+INNER_STEPS = 2  # of a round where ranks step alone and meet
 _OPTIONS: dict[str, Any] = {
     "bucket_mb": 0.01,
     "first_bucket_mb": 0.002,
@@ -54,10 +54,8 @@ class Parts:
     loss_sum: LossSum
     optimizer: torch.optim.Optimizer
     sync: GradientSync
-    loader: Any
-    """Iterating gives steps; iterating a step gives leaves."""
-    seed_leaf: Callable[[int, int, int], None] = seed_leaf
-    """`seed_leaf(seed, step, leaf)` before each forward."""
+    loader: Any  # iterating gives steps; iterating a step gives leaves
+    seed_leaf: Callable[[int, int, int], None] = seed_leaf  # called before each forward
 
 
 Prepare = Callable[[Parts], Parts]
@@ -108,15 +106,8 @@ def train_traced(
     prepare: Prepare | None = None,
     saved: State | None = None,
 ) -> Trace:
-    """Train on this rank's share; every rank of `comm` calls it.
-
-    Args:
-        task: problem, strategy and settings.
-        comm: the ranks.
-        groups: for `hierarchical`; None on one rank makes them.
-        prepare: may replace any part of the loop before it starts; a seam for tests.
-        saved: the checkpoint to start from.
-    """
+    """Train on this rank's share, from the checkpoint `saved` on if there is one; every rank of
+    `comm` calls it. `groups` are for `hierarchical`; `prepare` is a seam for tests."""
     settings, problem = task.settings_for(comm.world_size), task.build()
     trace = Trace.of(problem.model)
     parts = _make_parts(task.strategy, problem, settings, comm, groups)
@@ -178,7 +169,6 @@ def _make_parts(
 
 
 def make_loader(problem: Problem, settings: VerifySettings, rank: int, world_size: int) -> Loader:
-    """The public loader of `problem` for one rank."""
     return loader(
         problem.dataset,
         World(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size),
@@ -199,7 +189,7 @@ def make_optimizer(model: nn.Module, settings: VerifySettings) -> torch.optim.Op
 
 @torch.no_grad()
 def disturb(model: nn.Module, rank: int) -> None:
-    """Other weights and buffers on each rank above 0: a start that is not shared then shows."""
+    """Other weights and buffers on each rank: a start that is not shared then shows."""
     tensors = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}
     for tensor in tensors.values():
         if tensor.is_floating_point():
@@ -210,24 +200,13 @@ def _in_double(problem: Problem) -> Problem:
     """The problem in fp64: model and floating inputs, wherever in them they are."""
     model = problem.model.double()
 
-    def widen(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        return _widened(inputs), _widened(named)
+    def widen(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.double() if tensor.is_floating_point() else tensor
 
-    model.register_forward_pre_hook(widen, with_kwargs=True)
+    model.register_forward_pre_hook(
+        lambda _, inputs, named: map_tensors((inputs, named), widen), with_kwargs=True
+    )
     return replace(problem, model=model)
-
-
-def _widened(value: Any) -> Any:
-    """`value` with every floating tensor in it in fp64."""
-    if isinstance(value, torch.Tensor):
-        return value.double() if value.is_floating_point() else value
-    if isinstance(value, Mapping):
-        return {key: _widened(each) for key, each in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(_widened, value))
-    if isinstance(value, tuple | list):
-        return type(value)(map(_widened, value))
-    return value
 
 
 # -- checkpoints ----------------------------------------------------------------------------------

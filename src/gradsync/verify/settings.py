@@ -29,27 +29,19 @@ DTYPES = ("fp64", "fp32", "bf16")
 class VerifySettings:
     """Settings that all cells share; ConfigError for a number below 1 or an unknown name."""
 
-    num_steps: int = 4
-    """Optimizer steps."""
+    num_steps: int = 4  # optimizer steps
     num_samples: int | None = None
-    """Samples of the data set; None takes as many as make the last step short: two leaves, the
-    second of one sample, or of two where the model is the user's own."""
-    num_leaves: int = 5
-    """Leaves in a global batch; 5 is no multiple of 2, 3 or 4 ranks, so shares are uneven."""
+    """None takes as many as make the last step short: two leaves, the second of one sample, or of
+    two where the model is the user's own."""
+    num_leaves: int = 5  # in a global batch; no multiple of 2, 3 or 4 ranks: shares are uneven
     leaf_size: int = 3
-    optimizer: str = "adamw"
-    """adamw or sgd (with momentum)."""
-    clip_norm: float | None = 0.5
-    """Largest L2 norm of the mean gradient; None does not clip."""
-    batch_norm: str = "local"
-    """sync, local or freeze, for models that have BatchNorm."""
+    optimizer: str = "adamw"  # adamw or sgd (with momentum)
+    clip_norm: float | None = 0.5  # largest L2 norm of the mean gradient; None does not clip
+    batch_norm: str = "local"  # sync, local or freeze, for models that have BatchNorm
     seed: int = 0
-    target: str = ""
-    """`pkg.module:factory` of the user's own problem; it is the model called "target"."""
-    whole_steps: bool = False
-    """True makes no step short: for what needs equally many leaves on all ranks."""
-    timeout_s: float = 60.0
-    """Longest a collective may take, seconds."""
+    target: str = ""  # `pkg.module:factory` of the user's own problem, the model "target"
+    whole_steps: bool = False  # no step is short: for what needs as many leaves on all ranks
+    timeout_s: float = 60.0  # longest a collective may take, seconds
 
     def __post_init__(self) -> None:
         for name in ("num_steps", "num_leaves", "leaf_size", "num_samples"):
@@ -61,12 +53,10 @@ class VerifySettings:
 
     @property
     def global_batch_size(self) -> int:
-        """Samples in a step."""
         return self.num_leaves * self.leaf_size
 
     @property
     def dataset_size(self) -> int:
-        """Samples that are used."""
         if self.num_samples is not None:
             return self.num_samples
         # BatchNorm cannot train on a single sample, and the user's model may have it.
@@ -85,14 +75,10 @@ class VerifySettings:
 class Variant:
     """A change to the plain run, made to see whether it removes the difference."""
 
-    dropout: bool = True
-    """False draws nothing at random: evaluation mode, but for BatchNorm."""
-    frozen_batch_norm: bool = False
-    """True takes BatchNorm's stored statistics instead of the batch's."""
-    one_leaf_per_rank: bool = False
-    """True leaves no gradient accumulation."""
-    dtype: str | None = None
-    """Another dtype than the cell's."""
+    dropout: bool = True  # False draws nothing at random: evaluation mode, but for BatchNorm
+    frozen_batch_norm: bool = False  # True takes the stored statistics instead of the batch's
+    one_leaf_per_rank: bool = False  # True leaves no gradient accumulation
+    dtype: str | None = None  # another dtype than the cell's
 
 
 PLAIN = Variant()
@@ -102,19 +88,13 @@ PLAIN = Variant()
 class Promise:
     """The numbers that one strategy is held to, and nothing less."""
 
-    kind: Kind = "rounding"
-    """The kind that its entry in the registry says."""
-    wire: str = ""
-    """bf16 or fp16 when gradients travel in it: that dtype's rounding is allowed, once per sum."""
-    bounded: bool = True
-    """False when no bound on the gradient follows from arithmetic (low rank)."""
-    local: bool = False
-    """True when gradients stay each rank's own and weights are averaged instead."""
+    kind: Kind = "rounding"  # the kind that its entry in the registry says
+    wire: str = ""  # bf16 or fp16 when gradients travel in it, whose rounding is allowed per sum
+    bounded: bool = True  # False when no bound on the gradient follows from arithmetic (low rank)
+    local: bool = False  # True when gradients stay each rank's own and weights are averaged instead
     zeros_when_unused: bool = False
-    """True when a parameter that no rank used has a gradient of zeros instead of none (torch's
-    DDP; weight decay and momentum then still move it)."""
-    says: str = ""
-    """A lossy strategy's promise in a few words."""
+    """Torch's DDP gives a parameter that no rank used zeros: weight decay still moves it."""
+    says: str = ""  # A lossy strategy's promise in a few words
 
 
 _DETAILS: dict[str, dict[str, Any]] = {
@@ -145,8 +125,7 @@ class Cell:
     world_size: int
     model: str
     dtype: str
-    source: Cell | None = None
-    """The cell whose checkpoint this run continues; None begins at the beginning."""
+    source: Cell | None = None  # the cell whose checkpoint this run continues
 
     @property
     def name(self) -> str:
@@ -167,9 +146,8 @@ class VerifyPlan:
 
     settings: VerifySettings
     launches: list[list[Cell]]
-    """The cells of each start of ranks: each world size once, the smallest first, then runs that
-    continue a checkpoint of the world size before; at last, the smallest continues where the
-    largest stopped."""
+    """Of each start of ranks: each world size, the smallest first, with runs that continue a
+    checkpoint of the size before; at last, the smallest continues where the largest stopped."""
 
 
 def make_plan(
@@ -184,22 +162,17 @@ def make_plan(
     leaf_size: int | None = None,
     **others: Any,
 ) -> VerifyPlan:
-    """The full matrix: every strategy x world size x model x dtype.
+    """The full matrix: every strategy x world size x model x dtype, checked.
 
-    The number of leaves is raised to one more than the largest world size where it is smaller, for
-    all cells alike: cells of different world sizes must see the same global batches.
+    There are more leaves than the largest world size, for all cells alike: they must see the same
+    global batches.
 
     Args:
         strategies, world_sizes, models, dtypes: each may come in any order, and twice.
         cross_load: also hand checkpoints from world size to world size and between strategies.
-        num_steps, num_samples, leaf_size: of `VerifySettings`. Given `num_samples`, so many are
-            trained: steps follow from the size of a leaf, or that from the steps, rounded up (the
-            last step then goes on with a second pass over the data).
-        others: further fields of `VerifySettings`.
-
-    Raises:
-        ConfigError: an unknown model or dtype, a world size below 1, an empty list, numbers that
-            cannot be.
+        num_samples: so many are trained: steps follow from the size of a leaf, or that from the
+            steps, rounded up (the last step then goes on with a second pass over the data).
+        num_steps, leaf_size, others: fields of `VerifySettings`.
     """
     asked = {"num_steps": num_steps, "num_samples": num_samples, "leaf_size": leaf_size}
     given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}

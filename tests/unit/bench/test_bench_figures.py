@@ -29,7 +29,7 @@ from gradsync.bench.simulation import (
     predictions_of,
 )
 from gradsync.bench.sync import rows_csv, rows_of
-from gradsync.bench.sync_plan import BenchPlan, Entry, SyncSettings, sync_plan, turns
+from gradsync.bench.sync_plan import BenchPlan, Entry, SyncSettings, bench_plan, turns
 from gradsync.plan.memory import memory_need
 from gradsync.sync.registry import STRATEGIES
 from gradsync.world import World
@@ -90,7 +90,7 @@ def rank(step_s: list[list[float]], comm_s: float | None) -> dict[str, Any]:
 def plan() -> BenchPlan:
     settings = SyncSettings(model_size="tiny", rounds=3, num_steps=1, context_length=100)
     chosen = with_ideals(parse_contestants("naive,fsdp,torch_ddp"), same_allocator=False)
-    return sync_plan(settings, chosen, world_size=2, batch_size=4)
+    return bench_plan(settings, [(each, 2, 4) for each in chosen])
 
 
 @pytest.fixture

@@ -15,16 +15,12 @@ from gradsync.bench.steps import Baton, my_set
 from gradsync.bench.sync_plan import (
     BUDGET_S,
     BenchPlan,
-    Load,
+    Room,
     SyncSettings,
+    bench_plan,
     duration,
-    fits,
-    largest_that_fits,
-    needed_bytes,
     seconds_of,
     shortened,
-    size_of,
-    sync_plan,
 )
 from gradsync.errors import ConfigError
 from gradsync.models.config import PRESETS
@@ -34,7 +30,9 @@ from gradsync.plan.workload import Split, Workload
 from gradsync.world import World
 from support.bench_results import GB
 
-LOAD = Load(leaf_tokens=512, ranks=2, busy_ranks=2)
+
+def room(available: int, ranks: int = 2) -> Room:
+    return Room(available=available, leaf_tokens=512, ranks=ranks, busy=2)
 
 
 def names(text: str) -> list[str]:
@@ -116,12 +114,12 @@ def test_a_missing_package_is_named_or_left_out(monkeypatch: pytest.MonkeyPatch)
 def test_rounds_begin_with_another_contestant_each() -> None:
     settings = SyncSettings(model_size="tiny", rounds=3)
     chosen = with_ideals(parse_contestants("naive,torch_ddp"), same_allocator=False)
-    plan = sync_plan(settings, chosen, world_size=2, batch_size=1)
+    plan = bench_plan(settings, [(each, 2, 1) for each in chosen])
     order = [entry.label for entry in plan.turns()]
     every = ["none", "none (default malloc)", "naive", "torch_ddp"]
     assert order == every + every[1:] + every[:1] + every[2:] + every[:2]
     assert [(each.world_size, each.keep_memory) for each in plan.sets] == [(2, True), (2, False)]
-    assert plan.num_ranks == 4
+    assert plan.world_sizes == (2, 2)
     ideals = [plan.ideal_of(entry).label for entry in plan.entries]
     assert ideals == [every[0], every[1], every[0], every[1]]
     assert from_json(BenchPlan, json.loads(json.dumps(asdict(plan)))) == plan
@@ -184,24 +182,23 @@ def test_a_set_that_gives_up_sends_the_others_home() -> None:
 
 
 def test_memory_decides_which_size() -> None:
-    assert largest_that_fits(LOAD, 10**15) == "2.7b"
-    assert largest_that_fits(LOAD, 80 * GB) == "xl"  # larger than the one called 1.3b
-    assert largest_that_fits(LOAD, 22 * GB) == "medium"
-    assert largest_that_fits(LOAD, 10**6) == ""
-    side_by_side = Load(leaf_tokens=512, ranks=4, busy_ranks=2, contestants=8)
-    assert needed_bytes(PRESETS["mini"], side_by_side) > 32 * 16 * PRESETS["mini"].num_params()
+    assert room(10**15).choose("auto") == "2.7b"
+    assert room(80 * GB).choose("auto") == "xl"  # larger than the one called 1.3b
+    assert room(22 * GB).choose("auto") == "medium"
+    mini, four = PRESETS["mini"], room(20 * GB, ranks=4)
+    assert four.needed(mini, contestants=8) > 32 * 16 * mini.num_params()
     need = memory_need(
         Workload(model=PRESETS["mini"], micro_batch_size=1, seq_len=512, num_leaves=2, kind="cpu"),
         Split(strategy="ddp", layout=ParallelLayout(dp=2)),
     )
-    assert needed_bytes(PRESETS["mini"], LOAD) == 2 * need.total
-    assert fits(PRESETS["tiny"], side_by_side, 20 * GB)
-    assert size_of("small", LOAD, 20 * GB) == "small"
-    assert size_of("auto", LOAD, 22 * GB) == "medium"
+    assert room(0).needed(mini) == 2 * need.total
+    assert four.fits(PRESETS["tiny"], contestants=8)
+    assert room(20 * GB).choose("small") == "small"
     with pytest.raises(ConfigError, match=r"xl: 2 rank\(s\) need .* GB short\); 'medium' fits"):
-        size_of("xl", LOAD, 22 * GB)
-    with pytest.raises(ConfigError, match="no size fits"):
-        size_of("tiny", LOAD, 10**6)
+        room(22 * GB).choose("xl")
+    for name in ("tiny", "auto"):
+        with pytest.raises(ConfigError, match="no size fits"):
+            room(10**6).choose(name)
 
 
 @pytest.mark.parametrize(
@@ -224,7 +221,7 @@ def test_a_model_that_nobody_chose_is_done_in_three_minutes(
         return work.model.flops_per_token(work.seq_len) * work.leaf_tokens / flops
 
     monkeypatch.setattr(sync, "trial_step", trial)
-    monkeypatch.setattr(sync, "size_of", lambda name, *_: name.replace("auto", longest))
+    monkeypatch.setattr(Room, "choose", lambda _, name: name.replace("auto", longest))
     options = tyro.cli(sync.SyncOptions, args=[*words, "--device", "cpu"])
     plan = sync.plan_of(options, World())
     assert plan.settings.model_size == model
@@ -248,7 +245,7 @@ def test_turns_are_shorter_where_steps_are_slow(
 ) -> None:
     settings = SyncSettings(model_size="tiny", **given)
     chosen = with_ideals(parse_contestants("naive,bucketed,torch_ddp,ring"), same_allocator=False)
-    plan = shortened(sync_plan(settings, chosen, world_size=2, batch_size=1), step_s)
+    plan = shortened(bench_plan(settings, [(each, 2, 1) for each in chosen]), step_s)
     found = plan.settings
     assert (found.rounds, found.num_steps, found.num_warmup) == turns
     assert plan.takes_s == pytest.approx(takes_s)
@@ -268,7 +265,7 @@ def test_what_a_measurement_takes_is_said_before(takes_s: float, words: str) -> 
     options = sync.SyncOptions(strategies="naive", dtype="fp32")
     chosen = with_ideals(parse_contestants("naive"), same_allocator=False)
     settings = SyncSettings(model_size="tiny", rounds=3)
-    plan = sync_plan(settings, chosen, world_size=2, batch_size=1)
+    plan = bench_plan(settings, [(each, 2, 1) for each in chosen])
     said = sync._decided(options, replace(plan, takes_s=takes_s), World())
     assert words in "\n".join(said)
     assert ("more than" in said[-1]) == (takes_s > BUDGET_S)
@@ -277,7 +274,7 @@ def test_what_a_measurement_takes_is_said_before(takes_s: float, words: str) -> 
 def test_how_long_it_takes() -> None:
     settings = SyncSettings(model_size="tiny", rounds=3, num_steps=4, num_warmup=1)
     chosen = with_ideals(parse_contestants("naive,torch_ddp"), same_allocator=False)
-    plan = sync_plan(settings, chosen, world_size=2, batch_size=1)
+    plan = bench_plan(settings, [(each, 2, 1) for each in chosen])
     steps = 4 * (9 + 3 * 5) + 2 * 4
     assert seconds_of(plan, 2.0) - seconds_of(plan, 0.0) == pytest.approx(steps * 2.0)
     assert [duration(s) for s in (0.2, 40, 170, 4_800)] == ["1 s", "40 s", "3 min", "1 h 20 min"]

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 from gradsync.models.config import GPTConfig
 from gradsync.parallel.layout import (
@@ -46,16 +47,8 @@ class RankShape:
     blocks: int
     table_params: int  # Elements of the embedding, and of the head
     is_tied: bool  # Whether both are one parameter of this rank
-
-    @property
-    def num_params(self) -> int:
-        """Elements of all parameters."""
-        return sum(self.sizes)
-
-    @property
-    def root_params(self) -> int:
-        """Elements outside of the blocks."""
-        return self.num_params - self.blocks * self.block_params
+    num_params: int  # Elements of all parameters
+    root_params: int  # Elements outside of the blocks
 
 
 @cache
@@ -64,86 +57,62 @@ def rank_shape(model: GPTConfig, layout: ParallelLayout, stage: int) -> RankShap
     check_divisible(model, layout)
     part = ModelPart(config=model, layout=layout, place=Coordinates(data=0, stage=stage, shard=0))
     sizes = {name: piece.numel for name, piece in part.pieces().items()}
-    first = f"blocks.{part.blocks.start}."
+    first, total = f"blocks.{part.blocks.start}.", sum(sizes.values())
+    block_params = sum(size for name, size in sizes.items() if name.startswith(first))
     return RankShape(
         layout=layout,
         stage=stage,
         sizes=tuple(sizes.values()),
-        block_params=sum(size for name, size in sizes.items() if name.startswith(first)),
+        block_params=block_params,
         blocks=len(part.blocks),
         table_params=model.vocab_size * model.n_embd,
         is_tied=model.tie_head and EMBEDDING in sizes and layout.pp == 1,
+        num_params=total,
+        root_params=total - len(part.blocks) * block_params,
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Activations:
-    """Bytes kept by one rank that holds `blocks` blocks in `tp` shards, for one leaf.
+class Activations(NamedTuple):
+    """Bytes that one rank has of one leaf."""
+
+    element: int  # One, where products are computed
+    weight_copies: int  # 16-bit copies of one block's matrices; 0 in fp32
+    block: int  # All that one block keeps, see the module's table
+    stream: int  # The residual stream at one place, fp32
+    kept: int
+    """By all blocks. With checkpointing only the stream at the beginning of each (arXiv
+    1604.06174)."""
+    recomputed: int  # One block's, made again in backward; 0 without checkpointing
+    last_norm: int  # The norm before the head, and the head's input
+
+
+def activations(work: Workload, blocks: int, tp: int = 1) -> Activations:
+    """The bytes of a rank that holds `blocks` blocks in `tp` shards.
 
     [Note: Tensor shards] Heads, the SwiGLU's width and the weights' copies are divided by `tp`.
     The residual stream and what is computed from all of it (norms, inputs of q, k, v, gate and up)
     is whole on every shard, as in Korthikanti et al. without sequence parallelism.
     """
+    model, width, tokens = work.model, work.model.n_embd, work.leaf_tokens
+    kv_width, is_fp32 = model.num_kv_heads * model.head_dim, work.dtype == "fp32"
+    size = FP32 if is_fp32 else _HALF
 
-    work: Workload
-    blocks: int
-    tp: int = 1
+    def mask(element: int) -> int:
+        """A token's dropout: of the dtype of what is masked on a CPU, bool on CUDA."""
+        return width * (1 if work.kind == "cuda" else element) if model.dropout else 0
 
-    @property
-    def element(self) -> int:
-        """Bytes of one where products are computed."""
-        return FP32 if self.work.dtype == "fp32" else _HALF
-
-    @property
-    def _kv_width(self) -> int:
-        return self.work.model.num_kv_heads * self.work.model.head_dim
-
-    @property
-    def weight_copies(self) -> int:
-        """16-bit copies of one block's matrices; 0 in fp32."""
-        model = self.work.model
-        if self.element == FP32:
-            return 0
-        width = model.n_embd
-        elements = 2 * width * width + 2 * width * self._kv_width + 3 * width * model.mlp_dim
-        return _HALF * elements // self.tp
-
-    @property
-    def block(self) -> int:
-        """All that one block keeps, see the module's table."""
-        model, size, width = self.work.model, self.element, self.work.model.n_embd
-        whole = 2 * (2 * FP32 * width + FP32)
-        whole += (2 * FP32 if size == FP32 else 5 * size) * width
-        parts = size * (2 * width + 2 * self._kv_width)
-        parts += FP32 * model.n_head + 4 * size * model.mlp_dim
-        per_token = whole + parts // self.tp + 2 * self._dropout_bytes(size)
-        return self.work.leaf_tokens * per_token + self.weight_copies
-
-    @property
-    def stream(self) -> int:
-        """The residual stream at one place, fp32."""
-        return FP32 * self.work.leaf_tokens * self.work.model.n_embd
-
-    @property
-    def kept(self) -> int:
-        """By all blocks. With checkpointing only the stream at the beginning of each
-        (arXiv 1604.06174)."""
-        each = self.stream if self.work.activation_checkpointing else self.block
-        return self.blocks * each + self.work.leaf_tokens * self._dropout_bytes(FP32)
-
-    @property
-    def recomputed(self) -> int:
-        """One block's, made again in backward; 0 without checkpointing."""
-        return self.block if self.work.activation_checkpointing and self.blocks else 0
-
-    @property
-    def last_norm(self) -> int:
-        """The norm before the head, and the head's input."""
-        per_token = (2 * FP32 + self.element) * self.work.model.n_embd + FP32
-        return self.work.leaf_tokens * per_token
-
-    def _dropout_bytes(self, size: int) -> int:
-        """A token's mask: of the dtype of what is masked on a CPU, bool on CUDA."""
-        if not self.work.model.dropout:
-            return 0
-        return self.work.model.n_embd * (1 if self.work.kind == "cuda" else size)
+    matrices = 2 * width * width + 2 * width * kv_width + 3 * width * model.mlp_dim
+    copies = 0 if is_fp32 else _HALF * matrices // tp
+    whole = 2 * (2 * FP32 * width + FP32) + (2 * FP32 if is_fp32 else 5 * size) * width
+    parts = size * (2 * width + 2 * kv_width) + FP32 * model.n_head + 4 * size * model.mlp_dim
+    block = tokens * (whole + parts // tp + 2 * mask(size)) + copies
+    stream, recomputes = FP32 * tokens * width, work.activation_checkpointing
+    return Activations(
+        element=size,
+        weight_copies=copies,
+        block=block,
+        stream=stream,
+        kept=blocks * (stream if recomputes else block) + tokens * mask(FP32),
+        recomputed=block if recomputes and blocks else 0,
+        last_norm=tokens * ((2 * FP32 + size) * width + FP32),
+    )

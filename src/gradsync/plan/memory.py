@@ -51,7 +51,7 @@ from functools import cache
 from typing import NamedTuple
 
 from gradsync.data.batch_plan import share
-from gradsync.plan.activations import FP32, Activations, RankShape, rank_shape
+from gradsync.plan.activations import FP32, RankShape, activations, rank_shape
 from gradsync.plan.collectives import shares_memory
 from gradsync.plan.workload import Split, Workload
 from gradsync.sync.layout import Item, plan_buckets
@@ -95,46 +95,26 @@ class StrategyMemory:
     """Bytes that lay in the process's own memory before it moved into shared memory (CPU)."""
 
 
-@dataclass(frozen=True, slots=True)
 class Case:
     """A rank's share of a step under one strategy."""
 
-    work: Workload
-    split: Split
-    shape: RankShape
-
-    @property
-    def leaf(self) -> Activations:
-        """Bytes that the forward of one leaf keeps."""
-        return Activations(self.work, self.shape.blocks, self.shape.layout.tp)
-
-    @property
-    def gradient_bytes(self) -> int:
-        """S."""
-        return FP32 * self.shape.num_params
-
-    @property
-    def replicas(self) -> int:
-        """W."""
-        return self.split.layout.dp
-
-    @property
-    def leaves(self) -> int:
-        """k, of the rank with most."""
-        return -(-self.work.num_leaves // self.replicas)
-
-    @property
-    def added_up(self) -> int:
-        """Gradients of leaves before the last one."""
-        return self.gradient_bytes if self.leaves > 1 else 0
-
-    @property
-    def fresh(self) -> int:
+    def __init__(self, work: Workload, split: Split, shape: RankShape) -> None:
+        self.work, self.split, self.shape = work, split, shape
+        self.leaf = activations(work, shape.blocks, shape.layout.tp)
+        self.gradient_bytes = FP32 * shape.num_params  # S
+        self.replicas = split.layout.dp  # W
+        self.leaves = -(-work.num_leaves // self.replicas)  # k, of the rank with most
+        self.added_up = self.gradient_bytes if self.leaves > 1 else 0  # By leaves before the last
+        tables = 0 if shape.stage else 2 if shape.is_tied else 1
+        self.fresh = FP32 * shape.table_params * tables
         """The embedding's gradient, the last that backward makes. A tied one comes twice: the
         head's waits in autograd until it can be added."""
-        if self.shape.stage > 0:
-            return 0
-        return FP32 * self.shape.table_params * (2 if self.shape.is_tied else 1)
+        stages = split.layout.pp
+        gpipe = stages > 1 and split.schedule == "gpipe"
+        self.leaves_in_flight = self.leaves if gpipe else min(self.leaves, stages - shape.stage)
+        """Leaves whose activations a pipeline stage keeps at once. GPipe (Huang et al. 2018, arXiv
+        1811.06965): all of a replica's. 1F1B (Narayanan et al. 2019 and 2021, arXiv 1806.03377,
+        2104.04473): as many as there are stages from here to the last."""
 
     def shard(self, num_bytes: int) -> int:
         """A rank's share of something that the replicas divide."""
@@ -143,28 +123,20 @@ class Case:
     @property
     def buckets(self) -> tuple[int, ...]:
         """Bytes of each, by the recipe's own sizes; DDP's are like them."""
-        recipe = Recipe()
-        items = [Item(numel=size, itemsize=FP32, kind=None) for size in self.shape.sizes]
-        plans = plan_buckets(
-            items,
-            list(reversed(range(len(items)))),
-            bucket_bytes=recipe.bucket_mb * MIB,
-            first_bucket_bytes=recipe.first_bucket_mb * MIB,
-            world_size=self.replicas,
-        )
-        return tuple(FP32 * plan.numel for plan in plans)
+        return _buckets(self.shape.sizes, self.replicas)
 
-    @property
-    def leaves_in_flight(self) -> int:
-        """Leaves whose activations a pipeline stage keeps at once.
 
-        GPipe (Huang et al. 2018, arXiv 1811.06965): all of a replica's. 1F1B (Narayanan et al. 2019
-        and 2021, arXiv 1806.03377, 2104.04473): as many as there are stages from here to the last.
-        """
-        stages = self.split.layout.pp
-        if stages > 1 and self.split.schedule == "gpipe":
-            return self.leaves
-        return min(self.leaves, stages - self.shape.stage)
+@cache
+def _buckets(sizes: tuple[int, ...], world_size: int) -> tuple[int, ...]:
+    recipe = Recipe()
+    plans = plan_buckets(
+        [Item(numel=size, itemsize=FP32, kind=None) for size in sizes],
+        range(len(sizes))[::-1],
+        bucket_bytes=recipe.bucket_mb * MIB,
+        first_bucket_bytes=recipe.first_bucket_mb * MIB,
+        world_size=world_size,
+    )
+    return tuple(FP32 * plan.numel for plan in plans)
 
 
 @cache

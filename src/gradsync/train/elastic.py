@@ -16,18 +16,17 @@ from typing import Any
 from gradsync.errors import ConfigError, RunError
 from gradsync.models.config import GPTConfig
 from gradsync.plan.choice import (
-    ERROR,
-    PROMISES,
     Candidate,
     Costs,
     Recommendation,
     Search,
     choose,
+    preferred,
     remedy,
 )
 from gradsync.plan.description import Hardware, speed_switches
 from gradsync.plan.micro_batch import legal_sizes
-from gradsync.plan.workload import Workload
+from gradsync.plan.workload import Workload, sizes_text
 from gradsync.sync.registry import find_strategy
 from gradsync.train.config import AUTO, SyncConfig, TrainConfig
 from gradsync.train.config_io import read_file
@@ -112,8 +111,7 @@ def decide(
         changes["sync"] = taken.split.strategy
     layout = taken.split.layout
     if layout.model_ranks > 1:
-        sizes = (("pp", layout.pp), ("tp", layout.tp), ("dp", layout.dp))
-        changes["parallel"] = ",".join(f"{name}={size}" for name, size in sizes if size > 1)
+        changes["parallel"] = sizes_text(layout)
         if "micro_batch_size" not in given:  # a split model is not probed
             changes["micro_batch_size"] = taken.work.micro_batch_size
     if taken.work.activation_checkpointing and not config.activation_checkpointing:
@@ -195,26 +193,14 @@ def _best(choice: Recommendation, world_size: int | None, strategy: str) -> Cand
     """The pick, unless it is of another strategy or number of ranks than asked for, or splits a
     model that fits whole: whole replicas can be probed, and give the same bits on any number."""
     fitting = [
-        candidate
-        for candidate in choice.candidates
-        if candidate.time is not None
-        and world_size in (None, candidate.split.world_size)
-        and strategy in ("", candidate.split.strategy)
+        each
+        for each in choice.candidates
+        if each.runs
+        and world_size in (None, each.split.world_size)
+        and strategy in ("", each.split.strategy)
     ]
     fitting = [c for c in fitting if c.split.layout.model_ranks == 1] or fitting
     if not fitting or choice.pick in fitting:
         return choice.pick if fitting else None
-    fastest = min(candidate.seconds for candidate in fitting)
-    near = [candidate for candidate in fitting if candidate.seconds <= (1 + ERROR) * fastest]
-    order = [*choice.search.strategies]
-    taken = min(
-        near,
-        key=lambda c: (
-            PROMISES.index(c.promise),
-            c.split.layout.model_ranks,
-            order.index(c.split.strategy),
-            c.work.activation_checkpointing,
-            c.seconds,
-        ),
-    )
+    taken = preferred(fitting, choice.search)
     return replace(taken, remark="as fast as any of those that were asked for")

@@ -334,13 +334,12 @@ def simulate(
     Raises:
         ConfigError: what `_check` refuses, an unknown strategy or option.
     """
-    sizes, known = tuple(sorted(set(world_sizes))), options or {}
+    sizes, known, failures = tuple(sorted(set(world_sizes))), options or {}, failures or Failures()
     chosen = {
         str(replace(split, layout=replace(split.layout, dp=1))): split
         for split in splits or [Split(strategy=name) for name in DEFAULT_STRATEGIES]
     }
     _check(sizes, host, network, chosen)
-    failures = failures or Failures()
 
     def case(split: Split, size: int) -> tuple[Workload, Split, Hardware, StepProfile]:
         replicas, hosts = size // split.layout.model_ranks, -(-size // len(host.devices))

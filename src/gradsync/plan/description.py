@@ -74,7 +74,6 @@ class Link:
             raise ConfigError(f"link {self.name}: alpha_s must be >= 0 and bytes_per_s > 0")
 
     def seconds(self, num_bytes: float) -> float:
-        """Time of one message."""
         return self.alpha_s + num_bytes / self.bytes_per_s
 
 

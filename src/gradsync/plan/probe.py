@@ -236,7 +236,6 @@ class MemoryProbe:
         )
 
     def clear(self) -> None:
-        """Give back what is no longer used."""
         if self._on_cuda:
             gc.collect()
             torch.cuda.empty_cache()

@@ -64,7 +64,6 @@ class StepProfile:
 
     @property
     def leaf_s(self) -> float:
-        """Forward and backward."""
         return self.forward_s + self.backward_s
 
     @classmethod
@@ -88,7 +87,6 @@ class Parameter:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return prod(self.shape)
 
 
@@ -158,7 +156,6 @@ FLOPS_PER_BYTE = 153.0
 
 
 def leaf_operations(work: Workload) -> float:
-    """Floating-point operations of a leaf's forward and backward."""
     return work.model.flops_per_token(work.seq_len) * work.leaf_tokens
 
 

@@ -27,12 +27,10 @@ class Workload:
 
     @property
     def leaf_tokens(self) -> int:
-        """Tokens of one leaf."""
         return self.micro_batch_size * self.seq_len
 
     @property
     def step_tokens(self) -> int:
-        """Tokens of one optimizer step."""
         return self.leaf_tokens * self.num_leaves
 
 

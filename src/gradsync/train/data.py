@@ -27,19 +27,14 @@ if TYPE_CHECKING:
 class Data:
     """Data that a run reads."""
 
-    source: str
-    """The data directory, or the name of the stream."""
-    meta: Meta | None = None
-    """None for streams, and for data sets that gradsync did not prepare."""
+    source: str  # The data directory, or the name of the stream
+    meta: Meta | None = None  # None for streams, and for data sets that gradsync did not prepare
     plan: BatchPlan
     train: Loader | StreamLoader
     val: EvalLeaves
-    tokenizer: str | None
-    """Names the tokenizer of the data; None when its maker did not say."""
-    vocab_size: int | None
-    """Its number of token ids; None likewise."""
-    load_tokenizer: Callable[[], Tokenizer] | None
-    """Gives the tokenizer; None likewise."""
+    tokenizer: str | None  # Names the tokenizer of the data; None when its maker did not say
+    vocab_size: int | None  # Its number of token ids; None likewise
+    load_tokenizer: Callable[[], Tokenizer] | None  # Gives the tokenizer; None likewise
 
 
 def open_data(config: TrainConfig, world: World, comm: Communicator) -> Data:

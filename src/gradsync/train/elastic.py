@@ -47,11 +47,9 @@ class ConfigChanges:
     """Fields of `TrainConfig`; plain values that JSON can write."""
     ranks: int | None = None
     """How many are worth starting on this host; None: it is not ours to say."""
-    notes: tuple[str, ...] = ()
-    """A line each."""
+    notes: tuple[str, ...] = ()  # A line each
 
     def applied_to(self, config: TrainConfig) -> TrainConfig:
-        """`config` with the changes."""
         changes = dict(self.changes)
         if "sync_options" in changes:
             changes["sync_options"] = SyncConfig(**changes["sync_options"])

@@ -75,7 +75,6 @@ def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Use `lr` for the coming step, in every group."""
     for group in optimizer.param_groups:
         group["lr"] = lr
 
@@ -87,16 +86,12 @@ class Learner:
     model: GPT
     optimizer: torch.optim.Optimizer
     sync: GradientSync
-    scaler: Any
-    """`torch.amp.GradScaler` for fp16, else None."""
-    comm: Communicator
-    """All ranks."""
-    autocast: Autocast
-    """Mixed precision of a forward."""
+    scaler: Any  # `torch.amp.GradScaler` for fp16, else None
+    comm: Communicator  # All ranks
+    autocast: Autocast  # Mixed precision of a forward
 
     @property
     def parameter_names(self) -> list[str]:
-        """Names of the whole model's parameters, in its order."""
         return [name for name, _ in self.model.named_parameters()]
 
     def run_leaves(self, leaves: Iterable[Leaf]) -> None:
@@ -122,7 +117,6 @@ class Learner:
         self.sync.prime(forward_backward)
 
     def evaluate(self, leaves: EvalLeaves) -> float:
-        """See the function `evaluate`."""
         spread = not self.sync.whole_parameters
         return evaluate(self.model, leaves, self.comm, self.autocast, equal_forwards=spread)
 
@@ -157,7 +151,6 @@ class Learner:
         return model
 
     def closing_figures(self, memory_gib: float) -> dict[str, Any]:
-        """More for the summary; all ranks call it at the end of the run."""
         return {}
 
 

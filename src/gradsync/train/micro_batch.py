@@ -45,14 +45,10 @@ _REPEATS, _REPEAT_S = 5, 0.5
 class Probed:
     """A micro-batch that ran."""
 
-    size: int
-    """Sequences of a leaf."""
-    peak_bytes: int
-    """Memory taken, on the rank with the least room."""
-    limit_bytes: int
-    """Memory that rank might have taken."""
-    date: str
-    """Date of the measurement."""
+    size: int  # Sequences of a leaf
+    peak_bytes: int  # Memory taken, on the rank with the least room
+    limit_bytes: int  # Memory that rank might have taken
+    date: str  # Date of the measurement
 
     def holds(self, limit_bytes: int) -> bool:
         """Whether it is still the answer where a rank may take `limit_bytes`."""
@@ -75,8 +71,7 @@ def _probed(document: Any) -> Probed:
     return Probed(**numbers, date=check_line(document["date"]))
 
 
-PROBED = Cache("micro-batch", _probed)
-"""The micro-batches that were found by probing."""
+PROBED = Cache("micro-batch", _probed)  # The micro-batches that were found by probing
 
 
 def sizes_of(config: TrainConfig, world_size: int) -> tuple[int, ...]:
@@ -262,7 +257,6 @@ class Rehearsal:
         return attempt
 
     def close(self) -> None:
-        """Let go of everything."""
         self._model = self._optimizer = None
 
     def _leaf(self, model: GPT, size: int) -> None:

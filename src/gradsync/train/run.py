@@ -35,10 +35,8 @@ EXIT_REQUEUE = 75
 class TrainOutcome:
     """How a run ended."""
 
-    exit_code: int
-    """0 done, 75 stopped by a signal with the checkpoint written."""
-    summary: dict[str, Any]
-    """Contents of `summary.json`; on rank 0 only, else empty."""
+    exit_code: int  # 0 done, 75 stopped by a signal with the checkpoint written
+    summary: dict[str, Any]  # Contents of `summary.json`; on rank 0 only, else empty
 
 
 def train(

@@ -69,7 +69,6 @@ class SplitLearner(Learner):
         return self.pipeline.evaluate(leaves)
 
     def save(self, step: int, keep: Keep) -> None:
-        """See `Learner.save`; the first replica's ranks send, the others only check."""
         part, comm = self.part, self.groups.model
         named = list(self.model.named_parameters())
         kept, state = pack_optimizer(self.optimizer, named)
@@ -91,7 +90,6 @@ class SplitLearner(Learner):
         )
 
     def load(self, saved: Mapping[str, Whole], optimizer_state: Mapping[str, Any]) -> None:
-        """See `Learner.load`: this rank gets its pieces."""
         tensors = {
             f"{kind}/{name}": tensor
             for kind in ("model", "optimizer")
@@ -115,7 +113,6 @@ class SplitLearner(Learner):
         unpack_optimizer(self.optimizer, list(own.items()), kept, state)
 
     def whole_model(self, weights: Whole) -> GPT:
-        """A whole model, on the CPU."""
         model = GPT(self.part.config, seed=0)
         model.load_state_dict(weights)
         return model

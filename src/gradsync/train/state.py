@@ -77,8 +77,7 @@ _STATE: dict[str, Any] = {
     "scaler": dict | None,
 }
 _MACHINE = {"torch", "device", "cpu_capability", "math_env", "threads", "tf32"}
-_SPLIT = "parallel"
-"""The layout of a split model; whole ones do not have it."""
+_SPLIT = "parallel"  # The layout of a split model; whole ones do not have it
 _MATH_VARIABLES = ("MKL_CBWR", "ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
 
 
@@ -269,12 +268,9 @@ def _place(share: Share, flat: Tensor) -> Placed:
 class Resumed:
     """Where a run starts."""
 
-    step: int = 0
-    """Optimizer steps done."""
-    source: str = ""
-    """Checkpoint directory, "" for a fresh start."""
-    notes: tuple[str, ...] = ()
-    """Notes for the user: damaged checkpoints, changed numerics."""
+    step: int = 0  # Optimizer steps done
+    source: str = ""  # Checkpoint directory, "" for a fresh start
+    notes: tuple[str, ...] = ()  # Notes for the user: damaged checkpoints, changed numerics
 
 
 def restore(run: Trainer) -> Resumed:

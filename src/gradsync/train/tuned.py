@@ -31,20 +31,17 @@ Conditions = dict[str, Any]
 """The facts a measurement depends on, as JSON has them; an answer holds where all are equal."""
 
 _FORMAT_VERSION = 1
-_TUNED_FROM = 2
-"""Ranks of `gradsync tune` unless it is told otherwise."""
+_TUNED_FROM = 2  # Ranks of `gradsync tune` unless it is told otherwise
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TunedStrategy:
     """A strategy, as `gradsync train` takes it; ConfigError if this version has none such."""
 
-    sync: str = "invariant"
-    """Its name."""
+    sync: str = "invariant"  # Its name
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the strategy; keys are fields of `SyncConfig`."""
-    compile: CompileOrder = "none"
-    """Where `torch.compile` stands: none, model or ddp."""
+    compile: CompileOrder = "none"  # Where `torch.compile` stands: none, model or ddp
 
     def __post_init__(self) -> None:
         if not isinstance(self.sync, str):
@@ -114,13 +111,11 @@ def conditions_of(config: TrainConfig, world: World, *, threads: int) -> Conditi
 class Cache(Generic[T]):
     """Answers that were measured here, one file for each `Conditions`."""
 
-    kind: str
-    """Name of its folder in the user's cache."""
+    kind: str  # Name of its folder in the user's cache
     build: Callable[[Any], T]
     """Makes an answer of a file's JSON object; ValueError or the like where it cannot be one."""
 
     def folder(self) -> Path:
-        """The folder."""
         return environ.cache_dir() / self.kind
 
     def path(self, conditions: Conditions) -> Path:
@@ -163,8 +158,7 @@ def _tuned(document: Any) -> Tuned:
     return Tuned(choice=choice, verdict=verdict, date=date)
 
 
-TUNED = Cache("tuned", _tuned)
-"""The choices of `gradsync tune`."""
+TUNED = Cache("tuned", _tuned)  # The choices of `gradsync tune`
 
 
 def resolve_auto(config: TrainConfig, world: World, *, threads: int) -> tuple[TunedStrategy, str]:

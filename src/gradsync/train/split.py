@@ -22,7 +22,6 @@ from gradsync.data.leaf import Leaf
 from gradsync.data.loader import EvalLeaves
 from gradsync.errors import CheckpointError
 from gradsync.models.config import GPTConfig
-from gradsync.models.gpt import GPT
 from gradsync.parallel.layout import (
     ModelPart,
     ParallelLayout,
@@ -111,11 +110,6 @@ class SplitLearner(Learner):
             parameter.data.copy_(tensor)
         state = state_of_part(self.part, optimizer_state)
         unpack_optimizer(self.optimizer, list(own.items()), kept, state)
-
-    def whole_model(self, weights: Whole) -> GPT:
-        model = GPT(self.part.config, seed=0)
-        model.load_state_dict(weights)
-        return model
 
     def closing_figures(self, memory_gib: float) -> dict[str, Any]:
         """The layout, and each rank's memory, on all ranks."""

@@ -274,11 +274,7 @@ def estimated_flops(capability: tuple[int, int], num_sms: int, clock_hz: float) 
 
 
 def hardware_of(name: str) -> Hardware:
-    """The machine called `name`.
-
-    Raises:
-        ConfigError: unknown device (the message has the nearest), no such form.
-    """
+    """The machine called `name`; ConfigError names the nearest device to an unknown one."""
     parts, at, hosts = name.partition("@")
     if at and (re.fullmatch(r"[1-9]\d{0,8}", hosts, re.ASCII) is None):
         raise ConfigError(

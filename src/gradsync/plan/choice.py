@@ -277,14 +277,8 @@ class Recommendation:
 
 
 def choose(work: Workload, hardware: Hardware, costs: Costs, search: Search) -> Recommendation:
-    """Judge every combination and take one.
-
-    Args:
-        work: with the usual micro-batch; its `step_tokens` are what every candidate keeps.
-        hardware: what there is; candidates use all of it, one host, or one device.
-        costs: memory and time.
-        search: what may be tried.
-    """
+    """Judge every combination and take one. Every candidate keeps the `step_tokens` of `work`, and
+    uses all of the hardware, one host, or one device."""
     profile = cache(costs.profile)
     judged: list[Candidate] = []
     for count in counts(hardware):

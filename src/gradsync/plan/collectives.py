@@ -69,11 +69,8 @@ class Fit:
 
 
 def fit_line(sizes: Sequence[float], times: Sequence[float]) -> tuple[float, float]:
-    """Alpha (seconds) and beta (seconds per byte) of the line through some times, one per size.
-
-    Raises:
-        ValueError: fewer than two different sizes, or a time that is not above 0.
-    """
+    """Alpha (seconds) and beta (seconds per byte) of the line through some times, one per size;
+    ValueError for fewer than two different sizes, or a time that is not above 0."""
     if len(set(sizes)) < 2 or min(times) <= 0:
         raise ValueError(f"no line through sizes {list(sizes)} and times {list(times)}")
     # Rows are divided by the time, so that the right side is 1.
@@ -141,11 +138,8 @@ def fits_path(environment: Mapping[str, Any]) -> Path:
 
 
 def save_fits(environment: Mapping[str, Any], fits: Sequence[Fit]) -> Path:
-    """Keep `fits`; those of operations and algorithms that were not measured now stay as they are.
-
-    Raises:
-        RunError: the cache cannot be written.
-    """
+    """Keep `fits`; those of operations and algorithms that were not measured now stay as they
+    are. RunError where the cache cannot be written."""
     known = {(fit.operation, fit.algorithm): fit for fit in [*load_fits(environment), *fits]}
     document = {
         "environment": {name: environment[name] for name in ("date", *_KEY)},
@@ -335,12 +329,8 @@ class Traffic:
 
 
 def traffic_of(strategy: str, options: Mapping[str, Any] | None = None) -> Traffic:
-    """The messages of a strategy with options as `gradsync train` takes them; `torch_ddp` stands
-    for `ddp` as torch's users run it.
-
-    Raises:
-        ConfigError: unknown strategy or option.
-    """
+    """The messages of a strategy with options as `gradsync train` takes them (ConfigError where
+    either is unknown); `torch_ddp` stands for `ddp` as torch's users run it."""
     found = find_strategy("ddp" if strategy == "torch_ddp" else strategy)
     given = dict(options or {})
     check_options(found, given)

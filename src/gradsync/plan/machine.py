@@ -262,15 +262,12 @@ def detect_hardware(
     A CPU has one device per rank: an equal share of its cores and memory.
 
     Args:
-        env: the environment; CUDA_VISIBLE_DEVICES and the launcher's variables count.
+        env: CUDA_VISIBLE_DEVICES and the launcher's variables count; LaunchError where those
+            contradict each other.
         num_hosts: hosts; what the launcher says when None.
         ranks_per_host: devices of a CPU host. When None: as many as the launcher started here, or
             one per usable core. GPUs are counted, not divided.
         root: where /proc and /dev lie.
-
-    Raises:
-        ConfigError: a number below 1.
-        LaunchError: the launcher's variables contradict each other.
     """
     for name, value in (("num_hosts", num_hosts), ("ranks_per_host", ranks_per_host)):
         if value is not None and value < 1:

@@ -323,11 +323,8 @@ class MemoryNeed:
 
 
 def memory_need(work: Workload, split: Split) -> MemoryNeed:
-    """The need of the rank that needs most.
-
-    Raises:
-        ConfigError: an unknown strategy, or a model that cannot be divided so.
-    """
+    """The need of the rank that needs most; ConfigError for an unknown strategy, or a model that
+    cannot be divided so."""
     stages = (
         _of_stage(work, split, rank_shape(work.model, split.layout, stage))
         for stage in range(split.layout.pp)

@@ -65,13 +65,8 @@ def next_size(sizes: Sequence[int], trials: Sequence[Trial], *, careful: bool) -
     """The size to try now; None when there is nothing more to learn.
 
     It grows by at most doubling while sizes fit, then halves the gap between the largest that did
-    and the smallest that did not.
-
-    Args:
-        sizes: see `legal_sizes`.
-        trials: so far, in their order.
-        careful: nothing stops a process that takes too much (a CPU): try nothing that is predicted
-            beyond the limit, and grow only while growing pays.
+    and the smallest that did not. `careful`, where nothing stops a process that takes too much (a
+    CPU), tries nothing that is predicted beyond the limit, and grows only while growing pays.
     """
     if not trials:
         return min(sizes, default=None)
@@ -117,16 +112,10 @@ def try_sizes(
     limit_bytes: int,
     careful: bool,
 ) -> tuple[Trial, ...]:
-    """The outcome of the sizes that were worth trying, the same on all ranks.
+    """The outcome of those of the `legal_sizes` that were worth trying, the same on all ranks.
 
-    One all-reduce (maximum, float64 [4] on the CPU) after each size.
-
-    Args:
-        comm: over the ranks that agree.
-        attempt: runs one size on this rank, without communication; None: out of memory.
-        sizes: equal on all ranks; see `legal_sizes`.
-        limit_bytes: what this rank's attempts may take.
-        careful: see `next_size`.
+    `attempt` runs one size on this rank, without communication (None: out of memory), within
+    `limit_bytes`. One all-reduce (maximum, float64 [4] on the CPU) after each size.
     """
     import torch  # planning does without
 

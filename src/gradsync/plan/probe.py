@@ -55,10 +55,9 @@ def probe_profile(
         work: model, leaf, dtype; a replica of it must fit into the device's memory.
         device: cpu or cuda.
         ranks_per_host: ranks that will share the host's cores, which decides the threads of each.
-        repeats: leaves to measure, at most.
-        budget_s: seconds to spend on them; where a leaf takes long, three are measured.
-        cached: whether what was measured before for this model on this machine will do, and whether
-            to keep what is measured now.
+        repeats: leaves to measure, at most; three at least, whatever they take.
+        budget_s: seconds to spend on them.
+        cached: whether to take what was measured before on this machine, and keep what is now.
     """
     threads = choose_threads(ranks_per_host)
     path = profile_path(work, device=device, threads=threads)

@@ -160,19 +160,15 @@ def step_costs(
     options: Mapping[str, Any] | None = None,
     fits: Sequence[Fit] = (),
 ) -> StepCosts:
-    """Take a step apart.
+    """Take a step apart; ranks fill hosts in order.
 
     Args:
         work: what is trained; `num_leaves` of the whole step.
         split: its strategy and layout.
-        hardware: at least as many devices as the split has ranks; ranks fill hosts in order.
+        hardware: at least as many devices as the split has ranks, or ConfigError.
         profile: of the whole model on one of the devices.
         options: of the strategy.
         fits: lines measured here for as many ranks on one host; they take the place of formulas.
-
-    Raises:
-        ConfigError: unknown strategy or option, fewer devices than ranks, fewer leaves than
-            replicas.
     """
     layout, traffic = split.layout, traffic_of(split.strategy, options)
     if work.num_leaves < layout.dp:
@@ -359,7 +355,7 @@ def predict_step(
         tensor parallel  four sums of activations per layer and leaf (arXiv 1909.08053)
         local_sgd        a meeting's messages, divided by the steps between two
 
-    Args, Raises: see `step_costs`.
+    The arguments are those of `step_costs`.
     """
     costs = step_costs(work, split, hardware, profile, options=options, fits=fits)
     compute = costs.leaves * costs.leaf_s

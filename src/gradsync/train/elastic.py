@@ -65,7 +65,7 @@ def decide(
     *,
     world_size: int | None = None,
 ) -> ConfigChanges:
-    """All settings but the micro-batch, which is probed.
+    """All settings but the micro-batch, which is probed; RunError where the model fits nowhere.
 
     Args:
         config: as parsed.
@@ -74,10 +74,6 @@ def decide(
         hardware: of the hosts that take part; one device per rank there may be.
         env: the environment, for suggestions.
         world_size: ranks, where they are fixed; None: to be chosen.
-
-    Raises:
-        ConfigError: impossible numbers.
-        RunError: the model fits nowhere: by how many GB, and what would fit.
     """
     kept = _began_with(config)
     if kept is not None:

@@ -102,19 +102,14 @@ def find_micro_batch(
     """Sequences of a leaf, looked up or tried, and how, in one line; all ranks get the same answer.
 
     Collectives over all ranks: one all-gather of numbers, one broadcast of JSON, then one small
-    all-reduce for each size that is tried.
+    all-reduce for each size that is tried. ConfigError on all: not even the smallest one runs.
 
     Args:
         config: with the strategy's name and dtype as they will be.
         shape: of the model, with the data's vocabulary.
-        world: with the device.
-        comm: all ranks.
         threads: intra-op threads of a rank.
         keep: write a new answer into the cache.
         begins: called before the first size is tried.
-
-    Raises:
-        ConfigError: on all ranks: not even the smallest legal micro-batch runs.
     """
     sizes = sizes_of(config, world.world_size)
     rehearsal = Rehearsal(config, shape, world)

@@ -54,9 +54,6 @@ def train(
         threads: intra-op threads of this rank, for the fingerprint.
         stream: where rank 0 prints; stdout by default.
         notes: more lines for its introduction.
-
-    Raises:
-        GradsyncError: nothing that was there before is lost.
     """
     run_dir = RunDir(config.out)
     progress = Progress(

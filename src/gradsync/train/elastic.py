@@ -25,11 +25,11 @@ from gradsync.plan.choice import (
     remedy,
 )
 from gradsync.plan.description import Hardware, speed_switches
-from gradsync.plan.micro_batch import legal_sizes
 from gradsync.plan.workload import Workload, sizes_text
 from gradsync.sync.registry import find_strategy
 from gradsync.train.config import AUTO, SyncConfig, TrainConfig
 from gradsync.train.config_io import read_file
+from gradsync.train.micro_batch import legal_sizes
 from gradsync.train.tuned import continued, known_options
 
 _KEPT = ("dtype", "tf32", "sync", "sync_options", "parallel", "activation_checkpointing")

@@ -166,10 +166,6 @@ class GroupPlace:
     groups_per_host: int = 1
     """Groups like this one that use a host's network at the same time, where it has one port."""
 
-    def __post_init__(self) -> None:
-        if self.num_hosts > 1 and self.network is None:
-            raise ConfigError(f"{self.num_hosts} hosts, but no network between them")
-
     @property
     def local(self) -> int:
         """Ranks of the group on one host."""

@@ -31,8 +31,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import combinations, pairwise
 from statistics import fmean
@@ -207,13 +207,6 @@ class Failures:
     restart_s: float = 300.0
     """From a failure until training goes on: noticing, starting, loading. An assumption."""
 
-    def __post_init__(self) -> None:
-        for name in ("device_mtbf_s", "checkpoint_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"failures: {name} must be above 0; got {getattr(self, name)}")
-        if not self.restart_s >= 0:
-            raise ConfigError(f"failures: restart_s must not be negative; got {self.restart_s}")
-
     def mtbf_s(self, ranks: int) -> float:
         """Mean time between failures of a job on so many devices, any of which ends it."""
         return self.device_mtbf_s / ranks
@@ -248,7 +241,6 @@ DEFAULT_STRATEGIES = (
 _STEPS, _FEWEST_STEPS = 20, 3
 _DRAWS = 2**17
 """Ranks times steps, about: the more ranks, the less their slowest one varies from step to step."""
-_LARGEST = 2**16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -280,8 +272,6 @@ class Simulation:
     host: Host
     network: Link | None
     failures: Failures
-    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Options by strategy, where some were given."""
 
     @property
     def names(self) -> list[str]:
@@ -299,7 +289,6 @@ class Simulation:
             "link": asdict(self.host.link),
             "network": None if self.network is None else asdict(self.network),
             "failures": asdict(self.failures),
-            "options": {name: dict(given) for name, given in self.options.items()},
             "points": [point.to_json() for point in self.points],
             "crossovers": list(self.crossovers),
         }
@@ -313,8 +302,6 @@ def simulate(
     profile: StepProfile,
     *,
     splits: Sequence[Split] = (),
-    options: Mapping[str, Mapping[str, Any]] | None = None,
-    failures: Failures | None = None,
     steps: int = _STEPS,
     seed: int = 0,
 ) -> Simulation:
@@ -325,19 +312,22 @@ def simulate(
         profile: of the whole model on one of the host's devices; its jitter makes stragglers.
         splits: strategy, pp and tp; dp is what is left of the ranks. Default: data parallelism by
             each of `DEFAULT_STRATEGIES`.
-        options: of strategies, by name.
         steps: to play, of each; fewer where ranks are many thousands.
         seed: of stragglers; the same gives the same.
 
     Raises:
-        ConfigError: what `_check` refuses, an unknown strategy or option.
+        ConfigError: an unknown strategy, several hosts without a network, a split that divides
+            none of the sizes.
     """
-    sizes, known, failures = tuple(sorted(set(world_sizes))), options or {}, failures or Failures()
+    sizes, failures = tuple(sorted(set(world_sizes))), Failures()
     chosen = {
         str(replace(split, layout=replace(split.layout, dp=1))): split
         for split in splits or [Split(strategy=name) for name in DEFAULT_STRATEGIES]
     }
-    _check(sizes, host, network, chosen)
+    for name, split in chosen.items():
+        parts, got = split.layout.model_ranks, ", ".join(map(str, sizes))
+        if all(size % parts for size in sizes):
+            raise ConfigError(f"{name}: needs a multiple of {parts} ranks; got {got}")
 
     def case(split: Split, size: int) -> tuple[Workload, Split, Hardware, StepProfile]:
         replicas, hosts = size // split.layout.model_ranks, -(-size // len(host.devices))
@@ -350,14 +340,13 @@ def simulate(
 
     @cache
     def even(name: str, size: int) -> StepTime:
-        split = chosen[name]
-        return predict_step(*case(split, size), options=known.get(split.strategy))
+        return predict_step(*case(chosen[name], size))
 
     points, alone = [], tokens_per_s_alone(work, profile, work.num_leaves)
     for name, split in chosen.items():
         parts = split.layout.model_ranks
         for size in (size for size in sizes if size % parts == 0):
-            costs = step_costs(*case(split, size), options=known.get(split.strategy))
+            costs = step_costs(*case(split, size))
             mean_s = _played_s(costs, profile, case(split, size)[1], steps, seed)
             tokens_per_s = work.step_tokens * (size // parts) / mean_s
             interval = daly_interval_s(failures.checkpoint_s, failures.mtbf_s(size))
@@ -383,7 +372,6 @@ def simulate(
         host=host,
         network=network,
         failures=failures,
-        options=dict(known),
     )
 
 
@@ -394,25 +382,6 @@ def _played_s(costs: StepCosts, profile: StepProfile, split: Split, steps: int, 
     stragglers = Stragglers(profile.jitter, rng, together=split.layout.tp)
     played = range(min(steps, max(_FEWEST_STEPS, _DRAWS // split.world_size)))
     return fmean(step_s(costs, stragglers) for _ in played)
-
-
-def _check(
-    sizes: Sequence[int], host: Host, network: Link | None, chosen: Mapping[str, Split]
-) -> None:
-    if not sizes:
-        raise ConfigError("simulate: name numbers of ranks, such as 8,64,512")
-    for size in sizes:
-        if not 1 <= size <= _LARGEST:
-            raise ConfigError(f"simulate: {size} ranks; expected 1 to {_LARGEST}")
-    if sizes[-1] > len(host.devices) and network is None:
-        raise ConfigError(
-            f"simulate: {sizes[-1]} ranks are more than a host's {len(host.devices)} devices: name "
-            "the network between hosts, such as infiniband-ndr"
-        )
-    for name, split in chosen.items():
-        parts, got = split.layout.model_ranks, ", ".join(map(str, sizes))
-        if all(size % parts for size in sizes):
-            raise ConfigError(f"{name}: needs a multiple of {parts} ranks; got {got}")
 
 
 def _between(sizes: Sequence[int], parts: Sequence[int]) -> list[int]:

@@ -171,8 +171,6 @@ def test_played_failures_agree_with_the_formula(ranks: int, restart_s: float) ->
 def test_hopeless_machines_do_nothing() -> None:
     failures = Failures(device_mtbf_s=3600, checkpoint_s=60, restart_s=600)
     assert goodput(100, failures, 100_000) == 0
-    with pytest.raises(ConfigError, match="checkpoint_s must be above 0; got 0"):
-        Failures(checkpoint_s=0)
 
 
 def test_crossover_points_in_words() -> None:
@@ -202,7 +200,6 @@ def simulated(seed: int = 0, steps: int = 3) -> Simulation:
     return simulate(
         *(work(1), host, FAR, [16, 4, 4096], profile(JITTER)),
         splits=[split("ring"), split("hierarchical"), split("diloco"), split("ring", pp=8)],
-        options={"diloco": {"inner_steps": 500}},
         steps=steps,
         seed=seed,
     )
@@ -248,18 +245,10 @@ def test_a_picture(tmp_path: Path) -> None:
     assert "<!-- diloco -->" in text
 
 
-@pytest.mark.parametrize(
-    ("sizes", "words"),
-    [
-        ([], "name numbers of ranks"),
-        ([0], "0 ranks; expected 1 to"),
-        ([2**21], "expected 1 to"),
-        ([8], "8 ranks are more than a host's 4 devices: name the network"),
-        ([3], "bucketed pp=2: needs a multiple of 2 ranks; got 3"),
-    ],
-)
-def test_refusals(sizes: list[int], words: str) -> None:
-    host = hardware(4).hosts[0]
-    with pytest.raises(ConfigError) as caught:
-        simulate(work(1), host, None, sizes, profile(), splits=[split("bucketed", pp=2)])
-    assert words in str(caught.value)
+def test_refusals() -> None:
+    """What the command line refuses itself is in `test_plan_command.py`."""
+    host, pipeline = hardware(4).hosts[0], [split("bucketed", pp=2)]
+    with pytest.raises(ConfigError, match="2 hosts, but no network between them"):
+        simulate(work(1), host, None, [8], profile(), splits=pipeline)
+    with pytest.raises(ConfigError, match="bucketed pp=2: needs a multiple of 2 ranks; got 3"):
+        simulate(work(1), host, None, [3], profile(), splits=pipeline)

@@ -34,6 +34,9 @@ from gradsync.plan.workload import Split, Workload, goes_with_parts
 from gradsync.runtime.machine import choose_threads
 from gradsync.sync.registry import STRATEGIES, Promise
 
+USUAL = ("invariant", "bucketed", "zero1", "zero2", "fsdp", "ddp")
+"""Tried unless names are given, the simplest first: none that loses something on purpose, and only
+one of each cost."""
 ERROR = 0.15  # Times that differ by less count as equal: the time model is held to 15 %
 PROMISES: tuple[Promise, ...] = ("bitwise", "rounding", "lossy")  # The strongest first
 _BUSY = 0.5  # Processes that want to run, for each core: above this a probe measures them too

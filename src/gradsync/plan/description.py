@@ -45,12 +45,6 @@ class Device:
     shared: bool = False  # Other processes were using it when it was looked at
     source: str = ""  # Where `peak_flops` and `memory_bytes_per_s` come from
 
-    def __post_init__(self) -> None:
-        for name in ("memory_bytes", "peak_flops"):
-            if getattr(self, name) <= 0:
-                said = name.removesuffix("_bytes")
-                raise ConfigError(f"device {self.name}: {said} must be positive")
-
     @property
     def usable_bytes(self) -> int:
         """Memory that a rank may plan with: the free part where it is known."""
@@ -69,10 +63,6 @@ class Link:
     """For a network: `bytes_per_s` is that of a host's one port, which its ranks divide among them;
     else each rank has a port of its own."""
 
-    def __post_init__(self) -> None:
-        if self.alpha_s < 0 or self.bytes_per_s <= 0:
-            raise ConfigError(f"link {self.name}: alpha_s must be >= 0 and bytes_per_s > 0")
-
     def seconds(self, num_bytes: float) -> float:
         return self.alpha_s + num_bytes / self.bytes_per_s
 
@@ -89,10 +79,6 @@ class Host:
     """Such as avx512_bf16, amx_bf16: what decides how fast bf16 is on the CPU."""
     interfaces: tuple[str, ...] = ()  # Network interfaces that are up, loopback left out
 
-    def __post_init__(self) -> None:
-        if not self.devices:
-            raise ConfigError("a host without devices")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hardware:
@@ -103,8 +89,6 @@ class Hardware:
     notes: tuple[str, ...] = ()  # How it was found, as far as a reader should know; one line each
 
     def __post_init__(self) -> None:
-        if not self.hosts:
-            raise ConfigError("hardware without hosts")
         if len(self.hosts) > 1 and self.network is None:
             raise ConfigError(f"{len(self.hosts)} hosts, but no network between them")
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import combinations
 from typing import Any
@@ -35,15 +35,6 @@ _USUAL_GENERATION, _USUAL_LANES = 3, 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Slice:
-    """A MIG device."""
-
-    device: Device
-    uuid: str
-    old_name: str  # As drivers before 470 call it: `MIG-GPU-…/gpu instance/compute instance`
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
     """One GPU of the host, whether this process may use it or not."""
 
@@ -52,12 +43,12 @@ class Gpu:
     uuid: str
     handle: Any
     mig: bool = False  # It is divided, and can only be used in slices
-    slices: tuple[Slice, ...] = ()
+    slices: Mapping[str, Device] = field(default_factory=dict)  # MIG devices by UUID
 
     @property
     def parts(self) -> list[Visible]:
         """The parts that a process can use: the whole, or its slices."""
-        devices = [part.device for part in self.slices] if self.mig else [self.device]
+        devices = self.slices.values() if self.mig else [self.device]
         return [(device, self) for device in devices]
 
 
@@ -94,46 +85,37 @@ def _read_gpu(nvml: Any, index: int) -> Gpu:
     gpu = Gpu(index=index, uuid=uuid, handle=handle, device=device)
     if not ask(nvml, (0, 0), nvml.nvmlDeviceGetMigMode, handle)[0]:
         return gpu
-    return replace(gpu, mig=True, slices=tuple(_slices(nvml, gpu)))
+    return replace(gpu, mig=True, slices=dict(_slices(nvml, gpu)))
 
 
-def _slices(nvml: Any, gpu: Gpu) -> list[Slice]:
+def _slices(nvml: Any, gpu: Gpu) -> Iterator[tuple[str, Device]]:
     """The MIG devices of a GPU; places that are not taken answer with an error."""
-    found = []
     for place in range(ask(nvml, 0, nvml.nvmlDeviceGetMaxMigDeviceCount, gpu.handle)):
         try:
             handle = nvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu.handle, place)
-            found.append(_read_slice(nvml, gpu, handle))
+            yield _text(nvml.nvmlDeviceGetUUID(handle)), _read_slice(nvml, gpu.device, handle)
         except nvml.NVMLError:
             continue
-    return found
 
 
-def _read_slice(nvml: Any, gpu: Gpu, handle: Any) -> Slice:
-    whole, memory = gpu.device, nvml.nvmlDeviceGetMemoryInfo(handle)
-    parts, model = nvml.nvmlDeviceGetAttributes(handle), by_driver_name(whole.name)
+def _read_slice(nvml: Any, whole: Device, handle: Any) -> Device:
+    memory, parts = nvml.nvmlDeviceGetMemoryInfo(handle), nvml.nvmlDeviceGetAttributes(handle)
+    model = by_driver_name(whole.name)
     share = parts.computeInstanceSliceCount / COMPUTE_SLICES
     if model is not None:
         share = parts.multiprocessorCount / model.num_sms
-    device = slice_of(whole, arithmetic=min(share, 1.0), memory_bytes=int(memory.total))
-    instance = nvml.nvmlDeviceGetGpuInstanceId(handle)
-    compute = nvml.nvmlDeviceGetComputeInstanceId(handle)
     name = _text(nvml.nvmlDeviceGetName(handle))
     if "MIG" not in name:  # as older drivers answer
         gib = round(memory.total / 2**30)
         name = f"{whole.name} MIG {parts.computeInstanceSliceCount}g.{gib}gb"
-    return Slice(
-        uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
-        old_name=f"MIG-{gpu.uuid}/{instance}/{compute}",
-        device=replace(
-            device,
-            name=name,
-            free_bytes=int(memory.free),
-            shared=_is_shared(nvml, handle),
-            source=(
-                f"{share:.3g} of the arithmetic and {memory.total / whole.memory_bytes:.3g} of the "
-                f"{whole.memory_bytes / 1e9:.1f} GB of {whole.name}; {whole.source}"
-            ),
+    return replace(
+        slice_of(whole, arithmetic=min(share, 1.0), memory_bytes=int(memory.total)),
+        name=name,
+        free_bytes=int(memory.free),
+        shared=_is_shared(nvml, handle),
+        source=(
+            f"{share:.3g} of the arithmetic and {memory.total / whole.memory_bytes:.3g} of the "
+            f"{whole.memory_bytes / 1e9:.1f} GB of {whole.name}; {whole.source}"
         ),
     )
 
@@ -215,10 +197,10 @@ def _find(word: str, gpus: Sequence[Gpu]) -> tuple[str, list[Visible]] | None:
         found = [(gpu.uuid, gpu.parts) for gpu in gpus if gpu.uuid.startswith(word)]
     elif word.startswith("MIG-"):
         found = [
-            (part.uuid, [(part.device, gpu)])
+            (uuid, [(device, gpu)])
             for gpu in gpus
-            for part in gpu.slices
-            if part.uuid.startswith(word) or part.old_name == word
+            for uuid, device in gpu.slices.items()
+            if uuid.startswith(word)
         ]
     return found[0] if len(found) == 1 else None
 

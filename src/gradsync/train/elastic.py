@@ -16,6 +16,7 @@ from typing import Any
 from gradsync.errors import ConfigError, RunError
 from gradsync.models.config import GPTConfig
 from gradsync.plan.choice import (
+    USUAL,
     Candidate,
     Costs,
     Recommendation,
@@ -35,8 +36,6 @@ from gradsync.train.tuned import continued, known_options
 _KEPT = ("dtype", "tf32", "sync", "sync_options", "parallel", "activation_checkpointing")
 _KEPT += ("micro_batch_size",)
 """Fields that a resumed run keeps from its beginning."""
-_STRATEGIES = ("invariant", "bucketed", "zero1", "zero2", "fsdp", "ddp")
-"""The strategies that are tried: none that loses something on purpose."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,7 +160,7 @@ def _choose(
     named = given & {"sync", "sync_options"}
     recompute = "activation_checkpointing" in given or config.activation_checkpointing
     search = Search(
-        strategies=tuple(dict.fromkeys((config.sync, *_STRATEGIES))) if named else _STRATEGIES,
+        strategies=tuple(dict.fromkeys(((config.sync,) if named else ()) + USUAL)),
         micro_batch_sizes=tuple(dict.fromkeys((size, *sizes))),
         checkpointing=(config.activation_checkpointing,) if recompute else (False, True),
     )

@@ -53,7 +53,6 @@ def divided(index: int = 0) -> FakeGpu:
         total=4864 * 2**20,
         sms=14,
         compute_slices=1,
-        instance=(9, 0),
         pids=(77,),
     )
     return a100(index, mig=True, slices=(one, None, two))
@@ -180,7 +179,6 @@ def test_slices_have_no_nvlink_and_count_in_sevenths() -> None:
         ("MIG-aab2", [4864]),
         ("MIG-aab2,MIG-aaa1", [4864, 19968]),
         ("MIG-aa", []),
-        ("MIG-GPU-01111111-aaaa/9/0", [4864]),
         ("0", [19968, 4864]),
     ],
 )

@@ -199,14 +199,11 @@ _USUAL_CLOCK_HZ = 1.5e9
 
 
 def by_driver_name(name: str) -> Model | None:
-    """The model of a device that calls itself `name`; None when no data sheet is known for it."""
-    wanted = _bare(name)
-    return next((model for model in MODELS.values() if _bare(model.name) == wanted), None)
-
-
-def _bare(name: str) -> str:
-    """Older drivers leave the maker out."""
-    return name.strip().lower().removeprefix("nvidia ")
+    """The model of a device that calls itself `name`; None when no data sheet is known for it.
+    Older drivers leave the maker out."""
+    wanted = name.strip().lower().removeprefix("nvidia ")
+    names = {model.name.lower().removeprefix("nvidia "): model for model in MODELS.values()}
+    return names.get(wanted)
 
 
 def device_of(key: str) -> Device:

@@ -131,7 +131,11 @@ class Switches:
 def speed_switches(hardware: Hardware, env: Mapping[str, str]) -> Switches:
     """The switches that suit all devices; variables that are set in `env` are the user's own."""
     if hardware.devices[0].kind == "cpu":
-        return _on_cpu(hardware)
+        dtype, reason = "fp32", "fp32: without AMX or AVX-512 BF16 the CPU emulates bf16, slower"
+        if all(multiplies_bf16(host.instructions) for host in hardware.hosts):
+            fast = next(name for name in _CPU_BF16 if name in hardware.hosts[0].instructions)
+            dtype, reason = "bf16", f"bf16: the CPU multiplies it in hardware ({fast})"
+        return Switches(dtype=dtype, reasons=(f"{reason}; fused AdamW; freed memory kept",))
     oldest = min(device.compute_capability or (0, 0) for device in hardware.devices)
     capability, new = f"compute capability {oldest[0]}.{oldest[1]}", oldest >= _AMPERE
     dtype, said = "fp32", " has no tensor cores (7.0 has): fp32"
@@ -152,15 +156,6 @@ def speed_switches(hardware: Hardware, env: Mapping[str, str]) -> Switches:
 def multiplies_bf16(instructions: Collection[str]) -> bool:
     """Whether a CPU with these instructions has bf16 in hardware, and need not emulate it."""
     return any(name in instructions for name in _CPU_BF16)
-
-
-def _on_cpu(hardware: Hardware) -> Switches:
-    dtype, reason = "fp32", "fp32: without AMX or AVX-512 BF16 the CPU emulates bf16, slower"
-    if all(multiplies_bf16(host.instructions) for host in hardware.hosts):
-        fast = next(name for name in _CPU_BF16 if name in hardware.hosts[0].instructions)
-        dtype, reason = "bf16", f"bf16: the CPU multiplies it in hardware ({fast})"
-    reasons = (f"{reason}; fused AdamW; freed memory kept",)
-    return Switches(dtype=dtype, reasons=reasons)
 
 
 def _suggestions(hardware: Hardware, env: Mapping[str, str]) -> dict[str, str]:

@@ -13,8 +13,16 @@ from gradsync.errors import ConfigError
 from gradsync.models.config import PRESETS, GPTConfig
 from gradsync.models.gpt import GPT
 from gradsync.parallel.layout import ParallelLayout
-from gradsync.plan.activations import FP32, activations, rank_shape
-from gradsync.plan.memory import CPU_PROCESS, Case, memory_need, most_open_nodes, strategy_memory
+from gradsync.plan.memory import (
+    CPU_PROCESS,
+    FP32,
+    Case,
+    activations,
+    memory_need,
+    most_open_nodes,
+    rank_shape,
+    strategy_memory,
+)
 from gradsync.plan.workload import Split, Workload
 from gradsync.sync.registry import STRATEGIES
 

@@ -307,13 +307,11 @@ class Traffic:
     overlap: bool = True
     """Whether it communicates beside backward, where something else than the computing cores does
     the communicating."""
-    operation: Literal["all_reduce", "reduce_scatter"] = "all_reduce"  # A bucket's collective
+    shard: Literal["none", "optimizer", "gradients", "weights"] = "none"
+    """How far ranks share out. Each updates its part then; gradients are scattered; weights are
+    gathered in each leaf's forward and backward, where gradients are reduced too."""
     algorithm: str = "best"  # A name in `ALL_REDUCE`, or best
     wire: float = 1.0  # Bytes that travel over bytes of gradients
-    gathers_weights: bool = False  # After the update
-    gathers_blocks: bool = False
-    """In each leaf's forward and backward, and gradients are reduced in each leaf's backward."""
-    update_in_shares: bool = False  # Each rank updates its part only
     every: int = 1  # Steps between two meetings; more than 1: no other communication
     through_host: bool = False
     """Whether ranks of one host may share memory instead, and divide the update among them."""
@@ -355,11 +353,9 @@ def _of_recipe(recipe: Recipe) -> Traffic:
         bucket_mb=recipe.bucket_mb,
         first_bucket_mb=recipe.first_bucket_mb,
         overlap=recipe.overlap,
-        operation="reduce_scatter" if recipe.shard == "gradients" else "all_reduce",
+        shard=recipe.shard,
         algorithm=algorithm,
         wire=1.0 if recipe.wire == "same" else 0.5,
-        gathers_weights=recipe.shard != "none",
-        update_in_shares=recipe.shard != "none",
         by_library=recipe.collective == "backend",
         through_host=through_host and shares_memory(recipe),
     )
@@ -373,13 +369,8 @@ def _of_other(name: str, options: Mapping[str, Any]) -> Traffic:
         rank = options.get("matrix_approximation_rank", _POWERSGD_RANK)
         return replace(library, low_rank=rank)
     if name == "fsdp":
-        return replace(
-            library,
-            operation="reduce_scatter",
-            gathers_blocks=True,
-            update_in_shares=True,
-            wire=0.5 if options.get("compute_dtype") in ("bf16", "fp16") else 1.0,
-        )
+        wire = 0.5 if options.get("compute_dtype") in ("bf16", "fp16") else 1.0
+        return replace(library, shard="weights", wire=wire)
     apart = replace(library, overlap=False, copies=0)
     if name == "naive":
         return replace(apart, grouping="parameter")

@@ -20,9 +20,10 @@ moments: 2 S (Kingma & Ba 2014, arXiv 1412.6980); Rajbhandari et al. 2020 (ZeRO,
 section 3.1) count the same 16 bytes a parameter with weights and gradients, and divide them by W
 stage by stage.
 
-[Note: Activations] Counted tensor by tensor. In bytes a token, with G = K x key/value heads, F width
-of the SwiGLU and H heads, a block keeps (after Korthikanti et al. 2022, arXiv 2205.05198, section
-4, counted anew for this decoder, whose norms are RMSNorm in fp32 and whose attention is fused):
+[Note: Activations] Counted tensor by tensor. With G = K x key/value heads, F width of the SwiGLU
+and H heads, a block keeps, in bytes a token (after Korthikanti et al. 2022, arXiv 2205.05198,
+section 4, counted anew for this decoder, whose norms are RMSNorm in fp32 and whose attention is
+fused):
 
     two norms          2 (4 C + 4 C + 4)   the residual stream, the normalised, 1 / root mean square
     inputs of q, k, v  3 e C               autocast casts each time; fp32: one C for all, 4 C

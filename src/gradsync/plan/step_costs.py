@@ -90,9 +90,9 @@ class Prices:
 
     def bucket_s(self, num_bytes: float) -> float:
         """The strategy's collective of a bucket."""
-        if self._traffic.operation == "all_reduce":
-            return self.all_reduce_s(num_bytes)
-        return self.half_s("reduce_scatter", num_bytes)
+        if self._traffic.shard in ("gradients", "weights"):
+            return self.half_s("reduce_scatter", num_bytes)
+        return self.all_reduce_s(num_bytes)
 
     def hop_s(self, num_bytes: float) -> float:
         """From stage to stage."""
@@ -193,13 +193,14 @@ def step_costs(
             * all_reduce_s(prices.shards, activation_bytes)
         )
     waits, last_waits = 0.0, 0.0
-    if traffic.gathers_blocks and not alone:
+    if in_blocks := traffic.shard == "weights" and not alone:
         gathers = [
             prices.half_s("all_gather", _bytes(b) * traffic.wire / parts)
             for b in _blocks(parameters)
         ]
         waits, last_waits = _gather_waits(gathers, forward_s, backward_s, hides=prices.hides)
-    in_shares = traffic.update_in_shares or prices.divided
+    in_shares = traffic.shard != "none" or prices.divided
+    gathers = traffic.shard in ("optimizer", "gradients")
     # Weights that all ranks of a host read are written between two more meetings.
     meetings = 3 if prices.divided else int(traffic.agrees)
     sendings = ()
@@ -213,7 +214,7 @@ def step_costs(
         forward_s=forward_s,
         backward_s=backward_s,
         leaf_wait_s=tensor + waits,
-        leaves_meet=traffic.gathers_blocks and not alone,
+        leaves_meet=in_blocks,
         last_leaf_wait_s=tensor + last_waits,
         hop_s=prices.hop_s(activation_bytes) if layout.pp > 1 else 0.0,
         sendings=sendings,
@@ -221,7 +222,7 @@ def step_costs(
         copy_s=0.0 if alone else traffic.copies * prices.copy_s(whole_bytes),
         agree_s=0.0 if alone else meetings * prices.all_reduce_s(_AGREE_BYTES),
         update_s=profile.update_s * scale / (layout.dp if in_shares else 1),
-        after_s=prices.half_s("all_gather", whole_bytes) if traffic.gathers_weights else 0.0,
+        after_s=prices.half_s("all_gather", whole_bytes) if gathers else 0.0,
         every=1 if alone else traffic.every,
     )
 
@@ -241,7 +242,8 @@ def _sendings(
     if prices.divided:  # one pass over all buckets, after backward
         cost_s = prices.half_s("reduce_scatter", whole_bytes / parts)
         return (Sending(ready_s=ready_s(math.inf) * scale, cost_s=cost_s),)
-    if traffic.gathers_blocks:
+    in_blocks = traffic.shard == "weights"
+    if in_blocks:
         blocks = _blocks(parameters)[::-1]
     else:
         plans = bucket_plan(parameters, traffic)
@@ -253,7 +255,7 @@ def _sendings(
         if traffic.low_rank is not None:
             sent = _factor_bytes(block, traffic.low_rank)
         seconds = prices.bucket_s(sent / parts)
-        if traffic.gathers_blocks and prices.hides:
+        if in_blocks and prices.hides:
             # Backward gathers the next block's weights over the same channel.
             seconds += prices.half_s("all_gather", sent / parts)
         found.append(Sending(ready_s=ready_s(done) * scale, cost_s=seconds))

@@ -29,9 +29,8 @@ from gradsync.plan.description import Hardware, speed_switches
 from gradsync.plan.workload import Workload, sizes_text
 from gradsync.sync.registry import find_strategy
 from gradsync.train.config import AUTO, SyncConfig, TrainConfig
-from gradsync.train.config_io import read_file
 from gradsync.train.micro_batch import legal_sizes
-from gradsync.train.tuned import continued, known_options
+from gradsync.train.tuned import begun_with
 
 _KEPT = ("dtype", "tf32", "sync", "sync_options", "parallel", "activation_checkpointing")
 _KEPT += ("micro_batch_size",)
@@ -74,14 +73,15 @@ def decide(
         env: the environment, for suggestions.
         world_size: ranks, where they are fixed; None: to be chosen.
     """
-    kept = _began_with(config)
-    if kept is not None:
-        changes = {name: value for name, value in kept.items() if name not in given}
-        begun = ConfigChanges(changes=changes).applied_to(config)
+    begun = begun_with(config)
+    if begun is not None:
+        kept = (name for name in _KEPT if name in begun[1] and name not in given)
+        changes = {name: begun[1][name] for name in kept}
+        goes_on = ConfigChanges(changes=changes).applied_to(config)
         named = ", ".join(f"{name} {value}" for name, value in changes.items() if value)
         return ConfigChanges(
             changes=changes,
-            ranks=None if world_size else _most_ranks(begun, hardware),
+            ranks=None if world_size else _most_ranks(goes_on, hardware),
             notes=(f"goes on as it began: {named}",),
         )
     switches = speed_switches(hardware, env)
@@ -113,21 +113,6 @@ def decide(
         f"{taken.split}: {taken.remark or 'the fastest that fits'} (gradsync plan shows all)"
     )
     return ConfigChanges(changes=changes, ranks=layout.world_size, notes=tuple(notes))
-
-
-def _began_with(config: TrainConfig) -> dict[str, Any] | None:
-    """The settings written by the run that `config` goes on with; None for a new run."""
-    place = continued(config)
-    if place is None:
-        return None
-    values = read_file(place)
-    found = {name: values[name] for name in _KEPT if name in values}
-    options = found.get("sync_options")
-    if options is not None:
-        if not isinstance(options, dict):
-            raise ConfigError(f"configuration {place}: sync_options: expected keys and values")
-        found["sync_options"] = known_options(options)
-    return found
 
 
 def _most_ranks(config: TrainConfig, hardware: Hardware) -> int:

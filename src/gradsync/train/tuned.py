@@ -21,7 +21,7 @@ from gradsync.models.config import GPTConfig, preset
 from gradsync.runtime import environ
 from gradsync.runtime.machine import cpu_model, host_cores
 from gradsync.sync.registry import check_options, find_strategy
-from gradsync.train.config import CompileOrder, SyncConfig, TrainConfig, recipe
+from gradsync.train.config import AUTO, CompileOrder, SyncConfig, TrainConfig, recipe
 from gradsync.train.config_io import read_file
 from gradsync.train.data import shape_before
 from gradsync.world import World
@@ -167,9 +167,10 @@ def resolve_auto(config: TrainConfig, world: World, *, threads: int) -> tuple[Tu
 
     A run that goes on takes what it began with, whatever was measured since: bits depend on it.
     """
-    place = continued(config)
-    choice = None if place is None else _choice_of(place)
-    if choice is not None:
+    place, values = begun_with(config) or (None, {})
+    sync, compiled = values.get("sync"), values.get("compile", "none")
+    if isinstance(sync, str) and sync != AUTO:
+        choice = TunedStrategy(sync=sync, options=values["sync_options"], compile=compiled)
         return choice, f"sync auto: {choice.text}, as in {place}"
     default = TunedStrategy()
     if world.world_size == 1:
@@ -253,18 +254,16 @@ def continued(config: TrainConfig) -> Path | None:
     return next((path for path in found if path.is_file()), None)
 
 
-def known_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a written configuration that are set, and that this version has."""
-    known = {entry.name for entry in fields(SyncConfig)}
-    return {name: value for name, value in given.items() if name in known and value is not None}
-
-
-def _choice_of(path: Path) -> TunedStrategy | None:
-    """Strategy of the run that this one goes on with; None if that says `auto` too."""
-    values = read_file(path)
-    sync, given = values.get("sync"), values.get("sync_options") or {}
-    if not isinstance(sync, str) or sync == "auto" or not isinstance(given, dict):
+def begun_with(config: TrainConfig) -> tuple[Path, dict[str, Any]] | None:
+    """The configuration file of the run that this one goes on with, and its values; of the
+    strategy's options those that are set, and that this version has."""
+    place = continued(config)
+    if place is None:
         return None
-    return TunedStrategy(
-        sync=sync, options=known_options(given), compile=values.get("compile", "none")
-    )
+    values = read_file(place)
+    options = values.get("sync_options") or {}
+    if not isinstance(options, dict):
+        raise ConfigError(f"configuration {place}: sync_options: expected keys and values")
+    known = {entry.name for entry in fields(SyncConfig)}
+    given = {name: v for name, v in options.items() if name in known and v is not None}
+    return place, values | {"sync_options": given}

@@ -126,8 +126,7 @@ class Model(NamedTuple):
     capability: tuple[int, int]
     num_sms: int  # Streaming multiprocessors, of which a MIG slice gets some
     link: str
-    """A name in `LINKS`: to the other devices of a usual host. Cards whose NVLink is a bridge that
-    one may buy have PCIe here."""
+    """In `LINKS`, to the usual host's others; PCIe where NVLink is a bridge that one may buy."""
     source: str
 
     def device(self) -> Device:

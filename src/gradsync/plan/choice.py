@@ -195,8 +195,7 @@ def _shares_weights(strategy: str, layout: ParallelLayout, hardware: Hardware) -
 
 
 def obstacle(work: Workload, split: Split) -> str:
-    """Why arithmetic alone forbids it, in words; empty where nothing does. Of a divided model:
-    what `train/check.py` refuses."""
+    """Why arithmetic forbids it, or `train/check.py` a divided model; empty where nothing does."""
     layout, leaves, model = split.layout, work.num_leaves, work.model
     if layout.dp > leaves:
         return f"{layout.dp} replicas cannot share {leaves} leaves"

@@ -156,8 +156,7 @@ def load_fits(environment: Mapping[str, Any]) -> list[Fit]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupPlace:
-    """Where the ranks of a group are: `ranks` of them, `per_host` on each host (the last one may
-    have fewer)."""
+    """Where a group's `ranks` are: `per_host` on each host, but for the last one."""
 
     ranks: int
     per_host: int
@@ -305,8 +304,7 @@ class Traffic:
     bucket_mb: float = 25.0  # MiB; likewise `first_bucket_mb`
     first_bucket_mb: float = 1.0
     overlap: bool = True
-    """Whether it communicates beside backward, where something else than the computing cores does
-    the communicating."""
+    """Beside backward, where something else than the computing cores communicates."""
     shard: Literal["none", "optimizer", "gradients", "weights"] = "none"
     """How far ranks share out. Each updates its part then; gradients are scattered; weights are
     gathered in each leaf's forward and backward, where gradients are reduced too."""

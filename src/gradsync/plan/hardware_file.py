@@ -76,8 +76,7 @@ TIMES: Mapping[str, Decimal] = {"": Decimal(1), "µs": Decimal("1e-6"), **_SECON
 
 
 def read_quantity(value: Any, units: Mapping[str, Decimal]) -> Decimal | None:
-    """The number that text such as "3.35TB/s", or a plain number, says in the base unit of `units`;
-    None when it says none."""
+    """The number in the base unit of `units` that text such as "3.35TB/s" says; None: none."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     found = _NUMBER.fullmatch(str(value).strip())

@@ -136,8 +136,7 @@ class Activations(NamedTuple):
     block: int  # All that one block keeps, see [Note: Activations]
     stream: int  # The residual stream at one place, fp32
     kept: int
-    """By all blocks. With checkpointing only the stream at the beginning of each (arXiv
-    1604.06174)."""
+    """By all blocks; with checkpointing the stream before each (arXiv 1604.06174)."""
     recomputed: int  # One block's, made again in backward; 0 without checkpointing
     last_norm: int  # The norm before the head, and the head's input
 
@@ -336,8 +335,7 @@ def _naive(case: Case) -> StrategyMemory:
 
 
 def _made(case: Case, buckets: int = 0) -> Moment:
-    """When backward ends, where what it makes becomes `.grad`: of the first leaf the embedding's
-    is not there yet."""
+    """When backward ends: of the first leaf the embedding's gradient is not there yet."""
     waits = FP32 * case.shape.table_params if case.fresh and case.leaves == 1 else 0
     return Moment(case.gradient_bytes - waits, buckets)
 

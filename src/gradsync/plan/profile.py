@@ -91,8 +91,7 @@ class Parameter:
 
 
 def parameters_of(config: GPTConfig, seq_len: int) -> list[Parameter]:
-    """Every parameter of `GPT(config)`, in `named_parameters` order; attention's cost grows with
-    `seq_len`."""
+    """Every parameter of `GPT(config)`, in `named_parameters` order."""
     head = config.vocab_size * config.n_embd if config.tie_head else 0
     found = []
     for weight in weights_of(config):

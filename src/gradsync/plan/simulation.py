@@ -192,8 +192,7 @@ def _replica_s(costs: StepCosts, stragglers: Stragglers) -> float:
 
 
 _LLAMA_MTBF_S = 16_384 * 54 * 86_400 / 419
-"""Per GPU: 419 unexpected interruptions of 16,384 H100 in 54 days (arXiv 2407.21783, section
-3.3.4)."""
+"""Per GPU: 419 interruptions of 16,384 H100 in 54 days (arXiv 2407.21783, section 3.3.4)."""
 _HOPELESS = 500.0  # Interval over time between failures from which on no work gets done
 
 
@@ -222,8 +221,7 @@ def daly_interval_s(checkpoint_s: float, mtbf_s: float) -> float:
 
 
 def goodput(interval_s: float, failures: Failures, ranks: int) -> float:
-    """The useful part of the time, 0 to 1, where `interval_s` of work lie between two saves, by
-    closed form (Daly 2006, equation 20)."""
+    """The useful part of the time, `interval_s` of work between saves (Daly 2006, equation 20)."""
     mtbf = failures.mtbf_s(ranks)
     whole = (interval_s + failures.checkpoint_s) / mtbf
     if whole + failures.restart_s / mtbf > _HOPELESS:

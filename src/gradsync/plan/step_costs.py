@@ -329,8 +329,7 @@ class StepTime:
     comm_s: float  # All communication of a rank, hidden or not
     tokens_per_s: float  # All ranks together
     efficiency: float
-    """Tokens per second and rank, over those of one rank alone with as many leaves as a replica
-    has: 1 is perfect."""
+    """Tokens per second and rank, over one rank alone with as many leaves as a replica has."""
 
     @property
     def total_s(self) -> float:
@@ -388,8 +387,7 @@ def tokens_per_s_alone(work: Workload, profile: StepProfile, leaves: int) -> flo
 
 
 def channel_end(sendings: Sequence[Sending]) -> float:
-    """When a channel that carries one bucket after the other is done, seconds after backward
-    began."""
+    """When a channel that carries one bucket after the other is done, after backward began."""
     free = 0.0
     for sending in sendings:
         free = max(free, sending.ready_s) + sending.cost_s

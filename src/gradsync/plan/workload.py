@@ -64,8 +64,7 @@ def sizes_text(layout: ParallelLayout, names: Sequence[str] = ("pp", "tp", "dp")
 
 
 def goes_with_parts(sync: str) -> bool:
-    """Whether a strategy sums whole replicas of a part of a model, and asks nothing of hosts; see
-    `parallel/split_sync.py`."""
+    """Whether a strategy sums whole replicas of a model's part; see `parallel/split_sync.py`."""
     recipe = find_strategy(sync).recipe
     if recipe is None:
         return sync == "naive"

@@ -288,9 +288,7 @@ class TrainConfig:
         )
 
     def batch_plan(self, world_size: int) -> BatchPlan:
-        """The exact batch arithmetic on `world_size` ranks; of a split model, its replicas share
-        the leaves.
-        """
+        """The exact batch arithmetic; of a split model, its replicas share the leaves."""
         return solve_batch_plan(
             tokens_per_update=self.tokens_per_update,
             seq_len=self.sequence_length,

@@ -105,8 +105,7 @@ def _default_directory(world: World, comm: Communicator) -> Path:
 
 
 def _replicas(config: TrainConfig, world: World) -> World:
-    """The ranks that share out the leaves: `world`, or the replicas of a split model (all ranks
-    of a replica read the same leaves)."""
+    """The ranks that share out the leaves: all, or the replicas of a split model."""
     layout = config.layout(world.world_size)
     if layout.model_ranks == 1:
         return world

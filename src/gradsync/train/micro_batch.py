@@ -46,16 +46,14 @@ from gradsync.train.tuned import Cache, check_line, run_conditions
 from gradsync.world import World
 
 _SAME_ROOM = (0.8, 1.25)
-"""Times the memory there was when it was measured: with less it may not fit, with more it may be
-too small."""
+"""Times the memory of then: with less it may not fit, with more it may be too small."""
 _FP32 = 4
 _STATES = 2
 _LOGIT_BYTES = 8
 """Bytes of a logit at the very least: its fp32 value and its gradient; see [Note: Loss in rows]."""
 _REPEATS, _REPEAT_S = 5, 0.5
 _IMBALANCE = 1.125
-"""How much more than need be the busiest rank may have to do: with few large leaves, shares that
-differ by one leaf differ by much."""
+"""How much more than need be the busiest rank may have to do, as shares differ by a leaf."""
 _GAIN = 0.97
 """A larger micro-batch pays when a sequence takes less than this share of its time before."""
 

@@ -73,17 +73,22 @@ def fit_line(sizes: Sequence[float], times: Sequence[float]) -> tuple[float, flo
     ValueError for fewer than two different sizes, or a time that is not above 0."""
     if len(set(sizes)) < 2 or min(times) <= 0:
         raise ValueError(f"no line through sizes {list(sizes)} and times {list(times)}")
+    import numpy as np  # planning does without
+
     # Rows are divided by the time, so that the right side is 1.
-    rows = [(1 / time, size / time) for size, time in zip(sizes, times, strict=True)]
-    ratios = [1.0] * len(rows)  # predicted / measured
-    alpha = beta = 0.0
+    rows = np.array([(1, size) for size in sizes]) / np.array(times)[:, None]
+    line, ratios = np.zeros(2), np.ones(len(rows))  # predicted / measured
     for _ in range(_ITERATIONS):
-        alpha, beta = _least_squares(rows, [_weight(ratio) for ratio in ratios])
+        # So that (ratio - 1)**2 counts as e**2, and a large one as |e|.
+        errors = abs(ratios - 1) / ratios**0.5
+        weights = _SMALL_ERROR / np.maximum(errors, _SMALL_ERROR) / ratios
+        products, right = (rows.T * weights) @ rows, rows.T @ weights
+        line = np.linalg.solve(products, right)
+        if line.min() < 0:  # the best allowed line lies on that border
+            line = np.where(line < 0, 0.0, right / products.diagonal())
         # The mean of old and new: the plain new ones can swing between two lines for ever.
-        ratios = [
-            (ratio + alpha * x + beta * y) / 2 for ratio, (x, y) in zip(ratios, rows, strict=True)
-        ]
-    return alpha, beta
+        ratios = (ratios + rows @ line) / 2
+    return float(line[0]), float(line[1])
 
 
 def quality(
@@ -95,33 +100,6 @@ def quality(
     ]
     residual = median(abs(ratio - 1) for ratio in found)
     return residual, max(max(ratio, 1 / ratio) for ratio in found)
-
-
-def _weight(ratio: float) -> float:
-    """Weight of (ratio - 1)**2, so that it counts as e**2, and a large one as |e|."""
-    error = abs(ratio - 1) / ratio**0.5
-    return min(1.0, _SMALL_ERROR / max(error, _SMALL_ERROR)) / ratio
-
-
-def _least_squares(
-    rows: Sequence[tuple[float, float]], weights: Sequence[float]
-) -> tuple[float, float]:
-    """Alpha and beta, both at least 0, with the least weighted sum of squared relative errors."""
-    weighted = list(zip(rows, weights, strict=True))
-    xx = sum(w * x * x for (x, _), w in weighted)
-    xy = sum(w * x * y for (x, y), w in weighted)
-    yy = sum(w * y * y for (_, y), w in weighted)
-    x1 = sum(w * x for (x, _), w in weighted)
-    y1 = sum(w * y for (_, y), w in weighted)
-    determinant = xx * yy - xy * xy
-    alpha = (x1 * yy - y1 * xy) / determinant
-    beta = (y1 * xx - x1 * xy) / determinant
-    # One of them below 0: the best allowed line lies on that border.
-    if alpha < 0:
-        return 0.0, y1 / yy
-    if beta < 0:
-        return x1 / xx, 0.0
-    return alpha, beta
 
 
 _KEY = (

@@ -24,9 +24,9 @@ from gradsync.plan.placement import MARGIN, gb
 from gradsync.plan.profile import (
     StepProfile,
     estimate_profile,
-    load_profile,
+    known_profile,
     probe_work,
-    profile_path,
+    profile_conditions,
     scaled_profile,
 )
 from gradsync.plan.step_costs import StepTime, predict_step
@@ -65,8 +65,8 @@ class Costs:
 
         host, device = hardware.hosts[0], leaf.kind
         ranks = len(host.devices)
-        path = profile_path(leaf, device=device, threads=choose_threads(ranks))
-        if load_profile(path) is None and os.getloadavg()[0] > _BUSY * host.cores:
+        conditions = profile_conditions(leaf, device=device, threads=choose_threads(ranks))
+        if known_profile(conditions) is None and os.getloadavg()[0] > _BUSY * host.cores:
             self.load = os.getloadavg()[0]
         # What was measured beside other work is not kept.
         cached = self.load is None

@@ -20,7 +20,13 @@ import torch
 from torch import Tensor
 
 from gradsync.models.gpt import GPT
-from gradsync.plan.profile import BucketReady, StepProfile, load_profile, profile_path, save_profile
+from gradsync.plan.profile import (
+    BucketReady,
+    StepProfile,
+    keep_profile,
+    known_profile,
+    profile_conditions,
+)
 from gradsync.plan.workload import Workload
 from gradsync.runtime.machine import choose_threads, pin_threads
 from gradsync.runtime.memory import keep_freed_memory
@@ -54,8 +60,8 @@ def probe_profile(
         cached: whether to take what was measured before on this machine, and keep what is now.
     """
     threads = choose_threads(ranks_per_host)
-    path = profile_path(work, device=device, threads=threads)
-    known = load_profile(path) if cached else None
+    conditions = profile_conditions(work, device=device, threads=threads)
+    known = known_profile(conditions) if cached else None
     if known is not None:
         return known
     if device == "cpu":
@@ -66,7 +72,7 @@ def probe_profile(
     finally:
         pin_threads(before)
     if cached:
-        save_profile(path, profile)
+        keep_profile(conditions, profile)
     return profile
 
 

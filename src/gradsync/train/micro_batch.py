@@ -36,13 +36,14 @@ from gradsync.models.config import GPTConfig
 from gradsync.models.gpt import GPT
 from gradsync.parallel.layout import ParallelLayout
 from gradsync.plan.memory import memory_need
+from gradsync.plan.profile import Cache
 from gradsync.plan.workload import Split, Workload
 from gradsync.runtime.machine import available_bytes
 from gradsync.runtime.memory import PeakMemory, give_back, resident_bytes
 from gradsync.sync.registry import find_strategy
 from gradsync.train.config import AUTO, TrainConfig
 from gradsync.train.learner import autocast, build_optimizer, summed_loss
-from gradsync.train.tuned import Cache, check_line, run_conditions
+from gradsync.train.tuned import check_line, run_conditions
 from gradsync.world import World
 
 _SAME_ROOM = (0.8, 1.25)

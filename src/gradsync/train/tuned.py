@@ -7,30 +7,22 @@ version knows them. Micro-batches that were probed are kept in the same way (`mi
 
 from __future__ import annotations
 
-import json
 import shlex
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar, get_args
+from typing import Any, get_args
 
-from gradsync.core.files import cache_entry, read_entry, write_entry
 from gradsync.data.documents import is_stream
 from gradsync.errors import ConfigError
 from gradsync.models.config import GPTConfig, preset
-from gradsync.runtime import environ
-from gradsync.runtime.machine import cpu_model, host_cores
+from gradsync.plan.profile import Cache, Conditions, machine_conditions
 from gradsync.sync.registry import check_options, find_strategy
 from gradsync.train.config import AUTO, CompileOrder, SyncConfig, TrainConfig, recipe
 from gradsync.train.config_io import read_file
 from gradsync.train.data import shape_before
 from gradsync.world import World
 
-T = TypeVar("T")
-Conditions = dict[str, Any]
-"""The facts a measurement depends on, as JSON has them; an answer holds where all are equal."""
-
-_FORMAT_VERSION = 1
 _TUNED_FROM = 2  # Ranks of `gradsync tune` unless it is told otherwise
 
 
@@ -74,19 +66,11 @@ class Tuned:
 
 def run_conditions(config: TrainConfig, shape: GPTConfig, world: World, threads: int) -> Conditions:
     """The conditions of every measurement of a training step; `threads` are those of a rank."""
-    import torch
-
-    on_cuda = world.device.startswith("cuda")
-    return {
+    return machine_conditions(world.device, threads) | {
         "model": _sizes(shape),
         "dtype": config.dtype,
         "seq_len": config.sequence_length,
         "world_size": world.world_size,
-        "threads": threads,
-        "device": torch.cuda.get_device_name(world.device) if on_cuda else "cpu",
-        "cpu": cpu_model(),
-        "cores": host_cores(),
-        "torch": str(torch.__version__),
     }
 
 
@@ -105,42 +89,6 @@ def conditions_of(config: TrainConfig, world: World, *, threads: int) -> Conditi
         "num_nodes": world.num_nodes,
         "keep_memory": config.keep_memory,
     }
-
-
-@dataclass(frozen=True, slots=True)
-class Cache(Generic[T]):
-    """Answers that were measured here, one file for each `Conditions`."""
-
-    kind: str  # Name of its folder in the user's cache
-    build: Callable[[Any], T]
-    """Makes an answer of a file's JSON object; ValueError or the like where it cannot be one."""
-
-    def folder(self) -> Path:
-        return environ.cache_dir() / self.kind
-
-    def path(self, conditions: Conditions) -> Path:
-        """Where the answer for `conditions` is kept."""
-        return cache_entry(self.folder(), json.dumps(conditions, sort_keys=True))
-
-    def save(self, conditions: Conditions, found: T) -> Path:
-        """Keep a dataclass in the place of what was there; returns where."""
-        answer: Any = found
-        heading = {"format_version": _FORMAT_VERSION, "conditions": conditions}
-        return write_entry(self.path(conditions), heading | asdict(answer))
-
-    def read(self, conditions: Conditions) -> T | None:
-        """The answer for `conditions`; None when there is none, or none that can be believed."""
-
-        def checked(document: Any) -> T:
-            if not isinstance(document, dict):
-                raise ValueError("it holds no object")
-            if (found := document["format_version"]) != _FORMAT_VERSION:
-                raise ValueError(f"format_version {found}, not {_FORMAT_VERSION}")
-            if document["conditions"] != conditions:
-                raise ValueError("it was measured for something else")
-            return self.build(document)
-
-        return read_entry(self.path(conditions), checked)
 
 
 def check_line(value: Any) -> str:

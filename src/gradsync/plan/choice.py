@@ -51,6 +51,7 @@ class Costs:
     step = staticmethod(predict_step)
 
     def profile(self, work: Workload, device: Device) -> StepProfile:
+        """A leaf and an update on a device."""
         if self.measured is None:
             return estimate_profile(work, device)
         return scaled_profile(*self.measured, work)
@@ -112,10 +113,12 @@ class Candidate:
 
     @property
     def runs(self) -> bool:
+        """Whether it can."""
         return self.time is not None
 
     @property
     def seconds(self) -> float:
+        """Duration of a step, where it can run."""
         assert self.time is not None
         return self.time.total_s
 
@@ -132,6 +135,7 @@ class Candidate:
         return 0 if self.memory is None else self.memory.total - self.room_bytes
 
     def to_json(self) -> dict[str, Any]:
+        """As JSON can hold it."""
         memory = self.memory
         return {
             "strategy": self.split.strategy,
@@ -257,6 +261,7 @@ class Recommendation:
         return kept
 
     def to_json(self) -> dict[str, Any]:
+        """As JSON can hold it."""
         return {
             "pick": None if self.pick is None else self.pick.to_json(),
             "candidates": [candidate.to_json() for candidate in self.candidates],

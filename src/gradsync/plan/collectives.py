@@ -65,6 +65,7 @@ class Fit:
         return self.alpha_s + self.beta_s_per_byte * num_bytes
 
     def to_json(self) -> dict[str, Any]:
+        """As a dictionary of its fields."""
         return asdict(self)
 
 

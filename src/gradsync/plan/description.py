@@ -64,6 +64,7 @@ class Link:
     else each rank has a port of its own."""
 
     def seconds(self, num_bytes: float) -> float:
+        """Time of one message."""
         return self.alpha_s + num_bytes / self.bytes_per_s
 
 

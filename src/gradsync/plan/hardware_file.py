@@ -218,6 +218,7 @@ class Section:
         return cls(where=where, values=value)
 
     def has(self, key: str) -> bool:
+        """Whether the key is there, with a value."""
         return self.values.get(key) is not None
 
     def at(self, key: str) -> str:

@@ -417,6 +417,7 @@ class MemoryNeed:
 
     @property
     def total(self) -> int:
+        """The sum of all parts."""
         return sum(getattr(self, f.name) for f in fields(self))
 
     @property

@@ -209,6 +209,7 @@ class Submodels:
         return found
 
     def to_json(self) -> dict[str, Any]:
+        """As JSON can hold it."""
         return {
             "strategy": self.words(),
             "replicas": [list(group) for group in self.groups],

@@ -66,6 +66,7 @@ class StepProfile:
 
     @property
     def leaf_s(self) -> float:
+        """Forward and backward."""
         return self.forward_s + self.backward_s
 
     @classmethod
@@ -89,6 +90,7 @@ class Parameter:
 
     @property
     def numel(self) -> int:
+        """Number of elements."""
         return prod(self.shape)
 
 
@@ -157,6 +159,7 @@ FLOPS_PER_BYTE = 153.0
 
 
 def leaf_operations(work: Workload) -> float:
+    """Floating-point operations of a leaf's forward and backward."""
     return work.model.flops_per_token(work.seq_len) * work.leaf_tokens
 
 
@@ -248,6 +251,7 @@ class Cache(Generic[T]):
     """Makes an answer of a file's JSON object; ValueError or the like where it cannot be one."""
 
     def folder(self) -> Path:
+        """The folder."""
         return environ.cache_dir() / self.kind
 
     def path(self, conditions: Conditions) -> Path:

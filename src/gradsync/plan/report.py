@@ -65,6 +65,7 @@ def _link_text(link: Link) -> str:
 
 
 def work_lines(name: str, work: Workload) -> list[str]:
+    """The model and its batch."""
     return [
         f"GPT {name} ({work.model.num_params() / 1e6:,.1f} M parameters, vocabulary "
         f"{work.model.vocab_size:,}), {work.dtype}, {work.step_tokens:,} tokens per update in "
@@ -73,6 +74,7 @@ def work_lines(name: str, work: Workload) -> list[str]:
 
 
 def figure_lines(costs: Costs, hardware: Hardware) -> list[str]:
+    """Where the figures come from."""
     sources = dict.fromkeys(device.source for device in hardware.devices if device.source)
     peak = f" ({'; '.join(sources)})" if sources else ""
     computing = f"estimated, {UTILISATION:.1%} of the peak{peak}"

@@ -273,6 +273,7 @@ class Simulation:
 
     @property
     def names(self) -> list[str]:
+        """Splits in order."""
         return list(dict.fromkeys(point.name for point in self.points))
 
     def point(self, name: str, world_size: int) -> SplitPoint | None:
@@ -280,6 +281,7 @@ class Simulation:
         return next((p for p in self.points if (p.name, p.world_size) == (name, world_size)), None)
 
     def to_json(self) -> dict[str, Any]:
+        """As JSON can hold it."""
         return {
             "world_sizes": list(self.world_sizes),
             "devices_per_host": len(self.host.devices),

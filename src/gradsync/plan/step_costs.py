@@ -148,6 +148,7 @@ class StepCosts:
 
     @property
     def leaf_s(self) -> float:
+        """Forward and backward."""
         return self.forward_s + self.backward_s
 
 
@@ -333,9 +334,11 @@ class StepTime:
 
     @property
     def total_s(self) -> float:
+        """The whole step."""
         return self.compute_s + self.exposed_comm_s + self.bubble_s + self.update_s
 
     def to_json(self) -> dict[str, Any]:
+        """As JSON can hold it."""
         return {**asdict(self), "total_s": self.total_s}
 
 

@@ -27,10 +27,12 @@ class Workload:
 
     @property
     def leaf_tokens(self) -> int:
+        """Tokens of one leaf."""
         return self.micro_batch_size * self.seq_len
 
     @property
     def step_tokens(self) -> int:
+        """Tokens of one optimizer step."""
         return self.leaf_tokens * self.num_leaves
 
 
@@ -46,6 +48,7 @@ class Split:
 
     @property
     def world_size(self) -> int:
+        """Ranks."""
         return self.layout.world_size
 
     @property

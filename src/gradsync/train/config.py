@@ -297,10 +297,12 @@ class TrainConfig:
         )
 
     def layout(self, world_size: int) -> ParallelLayout:
+        """How `world_size` ranks are divided."""
         return parse_layout(self.parallel, world_size)
 
     @property
     def sequence_length(self) -> int:
+        """Tokens of a sequence."""
         return self.model.block_size if self.seq_len is None else self.seq_len
 
     @property

@@ -48,6 +48,7 @@ class ConfigChanges:
     notes: tuple[str, ...] = ()  # A line each
 
     def applied_to(self, config: TrainConfig) -> TrainConfig:
+        """`config` with the changes."""
         changes = dict(self.changes)
         if "sync_options" in changes:
             changes["sync_options"] = SyncConfig(**changes["sync_options"])

@@ -75,6 +75,7 @@ def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Use `lr` for the coming step, in every group."""
     for group in optimizer.param_groups:
         group["lr"] = lr
 
@@ -92,6 +93,7 @@ class Learner:
 
     @property
     def parameter_names(self) -> list[str]:
+        """Names of the whole model's parameters, in its order."""
         return [name for name, _ in self.model.named_parameters()]
 
     def run_leaves(self, leaves: Iterable[Leaf]) -> None:
@@ -117,6 +119,7 @@ class Learner:
         self.sync.prime(forward_backward)
 
     def evaluate(self, leaves: EvalLeaves) -> float:
+        """See the function `evaluate`."""
         spread = not self.sync.whole_parameters
         return evaluate(self.model, leaves, self.comm, self.autocast, equal_forwards=spread)
 
@@ -145,6 +148,7 @@ class Learner:
         return model
 
     def closing_figures(self, memory_gib: float) -> dict[str, Any]:
+        """More for the summary; all ranks call it at the end of the run."""
         return {}
 
 

@@ -55,6 +55,7 @@ class Interval:
         self.reset()
 
     def reset(self) -> None:
+        """Begin anew."""
         self.steps = 0
         self.data_s = 0.0
         self._exposed: list[Stopwatch] = []

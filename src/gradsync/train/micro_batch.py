@@ -230,6 +230,7 @@ class MemoryProbe:
         return Cost(peak_bytes=top - before, held_bytes=held[-1] - before, seconds=seconds)
 
     def clear(self) -> None:
+        """Give back what is no longer used."""
         if self._on_cuda:
             gc.collect()
             torch.cuda.empty_cache()
@@ -460,6 +461,7 @@ class Rehearsal:
         return attempt
 
     def close(self) -> None:
+        """Let go of everything."""
         self._parts = None
 
     def _leaf(self, model: GPT, size: int) -> None:

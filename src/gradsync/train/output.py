@@ -73,6 +73,7 @@ class Progress:
         self._since: tuple[int, float] | None = None
 
     def start(self, done_steps: int) -> None:
+        """Begin at `done_steps`."""
         self._since = (done_steps, time.monotonic())
         if not (self._enabled and self._wants_live and self._stream.isatty()):
             return
@@ -242,6 +243,7 @@ class RunDir:
             handler.stream.close()
 
     def close(self) -> None:
+        """Close the metrics file."""
         metrics, self._metrics = self._metrics, None
         if metrics is not None:
             with suppress(OSError):  # a full disk was reported when it was met
@@ -269,6 +271,7 @@ def _make(folder: Path) -> None:
 
 
 def describe_environment(world: World, threads: int) -> dict[str, Any]:
+    """Machine and software of the run; for `env.json`."""
     return {
         "host": socket.gethostname(),
         "platform": platform.platform(),

@@ -22,7 +22,7 @@ CLASS_LIMIT = 250
 PACKAGES = REPOSITORY / "src" / "gradsync"
 BUDGETS = {
     **{"core": 950, "runtime": 3_765, "comm": 2_650, "sync": 9_250, "data": 2_450},
-    **{"checkpoint": 1_350, "models": 600, "parallel": 1_250, "plan": 5_000, "train": 3_520},
+    **{"checkpoint": 1_350, "models": 600, "parallel": 1_250, "plan": 4_925, "train": 3_435},
     **{"launch": 1_615, "compat": 1_120, "backends": 700, "verify": 3_500, "bench": 5_230},
     "cli": 3_120,
 }

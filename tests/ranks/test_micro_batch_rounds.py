@@ -13,9 +13,16 @@ from torch import nn
 
 from gradsync.comm.groups import SingleCommunicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
-from gradsync.plan.micro_batch import Trial, chosen_size, try_sizes
-from gradsync.plan.probe import Cost, MemoryProbe, is_out_of_memory
-from gradsync.train.micro_batch import Rehearsal, find_micro_batch
+from gradsync.train.micro_batch import (
+    Cost,
+    MemoryProbe,
+    Rehearsal,
+    Trial,
+    chosen_size,
+    find_micro_batch,
+    is_out_of_memory,
+    try_sizes,
+)
 from gradsync.world import World
 from support.small_run import small_config
 from support.thread_ranks import run_thread_ranks

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+from gradsync.plan import machine
 from gradsync.plan.description import Hardware
-from gradsync.plan.machine import (
-    DEFAULT_LINK,
-    Interfaces,
-    Processor,
-    Sources,
-    detect_hardware,
-)
+from gradsync.plan.machine import Interfaces, Processor, detect_hardware
 
 GIB = 2**30
 
@@ -38,12 +34,12 @@ def found(
     torch = more.pop("torch", lambda: None)
     torch_version = more.pop("torch_version", "2.13.0")
     values: dict[str, Any] = {
-        "module": lambda name: nvml if name == "pynvml" else torch(),
-        "version": lambda _: torch_version,
-        "processor": lambda: EPYC,
-        "interfaces": lambda: WIRED,
-        "cpu_link": lambda _: (DEFAULT_LINK, ""),
-        "root": root,
+        "_module": lambda name: nvml if name == "pynvml" else torch(),
+        "version_of": lambda _: torch_version,
+        "read_processor": lambda: EPYC,
+        "read_interfaces": lambda: WIRED,
+        "load_fits": lambda _: [],
     }
     known = {name: more.pop(name) for name in values.keys() & more.keys()}
-    return detect_hardware(env or {}, sources=Sources(**values | known), **more)
+    with patch.multiple(machine, **values | known):
+        return detect_hardware(env or {}, root=root, **more)

@@ -21,7 +21,6 @@ class FakeSlice:
     sms: int
     compute_slices: int
     free: int | None = None
-    instance: tuple[int, int] = (1, 0)
     pids: tuple[int, ...] = ()
     name: str = ""
 
@@ -122,12 +121,6 @@ class FakeNvml:
         return SimpleNamespace(
             multiprocessorCount=handle.sms, computeInstanceSliceCount=handle.compute_slices
         )
-
-    def nvmlDeviceGetGpuInstanceId(self, handle):
-        return handle.instance[0]
-
-    def nvmlDeviceGetComputeInstanceId(self, handle):
-        return handle.instance[1]
 
     def nvmlDeviceGetPciInfo(self, handle):
         return SimpleNamespace(busId=handle.bus.encode())

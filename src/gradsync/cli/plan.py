@@ -16,7 +16,7 @@ from gradsync.bench.plot import check_plot
 from gradsync.cli.arguments import parse
 from gradsync.errors import ConfigError, RunError
 from gradsync.plan.catalog import DEFAULT_NETWORK, NETWORKS, check_size
-from gradsync.plan.choice import Costs, Recommendation, Search, choose, remedy
+from gradsync.plan.choice import USUAL, Costs, Recommendation, Search, choose, remedy
 from gradsync.plan.description import Hardware, speed_switches
 from gradsync.plan.hardware_file import hardware_document, load_hardware, load_network
 from gradsync.plan.machine import detect_hardware
@@ -39,9 +39,6 @@ from gradsync.sync.registry import STRATEGIES, find_strategy
 from gradsync.train.config import TrainConfig, recipe
 from gradsync.train.data import vocabulary
 
-_USUAL = ("invariant", "bucketed", "zero1", "zero2", "fsdp", "ddp")
-"""Strategies tried unless names are given: none that loses something on purpose, and only one of
-each cost."""
 _BETWEEN_HOSTS = "hierarchical"  # Joins them where there are several hosts
 _LARGEST_MICRO_BATCH = 32
 _SIZES = ("tokens_per_update", "micro_batch_size", "seq_len", "dtype")
@@ -221,8 +218,8 @@ def _repeated(hardware: Hardware, nodes: int | None, name: str) -> Hardware:
 
 def _strategies(text: str) -> tuple[str, ...]:
     if text.strip() == "all":
-        return tuple(dict.fromkeys((*_USUAL, *STRATEGIES)))
-    names = [name.strip() for name in text.split(",") if name.strip()] if text else list(_USUAL)
+        return tuple(dict.fromkeys((*USUAL, *STRATEGIES)))
+    names = [name.strip() for name in text.split(",") if name.strip()] if text else list(USUAL)
     if text and not names:
         raise ConfigError(f"--strategies names none: got {text!r}")
     return tuple(dict.fromkeys(find_strategy(name).name for name in names))

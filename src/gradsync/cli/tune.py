@@ -25,10 +25,11 @@ from gradsync.bench.tune import STAGES, TuneRequest, print_report
 from gradsync.cli.experiment import run_experiment
 from gradsync.errors import ConfigError
 from gradsync.models.config import preset
+from gradsync.plan.profile import Conditions
 from gradsync.runtime.machine import choose_threads
 from gradsync.train.config import TrainConfig, recipe
 from gradsync.train.data import vocabulary
-from gradsync.train.tuned import TUNED, Conditions, Tuned, TunedStrategy, conditions_of
+from gradsync.train.tuned import TUNED, Tuned, TunedStrategy, conditions_of
 from gradsync.world import World
 
 _COMMAND = ("tune",)

@@ -126,8 +126,7 @@ class Model(NamedTuple):
     capability: tuple[int, int]
     num_sms: int  # Streaming multiprocessors, of which a MIG slice gets some
     link: str
-    """A name in `LINKS`: to the other devices of a usual host. Cards whose NVLink is a bridge that
-    one may buy have PCIe here."""
+    """In `LINKS`, to the usual host's others; PCIe where NVLink is a bridge that one may buy."""
     source: str
 
     def device(self) -> Device:
@@ -199,14 +198,11 @@ _USUAL_CLOCK_HZ = 1.5e9
 
 
 def by_driver_name(name: str) -> Model | None:
-    """The model of a device that calls itself `name`; None when no data sheet is known for it."""
-    wanted = _bare(name)
-    return next((model for model in MODELS.values() if _bare(model.name) == wanted), None)
-
-
-def _bare(name: str) -> str:
-    """Older drivers leave the maker out."""
-    return name.strip().lower().removeprefix("nvidia ")
+    """The model of a device that calls itself `name`; None when no data sheet is known for it.
+    Older drivers leave the maker out."""
+    wanted = name.strip().lower().removeprefix("nvidia ")
+    names = {model.name.lower().removeprefix("nvidia "): model for model in MODELS.values()}
+    return names.get(wanted)
 
 
 def device_of(key: str) -> Device:
@@ -274,11 +270,7 @@ def estimated_flops(capability: tuple[int, int], num_sms: int, clock_hz: float) 
 
 
 def hardware_of(name: str) -> Hardware:
-    """The machine called `name`.
-
-    Raises:
-        ConfigError: unknown device (the message has the nearest), no such form.
-    """
+    """The machine called `name`; ConfigError names the nearest device to an unknown one."""
     parts, at, hosts = name.partition("@")
     if at and (re.fullmatch(r"[1-9]\d{0,8}", hosts, re.ASCII) is None):
         raise ConfigError(

@@ -24,16 +24,19 @@ from gradsync.plan.placement import MARGIN, gb
 from gradsync.plan.profile import (
     StepProfile,
     estimate_profile,
-    load_profile,
+    known_profile,
     probe_work,
-    profile_path,
+    profile_conditions,
     scaled_profile,
 )
 from gradsync.plan.step_costs import StepTime, predict_step
-from gradsync.plan.workload import Split, Workload
+from gradsync.plan.workload import Split, Workload, goes_with_parts
 from gradsync.runtime.machine import choose_threads
 from gradsync.sync.registry import STRATEGIES, Promise
 
+USUAL = ("invariant", "bucketed", "zero1", "zero2", "fsdp", "ddp")
+"""Tried unless names are given, the simplest first: none that loses something on purpose, and only
+one of each cost."""
 ERROR = 0.15  # Times that differ by less count as equal: the time model is held to 15 %
 PROMISES: tuple[Promise, ...] = ("bitwise", "rounding", "lossy")  # The strongest first
 _BUSY = 0.5  # Processes that want to run, for each core: above this a probe measures them too
@@ -42,26 +45,16 @@ _BUSY = 0.5  # Processes that want to run, for each core: above this a probe mea
 class Costs:
     """Memory by formula; time from data sheets, or from a leaf that was measured here."""
 
-    def __init__(self) -> None:
-        self.measured: tuple[StepProfile, Workload] | None = None
-        self.load: float | None = None
-        """Measured on a machine that was busy with other work while it was measured."""
-
-    def memory(self, work: Workload, split: Split) -> MemoryNeed:
-        """Bytes of the rank that needs most."""
-        return memory_need(work, split)
+    measured: tuple[StepProfile, Workload] | None = None
+    load: float | None = None  # Of a machine that was busy with other work while it was measured
+    memory = staticmethod(memory_need)
+    step = staticmethod(predict_step)
 
     def profile(self, work: Workload, device: Device) -> StepProfile:
         """A leaf and an update on a device."""
         if self.measured is None:
             return estimate_profile(work, device)
         return scaled_profile(*self.measured, work)
-
-    def step(
-        self, work: Workload, split: Split, hardware: Hardware, profile: StepProfile
-    ) -> StepTime:
-        """An optimizer step on exactly the devices that are used."""
-        return predict_step(work, split, hardware, profile)
 
     def measure(self, work: Workload, hardware: Hardware) -> bool:
         """Time a leaf on this machine, a few seconds, unless that was done before; false where a
@@ -73,8 +66,8 @@ class Costs:
 
         host, device = hardware.hosts[0], leaf.kind
         ranks = len(host.devices)
-        path = profile_path(leaf, device=device, threads=choose_threads(ranks))
-        if load_profile(path) is None and os.getloadavg()[0] > _BUSY * host.cores:
+        conditions = profile_conditions(leaf, device=device, threads=choose_threads(ranks))
+        if known_profile(conditions) is None and os.getloadavg()[0] > _BUSY * host.cores:
             self.load = os.getloadavg()[0]
         # What was measured beside other work is not kept.
         cached = self.load is None
@@ -189,21 +182,12 @@ def _divisors(number: int) -> list[int]:
 def _usable(strategies: Sequence[str], layout: ParallelLayout) -> Sequence[str]:
     """Strategies that can keep replicas of such a layout together."""
     if layout.model_ranks > 1:
-        # Replicas of a part stay whole, and know of no hosts: see `parallel/split_sync.py`.
-        strategies = [name for name in strategies if _keeps_whole(name)]
+        strategies = [name for name in strategies if goes_with_parts(name)]
     if layout.dp > 1:
         return strategies
     # Alone, strategies differ in how they add up leaves, which is what they promise.
     promises = {STRATEGIES[name].promise: name for name in reversed(strategies)}
     return [name for name in strategies if name in promises.values()]
-
-
-def _keeps_whole(strategy: str) -> bool:
-    """As `train/split_check.py` has it."""
-    recipe = STRATEGIES[strategy].recipe
-    if recipe is None:
-        return strategy == "naive"
-    return recipe.shard == "none" and recipe.reduction != "hierarchical"
 
 
 def _shares_weights(strategy: str, layout: ParallelLayout, hardware: Hardware) -> bool:
@@ -215,8 +199,7 @@ def _shares_weights(strategy: str, layout: ParallelLayout, hardware: Hardware) -
 
 
 def obstacle(work: Workload, split: Split) -> str:
-    """Why arithmetic alone forbids it, in words; empty where nothing does. Of a divided model:
-    what `train/split_check.py` refuses."""
+    """Why arithmetic forbids it, or `train/check.py` a divided model; empty where nothing does."""
     layout, leaves, model = split.layout, work.num_leaves, work.model
     if layout.dp > leaves:
         return f"{layout.dp} replicas cannot share {leaves} leaves"
@@ -288,7 +271,7 @@ class Recommendation:
         if self.pick is not None and self.pick.split == group[0].split:
             return self.pick
         if fitting := [candidate for candidate in group if candidate.runs]:
-            return _preferred(fitting, self.search)
+            return preferred(fitting, self.search)
         judged = [candidate for candidate in group if candidate.memory is not None]
         return min(judged, key=lambda c: c.short_bytes, default=group[0])
 
@@ -301,14 +284,8 @@ class Recommendation:
 
 
 def choose(work: Workload, hardware: Hardware, costs: Costs, search: Search) -> Recommendation:
-    """Judge every combination and take one.
-
-    Args:
-        work: with the usual micro-batch; its `step_tokens` are what every candidate keeps.
-        hardware: what there is; candidates use all of it, one host, or one device.
-        costs: memory and time.
-        search: what may be tried.
-    """
+    """Judge every combination and take one. Every candidate keeps the `step_tokens` of `work`, and
+    uses all of the hardware, one host, or one device."""
     profile = cache(costs.profile)
     judged: list[Candidate] = []
     for count in counts(hardware):
@@ -362,11 +339,11 @@ def _pick(judged: Sequence[Candidate], search: Search) -> Candidate | None:
     for candidate in judged:
         if candidate.runs:
             fitting.setdefault(candidate.split.world_size, []).append(candidate)
-    best = [_preferred(group, search) for group in fitting.values()]
+    best = [preferred(group, search) for group in fitting.values()]
     return min(best, key=lambda c: (c.seconds, c.split.world_size), default=None)
 
 
-def _preferred(fitting: Sequence[Candidate], search: Search) -> Candidate:
+def preferred(fitting: Sequence[Candidate], search: Search) -> Candidate:
     """The best of those that are as fast as the fastest: the strongest promise, the whole model on
     each rank, the first strategy, activations kept, the micro-batch nearest to the usual one."""
     usual = search.micro_batch_sizes[0]

@@ -70,24 +70,26 @@ class Fit:
 
 
 def fit_line(sizes: Sequence[float], times: Sequence[float]) -> tuple[float, float]:
-    """Alpha (seconds) and beta (seconds per byte) of the line through some times, one per size.
-
-    Raises:
-        ValueError: fewer than two different sizes, or a time that is not above 0.
-    """
+    """Alpha (seconds) and beta (seconds per byte) of the line through some times, one per size;
+    ValueError for fewer than two different sizes, or a time that is not above 0."""
     if len(set(sizes)) < 2 or min(times) <= 0:
         raise ValueError(f"no line through sizes {list(sizes)} and times {list(times)}")
+    import numpy as np  # planning does without
+
     # Rows are divided by the time, so that the right side is 1.
-    rows = [(1 / time, size / time) for size, time in zip(sizes, times, strict=True)]
-    ratios = [1.0] * len(rows)  # predicted / measured
-    alpha = beta = 0.0
+    rows = np.array([(1, size) for size in sizes]) / np.array(times)[:, None]
+    line, ratios = np.zeros(2), np.ones(len(rows))  # predicted / measured
     for _ in range(_ITERATIONS):
-        alpha, beta = _least_squares(rows, [_weight(ratio) for ratio in ratios])
+        # So that (ratio - 1)**2 counts as e**2, and a large one as |e|.
+        errors = abs(ratios - 1) / ratios**0.5
+        weights = _SMALL_ERROR / np.maximum(errors, _SMALL_ERROR) / ratios
+        products, right = (rows.T * weights) @ rows, rows.T @ weights
+        line = np.linalg.solve(products, right)
+        if line.min() < 0:  # the best allowed line lies on that border
+            line = np.where(line < 0, 0.0, right / products.diagonal())
         # The mean of old and new: the plain new ones can swing between two lines for ever.
-        ratios = [
-            (ratio + alpha * x + beta * y) / 2 for ratio, (x, y) in zip(ratios, rows, strict=True)
-        ]
-    return alpha, beta
+        ratios = (ratios + rows @ line) / 2
+    return float(line[0]), float(line[1])
 
 
 def quality(
@@ -99,33 +101,6 @@ def quality(
     ]
     residual = median(abs(ratio - 1) for ratio in found)
     return residual, max(max(ratio, 1 / ratio) for ratio in found)
-
-
-def _weight(ratio: float) -> float:
-    """Weight of (ratio - 1)**2, so that it counts as e**2, and a large one as |e|."""
-    error = abs(ratio - 1) / ratio**0.5
-    return min(1.0, _SMALL_ERROR / max(error, _SMALL_ERROR)) / ratio
-
-
-def _least_squares(
-    rows: Sequence[tuple[float, float]], weights: Sequence[float]
-) -> tuple[float, float]:
-    """Alpha and beta, both at least 0, with the least weighted sum of squared relative errors."""
-    weighted = list(zip(rows, weights, strict=True))
-    xx = sum(w * x * x for (x, _), w in weighted)
-    xy = sum(w * x * y for (x, y), w in weighted)
-    yy = sum(w * y * y for (_, y), w in weighted)
-    x1 = sum(w * x for (x, _), w in weighted)
-    y1 = sum(w * y for (_, y), w in weighted)
-    determinant = xx * yy - xy * xy
-    alpha = (x1 * yy - y1 * xy) / determinant
-    beta = (y1 * xx - x1 * xy) / determinant
-    # One of them below 0: the best allowed line lies on that border.
-    if alpha < 0:
-        return 0.0, y1 / yy
-    if beta < 0:
-        return x1 / xx, 0.0
-    return alpha, beta
 
 
 _KEY = (
@@ -142,11 +117,8 @@ def fits_path(environment: Mapping[str, Any]) -> Path:
 
 
 def save_fits(environment: Mapping[str, Any], fits: Sequence[Fit]) -> Path:
-    """Keep `fits`; those of operations and algorithms that were not measured now stay as they are.
-
-    Raises:
-        RunError: the cache cannot be written.
-    """
+    """Keep `fits`; those of operations and algorithms that were not measured now stay as they
+    are. RunError where the cache cannot be written."""
     known = {(fit.operation, fit.algorithm): fit for fit in [*load_fits(environment), *fits]}
     document = {
         "environment": {name: environment[name] for name in ("date", *_KEY)},
@@ -163,8 +135,7 @@ def load_fits(environment: Mapping[str, Any]) -> list[Fit]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupPlace:
-    """Where the ranks of a group are: `ranks` of them, `per_host` on each host (the last one may
-    have fewer)."""
+    """Where a group's `ranks` are: `per_host` on each host, but for the last one."""
 
     ranks: int
     per_host: int
@@ -172,10 +143,6 @@ class GroupPlace:
     network: Link | None = None  # Between hosts
     groups_per_host: int = 1
     """Groups like this one that use a host's network at the same time, where it has one port."""
-
-    def __post_init__(self) -> None:
-        if self.num_hosts > 1 and self.network is None:
-            raise ConfigError(f"{self.num_hosts} hosts, but no network between them")
 
     @property
     def local(self) -> int:
@@ -316,15 +283,12 @@ class Traffic:
     bucket_mb: float = 25.0  # MiB; likewise `first_bucket_mb`
     first_bucket_mb: float = 1.0
     overlap: bool = True
-    """Whether it communicates beside backward, where something else than the computing cores does
-    the communicating."""
-    operation: Literal["all_reduce", "reduce_scatter"] = "all_reduce"  # A bucket's collective
+    """Beside backward, where something else than the computing cores communicates."""
+    shard: Literal["none", "optimizer", "gradients", "weights"] = "none"
+    """How far ranks share out. Each updates its part then; gradients are scattered; weights are
+    gathered in each leaf's forward and backward, where gradients are reduced too."""
     algorithm: str = "best"  # A name in `ALL_REDUCE`, or best
     wire: float = 1.0  # Bytes that travel over bytes of gradients
-    gathers_weights: bool = False  # After the update
-    gathers_blocks: bool = False
-    """In each leaf's forward and backward, and gradients are reduced in each leaf's backward."""
-    update_in_shares: bool = False  # Each rank updates its part only
     every: int = 1  # Steps between two meetings; more than 1: no other communication
     through_host: bool = False
     """Whether ranks of one host may share memory instead, and divide the update among them."""
@@ -336,12 +300,8 @@ class Traffic:
 
 
 def traffic_of(strategy: str, options: Mapping[str, Any] | None = None) -> Traffic:
-    """The messages of a strategy with options as `gradsync train` takes them; `torch_ddp` stands
-    for `ddp` as torch's users run it.
-
-    Raises:
-        ConfigError: unknown strategy or option.
-    """
+    """The messages of a strategy with options as `gradsync train` takes them (ConfigError where
+    either is unknown); `torch_ddp` stands for `ddp` as torch's users run it."""
     found = find_strategy("ddp" if strategy == "torch_ddp" else strategy)
     given = dict(options or {})
     check_options(found, given)
@@ -370,11 +330,9 @@ def _of_recipe(recipe: Recipe) -> Traffic:
         bucket_mb=recipe.bucket_mb,
         first_bucket_mb=recipe.first_bucket_mb,
         overlap=recipe.overlap,
-        operation="reduce_scatter" if recipe.shard == "gradients" else "all_reduce",
+        shard=recipe.shard,
         algorithm=algorithm,
         wire=1.0 if recipe.wire == "same" else 0.5,
-        gathers_weights=recipe.shard != "none",
-        update_in_shares=recipe.shard != "none",
         by_library=recipe.collective == "backend",
         through_host=through_host and shares_memory(recipe),
     )
@@ -388,13 +346,8 @@ def _of_other(name: str, options: Mapping[str, Any]) -> Traffic:
         rank = options.get("matrix_approximation_rank", _POWERSGD_RANK)
         return replace(library, low_rank=rank)
     if name == "fsdp":
-        return replace(
-            library,
-            operation="reduce_scatter",
-            gathers_blocks=True,
-            update_in_shares=True,
-            wire=0.5 if options.get("compute_dtype") in ("bf16", "fp16") else 1.0,
-        )
+        wire = 0.5 if options.get("compute_dtype") in ("bf16", "fp16") else 1.0
+        return replace(library, shard="weights", wire=wire)
     apart = replace(library, overlap=False, copies=0)
     if name == "naive":
         return replace(apart, grouping="parameter")

@@ -45,12 +45,6 @@ class Device:
     shared: bool = False  # Other processes were using it when it was looked at
     source: str = ""  # Where `peak_flops` and `memory_bytes_per_s` come from
 
-    def __post_init__(self) -> None:
-        for name in ("memory_bytes", "peak_flops"):
-            if getattr(self, name) <= 0:
-                said = name.removesuffix("_bytes")
-                raise ConfigError(f"device {self.name}: {said} must be positive")
-
     @property
     def usable_bytes(self) -> int:
         """Memory that a rank may plan with: the free part where it is known."""
@@ -69,10 +63,6 @@ class Link:
     """For a network: `bytes_per_s` is that of a host's one port, which its ranks divide among them;
     else each rank has a port of its own."""
 
-    def __post_init__(self) -> None:
-        if self.alpha_s < 0 or self.bytes_per_s <= 0:
-            raise ConfigError(f"link {self.name}: alpha_s must be >= 0 and bytes_per_s > 0")
-
     def seconds(self, num_bytes: float) -> float:
         """Time of one message."""
         return self.alpha_s + num_bytes / self.bytes_per_s
@@ -90,10 +80,6 @@ class Host:
     """Such as avx512_bf16, amx_bf16: what decides how fast bf16 is on the CPU."""
     interfaces: tuple[str, ...] = ()  # Network interfaces that are up, loopback left out
 
-    def __post_init__(self) -> None:
-        if not self.devices:
-            raise ConfigError("a host without devices")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hardware:
@@ -104,8 +90,6 @@ class Hardware:
     notes: tuple[str, ...] = ()  # How it was found, as far as a reader should know; one line each
 
     def __post_init__(self) -> None:
-        if not self.hosts:
-            raise ConfigError("hardware without hosts")
         if len(self.hosts) > 1 and self.network is None:
             raise ConfigError(f"{len(self.hosts)} hosts, but no network between them")
 
@@ -148,7 +132,11 @@ class Switches:
 def speed_switches(hardware: Hardware, env: Mapping[str, str]) -> Switches:
     """The switches that suit all devices; variables that are set in `env` are the user's own."""
     if hardware.devices[0].kind == "cpu":
-        return _on_cpu(hardware)
+        dtype, reason = "fp32", "fp32: without AMX or AVX-512 BF16 the CPU emulates bf16, slower"
+        if all(multiplies_bf16(host.instructions) for host in hardware.hosts):
+            fast = next(name for name in _CPU_BF16 if name in hardware.hosts[0].instructions)
+            dtype, reason = "bf16", f"bf16: the CPU multiplies it in hardware ({fast})"
+        return Switches(dtype=dtype, reasons=(f"{reason}; fused AdamW; freed memory kept",))
     oldest = min(device.compute_capability or (0, 0) for device in hardware.devices)
     capability, new = f"compute capability {oldest[0]}.{oldest[1]}", oldest >= _AMPERE
     dtype, said = "fp32", " has no tensor cores (7.0 has): fp32"
@@ -169,15 +157,6 @@ def speed_switches(hardware: Hardware, env: Mapping[str, str]) -> Switches:
 def multiplies_bf16(instructions: Collection[str]) -> bool:
     """Whether a CPU with these instructions has bf16 in hardware, and need not emulate it."""
     return any(name in instructions for name in _CPU_BF16)
-
-
-def _on_cpu(hardware: Hardware) -> Switches:
-    dtype, reason = "fp32", "fp32: without AMX or AVX-512 BF16 the CPU emulates bf16, slower"
-    if all(multiplies_bf16(host.instructions) for host in hardware.hosts):
-        fast = next(name for name in _CPU_BF16 if name in hardware.hosts[0].instructions)
-        dtype, reason = "bf16", f"bf16: the CPU multiplies it in hardware ({fast})"
-    reasons = (f"{reason}; fused AdamW; freed memory kept",)
-    return Switches(dtype=dtype, reasons=reasons)
 
 
 def _suggestions(hardware: Hardware, env: Mapping[str, str]) -> dict[str, str]:

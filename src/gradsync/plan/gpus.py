@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
 
@@ -35,15 +34,6 @@ _USUAL_GENERATION, _USUAL_LANES = 3, 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Slice:
-    """A MIG device."""
-
-    device: Device
-    uuid: str
-    old_name: str  # As drivers before 470 call it: `MIG-GPU-…/gpu instance/compute instance`
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
     """One GPU of the host, whether this process may use it or not."""
 
@@ -52,12 +42,16 @@ class Gpu:
     uuid: str
     handle: Any
     mig: bool = False  # It is divided, and can only be used in slices
-    slices: tuple[Slice, ...] = ()
+    bus: str  # PCI bus id
+    wires: Sequence[str]  # Bus id of what each NVLink that is up leads to; "": it is not told
+    pcie: tuple[int, int]
+    """Generation and lanes that GPU and slot can do at most, as they slow down to save power."""
+    slices: Mapping[str, Device] = field(default_factory=dict)  # MIG devices by UUID
 
     @property
     def parts(self) -> list[Visible]:
         """The parts that a process can use: the whole, or its slices."""
-        devices = [part.device for part in self.slices] if self.mig else [self.device]
+        devices = self.slices.values() if self.mig else [self.device]
         return [(device, self) for device in devices]
 
 
@@ -90,50 +84,52 @@ def _read_gpu(nvml: Any, index: int) -> Gpu:
         free_bytes=int(memory.free),
         shared=_is_shared(nvml, handle),
     )
-    uuid = _text(nvml.nvmlDeviceGetUUID(handle))
-    gpu = Gpu(index=index, uuid=uuid, handle=handle, device=device)
+    bus = ask(nvml, None, nvml.nvmlDeviceGetPciInfo, handle)
+    gpu = Gpu(
+        index=index,
+        uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
+        handle=handle,
+        device=device,
+        bus=f"GPU {index}" if bus is None else _text(bus.busId).lower(),
+        wires=_wires(nvml, handle),
+        pcie=(
+            ask(nvml, _USUAL_GENERATION, nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle),
+            ask(nvml, _USUAL_LANES, nvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
+        ),
+    )
     if not ask(nvml, (0, 0), nvml.nvmlDeviceGetMigMode, handle)[0]:
         return gpu
-    return replace(gpu, mig=True, slices=tuple(_slices(nvml, gpu)))
+    return replace(gpu, mig=True, slices=dict(_slices(nvml, gpu)))
 
 
-def _slices(nvml: Any, gpu: Gpu) -> list[Slice]:
+def _slices(nvml: Any, gpu: Gpu) -> Iterator[tuple[str, Device]]:
     """The MIG devices of a GPU; places that are not taken answer with an error."""
-    found = []
     for place in range(ask(nvml, 0, nvml.nvmlDeviceGetMaxMigDeviceCount, gpu.handle)):
         try:
             handle = nvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu.handle, place)
-            found.append(_read_slice(nvml, gpu, handle))
+            yield _text(nvml.nvmlDeviceGetUUID(handle)), _read_slice(nvml, gpu.device, handle)
         except nvml.NVMLError:
             continue
-    return found
 
 
-def _read_slice(nvml: Any, gpu: Gpu, handle: Any) -> Slice:
-    whole, memory = gpu.device, nvml.nvmlDeviceGetMemoryInfo(handle)
-    parts, model = nvml.nvmlDeviceGetAttributes(handle), by_driver_name(whole.name)
+def _read_slice(nvml: Any, whole: Device, handle: Any) -> Device:
+    memory, parts = nvml.nvmlDeviceGetMemoryInfo(handle), nvml.nvmlDeviceGetAttributes(handle)
+    model = by_driver_name(whole.name)
     share = parts.computeInstanceSliceCount / COMPUTE_SLICES
     if model is not None:
         share = parts.multiprocessorCount / model.num_sms
-    device = slice_of(whole, arithmetic=min(share, 1.0), memory_bytes=int(memory.total))
-    instance = nvml.nvmlDeviceGetGpuInstanceId(handle)
-    compute = nvml.nvmlDeviceGetComputeInstanceId(handle)
     name = _text(nvml.nvmlDeviceGetName(handle))
     if "MIG" not in name:  # as older drivers answer
         gib = round(memory.total / 2**30)
         name = f"{whole.name} MIG {parts.computeInstanceSliceCount}g.{gib}gb"
-    return Slice(
-        uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
-        old_name=f"MIG-{gpu.uuid}/{instance}/{compute}",
-        device=replace(
-            device,
-            name=name,
-            free_bytes=int(memory.free),
-            shared=_is_shared(nvml, handle),
-            source=(
-                f"{share:.3g} of the arithmetic and {memory.total / whole.memory_bytes:.3g} of the "
-                f"{whole.memory_bytes / 1e9:.1f} GB of {whole.name}; {whole.source}"
-            ),
+    return replace(
+        slice_of(whole, arithmetic=min(share, 1.0), memory_bytes=int(memory.total)),
+        name=name,
+        free_bytes=int(memory.free),
+        shared=_is_shared(nvml, handle),
+        source=(
+            f"{share:.3g} of the arithmetic and {memory.total / whole.memory_bytes:.3g} of the "
+            f"{whole.memory_bytes / 1e9:.1f} GB of {whole.name}; {whole.source}"
         ),
     )
 
@@ -215,10 +211,10 @@ def _find(word: str, gpus: Sequence[Gpu]) -> tuple[str, list[Visible]] | None:
         found = [(gpu.uuid, gpu.parts) for gpu in gpus if gpu.uuid.startswith(word)]
     elif word.startswith("MIG-"):
         found = [
-            (part.uuid, [(part.device, gpu)])
+            (uuid, [(device, gpu)])
             for gpu in gpus
-            for part in gpu.slices
-            if part.uuid.startswith(word) or part.old_name == word
+            for uuid, device in gpu.slices.items()
+            if uuid.startswith(word)
         ]
     return found[0] if len(found) == 1 else None
 
@@ -228,13 +224,10 @@ def host_link(nvml: Any, used: Sequence[Gpu], gpus: Sequence[Gpu]) -> tuple[Link
     line on all pairs, "" when they are alike. NVLinks that lead to none of the host's `gpus` lead
     to a switch."""
     if len(used) == 1:
-        alone = _pcie(nvml, used[0], used[0])
+        alone = _pcie(used[0], used[0])
         return replace(alone, source=f"the one device's own; {alone.source}"), ""
-    wires = {gpu.index: _wires(nvml, gpu) for gpu in gpus}
-    by_index = {gpu.index: gpu for gpu in gpus}
-    between = cache(lambda i, j: _between(nvml, by_index[i], by_index[j], wires, gpus))
     pairs = [
-        (between(one.index, other.index), i, j)
+        (_between(nvml, one, other, gpus), i, j)
         for (i, one), (j, other) in combinations(enumerate(used), 2)
     ]
     slowest, i, j = min(pairs, key=lambda pair: pair[0].bytes_per_s)
@@ -247,19 +240,16 @@ def host_link(nvml: Any, used: Sequence[Gpu], gpus: Sequence[Gpu]) -> tuple[Link
     return replace(slowest, source=f"{which}; {slowest.source}"), note
 
 
-def _between(
-    nvml: Any, one: Gpu, other: Gpu, wires: dict[int, list[str]], gpus: Sequence[Gpu]
-) -> Link:
+def _between(nvml: Any, one: Gpu, other: Gpu, gpus: Sequence[Gpu]) -> Link:
     """The link of two GPUs. Slices, also of one GPU, have neither NVLink nor direct access."""
     if not (one.mig or other.mig or one.index == other.index):
-        there = _bus(nvml, other)
-        links = wires[one.index].count(there)
+        links = one.wires.count(other.bus)
         if not links and _joined(nvml, one, other):
-            known = {_bus(nvml, gpu) for gpu in gpus}
-            links = min(sum(end not in known for end in wires[gpu.index]) for gpu in (one, other))
+            known = {gpu.bus for gpu in gpus}
+            links = min(sum(end not in known for end in gpu.wires) for gpu in (one, other))
         if links and one.device.compute_capability is not None:
             return nvlink(one.device.compute_capability, links)
-    link = _pcie(nvml, one, other)
+    link = _pcie(one, other)
     level = ask(nvml, 0, nvml.nvmlDeviceGetTopologyCommonAncestor, one.handle, other.handle)
     if one.index != other.index and level >= nvml.NVML_TOPOLOGY_SYSTEM:
         return replace(
@@ -271,12 +261,11 @@ def _between(
     return link
 
 
-def _wires(nvml: Any, gpu: Gpu) -> list[str]:
-    """PCI bus id of what each NVLink of `gpu` that is up leads to, "" where it is not told."""
+def _wires(nvml: Any, handle: Any) -> list[str]:
     ends = [
-        ask(nvml, None, nvml.nvmlDeviceGetNvLinkRemotePciInfo, gpu.handle, link)
+        ask(nvml, None, nvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, link)
         for link in range(nvml.NVML_NVLINK_MAX_LINKS)
-        if ask(nvml, 0, nvml.nvmlDeviceGetNvLinkState, gpu.handle, link)
+        if ask(nvml, 0, nvml.nvmlDeviceGetNvLinkState, handle, link)
     ]
     return ["" if end is None else _text(end.busId).lower() for end in ends]
 
@@ -287,18 +276,7 @@ def _joined(nvml: Any, one: Gpu, other: Gpu) -> bool:
     return ask(nvml, None, nvml.nvmlDeviceGetP2PStatus, *what) == nvml.NVML_P2P_STATUS_OK
 
 
-def _pcie(nvml: Any, one: Gpu, other: Gpu) -> Link:
-    """The narrower of two: what GPU and slot can do at most, as they slow down to save power."""
-    generation, lanes = (
-        min(ask(nvml, usual, question, gpu.handle) for gpu in (one, other))
-        for usual, question in (
-            (_USUAL_GENERATION, nvml.nvmlDeviceGetMaxPcieLinkGeneration),
-            (_USUAL_LANES, nvml.nvmlDeviceGetMaxPcieLinkWidth),
-        )
-    )
+def _pcie(one: Gpu, other: Gpu) -> Link:
+    """The narrower of two."""
+    generation, lanes = map(min, one.pcie, other.pcie)
     return pcie(generation, max(lanes, 1))
-
-
-def _bus(nvml: Any, gpu: Gpu) -> str:
-    info = ask(nvml, None, nvml.nvmlDeviceGetPciInfo, gpu.handle)
-    return f"GPU {gpu.index}" if info is None else _text(info.busId).lower()

@@ -76,8 +76,7 @@ TIMES: Mapping[str, Decimal] = {"": Decimal(1), "µs": Decimal("1e-6"), **_SECON
 
 
 def read_quantity(value: Any, units: Mapping[str, Decimal]) -> Decimal | None:
-    """The number that text such as "3.35TB/s", or a plain number, says in the base unit of `units`;
-    None when it says none."""
+    """The number in the base unit of `units` that text such as "3.35TB/s" says; None: none."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     found = _NUMBER.fullmatch(str(value).strip())
@@ -268,11 +267,7 @@ _SUFFIXES = (".yaml", ".yml", ".json")
 
 def load_hardware(name_or_path: str) -> Hardware:
     """The hardware that a file (.yaml, .yml, .json) describes or a name such as h100x4 stands for.
-
-    Raises:
-        ConfigError: no such file or device; what the file says cannot be. One line with the file,
-            the key, what was got and expected.
-    """
+    ConfigError in one line has the file, the key, what was got and expected."""
     path = Path(name_or_path)
     if path.suffix in _SUFFIXES:
         document = read_document(path, "hardware file")
@@ -288,11 +283,7 @@ def load_hardware(name_or_path: str) -> Hardware:
 
 
 def load_network(name_or_path: str) -> Link:
-    """The link of that name, or the one that a YAML file describes.
-
-    Raises:
-        ConfigError: as `load_hardware`.
-    """
+    """The link of that name, or the one that a YAML file describes; as `load_hardware`."""
     if name_or_path in NETWORKS:
         return NETWORKS[name_or_path]
     path, suffixes = Path(name_or_path), _SUFFIXES[:2]

@@ -6,8 +6,8 @@ system for cores and memory; the launcher for hosts, which are taken to be alike
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import psutil
 
 from gradsync.errors import ConfigError, GradsyncError
 from gradsync.plan.catalog import NETWORKS, pcie_of
-from gradsync.plan.collectives import Fit, load_fits
+from gradsync.plan.collectives import load_fits
 from gradsync.plan.description import Device, Hardware, Host, Link
 from gradsync.plan.gpus import host_link, read_gpus, torch_devices, visible_devices
 from gradsync.runtime.machine import (
@@ -121,9 +121,7 @@ def cpu_devices(processor: Processor, ranks: int) -> tuple[Device, ...]:
     return (device,) * ranks
 
 
-def cpu_link(
-    ranks: int, load: Callable[[dict[str, Any]], Sequence[Fit]] = load_fits
-) -> tuple[Link, str]:
+def cpu_link(ranks: int) -> tuple[Link, str]:
     """Between ranks of this host: as `gradsync bench collectives` measured it here, else usual; and
     a line about what went wrong, "" when nothing did.
 
@@ -132,7 +130,7 @@ def cpu_link(
     """
     for world_size in dict.fromkeys((max(ranks, 2), 2, 4)):
         try:
-            fits = load(_measured_where(world_size))
+            fits = load_fits(_measured_where(world_size))
         except GradsyncError as error:
             return DEFAULT_LINK, str(error)
         found = {fit.algorithm: fit for fit in fits if fit.operation == "all_reduce"}
@@ -245,23 +243,11 @@ _DRIVER_SIGNS = ("proc/driver/nvidia/version", "dev/nvidiactl", "dev/dxg")
 
 
 def _module(name: str) -> Any | None:
+    """`pynvml` or `torch`; None where it is not installed."""
     try:
         return import_module(name)
     except ImportError:
         return None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sources:
-    """Sources of the detection; the defaults ask this machine."""
-
-    module: Callable[[str], Any | None] = _module
-    """Imports `pynvml` or `torch`; None where it is not installed."""
-    version: Callable[[str], str] = version_of
-    processor: Callable[[], Processor] = read_processor
-    interfaces: Callable[[], Interfaces] = read_interfaces
-    cpu_link: Callable[[int], tuple[Link, str]] = cpu_link
-    root: Path = field(default_factory=lambda: Path("/"))  # Where /proc and /dev lie
 
 
 def detect_hardware(
@@ -269,36 +255,32 @@ def detect_hardware(
     *,
     num_hosts: int | None = None,
     ranks_per_host: int | None = None,
-    sources: Sources | None = None,
+    root: Path = Path("/"),
 ) -> Hardware:
     """The devices that this process may use, and as many hosts like this one.
 
     A CPU has one device per rank: an equal share of its cores and memory.
 
     Args:
-        env: the environment; CUDA_VISIBLE_DEVICES and the launcher's variables count.
+        env: CUDA_VISIBLE_DEVICES and the launcher's variables count; LaunchError where those
+            contradict each other.
         num_hosts: hosts; what the launcher says when None.
         ranks_per_host: devices of a CPU host. When None: as many as the launcher started here, or
             one per usable core. GPUs are counted, not divided.
-        sources: whom to ask.
-
-    Raises:
-        ConfigError: a number below 1.
-        LaunchError: the launcher's variables contradict each other.
+        root: where /proc and /dev lie.
     """
     for name, value in (("num_hosts", num_hosts), ("ranks_per_host", ranks_per_host)):
         if value is not None and value < 1:
             raise ConfigError(f"{name} must be at least 1; got {value}")
-    sources = sources or Sources()
     world = resolve(env).world
-    processor, interfaces = sources.processor(), sources.interfaces()
+    processor, interfaces = read_processor(), read_interfaces()
     notes: list[str] = []
-    devices, link = _gpus(env, sources, notes)
+    devices, link = _gpus(env, root, notes)
     if not devices or link is None:
         started = world.local_world_size if world.is_distributed else processor.cores
         ranks = ranks_per_host or started
         devices = list(cpu_devices(processor, ranks))
-        link, trouble = sources.cpu_link(ranks)
+        link, trouble = cpu_link(ranks)
         notes += [trouble] if trouble else []
     host = Host(
         devices=tuple(devices),
@@ -316,17 +298,15 @@ def detect_hardware(
     )
 
 
-def _gpus(
-    env: Mapping[str, str], sources: Sources, notes: list[str]
-) -> tuple[list[Device], Link | None]:
+def _gpus(env: Mapping[str, str], root: Path, notes: list[str]) -> tuple[list[Device], Link | None]:
     """The GPUs that may be used and the link between them; adds to `notes` what went wrong."""
-    has_driver = any((sources.root / sign).exists() for sign in _DRIVER_SIGNS)
-    nvml = sources.module("pynvml")
+    has_driver = any((root / sign).exists() for sign in _DRIVER_SIGNS)
+    nvml = _module("pynvml")
     if nvml is not None:
         try:
             nvml.nvmlInit()
             try:
-                found = _ask_driver(nvml, env, sources, notes)
+                found = _ask_driver(nvml, env, notes)
             finally:
                 nvml.nvmlShutdown()
             if found is not None:
@@ -334,7 +314,7 @@ def _gpus(
         except nvml.NVMLError as error:
             # Without a driver its library's complaint is no news.
             notes += [f"the NVIDIA driver does not answer: {error}"] if has_driver else []
-    torch = sources.module("torch") if has_driver else None
+    torch = _module("torch") if has_driver else None
     devices = torch_devices(torch) if torch is not None else []
     if not devices:
         return [], None
@@ -343,7 +323,7 @@ def _gpus(
 
 
 def _ask_driver(
-    nvml: Any, env: Mapping[str, str], sources: Sources, notes: list[str]
+    nvml: Any, env: Mapping[str, str], notes: list[str]
 ) -> tuple[list[Device], Link | None] | None:
     """As `_gpus`; None when there are GPUs, but none of them can be asked."""
     gpus, trouble = read_gpus(nvml)
@@ -367,7 +347,7 @@ def _ask_driver(
     shared = [str(i) for i, (device, _) in enumerate(visible) if device.shared]
     if shared:
         notes.append(f"other processes use device {', '.join(shared)}")
-    torch = sources.version("torch")
+    torch = version_of("torch")
     if torch.endswith("+cpu"):
         notes.append(f"torch {torch} is built for the CPU and cannot use the GPUs")
     link, between = host_link(nvml, [gpu for _, gpu in visible], gpus)

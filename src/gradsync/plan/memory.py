@@ -20,6 +20,21 @@ moments: 2 S (Kingma & Ba 2014, arXiv 1412.6980); Rajbhandari et al. 2020 (ZeRO,
 section 3.1) count the same 16 bytes a parameter with weights and gradients, and divide them by W
 stage by stage.
 
+[Note: Activations] Counted tensor by tensor. With G = K x key/value heads, F width of the SwiGLU
+and H heads, a block keeps, in bytes a token (after Korthikanti et al. 2022, arXiv 2205.05198,
+section 4, counted anew for this decoder, whose norms are RMSNorm in fp32 and whose attention is
+fused):
+
+    two norms          2 (4 C + 4 C + 4)   the residual stream, the normalised, 1 / root mean square
+    inputs of q, k, v  3 e C               autocast casts each time; fp32: one C for all, 4 C
+    attention          e (2 C + 2 G) + 4 H q, k, v, its result (which `out` needs too), logsumexp
+    inputs of gate, up 2 e C               likewise; fp32: 4 C
+    SwiGLU             4 e F               gate, silu(gate), up, their product
+
+and under autocast a 16-bit copy of each weight that it multiplies by, however many tokens there
+are. A test counts the same with torch's saved-tensor hooks, to the byte. The count is the CPU's: on
+CUDA the fused RMSNorm does not keep the normalised input, so there it is an upper bound.
+
 [Note: Shared pages] With `Split.shared_weights` (and for gradients in shared memory) a rank counts
 its share: what all ranks of the host map, divided by them, so that ranks add up to what the host
 needs. The kernel's RSS counts such pages in every rank that has touched them, PSS (proportional set
@@ -51,7 +66,14 @@ from functools import cache
 from typing import NamedTuple
 
 from gradsync.data.batch_plan import share
-from gradsync.plan.activations import FP32, Activations, RankShape, rank_shape
+from gradsync.models.config import GPTConfig
+from gradsync.parallel.layout import (
+    EMBEDDING,
+    Coordinates,
+    ModelPart,
+    ParallelLayout,
+    check_divisible,
+)
 from gradsync.plan.collectives import shares_memory
 from gradsync.plan.workload import Split, Workload
 from gradsync.sync.layout import Item, plan_buckets
@@ -66,6 +88,88 @@ CPU_SLACK, RECOMPUTE_SLACK, GATHER_SLACK, RENEW_SLACK, MOVE_SLACK = 0.45, 2.0, 3
 CUDA_SLACK = 0.1  # See [Note: Slack]
 _IN_FLIGHT = 3
 """Buckets of parameters that the sharded optimizer has in memory: one updated, two under way."""
+FP32, _HALF = 4, 2  # Bytes of an element
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankShape:
+    """The parameters of a rank on one stage of a layout; all shards of a stage are alike."""
+
+    layout: ParallelLayout
+    stage: int
+    sizes: tuple[int, ...]  # Elements of each parameter, in `named_parameters` order
+    block_params: int  # Elements of one of its blocks
+    blocks: int
+    table_params: int  # Elements of the embedding, and of the head
+    is_tied: bool  # Whether both are one parameter of this rank
+    num_params: int  # Elements of all parameters
+    root_params: int  # Elements outside of the blocks
+
+
+@cache
+def rank_shape(model: GPTConfig, layout: ParallelLayout, stage: int) -> RankShape:
+    """The shape of a rank on this stage; ConfigError where the model cannot be divided so."""
+    check_divisible(model, layout)
+    part = ModelPart(config=model, layout=layout, place=Coordinates(data=0, stage=stage, shard=0))
+    sizes = {name: piece.numel for name, piece in part.pieces().items()}
+    first, total = f"blocks.{part.blocks.start}.", sum(sizes.values())
+    block_params = sum(size for name, size in sizes.items() if name.startswith(first))
+    return RankShape(
+        layout=layout,
+        stage=stage,
+        sizes=tuple(sizes.values()),
+        block_params=block_params,
+        blocks=len(part.blocks),
+        table_params=model.vocab_size * model.n_embd,
+        is_tied=model.tie_head and EMBEDDING in sizes and layout.pp == 1,
+        num_params=total,
+        root_params=total - len(part.blocks) * block_params,
+    )
+
+
+class Activations(NamedTuple):
+    """Bytes that one rank has of one leaf."""
+
+    element: int  # One, where products are computed
+    weight_copies: int  # 16-bit copies of one block's matrices; 0 in fp32
+    block: int  # All that one block keeps, see [Note: Activations]
+    stream: int  # The residual stream at one place, fp32
+    kept: int
+    """By all blocks; with checkpointing the stream before each (arXiv 1604.06174)."""
+    recomputed: int  # One block's, made again in backward; 0 without checkpointing
+    last_norm: int  # The norm before the head, and the head's input
+
+
+def activations(work: Workload, blocks: int, tp: int = 1) -> Activations:
+    """The bytes of a rank that holds `blocks` blocks in `tp` shards.
+
+    [Note: Tensor shards] Heads, the SwiGLU's width and the weights' copies are divided by `tp`.
+    The residual stream and what is computed from all of it (norms, inputs of q, k, v, gate and up)
+    is whole on every shard, as in Korthikanti et al. without sequence parallelism.
+    """
+    model, width, tokens = work.model, work.model.n_embd, work.leaf_tokens
+    kv_width, is_fp32 = model.num_kv_heads * model.head_dim, work.dtype == "fp32"
+    size = FP32 if is_fp32 else _HALF
+
+    def mask(element: int) -> int:
+        """A token's dropout: of the dtype of what is masked on a CPU, bool on CUDA."""
+        return width * (1 if work.kind == "cuda" else element) if model.dropout else 0
+
+    matrices = 2 * width * width + 2 * width * kv_width + 3 * width * model.mlp_dim
+    copies = 0 if is_fp32 else _HALF * matrices // tp
+    whole = 2 * (2 * FP32 * width + FP32) + (2 * FP32 if is_fp32 else 5 * size) * width
+    parts = size * (2 * width + 2 * kv_width) + FP32 * model.n_head + 4 * size * model.mlp_dim
+    block = tokens * (whole + parts // tp + 2 * mask(size)) + copies
+    stream, recomputes = FP32 * tokens * width, work.activation_checkpointing
+    return Activations(
+        element=size,
+        weight_copies=copies,
+        block=block,
+        stream=stream,
+        kept=blocks * (stream if recomputes else block) + tokens * mask(FP32),
+        recomputed=block if recomputes and blocks else 0,
+        last_norm=tokens * ((2 * FP32 + size) * width + FP32),
+    )
 
 
 class Moment(NamedTuple):
@@ -94,46 +198,26 @@ class StrategyMemory:
     """Bytes that lay in the process's own memory before it moved into shared memory (CPU)."""
 
 
-@dataclass(frozen=True, slots=True)
 class Case:
     """A rank's share of a step under one strategy."""
 
-    work: Workload
-    split: Split
-    shape: RankShape
-
-    @property
-    def leaf(self) -> Activations:
-        """Bytes that the forward of one leaf keeps."""
-        return Activations(self.work, self.shape.blocks, self.shape.layout.tp)
-
-    @property
-    def gradient_bytes(self) -> int:
-        """S."""
-        return FP32 * self.shape.num_params
-
-    @property
-    def replicas(self) -> int:
-        """W."""
-        return self.split.layout.dp
-
-    @property
-    def leaves(self) -> int:
-        """k, of the rank with most."""
-        return -(-self.work.num_leaves // self.replicas)
-
-    @property
-    def added_up(self) -> int:
-        """Gradients of leaves before the last one."""
-        return self.gradient_bytes if self.leaves > 1 else 0
-
-    @property
-    def fresh(self) -> int:
+    def __init__(self, work: Workload, split: Split, shape: RankShape) -> None:
+        self.work, self.split, self.shape = work, split, shape
+        self.leaf = activations(work, shape.blocks, shape.layout.tp)
+        self.gradient_bytes = FP32 * shape.num_params  # S
+        self.replicas = split.layout.dp  # W
+        self.leaves = -(-work.num_leaves // self.replicas)  # k, of the rank with most
+        self.added_up = self.gradient_bytes if self.leaves > 1 else 0  # By leaves before the last
+        tables = 0 if shape.stage else 2 if shape.is_tied else 1
+        self.fresh = FP32 * shape.table_params * tables
         """The embedding's gradient, the last that backward makes. A tied one comes twice: the
         head's waits in autograd until it can be added."""
-        if self.shape.stage > 0:
-            return 0
-        return FP32 * self.shape.table_params * (2 if self.shape.is_tied else 1)
+        stages = split.layout.pp
+        gpipe = stages > 1 and split.schedule == "gpipe"
+        self.leaves_in_flight = self.leaves if gpipe else min(self.leaves, stages - shape.stage)
+        """Leaves whose activations a pipeline stage keeps at once. GPipe (Huang et al. 2018, arXiv
+        1811.06965): all of a replica's. 1F1B (Narayanan et al. 2019 and 2021, arXiv 1806.03377,
+        2104.04473): as many as there are stages from here to the last."""
 
     def shard(self, num_bytes: int) -> int:
         """A rank's share of something that the replicas divide."""
@@ -142,28 +226,20 @@ class Case:
     @property
     def buckets(self) -> tuple[int, ...]:
         """Bytes of each, by the recipe's own sizes; DDP's are like them."""
-        recipe = Recipe()
-        items = [Item(numel=size, itemsize=FP32, kind=None) for size in self.shape.sizes]
-        plans = plan_buckets(
-            items,
-            list(reversed(range(len(items)))),
-            bucket_bytes=recipe.bucket_mb * MIB,
-            first_bucket_bytes=recipe.first_bucket_mb * MIB,
-            world_size=self.replicas,
-        )
-        return tuple(FP32 * plan.numel for plan in plans)
+        return _buckets(self.shape.sizes, self.replicas)
 
-    @property
-    def leaves_in_flight(self) -> int:
-        """Leaves whose activations a pipeline stage keeps at once.
 
-        GPipe (Huang et al. 2018, arXiv 1811.06965): all of a replica's. 1F1B (Narayanan et al. 2019
-        and 2021, arXiv 1806.03377, 2104.04473): as many as there are stages from here to the last.
-        """
-        stages = self.split.layout.pp
-        if stages > 1 and self.split.schedule == "gpipe":
-            return self.leaves
-        return min(self.leaves, stages - self.shape.stage)
+@cache
+def _buckets(sizes: tuple[int, ...], world_size: int) -> tuple[int, ...]:
+    recipe = Recipe()
+    plans = plan_buckets(
+        [Item(numel=size, itemsize=FP32, kind=None) for size in sizes],
+        range(len(sizes))[::-1],
+        bucket_bytes=recipe.bucket_mb * MIB,
+        first_bucket_bytes=recipe.first_bucket_mb * MIB,
+        world_size=world_size,
+    )
+    return tuple(FP32 * plan.numel for plan in plans)
 
 
 @cache
@@ -267,8 +343,7 @@ def _naive(case: Case) -> StrategyMemory:
 
 
 def _made(case: Case, buckets: int = 0) -> Moment:
-    """When backward ends, where what it makes becomes `.grad`: of the first leaf the embedding's
-    is not there yet."""
+    """When backward ends: of the first leaf the embedding's gradient is not there yet."""
     waits = FP32 * case.shape.table_params if case.fresh and case.leaves == 1 else 0
     return Moment(case.gradient_bytes - waits, buckets)
 
@@ -360,11 +435,8 @@ class MemoryNeed:
 
 
 def memory_need(work: Workload, split: Split) -> MemoryNeed:
-    """The need of the rank that needs most.
-
-    Raises:
-        ConfigError: an unknown strategy, or a model that cannot be divided so.
-    """
+    """The need of the rank that needs most; ConfigError for an unknown strategy, or a model that
+    cannot be divided so."""
     stages = (
         _of_stage(work, split, rank_shape(work.model, split.layout, stage))
         for stage in range(split.layout.pp)

@@ -85,17 +85,16 @@ class FrozenPlacement:
 def place_parts(
     parts: Sequence[FrozenPart], room: Sequence[int], *, replicated_bytes: int = 0
 ) -> FrozenPlacement:
-    """A place for every part.
+    """A place for every part; parts of equal size keep their order.
 
     Args:
-        parts: with different names; equal sizes keep their order.
+        parts: with different names.
         room: bytes that may be taken on each device.
         replicated_bytes: what every device holds beside: what trains, its gradients, optimizer
             state and activations.
 
     Raises:
-        ConfigError: no device; two parts of one name; a part has room nowhere, and how much is
-            missing.
+        ConfigError: a part has room nowhere, and how much is missing.
     """
     if not room:
         raise ConfigError("placement needs a device")
@@ -224,12 +223,8 @@ def place_submodels(
     parts: Sequence[FrozenPart], trained_bytes: int, hardware: Hardware
 ) -> Submodels:
     """As many replicas as there is room for, each on neighbours of one host; further devices stay
-    free, since a replica that has room is not faster on more.
-
-    Raises:
-        ConfigError: two parts of one name.
-        RunError: not even a whole host has room for one replica.
-    """
+    free, since a replica that has room is not faster on more. RunError where not even a whole host
+    has room for one replica."""
     names = [part.name for part in parts]
     if len(set(names)) < len(names):
         raise ConfigError(f"--submodel: two parts have one name: {', '.join(names)}")

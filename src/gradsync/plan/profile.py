@@ -16,16 +16,16 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import version
 from itertools import accumulate
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from gradsync.core.files import cache_entry, read_entry, write_entry
-from gradsync.errors import ConfigError, RunError
+from gradsync.errors import ConfigError, GradsyncError
 from gradsync.models.config import GPTConfig
 from gradsync.parallel.layout import EMBEDDING, weights_of
 from gradsync.plan.collectives import Traffic, traffic_of
@@ -36,6 +36,8 @@ from gradsync.runtime.machine import cpu_model, host_cores
 from gradsync.sync.layout import BucketPlan, Item, plan_buckets
 
 log = logging.getLogger("gradsync")
+
+T = TypeVar("T")
 
 MIB = 2**20
 GRADIENT_BYTES = 4  # Weights and gradients are fp32, whatever autocast computes in
@@ -72,7 +74,7 @@ class StepProfile:
         """The inverse of `dataclasses.asdict`, as JSON keeps it."""
         buckets = tuple(BucketReady(**bucket) for bucket in document["buckets"])
         read: dict[str, Any] = {"buckets": buckets, "jitter": tuple(document["jitter"])}
-        return cls(**{**document, **read})
+        return cls(**{each.name: document[each.name] for each in fields(cls)} | read)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,8 +95,7 @@ class Parameter:
 
 
 def parameters_of(config: GPTConfig, seq_len: int) -> list[Parameter]:
-    """Every parameter of `GPT(config)`, in `named_parameters` order; attention's cost grows with
-    `seq_len`."""
+    """Every parameter of `GPT(config)`, in `named_parameters` order."""
     head = config.vocab_size * config.n_embd if config.tie_head else 0
     found = []
     for weight in weights_of(config):
@@ -219,47 +220,79 @@ def scaled_profile(profile: StepProfile, measured: Workload, work: Workload) -> 
     )
 
 
-_FORMAT = 1  # The measurement's version: another number makes old files unknown
+_FORMAT_VERSION = 1
+Conditions = dict[str, Any]
+"""The facts a measurement depends on, as JSON has them; an answer holds where all are equal."""
 
 
-def profile_path(work: Workload, *, device: str, threads: int) -> Path | None:
-    """Where the profile of `work` on this machine (cpu or cuda, so many intra-op threads) is kept,
-    whatever its number of leaves; None: there is no place for a cache."""
-    accelerator = None
-    if device == "cuda":
+def machine_conditions(device: str, threads: int) -> Conditions:
+    """What any measurement here depends on: the machine, and a rank's intra-op threads."""
+    accelerator = "cpu"
+    if device.startswith("cuda"):
         import torch
 
-        accelerator = torch.cuda.get_device_name()
+        accelerator = torch.cuda.get_device_name(device)
+    about = {"device": accelerator, "cpu": cpu_model(), "cores": host_cores()}
+    return about | {"threads": threads, "torch": version("torch")}
+
+
+def profile_conditions(work: Workload, *, device: str, threads: int) -> Conditions:
+    """What the profile of `work` depends on; the number of leaves is nothing to it."""
     about = {k: v for k, v in asdict(work).items() if k not in ("num_leaves", "kind")}
-    key = json.dumps(
-        {
-            **about,
-            "format": _FORMAT,
-            "device": device,
-            "accelerator": accelerator,
-            "cpu": cpu_model(),
-            "cores": host_cores(),
-            "threads": threads,
-            "torch": version("torch"),
-        },
-        sort_keys=True,
-    )
+    return machine_conditions(device, threads) | about
+
+
+@dataclass(frozen=True, slots=True)
+class Cache(Generic[T]):
+    """Answers that were measured here, one file for each `Conditions`."""
+
+    kind: str  # Name of its folder in the user's cache
+    build: Callable[[Any], T]
+    """Makes an answer of a file's JSON object; ValueError or the like where it cannot be one."""
+
+    def folder(self) -> Path:
+        """The folder."""
+        return environ.cache_dir() / self.kind
+
+    def path(self, conditions: Conditions) -> Path:
+        """Where the answer for `conditions` is kept."""
+        return cache_entry(self.folder(), json.dumps(conditions, sort_keys=True))
+
+    def save(self, conditions: Conditions, found: T) -> Path:
+        """Keep a dataclass in the place of what was there; returns where."""
+        answer: Any = found
+        heading = {"format_version": _FORMAT_VERSION, "conditions": conditions}
+        return write_entry(self.path(conditions), heading | asdict(answer))
+
+    def read(self, conditions: Conditions) -> T | None:
+        """The answer for `conditions`; None when there is none, or none that can be believed."""
+
+        def checked(document: Any) -> T:
+            if not isinstance(document, dict):
+                raise ValueError("it holds no object")
+            if (found := document["format_version"]) != _FORMAT_VERSION:
+                raise ValueError(f"format_version {found}, not {_FORMAT_VERSION}")
+            if document["conditions"] != conditions:
+                raise ValueError("it was measured for something else")
+            return self.build(document)
+
+        return read_entry(self.path(conditions), checked)
+
+
+PROFILES = Cache("profiles", StepProfile.from_json)
+
+
+def known_profile(conditions: Conditions) -> StepProfile | None:
+    """The profile that is kept; None without one, or without a place for a cache."""
     try:
-        return cache_entry(environ.cache_dir() / "profiles", key)
+        return PROFILES.read(conditions)
     except ConfigError:
         return None
 
 
-def load_profile(path: Path | None) -> StepProfile | None:
-    """The profile that `save_profile` kept there; None when none can be read."""
-    return None if path is None else read_entry(path, StepProfile.from_json)
-
-
-def save_profile(path: Path | None, profile: StepProfile) -> None:
+def keep_profile(conditions: Conditions, profile: StepProfile) -> None:
     """Keep it, if that is possible."""
-    if path is None:
-        return
     try:
-        write_entry(path, asdict(profile))
-    except RunError as error:
+        PROFILES.save(conditions, profile)
+    except GradsyncError as error:
         log.info("the measured profile is not kept: %s", str(error))

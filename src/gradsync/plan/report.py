@@ -16,7 +16,7 @@ from gradsync.plan.choice import Candidate, Costs, Recommendation, percent
 from gradsync.plan.description import Hardware, Host, Link
 from gradsync.plan.placement import MARGIN, gb
 from gradsync.plan.profile import UTILISATION
-from gradsync.plan.workload import Workload
+from gradsync.plan.workload import Workload, sizes_text
 
 _WIDE = 240  # Columns where there is no terminal: a table in a file must not be cut
 _MOST_ROWS = 24
@@ -189,8 +189,7 @@ def _train_flags(pick: Candidate) -> list[str]:
     split, work, layout = pick.split, pick.work, pick.split.layout
     flags = ["--sync", split.strategy]
     if layout.model_ranks > 1:
-        sizes = (("pp", layout.pp), ("tp", layout.tp), ("dp", layout.dp))
-        flags += ["--parallel", ",".join(f"{name}={size}" for name, size in sizes if size > 1)]
+        flags += ["--parallel", sizes_text(layout)]
     flags += ["--micro-batch-size", str(work.micro_batch_size)]
     if work.activation_checkpointing:
         flags.append("--activation-checkpointing")

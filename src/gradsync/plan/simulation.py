@@ -14,8 +14,7 @@ count, which are few. A pipeline's stages wait for their neighbours' messages:
     1f1b     F F F B F B . B . B          at most as many leaves open as stages follow
                                           (arXiv 1806.03377, 2104.04473)
 
-[Note: Weak scaling] Every replica keeps its leaves, so that the global batch grows with the ranks,
-and efficiency is tokens per second and rank over those of one rank alone.
+Every replica keeps its leaves, so that the global batch grows with the ranks (weak scaling).
 
 [Note: Failures] M mean time between failures of the whole job (that of a device over their number),
 d seconds to save, R seconds to begin again, t seconds of work between two saves. Failures come at
@@ -32,8 +31,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import combinations, pairwise
 from statistics import fmean
@@ -193,9 +192,7 @@ def _replica_s(costs: StepCosts, stragglers: Stragglers) -> float:
 
 
 _LLAMA_MTBF_S = 16_384 * 54 * 86_400 / 419
-"""Per GPU: 419 unexpected interruptions of 16,384 H100 in 54 days (arXiv 2407.21783, section
-3.3.4)."""
-_SEGMENTS = 2_000
+"""Per GPU: 419 interruptions of 16,384 H100 in 54 days (arXiv 2407.21783, section 3.3.4)."""
 _HOPELESS = 500.0  # Interval over time between failures from which on no work gets done
 
 
@@ -208,13 +205,6 @@ class Failures:
     """Time of a save, during which training stands still, seconds. An assumption."""
     restart_s: float = 300.0
     """From a failure until training goes on: noticing, starting, loading. An assumption."""
-
-    def __post_init__(self) -> None:
-        for name in ("device_mtbf_s", "checkpoint_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"failures: {name} must be above 0; got {getattr(self, name)}")
-        if not self.restart_s >= 0:
-            raise ConfigError(f"failures: restart_s must not be negative; got {self.restart_s}")
 
     def mtbf_s(self, ranks: int) -> float:
         """Mean time between failures of a job on so many devices, any of which ends it."""
@@ -231,36 +221,12 @@ def daly_interval_s(checkpoint_s: float, mtbf_s: float) -> float:
 
 
 def goodput(interval_s: float, failures: Failures, ranks: int) -> float:
-    """The useful part of the time, 0 to 1, where `interval_s` of work lie between two saves, by
-    closed form (Daly 2006, equation 20)."""
+    """The useful part of the time, `interval_s` of work between saves (Daly 2006, equation 20)."""
     mtbf = failures.mtbf_s(ranks)
     whole = (interval_s + failures.checkpoint_s) / mtbf
     if whole + failures.restart_s / mtbf > _HOPELESS:
         return 0.0
     return interval_s / (mtbf * math.exp(failures.restart_s / mtbf) * math.expm1(whole))
-
-
-def simulated_goodput(
-    interval_s: float, failures: Failures, ranks: int, *, seed: int = 0, segments: int = _SEGMENTS
-) -> float:
-    """The same by playing: work and a save, thrown away and begun again whenever something fails,
-    until so many segments are saved; as exact as one over the root of their number."""
-    mtbf = failures.mtbf_s(ranks)
-    whole = interval_s + failures.checkpoint_s
-    if (whole + failures.restart_s) / mtbf > math.log(segments):
-        return 0.0  # hardly one segment in so many attempts gets through
-    rng = random.Random(seed)
-    passed, done = 0.0, 0
-    while done < segments:
-        until = rng.expovariate(1 / mtbf)
-        if until >= whole:
-            passed, done = passed + whole, done + 1
-            continue
-        passed += until
-        while (until := rng.expovariate(1 / mtbf)) < failures.restart_s:
-            passed += until  # failed again while beginning
-        passed += failures.restart_s
-    return done * interval_s / passed
 
 
 HALF = 0.5
@@ -273,7 +239,6 @@ DEFAULT_STRATEGIES = (
 _STEPS, _FEWEST_STEPS = 20, 3
 _DRAWS = 2**17
 """Ranks times steps, about: the more ranks, the less their slowest one varies from step to step."""
-_LARGEST = 2**16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -286,9 +251,8 @@ class SplitPoint:
     even_step_s: float  # By closed form, with all ranks equally fast
     tokens_per_s: float  # All ranks together
     efficiency: float
-    """Tokens per second and rank, over those of one rank alone; see [Note: Weak scaling]."""
-    goodput: float  # Useful part of the time with failures, by closed form
-    simulated_goodput: float  # The same, played
+    """Tokens per second and rank, over those of one rank alone."""
+    goodput: float  # Useful part of the time with failures
     checkpoint_interval_s: float  # Work between two saves (Daly 2006)
 
     def to_json(self) -> dict[str, Any]:
@@ -306,8 +270,6 @@ class Simulation:
     host: Host
     network: Link | None
     failures: Failures
-    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Options by strategy, where some were given."""
 
     @property
     def names(self) -> list[str]:
@@ -327,7 +289,6 @@ class Simulation:
             "link": asdict(self.host.link),
             "network": None if self.network is None else asdict(self.network),
             "failures": asdict(self.failures),
-            "options": {name: dict(given) for name, given in self.options.items()},
             "points": [point.to_json() for point in self.points],
             "crossovers": list(self.crossovers),
         }
@@ -341,134 +302,92 @@ def simulate(
     profile: StepProfile,
     *,
     splits: Sequence[Split] = (),
-    options: Mapping[str, Mapping[str, Any]] | None = None,
-    failures: Failures | None = None,
     steps: int = _STEPS,
     seed: int = 0,
 ) -> Simulation:
-    """Play steps of each split on each number of ranks.
+    """Play steps of each split on each number of ranks, which fill such hosts in order.
 
     Args:
         work: one replica's leaves of a step, as `num_leaves`; each replica has so many.
-        host: what there are more of. Ranks fill hosts in order.
-        network: between hosts; None where all sizes fit into one.
-        world_sizes: numbers of ranks.
         profile: of the whole model on one of the host's devices; its jitter makes stragglers.
         splits: strategy, pp and tp; dp is what is left of the ranks. Default: data parallelism by
             each of `DEFAULT_STRATEGIES`.
-        options: of strategies, by name.
-        failures: None: the defaults.
         steps: to play, of each; fewer where ranks are many thousands.
-        seed: of stragglers and failures; the same gives the same.
+        seed: of stragglers; the same gives the same.
 
     Raises:
-        ConfigError: no world size, one below 1 or above 65,536, several hosts without a
-            network, an unknown strategy or option, a split that divides none of the sizes.
+        ConfigError: an unknown strategy, several hosts without a network, a split that divides
+            none of the sizes.
     """
-    sizes = tuple(sorted(set(world_sizes)))
-    chosen = [
-        (str(replace(split, layout=replace(split.layout, dp=1))), split)
+    sizes, failures = tuple(sorted(set(world_sizes))), Failures()
+    chosen = {
+        str(replace(split, layout=replace(split.layout, dp=1))): split
         for split in splits or [Split(strategy=name) for name in DEFAULT_STRATEGIES]
-    ]
-    _check(sizes, host, network, chosen)
-    failures, played = failures or Failures(), cache(simulated_goodput)
-    scene = _Scene(work, host, network, profile, options or {})
-    alone = tokens_per_s_alone(work, profile, work.num_leaves)
-    points = []
-    for name, split in chosen:
+    }
+    for name, split in chosen.items():
+        parts, got = split.layout.model_ranks, ", ".join(map(str, sizes))
+        if all(size % parts for size in sizes):
+            raise ConfigError(f"{name}: needs a multiple of {parts} ranks; got {got}")
+
+    def case(split: Split, size: int) -> tuple[Workload, Split, Hardware, StepProfile]:
+        replicas, hosts = size // split.layout.model_ranks, -(-size // len(host.devices))
+        return (
+            replace(work, num_leaves=work.num_leaves * replicas),
+            replace(split, layout=replace(split.layout, dp=replicas)),
+            Hardware(hosts=(host,) * hosts, network=network),
+            profile,
+        )
+
+    @cache
+    def even(name: str, size: int) -> StepTime:
+        return predict_step(*case(chosen[name], size))
+
+    points, alone = [], tokens_per_s_alone(work, profile, work.num_leaves)
+    for name, split in chosen.items():
         parts = split.layout.model_ranks
         for size in (size for size in sizes if size % parts == 0):
-            mean_s = scene.played_s(split, size, steps, seed)
+            costs = step_costs(*case(split, size))
+            mean_s = _played_s(costs, profile, case(split, size)[1], steps, seed)
             tokens_per_s = work.step_tokens * (size // parts) / mean_s
             interval = daly_interval_s(failures.checkpoint_s, failures.mtbf_s(size))
             point = SplitPoint(
                 name=name,
                 world_size=size,
                 step_s=mean_s,
-                even_step_s=scene.even(split, size).total_s,
+                even_step_s=even(name, size).total_s,
                 tokens_per_s=tokens_per_s,
                 efficiency=tokens_per_s / size / alone,
                 goodput=goodput(interval, failures, size),
-                simulated_goodput=played(interval, failures, size, seed=seed),
                 checkpoint_interval_s=interval,
             )
             points.append(point)
+    lossy = [name for name, s in chosen.items() if find_strategy(s.strategy).promise == "lossy"]
+    grid = _between(sizes, [split.layout.model_ranks for split in chosen.values()])
+    over = (network or host.link).name
+    lines = crossovers(list(chosen), lossy, grid, lambda *at: even(*at).efficiency, over=over)
     return Simulation(
         points=tuple(points),
-        crossovers=tuple(_crossovers_of(scene, dict(chosen), sizes)),
+        crossovers=tuple(lines),
         world_sizes=sizes,
         host=host,
         network=network,
         failures=failures,
-        options=dict(options or {}),
     )
 
 
-def _check(
-    sizes: Sequence[int], host: Host, network: Link | None, chosen: Sequence[tuple[str, Split]]
-) -> None:
-    if not sizes:
-        raise ConfigError("simulate: name numbers of ranks, such as 8,64,512")
-    for size in sizes:
-        if not 1 <= size <= _LARGEST:
-            raise ConfigError(f"simulate: {size} ranks; expected 1 to {_LARGEST}")
-    if sizes[-1] > len(host.devices) and network is None:
-        raise ConfigError(
-            f"simulate: {sizes[-1]} ranks are more than a host's {len(host.devices)} devices: name "
-            "the network between hosts, such as infiniband-ndr"
-        )
-    for name, split in chosen:
-        parts, got = split.layout.model_ranks, ", ".join(map(str, sizes))
-        if all(size % parts for size in sizes):
-            raise ConfigError(f"{name}: needs a multiple of {parts} ranks; got {got}")
+def _played_s(costs: StepCosts, profile: StepProfile, split: Split, steps: int, seed: int) -> float:
+    """Mean of so many played steps, fewer on very many ranks."""
+    # The split's own text: the seed of a simulation is part of what it says.
+    rng = random.Random(f"{seed} {split} {split.world_size}")
+    stragglers = Stragglers(profile.jitter, rng, together=split.layout.tp)
+    played = range(min(steps, max(_FEWEST_STEPS, _DRAWS // split.world_size)))
+    return fmean(step_s(costs, stragglers) for _ in played)
 
 
-@dataclass(frozen=True, slots=True)
-class _Scene:
-    """The parts that all points share."""
-
-    work: Workload
-    host: Host
-    network: Link | None
-    profile: StepProfile
-    options: Mapping[str, Mapping[str, Any]]
-
-    def played_s(self, split: Split, size: int, steps: int, seed: int) -> float:
-        """Mean of so many played steps, fewer on very many ranks."""
-        case = self._case(split, size)
-        costs = step_costs(*case, options=self.options.get(split.strategy))
-        # The split's own text: the seed of a simulation is part of what it says.
-        rng = random.Random(f"{seed} {case[1]} {size}")
-        stragglers = Stragglers(self.profile.jitter, rng, together=split.layout.tp)
-        steps = min(steps, max(_FEWEST_STEPS, _DRAWS // size))
-        return fmean(step_s(costs, stragglers) for _ in range(steps))
-
-    def even(self, split: Split, size: int) -> StepTime:
-        """The step by closed form."""
-        return predict_step(*self._case(split, size), options=self.options.get(split.strategy))
-
-    def _case(self, split: Split, size: int) -> tuple[Workload, Split, Hardware, StepProfile]:
-        replicas = size // split.layout.model_ranks
-        hosts = -(-size // len(self.host.devices))
-        return (
-            replace(self.work, num_leaves=self.work.num_leaves * replicas),
-            replace(split, layout=replace(split.layout, dp=replicas)),
-            Hardware(hosts=(self.host,) * hosts, network=self.network),
-            self.profile,
-        )
-
-
-def _crossovers_of(scene: _Scene, splits: Mapping[str, Split], sizes: Sequence[int]) -> list[str]:
-    """By closed form, on all powers of two between the sizes."""
+def _between(sizes: Sequence[int], parts: Sequence[int]) -> list[int]:
+    """`sizes` and the powers of two between them, as far as all `parts` divide them."""
     between = {2**k for k in range(21) if sizes[0] < 2**k < sizes[-1]}
-    parts = [split.layout.model_ranks for split in splits.values()]
-    grid = sorted(n for n in {*sizes, *between} if not any(n % part for part in parts))
-    if len(grid) < 2:
-        return []
-    efficiency = cache(lambda name, size: scene.even(splits[name], size).efficiency)
-    lossy = [name for name, s in splits.items() if find_strategy(s.strategy).promise == "lossy"]
-    over = scene.host.link.name if scene.network is None else scene.network.name
-    return crossovers(list(splits), lossy, grid, efficiency, over=over)
+    return sorted(n for n in {*sizes, *between} if not any(n % part for part in parts))
 
 
 def crossovers(
@@ -479,8 +398,10 @@ def crossovers(
     *,
     over: str,
 ) -> list[str]:
-    """From which number of ranks on something changes, in words; those of `names` that are `losing`
-    do not keep one rank's numbers."""
+    """From which of `sizes` on something changes, in words; those of `names` that are `losing` do
+    not keep one rank's numbers."""
+    if len(sizes) < 2:
+        return []
     exact = [name for name in names if name not in losing]
     lines = [line for pair in combinations(exact, 2) for line in _lead(*pair, sizes, efficiency)]
     falling: dict[int, list[str]] = {}

@@ -90,9 +90,9 @@ class Prices:
 
     def bucket_s(self, num_bytes: float) -> float:
         """The strategy's collective of a bucket."""
-        if self._traffic.operation == "all_reduce":
-            return self.all_reduce_s(num_bytes)
-        return self.half_s("reduce_scatter", num_bytes)
+        if self._traffic.shard in ("gradients", "weights"):
+            return self.half_s("reduce_scatter", num_bytes)
+        return self.all_reduce_s(num_bytes)
 
     def hop_s(self, num_bytes: float) -> float:
         """From stage to stage."""
@@ -161,19 +161,15 @@ def step_costs(
     options: Mapping[str, Any] | None = None,
     fits: Sequence[Fit] = (),
 ) -> StepCosts:
-    """Take a step apart.
+    """Take a step apart; ranks fill hosts in order.
 
     Args:
         work: what is trained; `num_leaves` of the whole step.
         split: its strategy and layout.
-        hardware: at least as many devices as the split has ranks; ranks fill hosts in order.
+        hardware: at least as many devices as the split has ranks, or ConfigError.
         profile: of the whole model on one of the devices.
         options: of the strategy.
         fits: lines measured here for as many ranks on one host; they take the place of formulas.
-
-    Raises:
-        ConfigError: unknown strategy or option, fewer devices than ranks, fewer leaves than
-            replicas.
     """
     layout, traffic = split.layout, traffic_of(split.strategy, options)
     if work.num_leaves < layout.dp:
@@ -198,13 +194,14 @@ def step_costs(
             * all_reduce_s(prices.shards, activation_bytes)
         )
     waits, last_waits = 0.0, 0.0
-    if traffic.gathers_blocks and not alone:
+    if in_blocks := traffic.shard == "weights" and not alone:
         gathers = [
             prices.half_s("all_gather", _bytes(b) * traffic.wire / parts)
             for b in _blocks(parameters)
         ]
         waits, last_waits = _gather_waits(gathers, forward_s, backward_s, hides=prices.hides)
-    in_shares = traffic.update_in_shares or prices.divided
+    in_shares = traffic.shard != "none" or prices.divided
+    gathers = traffic.shard in ("optimizer", "gradients")
     # Weights that all ranks of a host read are written between two more meetings.
     meetings = 3 if prices.divided else int(traffic.agrees)
     sendings = ()
@@ -218,7 +215,7 @@ def step_costs(
         forward_s=forward_s,
         backward_s=backward_s,
         leaf_wait_s=tensor + waits,
-        leaves_meet=traffic.gathers_blocks and not alone,
+        leaves_meet=in_blocks,
         last_leaf_wait_s=tensor + last_waits,
         hop_s=prices.hop_s(activation_bytes) if layout.pp > 1 else 0.0,
         sendings=sendings,
@@ -226,7 +223,7 @@ def step_costs(
         copy_s=0.0 if alone else traffic.copies * prices.copy_s(whole_bytes),
         agree_s=0.0 if alone else meetings * prices.all_reduce_s(_AGREE_BYTES),
         update_s=profile.update_s * scale / (layout.dp if in_shares else 1),
-        after_s=prices.half_s("all_gather", whole_bytes) if traffic.gathers_weights else 0.0,
+        after_s=prices.half_s("all_gather", whole_bytes) if gathers else 0.0,
         every=1 if alone else traffic.every,
     )
 
@@ -246,7 +243,8 @@ def _sendings(
     if prices.divided:  # one pass over all buckets, after backward
         cost_s = prices.half_s("reduce_scatter", whole_bytes / parts)
         return (Sending(ready_s=ready_s(math.inf) * scale, cost_s=cost_s),)
-    if traffic.gathers_blocks:
+    in_blocks = traffic.shard == "weights"
+    if in_blocks:
         blocks = _blocks(parameters)[::-1]
     else:
         plans = bucket_plan(parameters, traffic)
@@ -258,7 +256,7 @@ def _sendings(
         if traffic.low_rank is not None:
             sent = _factor_bytes(block, traffic.low_rank)
         seconds = prices.bucket_s(sent / parts)
-        if traffic.gathers_blocks and prices.hides:
+        if in_blocks and prices.hides:
             # Backward gathers the next block's weights over the same channel.
             seconds += prices.half_s("all_gather", sent / parts)
         found.append(Sending(ready_s=ready_s(done) * scale, cost_s=seconds))
@@ -332,8 +330,7 @@ class StepTime:
     comm_s: float  # All communication of a rank, hidden or not
     tokens_per_s: float  # All ranks together
     efficiency: float
-    """Tokens per second and rank, over those of one rank alone with as many leaves as a replica
-    has: 1 is perfect."""
+    """Tokens per second and rank, over one rank alone with as many leaves as a replica has."""
 
     @property
     def total_s(self) -> float:
@@ -362,7 +359,7 @@ def predict_step(
         tensor parallel  four sums of activations per layer and leaf (arXiv 1909.08053)
         local_sgd        a meeting's messages, divided by the steps between two
 
-    Args, Raises: see `step_costs`.
+    The arguments are those of `step_costs`.
     """
     costs = step_costs(work, split, hardware, profile, options=options, fits=fits)
     compute = costs.leaves * costs.leaf_s
@@ -393,8 +390,7 @@ def tokens_per_s_alone(work: Workload, profile: StepProfile, leaves: int) -> flo
 
 
 def channel_end(sendings: Sequence[Sending]) -> float:
-    """When a channel that carries one bucket after the other is done, seconds after backward
-    began."""
+    """When a channel that carries one bucket after the other is done, after backward began."""
     free = 0.0
     for sending in sendings:
         free = max(free, sending.ready_s) + sending.cost_s

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from gradsync.models.config import GPTConfig
 from gradsync.parallel.layout import ParallelLayout
 from gradsync.plan.description import Kind
+from gradsync.sync.registry import find_strategy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,9 +54,21 @@ class Split:
     @property
     def sizes(self) -> str:
         """Such as `dp=2,tp=2`: replicas, stages and shards where there are several."""
-        layout = self.layout
-        names = (("dp", layout.dp), ("pp", layout.pp), ("tp", layout.tp))
-        return ",".join(f"{name}={size}" for name, size in names if size > 1)
+        return sizes_text(self.layout, ("dp", "pp", "tp"))
 
     def __str__(self) -> str:
         return f"{self.strategy} {self.sizes}".rstrip()
+
+
+def sizes_text(layout: ParallelLayout, names: Sequence[str] = ("pp", "tp", "dp")) -> str:
+    """The sizes above 1; in the usual order as `gradsync train --parallel` takes them."""
+    sizes = {name: getattr(layout, name) for name in names}
+    return ",".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
+
+
+def goes_with_parts(sync: str) -> bool:
+    """Whether a strategy sums whole replicas of a model's part; see `parallel/split_sync.py`."""
+    recipe = find_strategy(sync).recipe
+    if recipe is None:
+        return sync == "naive"
+    return recipe.shard == "none" and recipe.reduction != "hierarchical"

@@ -15,6 +15,7 @@ from gradsync.data.tokenizer import check_tokenizer
 from gradsync.errors import ConfigError, DataError
 from gradsync.models.config import GPTConfig
 from gradsync.parallel.layout import ParallelLayout, check_divisible
+from gradsync.plan.workload import goes_with_parts
 from gradsync.runtime.machine import total_bytes
 from gradsync.sync.registry import STRATEGIES, check_options, find_strategy
 from gradsync.train.config import AUTO, TrainConfig
@@ -89,14 +90,6 @@ def check_size(shape: GPTConfig, *, device: str, num_nodes: int) -> None:
             f"this host has {host_gb:.3g} GB: lower --model.n-layer, --model.n-embd, "
             f"--model.block-size ({shape.block_size:,}) or the vocabulary ({shape.vocab_size:,})"
         )
-
-
-def goes_with_parts(sync: str) -> bool:
-    """Whether the strategy sums whole replicas of a part."""
-    strategy = STRATEGIES[sync]
-    if strategy.recipe is None:
-        return sync == "naive"
-    return strategy.recipe.shard == "none" and strategy.recipe.reduction != "hierarchical"
 
 
 def check_layout(config: TrainConfig, layout: ParallelLayout, plan: BatchPlan) -> None:

@@ -23,8 +23,7 @@ CompileOrder = Literal["none", "model", "ddp"]
 ScheduleName = Literal["1f1b", "gpipe"]
 OnDrift = Literal["stop", "heal"]
 
-AUTO = "auto"
-"""Stands for the strategy and options that `gradsync tune` found for such a run."""
+AUTO = "auto"  # Stands for the strategy and options that `gradsync tune` found for such a run.
 
 
 _LEAST = {
@@ -59,26 +58,18 @@ class OptimConfig:
     along, the number of warm-up steps does not change."""
     lr_base_batch: int | None = None
     """Tokens of an update for which lr was found; needed by lr_scaling."""
-    min_lr_ratio: float = 0.1
-    """Final learning rate as a fraction of the peak."""
+    min_lr_ratio: float = 0.1  # Final learning rate as a fraction of the peak.
     schedule: Schedule = "cosine"
     """cosine (arXiv 1608.03983), wsd = warm-up, stable, decay (arXiv 2404.06395), or constant."""
-    warmup_steps: int = 100
-    """Linear warm-up, optimizer steps; at most `steps`."""
+    warmup_steps: int = 100  # Linear warm-up, optimizer steps; at most `steps`.
     decay_fraction: float = 0.2
     """wsd: share of all steps in which the learning rate falls linearly."""
-    weight_decay: float = 0.1
-    """Decay of matrices and embeddings; vectors (norms) are not decayed."""
-    beta1: float = 0.9
-    """Decay of the first moment."""
-    beta2: float = 0.95
-    """Decay of the second moment."""
-    eps: float = 1e-8
-    """Added to the root of the second moment."""
-    clip_norm: float | None = 1.0
-    """Largest L2 norm of the mean gradient; None does not clip."""
-    fused: bool = True
-    """Torch's fused AdamW kernel."""
+    weight_decay: float = 0.1  # Decay of matrices and embeddings; vectors (norms) are not decayed.
+    beta1: float = 0.9  # Decay of the first moment.
+    beta2: float = 0.95  # Decay of the second moment.
+    eps: float = 1e-8  # Added to the root of the second moment.
+    clip_norm: float | None = 1.0  # Largest L2 norm of the mean gradient; None does not clip.
+    fused: bool = True  # Torch's fused AdamW kernel.
 
     def __post_init__(self) -> None:
         _require_one_of("optim.schedule", self.schedule, Schedule)
@@ -146,8 +137,7 @@ class CheckpointConfig:
     every: int = 200
     """Optimizer steps between checkpoints; one more follows the last step. 0: only that one. Under
     local_sgd and diloco each ends the round, so it is part of the run's definition."""
-    keep_last: int = 2
-    """Good checkpoints to keep, at least 1."""
+    keep_last: int = 2  # Good checkpoints to keep, at least 1.
 
     def __post_init__(self) -> None:
         for name, least in (("every", 0), ("keep_last", 1)):
@@ -168,7 +158,6 @@ class _GivenOptions:
             )
 
     def given(self) -> dict[str, Any]:
-        """The options that were set."""
         values = {each.name: getattr(self, each.name) for each in fields(cast(Any, self))}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -193,39 +182,30 @@ class TrainConfig:
 
     preset: Suppress[str] = "tiny"
     """Model preset this configuration started from; on the command line the first argument."""
-    steps: int = 1000
-    """Optimizer steps."""
-    seed: int = 1337
-    """Decides initial weights, order of samples and dropout."""
+    steps: int = 1000  # Optimizer steps.
+    seed: int = 1337  # Decides initial weights, order of samples and dropout.
     sync: str = "invariant"
     """Synchronisation strategy: invariant (the same bits on any number of ranks), bucketed, ddp,
     zero1 … (docs/guide/strategies.md lists them); auto takes what `gradsync tune` found for such a
     run on this machine, else invariant."""
-    out: str = ""
-    """Run directory; empty makes runs/PRESET-DATE-TIME."""
+    out: str = ""  # Run directory; empty makes runs/PRESET-DATE-TIME.
     data: str = ""
     """Directory with train.bin and val.bin; or a stream, whose first documents are for validation:
     FILE.jsonl, a folder or pattern of such files, hf:NAME[:CONFIG], hf:json:FILES (or csv, parquet,
     text); empty takes the Python standard library's source."""
-    text_key: str = "text"
-    """Streams: field of the text."""
+    text_key: str = "text"  # Streams: field of the text.
     tokenizer: str = ""
     """Streams: a prepared data directory whose tokenizer to take; empty takes bytes."""
     tokens_per_update: int = 524_288
     """Tokens of one optimizer step over all ranks, whatever the world size."""
-    micro_batch_size: int = 4
-    """Sequences of one forward and backward (one leaf)."""
-    seq_len: int | None = None
-    """Tokens of a sequence; None takes the model's block_size."""
-    dtype: Dtype = "bf16"
-    """bf16 and fp16 are autocast over fp32 weights; fp16 needs CUDA."""
-    device: str = "auto"
-    """auto, cpu, cuda or cuda:N."""
+    micro_batch_size: int = 4  # Sequences of one forward and backward (one leaf).
+    seq_len: int | None = None  # Tokens of a sequence; None takes the model's block_size.
+    dtype: Dtype = "bf16"  # bf16 and fp16 are autocast over fp32 weights; fp16 needs CUDA.
+    device: str = "auto"  # auto, cpu, cuda or cuda:N.
     backend: str = "auto"
     """Carrier of messages between ranks: gloo, nccl, mpi, shm, or one for each device such as
     cpu:gloo,cuda:nccl; auto takes gloo, and nccl beside it on CUDA."""
-    tf32: bool = True
-    """CUDA: allow TF32 in fp32 matrix products."""
+    tf32: bool = True  # CUDA: allow TF32 in fp32 matrix products.
     threads: int | None = None
     """Intra-op threads of a rank; None takes 1 under sync=invariant on a CPU (their number changes
     bits), else cores of the host / ranks on the host."""
@@ -246,8 +226,7 @@ class TrainConfig:
     loss_rows: int | None = None
     """Compute the loss of so many positions at a time: at 124M and 1,024 tokens 256 takes 0.8 GB
     less and no longer. Other bits than None, which computes it at once."""
-    num_workers: int = 0
-    """Data-loading processes of a rank."""
+    num_workers: int = 0  # Data-loading processes of a rank.
     log_every: int = 10
     """Optimizer steps between logged ones: a printed line, an object in metrics.jsonl."""
     check_replicas_every: int = 0
@@ -259,15 +238,12 @@ class TrainConfig:
     on_drift: OnDrift = "stop"
     """After a check or an audit that failed: stop, or heal: copy the majority's weights, or do the
     step again, and go on; without a majority the run stops."""
-    timeout_s: float = 1800.0
-    """Longest a collective may take, seconds."""
-    rendezvous_timeout_s: float = 60.0
-    """Longest to wait for the other ranks at the start, seconds."""
+    timeout_s: float = 1800.0  # Longest a collective may take, seconds.
+    rendezvous_timeout_s: float = 60.0  # Longest to wait for the other ranks at the start, seconds.
     silence_s: float = 10.0
     """Longest that another rank's host may be silent, seconds; then its connections count as cut
     (Linux)."""
-    sample_tokens: int = 200
-    """Tokens of text to generate at the end; 0 for none."""
+    sample_tokens: int = 200  # Tokens of text to generate at the end; 0 for none.
     parallel: str = ""
     """Split the model: pp=2,dp=2 (two pipeline stages, two replicas), tp=2 (heads and SwiGLU over
     two ranks) …; the sizes' product is the number of ranks, dp may be left out. Empty: every rank
@@ -276,14 +252,10 @@ class TrainConfig:
     """Order of a pipeline's leaves: 1f1b (fewer activations at a time) or gpipe; the same bits."""
     model: GPTConfig = field(default_factory=GPTConfig)
     """Shape of the model; its vocabulary follows the data unless it is set."""
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    """Optimizer and schedule."""
-    eval: EvalConfig = field(default_factory=EvalConfig)
-    """Evaluation."""
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    """Checkpoints."""
-    sync_options: SyncConfig = field(default_factory=SyncConfig)
-    """Options of the strategy."""
+    optim: OptimConfig = field(default_factory=OptimConfig)  # Optimizer and schedule.
+    eval: EvalConfig = field(default_factory=EvalConfig)  # Evaluation.
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)  # Checkpoints.
+    sync_options: SyncConfig = field(default_factory=SyncConfig)  # Options of the strategy.
 
     def __post_init__(self) -> None:
         check_numbers(self)
@@ -329,9 +301,7 @@ class TrainConfig:
         )
 
     def batch_plan(self, world_size: int) -> BatchPlan:
-        """The exact batch arithmetic on `world_size` ranks; of a split model, its replicas share
-        the leaves.
-        """
+        """The exact batch arithmetic; of a split model, its replicas share the leaves."""
         return solve_batch_plan(
             tokens_per_update=self.tokens_per_update,
             seq_len=self.sequence_length,

@@ -27,109 +27,85 @@ if TYPE_CHECKING:
 class Data:
     """Data that a run reads."""
 
-    source: str
-    """The data directory, or the name of the stream."""
-    meta: Meta | None = None
-    """None for streams, and for data sets that gradsync did not prepare."""
+    source: str  # The data directory, or the name of the stream
+    meta: Meta | None = None  # None for streams, and for data sets that gradsync did not prepare
     plan: BatchPlan
     train: Loader | StreamLoader
     val: EvalLeaves
-    tokenizer: str | None
-    """Names the tokenizer of the data; None when its maker did not say."""
-    vocab_size: int | None
-    """Its number of token ids; None likewise."""
-    load_tokenizer: Callable[[], Tokenizer] | None
-    """Gives the tokenizer; None likewise."""
+    tokenizer: str | None  # Names the tokenizer of the data; None when its maker did not say
+    vocab_size: int | None  # Its number of token ids; None likewise
+    load_tokenizer: Callable[[], Tokenizer] | None  # Gives the tokenizer; None likewise
 
 
 def open_data(config: TrainConfig, world: World, comm: Communicator) -> Data:
-    """Open the data sets; the default corpus is prepared by one rank of each host, once."""
+    """Open the data sets; the default corpus is prepared by one rank of each host, once. A stream's
+    text comes without end: pass after pass in the same order."""
     from gradsync.data.loader import EvalLeaves, loader
-    from gradsync.data.prepare import default_corpus
+
+    plan, share = config.batch_plan(world.world_size), _replicas(config, world)
+    sizes = {
+        "global_batch_size": plan.global_batch_size,
+        "micro_batch_size": plan.micro_batch_size,
+        "seed": config.seed,
+    }
+    limit = config.eval.max_tokens
+    val_sequences = None if limit is None else max(limit // config.sequence_length, 1)
+    if is_stream(config.data):
+        from gradsync.data.streaming import stream_loader
+        from gradsync.data.text_stream import open_streamed_text
+
+        assert val_sequences is not None
+        text = open_streamed_text(
+            config.data,
+            text_key=config.text_key,
+            tokenizer=config.tokenizer,
+            seq_len=config.sequence_length,
+            val_sequences=val_sequences,
+        )
+        stream = stream_loader(text.train, share, comm=comm, num_epochs=None, **sizes)
+        stream.remedy = "--data must name the same text, unchanged, on all hosts and to go on"
+        return Data(
+            source=config.data,
+            plan=plan,
+            train=stream,
+            val=EvalLeaves(text.val, share, plan.micro_batch_size, val_sequences),
+            tokenizer=text.identity,
+            vocab_size=text.tokenizer.vocab_size,
+            load_tokenizer=lambda: text.tokenizer,
+        )
     from gradsync.data.tokens import open_dataset
 
-    if is_stream(config.data):
-        return _open_stream(config, world, comm)
-    if config.data:
-        directory = Path(config.data)
-    else:
-        if world.local_rank == 0:
-            default_corpus()
-        comm.barrier()
-        directory = default_corpus()
+    directory = Path(config.data) if config.data else _default_directory(world, comm)
     train = open_dataset(directory, "train", config.sequence_length)
     val = open_dataset(directory, "val", config.sequence_length)
     for dataset in (train, val):
         # Data that gradsync did not prepare may not say its vocabulary: then each batch is checked
         # against the model's, since on a GPU a token too large is an assertion without a place.
         dataset.vocab_size = dataset.vocab_size or config.model.vocab_size
-    plan, share = config.batch_plan(world.world_size), _replicas(config, world)
     meta = read_meta(directory)
     return Data(
         source=str(directory),
         meta=meta,
         plan=plan,
-        train=loader(
-            train,
-            share,
-            global_batch_size=plan.global_batch_size,
-            micro_batch_size=plan.micro_batch_size,
-            seed=config.seed,
-            num_workers=config.num_workers,
-        ),
-        val=EvalLeaves(val, share, plan.micro_batch_size, _val_sequences(config)),
+        train=loader(train, share, num_workers=config.num_workers, **sizes),
+        val=EvalLeaves(val, share, plan.micro_batch_size, val_sequences),
         tokenizer=None if meta is None else meta.tokenizer_identity,
         vocab_size=None if meta is None else meta.vocab_size,
         load_tokenizer=None if meta is None else partial(load_tokenizer, meta, directory),
     )
 
 
-def _open_stream(config: TrainConfig, world: World, comm: Communicator) -> Data:
-    """Text as it comes, endless: pass after pass in the same order."""
-    from gradsync.data.loader import EvalLeaves
-    from gradsync.data.streaming import stream_loader
-    from gradsync.data.text_stream import open_streamed_text
+def _default_directory(world: World, comm: Communicator) -> Path:
+    from gradsync.data.prepare import default_corpus
 
-    val_sequences = _val_sequences(config)
-    assert val_sequences is not None
-    text = open_streamed_text(
-        config.data,
-        text_key=config.text_key,
-        tokenizer=config.tokenizer,
-        seq_len=config.sequence_length,
-        val_sequences=val_sequences,
-    )
-    plan, share = config.batch_plan(world.world_size), _replicas(config, world)
-    train = stream_loader(
-        text.train,
-        share,
-        global_batch_size=plan.global_batch_size,
-        micro_batch_size=plan.micro_batch_size,
-        comm=comm,
-        num_epochs=None,
-        seed=config.seed,
-    )
-    train.remedy = "--data must name the same text, unchanged, on all hosts and to go on"
-    return Data(
-        source=config.data,
-        plan=plan,
-        train=train,
-        val=EvalLeaves(text.val, share, plan.micro_batch_size, val_sequences),
-        tokenizer=text.identity,
-        vocab_size=text.tokenizer.vocab_size,
-        load_tokenizer=lambda: text.tokenizer,
-    )
-
-
-def _val_sequences(config: TrainConfig) -> int | None:
-    """Sequences to evaluate on; None for all there are."""
-    limit = config.eval.max_tokens
-    return None if limit is None else max(limit // config.sequence_length, 1)
+    if world.local_rank == 0:
+        default_corpus()
+    comm.barrier()
+    return default_corpus()
 
 
 def _replicas(config: TrainConfig, world: World) -> World:
-    """The ranks that share out the leaves: `world`, or the replicas of a split model (all ranks
-    of a replica read the same leaves)."""
+    """The ranks that share out the leaves: all, or the replicas of a split model."""
     layout = config.layout(world.world_size)
     if layout.model_ranks == 1:
         return world

@@ -16,28 +16,25 @@ from typing import Any
 from gradsync.errors import ConfigError, RunError
 from gradsync.models.config import GPTConfig
 from gradsync.plan.choice import (
-    ERROR,
-    PROMISES,
+    USUAL,
     Candidate,
     Costs,
     Recommendation,
     Search,
     choose,
+    preferred,
     remedy,
 )
 from gradsync.plan.description import Hardware, speed_switches
-from gradsync.plan.micro_batch import legal_sizes
-from gradsync.plan.workload import Workload
+from gradsync.plan.workload import Workload, sizes_text
 from gradsync.sync.registry import find_strategy
 from gradsync.train.config import AUTO, SyncConfig, TrainConfig
-from gradsync.train.config_io import read_file
-from gradsync.train.tuned import continued, known_options
+from gradsync.train.micro_batch import legal_sizes
+from gradsync.train.tuned import begun_with
 
 _KEPT = ("dtype", "tf32", "sync", "sync_options", "parallel", "activation_checkpointing")
 _KEPT += ("micro_batch_size",)
 """Fields that a resumed run keeps from its beginning."""
-_STRATEGIES = ("invariant", "bucketed", "zero1", "zero2", "fsdp", "ddp")
-"""The strategies that are tried: none that loses something on purpose."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,8 +45,7 @@ class ConfigChanges:
     """Fields of `TrainConfig`; plain values that JSON can write."""
     ranks: int | None = None
     """How many are worth starting on this host; None: it is not ours to say."""
-    notes: tuple[str, ...] = ()
-    """A line each."""
+    notes: tuple[str, ...] = ()  # A line each
 
     def applied_to(self, config: TrainConfig) -> TrainConfig:
         """`config` with the changes."""
@@ -68,7 +64,7 @@ def decide(
     *,
     world_size: int | None = None,
 ) -> ConfigChanges:
-    """All settings but the micro-batch, which is probed.
+    """All settings but the micro-batch, which is probed; RunError where the model fits nowhere.
 
     Args:
         config: as parsed.
@@ -77,19 +73,16 @@ def decide(
         hardware: of the hosts that take part; one device per rank there may be.
         env: the environment, for suggestions.
         world_size: ranks, where they are fixed; None: to be chosen.
-
-    Raises:
-        ConfigError: impossible numbers.
-        RunError: the model fits nowhere: by how many GB, and what would fit.
     """
-    kept = _began_with(config)
-    if kept is not None:
-        changes = {name: value for name, value in kept.items() if name not in given}
-        begun = ConfigChanges(changes=changes).applied_to(config)
+    begun = begun_with(config)
+    if begun is not None:
+        kept = (name for name in _KEPT if name in begun[1] and name not in given)
+        changes = {name: begun[1][name] for name in kept}
+        goes_on = ConfigChanges(changes=changes).applied_to(config)
         named = ", ".join(f"{name} {value}" for name, value in changes.items() if value)
         return ConfigChanges(
             changes=changes,
-            ranks=None if world_size else _most_ranks(begun, hardware),
+            ranks=None if world_size else _most_ranks(goes_on, hardware),
             notes=(f"goes on as it began: {named}",),
         )
     switches = speed_switches(hardware, env)
@@ -112,8 +105,7 @@ def decide(
         changes["sync"] = taken.split.strategy
     layout = taken.split.layout
     if layout.model_ranks > 1:
-        sizes = (("pp", layout.pp), ("tp", layout.tp), ("dp", layout.dp))
-        changes["parallel"] = ",".join(f"{name}={size}" for name, size in sizes if size > 1)
+        changes["parallel"] = sizes_text(layout)
         if "micro_batch_size" not in given:  # a split model is not probed
             changes["micro_batch_size"] = taken.work.micro_batch_size
     if taken.work.activation_checkpointing and not config.activation_checkpointing:
@@ -122,21 +114,6 @@ def decide(
         f"{taken.split}: {taken.remark or 'the fastest that fits'} (gradsync plan shows all)"
     )
     return ConfigChanges(changes=changes, ranks=layout.world_size, notes=tuple(notes))
-
-
-def _began_with(config: TrainConfig) -> dict[str, Any] | None:
-    """The settings written by the run that `config` goes on with; None for a new run."""
-    place = continued(config)
-    if place is None:
-        return None
-    values = read_file(place)
-    found = {name: values[name] for name in _KEPT if name in values}
-    options = found.get("sync_options")
-    if options is not None:
-        if not isinstance(options, dict):
-            raise ConfigError(f"configuration {place}: sync_options: expected keys and values")
-        found["sync_options"] = known_options(options)
-    return found
 
 
 def _most_ranks(config: TrainConfig, hardware: Hardware) -> int:
@@ -169,7 +146,7 @@ def _choose(
     named = given & {"sync", "sync_options"}
     recompute = "activation_checkpointing" in given or config.activation_checkpointing
     search = Search(
-        strategies=tuple(dict.fromkeys((config.sync, *_STRATEGIES))) if named else _STRATEGIES,
+        strategies=tuple(dict.fromkeys(((config.sync,) if named else ()) + USUAL)),
         micro_batch_sizes=tuple(dict.fromkeys((size, *sizes))),
         checkpointing=(config.activation_checkpointing,) if recompute else (False, True),
     )
@@ -195,26 +172,14 @@ def _best(choice: Recommendation, world_size: int | None, strategy: str) -> Cand
     """The pick, unless it is of another strategy or number of ranks than asked for, or splits a
     model that fits whole: whole replicas can be probed, and give the same bits on any number."""
     fitting = [
-        candidate
-        for candidate in choice.candidates
-        if candidate.time is not None
-        and world_size in (None, candidate.split.world_size)
-        and strategy in ("", candidate.split.strategy)
+        each
+        for each in choice.candidates
+        if each.runs
+        and world_size in (None, each.split.world_size)
+        and strategy in ("", each.split.strategy)
     ]
     fitting = [c for c in fitting if c.split.layout.model_ranks == 1] or fitting
     if not fitting or choice.pick in fitting:
         return choice.pick if fitting else None
-    fastest = min(candidate.seconds for candidate in fitting)
-    near = [candidate for candidate in fitting if candidate.seconds <= (1 + ERROR) * fastest]
-    order = [*choice.search.strategies]
-    taken = min(
-        near,
-        key=lambda c: (
-            PROMISES.index(c.promise),
-            c.split.layout.model_ranks,
-            order.index(c.split.strategy),
-            c.work.activation_checkpointing,
-            c.seconds,
-        ),
-    )
+    taken = preferred(fitting, choice.search)
     return replace(taken, remark="as fast as any of those that were asked for")

@@ -87,12 +87,9 @@ class Learner:
     model: GPT
     optimizer: torch.optim.Optimizer
     sync: GradientSync
-    scaler: Any
-    """`torch.amp.GradScaler` for fp16, else None."""
-    comm: Communicator
-    """All ranks."""
-    autocast: Autocast
-    """Mixed precision of a forward."""
+    scaler: Any  # `torch.amp.GradScaler` for fp16, else None
+    comm: Communicator  # All ranks
+    autocast: Autocast  # Mixed precision of a forward
 
     @property
     def parameter_names(self) -> list[str]:
@@ -137,14 +134,8 @@ class Learner:
             save_shares(self, held, step, keep)
 
     def load(self, saved: Mapping[str, Whole], optimizer_state: Mapping[str, Any]) -> None:
-        """Take weights, optimizer and strategy from what rank 0 has read; all ranks call it.
-
-        Args:
-            saved: whole tensors by kind and name on rank 0, {} elsewhere.
-            optimizer_state: what of it is no tensor, on all ranks.
-
-        Raises:
-            CheckpointError: of another model, or another optimizer.
+        """Take weights, optimizer and strategy from what rank 0 has read; all ranks call it with
+        what is no tensor. `saved`: whole tensors by kind and name on rank 0, {} elsewhere.
         """
         load_learnt(self, saved, optimizer_state)
 

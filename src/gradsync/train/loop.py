@@ -42,20 +42,13 @@ _ADVICE_RESUMED = (
 class Totals:
     """Totals that the end of a run reports."""
 
-    step: int
-    """Optimizer steps done, earlier runs included."""
-    train_loss: float = math.nan
-    """Global mean loss of the last step."""
-    val_loss: float = math.nan
-    """Validation loss after the last evaluation."""
-    wall_s: float = 0.0
-    """Time in steps, seconds, without evaluation and saving."""
-    exposed_s: float = 0.0
-    """Exposed communication within that time, seconds."""
-    steps_timed: int = 0
-    """Steps in `wall_s`."""
-    stopped_by: str = ""
-    """Signal that ended the run early, "" when it is complete."""
+    step: int  # Optimizer steps done, earlier runs included
+    train_loss: float = math.nan  # Global mean loss of the last step
+    val_loss: float = math.nan  # Validation loss after the last evaluation
+    wall_s: float = 0.0  # Time in steps, seconds, without evaluation and saving
+    exposed_s: float = 0.0  # Exposed communication within that time, seconds
+    steps_timed: int = 0  # Steps in `wall_s`
+    stopped_by: str = ""  # Signal that ended the run early, "" when it is complete
 
 
 class Interval:

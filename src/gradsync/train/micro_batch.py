@@ -2,14 +2,28 @@
 
 The global batch stays what it is; only the way it is cut into leaves is looked for. The micro-batch
 is the shape of a leaf and with it part of what an `invariant` run is, so it is looked for once, and
-a run that goes on keeps its own (see `elastic.py`). Answers are kept in the user's cache.
+a run that goes on keeps its own (see `elastic.py`). Answers are kept in the user's cache. Ranks
+call `next_size` with the same trials, so all of them try the same sizes in the same order, and the
+smallest of them decides.
+
+[Note: A rank without memory] One rank may run out of memory where the others do not. So an attempt
+holds no communication at all: each rank runs alone, whatever becomes of it is a value, and every
+rank then comes to the round's one small all-reduce with it. What comes out is the same on all ranks
+and is all that the next size depends on.
+
+On CUDA torch raises `OutOfMemoryError`, which is caught here: what the attempt held is let go, and
+the device is as it was. On a CPU there is nothing to catch, since the kernel ends a process that
+takes too much: there attempts are kept below `limit_bytes`, and the peak is that of the resident
+memory.
 """
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from math import isqrt
 from typing import Any
 
 import torch
@@ -22,37 +36,229 @@ from gradsync.models.config import GPTConfig
 from gradsync.models.gpt import GPT
 from gradsync.parallel.layout import ParallelLayout
 from gradsync.plan.memory import memory_need
-from gradsync.plan.micro_batch import Trial, chosen_size, legal_sizes, try_sizes
-from gradsync.plan.probe import Attempt, Cost, MemoryProbe
+from gradsync.plan.profile import Cache
 from gradsync.plan.workload import Split, Workload
+from gradsync.runtime.machine import available_bytes
+from gradsync.runtime.memory import PeakMemory, give_back, resident_bytes
 from gradsync.sync.registry import find_strategy
 from gradsync.train.config import AUTO, TrainConfig
 from gradsync.train.learner import autocast, build_optimizer, summed_loss
-from gradsync.train.tuned import Cache, check_line, run_conditions
+from gradsync.train.tuned import check_line, run_conditions
 from gradsync.world import World
 
 _SAME_ROOM = (0.8, 1.25)
-"""Times the memory there was when it was measured: with less it may not fit, with more it may be
-too small."""
+"""Times the memory of then: with less it may not fit, with more it may be too small."""
 _FP32 = 4
 _STATES = 2
 _LOGIT_BYTES = 8
 """Bytes of a logit at the very least: its fp32 value and its gradient; see [Note: Loss in rows]."""
 _REPEATS, _REPEAT_S = 5, 0.5
+_IMBALANCE = 1.125
+"""How much more than need be the busiest rank may have to do, as shares differ by a leaf."""
+_GAIN = 0.97
+"""A larger micro-batch pays when a sequence takes less than this share of its time before."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """The outcome of one size; equal on all ranks."""
+
+    size: int  # Sequences of a leaf
+    fits: bool  # On every rank, within its limit
+    peak: float = 0.0  # Share of its limit that the fullest rank took
+    slope: float = 0.0  # Added to it by one more sequence, on the rank where it adds most
+    seconds: float = 0.0  # Forward and backward of the leaf, on the slowest rank
+
+    @property
+    def seconds_per_sequence(self) -> float:
+        """How dear a sequence is in leaves of this size."""
+        return self.seconds / self.size
+
+
+def legal_sizes(sequences: int, world_size: int, *, equal_leaves: bool = False) -> tuple[int, ...]:
+    """Micro-batches, ascending, that cut a step's `sequences` into leaves for `world_size` ranks.
+
+    Each divides `sequences`, leaves no rank without a leaf (with `equal_leaves`: gives all equally
+    many), and shares leaves out so evenly that the busiest rank has at most an eighth more
+    sequences than under the smallest size.
+    """
+    below_root = [size for size in range(1, isqrt(sequences) + 1) if sequences % size == 0]
+    loads = {}
+    for size in sorted({*below_root, *(sequences // size for size in below_root)}):
+        leaves = sequences // size
+        if leaves >= world_size and not (equal_leaves and leaves % world_size):
+            loads[size] = -(-leaves // world_size) * size
+    least = min(loads.values(), default=0)
+    return tuple(size for size, load in loads.items() if load <= _IMBALANCE * least)
+
+
+def next_size(sizes: Sequence[int], trials: Sequence[Trial], *, careful: bool) -> int | None:
+    """The size to try now; None when there is nothing more to learn.
+
+    It grows by at most doubling while sizes fit, then halves the gap between the largest that did
+    and the smallest that did not. `careful`, where nothing stops a process that takes too much (a
+    CPU), tries nothing that is predicted beyond the limit, and grows only while growing pays.
+    """
+    if not trials:
+        return min(sizes, default=None)
+    fitting = [trial for trial in trials if trial.fits]
+    if not fitting:
+        return None  # not even the smallest runs
+    good = max(fitting, key=lambda trial: trial.size)
+    bad = min((trial.size for trial in trials if not trial.fits), default=None)
+    if careful and bad is None and len(trials) > 1:
+        before, now = (trial.seconds_per_sequence for trial in trials[-2:])
+        if now > _GAIN * before:  # the last growth did not make a sequence cheaper
+            return None
+    open_sizes = [size for size in sizes if good.size < size and (bad is None or size < bad)]
+    if careful:
+        open_sizes = [size for size in open_sizes if predicted(good, size) <= 1]
+    if not open_sizes:
+        return None
+    if bad is not None:
+        return open_sizes[len(open_sizes) // 2]
+    return max((size for size in open_sizes if size <= 2 * good.size), default=open_sizes[0])
+
+
+def predicted(trial: Trial, size: int) -> float:
+    """Share of the limit that `size` will take, on the line through `trial`."""
+    return trial.peak + trial.slope * (size - trial.size)
+
+
+def chosen_size(trials: Sequence[Trial], *, careful: bool) -> int | None:
+    """The largest size that fits, None: none does. If `careful`, of those that are as fast as any:
+    a core is busy with one sequence, so there larger ones may only take more memory."""
+    fitting = [trial for trial in trials if trial.fits]
+    if careful:
+        best = min((trial.seconds_per_sequence for trial in fitting), default=0.0)
+        fitting = [trial for trial in fitting if _GAIN * trial.seconds_per_sequence <= best]
+    return max((trial.size for trial in fitting), default=None)
+
+
+def try_sizes(
+    comm: Communicator,
+    attempt: Callable[[int], Cost | None],
+    sizes: Sequence[int],
+    *,
+    limit_bytes: int,
+    careful: bool,
+) -> tuple[Trial, ...]:
+    """The outcome of those of the `legal_sizes` that were worth trying, the same on all ranks.
+
+    `attempt` runs one size on this rank, without communication (None: out of memory), within
+    `limit_bytes`. One all-reduce (maximum, float64 [4] on the CPU) after each size.
+    """
+    trials: list[Trial] = []
+    ran: dict[int, int] = {}  # Peak by size
+    while (size := next_size(sizes, trials, careful=careful)) is not None:
+        cost = attempt(size)
+        message = (1.0, 0.0, 0.0, 0.0)  # failed; peak, slope as shares of the limit; seconds
+        if cost is not None:
+            below = max((each for each in ran if each < size), default=0)
+            more = cost.peak_bytes - ran.get(below, cost.held_bytes)
+            slope = max(more / (size - below), 0.0) / limit_bytes
+            peak = cost.peak_bytes / limit_bytes
+            message = (float(peak > 1), peak, slope, cost.seconds)
+            ran[size] = cost.peak_bytes
+        told = torch.tensor(message, dtype=torch.float64)
+        comm.all_reduce(told, "max").wait()
+        failed, peak, slope, seconds = told.tolist()
+        trials.append(Trial(size=size, fits=not failed, peak=peak, slope=slope, seconds=seconds))
+    return tuple(trials)
+
+
+CUDA_SHARE = 0.9
+"""Share of the free memory of a GPU: the rest is for fragments and for NCCL's buffers."""
+CPU_SHARE = 0.8
+"""Share of the free memory of a host: a process that takes too much is killed, or others are."""
+_OTHER_WORDS = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cost:
+    """Memory and time of one attempt on this rank, above what there was before the first."""
+
+    peak_bytes: int  # At its fullest moment
+    held_bytes: int  # Whatever the size of the attempt: weights, gradients, the optimizer's state
+    seconds: float  # As the attempt measured it
+
+
+Attempt = Callable[[Callable[[], None]], float]
+"""Runs; calls its argument, which marks what is held, when only that is held; returns seconds."""
+
+
+class MemoryProbe:
+    """The memory of one rank's device; on a CPU the host's is shared by `ranks_here`."""
+
+    def __init__(self, device: torch.device | str, *, ranks_here: int = 1) -> None:
+        self.device = torch.device(device)
+        self._on_cuda = self.device.type == "cuda"
+        self._before = self._held()
+        if self._on_cuda:
+            free = torch.cuda.mem_get_info(self.device)[0] + self._before
+            self.limit_bytes = int(CUDA_SHARE * free)
+            """Bytes that an attempt may take."""
+        else:
+            self.limit_bytes = max(int(CPU_SHARE * available_bytes()) // ranks_here, 1)
+
+    @property
+    def works(self) -> bool:
+        """Whether the system tells how much memory a process has (Linux does)."""
+        return self._on_cuda or self._before > 0
+
+    def run(self, attempt: Attempt) -> Cost | None:
+        """The cost of `attempt`; None when memory ran out, and then nothing of it is left."""
+        peak = None
+        if self._on_cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
+        else:
+            peak = PeakMemory(on_cuda=False)
+        held = [start := self._held()]
+        try:
+            seconds = attempt(lambda: held.append(self._held()))
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            seconds = None
+        # Only here is the error gone, and with it the frames that held the attempt's tensors.
+        if seconds is None:
+            self.clear()
+            return None
+        top = start + (peak.read() or 0) if peak else torch.cuda.max_memory_reserved(self.device)
+        before = self._before
+        return Cost(peak_bytes=top - before, held_bytes=held[-1] - before, seconds=seconds)
+
+    def clear(self) -> None:
+        """Give back what is no longer used."""
+        if self._on_cuda:
+            gc.collect()
+            torch.cuda.empty_cache()
+        else:
+            give_back()
+
+    def _held(self) -> int:
+        if self._on_cuda:
+            return torch.cuda.memory_reserved(self.device)
+        give_back()
+        return resident_bytes()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error`, of torch, Python or an allocator below them, means that memory ran out."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _OTHER_WORDS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Probed:
     """A micro-batch that ran."""
 
-    size: int
-    """Sequences of a leaf."""
-    peak_bytes: int
-    """Memory taken, on the rank with the least room."""
-    limit_bytes: int
-    """Memory that rank might have taken."""
-    date: str
-    """Date of the measurement."""
+    size: int  # Sequences of a leaf
+    peak_bytes: int  # Memory taken, on the rank with the least room
+    limit_bytes: int  # Memory that rank might have taken
+    date: str  # Date of the measurement
 
     def holds(self, limit_bytes: int) -> bool:
         """Whether it is still the answer where a rank may take `limit_bytes`."""
@@ -75,8 +281,7 @@ def _probed(document: Any) -> Probed:
     return Probed(**numbers, date=check_line(document["date"]))
 
 
-PROBED = Cache("micro-batch", _probed)
-"""The micro-batches that were found by probing."""
+PROBED = Cache("micro-batch", _probed)  # The micro-batches that were found by probing
 
 
 def sizes_of(config: TrainConfig, world_size: int) -> tuple[int, ...]:
@@ -107,19 +312,14 @@ def find_micro_batch(
     """Sequences of a leaf, looked up or tried, and how, in one line; all ranks get the same answer.
 
     Collectives over all ranks: one all-gather of numbers, one broadcast of JSON, then one small
-    all-reduce for each size that is tried.
+    all-reduce for each size that is tried. ConfigError on all: not even the smallest one runs.
 
     Args:
         config: with the strategy's name and dtype as they will be.
         shape: of the model, with the data's vocabulary.
-        world: with the device.
-        comm: all ranks.
         threads: intra-op threads of a rank.
         keep: write a new answer into the cache.
         begins: called before the first size is tried.
-
-    Raises:
-        ConfigError: on all ranks: not even the smallest legal micro-batch runs.
     """
     sizes = sizes_of(config, world.world_size)
     rehearsal = Rehearsal(config, shape, world)
@@ -207,8 +407,7 @@ class Rehearsal:
 
     def __init__(self, config: TrainConfig, shape: GPTConfig, world: World) -> None:
         self._config, self._shape, self._world = config, shape, world
-        self._model: GPT | None = None
-        self._optimizer: torch.optim.Optimizer | None = None
+        self._parts: tuple[GPT, torch.optim.Optimizer] | None = None
         self._owners = world.world_size if self.shards(config) else 1
 
     @staticmethod
@@ -249,7 +448,7 @@ class Rehearsal:
         """Leaves of `size` and an update; gives the seconds of a leaf that is not the first."""
 
         def attempt(mark: Callable[[], None]) -> float:
-            model, optimizer = self._parts()
+            model, optimizer = self._parts = self._parts or self._build()
             try:
                 self._leaf(model, size)
                 seconds = self._best_time(lambda: self._leaf(model, size))
@@ -263,7 +462,7 @@ class Rehearsal:
 
     def close(self) -> None:
         """Let go of everything."""
-        self._model = self._optimizer = None
+        self._parts = None
 
     def _leaf(self, model: GPT, size: int) -> None:
         shape = (size, self._config.sequence_length)
@@ -272,25 +471,18 @@ class Rehearsal:
             loss = summed_loss(model, model, tokens, tokens)
         loss.backward()
 
-    def _parts(self) -> tuple[GPT, torch.optim.Optimizer]:
-        if self._model is None or self._optimizer is None:
-            self.close()  # memory may have run out half-way
-            with torch.device("meta"):
-                model = GPT(
-                    self._shape,
-                    activation_checkpointing=self._config.activation_checkpointing,
-                    loss_rows=self._config.loss_rows,
-                )
-            model.to_empty(device=self._world.device)
-            with torch.no_grad():
-                for tensor in (*model.parameters(), *model.buffers()):
-                    tensor.fill_(0.01)  # nothing random: no generator may move
-            self._optimizer = self._own_optimizer(model)
-            self._model = model
-        return self._model, self._optimizer
-
-    def _own_optimizer(self, model: GPT) -> torch.optim.Optimizer:
-        """Over this rank's share of the elements, with its state."""
+    def _build(self) -> tuple[GPT, torch.optim.Optimizer]:
+        """The model, and an optimizer with its state over this rank's share of the elements."""
+        with torch.device("meta"):
+            model = GPT(
+                self._shape,
+                activation_checkpointing=self._config.activation_checkpointing,
+                loss_rows=self._config.loss_rows,
+            )
+        model.to_empty(device=self._world.device)
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                tensor.fill_(0.01)  # nothing random: no generator may move
         total, seen = sum(p.numel() for p in model.parameters()), 0
         mine = []
         for parameter in model.parameters():
@@ -304,7 +496,7 @@ class Rehearsal:
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
         model.zero_grad(set_to_none=True)
-        return optimizer
+        return model, optimizer
 
     def _best_time(self, work: Callable[[], None]) -> float:
         """Seconds of `work`, the shortest of a few where it is short: others may disturb it."""

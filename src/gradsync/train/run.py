@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from typing import Any, TextIO
 
@@ -35,10 +35,8 @@ EXIT_REQUEUE = 75
 class TrainOutcome:
     """How a run ended."""
 
-    exit_code: int
-    """0 done, 75 stopped by a signal with the checkpoint written."""
-    summary: dict[str, Any]
-    """Contents of `summary.json`; on rank 0 only, else empty."""
+    exit_code: int  # 0 done, 75 stopped by a signal with the checkpoint written
+    summary: dict[str, Any]  # Contents of `summary.json`; on rank 0 only, else empty
 
 
 def train(
@@ -53,13 +51,9 @@ def train(
 
     Args:
         config: `out` must be set, and equal on all ranks.
-        world: from `gs.init()`.
         threads: intra-op threads of this rank, for the fingerprint.
         stream: where rank 0 prints; stdout by default.
         notes: more lines for its introduction.
-
-    Raises:
-        GradsyncError: see the error tree; nothing that was there before is lost.
     """
     run_dir = RunDir(config.out)
     progress = Progress(
@@ -70,30 +64,16 @@ def train(
         # mpirun and srun may give rank 0 a terminal and write what it gets to a file.
         live=world.launcher in ("python", "torchrun", "env"),
     )
-    with StopRequest(announce=world.is_main) as stop:
-        try:
-            return _train(config, world, run_dir, progress, stop, threads=threads, notes=notes)
-        finally:
-            progress.stop()
-            run_dir.close()
-
-
-def _train(
-    config: TrainConfig,
-    world: World,
-    run_dir: RunDir,
-    progress: Progress,
-    stop: StopRequest,
-    *,
-    threads: int,
-    notes: Sequence[str],
-) -> TrainOutcome:
-    comm = communicator(world)
-    if world.is_main and config.resume == "none":
-        run_dir.refuse_overwrite()
-    data = open_data(config, world, comm)
-    shape = model_config(config, data.vocab_size)
-    with run_dir.rank_log(world) as begin_log:
+    with ExitStack() as stack:
+        stop = stack.enter_context(StopRequest(announce=world.is_main))
+        stack.callback(run_dir.close)
+        stack.callback(progress.stop)
+        comm = communicator(world)
+        if world.is_main and config.resume == "none":
+            run_dir.refuse_overwrite()
+        data = open_data(config, world, comm)
+        shape = model_config(config, data.vocab_size)
+        begin_log = stack.enter_context(run_dir.rank_log(world))
         trainer = Trainer(
             config=config,
             world=world,

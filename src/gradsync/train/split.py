@@ -22,7 +22,6 @@ from gradsync.data.leaf import Leaf
 from gradsync.data.loader import EvalLeaves
 from gradsync.errors import CheckpointError
 from gradsync.models.config import GPTConfig
-from gradsync.models.gpt import GPT
 from gradsync.parallel.layout import (
     ModelPart,
     ParallelLayout,
@@ -69,7 +68,6 @@ class SplitLearner(Learner):
         return self.pipeline.evaluate(leaves)
 
     def save(self, step: int, keep: Keep) -> None:
-        """See `Learner.save`; the first replica's ranks send, the others only check."""
         part, comm = self.part, self.groups.model
         named = list(self.model.named_parameters())
         kept, state = pack_optimizer(self.optimizer, named)
@@ -91,7 +89,6 @@ class SplitLearner(Learner):
         )
 
     def load(self, saved: Mapping[str, Whole], optimizer_state: Mapping[str, Any]) -> None:
-        """See `Learner.load`: this rank gets its pieces."""
         tensors = {
             f"{kind}/{name}": tensor
             for kind in ("model", "optimizer")
@@ -113,12 +110,6 @@ class SplitLearner(Learner):
             parameter.data.copy_(tensor)
         state = state_of_part(self.part, optimizer_state)
         unpack_optimizer(self.optimizer, list(own.items()), kept, state)
-
-    def whole_model(self, weights: Whole) -> GPT:
-        """A whole model, on the CPU."""
-        model = GPT(self.part.config, seed=0)
-        model.load_state_dict(weights)
-        return model
 
     def closing_figures(self, memory_gib: float) -> dict[str, Any]:
         """The layout, and each rank's memory, on all ranks."""

@@ -77,8 +77,7 @@ _STATE: dict[str, Any] = {
     "scaler": dict | None,
 }
 _MACHINE = {"torch", "device", "cpu_capability", "math_env", "threads", "tf32"}
-_SPLIT = "parallel"
-"""The layout of a split model; whole ones do not have it."""
+_SPLIT = "parallel"  # The layout of a split model; whole ones do not have it
 _MATH_VARIABLES = ("MKL_CBWR", "ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
 
 
@@ -118,10 +117,7 @@ def compare(saved: Mapping[str, Any], now: Fingerprint, *, allow_change: bool) -
 
     Between world sizes or layouts most strategies promise the same samples, not the same bits, so
     there what the machine decides only warns. Under the invariant order the world size does not
-    appear, and everything counts.
-
-    Raises:
-        CheckpointError: a difference changes the bits, naming each field.
+    appear, and everything counts. CheckpointError names each field that changes the bits.
     """
     differs = {
         name: f"{name}: {saved.get(name)!r} then, {now.get(name)!r} now"
@@ -168,10 +164,7 @@ def save_run(run: Trainer, step: int) -> None:
 
 def check_finite(comm: Communicator, step: int, named: Iterable[tuple[str, Tensor]]) -> None:
     """Before a checkpoint, on all ranks, each with what it holds: two small all-gathers.
-
-    Raises:
-        DivergenceError: on all ranks: some rank holds nan or inf, which no run could go on from.
-    """
+    DivergenceError on all: some rank holds nan or inf, which no run could go on from."""
     for rank, found in enumerate(all_gather_json(comm, non_finite(named))):
         if found:
             raise DivergenceError(
@@ -269,21 +262,14 @@ def _place(share: Share, flat: Tensor) -> Placed:
 class Resumed:
     """Where a run starts."""
 
-    step: int = 0
-    """Optimizer steps done."""
-    source: str = ""
-    """Checkpoint directory, "" for a fresh start."""
-    notes: tuple[str, ...] = ()
-    """Notes for the user: damaged checkpoints, changed numerics."""
+    step: int = 0  # Optimizer steps done
+    source: str = ""  # Checkpoint directory, "" for a fresh start
+    notes: tuple[str, ...] = ()  # Notes for the user: damaged checkpoints, changed numerics
 
 
 def restore(run: Trainer) -> Resumed:
-    """Find, check and load what `config.resume` asks for, on all ranks.
-
-    Raises:
-        CheckpointError: unreadable, of another model, or with other numerics.
-        DataError: of another data set or seed.
-    """
+    """Find, check and load what `config.resume` asks for, on all ranks. CheckpointError: of another
+    model, or with other numerics; DataError: of another data set or seed."""
     config, comm, learner = run.config, run.comm, run.learner
     saved: dict[str, Whole] = {}
     header: dict[str, Any] = {"path": "", "notes": []}

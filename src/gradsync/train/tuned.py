@@ -7,44 +7,33 @@ version knows them. Micro-batches that were probed are kept in the same way (`mi
 
 from __future__ import annotations
 
-import json
 import shlex
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar, get_args
+from typing import Any, get_args
 
-from gradsync.core.files import cache_entry, read_entry, write_entry
 from gradsync.data.documents import is_stream
 from gradsync.errors import ConfigError
 from gradsync.models.config import GPTConfig, preset
-from gradsync.runtime import environ
-from gradsync.runtime.machine import cpu_model, host_cores
+from gradsync.plan.profile import Cache, Conditions, machine_conditions
 from gradsync.sync.registry import check_options, find_strategy
-from gradsync.train.config import CompileOrder, SyncConfig, TrainConfig, recipe
+from gradsync.train.config import AUTO, CompileOrder, SyncConfig, TrainConfig, recipe
 from gradsync.train.config_io import read_file
 from gradsync.train.data import shape_before
 from gradsync.world import World
 
-T = TypeVar("T")
-Conditions = dict[str, Any]
-"""The facts a measurement depends on, as JSON has them; an answer holds where all are equal."""
-
-_FORMAT_VERSION = 1
-_TUNED_FROM = 2
-"""Ranks of `gradsync tune` unless it is told otherwise."""
+_TUNED_FROM = 2  # Ranks of `gradsync tune` unless it is told otherwise
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TunedStrategy:
     """A strategy, as `gradsync train` takes it; ConfigError if this version has none such."""
 
-    sync: str = "invariant"
-    """Its name."""
+    sync: str = "invariant"  # Its name
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the strategy; keys are fields of `SyncConfig`."""
-    compile: CompileOrder = "none"
-    """Where `torch.compile` stands: none, model or ddp."""
+    compile: CompileOrder = "none"  # Where `torch.compile` stands: none, model or ddp
 
     def __post_init__(self) -> None:
         if not isinstance(self.sync, str):
@@ -77,19 +66,11 @@ class Tuned:
 
 def run_conditions(config: TrainConfig, shape: GPTConfig, world: World, threads: int) -> Conditions:
     """The conditions of every measurement of a training step; `threads` are those of a rank."""
-    import torch
-
-    on_cuda = world.device.startswith("cuda")
-    return {
+    return machine_conditions(world.device, threads) | {
         "model": _sizes(shape),
         "dtype": config.dtype,
         "seq_len": config.sequence_length,
         "world_size": world.world_size,
-        "threads": threads,
-        "device": torch.cuda.get_device_name(world.device) if on_cuda else "cpu",
-        "cpu": cpu_model(),
-        "cores": host_cores(),
-        "torch": str(torch.__version__),
     }
 
 
@@ -110,44 +91,6 @@ def conditions_of(config: TrainConfig, world: World, *, threads: int) -> Conditi
     }
 
 
-@dataclass(frozen=True, slots=True)
-class Cache(Generic[T]):
-    """Answers that were measured here, one file for each `Conditions`."""
-
-    kind: str
-    """Name of its folder in the user's cache."""
-    build: Callable[[Any], T]
-    """Makes an answer of a file's JSON object; ValueError or the like where it cannot be one."""
-
-    def folder(self) -> Path:
-        """The folder."""
-        return environ.cache_dir() / self.kind
-
-    def path(self, conditions: Conditions) -> Path:
-        """Where the answer for `conditions` is kept."""
-        return cache_entry(self.folder(), json.dumps(conditions, sort_keys=True))
-
-    def save(self, conditions: Conditions, found: T) -> Path:
-        """Keep a dataclass in the place of what was there; returns where."""
-        answer: Any = found
-        heading = {"format_version": _FORMAT_VERSION, "conditions": conditions}
-        return write_entry(self.path(conditions), heading | asdict(answer))
-
-    def read(self, conditions: Conditions) -> T | None:
-        """The answer for `conditions`; None when there is none, or none that can be believed."""
-
-        def checked(document: Any) -> T:
-            if not isinstance(document, dict):
-                raise ValueError("it holds no object")
-            if (found := document["format_version"]) != _FORMAT_VERSION:
-                raise ValueError(f"format_version {found}, not {_FORMAT_VERSION}")
-            if document["conditions"] != conditions:
-                raise ValueError("it was measured for something else")
-            return self.build(document)
-
-        return read_entry(self.path(conditions), checked)
-
-
 def check_line(value: Any) -> str:
     """`value`, which is printed, if it is a line of text; ValueError otherwise."""
     if not isinstance(value, str) or not value.isprintable():
@@ -163,8 +106,7 @@ def _tuned(document: Any) -> Tuned:
     return Tuned(choice=choice, verdict=verdict, date=date)
 
 
-TUNED = Cache("tuned", _tuned)
-"""The choices of `gradsync tune`."""
+TUNED = Cache("tuned", _tuned)  # The choices of `gradsync tune`
 
 
 def resolve_auto(config: TrainConfig, world: World, *, threads: int) -> tuple[TunedStrategy, str]:
@@ -173,9 +115,10 @@ def resolve_auto(config: TrainConfig, world: World, *, threads: int) -> tuple[Tu
 
     A run that goes on takes what it began with, whatever was measured since: bits depend on it.
     """
-    place = continued(config)
-    choice = None if place is None else _choice_of(place)
-    if choice is not None:
+    place, values = begun_with(config) or (None, {})
+    sync, compiled = values.get("sync"), values.get("compile", "none")
+    if isinstance(sync, str) and sync != AUTO:
+        choice = TunedStrategy(sync=sync, options=values["sync_options"], compile=compiled)
         return choice, f"sync auto: {choice.text}, as in {place}"
     default = TunedStrategy()
     if world.world_size == 1:
@@ -259,18 +202,16 @@ def continued(config: TrainConfig) -> Path | None:
     return next((path for path in found if path.is_file()), None)
 
 
-def known_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a written configuration that are set, and that this version has."""
-    known = {entry.name for entry in fields(SyncConfig)}
-    return {name: value for name, value in given.items() if name in known and value is not None}
-
-
-def _choice_of(path: Path) -> TunedStrategy | None:
-    """Strategy of the run that this one goes on with; None if that says `auto` too."""
-    values = read_file(path)
-    sync, given = values.get("sync"), values.get("sync_options") or {}
-    if not isinstance(sync, str) or sync == "auto" or not isinstance(given, dict):
+def begun_with(config: TrainConfig) -> tuple[Path, dict[str, Any]] | None:
+    """The configuration file of the run that this one goes on with, and its values; of the
+    strategy's options those that are set, and that this version has."""
+    place = continued(config)
+    if place is None:
         return None
-    return TunedStrategy(
-        sync=sync, options=known_options(given), compile=values.get("compile", "none")
-    )
+    values = read_file(place)
+    options = values.get("sync_options") or {}
+    if not isinstance(options, dict):
+        raise ConfigError(f"configuration {place}: sync_options: expected keys and values")
+    known = {entry.name for entry in fields(SyncConfig)}
+    given = {name: v for name, v in options.items() if name in known and v is not None}
+    return place, values | {"sync_options": given}

@@ -9,8 +9,9 @@ import pytest
 
 from gradsync.errors import ConfigError
 from gradsync.models.config import GPTConfig
+from gradsync.plan.workload import goes_with_parts
 from gradsync.sync.registry import STRATEGIES
-from gradsync.train.check import check_request, goes_with_parts
+from gradsync.train.check import check_request
 from gradsync.train.config import SyncConfig, TrainConfig
 
 CONFIG = TrainConfig(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gradsync.errors import ConfigError, RunError
+from gradsync.errors import RunError
 from gradsync.plan.collectives import (
     ALL_REDUCE,
     GroupPlace,
@@ -180,8 +180,3 @@ def test_more_bytes_and_more_hosts_never_cost_less(algorithm: str) -> None:
     assert by_bytes == sorted(by_bytes)
     by_ranks = [all_reduce_s(place(n, 4), 1e6, algorithm) for n in (4, 8, 16, 32, 64)]
     assert by_ranks == sorted(by_ranks)
-
-
-def test_several_hosts_need_a_network() -> None:
-    with pytest.raises(ConfigError, match="2 hosts, but no network"):
-        place(8, 4, None)

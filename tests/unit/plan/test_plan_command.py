@@ -26,9 +26,9 @@ from gradsync.plan.hardware_file import load_hardware
 from gradsync.plan.memory import memory_need
 from gradsync.plan.placement import MARGIN
 from gradsync.plan.profile import StepProfile, estimate_profile
-from gradsync.plan.workload import Split, Workload
+from gradsync.plan.workload import Split, Workload, goes_with_parts
 from gradsync.sync.registry import STRATEGIES
-from gradsync.train.check import check_layout, goes_with_parts
+from gradsync.train.check import check_layout
 from gradsync.train.config import recipe
 from support.launchers import run_python
 

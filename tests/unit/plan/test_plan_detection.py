@@ -53,7 +53,6 @@ def divided(index: int = 0) -> FakeGpu:
         total=4864 * 2**20,
         sms=14,
         compute_slices=1,
-        instance=(9, 0),
         pids=(77,),
     )
     return a100(index, mig=True, slices=(one, None, two))
@@ -180,7 +179,6 @@ def test_slices_have_no_nvlink_and_count_in_sevenths() -> None:
         ("MIG-aab2", [4864]),
         ("MIG-aab2,MIG-aaa1", [4864, 19968]),
         ("MIG-aa", []),
-        ("MIG-GPU-01111111-aaaa/9/0", [4864]),
         ("0", [19968, 4864]),
     ],
 )
@@ -446,7 +444,9 @@ def test_what_a_system_does_not_tell(tmp_path: Path) -> None:
     assert processor.cores >= 1
 
 
-def test_the_cpu_link_gives_back_the_time_that_was_measured() -> None:
+def test_the_cpu_link_gives_back_the_time_that_was_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked = []
 
     def load(environment: dict[str, Any]) -> list[Fit]:
@@ -454,25 +454,30 @@ def test_the_cpu_link_gives_back_the_time_that_was_measured() -> None:
         lines = (("backend", 9e-4, 9e-9), ("ring", 6e-5, 3e-10), ("tree", 1e-6, 1e-12))
         return [line("all_reduce", *values) for values in lines]
 
-    link, trouble = cpu_link(4, load)
+    monkeypatch.setattr(machine, "load_fits", load)
+    link, trouble = cpu_link(4)
     assert (trouble, asked) == ("", [4])
     assert 2 * 3 * link.seconds(10**6 / 4) == pytest.approx(6e-5 + 3e-10 * 10**6)
     assert link.source == "all_reduce (ring) of 4 ranks, measured on this machine"
 
 
-def test_figures_of_other_world_sizes_are_better_than_none() -> None:
+def test_figures_of_other_world_sizes_are_better_than_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def load(environment: dict[str, Any]) -> list[Fit]:
         two = environment["world_size"] == 2
         return [line("all_reduce", "shared", 5e-5, 1e-10)] if two else []
 
-    assert "of 2 ranks" in cpu_link(3, load)[0].source
-    assert cpu_link(1, load)[0].bytes_per_s == pytest.approx(1e10)
+    monkeypatch.setattr(machine, "load_fits", load)
+    assert "of 2 ranks" in cpu_link(3)[0].source
+    assert cpu_link(1)[0].bytes_per_s == pytest.approx(1e10)
 
 
-def test_without_figures_the_default_says_that_it_is_one() -> None:
+def test_without_figures_the_default_says_that_it_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     others = [line("broadcast", "shared", 1e-5, 1e-10), line("all_reduce", "shared", 1e-5)]
     for fits in ([], others):
-        assert cpu_link(2, lambda _, fits=fits: fits) == (DEFAULT_LINK, "")
+        monkeypatch.setattr(machine, "load_fits", lambda _, fits=fits: fits)
+        assert cpu_link(2) == (DEFAULT_LINK, "")
     assert "default" in DEFAULT_LINK.source
 
 
@@ -480,8 +485,8 @@ def test_a_damaged_cache_is_a_note() -> None:
     def load(_: dict[str, Any]) -> list[Fit]:
         raise RunError("could not read the cache")
 
-    assert cpu_link(2, load)[0] == DEFAULT_LINK
-    hardware = found(cpu_link=lambda ranks: cpu_link(ranks, load))
+    hardware = found(load_fits=load)
+    assert hardware.hosts[0].link == DEFAULT_LINK
     assert hardware.notes == ("could not read the cache",)
 
 

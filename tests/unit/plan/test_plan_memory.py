@@ -15,8 +15,16 @@ from gradsync.errors import ConfigError
 from gradsync.models.config import PRESETS, GPTConfig
 from gradsync.models.gpt import GPT
 from gradsync.parallel.layout import ParallelLayout
-from gradsync.plan.activations import FP32, Activations, rank_shape
-from gradsync.plan.memory import CPU_PROCESS, Case, memory_need, most_open_nodes, strategy_memory
+from gradsync.plan.memory import (
+    CPU_PROCESS,
+    FP32,
+    Case,
+    activations,
+    memory_need,
+    most_open_nodes,
+    rank_shape,
+    strategy_memory,
+)
 from gradsync.plan.workload import Split, Workload
 from gradsync.sync.buckets import LeafStack
 from gradsync.sync.registry import STRATEGIES
@@ -156,7 +164,7 @@ def test_a_stage_holds_its_blocks_and_its_leaves() -> None:
     assert [case.leaves_in_flight for case in cases] == [2, 2, 2, 1]
     few_words = replace(work, model=replace(MODEL, vocab_size=256))
     first = memory_need(few_words, Split(strategy="naive", layout=layout))
-    leaf = Activations(few_words, blocks=3)
+    leaf = activations(few_words, blocks=3)
     assert first.activations == 4 * (leaf.kept + leaf.stream)
     gpipe = memory_need(
         work, Split(strategy="naive", layout=ParallelLayout(pp=2), schedule="gpipe")
@@ -247,7 +255,7 @@ def saved_bytes(work: Workload) -> int:
 def test_a_leaf_keeps_what_is_counted(model: GPTConfig, dtype: Any, checkpointing: bool) -> None:
     how = {"dtype": dtype, "activation_checkpointing": checkpointing}
     work = leaf_work(model, micro_batch_size=2, seq_len=24, **how)
-    leaf = Activations(work, blocks=model.n_layer)
+    leaf = activations(work, blocks=model.n_layer)
     # The norm's own part of `last_norm`: the head's input is made by the head.
     head_input = work.leaf_tokens * model.n_embd * (2 if dtype == "bf16" else FP32)
     assert saved_bytes(work) == leaf.kept + leaf.last_norm - head_input
@@ -259,14 +267,14 @@ def test_one_block_by_hand() -> None:
     work = leaf_work(PLAIN, seq_len=10)
     token = 2 * (8 * 64 + 4) + 5 * 128 + 4 * 128 + 4 * 4 + 4 * 2 * 192
     matrices = 4 * 64 * 64 + 3 * 64 * 192
-    assert Activations(work, blocks=1).block == 10 * token + 2 * matrices
-    assert Activations(work, blocks=0).recomputed == 0
+    assert activations(work, blocks=1).block == 10 * token + 2 * matrices
+    assert activations(work, blocks=0).recomputed == 0
     # What is computed from the whole stream is whole on each of two shards.
     whole = 2 * (8 * 64 + 4) + 5 * 128
     halves = 10 * (whole + (token - whole) // 2) + matrices
-    assert Activations(work, blocks=1, tp=2).block == halves
+    assert activations(work, blocks=1, tp=2).block == halves
 
 
 def test_masks_are_bool_on_cuda() -> None:
-    on_cpu, on_cuda = (Activations(leaf_work(GROUPED, kind=kind), 1) for kind in ("cpu", "cuda"))
+    on_cpu, on_cuda = (activations(leaf_work(GROUPED, kind=kind), 1) for kind in ("cpu", "cuda"))
     assert on_cpu.kept - on_cuda.kept == 8 * 64 * (2 * (2 - 1) + (4 - 1))

@@ -12,7 +12,7 @@ from gradsync.plan import probe
 from gradsync.plan.collectives import fits_path
 from gradsync.plan.machine import DEFAULT_LINK, cpu_link
 from gradsync.plan.probe import probe_profile
-from gradsync.plan.profile import load_profile, profile_path
+from gradsync.plan.profile import known_profile, profile_conditions
 from gradsync.runtime.machine import choose_threads
 from support.planned_machines import MODEL, work
 
@@ -73,7 +73,7 @@ def test_it_is_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_cache_that_cannot_be_written_does_no_harm(cache: Path) -> None:
     (cache / "profiles").write_text("a file")
     assert probe_profile(LEAF, repeats=3).measured
-    assert load_profile(profile_path(LEAF, device="cpu", threads=1)) is None
+    assert known_profile(profile_conditions(LEAF, device="cpu", threads=1)) is None
 
 
 def test_saved_lines_of_this_machine(cache: Path) -> None:

@@ -15,6 +15,7 @@ from gradsync.cli.elastic import before_ranks, given_fields, take_flag, with_ran
 from gradsync.comm.groups import SingleCommunicator
 from gradsync.errors import ConfigError, RunError
 from gradsync.plan.hardware_file import load_hardware
+from gradsync.plan.profile import Conditions
 from gradsync.train import micro_batch
 from gradsync.train.config import SyncConfig, TrainConfig, recipe
 from gradsync.train.config_io import parse_config, write_config
@@ -25,7 +26,6 @@ from gradsync.train.micro_batch import (
     find_micro_batch,
     sizes_of,
 )
-from gradsync.train.tuned import Conditions
 from gradsync.world import World
 from support.small_run import small_config
 

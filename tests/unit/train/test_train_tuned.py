@@ -19,11 +19,11 @@ from gradsync.cli.main import main
 from gradsync.cli.ranks import RanksOutcome
 from gradsync.cli.tune import TuneOptions, measured_conditions, request_of, verdict_of
 from gradsync.errors import ConfigError, RunError
+from gradsync.plan.profile import Conditions
 from gradsync.train.config import SyncConfig, TrainConfig
 from gradsync.train.config_io import parse_config, write_config
 from gradsync.train.tuned import (
     TUNED,
-    Conditions,
     Tuned,
     TunedStrategy,
     apply_choice,

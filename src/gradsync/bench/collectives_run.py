@@ -239,6 +239,7 @@ class Buffers:
             self.shared_part = shared.allocate(part, like.dtype)
 
     def clear(self) -> None:
+        """Zeros everywhere."""
         for tensor in (self.whole, self.other, self.part, self.shared_whole, self.shared_part):
             tensor.zero_()
 

@@ -62,6 +62,7 @@ class Contestant:
 
     @property
     def is_ours(self) -> bool:
+        """Whether it is a strategy of the registry."""
         return self.name in STRATEGIES
 
     @property

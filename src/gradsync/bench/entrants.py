@@ -58,10 +58,12 @@ class BenchSite:
 
     @property
     def device(self) -> torch.device:
+        """The rank's device."""
         return torch.device(self.world.device)
 
     @property
     def on_cuda(self) -> bool:
+        """Whether an accelerator computes."""
         return self.device.type == "cuda"
 
     @property
@@ -191,6 +193,7 @@ class Entrant:
         self.optimizer.zero_grad()
 
     def clip(self) -> None:
+        """To `CLIP_NORM`."""
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_NORM)
 
     def communicators(self) -> list[Communicator]:
@@ -283,6 +286,7 @@ class Accelerated(Entrant):
         self.accelerator.clip_grad_norm_(self.called.parameters(), CLIP_NORM)
 
     def close(self) -> None:  # it keeps what it prepared for the life of the process
+        """Accelerate keeps what it prepared for the life of the process."""
         self.accelerator.free_memory()
 
 

@@ -111,10 +111,12 @@ class MemoryCase:
 
     @property
     def model(self) -> GPTConfig:
+        """Its shape."""
         return SHAPES[self.shape]
 
     @property
     def seq_len(self) -> int:
+        """Tokens of a leaf."""
         return self.tokens or min(self.model.block_size, LONGEST)
 
     def workload(self, world_size: int, kind: Kind) -> Workload:
@@ -290,6 +292,7 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def shape_text(name: str) -> str:
+    """A shape in one line."""
     model = SHAPES[name]
     return (
         f"{name}: {model.num_params() / 1e6:.1f} M parameters, {model.n_layer} blocks of width "

@@ -55,15 +55,18 @@ class StepClock:
         parameter.register_post_accumulate_grad_hook(ready)
 
     def begin(self) -> None:
+        """The first step of a turn begins."""
         self._last_gradient = None
         self._marks = [self._now()]
 
     def backward_done(self) -> None:
+        """The last backward of a step has returned."""
         ready, self._last_gradient = self._last_gradient, None
         # Sharded parameters are others than those that were watched: there this has to do.
         self._marks.append(self._now() if ready is None else ready)
 
     def step_done(self) -> None:
+        """The step has ended, and the next one begins."""
         self._marks.append(self._now())
 
     def read(self) -> tuple[list[float], list[float]]:
@@ -172,6 +175,7 @@ class Watched:
             setattr(comm, name, partial(self._call, name, getattr(comm, name)))
 
     def stop(self) -> None:
+        """The communicator's own methods again."""
         for name in self._shadows:
             delattr(self._comm, name)
         self._shadows = []

@@ -54,10 +54,12 @@ class Bar:
 
     @property
     def step(self) -> float:
+        """The whole step."""
         return self.computing + self.exposed
 
     @property
     def end(self) -> float:
+        """Where nothing more is drawn."""
         return max(self.step + self.hidden, self.high)
 
 

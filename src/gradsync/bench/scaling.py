@@ -98,6 +98,7 @@ class ScalingPlan:
 
     @property
     def title(self) -> str:
+        """The measurement, in one line."""
         strategy = self.entry(self.modes[0], self.plan.world_sizes[-1]).contestant.name
         return f"Scaling of {strategy}: {self.plan.settings.text}"
 
@@ -231,6 +232,7 @@ def points_of(scaling: ScalingPlan, results: Results, threshold: float) -> list[
 
 
 def judge(low: float, high: float, threshold: float) -> Verdict:
+    """Where the threshold lies beside the interval."""
     return "yes" if low >= threshold else "no" if high < threshold else "cannot tell"
 
 
@@ -254,6 +256,7 @@ def _cells(point: ScalingPoint) -> tuple[str, ...]:
 
 
 def notes_of(scaling: ScalingPlan, *, on_cpu: bool, cores: int) -> list[str]:
+    """Facts that a reader has to know to judge the figures."""
     notes, ranks = [], scaling.plan.world_sizes[-1]
     threads = scaling.plan.settings.threads
     if on_cpu:

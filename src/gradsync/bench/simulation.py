@@ -204,6 +204,7 @@ class Prediction:
 
     @property
     def within(self) -> bool:
+        """Whether it is as good as it has to be."""
         return abs(self.error.median) <= LIMIT
 
 

@@ -125,6 +125,7 @@ def check(
 
 
 def whole_periods(steps: int, period: int) -> int:
+    """At least `steps`, and as many as repeat themselves."""
     return -(-steps // period) * period
 
 

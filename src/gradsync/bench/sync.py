@@ -179,6 +179,7 @@ def _decided(options: SyncOptions, plan: BenchPlan, world: World) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ContestantRow:
+    """One contestant."""
     contestant: str
     keep_memory: bool  # whether its processes did keep freed memory: not possible everywhere
     total_ms: Spread  # a step, on the slowest rank (see `turns`); over rounds
@@ -261,6 +262,7 @@ def _cells(row: ContestantRow) -> tuple[str, ...]:
 
 
 def title(plan: BenchPlan) -> str:
+    """The measurement, in one line."""
     settings, first = plan.settings, plan.entries[0]
     leaves = f", {settings.leaves_per_rank} leaves" if settings.leaves_per_rank > 1 else ""
     return (

@@ -79,6 +79,7 @@ class SyncSettings:
 
     @property
     def config(self) -> GPTConfig:
+        """The model's shape."""
         shape = PRESETS[self.model_size]
         return shape if self.vocab_size is None else replace(shape, vocab_size=self.vocab_size)
 
@@ -90,11 +91,13 @@ class SyncSettings:
 
     @property
     def model_text(self) -> str:
+        """Model and precision, for titles."""
         millions = self.config.num_params() / 1e6
         return f"GPT {self.model_size} ({millions:.1f} M parameters), {self.dtype}"
 
     @property
     def turns_text(self) -> str:
+        """How often, for titles."""
         return f"{self.rounds} rounds of {self.num_steps} steps"
 
     @property
@@ -132,6 +135,7 @@ class Entry:
 
     @property
     def label(self) -> str:
+        """The contestant's."""
         return self.contestant.label
 
 
@@ -246,6 +250,7 @@ class Room:
         return self.ranks * need.process + models * held + self.busy * rest
 
     def fits(self, config: GPTConfig, *, contestants: int = 1) -> bool:
+        """Whether so many models side by side leave some memory free."""
         return self.needed(config, contestants=contestants) <= _SHARE * self.available
 
     def choose(self, name: str) -> str:

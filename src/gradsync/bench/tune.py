@@ -102,6 +102,7 @@ class TuneStage:
 
 
 def again(label: str) -> str:
+    """Name of the second copy of the first candidate."""
     return f"{label} (again)"
 
 
@@ -245,6 +246,7 @@ def print_report(
     environment: Mapping[str, Any],
     stream: IO[str],
 ) -> None:
+    """Tables, verdicts, what the columns mean, where it was measured."""
     settings = request.settings
     print(
         f"{settings.model_text}, {request.world_size} ranks x {settings.leaves_per_rank} leaves x "
@@ -262,6 +264,7 @@ def print_report(
 
 
 def verdicts(stages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """One line for each stage."""
     return [
         f"{stage['name']}: {stage['decision']['words']}"
         if "decision" in stage

@@ -121,9 +121,11 @@ class Exact:
     loss_bound: float  # largest error of it
 
     def means(self) -> Tensors:
+        """The exact mean gradients."""
         return {name: total / self.weight for name, total in self.total.items()}
 
     def norm(self) -> float:
+        """L2 norm of the exact mean gradient."""
         return _norm(self.total) / self.weight
 
 

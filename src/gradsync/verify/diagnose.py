@@ -59,6 +59,7 @@ class Scene:
 
     @property
     def world_size(self) -> int:
+        """Number of ranks."""
         return len(self.gradients)
 
     @property

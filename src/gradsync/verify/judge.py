@@ -50,6 +50,7 @@ class Observed:
     ranks: list[list[dict[str, Any]]]  # `StepTrace.digests` of every [rank][step]
 
     def documents(self, place: int) -> list[dict[str, Any]]:
+        """Every rank's digests of the step at `place`."""
         return [steps[place] for steps in self.ranks]
 
     def leaf_results(self, place: int) -> list[LeafResult]:
@@ -75,6 +76,7 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
+        """True when nothing was found."""
         return not self.findings
 
     def first(self, *kinds: Kind) -> Finding | None:
@@ -82,6 +84,7 @@ class Verdict:
         return next((f for f in self.findings if f.kind in kinds), None)
 
     def add(self, kind: Kind, step: int, names: Sequence[str] = (), **more: Any) -> None:
+        """Note one finding."""
         self.findings.append(Finding(kind=kind, step=step, names=names, **more))
 
 

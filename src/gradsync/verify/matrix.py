@@ -128,6 +128,7 @@ def _same_error_twice(results: Sequence[Result]) -> bool:
 
 
 def error_result(cell: Cell, said: str, ranks: Sequence[int] = ()) -> Result:
+    """The entry of a cell in which a rank raised or died, or that was not run."""
     return Result.of(cell, status="error", sentence=said, ranks=list(ranks))
 
 

@@ -46,6 +46,7 @@ class Problem:
 
     @property
     def has_batch_norm(self) -> bool:
+        """Whether any statistics are kept over the batch."""
         return any(isinstance(module, BatchNorm) for module in self.model.modules())
 
 
@@ -100,6 +101,7 @@ class MLP(nn.Module):
         self.head = nn.Linear(16, _CLASSES)
 
     def forward(self, x_BC: Tensor) -> Tensor:
+        """Logits."""
         y_BC = torch.tanh(self.first(x_BC))
         y_BC = y_BC + 0.5 * torch.tanh(self.frozen(y_BC))
         y_BC = y_BC + self.again(self.dropout(F.relu(self.inner(y_BC))))

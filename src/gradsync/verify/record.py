@@ -179,6 +179,7 @@ class Observer:
         step.after = self._now = self._state()
 
     def close(self) -> None:
+        """Watch no longer."""
         delattr(self._watched, self._method)
         if self._shards is not None:
             del self._shards.publish

@@ -79,6 +79,7 @@ class Reference:
 
     @property
     def optimizer_group(self) -> dict[str, Any]:
+        """The optimizer's settings, alike for all parameters."""
         return make_optimizer(self._model, self.settings).param_groups[0]
 
     def weights(self) -> Tensors:

@@ -134,6 +134,7 @@ class Result:
 
     @property
     def passed(self) -> bool:
+        """Whether it is as promised."""
         return self.status == "passed"
 
     @property

@@ -169,6 +169,7 @@ def _make_parts(
 
 
 def make_loader(problem: Problem, settings: VerifySettings, rank: int, world_size: int) -> Loader:
+    """The public loader of `problem` for one rank."""
     return loader(
         problem.dataset,
         World(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size),

@@ -53,10 +53,12 @@ class VerifySettings:
 
     @property
     def global_batch_size(self) -> int:
+        """Samples in a step."""
         return self.num_leaves * self.leaf_size
 
     @property
     def dataset_size(self) -> int:
+        """Samples that are used."""
         if self.num_samples is not None:
             return self.num_samples
         # BatchNorm cannot train on a single sample, and the user's model may have it.

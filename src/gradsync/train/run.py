@@ -22,6 +22,7 @@ from gradsync.runtime.signals import StopRequest
 from gradsync.train.check import check_size
 from gradsync.train.config import TrainConfig
 from gradsync.train.data import model_config, open_data
+from gradsync.train.faults import FaultPlan
 from gradsync.train.learner import Learner, build_learner
 from gradsync.train.loop import Totals, Trainer, memory_gib
 from gradsync.train.output import Progress, RunDir, finite_or_none
@@ -48,6 +49,7 @@ def train(
     threads: int,
     stream: TextIO | None = None,
     notes: Sequence[str] = (),
+    fault: FaultPlan | None = None,
 ) -> TrainOutcome:
     """Train as `config` says, as one rank of `world`; call it inside `with gs.init()`.
 
@@ -57,6 +59,7 @@ def train(
         threads: intra-op threads of this rank, for the fingerprint.
         stream: where rank 0 prints; stdout by default.
         notes: more lines for its introduction.
+        fault: happens to a rank, for a drill or a test.
 
     Raises:
         GradsyncError: see the error tree; nothing that was there before is lost.
@@ -72,7 +75,7 @@ def train(
     )
     with StopRequest(announce=world.is_main) as stop:
         try:
-            return _train(config, world, run_dir, progress, stop, threads=threads, notes=notes)
+            return _train(config, world, run_dir, progress, stop, threads=threads, notes=notes, fault=fault)
         finally:
             progress.stop()
             run_dir.close()
@@ -87,6 +90,7 @@ def _train(
     *,
     threads: int,
     notes: Sequence[str],
+    fault: FaultPlan | None,
 ) -> TrainOutcome:
     comm = communicator(world)
     if world.is_main and config.resume == "none":
@@ -112,6 +116,8 @@ def _train(
             return _already_done(trainer, resumed)
         if world.is_main:
             run_dir.begin(config, world, threads=threads, done_steps=resumed.step)
+        if fault is not None:
+            fault.plant(trainer)
         progress.start(resumed.step)
         totals = trainer.run(resumed.step, stop)
         progress.stop()

@@ -17,7 +17,7 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import compress
@@ -79,7 +79,7 @@ class FaultPlan:
 
     def plant(self, trainer: Trainer) -> None:
         """Let it wait for its step in `trainer`; every rank calls it once, before the first one."""
-        if self.kind in _SUMS or trainer.world.rank == self.rank:
+        if self.kind in _UNLIKE or trainer.world.rank == self.rank:
             _Planted(self, trainer)
 
 
@@ -92,8 +92,9 @@ class _Planted:
         data: Any = trainer.data
         trainer.data = replace(data, train=_Loader(data.train, self))
         if plan.moment == "backward":
-            middle = _middle(_modules_with_weights(trainer.learner.model))
-            middle.register_forward_hook(lambda _, inputs, out: self._watch(out))
+            parts: Any = trainer.learner.model.modules()
+            own = (each for each in parts if [*each.parameters(recurse=False)])
+            _middle(own).register_forward_hook(lambda _, inputs, out: self._watch(out))
         elif plan.moment == "reduce":
             comm: Any = trainer.learner.sync.comm
             self._all_reduce, comm.all_reduce = comm.all_reduce, self._around_all_reduce
@@ -183,14 +184,9 @@ class _Files(Filesystem):
         return super().write(file, data)
 
 
-def _middle(found: list[Any]) -> Any:
-    return found[len(found) // 2]
-
-
-def _modules_with_weights(model: Any) -> list[Any]:
-    return [
-        each for each in model.modules() if next(each.parameters(recurse=False), None) is not None
-    ]
+def _middle(found: Iterable[Any]) -> Any:
+    several = list(found)
+    return several[len(several) // 2]
 
 
 # -- what happens ---------------------------------------------------------------------------------
@@ -220,10 +216,10 @@ def _take_memory(_: _Planted) -> None:
 
 
 def _flip_bit(planted: _Planted) -> None:
-    """As hardware does it: by no operation on the tensor, which would count as its next version."""
+    """As hardware does it: no operation on the tensor, which would count as another version."""
     import torch
 
-    weight = _middle(list(planted.trainer.learner.model.parameters()))
+    weight = _middle(planted.trainer.learner.model.parameters())
     octets = weight.data.view(torch.uint8).view(-1)
     octets[len(octets) // 2] ^= 1
 
@@ -239,7 +235,7 @@ def _hear_nothing(_: _Planted) -> None:
 
 
 def _sum_tensors(planted: _Planted) -> None:
-    """Two sums by all ranks, as a program does between its steps; one rank's are not the others'."""
+    """Two sums by all ranks, as a program does between its steps; one rank's are unlike."""
     import torch
 
     from gradsync.comm.reductions import all_reduce
@@ -247,16 +243,16 @@ def _sum_tensors(planted: _Planted) -> None:
     plan, trainer = planted.plan, planted.trainer
     named = {"loss": torch.zeros(4), "accuracy": torch.zeros(4)}
     if trainer.world.rank == plan.rank:
-        named = _SUMS[plan.kind](named)
+        named = _UNLIKE[plan.kind](named)
     for name, tensor in named.items():
         all_reduce(tensor, name=name, comm=trainer.comm)
 
 
 def _at_its_moment(_: _Planted) -> None:
-    """What happens is done where the moment is noticed."""
+    """It is done where its moment is noticed."""
 
 
-_SUMS: dict[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]] = {
+_UNLIKE: dict[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]] = {
     "shape": lambda named: {**named, "loss": named["loss"].new_zeros(5)},
     "dtype": lambda named: {**named, "loss": named["loss"].int()},
     "swap": lambda named: dict(reversed(named.items())),
@@ -265,7 +261,7 @@ _SUMS: dict[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]] = {
 # -- what is promised -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Fault:
     """A kind of fault: how it comes, and what must follow."""
 
@@ -274,89 +270,56 @@ class Fault:
     act: Callable[[_Planted], None]
     code: int
     """Exit code of the run."""
-    names: str
-    """Matches the line that says what is wrong; group `ranks` says whom it means."""
+    says: str
+    """Matches the line that says what is wrong; group `ranks` has those that it means."""
     within_s: float = 3.0
     """Longest from the fault to that line, seconds."""
 
 
-_WHO = r"rank (?P<ranks>\d+) "
-_FIRST = _WHO + r"on \S+ failed first: "
-_BUSY = _WHO + r"\(process \d+\) is in \S*faults\.py:\d+ "
-_SILENT = _WHO + r"\(process \d+\) gives no sign of life"
-_UNLIKE = r"rank\(s\) (?P<ranks>[\d, ]+) something else"
+_RANK = r"rank (?P<ranks>\d+) "
+_FIRST = _RANK + r"on \S+ failed first: "
+_BUSY = _RANK + r"\(process \d+\) is in \S*faults\.py:\d+ "
+_SILENT = _RANK + r"\(process \d+\) gives no sign of life"
+_GONE = (
+    r"rank(?:\(s\))? (?P<ranks>\d[\d, ]*)(?:on \S+ |which serves the rendezvous store, )*"
+    r"(?:vanished without|was ended by SIGKILL)"
+)
+_OTHER = r"rank\(s\) (?P<ranks>[\d, ]+) something else"
 _CALLS = r"(?:: |; )rank (?P<ranks>[\d, ]+): all_reduce "
-FAULTS: dict[str, Fault] = {
-    "kill": Fault(
-        phases=PHASES,
-        act=_signal(signal.SIGKILL),
-        code=1,
-        names=r"rank(?:\(s\))? (?P<ranks>[\d, ]+) (?:vanished without a word|was ended by SIGKILL)",
-    ),
-    "stop": Fault(
-        phases=PHASES,
-        act=_signal(signal.SIGSTOP),
-        code=124,
-        names=_SILENT + r" \(it is stopped",
-    ),
-    "busy": Fault(phases=PHASES[:2], act=_spin, code=124, names=_BUSY, within_s=12),
-    "slow": Fault(phases=PHASES[:2], act=_dawdle, code=0, names=_BUSY, within_s=12),
-    "raise": Fault(
-        phases=("data", "backward", "save"),
-        act=_fail,
-        code=1,
-        names=_FIRST + "ValueError: a fault",
-    ),
-    "oom": Fault(
-        phases=PHASES[:2], act=_take_memory, code=1, names=_FIRST + r".*can't allocate memory"
-    ),
-    "nan": Fault(
-        phases=("backward",),
-        act=_at_its_moment,
-        code=1,
-        names=r"rank (?P<ranks>\d+), step \d+: nan or inf in this rank's gradient of",
-    ),
-    "skip-collective": Fault(phases=("reduce",), act=_at_its_moment, code=1, names=_UNLIKE),
-    "extra-collective": Fault(phases=("reduce",), act=_at_its_moment, code=1, names=_UNLIKE),
-    "shape": Fault(phases=("data",), act=_sum_tensors, code=1, names=_CALLS),
-    "dtype": Fault(phases=("data",), act=_sum_tensors, code=1, names=_CALLS),
-    "swap": Fault(phases=("data",), act=_sum_tensors, code=1, names=_CALLS),
-    "drop-leaf": Fault(
-        phases=("data",),
-        act=_at_its_moment,
-        code=2,
-        names=_FIRST + r".*(?:leaf \d+ came where leaf \d+ was due|of its \d+ leaves)",
-    ),
-    "flip-bit": Fault(
-        phases=("data",),
-        act=_flip_bit,
-        code=1,
-        names=r"replicas differ.*: ranks? (?P<ranks>[\d, and/rk]+) holds? (?:other|different) bits",
-    ),
-    "disk-full": Fault(
-        phases=("save",),
-        act=_at_its_moment,
-        code=1,
-        names=r"(?:rank (?P<ranks>\d+) on \S+ failed first: )?cannot write .*No space left",
-    ),
-    "sigterm": Fault(
-        phases=PHASES,
-        act=_signal(signal.SIGTERM),
-        code=75,
-        names=r"stopped by (?:SIGTERM|a signal to another rank) after step",
-    ),
-    "partition": Fault(phases=("data",), act=_hear_nothing, code=124, names=_SILENT, within_s=5),
+_LEAVES = r".*(?:leaf \d+ came where|of its \d+ leaves)"
+_REPLICAS = (
+    r"replicas differ.*?: ranks? (?P<ranks>\d[^a-z]*(?:(?:and|rank|ranks) \d[^a-z]*)*)holds? "
+)
+_STOPPED = r"stopped by (?:SIGTERM|a signal to another rank) after step"
+_FULL = r"(?:rank (?P<ranks>\d+) on \S+ failed first: )?cannot write .*No space left"
+_NAN = r"rank (?P<ranks>\d+), step \d+: nan or inf in this rank's gradient of"
+_EARLY = PHASES[:2]
+FAULTS = {
+    "kill": Fault(PHASES, _signal(signal.SIGKILL), 1, _GONE),
+    "stop": Fault(PHASES, _signal(signal.SIGSTOP), 124, _SILENT + r" \(it is stopped", 3.5),
+    "busy": Fault(_EARLY, _spin, 124, _BUSY, 12.0),
+    "slow": Fault(_EARLY, _dawdle, 0, _BUSY, 12.0),
+    "raise": Fault(("data", "backward", "save"), _fail, 1, _FIRST + "ValueError: a fault"),
+    "oom": Fault(_EARLY, _take_memory, 1, _FIRST + ".*can't allocate memory"),
+    "nan": Fault(("backward",), _at_its_moment, 1, _NAN),
+    "skip-collective": Fault(("reduce",), _at_its_moment, 1, _OTHER),
+    "extra-collective": Fault(("reduce",), _at_its_moment, 1, _OTHER),
+    "shape": Fault(("data",), _sum_tensors, 1, _CALLS),
+    "dtype": Fault(("data",), _sum_tensors, 1, _CALLS),
+    "swap": Fault(("data",), _sum_tensors, 1, _CALLS),
+    "drop-leaf": Fault(("data",), _at_its_moment, 2, _FIRST + _LEAVES),
+    "flip-bit": Fault(("data",), _flip_bit, 1, _REPLICAS),
+    "disk-full": Fault(("save",), _at_its_moment, 1, _FULL),
+    "sigterm": Fault(PHASES, _signal(signal.SIGTERM), 75, _STOPPED),
+    "partition": Fault(("data",), _hear_nothing, 124, _SILENT, 5.0),
 }
-"""By the name that users type. Through messages of Gloo, a collective that a rank left out or called
-alone ends otherwise, see docs/guide/when-it-hangs.md."""
+"""By the name that users type."""
 
 
 def named(fault: Fault, line: str) -> set[int] | None:
-    """The ranks that `line` names for such a fault, none where it means the run; None for a line
-    that is not about it."""
-    found = list(re.finditer(fault.names, line))
-    groups = [each.groupdict().get("ranks") or "" for each in found]
-    smallest = min(
-        ([int(n) for n in re.findall(r"\d+", group)] for group in groups), key=len, default=[]
-    )
-    return set(smallest) if found else None
+    """The ranks that `line` names for such a fault, none where it means the whole run; None where
+    the line is not about it. Of several sides the smallest counts, or the smallest ones."""
+    found = [each.groupdict().get("ranks") or "" for each in re.finditer(fault.says, line)]
+    sides = [set(map(int, re.findall(r"\d+", ranks))) for ranks in found]
+    least = min(map(len, sides), default=0)
+    return set().union(*(side for side in sides if len(side) == least)) if sides else None

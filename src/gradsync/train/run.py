@@ -75,7 +75,9 @@ def train(
     )
     with StopRequest(announce=world.is_main) as stop:
         try:
-            return _train(config, world, run_dir, progress, stop, threads=threads, notes=notes, fault=fault)
+            return _train(
+                config, world, run_dir, progress, stop, threads=threads, notes=notes, fault=fault
+            )
         finally:
             progress.stop()
             run_dir.close()

@@ -10,6 +10,7 @@ fault, then a table; `FOLDER/record.json` has every verdict. Exit code 1 when a 
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -57,13 +58,15 @@ def table(verdicts: list[Verdict]) -> str:
     for kind in FAULTS:
         some = [each for each in verdicts if each.plan.kind == kind]
         if some:
-            named, ended = (
-                f"{min(times):.1f} to {max(times):.1f}"
-                for times in ([v.named_s for v in some], [v.ended_s for v in some])
-            )
+            named = _range([each.named_s for each in some if each.named_right])
+            ended = _range([each.ended_s for each in some])
             kept = sum(not each.broken for each in some)
-            rows.append(f"| {kind} | {len(some)} | {kept} | {named} | {ended} |")
+            rows.append(f"| `{kind}` | {len(some)} | {kept} | {named} | {ended} |")
     return "\n".join(rows)
+
+
+def _range(seconds: list[float]) -> str:
+    return f"{min(seconds):.1f} to {max(seconds):.1f}" if seconds else "-"
 
 
 def main() -> int:
@@ -75,8 +78,8 @@ def main() -> int:
     parser.add_argument("--kinds", default=",".join(FAULTS))
     parser.add_argument("--ranks", default="2,3,4")
     given = parser.parse_args()
-    facts = environment(world_size=0, threads=1)
     kinds, ranks = given.kinds.split(","), [int(each) for each in given.ranks.split(",")]
+    facts = environment(world_size=max(ranks), threads=1)
     verdicts, faults, expect = [], [], ""
     for plan, world_size, path in draw(given.count, given.seed, kinds, ranks):
         flags = [*FLAGS, f"--nproc-per-node={world_size}", *PATHS[path]]
@@ -86,7 +89,7 @@ def main() -> int:
         verdicts.append(verdict)
         faults.append({**asdict(verdict), "path": path})
     print(table(verdicts))
-    command = f"python tools/plant_faults.py FOLDER --count {given.count} --seed {given.seed}"
+    command = shlex.join(["python", "tools/plant_faults.py", "FOLDER", *sys.argv[2:]])
     path = write_record(
         given.folder, name="faults", command=command, environment=facts, data={"faults": faults}
     )

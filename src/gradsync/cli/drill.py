@@ -162,10 +162,11 @@ def drill(
     seconds, line, right = _named(plan, world_size, lines)
     left, same = ended.left + (last.left if early else []), _weights(last) == expect
     promise = FAULTS[plan.kind]
+    within_s = promise.within_s + came["step_s"]
     broken = {
         "nothing names the fault": not line,
         "another rank was named": bool(line) and not right,
-        f"named after {seconds:.1f} s, not {promise.within_s:g}": seconds > promise.within_s,
+        f"named after {seconds:.1f} s, not {within_s:.1f}": seconds > within_s,
         f"exit code {ended.code}, not {promise.code}": ended.code != promise.code,
         f"left behind: {', '.join(left)}": bool(left),
         "other weights than undisturbed": not same,

@@ -59,7 +59,7 @@ class FaultPlan:
     phase: str = ""
     """The moment in it, one of `PHASES`; "" is the kind's usual one."""
     note: str = ""
-    """File to write when it comes, with the time; "" for none."""
+    """File to write when it comes: when, in which step, how long the last one took; "" for none."""
 
     def __post_init__(self) -> None:
         if self.kind not in FAULTS:
@@ -89,6 +89,7 @@ class _Planted:
     def __init__(self, plan: FaultPlan, trainer: Trainer) -> None:
         self.plan, self.trainer = plan, trainer
         self._step, self._came = 0, False
+        self._dealt, self._step_s = time.monotonic(), 0.0
         data: Any = trainer.data
         trainer.data = replace(data, train=_Loader(data.train, self))
         if plan.moment == "backward":
@@ -115,12 +116,14 @@ class _Planted:
             return False
         self._came = True
         if plan.note and self.trainer.world.rank == plan.rank:
-            Path(plan.note).write_text(json.dumps({"at": time.monotonic(), "step": now}))
+            came = {"at": time.monotonic(), "step": now, "step_s": self._step_s}
+            Path(plan.note).write_text(json.dumps(came))
         return True
 
     def disturbed(self, step: Step) -> Step:
         """The step that comes next, after or with what happens to it."""
-        self._step = step.number + 1
+        before, self._dealt = self._dealt, time.monotonic()
+        self._step, self._step_s = step.number + 1, self._dealt - before
         if not self.comes("data"):
             return step
         if self.plan.kind != "drop-leaf":
@@ -273,7 +276,7 @@ class Fault:
     says: str
     """Matches the line that says what is wrong; group `ranks` has those that it means."""
     within_s: float = 3.0
-    """Longest from the fault to that line, seconds."""
+    """Longest from the fault to that line, seconds; and a step, since only who waits speaks."""
 
 
 _RANK = r"rank (?P<ranks>\d+) "

@@ -34,7 +34,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
             if work["fault"] is None:
                 return again if name == "disturbed" else DONE
             if came:
-                Path(work["fault"]["note"]).write_text('{"at": 100.0, "step": 3}')
+                Path(work["fault"]["note"]).write_text('{"at": 100.0, "step": 3, "step_s": 0.4}')
             return disturbed
 
         monkeypatch.setattr(module, "_watched", watched)
@@ -73,7 +73,7 @@ def test_as_promised(runs: Callable[..., list[str]]) -> None:
     [
         (ended(), "nothing names the fault"),
         (ended((101.0, GONE.replace("1", "0"))), "another rank was named"),
-        (ended((104.0, GONE)), "named after 4.0 s, not 3"),
+        (ended((104.0, GONE)), "named after 4.0 s, not 3.4"),
         (ended((101.0, GONE), code=124), "exit code 124, not 1"),
         (ended((101.0, GONE), left=["process 4711"]), "left behind: process 4711"),
     ],

@@ -298,8 +298,10 @@ def test_counts_that_make_no_sense(options):
 def test_after_a_failure_no_rank_keeps_the_launcher(
     tmp_path, rank_module, monkeypatch, other, seconds
 ):
-    """A stopped rank is woken to end; one that saves may finish; one that ignores it is killed."""
-    monkeypatch.setattr("gradsync.launch.agent.LAST_WORDS_S", 0.3)
+    """A stopped rank has no last words, and is woken to end; one that saves may finish; one that
+    ignores it is killed."""
+    last_words_s = 30.0 if other == "stops" else 0.3
+    monkeypatch.setattr("gradsync.launch.agent.LAST_WORDS_S", last_words_s)
     monkeypatch.setattr("gradsync.launch.agent.END_S", 3.0)
     rank_module("""
 def save(number, frame):

@@ -23,7 +23,8 @@ import torch
 from gradsync.models.config import GPTConfig
 from gradsync.parallel.split_sync import SplitSync
 from gradsync.train.config import CheckpointConfig, EvalConfig, OptimConfig, TrainConfig
-from support.small_run import VOCAB, Inject, RankResult, losses, make_data, small_config, train_rank
+from gradsync.train.faults import FaultPlan
+from support.small_run import VOCAB, RankResult, losses, make_data, small_config, train_rank
 
 TIED = GPTConfig(
     n_layer=2, n_head=4, n_kv_head=2, n_embd=32, vocab_size=VOCAB, block_size=16, dropout=0.1
@@ -147,7 +148,7 @@ def test_a_run_goes_on_with_another_layout(
     """Stopped by a signal to the last rank."""
     expected = one_rank(UNTIED)
     began = config(tmp_path, data, UNTIED, parallel=first[1])
-    stop = Inject(rank=first[0] - 1, step=1, what="SIGTERM")
+    stop = FaultPlan(kind="sigterm", rank=first[0] - 1, step=2)
     stopped = pool.run(train_rank, first[0], began, stop)
     assert [result.exit_code for result in stopped] == [75] * first[0], stopped[0].error
     assert stopped[0].summary["steps"] == 2
@@ -175,8 +176,8 @@ def test_mixed_precision_has_one_ranks_bits(pool: Any, data: Path, tmp_path: Pat
 
 def test_one_ranks_exception_ends_all(pool: Any, data: Path, tmp_path: Path) -> None:
     run = config(tmp_path, data, TIED, parallel="pp=2,dp=2", sync="naive")
-    results = pool.run(train_rank, 4, run, Inject(rank=3, step=1, what="raise"))
-    assert results[3].error == "ValueError: injected on rank 3 before step 1"
+    results = pool.run(train_rank, 4, run, FaultPlan(kind="raise", rank=3, step=2))
+    assert results[3].error == "ValueError: a fault of gradsync drill"
     for other in results[:3]:
         assert "rank 3 on" in other.error
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
-from gradsync.train.config import CheckpointConfig, EvalConfig, OptimConfig
-from support.small_run import Inject, make_data, small_config, train_rank
+from gradsync.train import loop
+from gradsync.train.config import CheckpointConfig, EvalConfig, OptimConfig, TrainConfig
+from support.small_run import RankResult, make_data, small_config, train_rank
 
 
 @pytest.fixture(scope="module")
@@ -19,6 +21,15 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def saved(out: Path) -> list[str]:
     return sorted(path.name for path in (out / "checkpoints").iterdir())
+
+
+def overflowing_rank(
+    rank: int, world_size: int, store_path: str, config: TrainConfig
+) -> RankResult:
+    """Step 4 has a learning rate of 1e39."""
+    rate = loop.learning_rate
+    with mock.patch.object(loop, "learning_rate", lambda *a: 1e39 if a[1] == 3 else rate(*a)):
+        return train_rank(rank, world_size, store_path, config)
 
 
 # The update of step 4 overflows, so loss and norm of that step are finite, and weights are not.
@@ -44,8 +55,7 @@ def test_weights_that_are_not_finite_are_not_saved(
         eval=EvalConfig(every=0, max_tokens=32),
         checkpoint=CheckpointConfig(every=2, keep_last=1),
     )
-    results = pool.run(train_rank, 2, config, Inject(rank=0, step=3, what="overflow"))
-    for result in results:
+    for result in pool.run(overflowing_rank, 2, config):
         assert result.error.startswith("DivergenceError: after step 4 there is nan or inf in "), (
             result
         )

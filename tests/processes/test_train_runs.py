@@ -17,8 +17,9 @@ from gradsync.data.leaf import Step
 from gradsync.sync.registry import STRATEGIES
 from gradsync.train.audit import choose_leaf
 from gradsync.train.config import SyncConfig, TrainConfig
+from gradsync.train.faults import FaultPlan
 from gradsync.train.loop import Trainer
-from support.small_run import Inject, RankResult, losses, make_data, small_config, train_rank
+from support.small_run import RankResult, losses, make_data, small_config, train_rank
 
 BITWISE = [name for name, strategy in STRATEGIES.items() if strategy.promise == "bitwise"]
 ROUNDING = [name for name, strategy in STRATEGIES.items() if strategy.promise == "rounding"]
@@ -84,17 +85,15 @@ def test_what_rounds_on_purpose_learns_all_the_same(undisturbed: Undisturbed, sy
     assert undisturbed(sync, 2).losses == pytest.approx(expected, rel=0.05)
 
 
-def stop_and_resume(
-    pool: Any, config: TrainConfig, *ranks: int, signal: str = "SIGTERM"
-) -> tuple[Oracle, str]:
+def stop_and_resume(pool: Any, config: TrainConfig, *ranks: int) -> tuple[Oracle, str]:
     """Stopped by a signal to the last rank after every third, then second step, and resumed on the
     next number of ranks."""
     for stop, world_size in enumerate(ranks[:-1]):
-        inject = Inject(rank=world_size - 1, step=2 + 2 * stop, what=signal)
-        stopped = pool.run(train_rank, world_size, config, inject)
+        fault = FaultPlan(kind="sigterm", rank=world_size - 1, step=3 + 2 * stop)
+        stopped = pool.run(train_rank, world_size, config, fault)
         assert [result.exit_code for result in stopped] == [75] * world_size, stopped[0].error
         assert stopped[0].summary["steps"] == 3 + 2 * stop
-        assert signal in stopped[0].summary["stopped_by"] or world_size > 1
+        assert "SIGTERM" in stopped[0].summary["stopped_by"] or world_size > 1
     resumed = pool.run(train_rank, ranks[-1], config)
     assert resumed[0].exit_code == 0, resumed[0].error
     assert "continuing from" in resumed[0].printed
@@ -122,7 +121,7 @@ def test_resume_at_another_world_size_goes_on_with_the_same_samples(
     pool: Any, data: Path, tmp_path: Path, undisturbed: Undisturbed
 ) -> None:
     config = small_config(tmp_path, data, sync="naive")
-    resumed, printed = stop_and_resume(pool, config, 2, 1, signal="SIGUSR1")
+    resumed, printed = stop_and_resume(pool, config, 2, 1)
     assert "world_size" in printed
     assert resumed.losses == pytest.approx(undisturbed("naive", 1).losses, rel=1e-6)
 
@@ -131,11 +130,11 @@ def test_one_ranks_exception_ends_all_with_that_traceback(
     pool: Any, data: Path, tmp_path: Path
 ) -> None:
     config = small_config(tmp_path, data, sync="naive")
-    results = pool.run(train_rank, 3, config, Inject(rank=1, step=3, what="raise"))
-    assert results[1].error == "ValueError: injected on rank 1 before step 3"
+    results = pool.run(train_rank, 3, config, FaultPlan(kind="raise", rank=1, step=4))
+    assert results[1].error == "ValueError: a fault of gradsync drill"
     for other in (0, 2):
         assert "rank 1 on" in results[other].error
-        assert "step_with_injection" in results[other].error  # the traceback of rank 1
+        assert "_fail" in results[other].error  # the traceback of rank 1
     # What was saved before is there, and the run goes on from it.
     resumed = pool.run(train_rank, 3, config)
     assert resumed[0].exit_code == 0
@@ -198,7 +197,7 @@ def test_the_run_directory_holds_what_it_promises_and_a_finished_run_is_left_as_
 ) -> None:
     config = small_config(tmp_path, data)
     # A signal in the last step comes too late.
-    first, _ = pool.run(train_rank, 2, config, Inject(rank=1, step=5, what="SIGTERM"))
+    first, _ = pool.run(train_rank, 2, config, FaultPlan(kind="sigterm", rank=1, step=6))
     names = ("config.yaml", "env.json", "metrics.jsonl", "summary.json", "logs/rank_00001.log")
     assert [name for name in names if not (tmp_path / name).is_file()] == []
     steps = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())

@@ -12,7 +12,8 @@ import pytest
 
 from gradsync.data.streaming import StreamLoader
 from gradsync.train.config import EvalConfig, OptimConfig, TrainConfig
-from support.small_run import Inject, RankResult, losses, small_config, train_rank
+from gradsync.train.faults import FaultPlan
+from support.small_run import RankResult, losses, small_config, train_rank
 
 
 def stream_config(out: Path, data: Path) -> TrainConfig:
@@ -42,7 +43,7 @@ def test_any_number_of_ranks_and_a_stop_give_the_same_weights(
     assert three[0].summary["val_loss"] == whole.summary["val_loss"]
 
     config = stream_config(tmp_path / "stopped", data)
-    stopped = pool.run(train_rank, 2, config, Inject(rank=1, step=3, what="SIGTERM"))
+    stopped = pool.run(train_rank, 2, config, FaultPlan(kind="sigterm", rank=1, step=4))
     assert {result.exit_code for result in stopped} == {75}, stopped[0].error
     (resumed,) = pool.run(train_rank, 1, config)
     assert resumed.error == ""

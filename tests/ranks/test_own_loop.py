@@ -835,3 +835,31 @@ def test_a_gradient_that_is_not_finite_is_said_by_its_rank(
     ]
     assert any(name in said[1] for name in gradients(start()))
     assert "(" in said[1]
+
+
+@every_strategy
+def test_a_gradient_that_is_not_finite_though_its_loss_is(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It comes into being in backward, and reaches the biases of the layers before."""
+
+    def poison(_: nn.Module, inputs: Any, out: Tensor) -> None:
+        out.register_hook(lambda gradient: gradient * float("nan"))
+
+    def loop(rank: int, sync: GradientSync, optimizer: Any) -> None:
+        for turn in range(2):
+            hook: Any = sync.model.inner
+            hook = hook.register_forward_hook(poison) if rank == turn == 1 else None
+            with sync.micro_step(last=True):  # buckets leave while backward runs
+                sync.backward(loss_of(sync.model, rank, turn), weight=1)
+            if hook is not None:
+                hook.remove()
+            sync.step(optimizer)
+
+    caplog.set_level(logging.WARNING, logger="gradsync")
+    on_ranks(name, loop)
+    said = [r.getMessage() for r in caplog.records if "nan or inf" in r.getMessage()]
+    assert [text.partition(" gradient of ")[0] for text in said] == [
+        "rank 1, step 2: nan or inf in this rank's"
+    ]
+    assert "inner.bias" in said[0]

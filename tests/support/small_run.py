@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 
-from gradsync.data.leaf import Step
 from gradsync.models.config import GPTConfig
 from gradsync.train.config import CheckpointConfig, EvalConfig, OptimConfig, TrainConfig
-from gradsync.train.loop import Trainer
+from gradsync.train.faults import FaultPlan
 from gradsync.train.run import train
 from support.rank_session import open_session
 
@@ -58,16 +54,6 @@ def small_config(out: Path, data: Path, **changes: Any) -> TrainConfig:
     return replace(config, **changes)
 
 
-@dataclass(frozen=True)
-class Inject:
-    """Something that happens on one rank right before one optimizer step."""
-
-    rank: int
-    step: int
-    what: str
-    """A signal's name; "raise"; or "overflow": the step's learning rate is 1e39, on every rank."""
-
-
 @dataclass
 class RankResult:
     """What one rank's `train` came to."""
@@ -83,28 +69,16 @@ def train_rank(
     world_size: int,
     store_path: str,
     config: TrainConfig,
-    inject: Inject | None = None,
+    fault: FaultPlan | None = None,
 ) -> RankResult:
     """Run `train` on this rank of the pool; gradsync's own errors come back as text."""
     printed = io.StringIO()
     session = open_session(rank, world_size, store_path)
-    original = Trainer._train_step
-
-    def step_with_injection(self: Trainer, step: Step, lr: float, *rest: Any) -> Any:
-        if inject is not None and inject.what == "overflow":
-            return original(self, step, 1e39 if step.number == inject.step else lr, *rest)
-        if inject is not None and (rank, step.number) == (inject.rank, inject.step):
-            if inject.what == "raise":
-                raise ValueError(f"injected on rank {rank} before step {step.number}")
-            os.kill(os.getpid(), signal.Signals[inject.what])
-        return original(self, step, lr, *rest)
-
-    with mock.patch.object(Trainer, "_train_step", step_with_injection):
-        try:
-            with session as world:
-                outcome = train(config, world, threads=session.threads, stream=printed)
-        except Exception as error:
-            return RankResult(1, {}, printed.getvalue(), f"{type(error).__name__}: {error}")
+    try:
+        with session as world:
+            outcome = train(config, world, threads=session.threads, stream=printed, fault=fault)
+    except Exception as error:
+        return RankResult(1, {}, printed.getvalue(), f"{type(error).__name__}: {error}")
     return RankResult(outcome.exit_code, outcome.summary, printed.getvalue())
 
 

@@ -180,6 +180,7 @@ def _decided(options: SyncOptions, plan: BenchPlan, world: World) -> list[str]:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ContestantRow:
     """One contestant."""
+
     contestant: str
     keep_memory: bool  # whether its processes did keep freed memory: not possible everywhere
     total_ms: Spread  # a step, on the slowest rank (see `turns`); over rounds

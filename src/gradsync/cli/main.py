@@ -29,6 +29,7 @@ COMMANDS = {
     "sample": "generate text from a checkpoint",
     "verify": "prove every strategy right against one rank, or say why it is not",
     "bench": "measure strategies and collectives beside their limits and their peers",
+    "drill": "break one rank on purpose: who is named, when, and what is lost",
     "tune": "measure which way to synchronise is fastest here, for train --sync auto",
     "plan": "say which strategy, batch and split fit a machine, here or anywhere",
     "launch": "start ranks on this host, or say what to start on each of several",

@@ -19,14 +19,18 @@ from gradsync.sync.registry import find_strategy
 from gradsync.train.check import check_request, check_size
 from gradsync.train.config import AUTO, TrainConfig
 from gradsync.train.config_io import parse_config
+from gradsync.train.faults import FaultPlan
 from gradsync.world import World
 
 _KEEPS_MEMORY = "freed memory stays in the process (--no-keep-memory gives it back)"
 _EMULATED = "this processor has no bf16 and emulates it, many times slower than --dtype fp32"
 
 
-def run(argv: list[str]) -> int:
-    """See `gradsync train --help`. `--json` prints the summary, `--dry-run` only the plan."""
+def run(argv: list[str], fault: FaultPlan | None = None) -> int:
+    """See `gradsync train --help`. `--json` prints the summary, `--dry-run` only the plan.
+
+    `fault` happens to this rank of a drill.
+    """
     world = resolve(environ.snapshot()).world
     places, argv = take_places(complete_resume(argv))
     if places is not None:
@@ -55,7 +59,7 @@ def run(argv: list[str]) -> int:
     # Torch's own warnings about its sockets repeat, with stacks, what we say in a line.
     quiet = {"TORCH_CPP_LOG_LEVEL": environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
     with environ.exported(quiet):
-        return _join_run(config, as_json, flags if elastic else None)
+        return _join_run(config, as_json, flags if elastic else None, fault)
 
 
 def complete_resume(argv: list[str]) -> list[str]:
@@ -102,7 +106,9 @@ def _emulates_bf16(world: World) -> bool:
     return world.device == "cpu" and not multiplies_bf16(read_processor().instructions)
 
 
-def _join_run(config: TrainConfig, as_json: bool, elastic: list[str] | None) -> int:
+def _join_run(
+    config: TrainConfig, as_json: bool, elastic: list[str] | None, fault: FaultPlan | None
+) -> int:
     """Be one rank of the run; `elastic`: the arguments that ask for it."""
     from gradsync.comm.groups import communicator
     from gradsync.comm.values import broadcast_json
@@ -141,7 +147,9 @@ def _join_run(config: TrainConfig, as_json: bool, elastic: list[str] | None) -> 
             if config.sync == AUTO:
                 config, note = _named_sync(config, world, threads=session.threads)
                 notes.append(note)
-            outcome = train(config, world, threads=session.threads, stream=stream, notes=notes)
+            outcome = train(
+                config, world, threads=session.threads, stream=stream, notes=notes, fault=fault
+            )
             if world.is_main:
                 note_end(config, outcome)
             # Launchers end all ranks when the first one leaves with a code (75): the note comes

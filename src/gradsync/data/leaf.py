@@ -88,7 +88,17 @@ class Step:
                 f"the leaves of step {self.number} can be read once, before the next step begins"
             )
         self._taken = True
-        return self._leaves
+        return self._all()
+
+    def _all(self) -> Iterator[Leaf]:
+        given = 0
+        for given, leaf in enumerate(self._leaves, start=1):  # noqa: B007  counted to the end
+            yield leaf
+        if given < len(self):  # sums without order would be another batch's, and nobody would know
+            raise DataError(
+                f"step {self.number + 1} brought {given} of its {len(self)} leaves on this rank: "
+                "no rank may take this for the global batch"
+            )
 
     def drain(self) -> None:
         """Read what is left of the step, so that the next one starts in the right place."""

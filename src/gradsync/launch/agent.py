@@ -40,6 +40,7 @@ from torch.distributed.elastic.rendezvous import (
 from gradsync.core.torch_private import close_streams, end_ranks, forbid_restarts, rank_processes
 from gradsync.errors import LatePeerError, RendezvousError
 from gradsync.launch.request import STOPPED, LaunchPlan, may_restart
+from gradsync.runtime.peers import process_state
 from gradsync.runtime.signals import LAUNCHED
 from gradsync.runtime.store import host_store, join_store, wait_until
 
@@ -165,10 +166,15 @@ class LocalAgent(LocalElasticAgent):
         return super()._monitor_workers(worker_group)
 
     def _let_others_speak(self) -> None:
-        """The other ranks notice by themselves, and say which rank failed; torch would end them."""
+        """The other ranks notice by themselves, and say which rank failed; torch would end them.
+        One that is stopped (SIGSTOP) says nothing."""
         deadline = time.monotonic() + LAST_WORDS_S
-        while None in self.exit_codes() and not self.received and time.monotonic() < deadline:
+        while self._speak() and not self.received and time.monotonic() < deadline:
             time.sleep(0.02)
+
+    def _speak(self) -> bool:
+        alive = [each.proc.pid for each in rank_processes(self) if each.proc.poll() is None]
+        return not all("stopped" in process_state(pid) for pid in alive)
 
     def _end_others(self) -> None:
         """Ask for an end and wait for it; torch, which kills what is left, would wait longer, and

@@ -24,6 +24,12 @@ if TYPE_CHECKING:
 GRACE_S = 60.0
 """How long ranks may take to save and end after a signal, seconds."""
 
+_HINTS = {
+    signal.SIGKILL: " (killed by hand, or out of memory)",
+    # By messages, an innocent rank dies of what it gets.
+    signal.SIGABRT: " (Gloo does it where ranks called different collectives: its words are above)",
+}
+
 # Codes with a meaning of their own; every other failure is a plain 1.
 _MEANINGFUL = (2, 124, 130)
 
@@ -109,8 +115,7 @@ def launch_local(argv: list[str], nproc_per_node: int, **options: Any) -> int:
 
 def obituary(rank: int, number: signal.Signals) -> str:
     """A line about a rank that a signal ended."""
-    hint = " (killed by hand, or out of memory)" if number == signal.SIGKILL else ""
-    return f"rank {rank} was ended by {number.name}{hint}"
+    return f"rank {rank} was ended by {number.name}{_HINTS.get(number, '')}"
 
 
 @contextmanager

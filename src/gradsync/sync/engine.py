@@ -51,7 +51,7 @@ class Engine(Reducer):
         learns: lay buckets out anew, once the order in which gradients become ready is known.
     """
 
-    user_loop = True
+    own_gradients = user_loop = True
 
     def __init__(
         self,
@@ -202,8 +202,8 @@ class Engine(Reducer):
         """Launch in bucket order, up to the first one that is not full."""
         while len(self._works) < len(self.buckets) and not self.buckets[len(self._works)].missing:
             bucket = self.buckets[len(self._works)]
-            if self._user_leaf:
-                self.non_finite.look(self._own_sums(bucket), on_cuda=bucket.flat(0).is_cuda)
+            own, on_cuda = self._own_sums(bucket), bucket.flat(0).is_cuda
+            self.non_finite.look(own, on_cuda=on_cuda, large=self._user_leaf)
             self._works.append(self.exchange.launch(bucket))
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:

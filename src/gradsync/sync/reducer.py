@@ -324,6 +324,8 @@ class Reducer(ABC):
 
     strategy = ""
     """Name that users pass as `gs.replicate(sync=...)`."""
+    own_gradients = False
+    """True when `named_gradients` are this rank's alone, whatever has been sent."""
     user_loop = False
     """True when it supports the user's training loop (`loss.backward()`, `optimizer.step()`)."""
 
@@ -418,7 +420,7 @@ class NaiveReducer(Reducer):
     step: 2(W-1)/W x the gradients (a ring, Patarasuk & Yuan 2009); nothing overlaps.
     """
 
-    user_loop = True
+    own_gradients = user_loop = True
 
     def reduce(self, used: list[bool], divisor: float | None) -> Stopwatch:
         watch = sum_gradients(self.parameters, used, self.comm)
@@ -467,6 +469,8 @@ def _as_hook(on_gradient: Callable[[nn.Parameter], bool]) -> Callable[[Any], Non
 
 BLOCK = 65_536
 """Elements of a block; a block never spans two parameters."""
+_SMALL = 16_384
+"""Elements of a gradient that is looked at in every step: a norm's, a bias's."""
 _CUDA_STEPS = 100
 """Steps between two looks at the gradients on CUDA, where each waits for the device."""
 
@@ -529,7 +533,8 @@ class NonFinite:
     """Warns when this rank's gradients become nan or inf, before sums hide whose they are; once,
     until they are finite again.
 
-    Per step: `look` before gradients are sent, in one or several parts; then `step_ends`.
+    Per step: `look` before gradients are sent, in one or several parts; then `step_ends`. What is
+    not finite in one layer's activations reaches the norms and biases of all layers before it.
     """
 
     def __init__(self) -> None:
@@ -537,11 +542,14 @@ class NonFinite:
         self._said = False
         self._found: list[str] = []
 
-    def look(self, named: Iterable[tuple[str, Tensor]], *, on_cuda: bool) -> None:
-        """Note the names of gradients that are not finite: reads their memory once."""
-        if on_cuda and self._step % _CUDA_STEPS:
+    def look(
+        self, named: Iterable[tuple[str, Tensor]], *, on_cuda: bool, large: bool = True
+    ) -> None:
+        """Note the names of gradients that are not finite: reads their memory once. Without
+        `large`, of small ones, and none on CUDA."""
+        if on_cuda and (self._step % _CUDA_STEPS or not large):
             return
-        if found := non_finite(named):
+        if found := non_finite((n, g) for n, g in named if large or g.numel() <= _SMALL):
             self._found.append(found)
 
     def step_ends(self, rank: int) -> None:

@@ -204,11 +204,12 @@ def take_step(parts: StepParts, call: StepCall) -> StepResult:
 
 
 def _warn_of_non_finite(reducer: Reducer, call: StepCall) -> None:
-    """Warn about nan or inf in this rank's gradients, where a loss is not finite or not known."""
-    wanted = not call.discard and (call.loss is None or not call.loss.is_finite)
-    if wanted and call.scale is None:
+    """Warn about nan or inf in this rank's gradients; in large ones where the loss is not finite,
+    or not known."""
+    large = call.loss is None or not call.loss.is_finite
+    if not call.discard and call.scale is None and (large or reducer.own_gradients):
         on_cuda = reducer.parameters[0].is_cuda
-        reducer.non_finite.look(reducer.named_gradients(), on_cuda=on_cuda)
+        reducer.non_finite.look(reducer.named_gradients(), on_cuda=on_cuda, large=large)
     reducer.non_finite.step_ends(reducer.comm.rank)
 
 

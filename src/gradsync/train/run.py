@@ -22,6 +22,7 @@ from gradsync.runtime.signals import StopRequest
 from gradsync.train.check import check_size
 from gradsync.train.config import TrainConfig
 from gradsync.train.data import model_config, open_data
+from gradsync.train.faults import FaultPlan
 from gradsync.train.learner import Learner, build_learner
 from gradsync.train.loop import Totals, Trainer, memory_gib
 from gradsync.train.output import Progress, RunDir, finite_or_none
@@ -46,6 +47,7 @@ def train(
     threads: int,
     stream: TextIO | None = None,
     notes: Sequence[str] = (),
+    fault: FaultPlan | None = None,
 ) -> TrainOutcome:
     """Train as `config` says, as one rank of `world`; call it inside `with gs.init()`.
 
@@ -54,6 +56,7 @@ def train(
         threads: intra-op threads of this rank, for the fingerprint.
         stream: where rank 0 prints; stdout by default.
         notes: more lines for its introduction.
+        fault: happens to a rank, for a drill or a test.
     """
     run_dir = RunDir(config.out)
     progress = Progress(
@@ -92,6 +95,8 @@ def train(
             return _already_done(trainer, resumed)
         if world.is_main:
             run_dir.begin(config, world, threads=threads, done_steps=resumed.step)
+        if fault is not None:
+            fault.plant(trainer)
         progress.start(resumed.step)
         totals = trainer.run(resumed.step, stop)
         progress.stop()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from gradsync.data.leaf import Leaf, count_targets, make_leaf, move_to
+from gradsync.data.leaf import Leaf, Step, count_targets, make_leaf, move_to
 from gradsync.data.loader import loader
 from gradsync.errors import DataError
 from gradsync.world import World
@@ -29,6 +29,15 @@ class Batch:
 
 def leaf_of(batch: Any) -> Leaf:
     return make_leaf(batch, index=0, step=0, num_samples=3, is_last=True, device=CPU)
+
+
+def test_a_step_that_gives_fewer_leaves_than_it_has_is_an_error() -> None:
+    """Sums without order, as in `bucketed`, would not notice: the mean would be another batch's."""
+    step = Step(iter([leaf_of(X), leaf_of(X)]), number=6, num_leaves=8, num_local_leaves=3)
+    leaves = iter(step)
+    assert [next(leaves).num_samples, next(leaves).num_samples] == [3, 3]
+    with pytest.raises(DataError, match=r"^step 7 brought 2 of its 3 leaves on this rank"):
+        next(leaves)
 
 
 def test_a_data_set_of_tensors_has_inputs_only() -> None:

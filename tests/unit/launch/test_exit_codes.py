@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from gradsync.launch.local import after_failure, after_signal
+from gradsync.launch.local import after_failure, after_signal, obituary
 from gradsync.launch.request import may_restart
 
 
@@ -52,3 +52,9 @@ def test_what_is_started_again():
     assert may_restart([124])
     for code in (2, 75, 130):
         assert not may_restart([1, code])
+
+
+def test_what_a_signal_may_mean():
+    assert obituary(1, signal.SIGKILL).endswith("SIGKILL (killed by hand, or out of memory)")
+    assert "ranks called different collectives" in obituary(1, signal.SIGABRT)
+    assert obituary(1, signal.SIGSEGV) == "rank 1 was ended by SIGSEGV"

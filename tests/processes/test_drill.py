@@ -1,0 +1,80 @@
+"""Faults planted in real ranks: who is named, and that nothing is lost; a seeded choice of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import asdict
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from gradsync.train.faults import FAULTS, FaultPlan, named
+from support.fork_server import Forked, torch_ranks
+from support.launchers import clean_environment, run_python
+from support.small_run import summary_of
+
+TINY = (
+    *(
+        "tiny",
+        "--steps=6",
+        "--dtype=fp32",
+        "--device=cpu",
+        "--eval.every=0",
+        "--checkpoint.every=2",
+    ),
+    *("--model.n-layer=1", "--model.n-embd=48", "--model.block-size=16", "--eval.max-tokens=64"),
+    *("--tokens-per-update=128", "--micro-batch-size=1", "--sample-tokens=0"),
+)
+REPLICAS = ("--check-replicas-every=1", "--sync-options.weights=replicas")
+QUICK = ("kill", "nan", "skip-collective", "swap", "drop-leaf", "flip-bit", "disk-full")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    assert [code for code, _ in train(folder, None)] == [0, 0]
+    return summary_of(folder / "run")["weights_sha256"]
+
+
+def train(folder: Path, plan: FaultPlan | None, *flags: str) -> list[tuple[int | None, str]]:
+    """Exit code and standard error of two ranks."""
+    work = {"flags": [*TINY, *flags, f"--out={folder}/run"], "fault": plan and asdict(plan)}
+    (folder / "work.json").write_text(json.dumps(work))
+    command = ["-m", "gradsync", "drill", "--worker", folder / "work.json"]
+    with contextlib.ExitStack() as stack:
+        ranks = [
+            stack.enter_context(Forked(command, clean_environment(variables)))
+            for variables in torch_ranks(2)
+        ]
+        return [(rank.wait(40), rank.finished().stderr) for rank in ranks]
+
+
+@pytest.mark.parametrize("kind", QUICK)
+def test_the_rank_is_named_and_no_bit_is_lost(tmp_path: Path, undisturbed: str, kind: str) -> None:
+    random = Random(kind)
+    phase = random.choice(FAULTS[kind].phases)
+    rank = 0 if phase == "save" else random.randrange(2)
+    plan = FaultPlan(kind=kind, rank=rank, step=random.randint(2, 4), phase=phase)
+    flags = REPLICAS if kind == "flip-bit" else ()
+    ends = train(tmp_path, plan, *flags)
+    lines = "".join(stderr for _, stderr in ends).splitlines()
+    said = [ranks for line in lines if (ranks := named(FAULTS[kind], line)) is not None]
+    either = {0, 1} if kind in ("swap", "flip-bit") else {rank}  # no majority
+    assert either in said, lines
+    code = -9 if kind == "kill" else FAULTS[kind].code
+    assert ends[rank][0] == code, lines
+    assert ends[1 - rank][0] in (1, FAULTS[kind].code), lines
+    assert [code for code, _ in train(tmp_path, None, *flags)] == [0, 0]
+    assert summary_of(tmp_path / "run")["weights_sha256"] == undisturbed
+
+
+def test_the_command(undisturbed: str) -> None:
+    """A whole drill: its own ranks, a signal to one of them, and the way on."""
+    words = ["drill", "--fault=sigterm", "--step=3", "--json", f"--expect={undisturbed}", "--"]
+    done = run_python(["-m", "gradsync", *words, *TINY], timeout_s=100).ok()
+    verdict = json.loads(done.stdout)
+    assert (verdict["exit_code"], verdict["left"], verdict["broken"]) == (75, [], [])
+    assert (verdict["went_on_from"], verdict["steps_lost"]) == (3, 0)
+    assert "s  step 3/6  loss" in done.stderr

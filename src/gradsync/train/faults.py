@@ -149,7 +149,7 @@ class _Planted:
     def _around_all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         if self.comes("reduce"):
             if self.plan.kind == "skip-collective":
-                from gradsync.comm.work import Done
+                from gradsync.comm.process_group import Done
 
                 return Done()
             if self.plan.kind == "extra-collective":

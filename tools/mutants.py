@@ -1,4 +1,4 @@
-"""Thirty faults, put into a copy of the source one at a time: the tests must notice each of them.
+"""Faults, put into a copy of the source one at a time: the tests must notice each of them.
 
     python tools/mutants.py --list            what they are
     python tools/mutants.py [--only N …]      put them in and run the tests; about ten minutes

@@ -51,7 +51,6 @@ from gradsync.runtime.store import (
     HEARD,
     LEFT,
     NOTICED,
-    SETTLED,
     Presence,
     SignedStore,
     server_name,
@@ -266,7 +265,7 @@ class FailureWatch:
         one that has left or is late. None when there is none: `error` is all that is known then."""
         # No heartbeat comes from here any more; the others must not take us for the dead one.
         if self._seen is None:
-            self._notice(NOTICED)
+            self._peers.notice(NOTICED)
         began = time.monotonic()
         # A rank that fails writes it down before its process ends.
         wait_until(
@@ -282,7 +281,7 @@ class FailureWatch:
             if silent:
                 said = self._peers.obituary(silent)
                 seen = f"this rank ({self._rank}) saw: {trouble}{self._keep_stacks(silent, error)}"
-                self._wait_for_survivors(len(silent))
+                self._peers.settle(len(silent), time.monotonic() + _SILENT_S)
                 lives = not self._peers.ended() and all(r in self._peers.pids for r in silent)
                 code = LatePeerError.exit_code if lives and _is_late(trouble) else 1
                 return _because(PeerError(f"{said}; {seen}", exit_code=code), error)
@@ -311,13 +310,6 @@ class FailureWatch:
             wait_until(lambda: failed.issuperset(self._peers.without((HEARD, LEFT))), until)
         return failure.as_error()
 
-    def _wait_for_survivors(self, num_silent: int) -> None:
-        """Rank 0 serves the store: it stays until the others know as much as it does."""
-        self._notice(SETTLED)
-        if self._rank == 0:
-            until = time.monotonic() + _SILENT_S
-            wait_until(lambda: len(self._peers.without((SETTLED,))) <= num_silent, until)
-
     def _publish(
         self, error: BaseException, cause: RunError | None = None, *, stuck: bool = False
     ) -> Failure | None:
@@ -336,13 +328,10 @@ class FailureWatch:
             wait_until(all_heard, until)
         return None
 
-    def _notice(self, what: bytes) -> None:
-        self._store.set(f"noticed/{self._rank}", what)
-
     def _read(self) -> Failure | None:
         if self._seen is None and (record := self._store.get("failure")) is not None:
             self._seen = read_failure(record)
-            self._notice(HEARD)
+            self._peers.notice(HEARD)
         return self._seen
 
     def _keep_stacks(self, silent: Iterable[int] = (), error: BaseException | None = None) -> str:
@@ -415,7 +404,7 @@ class FailureWatch:
             return []
         self._connections.keep_up()
         ended = self._connections.num_ended()
-        if not ended or ended <= self._peers.count((LEFT, SETTLED)):
+        if not ended or ended <= self._peers.num_gone():
             return []
         before, self._last_look = self._last_look, self._peers.beats()
         return self._peers.silent_since(before) if before else []

@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 
 from gradsync.runtime.activity import Activity, read_activity
-from gradsync.runtime.store import LEFT, Presence, SignedStore
+from gradsync.runtime.store import LEFT, SETTLED, Presence, SignedStore, wait_until
 
 
 class Peers:
@@ -66,9 +66,20 @@ class Peers:
         """Ranks that have noticed none of `words`; see `store.LEFT`."""
         return [rank for rank in self._others if self._store.get(f"noticed/{rank}") not in words]
 
-    def count(self, words: Collection[bytes]) -> int:
-        """How many ranks have noticed one of `words`."""
-        return len(self._others) - len(self.without(words))
+    def notice(self, what: bytes) -> None:
+        """Tell them what this rank has noticed."""
+        self._store.set(f"noticed/{self.rank}", what)
+
+    def settle(self, num_silent: int, deadline_s: float) -> None:
+        """Tell them that this rank knows which ranks are silent. Rank 0 may serve the store: it
+        stays until the others know as much."""
+        self.notice(SETTLED)
+        if self.rank == 0:
+            wait_until(lambda: len(self.without((SETTLED,))) <= num_silent, deadline_s)
+
+    def num_gone(self) -> int:
+        """How many have left, or end since they know which ranks are silent."""
+        return len(self._others) - len(self.without((LEFT, SETTLED)))
 
     def ended(self) -> list[int]:
         """Ranks of this host whose process has ended, and that did not say why."""

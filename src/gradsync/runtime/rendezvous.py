@@ -335,13 +335,21 @@ def check_reach(
     doors = [f"reach/door/{node}" for node in range(world.num_nodes)]
     told = [f"reach/told/{node}" for node in range(world.num_nodes)]
     address = address_of(interface) if world.local_rank == 0 else ""
+    said: dict[str, str] = {}
+
+    def all_told() -> bool:
+        for key, text in said.items():  # again, should a stranger have written over it
+            store.claim(key, text)
+        return bool(store.get_all(told))
+
     with socket.socket() as door:
         if world.local_rank == 0:
             if address:
                 door.bind((address, 0))
                 door.listen()
-            own = f"{world.rank} {address} {door.getsockname()[1]}"
-            store.set(doors[world.node_rank], own)
+            own = doors[world.node_rank]
+            said[own] = f"{world.rank} {address} {door.getsockname()[1]}"
+            store.set(own, said[own])
             before = doors[world.node_rank - 1]
             if wait_until(lambda: store.get(before) is not None, deadline_s):
                 rank, there, port = (store.get(before) or b"").decode().split(" ")
@@ -354,10 +362,9 @@ def check_reach(
                         "between the hosts, or name another network's interface by "
                         "GLOO_SOCKET_IFNAME"
                     )
-                store.set(told[world.node_rank], problem)
+                said[told[world.node_rank]] = problem
         # The one who was to tell may be gone: then making the group says who is missing.
-        told_s = max(deadline_s, time.monotonic() + _CONNECT_S)
-        wait_until(lambda: bool(store.get_all(told)), told_s)
+        wait_until(all_told, max(deadline_s, time.monotonic() + _CONNECT_S))
     problems = [(store.get(key) or b"").decode(errors="replace") for key in told]
     if problem := next(filter(None, problems), ""):
         heard = [f"reach/heard/{rank}" for rank in range(world.world_size)]

@@ -93,7 +93,7 @@ def _own_stacks(peers: Peers, error: BaseException | None) -> str:
         parts += ["--- what ended its wait\n", *traceback.format_exception(error)]
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     for ident, frame in sys._current_frames().items():
-        if ident != threading.get_ident() or error is not None:
+        if ident != threading.get_ident():  # it writes; `error` says where it was
             parts += [f"--- thread {names.get(ident, ident)}\n", *traceback.format_stack(frame)]
     return printable("".join(parts))
 

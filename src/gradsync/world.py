@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from gradsync.errors import LaunchError
 
 _MOST = 2**20
-"""Ranks of a run. The number comes from the environment, and lists of that length are made of it."""
+"""Ranks of a run. Their number comes from the environment, and lists of that length are made."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -211,13 +211,10 @@ def test_any_frame_is_read_or_ignored(random: Random) -> None:
                 check_in(reader, presence, rank=0, world_size=2, deadline_s=0.0)
 
 
-@fuzzed
-@given(randoms)
-def test_noise_on_the_port_leaves_the_store_as_it_was(random: Random) -> None:
-    server = host_store("127.0.0.1", 0, one_host=True)
-    writer = records(server)
-    writer.set("beat/1", "alive")
-    for _ in range(3):
+def test_noise_on_the_port_leaves_the_store_as_it_was() -> None:
+    server, random = host_store("127.0.0.1", 0, one_host=True), Random(1)
+    records(server).set("beat/1", "alive")
+    for _ in range(300):
         with socket.create_connection(("127.0.0.1", server.port), timeout=5) as stranger:
             noise = random.randbytes(random.choice((1, 4, 5, 9, 64, 1_000)))
             stranger.sendall(bytes([random.choice((0, 1, 2, 3, 9, 60, noise[0]))]) + noise)

@@ -21,9 +21,9 @@ FUNCTION_LIMIT = 80
 CLASS_LIMIT = 250
 PACKAGES = REPOSITORY / "src" / "gradsync"
 BUDGETS = {
-    **{"core": 950, "runtime": 3_765, "comm": 2_650, "sync": 9_250, "data": 2_450},
+    **{"core": 960, "runtime": 4_090, "comm": 2_650, "sync": 9_250, "data": 2_450},
     **{"checkpoint": 1_350, "models": 600, "parallel": 1_250, "plan": 5_450, "train": 3_460},
-    **{"launch": 1_615, "compat": 1_120, "backends": 700, "verify": 3_500, "bench": 5_230},
+    **{"launch": 1_630, "compat": 1_120, "backends": 700, "verify": 3_500, "bench": 5_230},
     "cli": 3_120,
 }
 """Lines of each package, docstrings and blanks included. They only go down: raising one takes a

@@ -20,7 +20,7 @@ from gradsync.errors import ConfigError, LaunchError, PeerError, RendezvousError
 from gradsync.runtime.gloo_group import wait_until_workers_sleep
 from gradsync.runtime.network import own_address
 from gradsync.runtime.session import Session, SessionOptions
-from gradsync.runtime.store import LEFT, host_store, wait_until
+from gradsync.runtime.store import LEFT, TOKEN, host_store, wait_until
 from support.rank_session import open_session
 
 EXPORTED = (
@@ -401,6 +401,23 @@ def test_keys_of_a_dead_generation_do_not_disturb(pool: Any) -> None:
     assert pool.run(restarted, 2, server.port, 1, (0, 1)) == [(1.0, False)] * 2
     # The same workers open another session: nothing of the first one is mistaken for theirs.
     assert pool.run(restarted, 2, server.port, 1, (0, 1)) == [(1.0, False)] * 2
+
+
+def scope_with_token(rank: int, world_size: int, store_path: str) -> str:
+    env = {
+        **open_session(rank, world_size, store_path)._env,
+        TOKEN: "a-token-of-the-user-of-32-letters",
+    }
+    session = Session(SessionOptions(device="cpu", threads=1), env=env)
+    with session:
+        assert session._meeting is not None
+        return session._meeting.records.scope
+
+
+def test_a_session_signs_unlike_an_earlier_one_with_the_same_token(pool: Any) -> None:
+    """A stranger may have kept the records of that one."""
+    (first, also_first), (second, _) = (pool.run(scope_with_token, 2) for _ in range(2))
+    assert first == also_first != second
 
 
 def given_address(rank: int, world_size: int, store_path: str, address: str, port: int) -> float:

@@ -45,7 +45,7 @@ from gradsync.errors import ConfigError, RunError
 from gradsync.runtime import environ
 from gradsync.runtime.memory import PeakMemory, give_back, keep_freed_memory
 from gradsync.runtime.session import Session, SessionOptions
-from gradsync.runtime.store import SignedStore, given_token, join_store
+from gradsync.runtime.store import SignedStore, join_store, token_of
 from gradsync.sync.registry import STRATEGIES, wants_groups
 from gradsync.world import World
 
@@ -438,7 +438,7 @@ def _shared_store(env: Mapping[str, str]) -> SignedStore:
         rank=int(env["RANK"]),
         deadline_s=time.monotonic() + _JOIN_S,
     )
-    return SignedStore(dist.PrefixStore("gradsync-bench", store), given_token(env), "bench")
+    return SignedStore(dist.PrefixStore("gradsync-bench", store), token_of(env), "bench")
 
 
 def _forget_accelerate() -> None:

@@ -42,7 +42,7 @@ from gradsync.errors import LatePeerError, RendezvousError
 from gradsync.launch.request import STOPPED, LaunchPlan, may_restart
 from gradsync.runtime import environ
 from gradsync.runtime.signals import LAUNCHED
-from gradsync.runtime.store import SignedStore, given_token, host_store, join_store, wait_until
+from gradsync.runtime.store import SignedStore, host_store, join_store, token_of, wait_until
 
 FORWARDED = (
     signal.SIGTERM,
@@ -280,16 +280,15 @@ class AgentRendezvous(RendezvousHandler):
             return bool(store.get_all(keys)) or self.stopped()
 
         wait_until(all_here, deadline_s)
-        told = [store.get(key) for key in keys]
-        missing = [node for node, found in enumerate(told) if found is None]
+        found = [store.get(key) for key in keys]
+        missing = [node for node, said in enumerate(found) if said is None]
         if missing:
             names = ", ".join(map(str, missing[:8])) + (" …" if len(missing) > 8 else "")
             raise self._vain(plan, f"node(s) {names} did not come")
-        numbers = {(found or b"").decode() for found in told}
-        if numbers != {str(plan.nnodes)}:
-            shown = ", ".join(sorted(numbers))
+        told = {int(said or 0) for said in found}
+        if told != {plan.nnodes}:
             raise RendezvousError(
-                f"the nodes were started with different --nnodes: {shown}; start all again"
+                f"the nodes were started with different --nnodes: {sorted(told)}; start all again"
             )
 
     def _vain(self, plan: LaunchPlan, problem: str) -> RendezvousError:
@@ -346,7 +345,7 @@ def build_agent(
 
     `arguments` reach the Python interpreter as they are; for the others see `local.launch_ranks`.
     """
-    handler = AgentRendezvous(nodes, given_token(environ.snapshot()))
+    handler = AgentRendezvous(nodes, token_of(environ.snapshot()))
     spec = WorkerSpec(
         role=LAUNCHED,
         local_world_size=nproc_per_node,

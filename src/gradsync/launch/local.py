@@ -89,10 +89,9 @@ def launch_ranks(
         stack.callback(agent.release)
         stack.enter_context(_quiet())
         # No names: the agent must not install handlers of its own.
-        handed_on = {"TORCHELASTIC_SIGNALS_TO_HANDLE": ""}
+        stack.enter_context(environ.exported({"TORCHELASTIC_SIGNALS_TO_HANDLE": ""}))
         if nodes is None:  # else all nodes need the same, which only their user can tell them
-            handed_on[TOKEN] = secrets.token_hex(32)
-        stack.enter_context(environ.exported(handed_on))
+            stack.enter_context(environ.exported({TOKEN: secrets.token_hex(32)}))
         stack.enter_context(_signals_to(agent))
         agent.run()
         codes = agent.exit_codes()

@@ -32,7 +32,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from gradsync.core.files import one_line, printable
 from gradsync.errors import GradsyncError, LatePeerError, LostPeerError, PeerError, RunError
@@ -47,15 +47,7 @@ from gradsync.runtime.signals import (
     stop_asked_for,
 )
 from gradsync.runtime.stacks import StackFiles
-from gradsync.runtime.store import (
-    HEARD,
-    LEFT,
-    NOTICED,
-    Presence,
-    SignedStore,
-    server_name,
-    wait_until,
-)
+from gradsync.runtime.store import HEARD, NOTICED, Presence, SignedStore, server_name, wait_until
 from gradsync.runtime.waiting import WaitReport
 
 REPORT_S = 10.0
@@ -125,23 +117,20 @@ def _is_sound(failure: Failure) -> bool:
     )
 
 
-def describe(
-    error: BaseException, rank: int, cause: RunError | None = None, *, stuck: bool = False
-) -> Failure:
+def describe(error: BaseException, rank: int, cause: RunError | None = None) -> Failure:
     """The record that rank `rank` publishes about `error`; `cause` says more than the error does,
     and has the exit code."""
     host = socket.gethostname()
     if isinstance(error, GradsyncError):
         said = cause or error
-        return Failure(rank, host, _shortened(str(said)), "", said.exit_code, stuck)
+        return Failure(rank, host, _shortened(str(said)), "", said.exit_code)
     if isinstance(error, KeyboardInterrupt):
         where = interrupted_line(error)
         said = "interrupted (Ctrl-C)" + (f" in {where}" if where else "")
         return Failure(rank, host, said, "", INTERRUPTED)
     text = "".join(traceback.format_exception(error))[-_TRACEBACK_LIMIT:]
     summary = str(cause or traceback.format_exception_only(error)[-1].strip())
-    code = 1 if cause is None else cause.exit_code
-    return Failure(rank, host, _shortened(summary), text, code, stuck)
+    return Failure(rank, host, _shortened(summary), text, 1 if cause is None else cause.exit_code)
 
 
 def _shortened(text: str) -> str:
@@ -287,7 +276,8 @@ class FailureWatch:
                 return _because(PeerError(f"{said}; {seen}", exit_code=code), error)
             late = _is_late(trouble) and self._waits.lateness(self._doing)
             kept = self._keep_stacks(error=error)
-            cause = _cause(trouble, self._rank, late or "", self._peers, kept)
+            cause = _cause(trouble, self._rank, late or "", self._peers)
+            cause = cause and type(cause)(f"{cause}{kept}")
             failure = self._publish(error, cause, stuck=True)
         elif failure.stuck:
             self._keep_stacks(error=error)
@@ -307,7 +297,7 @@ class FailureWatch:
         if self._rank == 0 and not self._hosted_by_agent:
             # It serves the store: it stays until the others have heard. Its own farewell counts.
             until, failed = time.monotonic() + _SILENT_S, {failure.rank}
-            wait_until(lambda: failed.issuperset(self._peers.without((HEARD, LEFT))), until)
+            wait_until(lambda: failed.issuperset(self._peers.unheard()), until)
         return failure.as_error()
 
     def _publish(
@@ -315,14 +305,15 @@ class FailureWatch:
     ) -> Failure | None:
         """Write `error` down; returns another rank's failure instead if that one was first."""
         until = time.monotonic() + _SILENT_S
-        record = json.dumps(asdict(describe(error, self._rank, cause, stuck=stuck))).encode()
+        failure = replace(describe(error, self._rank, cause), stuck=stuck)
+        record = json.dumps(asdict(failure)).encode()
         if self._store.claim("failure", record) != record:
             return self._read()
         say_interrupted(error, f"rank {self._rank} ")
 
         def all_heard() -> bool:
             self._store.claim("failure", record)  # again, should a stranger have written over it
-            return not self._peers.without((HEARD, LEFT))
+            return not self._peers.unheard()
 
         with suppress(self._store_gone):  # rank 0 served it, and leaves once it has heard
             wait_until(all_heard, until)
@@ -424,17 +415,14 @@ class FailureWatch:
         os._exit(code if code == LatePeerError.exit_code else 1)
 
 
-def _cause(
-    trouble: BaseException, rank: int, late: str, peers: Peers, kept: str
-) -> RunError | None:
+def _cause(trouble: BaseException, rank: int, late: str, peers: Peers) -> RunError | None:
     """Why this rank's collective failed though every rank lives; None where `trouble` says it.
 
-    Gloo's words name a symptom; torch's and ours need no help but for who is `late`. `kept` says
-    where the stacks are.
+    Gloo's words name a symptom; torch's and ours need no help but for who is `late`.
     """
     symptom = _GLOO.sub("", str(trouble)).partition("\n")[0] or str(trouble)
     if late:
-        return LatePeerError(f"{late} ({symptom}){kept}")
+        return LatePeerError(f"{late} ({symptom})")
     if not _is_gloos(trouble):
         return None
     said = (
@@ -446,7 +434,7 @@ def _cause(
             f"rank(s) {', '.join(map(str, left))} had left in good order while rank {rank} still "
             "communicates; all ranks must call the same collectives"
         )
-    return LostPeerError(f"{said} ({symptom}){kept}")
+    return LostPeerError(f"{said} ({symptom})")
 
 
 def _is_late(trouble: BaseException) -> bool:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 
 from gradsync.runtime.activity import Activity, read_activity
-from gradsync.runtime.store import LEFT, SETTLED, Presence, SignedStore, wait_until
+from gradsync.runtime.store import HEARD, LEFT, SETTLED, Presence, SignedStore, wait_until
 
 
 class Peers:
@@ -62,8 +62,11 @@ class Peers:
         """Whether it has left in good order."""
         return self._store.get(f"noticed/{rank}") == LEFT
 
-    def without(self, words: Collection[bytes]) -> list[int]:
-        """Ranks that have noticed none of `words`; see `store.LEFT`."""
+    def unheard(self) -> list[int]:
+        """Ranks that have not read why the run ends, and have not left."""
+        return self._without((HEARD, LEFT))
+
+    def _without(self, words: Collection[bytes]) -> list[int]:
         return [rank for rank in self._others if self._store.get(f"noticed/{rank}") not in words]
 
     def notice(self, what: bytes) -> None:
@@ -75,11 +78,11 @@ class Peers:
         stays until the others know as much."""
         self.notice(SETTLED)
         if self.rank == 0:
-            wait_until(lambda: len(self.without((SETTLED,))) <= num_silent, deadline_s)
+            wait_until(lambda: len(self._without((SETTLED,))) <= num_silent, deadline_s)
 
     def num_gone(self) -> int:
         """How many have left, or end since they know which ranks are silent."""
-        return len(self._others) - len(self.without((LEFT, SETTLED)))
+        return len(self._others) - len(self._without((LEFT, SETTLED)))
 
     def ended(self) -> list[int]:
         """Ranks of this host whose process has ended, and that did not say why."""

@@ -29,19 +29,12 @@ from typing import Any
 
 import psutil
 
-from gradsync.core.files import one_line
+from gradsync.core.files import printable
 from gradsync.errors import RendezvousError
 from gradsync.runtime.coordinator import plan_coordinator
 from gradsync.runtime.network import address_of, own_address
 from gradsync.runtime.resolve import Resolution
-from gradsync.runtime.store import (
-    LEFT,
-    SignedStore,
-    given_token,
-    host_store,
-    join_store,
-    wait_until,
-)
+from gradsync.runtime.store import LEFT, SignedStore, host_store, join_store, token_of, wait_until
 from gradsync.world import World
 
 _CONNECT_S = 10.0
@@ -57,8 +50,7 @@ class Meeting:
         server: the `TCPStore` this rank serves, or None.
         client: this rank's connection to the store.
         address, port: where the store is served.
-        token: of the job.
-        generation: every key's prefix comes from it and the token.
+        token: of the job; every key's prefix comes from it and the generation.
         hosted_by_agent: the launcher serves the store.
         note: file to remove once all ranks have joined.
     """
@@ -83,9 +75,8 @@ class Meeting:
         self._server = server
         self._client = client
         self._note = note
-        # Who does not see the keys cannot guess them: some hold what torch does not let us sign.
-        secret = SignedStore(client, token, generation).name("prefix")
-        self._prefix = f"gradsync/{secret}"
+        # Not to be guessed: torch's own keys cannot be signed.
+        self._prefix = f"gradsync/{SignedStore(client, token, generation).name('prefix')}"
         # A store that outlives the session (torchrun's) still holds its keys when the same
         # processes open another one: each rank counts its own, and all count alike.
         session = self._prefixed(client).add(f"sessions/{world.rank}", 1)
@@ -146,7 +137,7 @@ def meet(env: Mapping[str, str], resolution: Resolution, *, deadline_s: float) -
         RendezvousError: rank 0 could not be reached in time, or its port is taken.
     """
     plan = plan_coordinator(env, resolution)
-    world, token = resolution.world, given_token(env)
+    world, token = resolution.world, token_of(env)
     server, client, note = None, None, None
     address, port = plan.address, plan.port
     if world.one_host and not plan.hosted_by_agent:
@@ -159,7 +150,7 @@ def meet(env: Mapping[str, str], resolution: Resolution, *, deadline_s: float) -
     if plan.kind != "file":
         client = join_store(address, port, rank=world.rank, deadline_s=deadline_s)
     if plan.kind == "file" or (world.one_host and not token):
-        key = plan.key or f"gradsync-{port}-{resolution.generation}-{_network()}"
+        key = plan.key or f"gradsync-{port}-{resolution.generation}"
         if world.is_main:
             token = token or _new_token()
             note = publish_port(key, port, token)
@@ -294,13 +285,6 @@ def _own_text(path: Path) -> bytes:
         os.close(file)
 
 
-def _network() -> str:
-    """Number of this process's network namespace: a port means another one in each."""
-    with suppress(OSError):
-        return str(Path("/proc/self/ns/net").stat().st_ino)
-    return ""
-
-
 def _start_time(pid: int) -> str:
     """When `pid` started, "" when there is no such process: tells a process from its successor."""
     try:
@@ -349,9 +333,8 @@ def check_reach(
                 door.listen()
             own = doors[world.node_rank]
             said[own] = f"{world.rank} {address} {door.getsockname()[1]}"
-            store.set(own, said[own])
             before = doors[world.node_rank - 1]
-            if wait_until(lambda: store.get(before) is not None, deadline_s):
+            if wait_until(lambda: all_told() or store.get(before) is not None, deadline_s):
                 rank, there, port = (store.get(before) or b"").decode().split(" ")
                 problem = _problem(there, int(port), deadline_s)
                 if problem:
@@ -371,7 +354,7 @@ def check_reach(
         store.set(heard[world.rank], "")
         if world.is_main:  # it serves the store: it stays until the others know as much
             wait_until(lambda: bool(store.get_all(heard)), time.monotonic() + _HEAR_S)
-        raise RendezvousError(one_line(problem))
+        raise RendezvousError(printable(problem, kept=""))
 
 
 def _problem(address: str, port: int, deadline_s: float) -> str:

@@ -19,6 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from hashlib import sha256
+from secrets import token_hex
 
 from gradsync.errors import ConfigError, LaunchError, RunError
 from gradsync.runtime import environ
@@ -183,13 +185,14 @@ class Session:
         self._stack.callback(stack.close)
         presences = check_in(
             meeting.records,
-            Presence(host, device_identity(self.world.device), os.getpid(), stack.fd),
+            Presence(host, device_identity(self.world.device), os.getpid(), stack.fd, token_hex()),
             rank=world.rank,
             world_size=world.world_size,
             deadline_s=deadline_s,
             hosted_by_agent=meeting.hosted_by_agent,
         )
         meeting.everyone_is_here()
+        meeting.records.scope = sha256(repr(presences).encode()).hexdigest()
         hosts = [presence.host for presence in presences]
         if resolution.reading.needs_hosts:
             self._set_up_compute(place(world, hosts, trust_local=resolution.reading.trust_local))

@@ -1,19 +1,18 @@
 """Where every rank was when one was late or had gone: a file for each, and torch's flight record.
 
-    FOLDER/rank-1.txt           all Python threads of that rank, written by itself; or by another
-                                rank of its host, if it cannot: what it answers to a signal, else
+    FOLDER/rank-1.txt           all Python threads of that rank, written by itself. Another rank of
+                                its host writes it if it cannot: what it answers to a signal, else
                                 where it was last seen
     FOLDER/rank-1.flight.json   the collectives that torch has recorded there, if it has
 
-The folder is the run directory's `stacks`, or the one that `gs.init(stacks_dir=…)` names, or a
-private one among the system's temporary files. It is made when there is something to write.
+The folder is the run directory's `stacks`, the one that `gs.init(stacks_dir=…)` names, or a private
+one among temporary files. It is made when there is something to write.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-import stat
 import sys
 import tempfile
 import threading
@@ -32,11 +31,7 @@ _MOST_ASKED = 8
 
 
 class StackFiles:
-    """The files of one rank, written once.
-
-    Args:
-        folder: "" for a private one.
-    """
+    """The files of one rank, written once, into `folder`; "" for the private one."""
 
     def __init__(self, folder: str = "") -> None:
         self.folder = folder
@@ -53,16 +48,17 @@ class StackFiles:
             error: that ended the main thread's wait; its traceback says where that was.
 
         Returns:
-            Words for the end of an error's line that name the folder; "" where it cannot be
-            written.
+            The end of an error's line, which names the folder; "" where it cannot be written.
         """
+        from gradsync.core.torch_private import flight_record
+
         if self._kept:
             return self._kept
         try:
             folder = self._made()
-            own = folder / f"rank-{peers.rank}"
-            replace_text(own.with_suffix(".txt"), _own_stacks(peers, error), mode=PRIVATE)
-            if record := _flight_record():
+            own = folder / f"rank-{peers.rank}.txt"
+            replace_text(own, _own_stacks(peers, error), mode=PRIVATE)
+            if record := flight_record():
                 replace_text(own.with_suffix(".flight.json"), record, mode=PRIVATE)
             for rank in islice(filter(peers.pids.__contains__, silent), _MOST_ASKED):
                 path = folder / f"rank-{rank}.txt"
@@ -74,14 +70,10 @@ class StackFiles:
         return self._kept
 
     def _made(self) -> Path:
-        if self.folder:
-            folder = Path(self.folder).absolute()
-            folder.mkdir(parents=True, exist_ok=True)
-            return folder
-        folder = Path(tempfile.gettempdir()) / f"gradsync-stacks-{self.private_name}"
-        folder.mkdir(mode=0o700, exist_ok=True)
-        status = folder.lstat()
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+        private = f"{tempfile.gettempdir()}/gradsync-stacks-{self.private_name}"
+        folder = Path(self.folder or private).absolute()
+        folder.mkdir(mode=0o777 if self.folder else 0o700, parents=True, exist_ok=True)
+        if not self.folder and (folder.is_symlink() or folder.stat().st_uid != os.getuid()):
             raise OSError("another user's")
         return folder
 
@@ -106,13 +98,6 @@ def _stack_of(peers: Peers, rank: int) -> str:
     if "lock" in state and (frames := ask_for_frames(process.pid, process.stack_fd)):
         return printable(said + frames)
     try:
-        where = peers.activities()[rank].where
+        return f"{said}last seen in {peers.activities()[rank].where}\n"
     except RuntimeError:  # the store has gone
-        where = ""
-    return said + (f"last seen in {where}\n" if where else "")
-
-
-def _flight_record() -> str:
-    from gradsync.core.torch_private import flight_record
-
-    return flight_record()
+        return said

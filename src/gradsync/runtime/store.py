@@ -4,8 +4,8 @@ Torch's `TCPStore` listens on every interface even for 127.0.0.1, and an address
 is bound may be taken by another. So rank 0 binds the socket itself (port 0: the system picks
 a free one), hands it over by `master_listen_fd`, and publishes the port only then.
 
-Whoever reaches the port can list, read, write and delete: torch's store asks no one who he is. So
-what ranks write there is signed with a token that only they have (`SignedStore`).
+Whoever reaches the port can list, read, write and delete: torch's store asks no client who it is.
+So what ranks write there is signed with a token that only they have (`SignedStore`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _LARGEST = 2**20
 _NOTHING = b"-"
 
 
-def given_token(env: Mapping[str, str]) -> bytes:
+def token_of(env: Mapping[str, str]) -> bytes:
     """The token that a launcher or the user hands to all ranks; b"" for none.
 
     Raises:
@@ -146,6 +146,8 @@ class Presence:
     pid: int
     stack_fd: int = -1
     """The file of this process that holds its stack on request; see `StackOnSignal`."""
+    nonce: str = ""
+    """Drawn anew in each session, so that no record of an earlier one is taken for one of this."""
 
 
 def host_store(address: str, port: int, *, one_host: bool) -> Any:
@@ -241,13 +243,14 @@ def check_in(
         RendezvousError: naming the ranks that did not come.
     """
     keys = [f"here/{other}" for other in range(world_size)]
-    mine = json.dumps(asdict(presence))
+    mine = json.dumps(asdict(presence)).encode()
     found: list[bytes] = []
 
     def all_here() -> bool:
-        store.claim(keys[rank], mine)  # again, should a stranger have written over it
         found[:] = store.get_all(keys)
-        return bool(found)
+        if mine not in found:  # not yet; or a stranger has written over it
+            store.set(keys[rank], mine)
+        return mine in found
 
     try:
         wait_until(all_here, deadline_s)

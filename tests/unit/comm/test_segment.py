@@ -25,7 +25,7 @@ def test_a_peer_sees_the_same_memory() -> None:
         open_segment(segment.address, 4096)
 
 
-def test_nobody_can_resize_it() -> None:
+def test_it_cannot_be_resized() -> None:
     """Who maps memory that becomes shorter is ended by a bus error."""
     segment = Segment(4096)
     for size in (0, 4096, 8192):

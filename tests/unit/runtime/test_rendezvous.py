@@ -338,7 +338,7 @@ def test_jobs_do_not_meet(temporary: Path) -> None:
 
 def test_a_store_that_dies_during_the_meeting() -> None:
     class Dead:
-        def claim(self, key: str, value: str) -> bytes:
+        def get_all(self, keys: list[str]) -> list[bytes]:
             raise RuntimeError("Connection reset by peer")
 
     with pytest.raises(RendezvousError, match=r"rank 0, which serves .* went away"):

@@ -27,9 +27,9 @@ from gradsync.runtime.store import (
     Presence,
     SignedStore,
     check_in,
-    given_token,
     host_store,
     join_store,
+    token_of,
 )
 from support.fuzz import changed, damaged, fuzzed, randoms, text_of, within_seconds
 
@@ -123,12 +123,11 @@ def test_a_presence_is_written_again_over_a_strangers(capfd: pytest.CaptureFixtu
     class Watched(SignedStore):
         """Over whose records a stranger writes once."""
 
-        def claim(self, key: str, text: str | bytes) -> bytes:
-            found = super().claim(key, text)
+        def set(self, key: str, text: str | bytes) -> None:
+            super().set(key, text)
             if key not in written:
                 written.append(key)
                 stranger.set(key, json.dumps(asdict(Presence(STEERING, "", 1))))
-            return found
 
     met: dict[int, list[Presence]] = {}
 
@@ -152,16 +151,24 @@ def test_a_presence_is_written_again_over_a_strangers(capfd: pytest.CaptureFixtu
     assert "\x1b" not in capfd.readouterr().err
 
 
+def test_ranks_with_different_tokens_do_not_meet(capfd: pytest.CaptureFixture[str]) -> None:
+    store = dist.HashStore()
+    records(store, token=b"another").set("here/1", json.dumps(asdict(Presence("h", "", 1))))
+    with pytest.raises(RendezvousError, match=rf"in vain for rank\(s\) 1 of 2.*, or .*{TOKEN}"):
+        check_in(records(store), Presence("h", "", 1), rank=0, world_size=2, deadline_s=0.0)
+    assert f"or ranks were given different {TOKEN}s" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("token", ["short", "with blanks " * 4, "\x1b" * 40, "x" * 2_000])
 def test_a_token_that_is_none(token: str) -> None:
     with pytest.raises(LaunchError, match=f"{TOKEN} must have 32 to 1,024") as raised:
-        given_token({TOKEN: token})
+        token_of({TOKEN: token})
     assert token not in str(raised.value)
 
 
 def test_tokens() -> None:
-    assert given_token({}) == given_token({TOKEN: " "}) == b""
-    first, second = (given_token({TOKEN: letter * 32}) for letter in "ab")
+    assert token_of({}) == token_of({TOKEN: " "}) == b""
+    first, second = (token_of({TOKEN: letter * 32}) for letter in "ab")
     assert first != second
     assert len(first) == 64
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 
 import hypothesis
@@ -65,10 +67,13 @@ def _clean_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
     for name in filter(launchers.is_launcher_variable, before):
         del os.environ[name]
     os.environ["GRADSYNC_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    # Ranks that lose one another leave their stacks there. Short: Open MPI puts sockets there too.
+    os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="gs-tests-")
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # else the first compile starts a pool
     # Torch sets it when the first optimizer imports its compiler; set here, it is no leak.
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path_factory.mktemp("inductor"))
     yield
+    shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
     os.environ.clear()
     os.environ.update(before)
 

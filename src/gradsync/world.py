@@ -7,6 +7,9 @@ from dataclasses import dataclass, replace
 
 from gradsync.errors import LaunchError
 
+_MOST = 2**20
+"""Ranks of a run. Their number comes from the environment, and lists of that length are made."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class World:
@@ -37,7 +40,7 @@ class World:
 
     def __post_init__(self) -> None:
         checks = (
-            (self.world_size >= 1, "world_size must be at least 1"),
+            (1 <= self.world_size <= _MOST, f"world_size must be in 1..{_MOST}"),
             (0 <= self.rank < max(self.world_size, 1), "rank must be in 0..world_size-1"),
             (
                 1 <= self.local_world_size <= max(self.world_size, 1),

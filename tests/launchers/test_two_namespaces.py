@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from support import sockets
 from support.host_runs import arguments, run_on_hosts, weights_of
 from support.launchers import clean_environment
 from support.namespaces import Host, program, two_hosts
@@ -37,6 +40,56 @@ def test_two_hosts_of_two_ranks_give_the_losses_of_one(tmp_path: Path) -> None:
     assert "2 rank(s) by torchrun on 2 host(s)" in printed
     assert losses(tmp_path / "torchrun") == one_rank
     assert weights_of(tmp_path / "torchrun") == weights_of(tmp_path / "alone")
+
+
+LISTENS = """
+import os, pathlib, time
+import gradsync as gs
+with gs.init(threads=1) as world:
+    pathlib.Path(f"here-{world.rank}").touch()
+    until = time.monotonic() + 60
+    while not os.path.exists("go") and time.monotonic() < until:
+        time.sleep(0.05)
+"""
+SCAN = """
+import socket, sys
+for port in sys.argv[2:]:
+    try:
+        socket.create_connection((sys.argv[1], int(port)), timeout=3).close()
+        print(port)
+    except OSError:
+        pass
+"""
+
+
+@pytest.mark.launcher("namespaces")
+def test_no_port_of_a_run_on_one_host_is_reached_from_another(tmp_path: Path) -> None:
+    (tmp_path / "listens.py").write_text(LISTENS)
+    ip = program("ip") or "ip"
+    with two_hosts() as (first, second), socket.create_server(("127.0.0.1", 0)) as server:
+        elsewhere = str(server.getsockname()[1])
+        words = [ip, "netns", "exec", first.namespace, sys.executable, "-m", "gradsync", "launch"]
+        words += ["--nproc-per-node", "2", "--", "listens.py"]
+        with subprocess.Popen(words, cwd=tmp_path, env=clean_environment()) as launcher:
+            try:
+                until = time.monotonic() + 60
+                while len(list(tmp_path.glob("here-*"))) < 2:
+                    assert launcher.poll() is None
+                    assert time.monotonic() < until
+                    time.sleep(0.05)
+                listening = sockets.listening_at(launcher.pid)
+                ports = [str(port) for _, port in listening]
+                scan = [ip, "netns", "exec", second.namespace, sys.executable, "-c", SCAN]
+                reached = subprocess.run(
+                    [*scan, first.address, *ports], capture_output=True, text=True, check=True
+                )
+            finally:
+                (tmp_path / "go").touch()
+            assert launcher.wait(60) == 0
+    assert len(listening) > 2  # the store's and gloo's
+    assert elsewhere not in ports  # those of that namespace alone
+    assert {address for address, _ in listening} == {"127.0.0.1"}
+    assert reached.stdout == ""
 
 
 def torchrun_by_hand(folder: Path, hosts: Sequence[Host], argv: Sequence[str]) -> None:

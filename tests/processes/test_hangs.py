@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import signal
 import time
@@ -43,7 +44,8 @@ def read(step, rank):
 
 try:
     timeout_s = 30 if kind == "late" else {TIMEOUT_S}
-    with gs.init(timeout_s=timeout_s, report_wait_s={REPORT_S}, threads=1) as world:
+    wait = {REPORT_S}
+    with gs.init(timeout_s=timeout_s, report_wait_s=wait, stacks_dir="stacks", threads=1) as world:
         model = torch.nn.Linear(4, 4)
         if sync == "torch":
             model = torch.nn.parallel.DistributedDataParallel(model)
@@ -90,6 +92,14 @@ def ranks(folder: Path, kind: str, sync: str = "invariant") -> Iterator[list[For
         ]
 
 
+def stacks(folder: Path, *ranks: int) -> list[str]:
+    """What was written down of each of these ranks, and of no other."""
+    texts = {path.name: path for path in (folder / "stacks").glob("*.txt")}
+    assert sorted(texts) == [f"rank-{rank}.txt" for rank in ranks]
+    assert {path.stat().st_mode & 0o777 for path in texts.values()} == {0o600}
+    return [texts[f"rank-{rank}.txt"].read_text() for rank in ranks]
+
+
 def seconds(run: Forked, word: str) -> float:
     """When the rank printed that mark."""
     found = re.search(rf"^{word} ([\d.]+)$", run.finished().stdout, re.MULTILINE)
@@ -124,6 +134,17 @@ def test_a_rank_that_computes_for_ever(tmp_path: Path, sync: str) -> None:
         own = second.finished().stderr.partition("--- rank 1 was here ---")[2]
         assert f'rank.py", line {line}, in read' in own
         assert seconds(first, "error") - seconds(second, "hang") < TIMEOUT_S + 5
+        assert f"; stacks of the ranks are in {tmp_path}/stacks" in said(first, "as long as")
+        assert f"stacks of the ranks are in {tmp_path}/stacks" in second.finished().stderr
+    waited, culprits = stacks(tmp_path, 0, 1)
+    assert culprits.startswith("rank 1, process ")
+    assert '--- thread MainThread\n  File "' in culprits
+    assert f'{tmp_path}/rank.py", line {line}, in read\n    while kind == "spin": pass' in culprits
+    assert "--- what ended its wait\nTraceback (most recent call last)" in waited
+    assert 'rank.py", line' in waited
+    for rank in range(2):
+        flight = json.loads((tmp_path / f"stacks/rank-{rank}.flight.json").read_text())
+        assert flight["entries"]
 
 
 def test_a_rank_that_is_stopped(tmp_path: Path) -> None:
@@ -133,15 +154,22 @@ def test_a_rank_that_is_stopped(tmp_path: Path) -> None:
         assert f"rank 1 (process {second.pid}) gives no sign of life (it is stopped, by" in line
         assert "(it is stopped, by a signal or a debugger); this rank" in said(first, "saw")
         assert second.wait(0) is None
+    _, stopped = stacks(tmp_path, 0, 1)
+    assert re.fullmatch(
+        r"rank 1, process \d+ on \S+: it is stopped, .*\nlast seen in rank\.py:\d+ .*\n",
+        stopped,
+    )
 
 
 def test_a_rank_that_holds_pythons_lock_is_asked_by_signal(tmp_path: Path) -> None:
-    with ranks(tmp_path, "lock") as (first, second):
+    with ranks(tmp_path, "lock") as (first, _):
         told, line = said(first, "no sign of life"), line_of("lock")
         here = f"last seen in {tmp_path}/rank.py:{line} read;"
         assert "(something holds Python's lock, or the machine swaps), " + here in told
-        second.send_signal(signal.SIGKILL)
-        assert first.wait(30) == 1
+        assert first.wait(30) == 124
+    _, asked = stacks(tmp_path, 0, 1)
+    assert f'File "{tmp_path}/rank.py", line {line} in read\n' in asked
+    assert f'File "{tmp_path}/rank.py", line' in asked.partition("in read")[2]
 
 
 @pytest.mark.parametrize("sync", ["invariant", "naive"])
@@ -150,6 +178,9 @@ def test_a_rank_that_is_killed_is_named_within_three_seconds(tmp_path: Path, syn
         assert first.wait(30) == 1
         assert "rank(s) 1 vanished without a word" in said(first, "vanished")
         assert seconds(first, "error") - seconds(second, "hang") < 3 + 2  # the machine is shared
+    own, killed = stacks(tmp_path, 0, 1)
+    assert "rank.py" in own
+    assert re.match(r"rank 1, process \d+ on \S+: ended\nlast seen in ", killed)
 
 
 def test_a_rank_that_is_late_is_an_error_for_nobody(tmp_path: Path) -> None:
@@ -158,6 +189,7 @@ def test_a_rank_that_is_late_is_an_error_for_nobody(tmp_path: Path) -> None:
         assert first.finished().stderr.count("waiting for") == 1
         assert re.search(r"rank 1 went on, after at least \d s", said(first, "went on"))
         assert second.finished().stderr == ""
+    assert not (tmp_path / "stacks").exists()
 
 
 def test_ranks_in_different_calls(tmp_path: Path) -> None:
@@ -226,9 +258,14 @@ with gs.init(timeout_s=1.5, threads=1) as world:
 def test_the_launcher_returns_it(tmp_path: Path) -> None:
     script = tmp_path / "late.py"
     script.write_text(SCRIPT)
-    done = run_python(["-m", "gradsync", "launch", "--nproc-per-node", "2", "--", script])
+    words = ["-m", "gradsync", "launch", "--nproc-per-node", "2", "--", script]
+    done = run_python(words, extra_env={"TMPDIR": str(tmp_path)})
     assert done.returncode == 124, done.describe()
     assert "late.py:8 <module>" in done.stderr
+    (folder,) = tmp_path.glob("gradsync-stacks-*")
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert f"; stacks of the ranks are in {folder}" in done.stderr
+    assert re.search(r'late.py", line [89], in <module>', (folder / "rank-1.txt").read_text())
 
 
 STUCK = """
@@ -274,3 +311,7 @@ def test_a_stop_does_not_wait_for_a_rank_that_is_stuck(tmp_path: Path) -> None:
             rf"SIGTERM asked for a stop \d s ago, but {re.escape(where)}; ended without another",
             said(first, "asked for a stop"),
         )
+        assert f"without another checkpoint; stacks of the ranks are in {tmp_path}/run/stacks" in (
+            said(first, "asked for a stop")
+        )
+    assert f'{script}", line 11, in step' in (tmp_path / "run/stacks/rank-1.txt").read_text()

@@ -20,7 +20,7 @@ from gradsync.errors import ConfigError, LaunchError, PeerError, RendezvousError
 from gradsync.runtime.gloo_group import wait_until_workers_sleep
 from gradsync.runtime.network import own_address
 from gradsync.runtime.session import Session, SessionOptions
-from gradsync.runtime.store import host_store, wait_until
+from gradsync.runtime.store import LEFT, TOKEN, host_store, wait_until
 from support.rank_session import open_session
 
 EXPORTED = (
@@ -263,11 +263,12 @@ def leave_early(rank: int, world_size: int, store_path: str, code: Any) -> str:
     try:
         with session:
             assert session._meeting is not None
-            store, limit_s = session._meeting.store, time.monotonic() + 10
+            records, limit_s = session._meeting.records, time.monotonic() + 10
             assert wait_until(
-                lambda: store.check(["farewell"]) or store.check(["failure"]), limit_s
+                lambda: records.get("noticed/1") == LEFT or records.get("failure") is not None,
+                limit_s,
             )
-            if store.check(["failure"]):
+            if records.get("failure"):
                 sum_of_ranks(rank)
     except PeerError as error:
         return str(error).partition("\n")[0].partition("failed first: ")[2]
@@ -297,13 +298,14 @@ def wait_in_vain(
     try:
         with session:
             assert session._meeting is not None
-            store = session._meeting.store
+            records = session._meeting.records
             if rank == 0:
                 if leaves:
-                    wait_until(lambda: store.check(["farewell"]), time.monotonic() + 10)
+                    wait_until(lambda: records.get("noticed/1") == LEFT, time.monotonic() + 10)
                 sum_of_ranks(rank)
             elif not leaves:
-                assert wait_until(lambda: store.check(["failure"]), time.monotonic() + 10)
+                until = time.monotonic() + 10
+                assert wait_until(lambda: records.get("failure") is not None, until)
     except RunError as error:
         return type(error).__name__, str(error), time.monotonic() - started
     return "", "", 0.0
@@ -385,10 +387,8 @@ def restarted(
     try:
         with session:
             assert session._meeting is not None
-            somebody_left = session._meeting.store.check(
-                ["farewell"]
-            )  # nobody has, of this session
-            return sum_of_ranks(rank), somebody_left
+            noticed = session._meeting.records.get(f"noticed/{1 - rank}")
+            return sum_of_ranks(rank), noticed is not None  # of this session
     except RendezvousError as error:
         return str(error)
 
@@ -397,10 +397,27 @@ def test_keys_of_a_dead_generation_do_not_disturb(pool: Any) -> None:
     server = host_store("127.0.0.1", 0, one_host=True)
     dead, waited = pool.run(restarted, 2, server.port, 0, (1,))
     assert dead == "dead"
-    assert "rank 1 waited in vain for rank(s) 0" in waited
+    assert "rank 1 waited 1 s for rank 0 on this host" in waited
     assert pool.run(restarted, 2, server.port, 1, (0, 1)) == [(1.0, False)] * 2
     # The same workers open another session: nothing of the first one is mistaken for theirs.
     assert pool.run(restarted, 2, server.port, 1, (0, 1)) == [(1.0, False)] * 2
+
+
+def scope_with_token(rank: int, world_size: int, store_path: str) -> str:
+    env = {
+        **open_session(rank, world_size, store_path)._env,
+        TOKEN: "a-token-of-the-user-of-32-letters",
+    }
+    session = Session(SessionOptions(device="cpu", threads=1), env=env)
+    with session:
+        assert session._meeting is not None
+        return session._meeting.records.scope
+
+
+def test_a_session_signs_unlike_an_earlier_one_with_the_same_token(pool: Any) -> None:
+    """A stranger may have kept the records of that one."""
+    (first, also_first), (second, _) = (pool.run(scope_with_token, 2) for _ in range(2))
+    assert first == also_first != second
 
 
 def given_address(rank: int, world_size: int, store_path: str, address: str, port: int) -> float:

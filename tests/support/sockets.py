@@ -1,4 +1,4 @@
-"""The sockets that this process has open, whoever opened them."""
+"""The sockets that this process has open, whoever opened them; where another one's host listens."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 
 def listening() -> frozenset[str]:
@@ -15,6 +16,21 @@ def listening() -> frozenset[str]:
         for _, sock in _each()
         if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
     )
+
+
+def listening_at(pid: int) -> list[tuple[str, int]]:
+    """Addresses and ports on which any process listens in the network namespace of `pid`."""
+    found = []
+    for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for line in Path("/proc", str(pid), "net", name).read_text().splitlines()[1:]:
+            _, local, _, state, *_ = line.split()
+            address, _, port = local.partition(":")
+            if state == "0A":  # LISTEN
+                words = [
+                    bytes.fromhex(address[at : at + 8])[::-1] for at in range(0, len(address), 8)
+                ]
+                found.append((socket.inet_ntop(family, b"".join(words)), int(port, 16)))
+    return found
 
 
 def connections() -> set[int]:

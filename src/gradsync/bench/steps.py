@@ -39,7 +39,7 @@ from gradsync.errors import ConfigError, RunError
 from gradsync.runtime import environ
 from gradsync.runtime.memory import PeakMemory, give_back, keep_freed_memory
 from gradsync.runtime.session import Session, SessionOptions
-from gradsync.runtime.store import join_store
+from gradsync.runtime.store import SignedStore, join_store, token_of
 from gradsync.sync.registry import STRATEGIES, wants_groups
 from gradsync.world import World
 
@@ -331,10 +331,11 @@ def my_set(env: Mapping[str, str], sizes: Sequence[int]) -> tuple[int, dict[str,
 
 
 class Baton:
-    """Lets one set work at a time; the others sleep in a read from a `torch.distributed.Store` that
-    all share. `owners` are, for each piece of work in order, the set that does it."""
+    """Lets one set work at a time; the others sleep in a read from a socket, of a
+    store that all share. `owners` are, for each piece of work in order, the set
+    that does it."""
 
-    def __init__(self, store: Any, mine: int, owners: Sequence[int]) -> None:
+    def __init__(self, store: SignedStore | None, mine: int, owners: Sequence[int]) -> None:
         self._store, self._mine, self._owners = store, mine, owners
 
     def take(self, place: int) -> bool:
@@ -342,8 +343,7 @@ class Baton:
         if self._store is None or place == 0 or self._owners[place - 1] == self._mine:
             return True
         key = f"bench/turn/{place - 1}"
-        self._store.wait([key], _SET_PATIENCE)
-        return self._store.get(key) == _DONE.encode()
+        return self._store.wait(key, _SET_PATIENCE) == _DONE.encode()
 
     def hand_on(self, place: int) -> None:
         """The work at `place` is done on all of the set; one rank says so."""
@@ -364,7 +364,7 @@ def measure(plan_json: dict[str, Any]) -> dict[str, Any]:
     plan = from_json(BenchPlan, plan_json)
     env = environ.snapshot()
     mine, variables = 0, dict[str, str]()
-    store: Any = None
+    store: SignedStore | None = None
     if len(plan.sets) > 1:
         mine, variables = my_set(env, plan.world_sizes)
         store = _shared_store(env)
@@ -376,8 +376,8 @@ def measure(plan_json: dict[str, Any]) -> dict[str, Any]:
         return {}
     outcomes = [outcome]
     for other in range(1, len(plan.sets)):
-        store.wait([f"outcome/{other}"], _RESULT_PATIENCE)
-        outcomes.append(json.loads(store.get(f"outcome/{other}")))
+        assert store is not None
+        outcomes.append(json.loads(store.wait(f"outcome/{other}", _RESULT_PATIENCE)))
     for each in outcomes:
         raise_failed(each)
     return {"results": outcomes}
@@ -410,7 +410,7 @@ def quiet_session(device: str, threads: int, *, keep_memory: bool) -> Iterator[t
         yield world, keeps
 
 
-def _shared_store(env: Mapping[str, str]) -> Any:
+def _shared_store(env: Mapping[str, str]) -> SignedStore:
     """The store of the launcher that started all sets."""
     import torch.distributed as dist
 
@@ -420,7 +420,7 @@ def _shared_store(env: Mapping[str, str]) -> Any:
         rank=int(env["RANK"]),
         deadline_s=time.monotonic() + _JOIN_S,
     )
-    return dist.PrefixStore("gradsync-bench", store)
+    return SignedStore(dist.PrefixStore("gradsync-bench", store), token_of(env), "bench")
 
 
 def _forget_accelerate() -> None:

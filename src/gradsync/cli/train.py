@@ -134,6 +134,7 @@ def _join_run(
             if not config.out:
                 out = broadcast_json(communicator(world), default_out(config))
                 config = replace(config, out=out)
+            session.stacks.folder = f"{config.out}/stacks"
             stream = sys.stderr if as_json else sys.stdout
             notes = [_KEEPS_MEMORY] if session.keeps_memory else []
             if config.dtype == "bf16" and _emulates_bf16(world) and elastic is None:

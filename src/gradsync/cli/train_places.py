@@ -9,6 +9,7 @@ several nodes, no Slurm     an error that names the line to submit, and the one 
 from __future__ import annotations
 
 import os
+import secrets
 import shlex
 import shutil
 import sys
@@ -16,7 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gradsync.errors import ConfigError
+from gradsync.runtime import environ
 from gradsync.runtime.bounds import MOST_NODES, whole_number
+from gradsync.runtime.store import TOKEN
 from gradsync.world import World
 
 _WORDS = ("--gpus-per-node", "--nodes")
@@ -111,7 +114,8 @@ def _become_srun(places: Places, flags: Sequence[str], allocated: str) -> None:
     srun = ["srun", f"--nodes={places.nodes}", f"--ntasks-per-node={places.gpus_per_node}"]
     srun.append(f"--ntasks={places.world_size}")
     sys.stdout.flush()
-    os.execvp("srun", [*srun, sys.executable, "-m", "gradsync", "train", *flags])
+    with environ.exported({TOKEN: secrets.token_hex(32)}):
+        os.execvp("srun", [*srun, sys.executable, "-m", "gradsync", "train", *flags])
 
 
 def _number(name: str, text: str) -> int:

@@ -167,6 +167,14 @@ abort_process_groups = dist.distributed_c10d._abort_process_group
 """End NCCL's groups, whatever is under way: destroying them waits for it, maybe for ever."""
 
 
+def flight_record() -> str:
+    """What torch's flight recorder holds of this process's collectives, as JSON; "" where it holds
+    nothing, or is off (TORCH_FR_BUFFER_SIZE)."""
+    dump: Callable[[], bytes] = attrgetter("_dump_fr_trace_json")(torch._C._distributed_c10d)
+    record = dump().decode(errors="replace")
+    return record if '"entries"' in record else ""
+
+
 def process_groups() -> list[Any]:
     """All process groups that this process is in."""
     return list(dist.distributed_c10d._world.pg_map)

@@ -40,9 +40,10 @@ from torch.distributed.elastic.rendezvous import (
 from gradsync.core.torch_private import close_streams, end_ranks, forbid_restarts, rank_processes
 from gradsync.errors import LatePeerError, RendezvousError
 from gradsync.launch.request import STOPPED, LaunchPlan, may_restart
+from gradsync.runtime import environ
 from gradsync.runtime.peers import process_state
 from gradsync.runtime.signals import LAUNCHED
-from gradsync.runtime.store import host_store, join_store, wait_until
+from gradsync.runtime.store import SignedStore, host_store, join_store, token_of, wait_until
 
 FORWARDED = (
     signal.SIGTERM,
@@ -225,10 +226,11 @@ class AgentRendezvous(RendezvousHandler):
     Args:
         plan: with a node rank and a coordinator; None for one host, where the socket listens on the
             loopback only.
+        token: by which the nodes know each other, b"" for none.
     """
 
-    def __init__(self, plan: LaunchPlan | None) -> None:
-        self._plan = plan
+    def __init__(self, plan: LaunchPlan | None, token: bytes = b"") -> None:
+        self._plan, self._token = plan, token
         # Over several nodes it must be the same on all of them; the port tells runs apart.
         self._run_id = uuid.uuid4().hex if plan is None else "gradsync-launch"
         self._store: Any = None
@@ -253,7 +255,8 @@ class AgentRendezvous(RendezvousHandler):
             self._store = self._open(plan, deadline_s)
         store = PrefixStore(self._run_id, self._store)
         try:
-            self._wait_for_nodes(plan, store, deadline_s)
+            records = SignedStore(store, self._token, "nodes")
+            self._wait_for_nodes(plan, records, deadline_s)
         except RendezvousError:
             raise
         except RuntimeError as error:  # torch's DistNetworkError is one
@@ -275,15 +278,20 @@ class AgentRendezvous(RendezvousHandler):
                 if self.stopped() or time.monotonic() >= deadline_s:
                     raise self._vain(plan, "node 0 does not answer") from None
 
-    def _wait_for_nodes(self, plan: LaunchPlan, store: Any, deadline_s: float) -> None:
+    def _wait_for_nodes(self, plan: LaunchPlan, store: SignedStore, deadline_s: float) -> None:
         keys = [f"here/{node}" for node in range(plan.nnodes)]
-        store.set(keys[_node_of(plan)], str(plan.nnodes))
-        wait_until(lambda: store.check(keys) or self.stopped(), deadline_s)
-        missing = [node for node, key in enumerate(keys) if not store.check([key])]
+
+        def all_here() -> bool:
+            store.claim(keys[_node_of(plan)], str(plan.nnodes))
+            return bool(store.get_all(keys)) or self.stopped()
+
+        wait_until(all_here, deadline_s)
+        found = [store.get(key) for key in keys]
+        missing = [node for node, said in enumerate(found) if said is None]
         if missing:
             names = ", ".join(map(str, missing[:8])) + (" …" if len(missing) > 8 else "")
             raise self._vain(plan, f"node(s) {names} did not come")
-        told = {int(number) for number in store.multi_get(keys)}
+        told = {int(said or 0) for said in found}
         if told != {plan.nnodes}:
             raise RendezvousError(
                 f"the nodes were started with different --nnodes: {sorted(told)}; start all again"
@@ -343,7 +351,7 @@ def build_agent(
 
     `arguments` reach the Python interpreter as they are; for the others see `local.launch_ranks`.
     """
-    handler = AgentRendezvous(nodes)
+    handler = AgentRendezvous(nodes, token_of(environ.snapshot()))
     spec = WorkerSpec(
         role=LAUNCHED,
         local_world_size=nproc_per_node,

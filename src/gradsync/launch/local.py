@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import signal
 import sys
 import threading
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from gradsync.errors import ConfigError
 from gradsync.launch.request import STOPPED
 from gradsync.runtime import environ
+from gradsync.runtime.store import TOKEN
 
 if TYPE_CHECKING:
     from gradsync.launch.agent import LocalAgent
@@ -94,6 +96,8 @@ def launch_ranks(
         stack.enter_context(_quiet())
         # No names: the agent must not install handlers of its own.
         stack.enter_context(environ.exported({"TORCHELASTIC_SIGNALS_TO_HANDLE": ""}))
+        if nodes is None:  # else all nodes need the same, which only their user can tell them
+            stack.enter_context(environ.exported({TOKEN: secrets.token_hex(32)}))
         stack.enter_context(_signals_to(agent))
         agent.run()
         codes = agent.exit_codes()

@@ -18,6 +18,7 @@ for the stack by a signal (`StackOnSignal`), which the interpreter answers witho
 from __future__ import annotations
 
 import faulthandler
+import fcntl
 import json
 import os
 import re
@@ -44,6 +45,7 @@ _RECORD_LIMIT = 4_096  # bytes
 _PASSES_ON = ("wrapper", "_run_code", "_GeneratorContextManager", "Module._")
 """Library functions that say nothing about what the program calls by them."""
 _ANSWER_S = 0.5
+_FRAME = r'File "([^"\n]*)", line (\d+) in (\S+)'
 _NAME = "gradsync-stack"
 _IDLE = 0.2
 """Share of a core that an idle thread uses at most."""
@@ -213,7 +215,9 @@ class StackOnSignal:
         self.fd = -1
         number = _signal()
         if number and signal.getsignal(number) is signal.SIG_DFL:
-            self.fd = os.memfd_create(_NAME)
+            self.fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            # It grows by each answer, and never shrinks under a reader.
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
             faulthandler.register(number, file=self.fd, all_threads=False)
 
     def close(self) -> None:
@@ -225,8 +229,18 @@ class StackOnSignal:
 
 
 def ask_for_stack(pid: int, fd: int) -> str:
-    """`FILE:LINE FUNCTION` of the innermost frame of the user's program in process `pid`, which
-    answers in its file `fd`; "" when it does not answer within half a second."""
+    """`FILE:LINE FUNCTION` of the innermost frame of the user's program in process `pid`; see
+    `ask_for_frames`."""
+    frames = re.findall(_FRAME, ask_for_frames(pid, fd))
+    own = [each for each in frames if not _is_library(each[0])]
+    for file, line, function in (own or frames)[:1]:
+        return one_line(f"{file}:{line} {function}")
+    return ""
+
+
+def ask_for_frames(pid: int, fd: int) -> str:
+    """The stack of the main thread of process `pid`, innermost frame first, which it writes into
+    its file `fd`; "" when it does not answer within half a second."""
     path, text = Path(f"/proc/{pid}/fd/{fd}"), b""
     with suppress(OSError):
         if _NAME not in str(path.readlink()):
@@ -237,13 +251,9 @@ def ask_for_stack(pid: int, fd: int) -> str:
         while time.monotonic() < until:
             time.sleep(0.02)
             seen, text = text, path.read_bytes()[before:]
-            frames = re.findall(
-                r'File "([^"\n]*)", line (\d+) in (\S+)', text.decode("ascii", "replace")
-            )
-            if frames and text == seen:
-                own = [each for each in frames if not _is_library(each[0])]
-                file, line, function = (own or frames)[0]
-                return one_line(f"{file}:{line} {function}")
+            answer = text.decode("ascii", "replace")
+            if text == seen and re.search(_FRAME, answer):
+                return answer
     return ""
 
 

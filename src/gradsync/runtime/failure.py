@@ -12,8 +12,9 @@
 
 A thread per rank reads one key of the store and writes one heartbeat, with what the main thread is
 doing (activity.py), a few times a second. The record of a failure travels as JSON through the
-store. A reader takes whatever it finds there: a rank of another version, or one that died while it
-wrote, must not take the reader along.
+store, signed with the job's token (store.py). A reader takes whatever it finds there: a rank of
+another version must not take the reader along. Where a rank is late or has gone, every rank writes
+its stacks down before it ends (stacks.py).
 """
 
 from __future__ import annotations
@@ -29,10 +30,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
 
 from gradsync.core.files import one_line, printable
 from gradsync.errors import GradsyncError, LatePeerError, LostPeerError, PeerError, RunError
@@ -46,7 +46,8 @@ from gradsync.runtime.signals import (
     signal_when_parent_ends,
     stop_asked_for,
 )
-from gradsync.runtime.store import Presence, server_name, wait_until
+from gradsync.runtime.stacks import StackFiles
+from gradsync.runtime.store import HEARD, NOTICED, Presence, SignedStore, server_name, wait_until
 from gradsync.runtime.waiting import WaitReport
 
 REPORT_S = 10.0
@@ -78,6 +79,8 @@ class Failure:
     traceback_text: str
     """Empty for errors that gradsync raises on purpose: their one line says it all."""
     exit_code: int = 1
+    stuck: bool = False
+    """A rank is late or has gone: every rank writes down where it is."""
 
     def as_error(self) -> PeerError:
         """The exception that the other ranks raise."""
@@ -106,7 +109,8 @@ def read_failure(record: bytes) -> Failure:
 def _is_sound(failure: Failure) -> bool:
     numbers, texts = (failure.rank, failure.exit_code), (failure.host, failure.summary)
     return (
-        all(type(number) is int for number in numbers)
+        type(failure.stuck) is bool
+        and all(type(number) is int for number in numbers)
         and 0 <= failure.rank < 2**31
         and 0 < failure.exit_code < 256
         and all(isinstance(text, str) for text in (*texts, failure.traceback_text))
@@ -165,17 +169,18 @@ class FailureWatch:
     """Watches for other ranks' failures; tells them ours.
 
     Args:
-        store: a connection to the rendezvous store that nothing else blocks on.
+        store: the rendezvous's records, by a connection that nothing else blocks on.
         hosted_by_agent: the launcher serves the store, not rank 0.
         hosts, processes: see `Peers`.
         connections: to the other ranks; looked after from here on.
         grace_s: how long the main thread may take to notice by itself before the process ends.
+        stacks: where to write down what this rank is doing; None: nowhere.
         report_s, num_issued: see `WaitReport` and `Sampler`.
     """
 
     def __init__(
         self,
-        store: Any,
+        store: SignedStore,
         *,
         rank: int,
         world_size: int,
@@ -186,6 +191,7 @@ class FailureWatch:
         grace_s: float = _GRACE_S,
         report_s: float = REPORT_S,
         num_issued: Callable[[], int] = lambda: 0,
+        stacks: StackFiles | None = None,
     ) -> None:
         from torch.distributed import DistError
 
@@ -194,7 +200,7 @@ class FailureWatch:
         self._store_gone = DistError
         self._store = store
         self._rank = rank
-        self._world_size = world_size
+        self._stacks = stacks
         self._hosted_by_agent = hosted_by_agent
         self._peers = Peers(
             store, rank=rank, world_size=world_size, processes=processes, hosts=hosts
@@ -240,13 +246,15 @@ class FailureWatch:
                 say_interrupted(error)
                 return None  # no reader is left
             # The first error on the connection says why; this may be its echo.
-            return _because(PeerError(self._server_gone(self._store_lost or gone)), error)
+            said = self._server_gone(self._store_lost or gone) + self._keep_stacks(error=error)
+            return _because(PeerError(said), error)
 
     def _settle_trouble(self, error: BaseException, trouble: BaseException) -> RunError | None:
         """The rank behind a collective that failed: one that wrote it down, else a silent one, or
         one that has left or is late. None when there is none: `error` is all that is known then."""
         # No heartbeat comes from here any more; the others must not take us for the dead one.
-        self._store.set(f"noticed/{self._rank}", "")
+        if self._seen is None:
+            self._peers.notice(NOTICED)
         began = time.monotonic()
         # A rank that fails writes it down before its process ends.
         wait_until(
@@ -258,17 +266,21 @@ class FailureWatch:
         )
         failure, cause = self._read(), None
         if failure is None:
-            silent = self._peers.ended() or self._silent_ranks()
+            silent = self._peers.ended() or self._peers.silent_for(3 * self._interval_s)
             if silent:
-                self._wait_for_survivors(len(silent))
                 said = self._peers.obituary(silent)
-                seen = f"this rank ({self._rank}) saw: {trouble}"
+                seen = f"this rank ({self._rank}) saw: {trouble}{self._keep_stacks(silent, error)}"
+                self._peers.settle(len(silent), time.monotonic() + _SILENT_S)
                 lives = not self._peers.ended() and all(r in self._peers.pids for r in silent)
                 code = LatePeerError.exit_code if lives and _is_late(trouble) else 1
                 return _because(PeerError(f"{said}; {seen}", exit_code=code), error)
             late = _is_late(trouble) and self._waits.lateness(self._doing)
+            kept = self._keep_stacks(error=error)
             cause = _cause(trouble, self._rank, late or "", self._peers)
-            failure = self._publish(error, cause)
+            cause = cause and type(cause)(f"{cause}{kept}")
+            failure = self._publish(error, cause, stuck=True)
+        elif failure.stuck:
+            self._keep_stacks(error=error)
         if failure is not None:
             log.info("rank %d saw", self._rank, exc_info=error)
             return failure.as_error()
@@ -284,40 +296,38 @@ class FailureWatch:
             return None
         if self._rank == 0 and not self._hosted_by_agent:
             # It serves the store: it stays until the others have heard. Its own farewell counts.
-            until = time.monotonic() + _SILENT_S
-            wait_until(lambda: self._num_heard() >= self._world_size, until)
+            until, failed = time.monotonic() + _SILENT_S, {failure.rank}
+            wait_until(lambda: failed.issuperset(self._peers.unheard()), until)
         return failure.as_error()
 
-    def _wait_for_survivors(self, num_silent: int) -> None:
-        """Rank 0 serves the store: it stays until the others know as much as it does."""
-        self._store.add("settled", 1)
-        survivors = self._world_size - num_silent
-        if self._rank == 0:
-            wait_until(
-                lambda: self._store.add("settled", 0) >= survivors, time.monotonic() + _SILENT_S
-            )
-
-    def _publish(self, error: BaseException, cause: RunError | None = None) -> Failure | None:
+    def _publish(
+        self, error: BaseException, cause: RunError | None = None, *, stuck: bool = False
+    ) -> Failure | None:
         """Write `error` down; returns another rank's failure instead if that one was first."""
         until = time.monotonic() + _SILENT_S
-        if self._store.add("failures", 1) > 1:
-            wait_until(lambda: self._read() is not None, until)  # theirs is worth showing
+        failure = replace(describe(error, self._rank, cause), stuck=stuck)
+        record = json.dumps(asdict(failure)).encode()
+        if self._store.claim("failure", record) != record:
             return self._read()
-        say_interrupted(error, f"rank {self._rank} ")  # before another rank's traceback
-        self._store.set("failure", json.dumps(asdict(describe(error, self._rank, cause))))
+        say_interrupted(error, f"rank {self._rank} ")
+
+        def all_heard() -> bool:
+            self._store.claim("failure", record)  # again, should a stranger have written over it
+            return not self._peers.unheard()
+
         with suppress(self._store_gone):  # rank 0 served it, and leaves once it has heard
-            wait_until(lambda: self._num_heard() >= self._world_size - 1, until)
+            wait_until(all_heard, until)
         return None
 
-    def _num_heard(self) -> int:
-        """Other ranks that have read our failure, or need not."""
-        return self._store.add("acknowledged", 0) + self._store.add("farewell", 0)
-
     def _read(self) -> Failure | None:
-        if self._seen is None and self._store.check(["failure"]):
-            self._seen = read_failure(self._store.get("failure"))
-            self._store.add("acknowledged", 1)
+        if self._seen is None and (record := self._store.get("failure")) is not None:
+            self._seen = read_failure(record)
+            self._peers.notice(HEARD)
         return self._seen
+
+    def _keep_stacks(self, silent: Iterable[int] = (), error: BaseException | None = None) -> str:
+        silent = {*silent, *self._waits.silent}
+        return self._stacks.keep(self._peers, silent, error) if self._stacks else ""
 
     def _run(self) -> None:
         signal_when_parent_ends(signal.SIGCONT)
@@ -343,19 +353,21 @@ class FailureWatch:
             self._store.set(f"beat/{self._rank}", self._doing.record())
             failure = self._read()
             if failure is not None:
+                if failure.stuck:
+                    self._keep_stacks()
                 return str(failure.as_error())
             if said := self._waits.news(self._doing, time.monotonic(), self._peers.activities):
                 _say(f"gradsync: {said}\n")
             if late := self._late_for_a_stop():
-                self._publish(late)
+                self._publish(late, stuck=True)
                 self._end_process(str(late), late.exit_code)
             if not self._hosted_by_agent:
                 self._server_left = self._peers.has_left(0)
             if beat % _BEATS_A_LOOK == 0 and (lost := self._look_around()):
-                return self._peers.obituary(lost)
+                return self._peers.obituary(lost) + self._keep_stacks(lost)
         except self._store_gone as gone:
             self._store_lost = gone
-            return "" if self._server_left else self._server_gone(gone)
+            return "" if self._server_left else self._server_gone(gone) + self._keep_stacks()
         return ""
 
     def _late_for_a_stop(self) -> LatePeerError | None:
@@ -370,6 +382,7 @@ class FailureWatch:
         return LatePeerError(
             f"{asked} asked for a stop {now - self._stop_seen:.0f} s ago, but "
             f"{self._waits.places(self._waits.stuck)}; ended without another checkpoint"
+            f"{self._keep_stacks()}"
         )
 
     def _look_around(self) -> list[int]:
@@ -382,24 +395,13 @@ class FailureWatch:
             return []
         self._connections.keep_up()
         ended = self._connections.num_ended()
-        if not ended or ended <= self._store.add("farewell", 0) + self._store.add("settled", 0):
+        if not ended or ended <= self._peers.num_gone():
             return []
         before, self._last_look = self._last_look, self._peers.beats()
         return self._peers.silent_since(before) if before else []
 
-    def _silent_ranks(self) -> list[int]:
-        before = self._peers.beats()
-        time.sleep(3 * self._interval_s)
-        return self._peers.silent_since(before)
-
     def _server_gone(self, error: BaseException) -> str:
-        where = f" on {self._peers.hosts[0]}" if self._peers.hosts else ""
-        # Torch's store ends its first line with the system's own words, such as "Broken pipe".
-        words = str(error).partition("\n")[0].rpartition(": ")[2]
-        return (
-            f"{server_name(self._hosted_by_agent)}{where}, which serves the rendezvous store, "
-            f"vanished without a word ({words}); rank {self._rank} stops too"
-        )
+        return self._peers.server_obituary(server_name(self._hosted_by_agent), error)
 
     def _end_process(self, message: str, code: int) -> None:
         """The main thread hangs in a collective or computes on: end it from here."""

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping, Sequence
-from typing import Any
+import time
+from collections.abc import Collection, Mapping, Sequence
 
 from gradsync.runtime.activity import Activity, read_activity
-from gradsync.runtime.store import LEFT, Presence
+from gradsync.runtime.store import HEARD, LEFT, SETTLED, Presence, SignedStore, wait_until
 
 
 class Peers:
     """The ranks other than `rank`.
 
     Args:
-        store: of the rendezvous.
+        store: records of the rendezvous.
         processes: of those ranks, as far as they are known.
         hosts: host name of each rank, if they sit on several.
     """
 
     def __init__(
         self,
-        store: Any,
+        store: SignedStore,
         *,
         rank: int,
         world_size: int,
@@ -29,6 +29,7 @@ class Peers:
         hosts: Sequence[str] = (),
     ) -> None:
         self._store, self.rank, self.hosts = store, rank, hosts
+        self._newest: dict[int, tuple[int, bytes]] = {}
         self._others = [other for other in range(world_size) if other != rank]
         self.processes = processes or {}
         here = socket.gethostname()
@@ -36,12 +37,14 @@ class Peers:
         """Of the ranks on this host."""
 
     def beats(self) -> dict[int, bytes]:
-        """The last heartbeats; b"" for none yet."""
-        keys = {rank: f"beat/{rank}" for rank in self._others}
-        return {
-            rank: self._store.get(key) if self._store.check([key]) else b""
-            for rank, key in keys.items()
-        }
+        """The last heartbeats; b"" for none yet. A stranger can put an old one back: it does not
+        count."""
+        for rank in self._others:
+            record = self._store.get(f"beat/{rank}") or b""
+            beat = read_activity(record).beat
+            if beat >= self._newest.get(rank, (-1, b""))[0]:
+                self._newest[rank] = (beat, record)
+        return {rank: self._newest[rank][1] for rank in self._others}
 
     def activities(self) -> dict[int, Activity]:
         """What they published last."""
@@ -49,7 +52,7 @@ class Peers:
 
     def has_noticed(self, rank: int) -> bool:
         """Whether it has noticed a failure, or leaves: then its heartbeats end."""
-        return self._store.check([f"noticed/{rank}"])
+        return self._store.get(f"noticed/{rank}") is not None
 
     def left(self) -> list[int]:
         """Ranks that have left in good order."""
@@ -57,7 +60,29 @@ class Peers:
 
     def has_left(self, rank: int) -> bool:
         """Whether it has left in good order."""
-        return self.has_noticed(rank) and self._store.get(f"noticed/{rank}") == LEFT
+        return self._store.get(f"noticed/{rank}") == LEFT
+
+    def unheard(self) -> list[int]:
+        """Ranks that have not read why the run ends, and have not left."""
+        return self._without((HEARD, LEFT))
+
+    def _without(self, words: Collection[bytes]) -> list[int]:
+        return [rank for rank in self._others if self._store.get(f"noticed/{rank}") not in words]
+
+    def notice(self, what: bytes) -> None:
+        """Tell them what this rank has noticed."""
+        self._store.set(f"noticed/{self.rank}", what)
+
+    def settle(self, num_silent: int, deadline_s: float) -> None:
+        """Tell them that this rank knows which ranks are silent. Rank 0 may serve the store: it
+        stays until the others know as much."""
+        self.notice(SETTLED)
+        if self.rank == 0:
+            wait_until(lambda: len(self._without((SETTLED,))) <= num_silent, deadline_s)
+
+    def num_gone(self) -> int:
+        """How many have left, or end since they know which ranks are silent."""
+        return len(self._others) - len(self._without((LEFT, SETTLED)))
 
     def ended(self) -> list[int]:
         """Ranks of this host whose process has ended, and that did not say why."""
@@ -68,6 +93,22 @@ class Peers:
         """Ranks whose heartbeat has stood still since then, and that did not say why."""
         still = (rank for rank, beat in self.beats().items() if beat == before[rank])
         return [rank for rank in still if not self.has_noticed(rank)]
+
+    def silent_for(self, seconds: float) -> list[int]:
+        """As `silent_since`, from now on."""
+        before = self.beats()
+        time.sleep(seconds)
+        return self.silent_since(before)
+
+    def server_obituary(self, server: str, error: BaseException) -> str:
+        """A line about the store's server, which has gone: reading from it raised `error`."""
+        where = f" on {self.hosts[0]}" if self.hosts else ""
+        # Torch's store ends its first line with the system's own words, such as "Broken pipe".
+        words = str(error).partition("\n")[0].rpartition(": ")[2]
+        return (
+            f"{server}{where}, which serves the rendezvous store, vanished without a word "
+            f"({words}); rank {self.rank} stops too"
+        )
 
     def obituary(self, silent: Sequence[int]) -> str:
         """A line about ranks that are silent."""

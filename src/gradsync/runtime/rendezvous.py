@@ -2,13 +2,21 @@
 
 Rank 0 serves the store (or torchrun's agent does); all keys are prefixed by the restart
 generation, because an agent's store outlives its workers and a new generation that reads the dead
-one's addresses hangs (2 of 12 restarts came back without the prefix, 12 of 12 with it).
+one's addresses hangs (2 of 12 restarts came back without the prefix, 12 of 12 with it). What our
+own records say is signed with the job's token (store.py), which reaches the ranks so:
+
+    a launcher of ours, a job script, the user    by the variable GRADSYNC_TOKEN
+    one host, by any other launcher               rank 0 draws it, and writes it into a private file
+    several hosts under MPI                       rank 0 broadcasts it with its address
+    several hosts otherwise                       not at all: then anyone can sign
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import secrets
 import socket
 import stat
 import struct
@@ -21,11 +29,12 @@ from typing import Any
 
 import psutil
 
+from gradsync.core.files import printable
 from gradsync.errors import RendezvousError
 from gradsync.runtime.coordinator import plan_coordinator
 from gradsync.runtime.network import address_of, own_address
 from gradsync.runtime.resolve import Resolution
-from gradsync.runtime.store import LEFT, host_store, join_store, wait_until
+from gradsync.runtime.store import LEFT, SignedStore, host_store, join_store, token_of, wait_until
 from gradsync.world import World
 
 _CONNECT_S = 10.0
@@ -35,11 +44,13 @@ _HEAR_S = 2.0
 class Meeting:
     """A shared store, where it is, and what has to be cleaned up afterwards.
 
+    `store` is for torch, which signs nothing; `records` are our own.
+
     Args:
         server: the `TCPStore` this rank serves, or None.
         client: this rank's connection to the store.
         address, port: where the store is served.
-        generation: prefix of every key.
+        token: of the job; every key's prefix comes from it and the generation.
         hosted_by_agent: the launcher serves the store.
         note: file to remove once all ranks have joined.
     """
@@ -52,6 +63,7 @@ class Meeting:
         client: Any,
         address: str,
         port: int,
+        token: bytes,
         generation: str,
         hosted_by_agent: bool,
         note: Path | None = None,
@@ -63,17 +75,20 @@ class Meeting:
         self._server = server
         self._client = client
         self._note = note
-        self._prefix = f"gradsync/{generation}"
+        # Not to be guessed: torch's own keys cannot be signed.
+        self._prefix = f"gradsync/{SignedStore(client, token, generation).name('prefix')}"
         # A store that outlives the session (torchrun's) still holds its keys when the same
         # processes open another one: each rank counts its own, and all count alike.
         session = self._prefixed(client).add(f"sessions/{world.rank}", 1)
         self._prefix += f"/{session}"
         self.store = self._prefixed(client)
+        self.records = SignedStore(self.store, token, f"{generation}/{session}")
 
-    def second_connection(self) -> Any:
-        """A store connection of its own, for a thread: a blocked one must not block the other."""
+    def second_connection(self) -> SignedStore:
+        """The records by a connection of a thread's own: a blocked one must not block the other."""
         rank, deadline_s = self._world.rank, time.monotonic() + 10
-        return self._prefixed(join_store(self.address, self.port, rank=rank, deadline_s=deadline_s))
+        client = join_store(self.address, self.port, rank=rank, deadline_s=deadline_s)
+        return self.records.over(self._prefixed(client))
 
     def everyone_is_here(self) -> None:
         """Remove the published port, which is not needed any more."""
@@ -87,13 +102,14 @@ class Meeting:
         When a rank has failed, none need be waited for.
         """
 
+        here = [f"noticed/{rank}" for rank in range(self._world.world_size)]
+
         def all_left() -> bool:
-            gone = self.store.add("farewell", 0) >= self._world.world_size
-            return gone or self.store.check(["failure"])
+            here[:] = [key for key in here if self.records.get(key) != LEFT]
+            return not here or self.records.get("failure") is not None
 
         with suppress(RuntimeError):  # the server has gone already: there is no one to wait for
-            self.store.set(f"noticed/{self._world.rank}", LEFT)  # its heartbeat stops in good order
-            self.store.add("farewell", 1)
+            self.records.set(here[self._world.rank], LEFT)  # its heartbeat stops in good order
             if self._server is not None:
                 wait_until(all_left, time.monotonic() + timeout_s)
 
@@ -121,37 +137,47 @@ def meet(env: Mapping[str, str], resolution: Resolution, *, deadline_s: float) -
         RendezvousError: rank 0 could not be reached in time, or its port is taken.
     """
     plan = plan_coordinator(env, resolution)
-    world = resolution.world
-    server, note = None, None
+    world, token = resolution.world, token_of(env)
+    server, client, note = None, None, None
     address, port = plan.address, plan.port
     if world.one_host and not plan.hosted_by_agent:
         address = "127.0.0.1"  # where rank 0 listens, whatever name the host was given
     if plan.kind == "mpi":
-        server, address, port = _meet_by_mpi(world, plan.port)
+        server, address, port, token = _meet_by_mpi(world, plan.port, token or _new_token())
     elif world.is_main and not plan.hosted_by_agent:
         server = host_store(address, port, one_host=world.one_host)
         port = server.port
-        if plan.kind == "file":
-            note = publish_port(plan.key, port)
-    elif plan.kind == "file":
-        port = read_port(plan.key, rank=world.rank, deadline_s=deadline_s)
+    if plan.kind != "file":
+        client = join_store(address, port, rank=world.rank, deadline_s=deadline_s)
+    if plan.kind == "file" or (world.one_host and not token):
+        key = plan.key or f"gradsync-{port}-{resolution.generation}"
+        if world.is_main:
+            token = token or _new_token()
+            note = publish_port(key, port, token)
+        else:
+            port, token = read_port(key, rank=world.rank, deadline_s=deadline_s)
     return Meeting(
         world,
         server=server,
-        client=join_store(address, port, rank=world.rank, deadline_s=deadline_s),
+        client=client or join_store(address, port, rank=world.rank, deadline_s=deadline_s),
         address=address,
         port=port,
+        token=token,
         generation=resolution.generation,
         hosted_by_agent=plan.hosted_by_agent,
         note=note,
     )
 
 
+def _new_token() -> bytes:
+    return secrets.token_hex(32).encode()
+
+
 # -- several hosts under MPI ----------------------------------------------------------------------
 
 
-def _meet_by_mpi(world: World, wanted_port: int) -> tuple[Any, str, int]:
-    """Rank 0 binds (any free port for 0) and broadcasts where.
+def _meet_by_mpi(world: World, wanted_port: int, token: bytes) -> tuple[Any, str, int, bytes]:
+    """Rank 0 binds (any free port for 0) and broadcasts where, and its `token`.
 
     As bytes: MPI's calls for objects would pickle them.
     """
@@ -171,10 +197,10 @@ def _meet_by_mpi(world: World, wanted_port: int) -> tuple[Any, str, int]:
         address = own_address()
         server = host_store(address, wanted_port, one_host=False)
         port = server.port
-    message = bytearray(struct.pack("!H64s", port, address.encode()))
+    message = bytearray(struct.pack("!H64s64s", port, address.encode(), token))
     MPI.COMM_WORLD.Bcast([message, MPI.BYTE], root=0)
-    port, name = struct.unpack("!H64s", message)
-    return server, name.rstrip(b"\0").decode(), port
+    port, name, token = struct.unpack("!H64s64s", message)
+    return server, name.rstrip(b"\0").decode(), port, token
 
 
 def _no_way(world: World, problem: str) -> RendezvousError:
@@ -194,7 +220,7 @@ def first_line(said: object) -> str:
     return (str(said).splitlines() or [""])[0].strip(" \t\0")
 
 
-# -- one host: a port in a private file -----------------------------------------------------------
+# -- one host: port and token in a private file ---------------------------------------------------
 #
 # Its name begins with the job's key, so that concurrent jobs cannot meet, and ends at random: in a
 # temporary directory that all users share, another one can neither take the name beforehand nor
@@ -202,31 +228,34 @@ def first_line(said: object) -> str:
 # wrote it: a reader ignores what a dead process left.
 
 
-def publish_port(key: str, port: int) -> Path:
-    """Write `port` where `read_port(key)` finds it; the caller removes the file once all joined."""
+def publish_port(key: str, port: int, token: bytes) -> Path:
+    """Write both where `read_port(key)` finds them; the caller removes the file once all joined."""
     for left in _notes(key):  # by a dead process of this job
         with suppress(OSError):
             left.unlink()
     handle, path = tempfile.mkstemp(prefix=f"{key}-", suffix=".json")
     with os.fdopen(handle, "w") as file:
-        json.dump({"port": port, "pid": os.getpid(), "started": _start_time(os.getpid())}, file)
+        note = {"port": port, "token": token.decode(), "pid": os.getpid()}
+        json.dump({**note, "started": _start_time(os.getpid())}, file)
     return Path(path)
 
 
-def read_port(key: str, *, rank: int, deadline_s: float) -> int:
-    """Wait for rank 0's port until `deadline_s` (monotonic clock, seconds).
+def read_port(key: str, *, rank: int, deadline_s: float) -> tuple[int, bytes]:
+    """Wait for rank 0's port and token until `deadline_s` (monotonic clock, seconds).
 
     Raises:
         RendezvousError: rank 0 published nothing in time.
     """
-    found: list[int] = []
+    found: list[tuple[int, bytes]] = []
 
     def published() -> bool:
         for path in _notes(key):
             with suppress(OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
                 note = json.loads(_own_text(path))
-                if _start_time(note["pid"]) == note["started"] != "" and 0 < note["port"] < 65_536:
-                    found.append(int(note["port"]))
+                token = re.fullmatch("[0-9a-f]{64}", note["token"]) and note["token"].encode()
+                alive = _start_time(note["pid"]) == note["started"] != ""
+                if token and alive and 0 < note["port"] < 65_536:
+                    found.append((int(note["port"]), token))
         return bool(found)
 
     started = time.monotonic()
@@ -234,7 +263,7 @@ def read_port(key: str, *, rank: int, deadline_s: float) -> int:
         raise RendezvousError(
             f"rank {rank} waited {time.monotonic() - started:.0f} s for rank 0 on this host to "
             f"publish its port in {tempfile.gettempdir()}/{key}-*.json; rank 0 did not start, or "
-            "runs with another TMPDIR or as another user"
+            "runs with another TMPDIR or as another user: then give all ranks one GRADSYNC_TOKEN"
         )
     return found[0]
 
@@ -268,7 +297,7 @@ def _start_time(pid: int) -> str:
 
 
 def check_reach(
-    store: Any, world: World, hosts: Sequence[str], *, interface: str, deadline_s: float
+    store: SignedStore, world: World, hosts: Sequence[str], *, interface: str, deadline_s: float
 ) -> None:
     """Whether hosts reach each other on free ports, tried on all ranks before gloo does.
 
@@ -290,15 +319,23 @@ def check_reach(
     doors = [f"reach/door/{node}" for node in range(world.num_nodes)]
     told = [f"reach/told/{node}" for node in range(world.num_nodes)]
     address = address_of(interface) if world.local_rank == 0 else ""
+    said: dict[str, str] = {}
+
+    def all_told() -> bool:
+        for key, text in said.items():  # again, should a stranger have written over it
+            store.claim(key, text)
+        return bool(store.get_all(told))
+
     with socket.socket() as door:
         if world.local_rank == 0:
             if address:
                 door.bind((address, 0))
                 door.listen()
-            store.set(doors[world.node_rank], f"{world.rank} {address} {door.getsockname()[1]}")
+            own = doors[world.node_rank]
+            said[own] = f"{world.rank} {address} {door.getsockname()[1]}"
             before = doors[world.node_rank - 1]
-            if wait_until(lambda: store.check([before]), deadline_s):
-                rank, there, port = store.get(before).decode().split(" ")
+            if wait_until(lambda: all_told() or store.get(before) is not None, deadline_s):
+                rank, there, port = (store.get(before) or b"").decode().split(" ")
                 problem = _problem(there, int(port), deadline_s)
                 if problem:
                     problem = (
@@ -308,16 +345,16 @@ def check_reach(
                         "between the hosts, or name another network's interface by "
                         "GLOO_SOCKET_IFNAME"
                     )
-                store.set(told[world.node_rank], problem)
+                said[told[world.node_rank]] = problem
         # The one who was to tell may be gone: then making the group says who is missing.
-        wait_until(lambda: store.check(told), max(deadline_s, time.monotonic() + _CONNECT_S))
-    problems = [store.get(key).decode() if store.check([key]) else "" for key in told]
+        wait_until(all_told, max(deadline_s, time.monotonic() + _CONNECT_S))
+    problems = [(store.get(key) or b"").decode(errors="replace") for key in told]
     if problem := next(filter(None, problems), ""):
-        heard = "reach/heard"
-        store.add(heard, 1)
+        heard = [f"reach/heard/{rank}" for rank in range(world.world_size)]
+        store.set(heard[world.rank], "")
         if world.is_main:  # it serves the store: it stays until the others know as much
-            wait_until(lambda: store.add(heard, 0) >= world.world_size, time.monotonic() + _HEAR_S)
-        raise RendezvousError(problem)
+            wait_until(lambda: bool(store.get_all(heard)), time.monotonic() + _HEAR_S)
+        raise RendezvousError(printable(problem, kept=""))
 
 
 def _problem(address: str, port: int, deadline_s: float) -> str:

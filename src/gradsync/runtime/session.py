@@ -19,6 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from hashlib import sha256
+from secrets import token_hex
 
 from gradsync.errors import ConfigError, LaunchError, RunError
 from gradsync.runtime import environ
@@ -40,6 +42,7 @@ from gradsync.runtime.rendezvous import Meeting, check_reach, meet
 from gradsync.runtime.resolve import Resolution, resolve
 from gradsync.runtime.seeds import seed_everything
 from gradsync.runtime.signals import LAUNCHED, end_program_as_said, say_interrupted
+from gradsync.runtime.stacks import StackFiles
 from gradsync.runtime.store import Presence, check_in
 from gradsync.world import World, place
 
@@ -63,6 +66,7 @@ class SessionOptions:
     seed: int | None = None
     keep_memory: bool = False
     report_wait_s: float = REPORT_S
+    stacks_dir: str = ""
 
     def __post_init__(self) -> None:
         check_numbers(self)
@@ -80,6 +84,7 @@ class Session:
         self.world = World()
         self.threads = 0
         self.keeps_memory = False
+        self.stacks = StackFiles(self.options.stacks_dir)
         self._backend = ""
         self._env = environ.snapshot() if env is None else dict(env)
         self._stack = ExitStack()
@@ -179,14 +184,15 @@ class Session:
         host, stack = socket.gethostname(), StackOnSignal()
         self._stack.callback(stack.close)
         presences = check_in(
-            meeting.store,
-            Presence(host, device_identity(self.world.device), os.getpid(), stack.fd),
+            meeting.records,
+            Presence(host, device_identity(self.world.device), os.getpid(), stack.fd, token_hex()),
             rank=world.rank,
             world_size=world.world_size,
             deadline_s=deadline_s,
             hosted_by_agent=meeting.hosted_by_agent,
         )
         meeting.everyone_is_here()
+        meeting.records.scope = sha256(repr(presences).encode()).hexdigest()
         hosts = [presence.host for presence in presences]
         if resolution.reading.needs_hosts:
             self._set_up_compute(place(world, hosts, trust_local=resolution.reading.trust_local))
@@ -194,7 +200,7 @@ class Session:
         interface = self._interface(meeting)
         if "gloo" in self._backend or "shm" in self._backend:
             check_reach(
-                meeting.store, self.world, hosts, interface=interface, deadline_s=deadline_s
+                meeting.records, self.world, hosts, interface=interface, deadline_s=deadline_s
             )
         self._make_group(meeting, interface)
         connections.learn_pairs(world.world_size, meeting.port)
@@ -263,6 +269,7 @@ class Session:
         store = meeting.second_connection()
         connections.learn()
         rank = self.world.rank
+        self.stacks.private_name = meeting.records.name("stacks")
         self._watch = FailureWatch(
             store,
             rank=rank,
@@ -273,6 +280,7 @@ class Session:
             connections=connections,
             report_s=self.options.report_wait_s,
             num_issued=lambda: num_issued(group.WORLD),
+            stacks=self.stacks,
         )
         self._watch.start()
 
@@ -297,6 +305,7 @@ def init(
     seed: int | None = None,
     keep_memory: bool = False,
     report_wait_s: float = REPORT_S,
+    stacks_dir: str | os.PathLike[str] = "",
 ) -> Session:
     """Join the run this process was started in: python, torchrun, mpirun, srun, or nothing.
 
@@ -318,6 +327,8 @@ def init(
             size, and the setting outlives the session. See [Note: Keeping freed memory].
         report_wait_s: a wait for another rank of so many seconds is reported, with the line where
             that rank is (docs/guide/when-it-hangs.md).
+        stacks_dir: folder in which each rank writes down its stacks when a rank is late or has
+            gone; by default a private temporary one, which the error names.
 
     Returns:
         A context manager that gives this rank's `World`.
@@ -337,5 +348,6 @@ def init(
             seed=seed,
             keep_memory=keep_memory,
             report_wait_s=report_wait_s,
+            stacks_dir=os.fspath(stacks_dir),
         )
     )

@@ -3,29 +3,138 @@
 Torch's `TCPStore` listens on every interface even for 127.0.0.1, and an address chosen before it
 is bound may be taken by another. So rank 0 binds the socket itself (port 0: the system picks
 a free one), hands it over by `master_listen_fd`, and publishes the port only then.
+
+Whoever reaches the port can list, read, write and delete: torch's store asks no client who it is.
+So what ranks write there is signed with a token that only they have (`SignedStore`).
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
+import hmac
 import ipaddress
 import json
+import re
 import socket
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
-from gradsync.errors import RendezvousError
+from gradsync.errors import LaunchError, RendezvousError
 
 # How long one operation on a store that answers may take; connecting has its own deadline.
 _OPERATION_TIMEOUT = timedelta(seconds=60)
 _POLL_S = 0.02
 
-LEFT = b"left"
-"""Value of the key `noticed/RANK` once that rank has left in good order."""
+NOTICED, SETTLED, HEARD, LEFT = b"noticed", b"settled", b"heard", b"left"
+"""Records of the key `noticed/RANK`: that rank sees that something is wrong, knows which rank it
+was, has read why, or has left in good order. Its heartbeats end then."""
+
+TOKEN = "GRADSYNC_TOKEN"
+"""Variable that hands ranks their job's token."""
+_MAC_BYTES = 64
+_LARGEST = 2**20
+_NOTHING = b"-"
+
+
+def token_of(env: Mapping[str, str]) -> bytes:
+    """The token that a launcher or the user hands to all ranks; b"" for none.
+
+    Raises:
+        LaunchError: too short to be a secret.
+    """
+    token = env.get(TOKEN, "").strip()
+    if token and re.fullmatch("[!-~]{32,1024}", token) is None:
+        raise LaunchError(
+            f"{TOKEN} must have 32 to 1,024 characters, without blanks; all ranks need the same, "
+            f"such as: export {TOKEN}=$(openssl rand -hex 32)"
+        )
+    return hashlib.sha256(token.encode()).hexdigest().encode() if token else b""
+
+
+class SignedStore:
+    """Records in a store that strangers can reach: what this job's ranks have not signed is not
+    there, and is told of once.
+
+    A record is HMAC-SHA256 with the token over its scope, its key and its text, as 64 digits, and
+    then the text. So it cannot be made without the token, nor come from another key, generation or
+    session. A stranger can still destroy records.
+
+    Args:
+        store: torch's.
+        token: of the job; with b"" there is no secret, and anyone can sign.
+        scope: names this session of the job.
+        told: not empty once it was said that there is a stranger.
+    """
+
+    def __init__(self, store: Any, token: bytes, scope: str, told: list[str] | None = None) -> None:
+        self._store, self._token, self.scope = store, token, scope
+        self._told = [] if told is None else told
+
+    def over(self, store: Any) -> SignedStore:
+        """The same records, by another connection."""
+        return SignedStore(store, self._token, self.scope, self._told)
+
+    def set(self, key: str, text: str | bytes) -> None:
+        """Write a record."""
+        self._store.set(key, self._signed(key, text))
+
+    def get(self, key: str) -> bytes | None:
+        """The record of `key`; None for none. Never waits."""
+        # Torch's `get` waits for a key that is not there, this returns what was expected.
+        return self._verified(key, self._store.compare_set(key, _NOTHING, _NOTHING))
+
+    def get_all(self, keys: Sequence[str]) -> list[bytes]:
+        """The records of `keys`, by two messages; [] while one of them has none."""
+        values = self._store.multi_get(keys) if self._store.check(keys) else []
+        found = list(map(self._verified, keys, values))
+        return [text for text in found if text is not None] if None not in found else []
+
+    def wait(self, key: str, patience: timedelta) -> bytes:
+        """The record of `key`, once there is one; torch's error after `patience`."""
+        until = time.monotonic() + patience.total_seconds()
+        self._store.wait([key], patience)
+        wait_until(lambda: self.get(key) is not None, until)  # a stranger may have been first
+        return self.get(key) or b""
+
+    def claim(self, key: str, text: str | bytes) -> bytes:
+        """The record of `key`, which is `text` from now on where there was none."""
+        mine = self._signed(key, text)
+        found = self._verified(key, self._store.compare_set(key, b"", mine))
+        if found is None:
+            self._store.set(key, mine)
+        return mine[_MAC_BYTES:] if found is None else found
+
+    def name(self, purpose: str) -> str:
+        """A word that ranks of this session alone can work out."""
+        return self._mac(f"/{purpose}", b"").decode()[:32]
+
+    def _mac(self, key: str, text: bytes) -> bytes:
+        said = json.dumps([self.scope, key]).encode() + text
+        return hmac.digest(self._token, said, "sha256").hex().encode()
+
+    def _signed(self, key: str, text: str | bytes) -> bytes:
+        content = text.encode() if isinstance(text, str) else text
+        return self._mac(key, content) + content
+
+    def _verified(self, key: str, value: bytes) -> bytes | None:
+        mac, text = value[:_MAC_BYTES], value[_MAC_BYTES:]
+        if len(value) <= _LARGEST and hmac.compare_digest(mac, self._mac(key, text)):
+            return text
+        if value not in (b"", _NOTHING) and not self._told:
+            self._told.append(key)
+            sys.stderr.write(
+                f"gradsync: ignored {value[:40]!r} under {key!r} in the rendezvous store: no rank "
+                "of this job has signed it. Another process reaches the store, or ranks were given "
+                f"different {TOKEN}s\n"
+            )
+            sys.stderr.flush()
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +146,8 @@ class Presence:
     pid: int
     stack_fd: int = -1
     """The file of this process that holds its stack on request; see `StackOnSignal`."""
+    nonce: str = ""
+    """Drawn anew in each session, so that no record of an earlier one is taken for one of this."""
 
 
 def host_store(address: str, port: int, *, one_host: bool) -> Any:
@@ -118,7 +229,7 @@ def _tcp_store(address: str, port: int, **options: Any) -> Any:
 
 
 def check_in(
-    store: Any,
+    store: SignedStore,
     presence: Presence,
     *,
     rank: int,
@@ -132,24 +243,32 @@ def check_in(
         RendezvousError: naming the ranks that did not come.
     """
     keys = [f"here/{other}" for other in range(world_size)]
+    mine = json.dumps(asdict(presence)).encode()
+    found: list[bytes] = []
+
+    def all_here() -> bool:
+        found[:] = store.get_all(keys)
+        if mine not in found:  # not yet; or a stranger has written over it
+            store.set(keys[rank], mine)
+        return mine in found
+
     try:
-        store.set(f"here/{rank}", json.dumps(asdict(presence)))
-        all_here = wait_until(lambda: store.check(keys), deadline_s)
-        found = store.multi_get(keys) if all_here else []
-        missing = [other for other in range(world_size) if not store.check([f"here/{other}"])]
+        wait_until(all_here, deadline_s)
+        told = found or [store.get(key) for key in keys]
     except RuntimeError as error:  # torch's DistNetworkError is one
         raise RendezvousError(
             f"rank {rank}: {server_name(hosted_by_agent)}, which serves the rendezvous store, went "
             "away while the ranks met"
         ) from error
-    if found:
-        return [_read_presence(other, value) for other, value in enumerate(found)]
+    missing = [other for other, value in enumerate(told) if value is None]
+    if not missing:
+        return [_read_presence(other, value or b"") for other, value in enumerate(told)]
     named = ", ".join(map(str, missing[:8]))
     if len(missing) > 8:
         named += f" and {len(missing) - 8} more"
     raise RendezvousError(
         f"rank {rank} waited in vain for rank(s) {named} of {world_size}; they did not start, "
-        "crashed on the way, or were given another coordinator"
+        f"crashed on the way, or were given another coordinator or {TOKEN}"
     )
 
 

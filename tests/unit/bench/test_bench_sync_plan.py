@@ -146,11 +146,9 @@ class FakeStore:
     def set(self, key: str, value: str) -> None:
         self.values[key] = value.encode()
 
-    def wait(self, keys: list[str], timeout: object) -> None:
-        if missing := set(keys) - set(self.values):
-            raise BlockingIOError(str(missing))
-
-    def get(self, key: str) -> bytes:
+    def wait(self, key: str, timeout: object) -> bytes:
+        if key not in self.values:
+            raise BlockingIOError(key)
         return self.values[key]
 
 

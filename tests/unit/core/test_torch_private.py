@@ -119,6 +119,11 @@ CANARIES: dict[str, tuple[Callable[[], object], str]] = {
         "groups of fsdp and of tensor shards live for ever",
     ),
     "_pcontext": (agent, "`gradsync launch` sees its ranks"),
+    "_distributed_c10d": (lambda: torch._C, "no flight record beside the stacks"),
+    "_dump_fr_trace_json": (
+        lambda: torch._C._distributed_c10d,
+        "no flight record beside the stacks of a run that hangs",
+    ),
     "_shutdown": (agent, "`gradsync launch` ends ranks that do not stop"),
     "_remaining_restarts": (agent, "`gradsync launch` starts ranks again that were stopped"),
     "_stdout": (lambda: made_with("_stdout", SubprocessHandler), "log files stay open"),

@@ -285,6 +285,9 @@ def test_the_signal_is_left_to_who_uses_it() -> None:
     number = activity._signal()
     stack = StackOnSignal()
     assert os.readlink(f"/proc/self/fd/{stack.fd}").startswith("/memfd:gradsync-stack")
+    os.kill(os.getpid(), number)
+    with pytest.raises(PermissionError):
+        os.ftruncate(stack.fd, 0)
     stack.close()
     assert stack.fd == -1
     before = signal.signal(number, signal.SIG_IGN)

@@ -26,7 +26,7 @@ from gradsync.runtime.failure import (
     describe,
     read_failure,
 )
-from gradsync.runtime.store import LEFT, Presence
+from gradsync.runtime.store import HEARD, LEFT, Presence
 
 CLOSED = (
     "[/build/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [::1]:5: Connection reset"
@@ -101,33 +101,32 @@ def test_what_comes_from_a_collective(raises: Any, words: str, link: type | None
 
 
 class Store:
-    """A rendezvous store in which rank 1 is as told: alive, silent, left."""
+    """Records of a rendezvous in which rank 1 is as told: alive, silent, left."""
 
     def __init__(self, peer: str) -> None:
         self.peer = peer
         self.values: dict[str, bytes] = {}
-        self.numbers: dict[str, int] = {}
         self.beats = 0
 
-    def check(self, keys: list[str]) -> bool:
+    def check(self) -> None:
         if self.peer == "store gone":
             raise dist.DistNetworkError("sendBytes failed: Broken pipe")
-        return all(key in self.values or key == "beat/1" for key in keys)
 
-    def get(self, key: str) -> bytes:
+    def get(self, key: str) -> bytes | None:
+        self.check()
         if key == "beat/1":
             self.beats += self.peer == "alive"
             return Activity(beat=self.beats, where="data.py:7 read").record().encode()
-        return self.values[key]
+        return self.values.get(key)
 
     def set(self, key: str, value: str | bytes) -> None:
-        self.check([])
+        self.check()
         self.values[key] = value.encode() if isinstance(value, str) else value
 
-    def add(self, key: str, amount: int) -> int:
-        self.check([])
-        self.numbers[key] = self.numbers.get(key, 0) + amount
-        return self.numbers[key]
+    def claim(self, key: str, value: bytes) -> bytes:
+        if key not in self.values:
+            self.set(key, value)
+        return self.values[key]
 
 
 @pytest.fixture(autouse=True)
@@ -177,7 +176,6 @@ PEERS = json.dumps(asdict(Failure(1, "there", "KeyError: 'x'", "Traceback: line 
 def test_what_is_said(raises: Any, words: str, peer: str, kind: Any, said: str) -> None:
     store = Store(peer)
     if peer == "failed":
-        store.add("failures", 1)
         store.values["failure"] = PEERS
     if peer == "left":
         store.values["noticed/1"] = LEFT
@@ -200,14 +198,14 @@ def test_what_is_said(raises: Any, words: str, peer: str, kind: Any, said: str) 
 
 def test_a_server_that_leaves_as_it_hears_of_a_failure_did_not_vanish() -> None:
     store = Store("alive")
-    write = store.set
+    claim = store.claim
 
-    def last_word(key: str, value: str | bytes) -> None:
-        write(key, value)
-        if key == "failure":
-            store.peer = "store gone"
+    def last_word(key: str, value: bytes) -> bytes:
+        found = claim(key, value)
+        store.peer = "store gone"
+        return found
 
-    store.set = last_word  # type: ignore[method-assign]
+    store.claim = last_word  # type: ignore[method-assign]
     assert type(settled(store, caught(raise_compiled, LATE))) is LatePeerError
 
 
@@ -226,7 +224,14 @@ def test_a_server_that_has_left_in_good_order_takes_nobody_along(
     store = Store("alive")
     store.values["noticed/0"] = LEFT
     watch = watch_of(store, grace_s=0.0)
-    monkeypatch.setattr(store, "get", lambda key: setattr(store, "peer", "store gone") or LEFT)
+    read = store.get
+
+    def last_look(key: str) -> bytes | None:
+        found = read(key)
+        store.peer = "store gone" if key == "noticed/0" else "alive"
+        return found
+
+    monkeypatch.setattr(store, "get", last_look)
     watch.start()
     watch._thread.join(5.0)
     assert not watch._thread.is_alive()
@@ -240,13 +245,12 @@ def test_who_serves_the_store_stays_until_the_others_have_heard(
     monkeypatch.setattr(failure, "_SILENT_S", 5.0)
     store = Store("alive")
     store.values["failure"] = PEERS
-    store.add("farewell", 1)
     watch = FailureWatch(store, rank=0, world_size=3)
     with ThreadPoolExecutor(1) as threads:
         left = threads.submit(watch.peer_failure)
         with pytest.raises(TimeoutError):
             left.result(timeout=0.1)
-        store.add("acknowledged", 1)
+        store.set("noticed/2", HEARD)
         assert "rank 1 on there failed first" in str(left.result(timeout=3.0))
 
 
@@ -318,13 +322,11 @@ def test_the_watch_survives_what_it_reads(
         FailureWatch, "_end_process", lambda _, message, code: ended.append(message)
     )
     store, told = Store("alive"), threading.Event()
-    check = store.check
 
-    def stumbling(keys: list[str]) -> bool:
+    def stumbling() -> None:
         if not told.is_set():
             told.set()
             raise TypeError("a mistake of ours")
-        return check(keys)
 
     monkeypatch.setattr(store, "check", stumbling)
     store.values["failure"] = record

@@ -185,6 +185,8 @@ def test_a_value_that_is_no_integer_is_named(parser, text, bad):
     [
         (read_torchrun, "RANK=2 WORLD_SIZE=2"),
         (read_torchrun, "RANK=-1 WORLD_SIZE=2"),
+        (read_torchrun, "RANK=0 WORLD_SIZE=999999999999"),
+        (read_srun, SRUN.replace("=8", "=1800000000").replace("4(x2)", "900000000(x2)")),
         (read_torchrun, "RANK=0 WORLD_SIZE=0"),
         (read_openmpi, OPENMPI.replace("LOCAL_SIZE=4", "LOCAL_SIZE=0")),
         (read_hydra, HYDRA.replace("MPI_LOCALRANKID=1", "MPI_LOCALRANKID=4")),

@@ -12,8 +12,10 @@ import pytest
 import torch.distributed as dist
 
 from gradsync.runtime import network
+from gradsync.runtime.activity import Activity
 from gradsync.runtime.failure import FailureWatch
 from gradsync.runtime.network import PeerConnections, interface_towards, own_address
+from gradsync.runtime.store import LEFT, SignedStore
 
 BOUND_MS = 7_000
 
@@ -131,34 +133,33 @@ class Ended:
         return self.number
 
 
-def looks(ended: int, *, left: int = 0, beats: tuple[str, str] = ("1", "9")) -> list[int]:
+def looks(ended: int, *, left: int = 0, beats: tuple[int, int] = (1, 9)) -> list[int]:
     """What rank 0 of 3 makes of two looks; between them, ranks 1 and 2 beat as told."""
-    store = dist.HashStore()
+    store = SignedStore(dist.HashStore(), b"", "")
     watch = FailureWatch(store, rank=0, world_size=3, connections=Ended(ended))  # type: ignore
-    store.add("farewell", left)
     for rank in range(left):
-        store.set(f"noticed/{rank + 1}", "")
-    store.set("beat/1", "1")
-    store.set("beat/2", "1")
-    assert watch._look_around() == []
-    store.set("beat/1", beats[0])
-    store.set("beat/2", beats[1])
-    return watch._look_around()
+        store.set(f"noticed/{rank + 1}", LEFT)
+    for now in ((1, 1), beats):
+        for rank, beat in enumerate(now, 1):
+            store.set(f"beat/{rank}", Activity(beat=beat).record())
+        found = watch._look_around()
+        assert found == [] or now is beats
+    return found
 
 
 def test_an_ended_connection_and_a_heartbeat_that_stands_still_are_a_death() -> None:
     assert looks(1) == [1]
-    assert looks(2, beats=("1", "1")) == [1, 2]
+    assert looks(2, beats=(1, 1)) == [1, 2]
 
 
 def test_either_alone_is_none() -> None:
     assert looks(0) == []  # it computes with Python's lock held
-    assert looks(1, beats=("7", "9")) == []  # it has destroyed its group
+    assert looks(1, beats=(7, 9)) == []  # it has destroyed its group
 
 
 def test_who_left_in_good_order_is_not_dead() -> None:
-    assert looks(1, left=1, beats=("1", "1")) == []
-    assert looks(2, left=1, beats=("1", "1")) == [2]
+    assert looks(1, left=1, beats=(1, 1)) == []
+    assert looks(2, left=1, beats=(1, 1)) == [2]
 
 
 # -- interfaces and addresses ---------------------------------------------------------------------

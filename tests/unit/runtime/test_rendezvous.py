@@ -22,7 +22,14 @@ import torch.distributed as dist
 from gradsync.errors import RendezvousError
 from gradsync.runtime import rendezvous, store
 from gradsync.runtime.rendezvous import _start_time, check_reach, publish_port, read_port
-from gradsync.runtime.store import Presence, check_in, host_store, join_store, wait_until
+from gradsync.runtime.store import (
+    Presence,
+    SignedStore,
+    check_in,
+    host_store,
+    join_store,
+    wait_until,
+)
 from gradsync.world import World
 
 
@@ -170,6 +177,13 @@ def test_a_server_that_comes_later_is_waited_for(monkeypatch: pytest.MonkeyPatch
 # -- checking in ----------------------------------------------------------------------------------
 
 
+TOKEN = b"a token"
+
+
+def signed(store: Any) -> SignedStore:
+    return SignedStore(store, TOKEN, "0/1")
+
+
 def presence(rank: int) -> Presence:
     return Presence(host=f"h{rank // 2}", device_identity=f"GPU-{rank}", pid=100 + rank)
 
@@ -180,7 +194,10 @@ def test_everyone_learns_about_everyone_in_rank_order() -> None:
 
     def rank_arrives(rank: int) -> None:
         client = join_store("127.0.0.1", server.port, rank=rank, deadline_s=soon())
-        answers[rank] = check_in(client, presence(rank), rank=rank, world_size=3, deadline_s=soon())
+        records = signed(client)
+        answers[rank] = check_in(
+            records, presence(rank), rank=rank, world_size=3, deadline_s=soon()
+        )
 
     threads = [threading.Thread(target=rank_arrives, args=(rank,)) for rank in (2, 0, 1)]
     for thread in threads:
@@ -199,7 +216,7 @@ def test_everyone_learns_about_everyone_in_rank_order() -> None:
     ],
 )
 def test_who_did_not_come_is_named(here: list[int], world_size: int, missing: str) -> None:
-    shared = dist.HashStore()
+    shared = signed(dist.HashStore())
     for rank in here[1:]:
         shared.set(f"here/{rank}", "{}")
     with pytest.raises(RendezvousError, match=missing):
@@ -208,7 +225,7 @@ def test_who_did_not_come_is_named(here: list[int], world_size: int, missing: st
 
 @pytest.mark.parametrize("said", ["{", "[]", '{"host": 1}', "[" * 9_999, "\xff"])
 def test_a_presence_that_cannot_be_read_is_named(said: str) -> None:
-    shared = dist.HashStore()
+    shared = signed(dist.HashStore())
     shared.set("here/1", said)
     with pytest.raises(RendezvousError, match="what rank 1 announces cannot be read"):
         check_in(shared, presence(0), rank=0, world_size=2, deadline_s=soon())
@@ -222,6 +239,9 @@ def test_wait_until_looks_at_least_once() -> None:
 # -- publishing a port on one host ----------------------------------------------------------------
 
 
+SECRET = b"0123456789abcdef" * 4
+
+
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder in which ports are published; all users may write there."""
@@ -232,16 +252,17 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def note_of(port: int) -> str:
     """A note of this process, as `publish_port` writes it."""
     started = _start_time(os.getpid())
-    return json.dumps({"port": port, "pid": os.getpid(), "started": started})
+    note = {"port": port, "token": SECRET.decode(), "pid": os.getpid()}
+    return json.dumps({**note, "started": started})
 
 
 def test_a_published_port_is_read(temporary: Path) -> None:
-    note = publish_port("job-1", 4711)
-    assert read_port("job-1", rank=1, deadline_s=soon()) == 4711
+    note = publish_port("job-1", 4711, SECRET)
+    assert read_port("job-1", rank=1, deadline_s=soon()) == (4711, SECRET)
     assert list(temporary.iterdir()) == [note]
     assert note.stat().st_mode & 0o777 == 0o600
-    publish_port("job-1", 4712)
-    assert read_port("job-1", rank=1, deadline_s=soon()) == 4712
+    publish_port("job-1", 4712, SECRET)
+    assert read_port("job-1", rank=1, deadline_s=soon()) == (4712, SECRET)
     assert len(list(temporary.iterdir())) == 1
 
 
@@ -257,14 +278,14 @@ def test_another_user_can_neither_block_nor_forge_it(temporary: Path) -> None:
     planted[3].mkdir()
     with pytest.raises(RendezvousError, match=r"rank 1 waited .*job-1-\*\.json; rank 0 did not"):
         read_port("job-1", rank=1, deadline_s=soon(0.05))
-    assert publish_port("job-1", 4711) not in planted
-    assert read_port("job-1", rank=1, deadline_s=soon()) == 4711
+    assert publish_port("job-1", 4711, SECRET) not in planted
+    assert read_port("job-1", rank=1, deadline_s=soon()) == (4711, SECRET)
 
 
 def test_a_note_of_another_user_is_not_read(
     temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    publish_port("job-1", 4711)
+    publish_port("job-1", 4711, SECRET)
     me = os.getuid()
     monkeypatch.setattr(rendezvous.os, "getuid", lambda: me + 1)
     with pytest.raises(RendezvousError, match="as another user"):
@@ -288,28 +309,36 @@ def gone() -> int:
         lambda: {"port": "1", "pid": os.getpid(), "started": _start_time(os.getpid())},
         lambda: ["port", 1],
         lambda: {"port": 1, "pid": 10**30, "started": "1.0"},
+        lambda: json.loads(note_of(1)) | {"token": "short"},
+        lambda: json.loads(note_of(1)) | {"token": None},
     ],
-    ids=["ended", "ended, never known", "reused", "old version", "text", "list", "pid"],
+    ids=[
+        *("ended", "ended, never known", "reused", "old version", "text", "list", "pid"),
+        *("short token", "no token"),
+    ],
 )
 def test_what_a_dead_process_left_is_ignored(note: Callable[[], object], temporary: Path) -> None:
-    publish_port("job-1", 4711).write_text(json.dumps(note()))
+    content = note()
+    if isinstance(content, dict):
+        content = {"token": SECRET.decode(), **content}
+    publish_port("job-1", 4711, SECRET).write_text(json.dumps(content))
     with pytest.raises(RendezvousError, match=r"rank 2 waited .* for rank 0 .*job-1-\*\.json"):
         read_port("job-1", rank=2, deadline_s=soon(0.05))
-    publish_port("job-1", 4712)  # and takes its place
-    assert read_port("job-1", rank=2, deadline_s=soon()) == 4712
+    publish_port("job-1", 4712, SECRET)  # and takes its place
+    assert read_port("job-1", rank=2, deadline_s=soon()) == (4712, SECRET)
 
 
 def test_jobs_do_not_meet(temporary: Path) -> None:
-    publish_port("job-1", 1)
-    publish_port("job-2", 2)
-    assert read_port("job-1", rank=1, deadline_s=soon()) == 1
+    publish_port("job-1", 1, SECRET)
+    publish_port("job-2", 2, SECRET)
+    assert read_port("job-1", rank=1, deadline_s=soon()) == (1, SECRET)
     with pytest.raises(RendezvousError, match=r"job-3-\*\.json; rank 0 did not start"):
         read_port("job-3", rank=1, deadline_s=soon(0.05))
 
 
 def test_a_store_that_dies_during_the_meeting() -> None:
     class Dead:
-        def set(self, key: str, value: str) -> None:
+        def get_all(self, keys: list[str]) -> list[bytes]:
             raise RuntimeError("Connection reset by peer")
 
     with pytest.raises(RendezvousError, match=r"rank 0, which serves .* went away"):
@@ -343,7 +372,7 @@ def ask(store: Any, rank: int, interface: str = "lo") -> str:
 
 def on_all(interface: str) -> list[str]:
     """What all four hear."""
-    store = dist.HashStore()
+    store = signed(dist.HashStore())
     with ThreadPoolExecutor(4) as threads:
         return list(threads.map(lambda rank: ask(store, rank, interface), range(4)))
 
@@ -367,7 +396,7 @@ def test_all_hear_what_one_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_who_serves_the_store_stays_until_all_have_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous.socket, "create_connection", refused)
-    store = dist.HashStore()
+    store = signed(dist.HashStore())
     with ThreadPoolExecutor(3) as threads:
         first, *others = [threads.submit(ask, store, rank) for rank in range(3)]
         said = {other.result() for other in others}

@@ -19,16 +19,13 @@ BUSY = Activity(beat=0, where=READ)
 
 
 class Notes:
-    """A store that holds what ranks have noticed."""
+    """Records of what ranks have noticed."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
 
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self.values for key in keys)
-
-    def get(self, key: str) -> bytes:
-        return self.values[key]
+    def get(self, key: str) -> bytes | None:
+        return self.values.get(key)
 
 
 class Run:

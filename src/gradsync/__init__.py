@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from gradsync.errors import RunError as RunError
     from gradsync.errors import UsageError as UsageError
     from gradsync.plan.placement import place_parts as place_parts
+    from gradsync.runtime.activity import expect_wait as expect_wait
     from gradsync.runtime.resolve import explain_world as explain_world
     from gradsync.runtime.session import init as init
     from gradsync.sync.comm_hook import comm_hook as comm_hook
@@ -83,6 +84,7 @@ _HOMES = {
     "gradsync.compat.manager": ("DDPManager",),
     "gradsync.compat.course": ("NaiveDDPTrainer", "shard_batch"),
     "gradsync.plan.placement": ("place_parts",),
+    "gradsync.runtime.activity": ("expect_wait",),
     "gradsync.runtime.resolve": ("explain_world",),
     "gradsync.runtime.session": ("init",),
     "gradsync.sync.comm_hook": ("comm_hook",),

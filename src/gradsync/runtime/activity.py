@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import faulthandler
 import fcntl
+import functools
 import json
 import os
 import re
@@ -32,8 +33,12 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import FrameType
+from typing import ParamSpec, TypeVar
 
 from gradsync.core.files import one_line
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _WAITS = tuple(_PACKAGE + name + os.sep for name in ("comm", "sync", "backends"))
@@ -47,6 +52,7 @@ _PASSES_ON = ("wrapper", "_run_code", "_GeneratorContextManager", "Module._")
 _ANSWER_S = 0.5
 _FRAME = r'File "([^"\n]*)", line (\d+) in (\S+)'
 _NAME = "gradsync-stack"
+_DECLARED = "declared_wait"
 _IDLE = 0.2
 """Share of a core that an idle thread uses at most."""
 
@@ -61,8 +67,8 @@ class Activity:
     """Whether it is in a collective or a message, as far as its stack shows it."""
     idle: bool = False
     """Whether its thread has used next to no processor time since the heartbeat before."""
-    saves: bool = False
-    """Whether it writes a checkpoint."""
+    excused: bool = False
+    """Whether it writes a checkpoint, or is in a function declared by `expect_wait`."""
     issued: int = 0
     """Collectives that it has begun in the default process group."""
     since_s: float = 0.0
@@ -120,7 +126,7 @@ class Sampler:
             beat=beat,
             waits=waiting is not None,
             idle=idle,
-            saves=is_saving(frame),
+            excused=is_excused(frame),
             issued=issued,
             since_s=round(now - self._since, 2),
             where=place_of(frame),
@@ -148,14 +154,35 @@ def waiting_frame(frame: FrameType | None) -> FrameType | None:
     return frame
 
 
-def is_saving(frame: FrameType | None) -> bool:
-    """Whether `frame`'s thread writes a checkpoint, of ours or with torch.save."""
+def is_excused(frame: FrameType | None) -> bool:
+    """Whether `frame`'s thread writes a checkpoint, of ours or with torch.save, or is in a function
+    declared by `expect_wait`."""
     while frame is not None:
         file = frame.f_code.co_filename
-        if file.startswith(_SAVES[0]) or file.endswith(_SAVES[1]):
+        declared = file == __file__ and frame.f_code.co_name == _DECLARED
+        if declared or file.startswith(_SAVES[0]) or file.endswith(_SAVES[1]):
             return True
         frame = frame.f_back
     return False
+
+
+def expect_wait(function: Callable[P, R]) -> Callable[P, R]:
+    """Declare that other ranks may wait for `function`, as long as `timeout_s` allows: an
+    evaluation or a download by one rank. While it runs the wait is not reported, and after a signal
+    to stop it is waited for.
+
+        @gs.expect_wait
+        def evaluate(model): ...
+
+        if world.is_main:
+            evaluate(model)
+    """
+
+    @functools.wraps(function)
+    def declared_wait(*given: P.args, **named: P.kwargs) -> R:
+        return function(*given, **named)
+
+    return declared_wait
 
 
 def place_of(frame: FrameType | None) -> str:

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 _FACTOR = 3
 _LOOK_S = 1.0
-_SILENT_S = 2.0
+_SILENT_S = 1.5
 _MOST_NAMED = 8
 _MOST_PLACES = 256
 
@@ -37,8 +37,8 @@ class WaitReport:
     def __init__(self, peers: Peers, *, report_s: float) -> None:
         self._rank, self._peers, self.report_s = peers.rank, peers, report_s
         self.stuck: dict[int, Activity] = {}
-        """Ranks that this one has waited for longer than it usually does here, and that do not
-        write a checkpoint."""
+        """Ranks that this one has waited for longer than it usually does here, unless others may
+        wait for what they do."""
         self.silent: list[int] = []
         """Ranks whose heartbeat stands still, and that did not say why."""
         self._longest: dict[str, float] = {}
@@ -73,15 +73,13 @@ class WaitReport:
         silent = [rank for rank in still if not self._peers.has_noticed(rank)]
         new, self.silent = [rank for rank in silent if rank not in self.silent], silent
         waiting = waiting_ranks(found, silent)
-        if self._rank not in waiting:
-            return ""
         long_s = max(self.report_s, _FACTOR * self._longest.get(own.where, 0.0))
         late = {rank: each for rank, each in sorted(found.items()) if rank not in waiting}
-        self.stuck = {
-            rank: each
-            for rank, each in late.items()
-            if own.since_s >= long_s and not (each.saves and rank not in silent)
-        }
+        unexcused = {r: each for r, each in late.items() if not each.excused or r in silent}
+        waits = self._rank in waiting
+        self.stuck = unexcused if waits and own.since_s >= long_s else {}
+        if not waits or (late and not unexcused):
+            return ""
         if not new and own.since_s < max(long_s, self._next_s):
             return ""
         self._next_s = _FACTOR * own.since_s if own.since_s >= long_s else 0.0

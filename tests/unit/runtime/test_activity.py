@@ -29,7 +29,8 @@ from gradsync.runtime.activity import (
     Sampler,
     StackOnSignal,
     ask_for_stack,
-    is_saving,
+    expect_wait,
+    is_excused,
     place_of,
     read_activity,
     waiting_frame,
@@ -128,10 +129,19 @@ def test_paths_are_short_even_without_a_working_folder(
     assert len(long) == 300
 
 
-def test_who_saves() -> None:
-    assert is_saving(stack(LOOP, SAVE, THREADS))
-    assert is_saving(stack(USER, TORCH_SAVE))
-    assert not is_saving(stack(USER, STEP))
+def test_who_may_be_waited_for() -> None:
+    assert is_excused(stack(LOOP, SAVE, THREADS))
+    assert is_excused(stack(USER, TORCH_SAVE))
+    assert not is_excused(stack(USER, STEP))
+
+    @expect_wait
+    def evaluate(rows: int) -> tuple[int, bool]:
+        """Words."""
+        return rows, is_excused(sys._getframe())
+
+    assert evaluate(3) == (3, True)
+    assert evaluate.__doc__ == "Words."
+    assert not is_excused(sys._getframe())
 
 
 # -- a thread -------------------------------------------------------------------------------------

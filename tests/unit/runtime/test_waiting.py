@@ -159,12 +159,18 @@ def test_what_no_stack_shows_is_known_by_an_idle_rank_that_is_ahead() -> None:
     assert waiting_ranks({1: found[1]}) == []
 
 
+def test_a_wait_that_was_declared_is_not_reported() -> None:
+    run = Run()
+    assert run.wait(100, {1: replace(BUSY, excused=True)}) == []
+    assert Run().wait(100, {1: replace(BUSY, excused=True), 2: BUSY}) != []
+
+
 def test_only_a_rank_that_is_late_and_does_not_save_is_stuck() -> None:
     run = Run()
     run.wait(9, {1: BUSY}, BARRIER)
     assert run.report.stuck == {}
     run.compute()
-    run.wait(10, {1: BUSY, 2: replace(BUSY, saves=True)})
+    run.wait(10, {1: BUSY, 2: replace(BUSY, excused=True)})
     assert list(run.report.stuck) == [1]
     run.compute()
     assert run.report.stuck == {}

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from random import Random
@@ -51,16 +51,16 @@ def told(verdict: Verdict, path: str) -> str:
     )
 
 
-def table(verdicts: list[Verdict]) -> str:
-    """By kind: how many, how many as promised, the longest times."""
+def table(faults: Sequence[dict[str, Any]]) -> str:
+    """By kind: how many, how many as promised, the times, from the `faults` of records."""
     rows = ["| fault | planted | as promised | named after, s | ended after, s |"]
     rows.append("|---" * 5 + "|")
     for kind in FAULTS:
-        some = [each for each in verdicts if each.plan.kind == kind]
+        some = [each for each in faults if each["plan"]["kind"] == kind]
         if some:
-            named = _range([each.named_s for each in some if each.named_right])
-            ended = _range([each.ended_s for each in some])
-            kept = sum(not each.broken for each in some)
+            named = _range([each["named_s"] for each in some if each["named_right"]])
+            ended = _range([each["ended_s"] for each in some])
+            kept = sum(not each["broken"] for each in some)
             rows.append(f"| `{kind}` | {len(some)} | {kept} | {named} | {ended} |")
     return "\n".join(rows)
 
@@ -80,21 +80,20 @@ def main() -> int:
     given = parser.parse_args()
     kinds, ranks = given.kinds.split(","), [int(each) for each in given.ranks.split(",")]
     facts = environment(world_size=max(ranks), threads=1)
-    verdicts, faults, expect = [], [], ""
+    faults, expect = [], ""
     for plan, world_size, path in draw(given.count, given.seed, kinds, ranks):
         flags = [*FLAGS, f"--nproc-per-node={world_size}", *PATHS[path]]
         verdict = drill(plan, flags, expect=expect)
         expect = verdict.weights  # the default, `invariant`, has one on all of these
         print(told(verdict, path), flush=True)
-        verdicts.append(verdict)
         faults.append({**asdict(verdict), "path": path})
-    print(table(verdicts))
+    print(table(faults))
     command = shlex.join(["python", "tools/plant_faults.py", "FOLDER", *sys.argv[2:]])
     path = write_record(
         given.folder, name="faults", command=command, environment=facts, data={"faults": faults}
     )
     print(f"wrote {path}", file=sys.stderr)
-    return int(any(each.broken for each in verdicts))
+    return int(any(each["broken"] for each in faults))
 
 
 if __name__ == "__main__":

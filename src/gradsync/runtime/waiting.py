@@ -11,13 +11,10 @@ slow network, or an evaluation by one rank, is told of once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from gradsync.runtime.activity import Activity, ask_for_stack
 from gradsync.runtime.peers import Peers, process_state
-
-T = TypeVar("T")
 
 _FACTOR = 3
 _LOOK_S = 1.0
@@ -109,19 +106,11 @@ class WaitReport:
 
     def all_places(self, found: Mapping[int, Activity]) -> str:
         """Where ranks are that all wait for each other, and what that means."""
-        places = _by((rank, each.where) for rank, each in sorted(found.items()))
+        places: dict[str, list[int]] = {}
+        for rank, each in sorted(found.items()):
+            places.setdefault(each.where, []).append(rank)
         if len(places) == 1:
-            where, counts = (
-                next(iter(places)),
-                _by((r, each.issued) for r, each in sorted(found.items())),
-            )
-            if len(counts) == 1:
-                return f"in {where}: the network is slow, or stands"
-            told = "; ".join(f"{names(some)}: {count}" for count, some in counts.items())
-            return (
-                f"in {where}, after unlike numbers of collectives ({told}): a rank left one out, "
-                "or called one alone; or the network stands"
-            )
+            return f"in {next(iter(places))}: the network is slow, or stands"
         said = "; ".join(f"{names(some)} in {place}" for place, some in places.items())
         return f"in different calls: {said}"
 
@@ -163,14 +152,6 @@ def waiting_ranks(found: Mapping[int, Activity], silent: Collection[int] = ()) -
         for rank, each in sorted(found.items())
         if rank not in silent and (each.waits or (each.idle and each.issued > fewest))
     ]
-
-
-def _by(pairs: Iterable[tuple[int, T]]) -> dict[T, list[int]]:
-    """Ranks by what they have in common."""
-    found: dict[T, list[int]] = {}
-    for rank, value in pairs:
-        found.setdefault(value, []).append(rank)
-    return found
 
 
 def names(ranks: Sequence[int]) -> str:

@@ -137,17 +137,6 @@ def test_ranks_that_all_wait_are_told_apart() -> None:
     ]
 
 
-def test_ranks_in_one_call_that_have_begun_unlike_many_collectives() -> None:
-    """One rank left a collective out, or called one alone: they wait in the same line for ever."""
-    at_step = Activity(beat=0, waits=True, where=STEP)
-    report = Run().report
-    found = {rank: replace(at_step, issued=7 if rank == 1 else 8) for rank in range(3)}
-    assert report.all_places(found) == (
-        f"in {STEP}, after unlike numbers of collectives (ranks 0 and 2: 8; rank 1: 7): a rank "
-        "left one out, or called one alone; or the network stands"
-    )
-
-
 def test_what_no_stack_shows_is_known_by_an_idle_rank_that_is_ahead() -> None:
     found = {
         0: Activity(beat=1, idle=True, issued=7),

@@ -20,6 +20,7 @@ NAME = re.compile(r"RANK|LOGLEVEL|[A-Z][A-Z0-9]*(_[A-Z0-9]+)+|OMPI_MCA_[a-z_]+")
 NOT_READ = {
     *("TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE"),  # only set, for the agent
     *("ROLE_RANK", "ROLE_WORLD_SIZE"),  # only set, for ranks of a benchmark
+    "GRADSYNC_DRILL",  # only set, to find what a drill has started
     *("LOCAL_SIZE", "PCI_BUS_ID", "CUBLAS_STATUS_ALLOC_FAILED", "RAISE_VARARGS"),  # no variables
     *("BOOT_FAIL", "NODE_FAIL", "OUT_OF_MEMORY"),  # states of a job
 }

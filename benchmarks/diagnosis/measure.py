@@ -1,0 +1,95 @@
+"""What watching for hangs costs: the same steps with and without it, in turns, in one run.
+
+    gradsync launch --nproc-per-node 2 -- benchmarks/diagnosis/measure.py mini 40 [auto|backend]
+
+Turns of ten steps of 512 tokens on each rank; in every other turn no thread samples, publishes or
+reads what ranks do, and nobody looks for stragglers. Prints JSON: milliseconds of a step in each
+turn (slowest rank), and the median of the ratios of neighbouring turns with its quartiles.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+import gradsync as gs
+from gradsync.comm.values import all_gather_json
+from gradsync.models.config import PRESETS
+from gradsync.models.gpt import GPT, loss_sum
+
+STEPS, WARM_UP = 10, 2
+
+
+@contextmanager
+def unwatched(session: Any, sync: Any):
+    """Without the watch's thread, and without a look at who is slow."""
+    watch, stragglers = session._watch, sync._parts.stragglers
+    comm, stragglers._comm = stragglers._comm, None
+    watch.stop()
+    try:
+        yield
+    finally:
+        stragglers._comm = comm
+        stragglers._steps.clear()
+        watch._stop = threading.Event()
+        watch._thread = threading.Thread(target=watch._run, name="gradsync-watch", daemon=True)
+        watch.start()
+
+
+def main() -> None:
+    """See the module's docstring."""
+    name, rounds, collective = sys.argv[1], int(sys.argv[2]), (*sys.argv[3:], "auto")[0]
+    session = gs.init(seed=0, threads=1, device="cpu")
+    with session as world:
+        config = PRESETS[name]
+        model = GPT(config, seed=0)
+        sync = gs.replicate(model, world, collective=collective)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        tokens = torch.randint(0, config.vocab_size, (1, min(512, config.block_size)))
+        tokens = tokens.repeat(512 // tokens.shape[1], 1)
+
+        def turn() -> float:
+            sync.comm.barrier()
+            began = time.perf_counter()
+            for _ in range(STEPS):
+                sync.backward(loss_sum(model(tokens), tokens), weight=tokens.numel())
+                sync.step(optimizer, clip_norm=1.0)
+            return (time.perf_counter() - began) / STEPS * 1e3
+
+        for _ in range(WARM_UP):
+            turn()
+        mine: list[tuple[float, float]] = []
+        for number in range(rounds):
+            pair = [0.0, 0.0]
+            for which in (0, 1) if number % 2 else (1, 0):
+                if which:
+                    pair[1] = turn()
+                else:
+                    with unwatched(session, sync):
+                        pair[0] = turn()
+            mine.append((pair[0], pair[1]))
+        everyone = all_gather_json(sync.comm, mine)
+        if world.is_main:
+            off, on = (
+                [max(rank[i][which] for rank in everyone) for i in range(rounds)]
+                for which in (0, 1)
+            )
+            ratios = [b / a for a, b in zip(off, on, strict=True)]
+            low, middle, high = statistics.quantiles(ratios, n=4)
+            spread = [round(x, 4) for x in (low, high)]
+            figures = {"model": name, "collective": collective, "rounds": rounds}
+            figures |= {"ratio": round(middle, 4), "quartiles": spread}
+            figures |= {"off_ms": round(statistics.median(off), 2)}
+            figures |= {"on_ms": round(statistics.median(on), 2), "turns_ms": [off, on]}
+            print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

@@ -268,9 +268,9 @@ class FailureWatch:
         if failure is None:
             silent = self._peers.ended() or self._peers.silent_for(3 * self._interval_s)
             if silent:
+                self._peers.settle(len(silent), time.monotonic() + _SILENT_S)
                 said = self._peers.obituary(silent)
                 seen = f"this rank ({self._rank}) saw: {trouble}{self._keep_stacks(silent, error)}"
-                self._peers.settle(len(silent), time.monotonic() + _SILENT_S)
                 lives = not self._peers.ended() and all(r in self._peers.pids for r in silent)
                 code = LatePeerError.exit_code if lives and _is_late(trouble) else 1
                 return _because(PeerError(f"{said}; {seen}", exit_code=code), error)

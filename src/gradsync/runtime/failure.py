@@ -71,9 +71,9 @@ _LATE = re.compile(r"timed out waiting|application timeout", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The first failure of a run, as the failing rank wrote it down."""
+    """The first failure of a run, as the failing rank wrote it down, or one that found it dead."""
 
-    rank: int
+    rank: int  # -1 for the latter
     host: str
     summary: str
     traceback_text: str
@@ -111,7 +111,7 @@ def _is_sound(failure: Failure) -> bool:
     return (
         type(failure.stuck) is bool
         and all(type(number) is int for number in numbers)
-        and 0 <= failure.rank < 2**31
+        and -1 <= failure.rank < 2**31
         and 0 < failure.exit_code < 256
         and all(isinstance(text, str) for text in (*texts, failure.traceback_text))
     )
@@ -171,11 +171,10 @@ class FailureWatch:
     Args:
         store: the rendezvous's records, by a connection that nothing else blocks on.
         hosted_by_agent: the launcher serves the store, not rank 0.
-        hosts, processes: see `Peers`.
         connections: to the other ranks; looked after from here on.
         grace_s: how long the main thread may take to notice by itself before the process ends.
         stacks: where to write down what this rank is doing; None: nowhere.
-        report_s, num_issued: see `WaitReport` and `Sampler`.
+        hosts, processes, report_s, num_issued: see `Peers`, `WaitReport` and `Sampler`.
     """
 
     def __init__(
@@ -268,11 +267,14 @@ class FailureWatch:
         if failure is None:
             silent = self._peers.ended() or self._peers.silent_for(3 * self._interval_s)
             if silent:
-                self._peers.settle(len(silent), time.monotonic() + _SILENT_S)
                 said = self._peers.obituary(silent)
                 seen = f"this rank ({self._rank}) saw: {trouble}{self._keep_stacks(silent, error)}"
                 lives = not self._peers.ended() and all(r in self._peers.pids for r in silent)
                 code = LatePeerError.exit_code if lives and _is_late(trouble) else 1
+                # For ranks without a connection to the silent ones, who would only see us leave.
+                told = asdict(Failure(-1, "", _shortened(said), "", code))
+                self._store.claim("failure", json.dumps(told).encode())
+                self._peers.settle(len(silent), time.monotonic() + _SILENT_S)
                 return _because(PeerError(f"{said}; {seen}", exit_code=code), error)
             late = _is_late(trouble) and self._waits.lateness(self._doing)
             kept = self._keep_stacks(error=error)
@@ -281,7 +283,7 @@ class FailureWatch:
             failure = self._publish(error, cause, stuck=True)
         elif failure.stuck:
             self._keep_stacks(error=error)
-        if failure is not None:
+        if failure:
             log.info("rank %d saw", self._rank, exc_info=error)
             return failure.as_error()
         return cause and _because(cause, error)

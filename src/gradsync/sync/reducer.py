@@ -552,10 +552,8 @@ class NonFinite:
         looked_at = [(n, g.detach()) for n, g in named if large or g.numel() <= _SMALL]
         plain = [g for _, g in looked_at if g.is_floating_point() and g.layout == torch.strided]
         # One look at all norms first: names are for the step in which something is wrong.
-        if (
-            plain
-            and len(plain) == len(looked_at)
-            and torch.stack(foreach_norm(plain)).isfinite().all()
+        if len(plain) == len(looked_at) and (
+            not plain or torch.stack(foreach_norm(plain)).isfinite().all()
         ):
             return
         if found := non_finite(looked_at):

@@ -102,9 +102,9 @@ def test_the_launcher_hands_on_a_token_that_no_command_line_shows(tmp_path: Path
     script = tmp_path / "shows.py"
     script.write_text(SHOWS)
     told = []
-    for turn in ("one", "two"):
+    for turn, ranks in (("one", 2), ("two", 1)):
         (tmp_path / turn).mkdir()
-        words = ["--nproc-per-node", "2", "--", script, tmp_path / turn]
+        words = [f"--nproc-per-node={ranks}", "--", script, tmp_path / turn]
         run_python(["-m", "gradsync", "launch", *words]).ok()
         said = {path.read_text() for path in (tmp_path / turn).iterdir()}
         assert len(said) == 1

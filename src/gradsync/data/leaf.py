@@ -94,7 +94,7 @@ class Step:
         given = 0
         for given, leaf in enumerate(self._leaves, start=1):  # noqa: B007  counted to the end
             yield leaf
-        if given < len(self):  # sums without order would be another batch's, and nobody would know
+        if given < len(self):  # sums without order would hide that
             raise DataError(
                 f"step {self.number + 1} brought {given} of its {len(self)} leaves on this rank: "
                 "no rank may take this for the global batch"

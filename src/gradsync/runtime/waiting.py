@@ -40,6 +40,7 @@ class WaitReport:
         """Ranks whose heartbeat stands still, and that did not say why."""
         self._longest: dict[str, float] = {}
         """By place, the longest wait that ended well."""
+        self._excused = False
         self._wait: Activity | None = None
         self._next_s = 0.0
         self._looked: tuple[float, dict[int, Activity]] = (0.0, {})
@@ -73,9 +74,9 @@ class WaitReport:
         long_s = max(self.report_s, _FACTOR * self._longest.get(own.where, 0.0))
         late = {rank: each for rank, each in sorted(found.items()) if rank not in waiting}
         unexcused = {r: each for r, each in late.items() if not each.excused or r in silent}
-        waits = self._rank in waiting
+        waits, self._excused = self._rank in waiting, bool(late) and not unexcused
         self.stuck = unexcused if waits and own.since_s >= long_s else {}
-        if not waits or (late and not unexcused):
+        if not waits or self._excused:
             return ""
         if not new and own.since_s < max(long_s, self._next_s):
             return ""
@@ -136,10 +137,12 @@ class WaitReport:
 
     def _over(self) -> str:
         wait, said = self._wait, self._said
-        if wait is not None and (wait.where in self._longest or len(self._longest) < _MOST_PLACES):
+        # A checkpoint that takes a minute does not make a minute usual for the data that follow.
+        counts = wait is not None and not self._excused
+        if counts and (wait.where in self._longest or len(self._longest) < _MOST_PLACES):
             self._longest[wait.where] = max(wait.since_s, self._longest.get(wait.where, 0.0))
         self._said, self._next_s, self._looked = None, 0.0, (0.0, {})
-        self.stuck, self.silent = {}, []
+        self.stuck, self.silent, self._excused = {}, [], False
         return f"{said[0]} went on, after at least {said[1]:.0f} s" if said else ""
 
 

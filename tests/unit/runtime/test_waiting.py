@@ -151,6 +151,8 @@ def test_what_no_stack_shows_is_known_by_an_idle_rank_that_is_ahead() -> None:
 def test_a_wait_that_was_declared_is_not_reported() -> None:
     run = Run()
     assert run.wait(100, {1: replace(BUSY, excused=True)}) == []
+    run.compute()
+    assert run.wait(12, {1: BUSY}) != [], "it made no long wait usual here"
     assert Run().wait(100, {1: replace(BUSY, excused=True), 2: BUSY}) != []
 
 

@@ -119,7 +119,6 @@ else:
     with gs.init(device="cpu", timeout_s=TIMEOUT_S, threads=1) as world:
         sync = gs.replicate(model, world)
         train(world.rank, model, lambda x, name: gs.all_reduce(x, name=name, world=world))
-print("finished", flush=True)
 """
 
 
@@ -167,14 +166,13 @@ def run(kind: str, side: str) -> dict[str, Any]:
         "place": any("train.py:" in line and NAMED.search(line) for _, line in seen),
         "ended_s": None if code is None else round(ended - at, 1),
         "exit_code": code,
-        "finished": sum("finished" in line for _, line in seen),
         "left": len(left) if code is not None else 0,
     }
 
 
 def cell(found: dict[str, Any]) -> str:
     """What a reader wants to know of one run."""
-    if found["finished"] == RANKS and found["exit_code"] == 0:
+    if found["exit_code"] == 0:
         end = "ends as if nothing were"
     elif found["ended_s"] is None:
         end = f"still there after {LIMIT_S} s"
@@ -194,7 +192,8 @@ def table(record: dict[str, Any]) -> str:
         rows.append(f"| {name} | " + " | ".join(cell(found[kind, side]) for side in SIDES) + " |")
     about = (
         f"Three ranks, step 3, time limit of a collective {TIMEOUT_S} s on both sides (torch's "
-        f"own default is 30 minutes); {record['machine']}, torch {record['torch']}, "
+        "own default is 30 minutes; torchrun's summary counts as naming, though it may list others "
+        f"too); {record['machine']}, torch {record['torch']}, "
         f"{record['date']}. Seconds count from the fault."
     )
     return "\n".join(["<!-- scoreboard -->", about, "", *rows, "<!-- scoreboard: end -->"])

@@ -274,7 +274,7 @@ class Fault:
     code: int
     """Exit code of the run."""
     says: str
-    """Matches the line that says what is wrong; group `ranks` has those that it means."""
+    """Pattern of the line that says what is wrong; its group `ranks` holds the ranks at fault."""
     within_s: float = 3.0
     """Longest from the fault to that line, seconds; and a step, since only who waits speaks."""
 

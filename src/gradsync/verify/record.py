@@ -79,7 +79,7 @@ class Trace:
     """A whole run on one rank. Make it before a strategy touches the model: it has its names."""
 
     parameters: tuple[str, ...]  # names of all parameters, tied ones once
-    trainable: tuple[str, ...]  # names of those that are trained
+    trainable: tuple[str, ...]  # names of trained parameters
     persistent: tuple[str, ...] = ()  # names of the buffers that a checkpoint keeps
     steps: list[StepTrace] = field(default_factory=list)
 

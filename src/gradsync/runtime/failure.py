@@ -272,7 +272,7 @@ class FailureWatch:
                 lives = not self._peers.ended() and all(r in self._peers.pids for r in silent)
                 code = LatePeerError.exit_code if lives and _is_late(trouble) else 1
                 # For ranks without a connection to the silent ones, who would only see us leave.
-                told = asdict(Failure(-1, "", _shortened(said), "", code))
+                told = asdict(Failure(-1, "", _shortened(said), "", code, stuck=True))
                 self._store.claim("failure", json.dumps(told).encode())
                 self._peers.settle(len(silent), time.monotonic() + _SILENT_S)
                 return _because(PeerError(f"{said}; {seen}", exit_code=code), error)

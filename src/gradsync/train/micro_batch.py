@@ -126,7 +126,7 @@ def predicted(trial: Trial, size: int) -> float:
 
 
 def chosen_size(trials: Sequence[Trial], *, careful: bool) -> int | None:
-    """The largest size that fits, None if none does. If `careful`, only sizes nearly as fast as any:
+    """The largest size that fits; None if none does. `careful`: only sizes about as fast as any:
     a core is busy with one sequence, so there larger ones may only take more memory."""
     fitting = [trial for trial in trials if trial.fits]
     if careful:

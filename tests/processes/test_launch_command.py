@@ -120,6 +120,24 @@ def test_ctrl_c_is_one_line_of_one_rank(where: str, tmp_path: Path) -> None:
     assert re.fullmatch(r"gradsync: rank \d interrupted \(Ctrl-C\) in .*script.py:\d+\n", said)
 
 
+UNCLOSED = """
+import atexit, threading
+import gradsync as gs
+said = lambda: print(*(t.name for t in threading.enumerate() if t.name.startswith("gradsync")))
+atexit.register(said)
+gs.init(device="cpu", threads=1).open()
+"""
+
+
+def test_a_session_that_nothing_closes_leaves_no_thread_to_pythons_end(tmp_path: Path) -> None:
+    """As after Ctrl-C at the door of `__exit__`: such a thread aborts the process now and then."""
+    script = tmp_path / "script.py"
+    script.write_text(UNCLOSED)
+    for rank in run_forked([script], torch_ranks(2)):
+        assert rank.stdout == "\n", rank
+        assert "Fatal" not in rank.stderr
+
+
 def test_the_note_comes_before_anybody_leaves(tmp_path: Path) -> None:
     """Launchers end all ranks when one has left with 75; `exit.json` must be there by then."""
     late = tmp_path / "late.py"

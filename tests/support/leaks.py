@@ -139,16 +139,24 @@ def _files() -> frozenset[str]:
 
 
 def _in_use_elsewhere(path: str) -> bool:
-    """True for shared memory of a process that is no descendant of ours (somebody else's run)."""
+    """True for shared memory of a process that is no descendant of ours (another worker's test)."""
     if not path.startswith(SHARED_MEMORY):
         return False
+    try:
+        # By number: whoever makes a semaphore has mapped it under another name (sem_open links it).
+        inode = str(os.stat(path).st_ino)
+    except FileNotFoundError:
+        return True  # its owner removed it meanwhile
     session = os.getsid(0)
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
         try:
-            if os.getsid(int(entry.name)) != session and path in (entry / "maps").read_text():
-                return True
+            if os.getsid(int(entry.name)) == session:
+                continue
+            for line in (entry / "maps").read_text().splitlines():
+                if SHARED_MEMORY in line and line.split()[4] == inode:
+                    return True
         except OSError:  # it ended meanwhile, or belongs to somebody else
             continue
     return False

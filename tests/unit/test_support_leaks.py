@@ -91,6 +91,32 @@ def test_waits_for_a_thread_that_is_ending() -> None:
     thread.join()
 
 
+SEMAPHORE = """
+import multiprocessing, sys
+sys.stdin.readline()
+kept = multiprocessing.get_context("spawn").Semaphore()
+print("made", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_a_semaphore_of_another_workers_test_is_no_leak() -> None:
+    # Spawned workers of a data loader take seconds to start, and map it under its name only then.
+    command = [sys.executable, "-c", SEMAPHORE]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, start_new_session=True, text=True, **pipes) as other:
+        before = leaks.snapshot()
+        assert other.stdin and other.stdout
+        other.stdin.write("\n")
+        other.stdin.flush()
+        assert other.stdout.readline() == "made\n"
+        new = [path for path in leaks.snapshot().files - before.files if "/sem." in path]
+        found = leaks.leaks_since(before, settle_s=0)
+        other.stdin.close()
+    assert new
+    assert not [line for line in found if "/sem." in line]
+
+
 def test_torch_state_is_compared() -> None:
     old = {"default dtype": "float32", "default process group": False}
     new = {"default dtype": "float64", "default process group": True}

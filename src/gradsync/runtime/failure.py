@@ -19,6 +19,7 @@ its stacks down before it ends (stacks.py).
 
 from __future__ import annotations
 
+import atexit
 import dis
 import json
 import logging
@@ -219,13 +220,16 @@ class FailureWatch:
         self._thread = threading.Thread(target=self._run, name="gradsync-watch", daemon=True)
 
     def start(self) -> None:
-        """Begin watching."""
+        """Begin watching. It ends with the program at the latest: Ctrl-C can hit before the session
+        closes, and a thread that Python's end finds in torch's code aborts the process."""
+        atexit.register(self.stop)
         self._thread.start()
 
     def stop(self) -> None:
         """End the watch; returns once the thread has gone."""
         self._stop.set()
         self._thread.join()
+        atexit.unregister(self.stop)
 
     def settle(self, error: BaseException) -> RunError | None:
         """Decide whose failure `error` is: None for our own (now published), else what to raise.

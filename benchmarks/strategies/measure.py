@@ -27,7 +27,8 @@ from gradsync.world import World
 _SNAPSHOTS = 3
 """Memory is looked at so often; the least of them counts."""
 _ARRIVE_S = 0.05
-"""Before each look, so that messages under way arrive and their temporaries are gone, seconds."""
+"""Before each look, once all ranks have sent theirs: messages under way arrive and their
+temporaries go, seconds."""
 
 
 @dataclass(slots=True)
@@ -54,10 +55,10 @@ def measure(settings: Settings, world: World) -> dict[str, Any]:
     batch = _batch(settings, world.rank)
     contestants, samples = {}, {}
     for name in names:
-        time.sleep(_ARRIVE_S)  # the last contestant's messages are no part of this one
-        before = _tensor_bytes()
+        before = _tensor_bytes(comm)  # the last contestant's messages are no part of this one
         contestants[name] = enter(name, settings, world, levels)
-        samples[name] = Samples(held_bytes=_warm_up(contestants[name], settings, batch) - before)
+        held = _warm_up(contestants[name], settings, batch, comm)
+        samples[name] = Samples(held_bytes=held - before)
     for number in range(settings.rounds):
         first = number % len(names)
         for name in names[first:] + names[:first]:
@@ -81,14 +82,15 @@ def _batch(settings: Settings, rank: int) -> tuple[Tensor, Tensor]:
     return inputs, targets
 
 
-def _warm_up(contestant: Contestant, settings: Settings, batch: tuple[Tensor, Tensor]) -> int:
+def _warm_up(
+    contestant: Contestant, settings: Settings, batch: tuple[Tensor, Tensor], comm: Communicator
+) -> int:
     """Two turns that are not recorded; returns what all tensors hold after backward, bytes."""
     least: list[int] = []
     for number in reversed(range(2 * settings.steps)):
         contestant.backward(*batch)
         if number < min(_SNAPSHOTS, settings.steps):
-            time.sleep(_ARRIVE_S)
-            least.append(_tensor_bytes())
+            least.append(_tensor_bytes(comm))
         contestant.update()
     return min(least)
 
@@ -115,8 +117,10 @@ def _turn(
     samples.exposed_s.append(exposed_s)
 
 
-def _tensor_bytes() -> int:
+def _tensor_bytes(comm: Communicator) -> int:
     """Bytes of all tensors that Python knows of; memory that several share counts once."""
+    comm.barrier()
+    time.sleep(_ARRIVE_S)
     gc.collect()
     sizes: dict[int, int] = {}
     for found in gc.get_objects():

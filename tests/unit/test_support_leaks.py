@@ -106,7 +106,8 @@ def test_a_semaphore_of_another_workers_test_is_no_leak() -> None:
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, start_new_session=True, text=True, **pipes) as other:
         before = leaks.snapshot()
-        assert other.stdin and other.stdout
+        assert other.stdin
+        assert other.stdout
         other.stdin.write("\n")
         other.stdin.flush()
         assert other.stdout.readline() == "made\n"

@@ -195,8 +195,7 @@ class FailureWatch:
     ) -> None:
         from torch.distributed import DistError
 
-        # The store's client raises it once its server has gone. Nothing wider: a mistake of ours
-        # must not be reported as another process's death.
+        # The client raises it once its server has gone. No wider: a mistake of ours is no death.
         self._store_gone = DistError
         self._store = store
         self._rank = rank
@@ -220,13 +219,13 @@ class FailureWatch:
         self._thread = threading.Thread(target=self._run, name="gradsync-watch", daemon=True)
 
     def start(self) -> None:
-        """Begin watching. It ends with the program at the latest: Ctrl-C can hit before the session
-        closes, and a thread that Python's end finds in torch's code aborts the process."""
+        """Begin watching."""
+        # Ctrl-C may spare the session its end; Python's, meeting a thread in torch's code, aborts.
         atexit.register(self.stop)
         self._thread.start()
 
     def stop(self) -> None:
-        """End the watch; returns once the thread has gone."""
+        """End the watch and its thread."""
         self._stop.set()
         self._thread.join()
         atexit.unregister(self.stop)
@@ -253,8 +252,8 @@ class FailureWatch:
             return _because(PeerError(said), error)
 
     def _settle_trouble(self, error: BaseException, trouble: BaseException) -> RunError | None:
-        """The rank behind a collective that failed: one that wrote it down, else a silent one, or
-        one that has left or is late. None when there is none: `error` is all that is known then."""
+        """The rank behind a collective that failed: one that wrote it down, is silent, has left or
+        is late; None: `error` is all that is known."""
         # No heartbeat comes from here any more; the others must not take us for the dead one.
         if self._seen is None:
             self._peers.notice(NOTICED)
@@ -392,11 +391,8 @@ class FailureWatch:
         )
 
     def _look_around(self) -> list[int]:
-        """Ranks that went without a word, should the main thread not notice.
-
-        Gloo does not always wake who waits on a connection that ends. One that has ended says that
-        a process has gone, whatever it was doing; ranks that leave in good order say so before.
-        """
+        """Ranks that went without a word, should the main thread not notice: Gloo does not always
+        wake who waits on a connection that ends. Ranks that leave in good order say so before."""
         if self._connections is None:
             return []
         self._connections.keep_up()
@@ -445,8 +441,8 @@ def _cause(trouble: BaseException, rank: int, late: str, peers: Peers) -> RunErr
 
 def _is_late(trouble: BaseException) -> bool:
     """Whether the time was up: shared memory's, or Gloo's."""
-    gloos = _is_gloos(trouble) and _LATE.search(str(trouble)) is not None
-    return gloos or isinstance(trouble, LatePeerError)
+    late = _is_gloos(trouble) and _LATE.search(str(trouble))
+    return bool(late) or isinstance(trouble, LatePeerError)
 
 
 def _because(cause: RunError, error: BaseException) -> RunError:

@@ -441,8 +441,8 @@ def call_and_leave(
         value = torch.tensor(1.0 + rank)
         dist.all_reduce(value)
         seen["sum"] = value.item()
-        (leave,) = at_exit
-        leave()
+        for leave in reversed(at_exit):  # as Python does
+            leave()
     return seen | {"group after": dist.is_initialized()}
 
 

@@ -95,7 +95,7 @@ def agree_on_metadata(
         RunError: ranks are at the steps of different models.
     """
     # Equal numbers, and only those, have W n and W n^2 as their sums.
-    marks = [power for n in (number, *digest, sample) for power in (n, n**2)]
+    marks = [power for n in (number + 1, *digest, sample) for power in (n, n**2)]
     parts = ([stop, discard, changed, late], marks, loss, used, counts)
     message = torch.tensor([x for part in parts for x in part], dtype=torch.float64)
     comm.all_reduce(message).wait()
@@ -104,6 +104,11 @@ def agree_on_metadata(
     )
     equal = [comm.world_size * mark == sum_ for mark, sum_ in zip(marks, agreed_marks, strict=True)]
     if not all(equal[:2]):
+        if agreed_marks[:2] == marks[:2]:
+            raise RunError(
+                "ranks call different operations at the same time: the others sum a step's metadata"
+                f", rank(s) {comm.rank} something else (only its own numbers came back)"
+            )
         raise RunError(
             f"rank {comm.rank}: ranks synchronise different models at the same time: models that "
             "share a process group must take turns in one order on all ranks; or replicate them "

@@ -287,7 +287,10 @@ _GONE = (
     r"rank(?:\(s\))? (?P<ranks>\d[\d, ]*)(?:on \S+ |which serves the rendezvous store, )*"
     r"(?:vanished without|was ended by SIGKILL)"
 )
-_OTHER = r"rank\(s\) (?P<ranks>[\d, ]+) something else"
+_OTHER = (
+    r"rank(?:\(s\))? (?P<ranks>[\d, ]+)"
+    r"(?:something else|was ended by SIGABRT \(Gloo does it where ranks called different)"
+)
 _CALLS = r"(?:: |; )rank (?P<ranks>[\d, ]+): all_reduce "
 _LEAVES = r".*(?:leaf \d+ came where|of its \d+ leaves)"
 _REPLICAS = (

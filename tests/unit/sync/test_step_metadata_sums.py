@@ -12,7 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradsync.comm.groups import SingleCommunicator
-from gradsync.sync.step_metadata import NUM_BINS, LossSum, from_bins, to_bins
+from gradsync.errors import RunError
+from gradsync.sync.step_metadata import (
+    NUM_BINS,
+    LossSum,
+    agree_on_metadata,
+    from_bins,
+    to_bins,
+)
 
 NUMBERS = st.lists(
     st.floats(allow_nan=False, allow_infinity=False, min_value=-1e60, max_value=1e60),
@@ -77,3 +84,12 @@ def test_a_loss_that_is_changed_later_was_added_as_it_was() -> None:
     total, weight = sums.over_ranks(SingleCommunicator(), sums.message())
     assert float(total) == 9.0
     assert weight == sums.weight == math.fsum([0.1, 0.2])
+
+
+def test_a_rank_that_hears_itself_alone_says_so() -> None:
+    """Else it would go on with its own loss, and step where the others do not."""
+    comm = SingleCommunicator()
+    assert agree_on_metadata(comm, [True], loss=[2.0]).loss == [2.0]
+    comm.world_size = 3  # but its sum is over itself
+    with pytest.raises(RunError, match=r"rank\(s\) 0 something else \(only its own numbers"):
+        agree_on_metadata(comm, [True], loss=[2.0])

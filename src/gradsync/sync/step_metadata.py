@@ -1,18 +1,16 @@
 """The one small message of a step: values that only the host knows, summed over all ranks.
 
 It carries losses and weights as exact sums, which parameters have gradients, the wish to stop or to
-discard, and a digest of the optimizers' settings: a rank that steps with another learning rate
-(`ReduceLROnPlateau` on its own loss, a checkpoint that only rank 0 loaded) trains another model;
-where ranks divide the update among themselves, all of them get one mixture of both, which no
-comparison of replicas can detect afterwards. So settings are compared before any update.
+discard, and a digest of the optimizers' settings: a rank with another learning rate (a scheduler
+on its own loss, a checkpoint that only rank 0 loaded) trains another model; where ranks divide the
+update, all get a mixture, which no comparison of replicas can detect. So it is compared before.
 
 [Note: Fixed bins] The bits of these sums depend on neither order nor grouping, unlike those of
 floating point. Below 2^200 a number is cut into its multiples of 2^170, the remaining multiples of
 2^140, and so on down to 2^-220; anything smaller is dropped. A part is an integer of 30 bits on the
 scale of its bin, so up to 2^23 of them add without rounding in float64, here or by an all-reduce.
 Only the sum of the bins rounds, equally on all ranks. One message is enough: no scale has to be
-agreed on first. (Demmel and Nguyen 2013, "Fast reproducible floating-point summation"; the purpose
-is that of Shewchuk's exact sums, `math.fsum`.)
+agreed on first. (Demmel and Nguyen 2013, "Fast reproducible floating-point summation".)
 """
 
 from __future__ import annotations
@@ -104,15 +102,13 @@ def agree_on_metadata(
     )
     equal = [comm.world_size * mark == sum_ for mark, sum_ in zip(marks, agreed_marks, strict=True)]
     if not all(equal[:2]):
-        if agreed_marks[:2] == marks[:2]:
-            raise RunError(
-                "ranks call different operations at the same time: the others sum a step's metadata"
-                f", rank(s) {comm.rank} something else (only its own numbers came back)"
-            )
         raise RunError(
-            f"rank {comm.rank}: ranks synchronise different models at the same time: models that "
-            "share a process group must take turns in one order on all ranks; or replicate them "
-            "together, as one torch.nn.ModuleList"
+            "ranks call different operations at the same time: the others sum a step's metadata, "
+            f"rank(s) {comm.rank} something else (only its own numbers came back)"
+            if agreed_marks[:2] == marks[:2]
+            else f"rank {comm.rank}: ranks synchronise different models at the same time: models "
+            "that share a process group must take turns in one order on all ranks; or replicate "
+            "them together, as one torch.nn.ModuleList"
         )
     stops, discards, changes, lates = (number > 0 for number in flags)
     any_used = [use > 0 for use in any_use]

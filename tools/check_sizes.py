@@ -24,7 +24,7 @@ BUDGETS = {
     **{"core": 960, "runtime": 4_120, "comm": 2_625, "sync": 9_375, "data": 2_460},
     **{"checkpoint": 1_340, "models": 585, "parallel": 1_260, "plan": 4_930, "train": 3_990},
     **{"launch": 1_640, "compat": 1_120, "backends": 700, "verify": 3_265, "bench": 4_885},
-    "cli": 3_465,
+    "cli": 3_470,
 }
 """Lines of each package, docstrings and blanks included. They only go down: raising one takes a
 commit that says why."""

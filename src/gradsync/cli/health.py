@@ -34,6 +34,7 @@ from gradsync.runtime.coordinator import given_port, run_command
 from gradsync.runtime.machine import available_bytes, choose_threads, host_cores, total_bytes
 from gradsync.runtime.network import interface_towards, own_address
 from gradsync.runtime.rendezvous import first_line
+from gradsync.runtime.store import TOKEN
 from gradsync.world import World
 
 Level = Literal["ok", "warning", "blocker"]
@@ -125,6 +126,7 @@ def _network_facts(env: Mapping[str, str], world: World, towards: str) -> dict[s
         **{"host": host, "address": address, "own_address": own, "interface": interface},
         **{"named_interface": env.get("GLOO_SOCKET_IFNAME", "").strip(), "port": port},
         **{"interfaces": list(psutil.net_if_addrs()), "port_problem": problem},
+        **{"one_host": world.one_host, "token": bool(env.get(TOKEN, "").strip())},
     }
 
 
@@ -224,7 +226,7 @@ def _judge_gpus(facts: Facts) -> Finding:
 
 
 def judge_network(facts: Facts) -> list[Finding]:
-    """The host's name, the interface for gloo, the port."""
+    """The host's name, the interface for gloo, the port, who may write into the rendezvous."""
     host, address, there = facts["host"], facts["address"], facts["interfaces"]
     said = f"{host} is {address}" if address else f"{host} does not resolve, as MPI and torch need"
     cure = f"add `{facts['own_address']} {host}` to /etc/hosts"
@@ -240,7 +242,12 @@ def judge_network(facts: Facts) -> list[Finding]:
     said = f"{facts['port'] or 'one'} cannot be bound: {problem}"
     said = said if problem else f"{facts['port'] or 'a free one'} can be bound"
     cure = "set MASTER_PORT to a free port, the same for all ranks"
-    return [*found, grade("port", said, cure, blocker=problem)]
+    found.append(grade("port", said, cure, blocker=problem))
+    unsigned = not facts["one_host"] and not facts["token"]
+    said = "given" if facts["token"] else "made by the ranks of one host"
+    said = "none: whoever reaches the rendezvous can write into it" if unsigned else said
+    cure = f"give all ranks one {TOKEN}, made by `openssl rand -hex 32`"
+    return [*found, grade("job token", said, cure, warning=unsigned)]
 
 
 def judge_limits(facts: Facts) -> list[Finding]:

@@ -11,6 +11,7 @@ from gradsync.comm.groups import RankPlacement, SingleCommunicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.errors import ConfigError, GradsyncError, RunError
 from gradsync.sync.replicate import replicate
+from gradsync.world import World
 from support.engine_cases import (
     PROBLEMS,
     Leaf,
@@ -40,7 +41,7 @@ WAYS = (
 LAYOUTS = {
     4: ((1, "nothing"), (2, "leaf"), (2, "nothing"), (2, "differently"), (4, "leaf")),
     6: ((2, "differently"), (3, "leaf")),
-    8: ((2, "differently"), (4, "nothing")),
+    8: ((1, "leaf"), (2, "differently"), (4, "nothing")),
 }
 """Ranks -> (ranks a host, what is told of leaves)."""
 
@@ -85,9 +86,11 @@ def test_any_way_on_one_rank(way: Way) -> None:
 
 @pytest.mark.parametrize("world_size", LAYOUTS)
 def test_in_two_stages(world_size: int) -> None:
+    small = {"bucket_mb": KIB, "collective": "backend"}
     ways = tuple(
-        Way(told=told, ranks_a_host=size, options={"bucket_mb": KIB})
+        Way(told=told, ranks_a_host=size, options=small | more)
         for size, told in LAYOUTS[world_size]
+        for more in ({}, {"reduction": "hierarchical"})[: 1 + (told == "leaf")]
     )
     for name in ("branches", "5 leaves"):
         for found in hashes(PROBLEMS[name], ways, world_size):
@@ -196,6 +199,40 @@ def test_leaves_of_a_rank_that_do_not_follow_each_other(leaves: list[int]) -> No
     backward(first)
     with pytest.raises(GradsyncError, match=f"leaf {second} came where leaf {first + 1} was due"):
         backward(second)
+
+
+def test_hosts_are_followed_where_the_world_tells_them_apart(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    two_by_two = {"world_size": 4, "local_world_size": 2, "num_nodes": 2}
+    worlds = {
+        "inside of 2 hosts": lambda r: World(
+            rank=r, local_rank=r % 2, node_rank=r // 2, **two_by_two
+        ),
+        "got [[0, 2], [1, 3]]": lambda r: World(
+            rank=r, local_rank=r // 2, node_rank=r % 2, **two_by_two
+        ),
+        "": lambda r: World(rank=r, world_size=4),  # made by hand: every rank has one place
+    }
+
+    def work(rank: int, group: dist.ProcessGroup) -> list[Tensor]:
+        comm, found = ProcessGroupCommunicator(group), []
+        for make in worlds.values():
+            model = nn.Linear(2, 2)
+            sync = replicate(model, make(rank), sync="invariant", comm=comm)
+            for leaf in (2 * rank, 2 * rank + 1):
+                inputs = torch.arange(2.0 * leaf, 2 * leaf + 2)
+                sync.backward(model(inputs).square().sum(), weight=1)
+            sync.step(torch.optim.SGD(model.parameters(), lr=0.1))
+            sync.close()
+            found.append(model.weight.detach().clone())
+        return found
+
+    with caplog.at_level("INFO", logger="gradsync"):
+        ranks = run_thread_ranks(work, 4)
+    assert all(torch.equal(a, b) for rank in ranks for a, b in zip(rank, ranks[0], strict=True))
+    for said in worlds:
+        assert said in caplog.text
 
 
 def test_two_stages_need_hosts_in_order() -> None:

@@ -168,7 +168,7 @@ class Way:
     """How the handle learns what it may know of a leaf."""
     sync: str = "invariant"
     ranks_a_host: int | None = None
-    """Pretend hosts of that size, and add up in two stages."""
+    """Pretend hosts of that size: sums follow them."""
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -184,7 +184,7 @@ def train(problem: Problem, way: Way, comm: Communicator) -> str:
     """Train on this rank's share of each step; returns the hash."""
     options = dict(way.options)
     if way.ranks_a_host is not None:
-        options |= {"reduction": "hierarchical", "groups": pretend_hosts(comm, way.ranks_a_host)}
+        options |= {"groups": pretend_hosts(comm, way.ranks_a_host).placement}
     with global_random_state:
         torch.manual_seed(1000 + comm.rank)
         model = problem.model()

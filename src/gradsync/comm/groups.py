@@ -141,12 +141,15 @@ class RankPlacement:
 
 
 def share_placement(
-    comm: Communicator, world: World, device: torch.device | str = "cpu"
+    comm: Communicator, world: World, device: torch.device | str | None = None
 ) -> RankPlacement:
     """Exchange the placement of all ranks of `comm`, those of `world`, in rank order.
 
-    One all-gather, int64 [2] from each rank, on `device`.
+    One all-gather, int64 [2] from each rank, on `device`; None: one that the process group takes.
     """
+    if device is None:
+        on_gpu = dist.is_initialized() and "cpu" not in device_types(dist.group.WORLD)
+        device = world.device if on_gpu else "cpu"
     mine = torch.tensor([world.node_rank, world.local_rank], device=device)
     seats = torch.zeros(2 * comm.world_size, dtype=mine.dtype, device=device)
     comm.all_gather(seats, mine).wait()
@@ -170,6 +173,10 @@ class Groups:
         return self.placement.equal_nodes
 
 
+Hosts = Groups | RankPlacement
+"""What a strategy may know of hosts: where ranks sit, with or without communicators."""
+
+
 def groups(world: World) -> Groups:
     """Build the groups inside and between nodes; every rank calls it at the same point.
 
@@ -177,9 +184,7 @@ def groups(world: World) -> Groups:
         ConfigError: two ranks report the same local rank on the same node.
         RunError: several ranks, but no process group (outside of `with gs.init()`).
     """
-    comm = communicator(world)
-    on_gpu = world.is_distributed and "cpu" not in device_types(dist.group.WORLD)
-    placement = share_placement(comm, world, world.device if on_gpu else "cpu")
+    placement = share_placement(communicator(world), world)
     parts = {"intra": placement.nodes, "inter": placement.columns}
     made: dict[str, Communicator] = {}
     for name, lists in parts.items():

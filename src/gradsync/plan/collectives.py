@@ -222,11 +222,24 @@ def hierarchical(place: GroupPlace, num_bytes: float) -> float:
     return 2 * ring_pass(inside, num_bytes) + ring(between, num_bytes / place.local)
 
 
-def owners(place: GroupPlace, num_bytes: float) -> float:
-    """all_reduce as `invariant` does it: every rank sends each other rank that one's S/n to add
-    up, and gets each sum back. The bytes of a ring; the n - 1 messages of each way set out at once,
-    and are posted one after the other."""
+def tree(place: GroupPlace, num_bytes: float) -> float:
+    """all_reduce as `invariant` does it with one node a rank (sync/tree_exchange.py): shards inside
+    the hosts, each shard between them, back inside; across all ranks where hosts are unequal."""
+    if place.num_hosts == 1 or place.ranks % place.local:
+        return _up_and_down(place, num_bytes)
+    groups = place.local * place.groups_per_host
+    inside = replace(place, ranks=place.local, network=None)
+    between = replace(place, ranks=place.num_hosts, per_host=1, groups_per_host=groups)
+    return _up_and_down(inside, num_bytes) + _up_and_down(between, num_bytes / place.local)
+
+
+def _up_and_down(place: GroupPlace, num_bytes: float) -> float:
+    """One stage of `tree`: halves go up the tree where ranks are a power of two. Else every rank
+    sends each other rank that one's S/n to add up, and gets each sum back; the n - 1 messages of
+    each way set out at once, and are posted one after the other."""
     n, crossing = place.ranks, place.ranks - place.local
+    if n & (n - 1) == 0 and not n % place.local:
+        return halving(place, num_bytes)
     one_way = (place.local - 1) * place.link.seconds(num_bytes / n)
     one_way += crossing * place.seconds(num_bytes / n, far=True, senders=place.local)
     return 2 * one_way
@@ -238,7 +251,7 @@ _CHOSEN: dict[str, Callable[[GroupPlace, float], float]] = {
     "doubling": doubling,
     "hierarchical": hierarchical,
 }
-ALL_REDUCE = {**_CHOSEN, "owners": owners}
+ALL_REDUCE = {**_CHOSEN, "tree": tree}
 
 
 def all_reduce_s(place: GroupPlace, num_bytes: float, algorithm: str = "best") -> float:
@@ -322,8 +335,8 @@ def shares_memory(recipe: Recipe) -> bool:
 def _of_recipe(recipe: Recipe) -> Traffic:
     own = {"ring": "ring", "recursive_doubling": "doubling", "hierarchical": "hierarchical"}
     algorithm = own.get(recipe.reduction, "best")
-    if recipe.order == "invariant" and recipe.reduction == "backend":
-        algorithm = "owners"
+    if recipe.order == "invariant":
+        algorithm = "tree"
     through_host = recipe.collective != "backend" and recipe.update == "auto"
     return Traffic(
         grouping=recipe.grouping,

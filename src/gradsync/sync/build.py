@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gradsync.comm.base import Communicator
-from gradsync.comm.groups import Groups, for_background
+from gradsync.comm.base import Communicator, Messenger
+from gradsync.comm.groups import Groups, Hosts, RankPlacement, Subset, for_background
 from gradsync.comm.p2p_collectives import (
     doubling_all_reduce,
     hierarchical_all_reduce,
@@ -44,7 +44,10 @@ log = logging.getLogger("gradsync")
 
 
 def build_engine(
-    model: nn.Module, comm: Communicator, recipe: Recipe, groups: Groups | None = None
+    model: nn.Module,
+    comm: Communicator,
+    recipe: Recipe,
+    groups: Hosts | None = None,
 ) -> Engine:
     """Bind `recipe` to a model and the ranks of `comm`.
 
@@ -52,7 +55,8 @@ def build_engine(
         model: on its device; its replicas are equal already.
         comm: all ranks.
         recipe: describes the strategy.
-        groups: ranks inside the host and between hosts, for `reduction='hierarchical'`.
+        groups: ranks inside the host and between hosts, for `reduction='hierarchical'`; where
+            ranks sit, for sums along the tree.
 
     Raises:
         ConfigError: a hierarchical recipe without groups.
@@ -94,7 +98,7 @@ def build_engine(
 
 
 def _exchange(
-    comm: Communicator, recipe: Recipe, groups: Groups | None, device: torch.device
+    comm: Communicator, recipe: Recipe, groups: Hosts | None, device: torch.device
 ) -> Exchange:
     if recipe.order == "invariant":
         channel = draw_channel(comm)
@@ -137,21 +141,32 @@ def _over_hosts(comm: Communicator, recipe: Recipe, groups: Groups) -> OverHosts
     )
 
 
-def _tree_levels(comm: Communicator, recipe: Recipe, groups: Groups | None) -> list[Communicator]:
-    if recipe.reduction == "backend":
+def _tree_levels(comm: Communicator, recipe: Recipe, groups: Hosts | None) -> list[Messenger]:
+    """The messengers that sums along the tree go through: `[comm]`, or inside of the hosts and
+    between them, where ranks sit as that needs."""
+    required = recipe.reduction == "hierarchical"
+    if groups is None and not required:
         return [comm]
-    groups = _known(groups)
-    in_order = [rank for ranks in groups.placement.nodes for rank in ranks]
-    if not groups.equal_nodes or in_order != list(range(comm.world_size)):
+    placement = groups if isinstance(groups, RankPlacement) else _known(groups).placement
+    hosts = placement.nodes
+    in_order = [rank for ranks in hosts for rank in ranks] == list(range(comm.world_size))
+    if placement.equal_nodes and in_order:
+        inside, between = placement.node_of(comm.rank), placement.column_of(comm.rank)
+        if comm.rank == 0:
+            log.info("sums along the tree: inside of %d hosts, then between them", len(hosts))
+        return [Subset(comm, inside), Subset(comm, between)]
+    said = f"hosts with equally many ranks, numbered host by host; got {hosts}"
+    if required:
         raise ConfigError(
-            "order='invariant' with reduction='hierarchical' needs hosts with equally many ranks, "
-            f"numbered host by host; got {groups.placement.nodes}; use reduction='backend'"
+            f"order='invariant' with reduction='hierarchical' needs {said}; use reduction='backend'"
         )
-    return [groups.intra, groups.inter]
+    if comm.rank == 0:
+        log.warning("each rank's sums cross between hosts apart; quicker with %s", said)
+    return [comm]
 
 
 def _algorithm(
-    comm: Communicator, recipe: Recipe, groups: Groups | None
+    comm: Communicator, recipe: Recipe, groups: Hosts | None
 ) -> Callable[[Tensor], None]:
     channel = draw_channel(comm)
     everyone = Channel(comm, channel)
@@ -166,8 +181,8 @@ def _algorithm(
     )
 
 
-def _known(groups: Groups | None) -> Groups:
-    if groups is None:
+def _known(groups: Hosts | None) -> Groups:
+    if not isinstance(groups, Groups):
         raise ConfigError(
             "reduction='hierarchical' needs to know which ranks share a host: give `replicate` the "
             "world of `gs.init()`, or `groups=gs.groups(world)`"

@@ -23,8 +23,9 @@ from gradsync.sync.options import (
 if TYPE_CHECKING:
     from torch import nn
 
-    from gradsync.comm.groups import Groups
+    from gradsync.comm.groups import Hosts
     from gradsync.sync.reducer import Reducer
+    from gradsync.world import World
 
 Promise = Literal["bitwise", "rounding", "lossy"]
 
@@ -70,16 +71,14 @@ def _naive(model: nn.Module, comm: Communicator, *_: Any) -> Reducer:
     return NaiveReducer(model, comm)
 
 
-def _engine(
-    model: nn.Module, comm: Communicator, groups: Groups | None, options: Recipe
-) -> Reducer:
+def _engine(model: nn.Module, comm: Communicator, groups: Hosts | None, options: Recipe) -> Reducer:
     from gradsync.sync.build import build_engine
 
     return build_engine(model, comm, options, groups)
 
 
 def _ddp(
-    model: nn.Module, comm: Communicator, groups: Groups | None, options: DdpOptions
+    model: nn.Module, comm: Communicator, groups: Hosts | None, options: DdpOptions
 ) -> Reducer:
     from gradsync.sync.torch_ddp import TorchDdpReducer
 
@@ -87,7 +86,7 @@ def _ddp(
 
 
 def _powersgd(
-    model: nn.Module, comm: Communicator, groups: Groups | None, options: PowerSgdOptions
+    model: nn.Module, comm: Communicator, groups: Hosts | None, options: PowerSgdOptions
 ) -> Reducer:
     from gradsync.sync.torch_ddp import build_powersgd
 
@@ -95,7 +94,7 @@ def _powersgd(
 
 
 def _fsdp(
-    model: nn.Module, comm: Communicator, groups: Groups | None, options: FsdpOptions
+    model: nn.Module, comm: Communicator, groups: Hosts | None, options: FsdpOptions
 ) -> Reducer:
     import torch
 
@@ -109,7 +108,7 @@ def _fsdp(
 
 
 def _local_sgd(
-    model: nn.Module, comm: Communicator, groups: Groups | None, options: LocalSgdOptions
+    model: nn.Module, comm: Communicator, groups: Hosts | None, options: LocalSgdOptions
 ) -> Reducer:
     from gradsync.sync.periodic import AloneReducer, LocalSgdReplicas
 
@@ -117,7 +116,7 @@ def _local_sgd(
 
 
 def _diloco(
-    model: nn.Module, comm: Communicator, groups: Groups | None, options: DilocoOptions
+    model: nn.Module, comm: Communicator, groups: Hosts | None, options: DilocoOptions
 ) -> Reducer:
     from gradsync.sync.periodic import AloneReducer, DilocoReplicas
 
@@ -274,7 +273,7 @@ def build_reducer(
     strategy: Strategy,
     model: nn.Module,
     comm: Communicator,
-    groups: Groups | None,
+    groups: Hosts | None,
     options: Mapping[str, Any],
 ) -> Reducer:
     """Bind `strategy` to a model and a communicator.
@@ -283,7 +282,7 @@ def build_reducer(
         strategy: a value of `STRATEGIES`.
         model: on its device; its replicas are equal.
         comm: all ranks.
-        groups: for strategies that know hosts.
+        groups: for strategies that know hosts; where ranks sit is enough for sums along the tree.
         options: of the strategy, by name.
 
     Raises:
@@ -333,3 +332,9 @@ def wants_groups(strategy: Strategy, options: Mapping[str, Any]) -> bool:
     """Whether the strategy depends on which ranks share a host."""
     reduction = None if strategy.recipe is None else strategy.recipe.reduction
     return options.get("reduction", reduction) == "hierarchical"
+
+
+def follows_hosts(strategy: Strategy, options: Mapping[str, Any], world: World) -> bool:
+    """Whether the strategy's sums are quicker for knowing which ranks share a host of `world`."""
+    order = None if strategy.recipe is None else strategy.recipe.order
+    return not world.one_host and options.get("order", order) == "invariant"

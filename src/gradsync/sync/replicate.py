@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from gradsync.comm.base import Communicator
-from gradsync.comm.groups import communicator
+from gradsync.comm.groups import communicator, share_placement
 from gradsync.comm.shared_memory.choose import fastest, share_memory
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
 from gradsync.errors import ConfigError, RunError
@@ -21,6 +22,7 @@ from gradsync.sync.registry import (
     build_reducer,
     check_options,
     find_strategy,
+    follows_hosts,
     wants_groups,
 )
 from gradsync.sync.watch import optimizer_watch
@@ -29,7 +31,7 @@ from gradsync.world import World
 if TYPE_CHECKING:
     from torch import nn
 
-    from gradsync.comm.groups import Groups
+    from gradsync.comm.groups import Hosts
 
 
 def replicate(
@@ -39,7 +41,7 @@ def replicate(
     sync: str = "invariant",
     batch_norm: str | None = None,
     comm: Communicator | None = None,
-    groups: Groups | None = None,
+    groups: Hosts | None = None,
     **options: Any,
 ) -> GradientSync:
     """Replicate `model` over the ranks of `world`: all start from rank 0's weights, and stay equal.
@@ -61,6 +63,7 @@ def replicate(
             `gradsync.sync.batch_norm`.
         comm: a communicator to use instead of the world's own.
         groups: from `gs.groups(world)`, for `sync="hierarchical"`; None makes them from `world`.
+            Sums along the tree follow the hosts without them, by where `world` says ranks sit.
         options: of the strategy, such as `bucket_mb=25.0`.
 
     Raises:
@@ -77,11 +80,13 @@ def replicate(
     if comm is None:
         world = World.from_process_group() if world is None else world
         comm = communicator(world)
+    one_host = world is None or world.one_host
     if groups is None and world is not None and wants_groups(strategy, options):
         from gradsync.comm.groups import groups as make_groups
 
         groups = make_groups(world)
-    one_host = world is None or world.one_host
+    elif groups is None and world is not None and follows_hosts(strategy, options, world):
+        groups = _placement(comm, world)
     handle = _bind(
         strategy, model, comm, options, groups=groups, batch_norm=batch_norm, one_host=one_host
     )
@@ -93,13 +98,22 @@ def replicate(
     return handle
 
 
+def _placement(comm: Communicator, world: World) -> Hosts | None:
+    """Where all ranks sit; None when the caller's communicator has other ranks than the world, or
+    two say that they have one place (hosts of one name, a `World` made by hand)."""
+    if comm.world_size == world.world_size:
+        with suppress(ConfigError):  # on all ranks
+            return share_placement(comm, world)
+    return None
+
+
 def _bind(
     strategy: Strategy,
     model: nn.Module,
     comm: Communicator,
     options: dict[str, Any],
     *,
-    groups: Groups | None,
+    groups: Hosts | None,
     batch_norm: str | None,
     one_host: bool,
 ) -> GradientSync:

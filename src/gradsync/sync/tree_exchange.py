@@ -9,15 +9,23 @@ much as in a ring all-reduce; with uneven shares a rank has up to 2 log2(leaves)
 that many slices in the first half. Everything goes point to point on a thread beside backward, so
 it does not interfere with the main thread's collectives.
 
-Hierarchical: the same in two stages. Ranks of a host first add the nodes inside of the host's
-leaves (its largest nodes), then ranks with the same place on every host finish the tree for their
-shard. The additions are the tree's, so bits are the same.
+Over hosts, where equally many ranks sit on each and are numbered host by host: the same in two
+stages. Ranks of a host first add the nodes inside of the host's leaves (its largest nodes), then
+ranks with the same place on every host finish the tree for their shard, so that a rank of L sends
+1/L of what crosses. The additions are the tree's, so bits are the same.
+
+Siblings: where n ranks, a power of two, have one node each and these are the tree's next level, a
+stage goes up the tree itself: partners at distance 1, 2, 4 ... exchange halves of what they have
+left and add them (recursive halving), and go back down in the same way. The same bytes in
+log2(n) messages instead of n - 1. (Thakur et al. 2005, "Optimization of collective communication
+operations in MPICH", with the distances in the tree's order.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -50,6 +58,24 @@ class TreeStage:
     """Nodes held by each rank of `comm`, in leaf order."""
     wanted: list[Node]
     """Nodes that the owners of their shards compute."""
+
+    @property
+    def siblings(self) -> bool:
+        """Whether the ranks' nodes are all those below one node, a power of two."""
+        count, (level, first) = len(self.nodes), (self.nodes[0] or [(0, 1)])[0]
+        below = [[(level, first + place)] for place in range(count)]
+        return count & (count - 1) == 0 and first % count == 0 and self.nodes == below
+
+    def parts(self, region: Tensor) -> list[Tensor]:
+        """`region`, [n], and the parts of it with which this rank goes on after each round; the
+        last one is its shard, [n / ranks]."""
+        rank, ranks = self.comm.rank, self.comm.world_size
+        if not self.siblings:
+            return [region, _part(region, rank, ranks)]
+        found = [region]
+        for distance in _distances(ranks.bit_length()):
+            found.append(found[-1].chunk(2)[rank & distance > 0])
+        return found
 
 
 class TreeExchange(Exchange):
@@ -142,14 +168,15 @@ class TreeExchange(Exchange):
             values = _add(values, singles, largest_nodes(self._own))
         parts = [result]
         for stage in self._stages:
-            values = _scatter_add(stage, values, parts[-1])
-            parts.append(_part(parts[-1], stage.comm.rank, stage.comm.world_size))
+            climb = _halve_add if stage.siblings else _scatter_add
+            values = climb(stage, values, parts[-1])
+            parts.append(stage.parts(parts[-1])[-1])
         if not values:
             parts[-1].zero_()  # no rank had a leaf
         elif values[0].data_ptr() != parts[-1].data_ptr():
             parts[-1].copy_(values[0])
         for stage, part in zip(reversed(self._stages), reversed(parts[:-1]), strict=True):
-            _all_gather(stage.comm, part)
+            (_double if stage.siblings else _all_gather)(stage, part)
 
 
 def _add(values: list[Tensor], nodes: Sequence[Node], wanted: Sequence[Node]) -> list[Tensor]:
@@ -187,8 +214,39 @@ def _scatter_add(stage: TreeStage, values: list[Tensor], region: Tensor) -> list
     return _add(arrived, nodes, stage.wanted)
 
 
-def _all_gather(comm: Messenger, region: Tensor) -> None:
+def _halve_add(stage: TreeStage, values: list[Tensor], region: Tensor) -> list[Tensor]:
+    """As `_scatter_add` between siblings: a message of [n / 2], then [n / 4] ... to one rank each,
+    the bucket's dtype; beside backward."""
+    kept = stage.parts(values[0])
+    for distance, (whole, half) in zip(_distances(len(kept)), pairwise(kept), strict=True):
+        partner, got = stage.comm.rank ^ distance, torch.empty_like(half)
+        stage.comm.exchange([(_other(whole, half), partner)], [(got, partner)]).wait()
+        half.add_(got)  # left + right or right + left: one sum
+    return [kept[-1]]
+
+
+def _double(stage: TreeStage, region: Tensor) -> None:
+    """As `_all_gather` between siblings, the messages of `_halve_add` in reverse."""
+    kept = stage.parts(region)
+    rounds = zip(_distances(len(kept)), pairwise(kept), strict=True)
+    for distance, (whole, half) in reversed(list(rounds)):
+        partner = stage.comm.rank ^ distance
+        stage.comm.exchange([(half, partner)], [(_other(whole, half), partner)]).wait()
+
+
+def _distances(num_parts: int) -> list[int]:
+    return [1 << power for power in range(num_parts - 1)]
+
+
+def _other(whole: Tensor, half: Tensor) -> Tensor:
+    """The half of `whole` that `half` is not."""
+    low, high = whole.chunk(2)
+    return high if half.data_ptr() == low.data_ptr() else low
+
+
+def _all_gather(stage: TreeStage, region: Tensor) -> None:
     """All-gather the shards of `region`, [n], in place, by messages of [n / ranks], its dtype."""
+    comm = stage.comm
     ranks = range(comm.world_size)
     parts = [_part(region, rank, comm.world_size) for rank in ranks]
     others = [rank for rank in ranks if rank != comm.rank]

@@ -127,7 +127,8 @@ ONE_HOST = [
     ("halving", 4, 2 * ((1 + 4) + (1 + 2))),
     ("doubling", 4, 2 * (1 + 8)),
     ("hierarchical", 4, 6 * (1 + 2)),
-    ("owners", 4, 2 * 3 * (1 + 2)),
+    ("tree", 4, 2 * ((1 + 4) + (1 + 2))),
+    ("tree", 3, 2 * 2 * (1 + 8 / 3)),
     # 3 ranks: one hands its 8 bytes to a partner and gets them back
     ("doubling", 3, 1 * (1 + 8) + 2 * (1 + 8)),
     ("halving", 3, 2 * (1 + 4) + 2 * (1 + 8)),
@@ -151,8 +152,15 @@ def test_two_hosts_of_two() -> None:
     # Halving: 4 bytes to the neighbour, 2 bytes across; and back.
     assert all_reduce_s(pairs, 8, "halving") == pytest.approx(2 * ((1 + 4) + (10 + 20)))
     assert all_reduce_s(pairs, 8, "best") == pytest.approx(70)
-    # Owners: one message of 2 bytes inside, two across, each way.
-    assert all_reduce_s(pairs, 8, "owners") == pytest.approx(2 * ((1 + 2) + 2 * (10 + 20)))
+    # The tree: 4 bytes to the neighbour, 2 across; and back.
+    assert all_reduce_s(pairs, 8, "tree") == pytest.approx(2 * ((1 + 4) + (10 + 20)))
+    # Three hosts of two: 4 bytes to the neighbour, a third of them to each other host.
+    tree = 2 * (1 + 4) + 2 * 2 * (10 + 10 * 4 / 3)
+    assert all_reduce_s(place(6, 2), 8, "tree") == pytest.approx(tree)
+    # Two hosts, of two and of one: everything goes to its owner, one inside and one across.
+    assert all_reduce_s(place(3, 2), 8, "tree") == pytest.approx(
+        2 * ((1 + 8 / 3) + (10 + 10 * 8 / 3))
+    )
 
 
 def test_ranks_share_the_port_of_their_host() -> None:

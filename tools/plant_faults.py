@@ -80,19 +80,20 @@ def main() -> int:
     given = parser.parse_args()
     kinds, ranks = given.kinds.split(","), [int(each) for each in given.ranks.split(",")]
     facts = environment(world_size=max(ranks), threads=1)
-    faults, expect = [], ""
+    command = shlex.join(["python", "tools/plant_faults.py", "FOLDER", *sys.argv[2:]])
+    faults, expect, written = [], "", given.folder
     for plan, world_size, path in draw(given.count, given.seed, kinds, ranks):
         flags = [*FLAGS, f"--nproc-per-node={world_size}", *PATHS[path]]
         verdict = drill(plan, flags, expect=expect)
         expect = verdict.weights  # the default, `invariant`, has one on all of these
         print(told(verdict, path), flush=True)
         faults.append({**asdict(verdict), "path": path})
+        data = {"faults": faults}  # after each, so that an end before the last loses none
+        written = write_record(
+            given.folder, name="faults", command=command, environment=facts, data=data
+        )
     print(table(faults))
-    command = shlex.join(["python", "tools/plant_faults.py", "FOLDER", *sys.argv[2:]])
-    path = write_record(
-        given.folder, name="faults", command=command, environment=facts, data={"faults": faults}
-    )
-    print(f"wrote {path}", file=sys.stderr)
+    print(f"wrote {written}", file=sys.stderr)
     return int(any(each["broken"] for each in faults))
 
 

@@ -27,6 +27,8 @@ FLAGS = (
     *("--model.n-layer=1", "--model.n-embd=48", "--model.block-size=16", "--eval.max-tokens=64"),
     *("--tokens-per-update=128", "--micro-batch-size=1"),
 )
+QUICK = ("--timeout-s=6",)
+"""Where nobody is to be told of after ten seconds."""
 PATHS = {"shared memory": (), "messages": ("--sync-options.collective=backend",)}
 
 
@@ -83,7 +85,8 @@ def main() -> int:
     command = shlex.join(["python", "tools/plant_faults.py", "FOLDER", *sys.argv[2:]])
     faults, expect, written = [], "", given.folder
     for plan, world_size, path in draw(given.count, given.seed, kinds, ranks):
-        flags = [*FLAGS, f"--nproc-per-node={world_size}", *PATHS[path]]
+        quick = QUICK if FAULTS[plan.kind].within_s <= 5 else ()
+        flags = [*FLAGS, *quick, f"--nproc-per-node={world_size}", *PATHS[path]]
         verdict = drill(plan, flags, expect=expect)
         expect = verdict.weights  # the default, `invariant`, has one on all of these
         print(told(verdict, path), flush=True)

@@ -184,7 +184,7 @@ def train(problem: Problem, way: Way, comm: Communicator) -> str:
     """Train on this rank's share of each step; returns the hash."""
     options = dict(way.options)
     if way.ranks_a_host is not None:
-        options |= {"groups": pretend_hosts(comm, way.ranks_a_host).placement}
+        options |= {"groups": pretend_hosts(comm, way.ranks_a_host)}
     with global_random_state:
         torch.manual_seed(1000 + comm.rank)
         model = problem.model()

@@ -31,6 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from gradsync.errors import ConfigError
@@ -170,6 +171,18 @@ class Block(nn.Module):
         return x_BTC + self.dropout(self.mlp(self.mlp_norm(x_BTC)))
 
 
+class _Undrawn(TorchFunctionMode):
+    """Leaves new weights as they are: to draw on "meta" torch imports its compiler, a second."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        if getattr(func, "__module__", "") == nn.init.__name__:
+            return given["tensor"] if "tensor" in given else args[0]
+        return func(*args, **given)
+
+
 class GPT(nn.Module):
     """The decoder. Same weights for the same seed, whatever the rank or the device.
 
@@ -202,7 +215,8 @@ class GPT(nn.Module):
         self.activation_checkpointing = activation_checkpointing
         self.loss_rows = loss_rows
         home = torch.get_default_device()
-        with torch.device("meta"):  # layers would draw their own, rank-dependent start values
+        # Layers would draw their own, rank-dependent start values.
+        with torch.device("meta"), _Undrawn():
             self.embed = nn.Embedding(config.vocab_size, config.n_embd)
             self.dropout = nn.Dropout(config.dropout)
             self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))

@@ -11,15 +11,15 @@ anywhere.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import Optimizer
 
 from gradsync.comm.base import Communicator, Work
@@ -29,6 +29,9 @@ from gradsync.errors import ConfigError
 from gradsync.sync.elementwise import PieceOptimizer, State, group_numbers
 from gradsync.sync.exchange import Then
 from gradsync.sync.layout import BucketPlan, Piece, Slot, pieces_of_shard
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 class ShardedBucket(PieceOptimizer):
@@ -170,8 +173,10 @@ def share_of_rows(tensor: Tensor, rank: int, world_size: int) -> Share:
         rank: this rank.
         world_size: number of ranks.
     """
-    if not isinstance(tensor, DTensor):
+    if not _is_sharded(tensor):
         return whole_share(tensor, rank)
+    from torch.distributed.tensor import Shard
+
     assert tuple(tensor.placements) == (Shard(0),), "rows alone are contiguous"
     rows, row, held = tensor.shape[0], prod(tensor.shape[1:]), tensor.to_local().numel()
     start = min(rank * -(-rows // world_size), rows) * row
@@ -240,7 +245,7 @@ def _flat(name: str, value: Any, like: Tensor) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     if value.shape == like.shape:
-        return (value.to_local() if isinstance(value, DTensor) else value.detach()).reshape(-1)
+        return local(value).reshape(-1)
     if value.dim() == 0:
         return value
     raise not_elementwise(name, value.shape, like.shape)
@@ -367,6 +372,12 @@ def _name(dtype: torch.dtype) -> str:
 # -- sharded tensors (DTensor) and whole ones -----------------------------------------------------
 
 
+def _is_sharded(tensor: Any) -> TypeGuard[DTensor]:
+    """Whether it is a DTensor: none is where nothing has imported their module, half a second."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
 def gather_weights(model: nn.Module) -> dict[str, Tensor]:
     """Gather whole parameters and buffers by name, as `state_dict()` of the unsharded model.
 
@@ -387,19 +398,21 @@ def load_whole_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
 @torch.no_grad()
 def whole(tensor: Tensor) -> Tensor:
     """Gather a sharded tensor on every rank; a plain one is returned as it is."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    return tensor.full_tensor() if _is_sharded(tensor) else tensor.detach()
 
 
 @torch.no_grad()
 def local(tensor: Tensor) -> Tensor:
     """This rank's part, sharing its memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    return tensor.to_local() if _is_sharded(tensor) else tensor.detach()
 
 
 def part_of(tensor: Tensor, like: Tensor) -> Tensor:
     """This rank's part of a whole tensor if it were sharded as `like`; nothing is sent."""
-    if not isinstance(like, DTensor) or isinstance(tensor, DTensor):
+    if not _is_sharded(like) or _is_sharded(tensor):
         return local(tensor)
+    from torch.distributed.tensor import distribute_tensor
+
     tensor = tensor.detach().to(like.device)
     sharded = distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
     return local(sharded)
@@ -409,7 +422,7 @@ def shaped_as(value: Any, like: Tensor) -> Any:
     """Place and shape this rank's flat elements as `like`; a number stays as it is."""
     if not isinstance(value, Tensor) or value.dim() == 0:
         return value
-    if not isinstance(like, DTensor):
+    if not _is_sharded(like):
         return value.view(like.shape)
     copy = torch.zeros_like(like, dtype=value.dtype)
     local(copy).view(-1).copy_(value)

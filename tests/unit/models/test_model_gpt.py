@@ -15,6 +15,7 @@ from gradsync.errors import ConfigError
 from gradsync.models.config import GPTConfig
 from gradsync.models.gpt import GPT, loss_sum, loss_sum_in_rows, rope_tables, rotate
 from gradsync.train.config import TrainConfig
+from support.launchers import run_python
 
 SMALL = GPTConfig(n_layer=2, n_head=4, n_embd=32, vocab_size=61, block_size=24, hidden_dim=48)
 
@@ -301,3 +302,19 @@ def test_what_the_loss_in_rows_does_not_go_with(changes):
         TrainConfig(loss_rows=64, **changes)
     with pytest.raises(ConfigError, match="loss_rows must be at least 1; got 0"):
         TrainConfig(loss_rows=0)
+
+
+SLOW_IMPORTS = """
+import sys
+from gradsync.models.config import GPTConfig
+from gradsync.models.gpt import GPT
+import gradsync.train.run
+GPT(GPTConfig(n_layer=1, n_embd=32, n_head=2, vocab_size=64, block_size=16, tie_head=False))
+slow = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor")
+print(*(name for name in slow if name in sys.modules))
+"""
+
+
+def test_a_start_imports_no_compiler_and_no_sharded_tensors() -> None:
+    """Together they would be a quarter of the time that a rank takes to begin."""
+    assert run_python(["-c", SLOW_IMPORTS]).ok().stdout == "\n"

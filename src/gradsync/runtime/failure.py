@@ -58,7 +58,7 @@ log = logging.getLogger("gradsync")
 
 _POLL_S = 0.25
 _GRACE_S = 5.0
-_SILENT_S = 2.0
+_SILENT_S, _HEARD_S = 2.0, 5.0
 _LAST_WORDS_S = 2.0
 _WRITTEN_S = 0.5
 _BEATS_A_LOOK = 8
@@ -309,7 +309,6 @@ class FailureWatch:
         self, error: BaseException, cause: RunError | None = None, *, stuck: bool = False
     ) -> Failure | None:
         """Write `error` down; returns another rank's failure instead if that one was first."""
-        until = time.monotonic() + _SILENT_S
         failure = replace(describe(error, self._rank, cause), stuck=stuck)
         record = json.dumps(asdict(failure)).encode()
         if self._store.claim("failure", record) != record:
@@ -318,10 +317,11 @@ class FailureWatch:
 
         def all_heard() -> bool:
             self._store.claim("failure", record)  # again, should a stranger have written over it
-            return not self._peers.unheard()
+            gone = {*self._waits.silent, *self._peers.ended()}
+            return gone.issuperset(self._peers.unheard())
 
         with suppress(self._store_gone):  # rank 0 served it, and leaves once it has heard
-            wait_until(all_heard, until)
+            wait_until(all_heard, time.monotonic() + _HEARD_S)
         return None
 
     def _read(self) -> Failure | None:

@@ -58,13 +58,8 @@ class TreeStage:
     """Nodes held by each rank of `comm`, in leaf order."""
     wanted: list[Node]
     """Nodes that the owners of their shards compute."""
-
-    @property
-    def siblings(self) -> bool:
-        """Whether the ranks' nodes are all those below one node, a power of two."""
-        count, (level, first) = len(self.nodes), (self.nodes[0] or [(0, 1)])[0]
-        below = [[(level, first + place)] for place in range(count)]
-        return count & (count - 1) == 0 and first % count == 0 and self.nodes == below
+    siblings: bool
+    """Whether `are_siblings(nodes)`."""
 
     def parts(self, region: Tensor) -> list[Tensor]:
         """`region`, [n], and the parts of it with which this rank goes on after each round; the
@@ -76,6 +71,13 @@ class TreeStage:
         for distance in _distances(ranks.bit_length()):
             found.append(found[-1].chunk(2)[rank & distance > 0])
         return found
+
+
+def are_siblings(nodes: Sequence[Sequence[Node]]) -> bool:
+    """Whether these are all nodes of one level below another node, one on each rank."""
+    count, (level, first) = len(nodes), (nodes[0] or [(0, 1)])[0]
+    below = [[(level, first + place)] for place in range(count)]
+    return count & (count - 1) == 0 and first % count == 0 and list(nodes) == below
 
 
 class TreeExchange(Exchange):
@@ -143,7 +145,7 @@ class TreeExchange(Exchange):
         total = root(ranges[-1].stop)
         nodes = [largest_nodes(leaves) for leaves in ranges]
         if len(self._levels) == 1:
-            self._stages = [TreeStage(self._levels[0], nodes, [total])]
+            self._stages = [TreeStage(self._levels[0], nodes, [total], are_siblings(nodes))]
             return
         intra, inter = self._levels
         size = intra.world_size
@@ -154,7 +156,10 @@ class TreeExchange(Exchange):
         host = self._comm.rank // size
         of_hosts = [largest_nodes(leaves) for leaves in hosts]
         here = nodes[host * size : (host + 1) * size]
-        self._stages = [TreeStage(intra, here, of_hosts[host]), TreeStage(inter, of_hosts, [total])]
+        self._stages = [
+            TreeStage(intra, here, of_hosts[host], are_siblings(here)),
+            TreeStage(inter, of_hosts, [total], are_siblings(of_hosts)),
+        ]
 
     def _reduce(self, buffers: list[Tensor]) -> None:
         """Add up and distribute; the result ends in `buffers[0]`."""

@@ -132,6 +132,7 @@ class Store:
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failure, "_SILENT_S", 0.0)
+    monkeypatch.setattr(failure, "_HEARD_S", 0.0)
 
 
 ITSELF = {1: Presence(socket.gethostname(), "", os.getpid())}
@@ -252,6 +253,23 @@ def test_who_serves_the_store_stays_until_the_others_have_heard(
             left.result(timeout=0.1)
         store.set("noticed/2", HEARD)
         assert "rank 1 on there failed first" in str(left.result(timeout=3.0))
+
+
+def test_who_fails_waits_for_those_that_live_and_for_no_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A busy rank may take seconds to read why, and would blame the store that went with rank 0."""
+    monkeypatch.setattr(failure, "_HEARD_S", 60.0)
+    store = Store("alive")
+    watch = FailureWatch(store, rank=0, world_size=3, processes=ELSEWHERE)
+    watch._waits.silent = [2]
+    watch.start()
+    with ThreadPoolExecutor(1) as threads:
+        left = threads.submit(watch.settle, ValueError("mine"))
+        with pytest.raises(TimeoutError):
+            left.result(timeout=0.3)
+        store.set("noticed/1", HEARD)
+        assert left.result(timeout=10.0) is None
 
 
 def test_a_stopped_process_is_not_called_dead(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,11 +121,16 @@ def test_ctrl_c_is_one_line_of_one_rank(where: str, tmp_path: Path) -> None:
 
 
 UNCLOSED = """
-import atexit, threading
+import atexit, sys, threading, time
+from pathlib import Path
 import gradsync as gs
 said = lambda: print(*(t.name for t in threading.enumerate() if t.name.startswith("gradsync")))
 atexit.register(said)
-gs.init(device="cpu", threads=1).open()
+world, here = gs.init(device="cpu", threads=1).open(), Path(sys.argv[1], "1 is here")
+if world.rank == 1:
+    here.touch()
+while not here.exists():  # rank 0 serves the store: rank 1 still needs it
+    time.sleep(0.01)
 """
 
 
@@ -133,7 +138,7 @@ def test_a_session_that_nothing_closes_leaves_no_thread_to_pythons_end(tmp_path:
     """As after Ctrl-C at the door of `__exit__`: such a thread aborts the process now and then."""
     script = tmp_path / "script.py"
     script.write_text(UNCLOSED)
-    for rank in run_forked([script], torch_ranks(2)):
+    for rank in run_forked([script, tmp_path], torch_ranks(2)):
         assert rank.stdout == "\n", rank
         assert "Fatal" not in rank.stderr
 

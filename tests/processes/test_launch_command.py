@@ -124,12 +124,13 @@ UNCLOSED = """
 import atexit, sys, threading, time
 from pathlib import Path
 import gradsync as gs
-said = lambda: print(*(t.name for t in threading.enumerate() if t.name.startswith("gradsync")))
-atexit.register(said)
-world, here = gs.init(device="cpu", threads=1).open(), Path(sys.argv[1], "1 is here")
-if world.rank == 1:
-    here.touch()
-while not here.exists():  # rank 0 serves the store: rank 1 still needs it
+def say():  # first to be registered, last to be called
+    print(*(t.name for t in threading.enumerate() if t.name.startswith("gradsync")))
+    if world.rank == 1:
+        here.touch()
+atexit.register(say)
+world, here = gs.init(device="cpu", threads=1).open(), Path(sys.argv[1], "rank 1 has said it")
+while world.rank == 0 and not here.exists():  # it serves the store, which rank 1 still needs
     time.sleep(0.01)
 """
 

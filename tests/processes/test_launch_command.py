@@ -129,7 +129,8 @@ def say():  # first to be registered, last to be called
     if world.rank == 1:
         here.touch()
 atexit.register(say)
-world, here = gs.init(device="cpu", threads=1).open(), Path(sys.argv[1], "rank 1 has said it")
+session, here = gs.init(device="cpu", threads=1), Path(sys.argv[1], "rank 1 has said it")
+world = session.open()
 while world.rank == 0 and not here.exists():  # it serves the store, which rank 1 still needs
     time.sleep(0.01)
 """

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -128,16 +128,18 @@ def _own_step(sync: Any, model: nn.Module, optimizer: Optimizer, inputs: Tensor)
     optimizer.zero_grad()
 
 
-def trace(transport: str, loop: str) -> Counter[str]:
-    """Calls by file, the sum over ranks.
+def launch(words: list[str]) -> None:
+    """Run `python WORDS` on each rank; CalledProcessError: a rank failed."""
+    command = [sys.executable, "-m", "gradsync", "launch", f"--nproc-per-node={NUM_RANKS}", "--"]
+    subprocess.run([*command, *words], check=True)
 
-    Raises:
-        CalledProcessError: a rank failed.
-    """
+
+def trace(
+    transport: str, loop: str, launch: Callable[[list[str]], object] = launch
+) -> Counter[str]:
+    """Calls by file, the sum over ranks; `launch` runs `python WORDS` on each of them."""
     with tempfile.TemporaryDirectory() as folder:
-        launch = [sys.executable, "-m", "gradsync", "launch", f"--nproc-per-node={NUM_RANKS}", "--"]
-        flags = ["--transport", transport, "--loop", loop, "--rank-in", folder]
-        subprocess.run([*launch, __file__, *flags], check=True)
+        launch([__file__, "--transport", transport, "--loop", loop, "--rank-in", folder])
         found = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
     assert len(found) == NUM_RANKS, "every rank leaves its counts"
     return sum(map(Counter, found), Counter())

@@ -9,6 +9,7 @@
         ├── RendezvousError              ranks did not find each other in time
         ├── CheckpointError              a checkpoint is corrupt or of another run
         ├── DivergenceError              loss, gradients or weights became nan or inf
+        ├── DriftError                   replicas hold different bits; carries their hashes
         ├── LostPeerError                another rank's process has gone, or does not answer
         │   └── LatePeerError              exit code 124: it lives, and did not come in time
         └── PeerError                    another rank failed; carries that rank's traceback
@@ -18,6 +19,8 @@ Catch broadly (`GradsyncError`), recover narrowly.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 
 
 class GradsyncError(Exception):
@@ -58,6 +61,19 @@ class CheckpointError(RunError):
 
 class DivergenceError(RunError):
     """The loss, the gradients or the weights became nan or inf; all ranks find it alike."""
+
+
+class DriftError(RunError):
+    """Replicas hold different bits; raised on all ranks that compared them.
+
+    Args:
+        message: one line naming a tensor and the ranks.
+        hashes: for each rank that compared, the hash of each of its tensors by name.
+    """
+
+    def __init__(self, message: str, hashes: Sequence[Mapping[str, Sequence[int]]] = ()) -> None:
+        super().__init__(message)
+        self.hashes = hashes
 
 
 class LostPeerError(RunError):

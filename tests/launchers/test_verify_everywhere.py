@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from support.launchers import run_python, run_torchrun
+from support.fork_server import run_forked
+from support.launchers import run_torchrun
 
 VERIFY = ["-m", "gradsync", "verify"]
 
@@ -68,7 +69,8 @@ def test_a_matrix_on_this_host(tmp_path: Path) -> None:
     rows = tmp_path / "cells.csv"
     words = [*VERIFY, "--models", "mlp", "--dtype", "fp32", "--num-steps", "2"]
     words += ["--strategies", "naive,invariant", "--world-sizes", "1,2"]
-    done = run_python([*words, "--json", "--csv", rows], cwd=tmp_path, timeout_s=100).ok()
+    (done,) = run_forked([*words, "--json", "--csv", rows], cwd=tmp_path, timeout_s=100)
+    done.ok()
     document = json.loads(done.stdout)
     assert document["passed"]
     assert [cell["strategy"] for cell in document["cells"]] == ["naive", "invariant"] * 2
@@ -87,7 +89,7 @@ def test_a_rank_that_raises_or_is_killed_costs_its_cell(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(TARGET)
     words = [*VERIFY, "--strategies", "naive,flat,bucketed", "--world-size", "2", "--json"]
     words += ["--dtype", "fp32", "--no-cross-load", "--num-steps", "2"]
-    done = run_python([*words, "--target", "own:each_start"], cwd=tmp_path, timeout_s=100)
+    (done,) = run_forked([*words, "--target", "own:each_start"], cwd=tmp_path, timeout_s=100)
     assert done.returncode == 1
     cells = json.loads(done.stdout)["cells"]
     assert [(cell["status"], cell["ranks"], cell["sentence"]) for cell in cells] == [

@@ -27,7 +27,7 @@ from gradsync.bench.steps import (
 from gradsync.bench.sync_plan import SyncSettings, bench_plan
 from gradsync.models.config import PRESETS, GPTConfig
 from gradsync.runtime.memory import PeakMemory
-from support.launchers import run_python
+from support.fork_server import run_forked
 from support.rank_session import open_session
 
 SMALL = {"tiny": GPTConfig(n_layer=1, n_head=1, n_embd=64, vocab_size=2048, block_size=16)}
@@ -195,7 +195,8 @@ def test_a_whole_run(tmp_path: Path) -> None:
     size = ["--context-length", "16", "--rounds", "2", "--num-steps", "1", "--num-warmup", "0"]
     size += ["--threads", "1", "--dtype", "fp32"]
     places = ["--csv", tmp_path / "rows.csv", "--out", tmp_path, "--json"]
-    done = run_python(["-m", "gradsync", "bench", "sync", *words, *size, *places]).ok()
+    (done,) = run_forked(["-m", "gradsync", "bench", "sync", *words, *size, *places])
+    done.ok()
     document = json.loads(done.stdout)
     rows = {row["contestant"]: row for row in document["rows"]}
     assert list(rows) == ["none", "none (default malloc)", "naive", "torch_ddp"]

@@ -11,8 +11,8 @@ from random import Random
 import pytest
 
 from gradsync.train.faults import FAULTS, FaultPlan, named
-from support.fork_server import Forked, torch_ranks
-from support.launchers import clean_environment, run_python
+from support.fork_server import Forked, run_forked, torch_ranks
+from support.launchers import clean_environment
 from support.small_run import summary_of
 
 TINY = (
@@ -73,7 +73,7 @@ def test_the_rank_is_named_and_no_bit_is_lost(tmp_path: Path, undisturbed: str, 
 def test_the_command(undisturbed: str) -> None:
     """A whole drill: its own ranks, a signal to one of them, and the way on."""
     words = ["drill", "--fault=sigterm", "--step=3", "--json", f"--expect={undisturbed}", "--"]
-    done = run_python(["-m", "gradsync", *words, *TINY], timeout_s=100).ok()
+    done = run_forked(["-m", "gradsync", *words, *TINY], timeout_s=100)[0].ok()
     verdict = json.loads(done.stdout)
     assert (verdict["exit_code"], verdict["left"], verdict["broken"]) == (75, [], [])
     assert (verdict["went_on_from"], verdict["steps_lost"]) == (3, 0)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from support.fork_server import Forked, torch_ranks
+from support.fork_server import Forked, run_forked, torch_ranks
 from support.launchers import clean_environment, run_python
 
 REPORT_S, TIMEOUT_S, GRACE_S = 1.0, 2.7, 0.3
@@ -259,7 +259,7 @@ def test_the_launcher_returns_it(tmp_path: Path) -> None:
     script = tmp_path / "late.py"
     script.write_text(SCRIPT)
     words = ["-m", "gradsync", "launch", "--nproc-per-node", "2", "--", script]
-    done = run_python(words, extra_env={"TMPDIR": str(tmp_path)})
+    (done,) = run_forked(words, [{"TMPDIR": str(tmp_path)}])
     assert done.returncode == 124, done.describe()
     assert "late.py:8 <module>" in done.stderr
     (folder,) = tmp_path.glob("gradsync-stacks-*")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pytest
@@ -47,9 +46,15 @@ def nothing(tmp_path_factory: pytest.TempPathFactory) -> int:
 def test_a_rank_takes_what_the_formulas_say(case: MemoryCase, nothing: int, tmp_path: Path) -> None:
     need = case.need(2, "cpu")
 
-    def measured() -> float:
-        return CPU_PROCESS + peak(case, tmp_path) - nothing
+    def agrees() -> bool:
+        found.append(CPU_PROCESS + peak(case, tmp_path) - nothing)
+        return need.total == pytest.approx(found[-1], rel=0.1)
 
-    # FSDP gathers ahead as its threads happen to run: one run in ten peaks 12 % higher.
-    found = median(measured() for _ in range(3 if case.strategy == "fsdp" else 1))
-    assert need.total == pytest.approx(found, rel=0.1), need
+    found: list[float] = []
+    # FSDP gathers ahead as its threads happen to run: one run in ten peaks 12 % higher. So two of
+    # three are to agree, and the third is left out where the first two do.
+    tries = 3 if case.strategy == "fsdp" else 1
+    agreed = 0
+    while len(found) < tries and agreed <= tries // 2:
+        agreed += agrees()
+    assert agreed > tries // 2, (found, need)

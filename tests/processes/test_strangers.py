@@ -7,8 +7,8 @@ import os
 import re
 from pathlib import Path
 
-from support.fork_server import Forked, torch_ranks
-from support.launchers import clean_environment, run_python
+from support.fork_server import Forked, run_forked, torch_ranks
+from support.launchers import clean_environment
 
 # Rank 0 knocks at its own store as any process of this machine could.
 ATTACKED = r"""
@@ -105,7 +105,7 @@ def test_the_launcher_hands_on_a_token_that_no_command_line_shows(tmp_path: Path
     for turn, ranks in (("one", 2), ("two", 1)):
         (tmp_path / turn).mkdir()
         words = [f"--nproc-per-node={ranks}", "--", script, tmp_path / turn]
-        run_python(["-m", "gradsync", "launch", *words]).ok()
+        run_forked(["-m", "gradsync", "launch", *words])[0].ok()
         said = {path.read_text() for path in (tmp_path / turn).iterdir()}
         assert len(said) == 1
         told += said

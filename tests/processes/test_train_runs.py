@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -237,15 +238,15 @@ def test_what_changes_no_bit(
 
 
 def flip_one_bit(
-    rank: int, world_size: int, store_path: str, config: TrainConfig, where: str
+    rank: int, world_size: int, store_path: str, config: TrainConfig, where: str, bad_rank: int = 1
 ) -> RankResult:
-    """As `train_rank`, with one bit flipped on rank 1 right after step 3: of a weight, `seen` or
-    `unseen` by autograd's counters, or of the optimizer's `state`."""
+    """As `train_rank`, with one bit flipped on `bad_rank` right after step 3: of a weight, `seen`
+    or `unseen` by autograd's counters, or of the optimizer's `state`."""
     original = Trainer._train_step
 
     def step_and_flip(self: Trainer, step: Step, *rest: Any) -> Any:
         result = original(self, step, *rest)
-        if (rank, step.number) == (1, 3):
+        if (rank, step.number) == (bad_rank, 3):
             weight = self.learner.model.get_parameter("blocks.1.mlp.up.weight")
             state = self.learner.optimizer.state[weight].get("exp_avg_sq", weight)
             tensor = {"seen": weight.detach(), "unseen": weight.data, "state": state}[where]
@@ -294,6 +295,27 @@ def test_a_flipped_bit_heals(
     assert results[0].summary["weights_sha256"] == expected
     results = pool.run(flip_one_bit, 2, small_config(tmp_path / "2", data, **changes), where)
     assert "without a majority" in results[0].error
+
+
+@pytest.mark.parametrize("bad_rank", [0, 1])
+@pytest.mark.parametrize("where", ["unseen", "state"])
+def test_of_two_ranks_the_steps_done_again_say_who_was_right(
+    pool: Any, data: Path, tmp_path: Path, undisturbed: Undisturbed, where: str, bad_rank: int
+) -> None:
+    """Also when the flip would have come into a checkpoint: none is written of such replicas."""
+    given = SyncConfig(weights="replicas", update="whole" if where == "state" else None)
+    config = small_config(tmp_path, data, check_replicas_every=100, sync_options=given)
+    results = pool.run(flip_one_bit, 2, config, where, bad_rank)
+    assert "without a majority" in results[0].error
+    saved = [each.name for each in (tmp_path / "checkpoints").glob("step*")]
+    assert saved == ["step-00000002"]
+    for world_size in (1, 2):
+        out = tmp_path / f"on-{world_size}"
+        shutil.copytree(tmp_path, out, ignore=shutil.ignore_patterns("on-*"))
+        again = replace(config, out=str(out), resume="auto")
+        result = pool.run(train_rank, world_size, again)[0]
+        assert f"step 4, done again, gives other bits than rank {bad_rank} held" in result.printed
+        assert result.summary["weights_sha256"] == undisturbed("invariant", 1).weights_sha256
 
 
 def compute_wrongly(

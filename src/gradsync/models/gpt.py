@@ -172,7 +172,8 @@ class Block(nn.Module):
 
 
 class _Undrawn(TorchFunctionMode):
-    """Leaves new weights as they are: to draw on "meta" torch imports its compiler, a second."""
+    """Leaves new weights as they are. ("meta" would do too, but makes torch import sympy and its
+    compiler, a second and a half.)"""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -214,9 +215,7 @@ class GPT(nn.Module):
         self.config = config
         self.activation_checkpointing = activation_checkpointing
         self.loss_rows = loss_rows
-        home = torch.get_default_device()
-        # Layers would draw their own, rank-dependent start values.
-        with torch.device("meta"), _Undrawn():
+        with _Undrawn():  # layers would draw their own, rank-dependent start values
             self.embed = nn.Embedding(config.vocab_size, config.n_embd)
             self.dropout = nn.Dropout(config.dropout)
             self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
@@ -228,8 +227,7 @@ class GPT(nn.Module):
             table = torch.empty(config.block_size, config.head_dim, dtype=torch.float32)
         self.register_buffer("rope_cos", table, persistent=False)
         self.register_buffer("rope_sin", table.clone(), persistent=False)
-        if home.type != "meta":
-            self.to_empty(device=home)
+        if table.device.type != "meta":
             self.init_weights(torch.Generator().manual_seed(seed))
 
     @torch.no_grad()

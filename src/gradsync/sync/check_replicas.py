@@ -18,7 +18,7 @@ import torch
 
 from gradsync.comm.base import Communicator
 from gradsync.comm.values import all_gather_json, same_on_all_ranks
-from gradsync.errors import RunError
+from gradsync.errors import DriftError
 from gradsync.sync.check_model import group_ranks, name_ranks
 
 if TYPE_CHECKING:
@@ -62,13 +62,11 @@ def check_replicas(
         Whether something was healed; then rank 0 of `comm` has said what.
 
     Raises:
-        RunError: on every rank, names the first tensor that differs and the ranks in the
+        DriftError: on every rank, names the first tensor that differs and the ranks in the
             minority; without a majority (always so on two ranks) both sides are named.
     """
     named = list(tensors)
-    hashes = [(name, hash_bits(tensor)) for name, tensor in named]
-    table = torch.stack([each for _, each in hashes]).cpu().tolist() if hashes else []
-    mine = {name: row for (name, _), row in zip(hashes, table, strict=True)}
+    mine = replica_hashes(named)
     if same_on_all_ranks(comm, repr(mine).encode()):
         return False
     by_rank = all_gather_json(comm, mine)
@@ -77,7 +75,7 @@ def check_replicas(
     majority = max(sides, key=len)
     same_list = all(list(hashes) == list(mine) for hashes in by_rank)
     if not (heal and same_list and 2 * len(majority) > comm.world_size):
-        raise RunError(said)
+        raise DriftError(said, by_rank)
     for name, tensor in named:
         if any(hashes[name] != mine[name] for hashes in by_rank):
             whole = tensor.detach().contiguous()
@@ -86,6 +84,13 @@ def check_replicas(
     if comm.rank == 0:
         log.warning("%s; the majority's bits were copied", said.removesuffix(_BACK))
     return True
+
+
+def replica_hashes(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, list[int]]:
+    """The hash of each named tensor; waits for the device once."""
+    hashes = {name: hash_bits(tensor) for name, tensor in tensors}
+    table = torch.stack(list(hashes.values())).cpu().tolist() if hashes else []
+    return dict(zip(hashes, table, strict=True))
 
 
 def hash_bits(tensor: Tensor) -> Tensor:

@@ -231,7 +231,7 @@ class TrainConfig:
     """Optimizer steps between logged ones: a printed line, an object in metrics.jsonl."""
     check_replicas_every: int = 0
     """Optimizer steps between comparisons of all ranks' weights, bit for bit, each before a step's
-    update could hide a difference; 0 for none."""
+    update could hide a difference, and before each checkpoint; 0 for none."""
     audit_every: int = 0
     """Optimizer steps between audits: another rank recomputes one leaf and compares the gradient's
     bits before it is averaged in, which finds wrong arithmetic; 0 for none."""

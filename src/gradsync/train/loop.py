@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from gradsync.checkpoint.store import CheckpointStore
 from gradsync.comm.base import Communicator
 from gradsync.data.leaf import Leaf, Step
-from gradsync.errors import DataError, DivergenceError, RunError
+from gradsync.errors import DataError, DivergenceError, DriftError, RunError
 from gradsync.runtime.signals import StopRequest
+from gradsync.sync.check_replicas import replica_hashes, replica_tensors
 from gradsync.sync.reducer import Stopwatch
 from gradsync.sync.step import StepResult
+from gradsync.train import drift
 from gradsync.train.audit import LeafAudit, require_equal_models
 from gradsync.train.config import TrainConfig
 from gradsync.train.data import Data
@@ -125,6 +127,8 @@ class Trainer:
         optim = config.optim.scaled(config.tokens_per_update)
         if config.audit_every:
             require_equal_models(learner)
+        drifted = drift.read(self.run_dir.path) if self.world.is_main else {}
+        self._judge_drift(drifted, totals.step)
         if done_steps < config.steps:
             learner.prime((config.micro_batch_size, config.sequence_length))
         self.interval.reset()
@@ -133,11 +137,11 @@ class Trainer:
                 break
             # Before the step: where ranks divide the update, it hides what differed.
             if _due(totals.step + 1, config.check_replicas_every):
-                heal = config.on_drift == "heal"
-                learner.sync.check_replicas(learner.optimizer, step=totals.step, heal=heal)
+                self._check_replicas(totals.step)
             lr = learning_rate(optim, totals.step, config.steps)
             result = self._train_step(step, lr, stop)
             totals.step += 1
+            self._judge_drift(drifted, totals.step)
             stopped = result.stop and totals.step < config.steps
             last = stopped or totals.step == config.steps
             saves = last or _due(totals.step, config.checkpoint.every)
@@ -161,6 +165,27 @@ class Trainer:
         else:
             raise DataError(f"the data ended after step {totals.step} of {config.steps}")
         return totals
+
+    def _check_replicas(self, step: int) -> None:
+        """Compare all ranks' bits; without a majority those of `step` are kept for `_judge_drift`,
+        and DriftError ends the run."""
+        sync, heal = self.learner.sync, self.config.on_drift == "heal"
+        try:
+            sync.check_replicas(self.learner.optimizer, step=step, heal=heal)
+        except DriftError as error:
+            if self.config.parallel:
+                raise
+            if self.world.is_main:
+                drift.keep(self.run_dir, step, error)
+            again = "--resume auto does, and says after this step which rank was right"
+            raise DriftError(f"{error} ({again})", error.hashes) from None
+
+    def _judge_drift(self, drifted: Mapping[str, Any], step: int) -> None:
+        """Where replicas differed after this step in the run before (`drift.read`), say who was
+        right."""
+        if drifted and drifted["step"] == step:
+            tensors = replica_tensors(self.learner.model, [self.learner.optimizer])
+            self.progress.say(f"note: {drift.verdict(drifted, replica_hashes(tensors))}")
 
     def _train_step(self, step: Step, lr: float, stop: StopRequest) -> StepResult:
         """One global batch: this rank's leaves, then the update all ranks make alike."""
@@ -251,8 +276,11 @@ class Trainer:
         self.run_dir.log_metrics({"step": totals.step, "val/loss": totals.val_loss})
 
     def _save(self, step: int) -> None:
-        """Rank 0 writes; the others go on and meet it in the next step's first collective."""
+        """Rank 0 writes what replicas agree on, where they are compared at all; the others go on
+        and meet it in the next step's first collective."""
         with self.interval.paused():
+            if self.config.check_replicas_every:
+                self._check_replicas(step)
             save_run(self, step)
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,8 @@ from gradsync.backends.group import SharedMemoryGroup
 from gradsync.core import torch_private
 from gradsync.launch.agent import LocalAgent, build_agent
 from gradsync.parallel import stage_model
+from support.fork_server import run_forked
+from support.launchers import run_python
 from support.thread_ranks import run_thread_ranks
 
 
@@ -283,14 +283,13 @@ print(ran, file=sys.stderr)
 """
 
 
-def test_optimizers_work_without_the_compiler_and_alike_once_it_is_there() -> None:
+def test_optimizers_work_without_the_compiler_and_alike_once_it_is_there(tmp_path: Path) -> None:
     """Else every process pays a second for it; a compiled step is one graph, zero_grad ends one."""
-    command = [sys.executable, "-c", _OPTIMIZER_PROGRAM]
-    runs = [
-        subprocess.run([*command, *how], check=True, capture_output=True, text=True)
-        for how in (["leave"], [])
-    ]
-    ours, torchs = runs
+    script = tmp_path / "program.py"
+    script.write_text(_OPTIMIZER_PROGRAM)
+    ours = run_python([script, "leave"]).ok()
+    (torchs,) = run_forked([script])  # from a process that has it loaded
+    torchs.ok()
     assert ours.stdout == torchs.stdout
     assert ours.stdout.endswith(" 1 2\n")
     assert ours.stderr.splitlines()[-1] == "{False}", "the compiler was imported"

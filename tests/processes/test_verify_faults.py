@@ -39,7 +39,7 @@ def _verify(
             setting.prepare = getattr(verify_faults, fault, None)
             promise = promise_of(strategy)
             if fault == "promised_bitwise":
-                promise = replace(promise, kind="bitwise")
+                promise = replace(promise, kind="bitwise", same_bits=True)
             with (
                 mock.patch("gradsync.verify.cell.promise_of", lambda _, promise=promise: promise),
                 # What the step itself refuses, verify must find when the step does not.

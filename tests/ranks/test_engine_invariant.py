@@ -97,6 +97,34 @@ def test_in_two_stages(world_size: int) -> None:
             assert found == [one_rank(name)] * len(ways)
 
 
+@pytest.mark.parametrize("world_size", [1, 3, 4, 8])
+def test_nodes_in_bf16(world_size: int) -> None:
+    """Each is rounded where it is formed: a hash of its own, and the same in any way."""
+    sync, small = "invariant_bf16", {"bucket_mb": KIB}
+    ways = (
+        Way(sync=sync, told="nothing"),
+        Way(sync=sync, told="differently", options=small | {"grouping": "flat"}),
+        Way(sync=sync, options={"overlap": False}),
+        *(Way(sync=sync, ranks_a_host=n, options=small) for n in (1, 2) if world_size % n == 0),
+    )
+    assert one_rank("branches", sync) != one_rank("branches")
+    for name in ("branches", "11 leaves", "minus zero"):
+        for found in hashes(PROBLEMS[name], ways, world_size):
+            assert found == [one_rank(name, sync)] * len(ways)
+
+
+@pytest.mark.parametrize("sizes", [(1,), (1, 1)])
+def test_what_rounds_to_minus_zero_is_zero(sizes: tuple[int, ...]) -> None:
+    """Else a node with such a leaf would differ from one with zeros in its place."""
+    model = nn.ParameterList(torch.ones(size) for size in sizes)
+    sync = replicate(model, sync="invariant_bf16")
+    optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.1), []
+    optimizer.register_step_pre_hook(lambda *_: seen.extend(p.grad.clone() for p in model))
+    sync.backward(sum((p * -1e-45).sum() for p in model), leaf=Leaf(0, True, 1))
+    sync.step(optimizer)
+    assert [raw(g) for g in seen] == [raw(torch.zeros(1))] * len(sizes)
+
+
 def test_another_order_would_show() -> None:
     """The hashes above can fail: plain sums over three ranks give other ones."""
     (first, *rest) = hashes(PROBLEMS["branches"], (Way(sync="bucketed"),), 3)
@@ -104,15 +132,19 @@ def test_another_order_would_show() -> None:
     assert first != [one_rank("branches")]
 
 
-def _tree_sum(gradients: list[Tensor]) -> Tensor:
+def _tree_sum(gradients: list[Tensor], dtype: torch.dtype) -> Tensor:
     if len(gradients) == 1:
-        return gradients[0]
+        return gradients[0].to(dtype)
     half = 1 << ((len(gradients) - 1).bit_length() - 1)
-    return _tree_sum(gradients[:half]) + _tree_sum(gradients[half:])
+    left, right = _tree_sum(gradients[:half], dtype), _tree_sum(gradients[half:], dtype)
+    return (left.float() + right.float()).to(dtype)
 
 
 @pytest.mark.parametrize("num_leaves", [1, 3, 6, 8])
-def test_is_what_the_definition_says(num_leaves: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("invariant", torch.float32), ("invariant_bf16", torch.bfloat16)]
+)
+def test_is_what_the_definition_says(name: str, dtype: torch.dtype, num_leaves: int) -> None:
     """Leaf by leaf in plain torch, added along the tree by hand, multiplied once by 1/weight."""
     torch.manual_seed(0)
     model = nn.Linear(6, 6)
@@ -123,9 +155,10 @@ def test_is_what_the_definition_says(num_leaves: int) -> None:
         loss = (model(x) - y).square().sum()
         by_leaf.append(torch.autograd.grad(loss, list(model.parameters())))
     expected = [
-        _tree_sum(list(of_parameter)) * (1 / weight) for of_parameter in zip(*by_leaf, strict=True)
+        _tree_sum(list(of_parameter), dtype).float() * (1 / weight)
+        for of_parameter in zip(*by_leaf, strict=True)
     ]
-    sync = replicate(model, sync="invariant")
+    sync = replicate(model, sync=name)
     seen: list[Tensor] = []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.register_step_pre_hook(

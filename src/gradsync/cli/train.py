@@ -206,7 +206,7 @@ def _named_sync(config: TrainConfig, world: World, *, threads: int) -> tuple[Tra
 def _threads(config: TrainConfig) -> int | None:
     """Bits depend on the number of intra-op threads, and ranks share a host in different numbers:
     where bits are promised on a CPU it is 1, unless the user says otherwise."""
-    promised = config.sync == AUTO or find_strategy(config.sync).promise == "bitwise"
+    promised = config.sync == AUTO or find_strategy(config.sync).same_on_any_ranks
     return 1 if config.threads is None and promised and _on_cpu(config) else config.threads
 
 

@@ -289,11 +289,14 @@ def _engine(case: Case, recipe: Recipe) -> StrategyMemory:
     size, bucket = case.gradient_bytes, max(case.buckets)
     other: dict[str, int] = {}
     buffers, passing = 1, 0  # bytes on the way while backward ends
+    nodes = 0  # bytes of buffers beside the gradients
     if recipe.order == "invariant":
         buffers = most_open_nodes(case.work.num_leaves, case.replicas)
+        nodes = (buffers - 1) * size if recipe.node_dtype is None else buffers * size // 2
         if case.work.kind == "cuda":  # ranks of one host on CPUs read slices where they are
             # Slices that arrive for the tree's sums: of each node of each rank, the own part.
             passing = buffers * (case.replicas - 1) * case.shard(bucket)
+            passing //= 1 if recipe.node_dtype is None else 2
     elif recipe.reduction in ("ring", "hierarchical"):
         passing = case.shard(bucket)
     elif recipe.wire != "same":  # every bucket's 16-bit copy is there when backward ends
@@ -304,7 +307,7 @@ def _engine(case: Case, recipe: Recipe) -> StrategyMemory:
         # each buffer but the first.
         passing, other = 0, {"moved": buffers * size}
         other |= {"weights": case.shard(size), "optimizer": case.shard(2 * size)}
-    held = Moment(size, (buffers - 1) * size)
+    held = Moment(size, nodes)
     moving, update = Moment(size, held.buckets + passing), held
     other["renewed"] = passing
     if recipe.wire == "fp16":  # two fp32 copies of a bucket while it is scaled back

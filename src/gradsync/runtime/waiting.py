@@ -40,7 +40,7 @@ class WaitReport:
         """Ranks whose heartbeat stands still, and that did not say why."""
         self._longest: dict[str, float] = {}
         """By place, the longest wait that ended well."""
-        self._excused = False
+        self._excused_s = 0.0  # of the present wait, up to the last look that found it excused
         self._wait: Activity | None = None
         self._next_s = 0.0
         self._looked: tuple[float, dict[int, Activity]] = (0.0, {})
@@ -74,20 +74,21 @@ class WaitReport:
         long_s = max(self.report_s, _FACTOR * self._longest.get(own.where, 0.0))
         late = {rank: each for rank, each in sorted(found.items()) if rank not in waiting}
         unexcused = {r: each for r, each in late.items() if not each.excused or r in silent}
-        waits, self._excused = self._rank in waiting, bool(late) and not unexcused
-        self.stuck = unexcused if waits and own.since_s >= long_s else {}
-        if not waits or self._excused:
+        waits = self._rank in waiting
+        if excused := bool(late) and not unexcused:
+            self._excused_s = own.since_s
+        waited_s = own.since_s - self._excused_s
+        self.stuck = unexcused if waits and waited_s >= long_s else {}
+        if not waits or excused or (not new and waited_s < max(long_s, self._next_s)):
             return ""
-        if not new and own.since_s < max(long_s, self._next_s):
-            return ""
-        self._next_s = _FACTOR * own.since_s if own.since_s >= long_s else 0.0
+        self._next_s = _FACTOR * waited_s if waited_s >= long_s else 0.0
         if waiting[0] != self._rank or any(map(self._peers.has_noticed, late)):
             return ""
-        self._said = (names(list(late)) if late else "all ranks", own.since_s)
+        self._said = (names(list(late)) if late else "all ranks", waited_s)
         if not late:
-            return f"all ranks have waited for {own.since_s:.0f} s, {self.all_places(found)}"
+            return f"all ranks have waited for {waited_s:.0f} s, {self.all_places(found)}"
         return (
-            f"waiting for {self._said[0]} for {own.since_s:.0f} s: {self.places(late)}; "
+            f"waiting for {self._said[0]} for {waited_s:.0f} s: {self.places(late)}; "
             f"{names(waiting)} wait{'s' if len(waiting) == 1 else ''} in {own.where}"
         )
 
@@ -137,12 +138,12 @@ class WaitReport:
 
     def _over(self) -> str:
         wait, said = self._wait, self._said
-        # A checkpoint that takes a minute does not make a minute usual for the data that follow.
-        counts = wait is not None and not self._excused
-        if counts and (wait.where in self._longest or len(self._longest) < _MOST_PLACES):
-            self._longest[wait.where] = max(wait.since_s, self._longest.get(wait.where, 0.0))
+        if wait and (wait.where in self._longest or len(self._longest) < _MOST_PLACES):
+            # A checkpoint that takes a minute does not make a minute usual for the data that follow.
+            waited_s = wait.since_s - self._excused_s
+            self._longest[wait.where] = max(waited_s, self._longest.get(wait.where, 0.0))
         self._said, self._next_s, self._looked = None, 0.0, (0.0, {})
-        self.stuck, self.silent, self._excused = {}, [], False
+        self.stuck, self.silent, self._excused_s = {}, [], 0.0
         return f"{said[0]} went on, after at least {said[1]:.0f} s" if said else ""
 
 

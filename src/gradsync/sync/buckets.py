@@ -18,6 +18,11 @@ be left out: same bits. Rank boundaries do not appear, so any number of ranks gi
 
 A rank owns consecutive leaves and can finish every node that lies inside of its range; it sends the
 largest such nodes, at most 2 log2(leaves) of them.
+
+[Note: Rounded nodes] With nodes in bf16 every node, leaves and root included, is rounded to bf16
+(to nearest, ties to even) when it is formed: by whichever rank, and whether or not it travels. So
+rounding belongs to (node, element), never to a rank, and bits do not depend on ranks. -0.0 is made
+0.0 after a leaf is rounded; a sum of two bf16 numbers is never rounded to zero.
 """
 
 from __future__ import annotations
@@ -196,12 +201,27 @@ class Bucket:
 
     `flat(0)` is the buffer in which sums over all ranks end up and into which `.grad` points. Other
     buffers hold nodes that the tree order may not add yet; one leaf per rank needs none of them.
+
+    Args:
+        plan: which parameters, and their places.
+        parameters: all of the model's.
+        node_dtype: of the buffers, see [Note: Rounded nodes]; None is the gradients' own, as for
+            complex ones always. `.grad` points into a buffer of its own then.
     """
 
-    def __init__(self, plan: BucketPlan, parameters: list[nn.Parameter]) -> None:
+    def __init__(
+        self,
+        plan: BucketPlan,
+        parameters: list[nn.Parameter],
+        node_dtype: torch.dtype | None = None,
+    ) -> None:
         self.plan = plan
         self.parameters = [parameters[slot.index] for slot in plan.slots]
         self.dtype = self.parameters[0].dtype
+        """Of the gradients."""
+        real = self.dtype.is_floating_point
+        self._node_dtype = node_dtype if node_dtype is not None and real else self.dtype
+        self._sums: tuple[Tensor, list[Tensor]] | None = None
         self.touched = [False] * len(plan.slots)
         """Slots that got a gradient in this step."""
         self.fired = [False] * len(plan.slots)
@@ -218,7 +238,7 @@ class Bucket:
         """Buffer `number`, shape [plan.numel]; made when first asked for, padding zero."""
         while len(self._flats) <= number:
             like = self.parameters[0]
-            flat = torch.zeros(self.plan.numel, dtype=self.dtype, device=like.device)
+            flat = torch.zeros(self.plan.numel, dtype=self._node_dtype, device=like.device)
             self._flats.append(flat)
             self._views.append(self._views_into(flat))
         return self._flats[number]
@@ -255,6 +275,18 @@ class Bucket:
             self.flat(number)
         views = self._views[number]
         return [views[slot] for slot in slots]
+
+    def sums(self) -> list[Tensor]:
+        """The sums over all ranks, once `flat(0)` holds them: each parameter's, in its shape and
+        dtype, in memory that is overwritten by the next step's."""
+        if self._node_dtype == self.dtype:
+            return self.views(0, range(len(self.plan.slots)))
+        if self._sums is None:
+            flat = torch.empty_like(self.flat(0), dtype=self.dtype)
+            self._sums = flat, self._views_into(flat)
+        flat, views = self._sums
+        flat.copy_(self.flat(0))
+        return views
 
     def span(self, number: int, slots: Sequence[int]) -> Tensor | None:
         """The part of buffer `number` that holds `slots` and nothing else but padding; None when
@@ -393,7 +425,10 @@ class TreeSums:
         if self._target == self._top:
             self._lay_down(bucket, slots, gradients)
         else:
-            foreach_add_(bucket.views(self._top - 1, slots), gradients)
+            left = bucket.views(self._top - 1, slots)
+            if left[0].dtype != gradients[0].dtype:  # see [Note: Rounded nodes]
+                gradients = [gradient.to(left[0].dtype) for gradient in gradients]
+            foreach_add_(left, gradients)
             self._carry(bucket, slots)
         for parameter in parameters:
             parameter.grad = None
@@ -401,7 +436,7 @@ class TreeSums:
     def _lay_down(self, bucket: Bucket, slots: Sequence[int], gradients: list[Tensor]) -> None:
         """Store 0.0 + g, not a copy: it turns -0.0 into 0.0, which makes zeros neutral in sums."""
         views = bucket.views(self._top, slots)
-        if len(slots) == 1:
+        if len(slots) == 1 and views[0].dtype == gradients[0].dtype:
             torch.add(gradients[0], 0.0, out=views[0])
             return
         foreach_copy_(views, gradients)

@@ -70,7 +70,8 @@ def build_engine(
     shards: Replicas | None = None
     # With shards, or with memory held once, `optimizer.step()` would be the whole optimizer's.
     user_loop = recipe.shard == "none"
-    if isinstance(comm, SharedMemoryCommunicator) and (invariant or divides):
+    adds_there = invariant and recipe.node_dtype is None
+    if isinstance(comm, SharedMemoryCommunicator) and (adds_there or divides):
         try:
             exchange = SharedMemoryExchange(comm, buckets, along_tree=invariant)
             if divides:

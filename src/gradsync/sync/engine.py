@@ -311,7 +311,8 @@ def lay_out_buckets(
         first_bucket_bytes=min(limit, recipe.first_bucket_mb * MIB) if in_buckets else None,
         world_size=world_size,
     )
-    return [Bucket(plan, parameters) for plan in plans]
+    node_dtype = None if recipe.node_dtype is None else torch.bfloat16
+    return [Bucket(plan, parameters, node_dtype) for plan in plans]
 
 
 def _check_gradient(name: str, parameter: nn.Parameter, bucket: Bucket, slot: int) -> None:

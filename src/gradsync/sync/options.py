@@ -104,7 +104,7 @@ class Recipe(Options):
     def check(self) -> None:
         if self.order == "invariant":
             self._check_invariant()
-        if self.wire != "same" and self.reduction != "backend":
+        elif self.wire != "same" and self.reduction != "backend":
             raise ConfigError(
                 f"wire={self.wire!r} goes with reduction='backend'; got {self.reduction!r}"
             )
@@ -124,11 +124,16 @@ class Recipe(Options):
                 "cannot follow (a ring's order depends on the number of ranks); use "
                 "reduction='backend' or 'hierarchical'"
             )
-        if self.wire != "same":
+        if self.wire == "fp16":
             raise ConfigError(
-                f"order='invariant' cannot round on the wire (wire={self.wire!r}): how often a "
-                "sum is rounded would depend on the number of ranks; use wire='same'"
+                "order='invariant' rounds each node of its tree, to bf16: fp16 would need a scale, "
+                "which depends on how leaves are shared out; use wire='bf16' or 'same'"
             )
+
+    @property
+    def node_dtype(self) -> Dtype | None:
+        """Dtype to which every node of the tree is rounded; None for the gradients' own."""
+        return "bf16" if (self.order, self.wire) == ("invariant", "bf16") else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

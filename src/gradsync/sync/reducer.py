@@ -217,9 +217,8 @@ class Replicas:
         """
         watch.stop()
         for bucket in buckets:
-            for place, slot in enumerate(bucket.plan.slots):
-                gradient = bucket.view(0, place) if used[slot.index] else None
-                self.parameters[slot.index].grad = gradient
+            for slot, gradient in zip(bucket.plan.slots, bucket.sums(), strict=True):
+                self.parameters[slot.index].grad = gradient if used[slot.index] else None
         self.scale(factor)
 
     def scale(self, factor: float | None) -> None:

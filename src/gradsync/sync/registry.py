@@ -60,6 +60,11 @@ class Strategy:
         return tuple(each.name for each in fields(self.defaults))
 
     @property
+    def same_on_any_ranks(self) -> bool:
+        """Whether its bits do not depend on the number of ranks."""
+        return self.recipe is not None and self.recipe.order == "invariant"
+
+    @property
     def recipe(self) -> Recipe | None:
         """The engine's recipe; None for strategies that do not use the engine."""
         return self.defaults if isinstance(self.defaults, Recipe) else None
@@ -165,6 +170,16 @@ STRATEGIES: dict[str, Strategy] = {
             promise="bitwise",
             build=_engine,
             defaults=Recipe(order="invariant"),
+        ),
+        Strategy(
+            name="invariant_bf16",
+            summary="as invariant, every node of the tree rounded to bf16: the same bits on any "
+            "number of ranks, at half the bytes",
+            cost="(W-1)/W S bytes with equal shares (more with uneven ones), two operations per "
+            "bucket, S/2 beside the gradients, and S/2 per open tree level",
+            promise="lossy",
+            build=_engine,
+            defaults=Recipe(order="invariant", wire="bf16"),
         ),
         Strategy(
             name="ring",
@@ -306,12 +321,17 @@ def check_options(strategy: Strategy, options: Mapping[str, Any]) -> Options:
             known = ", ".join(strategy.options) or "none"
             raise ConfigError(f"sync={strategy.name!r} has no option {name!r} (it has: {known})")
     checked = replace(strategy.defaults, **words_of_dtypes(options))
-    order = checked.order if isinstance(checked, Recipe) else None
-    if strategy.promise == "bitwise" and order != "invariant":
-        raise ConfigError(
-            f"sync={strategy.name!r} promises bits that do not depend on ranks, which "
-            f"order={order!r} cannot keep; sync='bucketed' takes the other options too"
-        )
+    if isinstance(checked, Recipe) and strategy.same_on_any_ranks:
+        if checked.order != "invariant":
+            raise ConfigError(
+                f"sync={strategy.name!r} promises bits that do not depend on ranks, which "
+                f"order={checked.order!r} cannot keep; sync='bucketed' takes the other options too"
+            )
+        if (strategy.promise == "lossy") != (checked.wire != "same"):
+            raise ConfigError(
+                f"sync={strategy.name!r} names its bits, which wire={checked.wire!r} would change: "
+                "sync='invariant' rounds nothing, sync='invariant_bf16' each node of the tree"
+            )
     return checked
 
 
@@ -336,5 +356,5 @@ def wants_groups(strategy: Strategy, options: Mapping[str, Any]) -> bool:
 
 def follows_hosts(strategy: Strategy, options: Mapping[str, Any], world: World) -> bool:
     """Whether the strategy's sums are quicker for knowing which ranks share a host of `world`."""
-    order = None if strategy.recipe is None else strategy.recipe.order
-    return not world.one_host and options.get("order", order) == "invariant"
+    along_tree = options.get("order", "invariant" if strategy.same_on_any_ranks else "any")
+    return not world.one_host and along_tree == "invariant"

@@ -89,7 +89,9 @@ def numeric_fingerprint(
     Measured: 16 of 56 fp32 operations change bits with the thread count, ten settings of the CPU's
     instruction set gave eight different weight hashes. So a resume that differs is refused by name.
     """
-    invariant = find_strategy(config.sync).promise == "bitwise"
+    strategy = find_strategy(config.sync)
+    invariant = strategy.same_on_any_ranks
+    tree = f"invariant tree {TREE_VERSION}{', bf16' if strategy.promise == 'lossy' else ''}"
     on_cuda = world.device.startswith("cuda")
     settings = [f"{name}={value}" for name in _MATH_VARIABLES if (value := environ.get(name))]
     layout = config.layout(world.world_size)
@@ -102,7 +104,7 @@ def numeric_fingerprint(
         "threads": threads,
         "tf32": config.tf32 if on_cuda else False,
         "dtype": config.dtype,
-        "sync": f"invariant tree {TREE_VERSION}" if invariant else config.sync,
+        "sync": tree if invariant else config.sync,
         "compile": config.compile,
         "loss_rows": config.loss_rows,
         "leaf_shape": f"{plan.micro_batch_size}x{plan.seq_len}",

@@ -142,7 +142,7 @@ def apply_choice(config: TrainConfig, choice: TunedStrategy, *, threads: int | N
     others, else None.
     """
     keeps_own = config.compile != "none" or config.loss_rows is not None
-    promised = find_strategy(choice.sync).promise == "bitwise"
+    promised = find_strategy(choice.sync).same_on_any_ranks
     return replace(
         config,
         sync=choice.sync,

@@ -93,7 +93,7 @@ def _attempt(task: Task, setting: Setting) -> _Attempt:
     if comm.rank:
         return _Attempt(trace, run, verdict)
     differences = _differences(trace, _train_alone(run, setting))
-    if verdict.passed and promise.kind == "bitwise":
+    if verdict.passed and promise.same_bits:
         _check_bits(differences, verdict)
     if verdict.passed and promise.kind == "lossy":
         _check_fall(run, verdict)
@@ -104,7 +104,7 @@ def _train_alone(run: Observed, setting: Setting) -> Trace:
     """The same training on one rank: by the strategy itself where its bits are promised, else by
     the reference."""
     task, saved, known = run.reference.task, setting.saved, setting.one_rank_runs
-    if run.promise.kind == "bitwise":
+    if run.promise.same_bits:
         return train_traced(task, SingleCommunicator(), saved=saved)
     key = (task.model, task.dtype, task.variant, run.reference.settings)
     if saved is None and key in known:

@@ -168,7 +168,7 @@ def gradient_bounds(
 ) -> dict[str, Tensor]:
     """Largest error of each element of the mean gradient before clipping, fp64."""
     on_wire = underflow = 0.0
-    if promise.wire and world_size > 1:
+    if promise.wire and world_size > 1 and not promise.same_bits:
         on_wire = gamma(world_size + 1, promise.wire)
         if promise.wire == "fp16":  # bf16 has fp32's range
             sizes = [float(size.max()) for size in exact.magnitude.values() if size.numel()]
@@ -177,6 +177,8 @@ def gradient_bounds(
     for name, size in exact.magnitude.items():
         dtype = exact.dtype[name]
         roundings = max(exact.terms[name] - 1, 0) + _DIVISION + _CLIPPING * clipped
+        if promise.wire and promise.same_bits:  # as a leaf, and on each level of the tree
+            on_wire = gamma((exact.terms[name] - 1).bit_length() + 1, promise.wire)
         factor = gamma(roundings, dtype) + on_wire
         bounds[name] = (factor * size + underflow) / exact.weight + SMALLEST_NORMAL[dtype]
     return bounds

@@ -266,7 +266,7 @@ class _StepCheck:
         if all(compare(got.get(slot), expected[slot])[3] for slot in expected):
             return True
         gradient = step.gradient.get(name)
-        if self._promise.kind == "bitwise" or gradient is None:
+        if self._promise.same_bits or gradient is None:
             return False
         bounds = update_bounds(
             name,

@@ -27,7 +27,7 @@ from gradsync.runtime.session import Session, SessionOptions
 from gradsync.verify.cell import OneRankRuns, Setting, run_cell
 from gradsync.verify.result import Cause, Result, ranks_text
 from gradsync.verify.run import read, save
-from gradsync.verify.settings import Cell, VerifyPlan, VerifySettings
+from gradsync.verify.settings import Cell, VerifyPlan, VerifySettings, promise_of
 from gradsync.world import World
 
 WORK = "work.json"
@@ -146,12 +146,12 @@ def broken_off(
 
 
 def compare_world_sizes(results: Sequence[Result]) -> None:
-    """A bitwise strategy ends with the same weights at every world size, also when a run of its own
+    """A strategy of the tree ends with the same weights at every world size, also when a run of its own
     was continued at another one; a result that does not is marked as failed."""
     wanted: dict[tuple[str, str, str], Result] = {}
     for result in results:
         own = not result.loaded_from or result.loaded_from.startswith(f"{result.strategy} ")
-        if result.promise != "bitwise" or not own or not result.weights_sha256:
+        if not promise_of(result.strategy).same_bits or not own or not result.weights_sha256:
             continue
         first = wanted.setdefault((result.strategy, result.model, result.dtype), result)
         if result.passed and result.weights_sha256 != first.weights_sha256:

@@ -91,6 +91,7 @@ class Promise:
     """The numbers that one strategy is held to, and nothing less."""
 
     kind: Kind = "rounding"  # the kind that its entry in the registry says
+    same_bits: bool = False  # True when its run on one rank has them, whatever they are worth
     wire: str = ""  # bf16 or fp16 when gradients travel in it, whose rounding is allowed per sum
     bounded: bool = True  # False when no bound on the gradient follows from arithmetic (low rank)
     local: bool = False  # True when gradients stay each rank's own and weights are averaged instead
@@ -115,8 +116,10 @@ def promise_of(strategy: str) -> Promise:
     """The promise of `strategy`; ConfigError when there is none of that name."""
     entry = find_strategy(strategy)
     wire = "" if entry.recipe is None or entry.recipe.wire == "same" else entry.recipe.wire
-    details = _DETAILS.get(strategy, {"says": f"{wire} on the wire" if wire else ""})
-    return Promise(kind=entry.promise, wire=wire, **details)
+    same_bits = entry.same_on_any_ranks
+    rounded = f"nodes of the tree in {wire}" if same_bits else f"{wire} on the wire"
+    details = _DETAILS.get(strategy, {"says": rounded if wire else ""})
+    return Promise(kind=entry.promise, same_bits=same_bits, wire=wire, **details)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

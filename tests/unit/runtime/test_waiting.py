@@ -39,10 +39,13 @@ class Run:
         self.report = WaitReport(peers, report_s=10.0)
         self.silent: set[int] = set()
 
-    def wait(self, until_s: int, late: Mapping[int, Activity], where: str = STEP) -> list[str]:
-        """Wait for so long for the `late` ranks, with all others; what was said meanwhile."""
+    def wait(
+        self, until_s: int, late: Mapping[int, Activity], where: str = STEP, *, from_s: int = 0
+    ) -> list[str]:
+        """Wait for so long for the `late` ranks, with all others; what was said meanwhile. With
+        `from_s` it is the wait of before that goes on."""
         own, said = Activity(beat=0, waits=True, where=where), []
-        for second in range(until_s + 1):
+        for second in range(from_s, until_s + 1):
             self.now += 1
             found = {
                 rank: replace(late.get(rank, own), beat=0 if rank in self.silent else self.now)
@@ -154,6 +157,22 @@ def test_a_wait_that_was_declared_is_not_reported() -> None:
     run.compute()
     assert run.wait(12, {1: BUSY}) != [], "it made no long wait usual here"
     assert Run().wait(100, {1: replace(BUSY, excused=True), 2: BUSY}) != []
+
+
+def test_what_follows_a_declared_wait_counts_by_itself() -> None:
+    """Else a rank that saved for 30 s would be blamed at once for the moment after it."""
+    saves = {1: replace(BUSY, excused=True)}
+    run = Run()
+    assert run.wait(30, saves) == []
+    assert run.wait(33, {1: BUSY}, from_s=31) == []
+    assert run.report.stuck == {}
+    run.compute()
+    assert run.wait(12, {1: BUSY}) != [], "it made no long wait usual here"
+    run = Run()
+    run.wait(30, saves)
+    (line,) = run.wait(45, {1: BUSY}, from_s=31)
+    assert line.startswith("waiting for rank 1 for 10 s: ")
+    assert list(run.report.stuck) == [1]
 
 
 def test_only_a_rank_that_is_late_and_does_not_save_is_stuck() -> None:

@@ -42,8 +42,8 @@ REFUSALS = [
         "which reduction='recursive_doubling' cannot follow",
     ),
     (
-        {"order": "invariant", "wire": "bf16"},
-        "cannot round on the wire (wire='bf16')",
+        {"order": "invariant", "wire": "fp16"},
+        "rounds each node of its tree, to bf16",
     ),
     (
         {"wire": "fp16", "reduction": "ring"},
@@ -67,10 +67,10 @@ def test_refused(values: dict[str, Any], message: str) -> None:
 
 def _legal(order: str, reduction: str, wire: str, shard: str) -> bool:
     """The rules as the guide says them, written a second time."""
+    if order == "invariant":
+        return reduction in ("backend", "hierarchical") and wire != "fp16" and shard != "gradients"
     if wire != "same" and reduction != "backend":
         return False
-    if order == "invariant":
-        return reduction in ("backend", "hierarchical") and wire == "same" and shard != "gradients"
     return shard != "gradients" or (reduction, wire) == ("backend", "same")
 
 
@@ -88,8 +88,6 @@ def test_every_combination_is_built_or_refused(grouping: Any) -> None:
 
 
 def test_options_are_checked_against_the_preset_before_anything_is_built() -> None:
-    with pytest.raises(ConfigError, match="cannot round on the wire"):
-        check_options(find_strategy("invariant"), {"wire": "bf16"})
     with pytest.raises(ConfigError, match=r"sync='bucketed' has no option 'bucket_size' .it has: "):
         check_options(find_strategy("bucketed"), {"bucket_size": 1})
     with pytest.raises(ConfigError, match="bucket_mb must be positive"):
@@ -110,11 +108,21 @@ def test_only_the_tree_promises_bits() -> None:
     for name, strategy in STRATEGIES.items():
         recipe = strategy.recipe
         if recipe is not None:
-            assert (strategy.promise == "bitwise") == (recipe.order == "invariant"), name
-            assert (strategy.promise == "lossy") == (recipe.wire != "same"), name
+            along_tree, rounds = recipe.order == "invariant", recipe.wire != "same"
+            assert strategy.same_on_any_ranks == along_tree, name
+            assert (strategy.promise == "bitwise") == (along_tree and not rounds), name
+            assert (strategy.promise == "lossy") == rounds, name
 
 
-@pytest.mark.parametrize("name", ["invariant", "zero1"])
+@pytest.mark.parametrize(
+    ("name", "wire"), [("invariant", "bf16"), ("zero1", "bf16"), ("invariant_bf16", "same")]
+)
+def test_a_name_stands_for_its_bits(name: str, wire: str) -> None:
+    with pytest.raises(ConfigError, match=f"sync='{name}' names its bits, which wire='{wire}'"):
+        check_options(find_strategy(name), {"wire": wire})
+
+
+@pytest.mark.parametrize("name", ["invariant", "invariant_bf16", "zero1"])
 def test_a_promise_of_bits_is_not_given_up_by_an_option(name: str) -> None:
     """A run is resumed at other numbers of ranks by the strategy's name."""
     with pytest.raises(ConfigError, match=f"sync='{name}' promises bits .* order='any'"):

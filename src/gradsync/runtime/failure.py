@@ -60,7 +60,7 @@ _POLL_S = 0.25
 _GRACE_S = 5.0
 _SILENT_S, _HEARD_S = 2.0, 5.0
 _LAST_WORDS_S = 2.0
-_WRITTEN_S = 0.5
+_WRITTEN_S = _ECHO_S = 0.5
 _BEATS_A_LOOK = 8
 _CHAIN_LIMIT = 16
 _SUMMARY_LIMIT, _TRACEBACK_LIMIT = 2_000, 20_000
@@ -258,13 +258,14 @@ class FailureWatch:
         if self._seen is None:
             self._peers.notice(NOTICED)
         began = time.monotonic()
-        # A rank that fails writes it down before its process ends.
+        # A rank that fails writes it down before its process ends, and one whose time is up before
+        # those that see its connections end.
         wait_until(
             lambda: (
                 self._read() is not None
                 or (time.monotonic() - began > _WRITTEN_S and bool(self._peers.ended()))
             ),
-            began + _SILENT_S,
+            began + _SILENT_S + _ECHO_S * (not _is_late(trouble)),
         )
         failure, cause = self._read(), None
         if failure is None:

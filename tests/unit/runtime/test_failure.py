@@ -133,6 +133,7 @@ class Store:
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failure, "_SILENT_S", 0.0)
     monkeypatch.setattr(failure, "_HEARD_S", 0.0)
+    monkeypatch.setattr(failure, "_ECHO_S", 0.0)
 
 
 ITSELF = {1: Presence(socket.gethostname(), "", os.getpid())}
@@ -270,6 +271,20 @@ def test_who_fails_waits_for_those_that_live_and_for_no_others(
             left.result(timeout=0.3)
         store.set("noticed/1", HEARD)
         assert left.result(timeout=10.0) is None
+
+
+def test_the_rank_whose_time_was_up_speaks_before_those_it_hung_up_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They see a connection end in the same moment, which is no reason and not 124."""
+    monkeypatch.setattr(failure, "_ECHO_S", 60.0)
+    store = Store("alive")
+    with ThreadPoolExecutor(1) as threads:
+        hung_up_on = threads.submit(settled, store, caught(raise_compiled, CLOSED))
+        with pytest.raises(TimeoutError):
+            hung_up_on.result(timeout=0.3)
+        assert isinstance(settled(store, caught(raise_compiled, LATE)), LatePeerError)
+        assert "as long as it may (timeout_s)" in str(hung_up_on.result(timeout=10.0))
 
 
 def test_a_stopped_process_is_not_called_dead(monkeypatch: pytest.MonkeyPatch) -> None:

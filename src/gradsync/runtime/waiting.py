@@ -139,7 +139,7 @@ class WaitReport:
     def _over(self) -> str:
         wait, said = self._wait, self._said
         if wait and (wait.where in self._longest or len(self._longest) < _MOST_PLACES):
-            # A checkpoint that takes a minute does not make a minute usual for the data that follow.
+            # A checkpoint of a minute does not make a minute usual for the data that follow.
             waited_s = wait.since_s - self._excused_s
             self._longest[wait.where] = max(waited_s, self._longest.get(wait.where, 0.0))
         self._said, self._next_s, self._looked = None, 0.0, (0.0, {})

@@ -146,8 +146,8 @@ def broken_off(
 
 
 def compare_world_sizes(results: Sequence[Result]) -> None:
-    """A strategy of the tree ends with the same weights at every world size, also when a run of its own
-    was continued at another one; a result that does not is marked as failed."""
+    """A strategy of the tree ends with the same weights at every world size, also when a run of its
+    own was continued at another one; a result that does not is marked as failed."""
     wanted: dict[tuple[str, str, str], Result] = {}
     for result in results:
         own = not result.loaded_from or result.loaded_from.startswith(f"{result.strategy} ")

@@ -173,7 +173,7 @@ def assert_edits_are_refused(found: list[list[tuple[str, Tensor]]]) -> None:
     """After EDITS and ALIKE."""
     for editor, ((rank_0, first), (rank_1, second)) in zip((0, 1, 1, 0), found, strict=False):
         assert rank_0 == rank_1
-        assert rank_0.startswith("RunError: replicas differ, first in ")
+        assert rank_0.startswith("DriftError: replicas differ, first in ")
         assert f"weights were changed on rank {editor}, not by the optimizer" in rank_0
         assert not torch.equal(first, second)
     for (first, weights), (second, others) in found[len(EDITS) :]:

@@ -23,7 +23,10 @@ from gradsync.bench.sync import title
 from gradsync.bench.sync_plan import BenchPlan, SyncSettings
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("docs/figures.md", "docs/guide/strategies.md", "docs/guide/planning.md")
+PAGES = (
+    *("docs/figures.md", "docs/guide/strategies.md", "docs/guide/planning.md"),
+    "docs/guide/between-hosts.md",
+)
 TABLE = re.compile(r"<!-- bench: (\S+\.json) -->\n.*?<!-- bench: end -->", re.DOTALL)
 KIB, MIB = 2**10, 2**20
 
@@ -122,6 +125,26 @@ def memory_table(record: Mapping[str, Any]) -> str:
     return "\n".join([*lines, "", f"{said}; {shapes}. {_machine(record)}"])
 
 
+def network_table(record: Mapping[str, Any]) -> str:
+    """A line per contestant, a column per rate."""
+    rates = [str(rate) for rate in record["plan"]["rates"]]
+    found = {(str(row["rate_mbit"]), row["contestant"]): row for row in record["rows"]}
+    names = dict.fromkeys(row["contestant"] for row in record["rows"])
+    lines = [
+        _row(["step to no communication", *(f"{rate} Mbit/s" for rate in rates), "sent, MB"]),
+        _row(["---", *["---:"] * (len(rates) + 1)]),
+    ]
+    for name in names:
+        if name != "none":
+            ratios = [_spread(found[rate, name]["ratio"], 2) for rate in rates]
+            sent = f"{found[rates[0], name]['sent_mb']:,.1f}"
+            lines.append(_row([f"`{name}`", *ratios, sent]))
+    floors = [f"{record['floors'][rate]:.2f}" for rate in rates]
+    lines.append(_row(["floor: max(compute, fp32 bytes / rate)", *floors, ""]))
+    said = f"`{record['command']}`: medians (quartiles) over rounds."
+    return "\n".join([*lines, "", f"{said} {_machine(record)}"])
+
+
 def _machine(record: Mapping[str, Any]) -> str:
     found = record["environment"]
     return f"CPU, {found['cores']} cores ({found['cpu']}), torch {found['torch']}, {found['date']}."
@@ -154,6 +177,7 @@ _TABLES = {
     "collectives": collectives_table,
     "simulation": simulation_table,
     "memory": memory_table,
+    "network": network_table,
 }
 
 

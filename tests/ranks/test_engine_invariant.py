@@ -97,7 +97,7 @@ def test_in_two_stages(world_size: int) -> None:
             assert found == [one_rank(name)] * len(ways)
 
 
-@pytest.mark.parametrize("world_size", [1, 3, 4, 8])
+@pytest.mark.parametrize("world_size", [3, 8])
 def test_nodes_in_bf16(world_size: int) -> None:
     """Each is rounded where it is formed: a hash of its own, and the same in any way."""
     sync, small = "invariant_bf16", {"bucket_mb": KIB}
@@ -108,7 +108,7 @@ def test_nodes_in_bf16(world_size: int) -> None:
         *(Way(sync=sync, ranks_a_host=n, options=small) for n in (1, 2) if world_size % n == 0),
     )
     assert one_rank("branches", sync) != one_rank("branches")
-    for name in ("branches", "11 leaves", "minus zero"):
+    for name in ("branches", "minus zero"):
         for found in hashes(PROBLEMS[name], ways, world_size):
             assert found == [one_rank(name, sync)] * len(ways)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shlex
 import shutil
 import subprocess
 import sys
@@ -203,7 +204,7 @@ def _ip(*words: str) -> None:
 
 def _measure(plan: NetworkPlan, hosts: Sequence[str]) -> dict[str, Any]:
     """What rank 0 printed, once all ranks have ended; a rank's failure is a RunError."""
-    words = command_of(plan.settings, ("bench", "sync")).split()[1:]
+    words = shlex.split(command_of(plan.settings, ("bench", "sync")))[1:]
     shared = environ.snapshot() | {
         "WORLD_SIZE": str(plan.world_size),
         "LOCAL_WORLD_SIZE": str(plan.ranks_per_host),

@@ -135,19 +135,31 @@ listening = [c.laddr.ip for c in found if c.status == "LISTEN" and c.laddr.port 
 
 @pytest.mark.parametrize(
     ("codes", "code"),
-    [("0 0", 0), ("2 2", 2), ("0 3", 1), ("2 wait", 2), ("124 0", 124), ("wait -9", 1)],
+    [
+        ("0 0", 0),
+        ("2 2", 2),
+        ("0 3", 1),
+        ("2 wait", 2),
+        ("124 0", 124),
+        ("wait -9", 1),
+        ("1 late", 124),
+    ],
 )
 def test_the_exit_code_is_that_of_the_rank_that_failed_first(
     tmp_path, rank_module, codes, code, monkeypatch
 ):
-    """`wait` is a rank that would go on for ever: it is ended, and its code then is no cause."""
-    monkeypatch.setattr("gradsync.launch.agent.LAST_WORDS_S", 0.3)
+    """`wait` is a rank that would go on for ever: it is ended, and its code then is no cause. `late`
+    is one that gives up waiting after another one failed, for want of the rendezvous, say."""
+    monkeypatch.setattr("gradsync.launch.agent.LAST_WORDS_S", 1.0)
     rank_module("""
 mine = sys.argv[2].split()[rank]
 if mine == "wait":
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(124))
     (out / "waiting").touch()
     signal.pause()
+if mine == "late":
+    time.sleep(0.4)
+    sys.exit(124)
 wait_for(lambda: "wait" not in sys.argv[2] or (out / "waiting").exists())
 if int(mine) < 0:
     os.kill(os.getpid(), -int(mine))

@@ -118,7 +118,7 @@ class LocalAgent(LocalElasticAgent):
         super().__init__(*args, **kwargs)
         self._grace_s = grace_s
         self.received: list[signal.Signals] = []
-        self.first_failures: list[int] = []
+        self.failures: list[int] = []  # codes of ranks that ended by themselves, the first first
         self.killed: dict[int, signal.Signals] = {}
         self._pending: list[signal.Signals] = []
         self._passes_on = False
@@ -142,7 +142,7 @@ class LocalAgent(LocalElasticAgent):
         self._close_streams()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self.first_failures = []
+        self.failures = []
         self._close_streams()
         return super()._start_workers(worker_group)
 
@@ -152,13 +152,13 @@ class LocalAgent(LocalElasticAgent):
         if self.received or STOPPED in failures:
             return self._stop()
         if failures:
-            self.first_failures = failures
             self.killed = {
                 rank: signal.Signals(-code)
                 for rank, code in enumerate(codes)
                 if code is not None and code < 0
             }
             self._let_others_speak()
+            self.failures = failures + [code for code in self.exit_codes() if code]
             self._end_others()
             if not may_restart(failures):
                 forbid_restarts(self)

@@ -108,7 +108,7 @@ def launch_ranks(
         if received is not None:
             code = after_signal(codes, received)
         else:
-            code = after_failure(agent.first_failures or codes)
+            code = after_failure(agent.failures or codes)
         return LaunchOutcome(code=code, received=received, killed=dict(agent.killed))
 
 

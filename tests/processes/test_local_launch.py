@@ -148,8 +148,8 @@ listening = [c.laddr.ip for c in found if c.status == "LISTEN" and c.laddr.port 
 def test_the_exit_code_is_that_of_the_rank_that_failed_first(
     tmp_path, rank_module, codes, code, monkeypatch
 ):
-    """`wait` is a rank that would go on for ever: it is ended, and its code then is no cause. `late`
-    is one that gives up waiting after another one failed, for want of the rendezvous, say."""
+    """`wait` is a rank that would go on for ever: it is ended, and its code then is no cause.
+    `late` is one that gives up waiting after another one has failed."""
     monkeypatch.setattr("gradsync.launch.agent.LAST_WORDS_S", 1.0)
     rank_module("""
 mine = sys.argv[2].split()[rank]

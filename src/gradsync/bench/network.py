@@ -211,7 +211,6 @@ def _measure(plan: NetworkPlan, hosts: Sequence[str]) -> dict[str, Any]:
         "MASTER_ADDR": "10.83.0.1",
         "MASTER_PORT": str(_PORT),
         "GRADSYNC_TOKEN": secrets.token_hex(32),
-        "OMP_NUM_THREADS": str(plan.settings.threads),
     }
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gradsync-bench-")))

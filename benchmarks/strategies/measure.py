@@ -118,9 +118,17 @@ def _turn(
 
 
 def _tensor_bytes(comm: Communicator) -> int:
-    """Bytes of all tensors that Python knows of; memory that several share counts once."""
+    """Bytes of all tensors that Python knows of, once messages under way have arrived and two looks
+    find the same; memory that several share counts once."""
     comm.barrier()
-    time.sleep(_ARRIVE_S)
+    before, found = -1, 0
+    while found != before:
+        time.sleep(_ARRIVE_S)
+        before, found = found, _bytes_now()
+    return found
+
+
+def _bytes_now() -> int:
     gc.collect()
     sizes: dict[int, int] = {}
     for found in gc.get_objects():

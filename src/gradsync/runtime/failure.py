@@ -258,8 +258,8 @@ class FailureWatch:
         if self._seen is None:
             self._peers.notice(NOTICED)
         began = time.monotonic()
-        # A rank that fails writes it down before its process ends, and one whose time is up before
-        # those that see its connections end.
+        # A rank that fails writes down why before its process ends. A rank whose time is up closes
+        # its connections: ranks that only see them close let it write first.
         wait_until(
             lambda: (
                 self._read() is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -39,13 +40,16 @@ def order_of(engine: Engine) -> list[int]:
 def record_launches(engine: Engine, events: list[Any]) -> None:
     """Note the parameters of every bucket when it is launched."""
     transport: Any = engine.exchange
-    original = transport.launch
 
-    def launch(bucket: Bucket) -> Work:
-        events.append([slot.index for slot in bucket.plan.slots])
-        return original(bucket)
+    def recorded(original: Callable[[Bucket], Work]) -> Callable[[Bucket], Work]:
+        def launch(bucket: Bucket) -> Work:
+            events.append([slot.index for slot in bucket.plan.slots])
+            return original(bucket)
 
-    transport.launch = launch
+        return launch
+
+    transport.launch = recorded(transport.launch)
+    transport.launch_half = recorded(transport.launch_half)
 
 
 class Chain(nn.Module):
@@ -271,6 +275,7 @@ def test_bytes_are_what_the_registry_says(sync: str, halves: int) -> None:
             with handle.micro_step(last=True):
                 handle.backward(model(torch.ones(1, 64)).sum(), weight=1)
             handle.step(optimizer)
+            handle.wait()
             sent.append(comm.sent_bytes + comm.ring_bytes() - before)
         handle.close()
         return sent[-1]

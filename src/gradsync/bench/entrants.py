@@ -200,6 +200,9 @@ class Entrant:
         """Communicators to count in; see `Wire`."""
         return []
 
+    def wait(self) -> None:
+        """Return when nothing of the last step is under way."""
+
     def weights(self) -> list[Tensor] | None:
         """This rank's copy of the weights; None where a rank has no whole one, or where ranks may
         differ."""
@@ -386,6 +389,9 @@ class Synchronised(Entrant):
         self.mean_loss = result.mean_loss
         if self._stopwatch is not None:
             self._stopwatch.seconds += result.exposed.seconds()
+
+    def wait(self) -> None:
+        self.sync.wait()
 
     def communicators(self) -> list[Communicator]:
         levels = self.site.groups

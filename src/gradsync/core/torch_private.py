@@ -44,6 +44,15 @@ foreach_zero_ = torch._foreach_zero_
 version: Callable[[Tensor], int] = attrgetter("_version")
 """How often a tensor was written in place, as autograd counts."""
 
+as_plain_tensors = torch._C.DisableTorchFunctionSubclass
+"""Context in which subclasses of Tensor are not asked about functions that get them."""
+
+
+def storage_uses(tensor: Tensor) -> int:
+    """Number of tensors (and arrays) that share the memory of `tensor`, itself among them."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) - 1  # `storage` itself is one
+
 # -- autograd -------------------------------------------------------------------------------------
 
 current_graph_task = torch._C._current_graph_task_id
@@ -261,6 +270,14 @@ def _skip(method: Any) -> bool:
 
 _COMPILER = "torch._dynamo"
 _DISABLED = "__dynamo_disable"
+
+
+def has_compiled() -> bool:
+    """Whether this process has compiled anything (or may have: where torch does not count)."""
+    frames = sys.modules.get(f"{_COMPILER}.convert_frame")
+    return frames is not None and getattr(frames, "FRAME_COUNTER", 1) > 0
+
+
 _NAMES_OF_STEP = {
     *(_COMPILER, "_dynamo", "graph_break", "is_grad_enabled", "set_grad_enabled", "defaults"),
     *("cast", "Optimizer"),

@@ -31,6 +31,7 @@ from gradsync.sync.exchange import (
     OverHosts,
     ReduceScatter,
 )
+from gradsync.sync.late_update import LateReplicas
 from gradsync.sync.options import Recipe
 from gradsync.sync.reducer import Replicas, trainable
 from gradsync.sync.shared_memory import SharedMemoryExchange, SharedMemoryShards
@@ -63,7 +64,8 @@ def build_engine(
     """
     parameters = [parameter for _, parameter in trainable(model)]
     buckets = lay_out_buckets(parameters, recipe, comm.world_size)
-    invariant, exchange = recipe.order == "invariant", None
+    invariant = recipe.order == "invariant"
+    exchange: Exchange | None = None
     # What shared memory can do for the recipe beyond carrying messages.
     plain = (recipe.shard, recipe.reduction, recipe.wire) == ("none", "backend", "same")
     divides = plain and recipe.grouping == "buckets"
@@ -84,15 +86,21 @@ def build_engine(
     if recipe.shard != "none":
         in_shards = recipe.shard == "gradients"
         shards = ZeroShards(model, parameters, comm, buckets, gradients=in_shards)
+    by_messages = exchange is None
+    if exchange is None:
+        exchange = _exchange(comm, recipe, groups, parameters[0].device)
+    late = recipe.overlap and recipe.overlap_publish and comm.world_size > 1
+    if late and shards is None and isinstance(exchange, TreeExchange):
+        shards = LateReplicas(model, parameters, comm, exchange)
     engine = Engine(
         *(model, comm, buckets),
         # The core that would add beside backward computes.
-        recipe=recipe if exchange is None else replace(recipe, overlap=False),
+        recipe=recipe if by_messages else replace(recipe, overlap=False),
         sums=TreeSums() if invariant else PlainSums(),
-        exchange=exchange or _exchange(comm, recipe, groups, parameters[0].device),
+        exchange=exchange,
         shards=shards,
         # Shards of optimizer state belong to places in buckets: then places must not change.
-        learns=recipe.grouping == "buckets" and recipe.shard == "none" and exchange is None,
+        learns=recipe.grouping == "buckets" and recipe.shard == "none" and by_messages,
     )
     engine.user_loop = user_loop
     return engine

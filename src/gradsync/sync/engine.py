@@ -109,6 +109,7 @@ class Engine(Reducer):
 
     def begin_leaf(self, *, last: bool, index: int | None = None) -> None:
         """Begin a leaf: gradients that come now belong to it."""
+        self.shards.wait()  # until here buckets hold what the weights are updated with
         if self._complete or self._begun:
             raise ConfigError(
                 "a leaf came after the last one of its step: sync.step() was not called in between "
@@ -167,6 +168,8 @@ class Engine(Reducer):
 
     def collect(self, *, discard: bool, user_loop: bool) -> None:
         """See `Reducer.collect`; a backward that raised may have left a leaf open."""
+        self.shards.wait()  # without a leaf in this step, see `begin_leaf`
+        self._user_leaf = user_loop
         if discard:
             self._in_leaf = False
             if not self._begun:
@@ -204,7 +207,12 @@ class Engine(Reducer):
             bucket = self.buckets[len(self._works)]
             own, on_cuda = self._own_sums(bucket), bucket.flat(0).is_cuda
             self.non_finite.look(own, on_cuda=on_cuda, large=self._user_leaf)
-            self._works.append(self.exchange.launch(bucket))
+            self._works.append(self._launched(bucket))
+
+    def _launched(self, bucket: Bucket) -> Work:
+        """Launch a bucket; in the user's training loop the whole sum is wanted at once."""
+        by_halves = self.shards.late and not self._user_leaf
+        return (self.exchange.launch_half if by_halves else self.exchange.launch)(bucket)
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         return chain.from_iterable(map(self._own_sums, self.buckets[len(self._works) :]))
@@ -218,7 +226,7 @@ class Engine(Reducer):
         for bucket in self.buckets[len(self._works) :]:
             if self._sums.num_buffers == 1:
                 bucket.clear_untouched()
-            self._works.append(self.exchange.launch(bucket))
+            self._works.append(self._launched(bucket))
         return [bucket.touched[slot] for bucket, slot in self._places]
 
     def reduce(self, used: list[bool], divisor: float | None) -> Stopwatch:

@@ -36,6 +36,10 @@ class Exchange:
         """Start; after `wait` `bucket.flat(0)` holds the sum (or this rank's shard of it)."""
         raise NotImplementedError
 
+    def launch_half(self, bucket: Bucket) -> Work:
+        """Start the half after which each rank has a shard of the sum; only for `late` shards."""
+        raise NotImplementedError
+
     def close(self) -> None:
         """Release threads and memory."""
 

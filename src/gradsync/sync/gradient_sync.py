@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -95,6 +96,10 @@ class GradientSync(UserLoopMethods, StateMethods):
         self._stragglers = StragglerWatch(comm)
         self._parts = StepParts(reducer, comm, self._buffers, number, self._stragglers, watch)
         self._user_loop = UserLoop(model, self._parts, watch)
+        loop = weakref.ref(self._user_loop)  # which refers to the shards
+        shards.updates = lambda parameters: (
+            nullcontext() if (known := loop()) is None else known.late_update(parameters)
+        )
         self._ddp_watch = refuse_ddp_around(model, reducer)
         self._sums = _Sums(reducer.parameters)
 
@@ -245,6 +250,15 @@ class GradientSync(UserLoopMethods, StateMethods):
         for each in optimizers:
             each.zero_grad(set_to_none=True)
         return result
+
+    def wait(self) -> None:
+        """Return when the last step's update is done, on this rank.
+
+        Between hosts it is done beside the next forward, and whatever touches a parameter waits for
+        it; so this is for what torch does not see: a tensor that shares a parameter's memory, or
+        C++ code that was given one. Or say `overlap_publish=False` to `gs.replicate`.
+        """
+        self.reducer.shards.wait()
 
     def discard(self) -> None:
         """Discard this step's gradients; called in place of `step` (or `finish`).

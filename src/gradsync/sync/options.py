@@ -69,6 +69,11 @@ class Recipe(Options):
         "The same for the first bucket, MiB: smaller, so that communication begins early.",
     )
     overlap: bool = option(True, "Communicate while backward still runs; False waits for its end.")
+    overlap_publish: bool = option(
+        True,
+        "Between hosts let the next forward run while updated weights are still on their way; "
+        "whatever touches a weight waits for it. False waits in sync.step.",
+    )
     order: Order = option(
         "any",
         "Order of sums: any, or the fixed tree over leaves, so that bits do not depend on ranks.",

@@ -22,7 +22,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -180,12 +180,16 @@ class Replicas:
     """False when a step with inf or nan gradients, which a GradScaler skips, would do damage."""
     equal_replicas = True
     """False when replicas drift between rounds (then the strategy averages buffers)."""
+    late = False
+    """True when sums are asked for in two halves, where `sync.step` ends the step."""
     whole_parameters = True
     """False when a rank holds a share of each parameter, so that all ranks take part in every
     forward, and make equally many."""
 
     def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
         self.model, self.parameters = model, list(parameters)
+        self.updates: Callable[[Sequence[Tensor]], AbstractContextManager[None]] = nullcontext
+        """Encloses an update after `publish`, of these parameters."""
 
     # -- a step, in the order of its calls --------------------------------------------------------
 
@@ -249,9 +253,13 @@ class Replicas:
     def publish(self) -> Work:
         """Make whole weights available on every rank, at the end of every step, gradients cleared.
 
-        The work must be waited for before the weights are read; here they are there already.
+        The work must be waited for before the weights are read; here they are there already. Where
+        the update comes later still, weights wait for it by themselves.
         """
         return Done()
+
+    def wait(self) -> None:
+        """Return when all weights of the last step are there; asks nothing of other ranks."""
 
     def close(self) -> None:
         """Leave whole weights and state in this rank's private memory."""

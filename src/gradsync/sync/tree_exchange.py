@@ -14,6 +14,9 @@ stages. Ranks of a host first add the nodes inside of the host's leaves (its lar
 ranks with the same place on every host finish the tree for their shard, so that a rank of L sends
 1/L of what crosses. The additions are the tree's, so bits are the same.
 
+The first half (slices to their owners, and the additions) may be asked for alone, and the second
+one later: late_update.py lets the next forward wait for that.
+
 Siblings: where n ranks, a power of two, have one node each and these are the tree's next level, a
 stage goes up the tree itself: partners at distance 1, 2, 4 ... exchange halves of what they have
 left and add them (recursive halving), and go back down in the same way. The same bytes in
@@ -23,7 +26,7 @@ operations in MPICH", with the distances in the tree's order.)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -64,12 +67,19 @@ class TreeStage:
     def parts(self, region: Tensor) -> list[Tensor]:
         """`region`, [n], and the parts of it with which this rank goes on after each round; the
         last one is its shard, [n / ranks]."""
-        rank, ranks = self.comm.rank, self.comm.world_size
+        spans = self.spans(range(region.numel()), self.comm.rank)
+        return [region[span.start : span.stop] for span in spans]
+
+    def spans(self, region: range, rank: int) -> list[range]:
+        """The elements that `parts` of `rank` hold."""
+        ranks = self.comm.world_size
         if not self.siblings:
-            return [region, _part(region, rank, ranks)]
+            size = len(region) // ranks
+            return [region, region[rank * size : (rank + 1) * size]]
         found = [region]
         for distance in _distances(ranks.bit_length()):
-            found.append(found[-1].chunk(2)[rank & distance > 0])
+            half = len(found[-1]) // 2
+            found.append(found[-1][half:] if rank & distance else found[-1][:half])
         return found
 
 
@@ -99,6 +109,8 @@ class TreeExchange(Exchange):
         self._indexed = False
         self._stages: list[TreeStage] = []
         self._own: range = range(0)
+        self.whole = True
+        """Whether the step's buckets were launched whole, not by halves."""
 
     def begin(self, sums: Sums) -> None:
         """Exchange the ranks' numbers of leaves; see `Exchange.begin`."""
@@ -112,11 +124,44 @@ class TreeExchange(Exchange):
             self._background.submit(lambda: self._plan(self._share(mine)))
 
     def launch(self, bucket: Bucket) -> Work:
-        buffers = [bucket.flat(number) for number in range(max(self._num_buffers, 1))]
+        self.whole = True
+        buffers = self._buffers(bucket)
         if self._comm.world_size == 1:
             self._reduce(buffers)
             return Done()
-        return self._background.submit(lambda: self._reduce(buffers))
+        return self.submit(lambda: self._both(buffers))
+
+    def launch_half(self, bucket: Bucket) -> Work:
+        self.whole = False
+        buffers = self._buffers(bucket)
+        return self.submit(lambda: self._reduce(buffers))
+
+    def gather(self, bucket: Bucket) -> Work:
+        """Start the other half."""
+        flat = bucket.flat(0)
+        return self.submit(lambda: self._gather(flat))
+
+    def _buffers(self, bucket: Bucket) -> list[Tensor]:
+        return [bucket.flat(number) for number in range(max(self._num_buffers, 1))]
+
+    def submit(self, fn: Callable[[], None]) -> Work:
+        """Run `fn` beside the main thread, after what was launched before; it may send messages
+        by `messenger`."""
+        return self._background.submit(fn)
+
+    @property
+    def messenger(self) -> Messenger:
+        """All ranks, for functions given to `submit`."""
+        return self._comm
+
+    def owned(self, bucket: Bucket, rank: int) -> range:
+        """Elements of `bucket` of which `rank` gets the sum by a first half alone; to be asked for
+        when that is done."""
+        span = range(bucket.plan.numel)
+        size = self._levels[0].world_size
+        for stage, place in zip(self._stages, (rank % size, rank // size), strict=False):
+            span = stage.spans(span, place)[-1]
+        return span
 
     def close(self) -> None:
         """End the thread."""
@@ -161,8 +206,12 @@ class TreeExchange(Exchange):
             TreeStage(inter, of_hosts, [total], are_siblings(of_hosts)),
         ]
 
+    def _both(self, buffers: list[Tensor]) -> None:
+        self._reduce(buffers)
+        self._gather(buffers[0])
+
     def _reduce(self, buffers: list[Tensor]) -> None:
-        """Add up and distribute; the result ends in `buffers[0]`."""
+        """Add up; this rank's shard of the sum ends in `buffers[0]`, at its place."""
         if not self._stages:
             return  # the step is discarded
         result = buffers[0]
@@ -180,8 +229,14 @@ class TreeExchange(Exchange):
             parts[-1].zero_()  # no rank had a leaf
         elif values[0].data_ptr() != parts[-1].data_ptr():
             parts[-1].copy_(values[0])
-        for stage, part in zip(reversed(self._stages), reversed(parts[:-1]), strict=True):
-            (_double if stage.siblings else _all_gather)(stage, part)
+
+    def _gather(self, result: Tensor) -> None:
+        """Give all ranks all shards of `result`, in place."""
+        regions = [result]
+        for stage in self._stages[:-1]:
+            regions.append(stage.parts(regions[-1])[-1])
+        for stage, region in zip(reversed(self._stages), reversed(regions), strict=False):
+            (_double if stage.siblings else _all_gather)(stage, region)
 
 
 def _add(values: list[Tensor], nodes: Sequence[Node], wanted: Sequence[Node]) -> list[Tensor]:

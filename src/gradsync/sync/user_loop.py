@@ -151,14 +151,21 @@ class UserLoop:
         if root is not None and root.requires_grad:
             hook = root.register_hook(backward_begins)
             self._others = -1
-        self._enclosed = True
+        before, self._enclosed = self._enclosed, True
         try:
             yield
         finally:
-            self._enclosed = False
+            self._enclosed = before
             self._optimizers.backwards.difference_update(tasks)
             if hook is not None:
                 hook.remove()
+
+    @contextmanager
+    def late_update(self, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+        """Enclose an update of `parameters` that `GradientSync.step` left for later."""
+        with self.enclosed():
+            yield
+        self._watch.remember_late(parameters)
 
     @property
     def synchronises(self) -> bool:

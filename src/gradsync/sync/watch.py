@@ -22,7 +22,7 @@ from __future__ import annotations
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -37,6 +37,7 @@ from gradsync.comm.values import all_gather_numbers
 from gradsync.core.torch_private import optimizer_pre_hooks, version
 from gradsync.errors import ConfigError
 from gradsync.sync.check_replicas import check_replicas, hash_bits
+from gradsync.sync.pending import is_pending, own_state
 from gradsync.sync.step_metadata import BITS, Settings, StepMetadata, hash_text, refuse_difference
 
 if TYPE_CHECKING:
@@ -192,21 +193,27 @@ class ReplicaWatch:
         watched = equal and comm.world_size > 1
         self._named = list(model.named_parameters()) if watched else []
         self._weights = [parameter for _, parameter in self._named if _is_plain(parameter)]
+        self._watched = {id(weight) for weight in self._weights}
         self._states: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
         self._turn = 0
         self._edited = False
         self.remember()
 
     def remember(self, *optimizers: Optimizer) -> None:
-        """Accept weights, and the state of `optimizers`, as they are on this rank."""
+        """Accept weights, and the state of `optimizers`, as they are on this rank; those that are
+        still to be updated by `remember_late`."""
         self._turn += 1
-        self._signs = self._signs_now()
+        self._signs = self._signs_now(w for w in self._weights if not is_pending(w))
         self.accept_states(*optimizers)
+
+    def remember_late(self, weights: Iterable[Tensor]) -> None:
+        """Accept weights that were updated after `remember`."""
+        self._signs |= self._signs_now(w for w in weights if id(w) in self._watched)
 
     def accept_states(self, *optimizers: Optimizer) -> None:
         """Take the state of `optimizers` for the one that steps: ranks have just compared it."""
         for optimizer in optimizers:
-            self._states[optimizer] = optimizer.state
+            self._states[optimizer] = own_state(optimizer.state)
 
     def state_of(self, optimizer: Optimizer) -> str:
         """Origin of its state, the same on ranks that load alike."""
@@ -214,7 +221,7 @@ class ReplicaWatch:
             # Merely reading `state[parameter]` makes an empty entry.
             loaded = any(optimizer.state.values())
             return "loaded before the first step" if loaded else "empty"
-        kept = self._states[optimizer] is optimizer.state
+        kept = self._states[optimizer] is own_state(optimizer.state)
         return "kept from the last step" if kept else "loaded since the last step"
 
     def changed(self, *optimizers: Optimizer) -> bool:
@@ -222,7 +229,7 @@ class ReplicaWatch:
         were found so before, and never compared."""
         if not self._edited:
             loaded = any(self.state_of(optimizer).startswith("loaded") for optimizer in optimizers)
-            self._edited = loaded or self._signs != self._signs_now()
+            self._edited = loaded or self._signs != self._signs_now(self._weights)
         return self._edited
 
     def refuse_unlike(self, agreed: StepMetadata, settings: Settings, why: str) -> None:
@@ -244,20 +251,32 @@ class ReplicaWatch:
     @property
     def sample(self) -> int:
         """A number of 20 bits made of the samples taken by `remember`."""
-        return int(hash_text(self._signs[2]), 16) % 2**BITS
+        samples = b"".join(self._signs[id(weight)][2] for weight in self._weights)
+        return int(hash_text(samples), 16) % 2**BITS
 
     def gradients(self) -> list[list[int]]:
         """Hashes of this rank's gradients; waits for the device."""
         grads = [weight.grad for weight in self._weights]
         return [[] if grad is None else hash_bits(grad).tolist() for grad in grads]
 
-    def _signs_now(self) -> tuple[list[int], list[int], bytes]:
-        """Versions and addresses of all weights, and the bits of a few elements of some."""
-        weights, count = self._weights, len(self._weights)
+    def _signs_now(self, weights: Iterable[Tensor]) -> dict[int, tuple[int, int, bytes]]:
+        """Versions and addresses of `weights` by their ids, and the bits of a few elements of some.
+
+        Different ones in every step, so that all have their turn."""
+        count = len(self._weights)
         first = self._turn * _SAMPLED % count if count > _SAMPLED else 0
-        parts = [_few(w.detach()) for w in weights[first : first + _SAMPLED] if _readable(w)]
-        sample = torch.cat(parts).view(torch.uint8).numpy().tobytes() if parts else b""
-        return [version(w) for w in weights], [w.data_ptr() for w in weights], sample
+        sampled = {id(w) for w in self._weights[first : first + _SAMPLED] if _readable(w)}
+        seen = list(weights)
+        parts = [_few(w.detach()) if id(w) in sampled else None for w in seen]
+        bits = memoryview(b"")
+        if any(part is not None for part in parts):
+            given = [part.contiguous().view(torch.uint8) for part in parts if part is not None]
+            bits = memoryview(torch.cat(given).numpy().tobytes())
+        signs, end = {}, 0
+        for weight, part in zip(seen, parts, strict=True):
+            begin, end = end, end + (0 if part is None else part.numel() * part.element_size())
+            signs[id(weight)] = version(weight), weight.data_ptr(), bytes(bits[begin:end])
+        return signs
 
 
 def _is_plain(weight: Tensor) -> bool:

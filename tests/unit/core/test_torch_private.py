@@ -72,6 +72,8 @@ CANARIES: dict[str, tuple[Callable[[], object], str]] = {
     "_foreach_sub": (lambda: torch, "the outer step of diloco"),
     "_foreach_zero_": (lambda: torch, "a leaf without gradients counts as zeros"),
     "_version": (lambda: torch.Tensor, "weights and buffers written between steps are noticed"),
+    "_storage_Use_Count": (lambda: torch._C, "between hosts every step waits for its weights"),
+    "_cdata": (lambda: torch.zeros(1).untyped_storage(), "the same"),
     "_C": (lambda: torch, "the end of a backward, compiled code"),
     "_current_graph_task_id": (lambda: torch._C, "the user's loop tells backwards apart"),
     "_execution_engine": (lambda: torch.autograd.Variable, "the user's loop ends its backward"),

@@ -1,0 +1,392 @@
+"""The step between hosts: gradients are summed beside backward, and handed out beside the forward.
+
+    backward    each bucket: slices to their owners, sums there        (half of an all-reduce)
+    step        agree; the norm, from the owners; which update is to be done is fixed
+    forward     each bucket: the sum from its owners to all ranks      (the other half)
+                a weight that the forward is about to use: wait for its bucket, update it, go on
+
+An all-reduce is these two halves (Patarasuk & Yuan 2009), and only the first has to end before the
+next forward begins: "decoupled all-reduce", DeAR (Zhang et al. 2023, arXiv 2302.12445). Bytes are
+those of one all-reduce, and every number is computed as it would be at once, so bits are the same.
+The forward wants the last bucket first, so they are handed out in reverse.
+
+Every rank updates everything, as its optimizer would: state and weights are whole on each rank once
+they are there, and reading them asks nothing of other ranks' programs, whose threads send. So it
+is each rank's own affair whether it updates late or at once. At once it is done for hooks that see
+gradients, optimizers that look at more than an element, a GradScaler, weights whose memory another
+tensor shares, and compiled code, which reads weights past torch's functions.
+
+In the user's training loop `.grad` is whole when backward ends, and nothing is left for later.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+
+from gradsync.comm.base import Communicator, Work
+from gradsync.comm.process_group import AllOf, Done
+from gradsync.core.torch_private import foreach_mul_, has_compiled
+from gradsync.errors import ConfigError
+from gradsync.sync.buckets import Bucket
+from gradsync.sync.elementwise import (
+    PieceOptimizer,
+    check_elementwise,
+    group_numbers,
+    members_of,
+    why_not_now,
+)
+from gradsync.sync.layout import BLOCK, blocks_of
+from gradsync.sync.pending import (
+    WaitingState,
+    can_be_marked,
+    mark,
+    own_state,
+    unmark,
+    wait_for,
+)
+from gradsync.sync.reducer import (
+    Replicas,
+    Stopwatch,
+    clip_factor,
+    norm_from_blocks,
+    norms_of_blocks,
+)
+from gradsync.sync.step_metadata import options
+from gradsync.sync.tree_exchange import TreeExchange
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+log = logging.getLogger("gradsync")
+
+class _Update(NamedTuple):
+    """What one optimizer has to do."""
+
+    optimizer: Optimizer
+    """The user's."""
+    state: Any
+    """Its state; another one may be loaded before the update is done."""
+    groups: list[dict[str, Any]]
+    """Its groups' options in this step."""
+    parts: list[PieceOptimizer]
+    """Optimizers of each bucket's parameters."""
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A step whose update is not done yet."""
+
+    buckets: list[Bucket]
+    used: list[bool]
+    factor: float
+    """From sums to the mean."""
+    gathers: list[Work] = field(default_factory=list)
+    """For each bucket, whole sums on their way into `flat(0)`."""
+    clip: Tensor | None = None
+    """Factor of clipping, []."""
+    updates: list[_Update] = field(default_factory=list)
+
+
+class LateReplicas(Replicas):
+    """Whole replicas that are updated when they are next used, see the module's picture.
+
+    Args:
+        model, parameters: see `Replicas`.
+        comm: all ranks.
+        exchange: sums the buckets.
+    """
+
+    late = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Sequence[nn.Parameter],
+        comm: Communicator,
+        exchange: TreeExchange,
+    ) -> None:
+        super().__init__(model, parameters)
+        self._comm, self._exchange = comm, exchange
+        self._step: _Pending | None = None
+        self._why, self._said, self._scaler = "", "", False
+        self._lock = threading.RLock()
+        self._parts: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
+        self._hooks: list[Any] = []
+        ours = {id(p) for p in self.parameters}
+        self._modules = [
+            m for m in model.modules() if any(id(p) in ours for p in m.parameters(recurse=False))
+        ]
+
+    # -- a step -----------------------------------------------------------------------------------
+
+    def prepare(self, optimizers: Sequence[Optimizer], *, scaled: bool) -> None:
+        """See `Replicas.prepare`; a reason found here lets this rank update at once."""
+        self._scaler = scaled
+        self._why = next(filter(None, map(_why_at_once, optimizers)), "")
+
+    def take(
+        self,
+        buckets: Sequence[Bucket],
+        used: Sequence[bool],
+        factor: float | None,
+        watch: Stopwatch,
+    ) -> None:
+        """See `Replicas.take`; sums that are not whole are asked for here, of all owners."""
+        if self._exchange.whole:
+            super().take(buckets, used, factor, watch)
+            return
+        for parameter in self.parameters:
+            parameter.grad = None
+        if factor is not None:
+            self._step = _Pending(list(buckets), list(used), factor)
+            if self._scaler:
+                self._put_into_grad()
+        watch.stop()
+
+    def _gathers(self) -> list[Work]:
+        """Ask all owners for whole sums, once a step; for each bucket."""
+        step = self._step
+        assert step is not None, "the caller has one"
+        if not step.gathers:
+            # The forward wants the last bucket first.
+            step.gathers = [self._exchange.gather(b) for b in reversed(step.buckets)][::-1]
+        return step.gathers
+
+    def _put_into_grad(self) -> None:
+        """Wait for whole gradients, and go on as ordinary replicas."""
+        AllOf(self._gathers()).wait()
+        for bucket, used in self._with_used():
+            for parameter, mean, here in zip(
+                bucket.parameters, self._scaled(bucket.sums()), used, strict=True
+            ):
+                parameter.grad = mean if here else None
+        self._step = None
+
+    def _with_used(self) -> list[tuple[Bucket, list[bool]]]:
+        """Each bucket, and which of its parameters any rank has a gradient for."""
+        step = self._step
+        assert step is not None, "the caller has one"
+        return [(b, [step.used[slot.index] for slot in b.plan.slots]) for b in step.buckets]
+
+    def owned(self) -> list[Tensor]:
+        """See `Replicas.owned`; of sums that are not whole, copies of this rank's shards."""
+        step = self._step
+        if step is None:
+            return super().owned()
+        shards = []
+        for bucket in step.buckets:
+            mine = self._exchange.owned(bucket, self._comm.rank)
+            shards.append(bucket.flat(0)[mine.start : mine.stop].to(bucket.dtype, copy=True))
+        return self._scaled(shards)
+
+    def _scaled(self, sums: list[Tensor]) -> list[Tensor]:
+        """Scale `sums` in place, as `Replicas` does: to the mean, and by clipping."""
+        step = self._step
+        assert step is not None, "the caller has one"
+        if sums and step.factor != 1.0:
+            foreach_mul_(sums, step.factor)
+        if sums and step.clip is not None and float(step.clip) != 1.0:
+            foreach_mul_([s if s.dim() else s.view(1) for s in sums], step.clip)
+        return sums
+
+    def whole_gradients(self) -> list[Tensor | None]:
+        step = self._step
+        if step is None:
+            return super().whole_gradients()
+        AllOf(self._gathers()).wait()
+        found: list[Tensor | None] = [None] * len(self.parameters)
+        for bucket, used in self._with_used():
+            means = self._scaled([g.clone() for g in bucket.sums()])
+            for slot, mean, here in zip(bucket.plan.slots, means, used, strict=True):
+                found[slot.index] = mean if here else None
+        return found
+
+    def clip(self, max_norm: float) -> Tensor:
+        """See `Replicas.clip`; each rank takes the norms of blocks that begin in its shards.
+
+        One all-reduce: whole group, float64 [blocks]; overlaps the first buckets' way to all ranks.
+        """
+        step = self._step
+        if step is None:
+            return super().clip(max_norm)
+        counts = torch.tensor([-(-p.numel() // BLOCK) for p in self.parameters])
+        *firsts, total = [0, *counts.cumsum(0).tolist()]
+        norms = torch.zeros(max(total, 1), dtype=torch.float64, device=self.parameters[0].device)
+        self._exchange.submit(lambda: self._norms_of_own_blocks(step, firsts, norms)).wait()
+        self._comm.all_reduce(norms).wait()
+        norms = norms.where(
+            torch.tensor(step.used).repeat_interleave(counts).to(norms.device), 0.0
+        )
+        double = any(
+            p.dtype == torch.float64
+            for p, used in zip(self.parameters, step.used, strict=True)
+            if used
+        )
+        norm = norm_from_blocks(norms, double=double)
+        step.clip = clip_factor(norm, max_norm)
+        return norm
+
+    def _norms_of_own_blocks(self, step: _Pending, firsts: list[int], norms: Tensor) -> None:
+        """Put the norms of blocks that begin in this rank's shards into `norms`; on the exchange's
+        thread. The rest of such a block comes from the owners of the next shards: a message each,
+        of less than a block, the bucket's dtype."""
+        rank, ranks = self._comm.rank, range(self._comm.world_size)
+        sends, receives, blocks, places = [], [], [], []
+        for bucket in step.buckets:
+            flat, spans = bucket.flat(0), [self._exchange.owned(bucket, r) for r in ranks]
+            in_order = sorted(ranks, key=lambda r: spans[r].start)  # noqa: B023  called here
+            for block in blocks_of(bucket.plan.slots):
+                parts: list[Tensor] = []
+                owner = -1
+                for other in in_order:
+                    start = max(block.start, spans[other].start)
+                    stop = min(block.stop, spans[other].stop)
+                    if start >= stop:
+                        continue
+                    owner = other if owner < 0 else owner
+                    part = flat[start:stop]
+                    if owner == rank and other != rank:
+                        part = torch.empty_like(part)
+                        receives.append((part, other))
+                    elif owner != rank and other == rank:
+                        sends.append((part, owner))
+                    parts.append(part)
+                if owner == rank:
+                    blocks.append((bucket.dtype, parts))
+                    places.append(firsts[block.index] + block.number)
+        if sends or receives:
+            self._exchange.messenger.exchange(sends, receives).wait()
+        if not blocks:
+            return
+        means = [torch.cat(parts).to(dtype) for dtype, parts in blocks]
+        if step.factor != 1.0:
+            foreach_mul_(means, step.factor)
+        norms[torch.tensor(places, device=norms.device)] = norms_of_blocks(means)
+
+    def update(self, optimizers: Sequence[Optimizer]) -> None:
+        """See `Replicas.update`; fixes what is to be done, with the options of now."""
+        step = self._step
+        if step is not None:
+            self._gathers()
+            if self._why:
+                if self._why != self._said and self._comm.rank == 0:
+                    log.info("weights are updated before the next forward: %s", self._why)
+                self._said = self._why
+                self._put_into_grad()
+        if step is None or self._why:
+            super().update(optimizers)
+            return
+        for optimizer in optimizers:
+            groups = [
+                {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in options(g).items()}
+                for g in optimizer.param_groups
+            ]
+            parts = self._parts_of(optimizer, step.buckets)
+            step.updates.append(_Update(optimizer, own_state(optimizer.state), groups, parts))
+
+    def _parts_of(self, optimizer: Optimizer, buckets: list[Bucket]) -> list[PieceOptimizer]:
+        """The optimizer over the parameters of each bucket, with the state of the user's."""
+        members = members_of(optimizer)
+        known = self._parts.get(optimizer)
+        if known is None or known[0] != members or known[1] != buckets:
+            numbers = group_numbers(optimizer.param_groups)
+            parts = [
+                PieceOptimizer(
+                    *(type(optimizer), optimizer.defaults, optimizer.param_groups),
+                    [(numbers[id(p)], p) for p in bucket.parameters if id(p) in numbers],
+                )
+                for bucket in buckets
+            ]
+            known = self._parts[optimizer] = (members, buckets, parts)
+        return known[2]
+
+    def publish(self) -> Work:
+        """See `Replicas.publish`: from here on who touches a weight waits for its bucket."""
+        step = self._step
+        if step is None:
+            return Done()
+        for update in step.updates:
+            if "step" in update.optimizer.__dict__:  # a scheduler wraps it, to count
+                update.optimizer.step()  # without gradients it changes nothing
+        if not all(map(can_be_marked, self.parameters)):
+            self.wait()
+            return Done()
+        for number, bucket in enumerate(step.buckets):
+            mark(bucket.parameters, lambda number=number: self._arrive(number))
+        for update in step.updates:
+            update.optimizer.state = WaitingState(update.state, self.wait)
+        self._hooks = [m.register_forward_pre_hook(_wait_for_own) for m in self._modules]
+        return Done()
+
+    def wait(self) -> None:
+        """See `Replicas.wait`."""
+        with self._lock:
+            step = self._step
+            if step is None or not step.updates:
+                return
+            for number in reversed(range(len(step.buckets))):
+                self._arrive(number)
+
+    @torch.no_grad()
+    def _arrive(self, number: int) -> None:
+        """Update the weights of bucket `number`, once its sums are there."""
+        with self._lock:
+            step = self._step
+            if step is None or step.gathers[number] is _DONE:
+                return
+            step.gathers[number].wait()
+            step.gathers[number] = _DONE
+            bucket, used = self._with_used()[number]
+            unmark(bucket.parameters)
+            means = {
+                id(p): mean if here else None
+                for p, mean, here in zip(
+                    bucket.parameters, self._scaled(bucket.sums()), used, strict=True
+                )
+            }
+            with self.updates(bucket.parameters):
+                for update in step.updates:
+                    part = update.parts[number]
+                    if part.inner is not None:
+                        part.inner.state = update.state
+                        ours = [p for group in part.inner.param_groups for p in group["params"]]
+                        part.step(update.groups, [(p, means[id(p)]) for p in ours])
+            if all(work is _DONE for work in step.gathers):
+                self._step = None
+                for update in step.updates:
+                    update.optimizer.state = own_state(update.optimizer.state)
+                for hook in self._hooks:
+                    hook.remove()
+                self._hooks = []
+
+    def close(self) -> None:
+        self.wait()
+
+
+_DONE = Done()
+
+
+def _wait_for_own(module: nn.Module, _: Any) -> None:
+    for parameter in module.parameters(recurse=False):
+        wait_for(parameter)
+
+
+def _why_at_once(optimizer: Optimizer) -> str:
+    """Reason why the update cannot wait until weights are used, "" if it can."""
+    if has_compiled():
+        return "compiled code reads weights past the functions that would wait"
+    try:
+        check_elementwise(type(optimizer), False)
+    except ConfigError as error:
+        return str(error)
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return "the optimizer is differentiable"
+    return why_not_now(optimizer)

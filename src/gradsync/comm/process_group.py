@@ -21,6 +21,7 @@ from gradsync.comm.base import Communicator, Messages, Messenger, ReduceOp, Work
 from gradsync.comm.values import check_same_call
 from gradsync.core import torch_private as private
 from gradsync.errors import RunError
+from gradsync.runtime.gloo_group import SendingThread
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -106,11 +107,11 @@ class Background:
             if self._closed:
                 raise RunError("this background worker is closed")
             if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._worker.run, name="gradsync-background", daemon=True
-                )
+                worker = self._worker
                 # The thread holds `_worker` only, so this object can die, and that ends the thread.
-                weakref.finalize(self, self._worker.jobs.put, None)
+                self._thread = SendingThread(worker.run, worker.finish, "gradsync-background")
+                weakref.finalize(self, worker.jobs.put, None)
+                weakref.finalize(self._thread, _end, worker.jobs, weakref.ref(self._thread))
                 self._thread.start()
             self._worker.put(job)
         return job
@@ -194,6 +195,12 @@ class _Worker:
                 return
         job.finish(self._error)
 
+    def finish(self) -> None:
+        """Return when all jobs that were put are done."""
+        job = _Job(lambda: None, None)
+        self.put(job)
+        job.wait()
+
     def run(self) -> None:
         """Run jobs until None comes or one fails.
 
@@ -210,6 +217,18 @@ class _Worker:
                         if waiting is not None:
                             waiting.finish(error)
                 return
+
+
+_LAST_S = 5.0
+"""Longest that a program's end waits for messages that other ranks may need."""
+
+
+def _end(jobs: SimpleQueue[_Job | None], thread: weakref.ref[threading.Thread]) -> None:
+    """End a thread that lives when the program ends: within torch it must not be unwound."""
+    alive = thread()
+    if alive is not None:
+        jobs.put(None)
+        alive.join(_LAST_S)
 
 
 class ProcessGroupCommunicator:

@@ -53,6 +53,7 @@ def storage_uses(tensor: Tensor) -> int:
     storage = tensor.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata) - 1  # `storage` itself is one
 
+
 # -- autograd -------------------------------------------------------------------------------------
 
 current_graph_task = torch._C._current_graph_task_id

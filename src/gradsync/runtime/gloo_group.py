@@ -9,13 +9,38 @@ with the lock released, until all workers sleep and none wakes up in between.
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 _WORKER_NAME = "pt_gloo_runloop"
 _TASKS = Path("/proc/self/task")
 # A thread that waits for Python's lock wakes up every 5 ms; one that has nothing to do does not.
 _SAMPLE_S = 0.012
+
+
+class SendingThread(threading.Thread):
+    """A daemon thread that sends by a process group, beside the main one.
+
+    Args:
+        run: what it does.
+        finish: called on another thread, returns when it has sent what it was given.
+    """
+
+    def __init__(self, run: Callable[[], None], finish: Callable[[], None], name: str) -> None:
+        super().__init__(target=run, name=name, daemon=True)
+        self.finish = finish
+
+
+def finish_sending() -> None:
+    """Return when no thread of this process has anything left to send: other ranks may still need
+    it when this one leaves."""
+    for thread in threading.enumerate():
+        if isinstance(thread, SendingThread):
+            with suppress(Exception):  # raised where its result is used
+                thread.finish()
 
 
 def wait_until_workers_sleep(timeout_s: float = 2.0) -> bool:

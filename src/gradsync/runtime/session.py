@@ -34,7 +34,7 @@ from gradsync.runtime.device import (
     device_identity,
 )
 from gradsync.runtime.failure import REPORT_S, FailureWatch
-from gradsync.runtime.gloo_group import wait_until_workers_sleep
+from gradsync.runtime.gloo_group import finish_sending, wait_until_workers_sleep
 from gradsync.runtime.machine import choose_threads, pin_threads
 from gradsync.runtime.memory import keep_freed_memory
 from gradsync.runtime.network import PeerConnections, interface_towards
@@ -148,6 +148,7 @@ class Session:
                 if error is not None:
                     say_interrupted(error)
             elif orderly or error is None:
+                finish_sending()
                 watch.stop()
                 self._meeting.say_farewell(_FAREWELL_S)
                 cause = watch.peer_failure()

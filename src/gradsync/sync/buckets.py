@@ -221,6 +221,8 @@ class Bucket:
         """Of the gradients."""
         real = self.dtype.is_floating_point
         self._node_dtype = node_dtype if node_dtype is not None and real else self.dtype
+        self.rounded = self._node_dtype != self.dtype
+        """Whether buffers have another dtype than the gradients."""
         self._sums: tuple[Tensor, list[Tensor]] | None = None
         self.touched = [False] * len(plan.slots)
         """Slots that got a gradient in this step."""
@@ -279,7 +281,7 @@ class Bucket:
     def sums(self) -> list[Tensor]:
         """The sums over all ranks, once `flat(0)` holds them: each parameter's, in its shape and
         dtype, in memory that is overwritten by the next step's."""
-        if self._node_dtype == self.dtype:
+        if not self.rounded:
             return self.views(0, range(len(self.plan.slots)))
         if self._sums is None:
             flat = torch.empty_like(self.flat(0), dtype=self.dtype)

@@ -23,8 +23,10 @@ from __future__ import annotations
 
 import logging
 import threading
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -42,7 +44,7 @@ from gradsync.sync.elementwise import (
     members_of,
     why_not_now,
 )
-from gradsync.sync.layout import BLOCK, blocks_of
+from gradsync.sync.layout import BLOCK, ParameterBlock, blocks_of
 from gradsync.sync.pending import (
     WaitingState,
     can_be_marked,
@@ -67,6 +69,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("gradsync")
 
+
 class _Update(NamedTuple):
     """What one optimizer has to do."""
 
@@ -86,12 +89,10 @@ class _Pending:
 
     buckets: list[Bucket]
     used: list[bool]
-    factor: float
-    """From sums to the mean."""
+    factors: list[Any] = field(default_factory=list)
+    """From sums to the clipped mean: numbers and tensors [], in this order."""
     gathers: list[Work] = field(default_factory=list)
-    """For each bucket, whole sums on their way into `flat(0)`."""
-    clip: Tensor | None = None
-    """Factor of clipping, []."""
+    """For each bucket, all ranks' shards on their way into `flat(0)`."""
     updates: list[_Update] = field(default_factory=list)
 
 
@@ -120,6 +121,7 @@ class LateReplicas(Replicas):
         self._lock = threading.RLock()
         self._parts: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
         self._hooks: list[Any] = []
+        self._pieces: WeakKeyDictionary[Bucket, tuple[Any, Pieces]] = WeakKeyDictionary()
         ours = {id(p) for p in self.parameters}
         self._modules = [
             m for m in model.modules() if any(id(p) in ours for p in m.parameters(recurse=False))
@@ -146,7 +148,8 @@ class LateReplicas(Replicas):
         for parameter in self.parameters:
             parameter.grad = None
         if factor is not None:
-            self._step = _Pending(list(buckets), list(used), factor)
+            self._step = _Pending(list(buckets), list(used))
+            self._multiply(factor)
             if self._scaler:
                 self._put_into_grad()
         watch.stop()
@@ -165,7 +168,7 @@ class LateReplicas(Replicas):
         AllOf(self._gathers()).wait()
         for bucket, used in self._with_used():
             for parameter, mean, here in zip(
-                bucket.parameters, self._scaled(bucket.sums()), used, strict=True
+                bucket.parameters, self._means(bucket), used, strict=True
             ):
                 parameter.grad = mean if here else None
         self._step = None
@@ -177,25 +180,45 @@ class LateReplicas(Replicas):
         return [(b, [step.used[slot.index] for slot in b.plan.slots]) for b in step.buckets]
 
     def owned(self) -> list[Tensor]:
-        """See `Replicas.owned`; of sums that are not whole, copies of this rank's shards."""
+        """See `Replicas.owned`; of sums that are not whole, this rank's shards."""
         step = self._step
         if step is None:
             return super().owned()
-        shards = []
-        for bucket in step.buckets:
-            mine = self._exchange.owned(bucket, self._comm.rank)
-            shards.append(bucket.flat(0)[mine.start : mine.stop].to(bucket.dtype, copy=True))
-        return self._scaled(shards)
+        shards = [self._own(bucket) for bucket in step.buckets]
+        return [
+            shard.to(bucket.dtype).mul_(prod(map(float, step.factors))) if bucket.rounded else shard
+            for bucket, shard in zip(step.buckets, shards, strict=True)
+        ]
 
-    def _scaled(self, sums: list[Tensor]) -> list[Tensor]:
-        """Scale `sums` in place, as `Replicas` does: to the mean, and by clipping."""
+    def _own(self, bucket: Bucket) -> Tensor:
+        mine = self._exchange.owned(bucket, self._comm.rank)
+        return bucket.flat(0)[mine.start : mine.stop]
+
+    def _multiply(self, factor: Any) -> None:
+        """Scale the gradient: shards of it, before they go to all ranks. Rounded nodes stay as they
+        are until each rank has widened them."""
         step = self._step
         assert step is not None, "the caller has one"
-        if sums and step.factor != 1.0:
-            foreach_mul_(sums, step.factor)
-        if sums and step.clip is not None and float(step.clip) != 1.0:
-            foreach_mul_([s if s.dim() else s.view(1) for s in sums], step.clip)
-        return sums
+        if isinstance(factor, float) and factor == 1.0:
+            return
+        AllOf(step.gathers).wait()  # if an observer has asked for them
+        part = (lambda bucket: bucket.flat(0)) if step.gathers else self._own
+        plain = [part(bucket) for bucket in step.buckets if not bucket.rounded]
+        if plain:
+            foreach_mul_(plain, factor)
+        step.factors.append(factor)
+
+    def _means(self, bucket: Bucket, *, copies: bool = False) -> list[Tensor]:
+        """The gradient of each of the bucket's parameters, once whole sums are there."""
+        step = self._step
+        assert step is not None, "the caller has one"
+        means = bucket.sums()
+        if copies:
+            means = [mean.clone() for mean in means]
+        for factor in step.factors if bucket.rounded else ():
+            # Between tensors [] torch promotes dtypes; between [1] and [] not.
+            foreach_mul_([m if m.dim() else m.view(1) for m in means], factor)
+        return means
 
     def whole_gradients(self) -> list[Tensor | None]:
         step = self._step
@@ -204,7 +227,7 @@ class LateReplicas(Replicas):
         AllOf(self._gathers()).wait()
         found: list[Tensor | None] = [None] * len(self.parameters)
         for bucket, used in self._with_used():
-            means = self._scaled([g.clone() for g in bucket.sums()])
+            means = self._means(bucket, copies=True)
             for slot, mean, here in zip(bucket.plan.slots, means, used, strict=True):
                 found[slot.index] = mean if here else None
         return found
@@ -222,54 +245,64 @@ class LateReplicas(Replicas):
         norms = torch.zeros(max(total, 1), dtype=torch.float64, device=self.parameters[0].device)
         self._exchange.submit(lambda: self._norms_of_own_blocks(step, firsts, norms)).wait()
         self._comm.all_reduce(norms).wait()
-        norms = norms.where(
-            torch.tensor(step.used).repeat_interleave(counts).to(norms.device), 0.0
-        )
+        norms = norms.where(torch.tensor(step.used).repeat_interleave(counts).to(norms.device), 0.0)
         double = any(
             p.dtype == torch.float64
             for p, used in zip(self.parameters, step.used, strict=True)
             if used
         )
         norm = norm_from_blocks(norms, double=double)
-        step.clip = clip_factor(norm, max_norm)
+        self._multiply(clip_factor(norm, max_norm))
         return norm
 
     def _norms_of_own_blocks(self, step: _Pending, firsts: list[int], norms: Tensor) -> None:
         """Put the norms of blocks that begin in this rank's shards into `norms`; on the exchange's
         thread. The rest of such a block comes from the owners of the next shards: a message each,
         of less than a block, the bucket's dtype."""
-        rank, ranks = self._comm.rank, range(self._comm.world_size)
-        sends, receives, blocks, places = [], [], [], []
+        rank = self._comm.rank
+        sends: list[tuple[Tensor, int]] = []
+        receives: list[tuple[Tensor, int]] = []
+        wholes: list[tuple[Bucket, list[Tensor]]] = []
+        places = []
         for bucket in step.buckets:
-            flat, spans = bucket.flat(0), [self._exchange.owned(bucket, r) for r in ranks]
-            in_order = sorted(ranks, key=lambda r: spans[r].start)  # noqa: B023  called here
-            for block in blocks_of(bucket.plan.slots):
-                parts: list[Tensor] = []
-                owner = -1
-                for other in in_order:
-                    start = max(block.start, spans[other].start)
-                    stop = min(block.stop, spans[other].stop)
-                    if start >= stop:
-                        continue
-                    owner = other if owner < 0 else owner
+            flat = bucket.flat(0)
+            for block, pieces in self._pieces_of(bucket):
+                owner = pieces[0][0]
+                parts = []
+                for holder, start, stop in pieces:
                     part = flat[start:stop]
-                    if owner == rank and other != rank:
-                        part = torch.empty_like(part)
-                        receives.append((part, other))
-                    elif owner != rank and other == rank:
+                    if holder == rank != owner:
                         sends.append((part, owner))
+                    elif owner == rank != holder:
+                        part = torch.empty_like(part)
+                        receives.append((part, holder))
                     parts.append(part)
                 if owner == rank:
-                    blocks.append((bucket.dtype, parts))
+                    wholes.append((bucket, parts))
                     places.append(firsts[block.index] + block.number)
         if sends or receives:
             self._exchange.messenger.exchange(sends, receives).wait()
-        if not blocks:
+        if not wholes:
             return
-        means = [torch.cat(parts).to(dtype) for dtype, parts in blocks]
-        if step.factor != 1.0:
-            foreach_mul_(means, step.factor)
+        means = []
+        for bucket, parts in wholes:
+            mean = torch.cat(parts) if len(parts) > 1 else parts[0]
+            for factor in step.factors if bucket.rounded else ():
+                mean = mean.to(bucket.dtype, copy=True)
+                foreach_mul_([mean], factor)
+            means.append(mean)
         norms[torch.tensor(places, device=norms.device)] = norms_of_blocks(means)
+
+    def _pieces_of(self, bucket: Bucket) -> Pieces:
+        """`pieces_of_rank` of this rank, kept as long as ranks' shares of leaves stay the same."""
+        known = self._pieces.get(bucket)
+        if known is None or known[0] is not self._exchange.stages:
+            ranks = range(self._comm.world_size)
+            spans = [self._exchange.owned(bucket, rank) for rank in ranks]
+            blocks = blocks_of(bucket.plan.slots)
+            pieces = pieces_of_rank(blocks, spans, self._comm.rank)
+            known = self._pieces[bucket] = (self._exchange.stages, pieces)
+        return known[1]
 
     def update(self, optimizers: Sequence[Optimizer]) -> None:
         """See `Replicas.update`; fixes what is to be done, with the options of now."""
@@ -289,6 +322,10 @@ class LateReplicas(Replicas):
                 {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in options(g).items()}
                 for g in optimizer.param_groups
             ]
+            used = {id(p) for p, here in zip(self.parameters, step.used, strict=True) if here}
+            for parameter in (p for g in optimizer.param_groups for p in g["params"]):
+                if id(parameter) in used:  # entries in the order in which the optimizer makes them
+                    own_state(optimizer.state).setdefault(parameter, {})
             parts = self._parts_of(optimizer, step.buckets)
             step.updates.append(_Update(optimizer, own_state(optimizer.state), groups, parts))
 
@@ -335,10 +372,12 @@ class LateReplicas(Replicas):
             for number in reversed(range(len(step.buckets))):
                 self._arrive(number)
 
-    @torch.no_grad()
     def _arrive(self, number: int) -> None:
-        """Update the weights of bucket `number`, once its sums are there."""
-        with self._lock:
+        """Update the weights of bucket `number`, once its sums are there, whatever mode the code
+        that touched them runs in: state that is made in inference mode could not be changed."""
+        kind = self.parameters[0].device.type
+        modes = (torch.no_grad(), torch.inference_mode(False), torch.autocast(kind, enabled=False))
+        with self._lock, modes[0], modes[1], modes[2]:
             step = self._step
             if step is None or step.gathers[number] is _DONE:
                 return
@@ -348,9 +387,7 @@ class LateReplicas(Replicas):
             unmark(bucket.parameters)
             means = {
                 id(p): mean if here else None
-                for p, mean, here in zip(
-                    bucket.parameters, self._scaled(bucket.sums()), used, strict=True
-                )
+                for p, mean, here in zip(bucket.parameters, self._means(bucket), used, strict=True)
             }
             with self.updates(bucket.parameters):
                 for update in step.updates:
@@ -369,6 +406,27 @@ class LateReplicas(Replicas):
 
     def close(self) -> None:
         self.wait()
+
+
+Pieces = list[tuple[ParameterBlock, list[tuple[int, int, int]]]]
+"""Blocks, each with its pieces: (rank that has it, first element in the bucket, last + 1)."""
+
+
+def pieces_of_rank(blocks: Sequence[ParameterBlock], spans: Sequence[range], rank: int) -> Pieces:
+    """The blocks of which `rank` has a piece, cut where the ranks' `spans` end; the first piece's
+    rank takes the block's norm."""
+    in_order = sorted((span.start, span.stop, holder) for holder, span in enumerate(spans) if span)
+    starts = [start for start, _, _ in in_order]
+    found = []
+    for block in blocks:
+        place, pieces = bisect_right(starts, block.start) - 1, []
+        while place < len(in_order) and in_order[place][0] < block.stop:
+            start, stop, holder = in_order[place]
+            pieces.append((holder, max(start, block.start), min(stop, block.stop)))
+            place += 1
+        if any(holder == rank for holder, _, _ in pieces):
+            found.append((block, pieces))
+    return found
 
 
 _DONE = Done()

@@ -1,7 +1,7 @@
-"""Parameters, and optimizer state, whose new values are on their way: who touches one waits for it.
+"""Parameters and optimizer state whose new values are on their way: who touches one waits for it.
 
-    mark(parameters, arrive)    from here on `arrive()` runs before torch reads or writes one of them
-    WaitingState(state, arrive) the same for `optimizer.state`
+    mark(parameters, arrive)      `arrive()` runs before torch reads or writes one of them
+    WaitingState(state, arrive)   the same for `optimizer.state`
 
 A parameter is marked by its class, which torch asks before every function and attribute that gets
 the tensor: in the forward of any module, in `state_dict`, `deepcopy`, `torch.save`, NumPy, an

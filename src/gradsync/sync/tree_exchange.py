@@ -107,8 +107,11 @@ class TreeExchange(Exchange):
         self._background = Background(device)
         self._num_buffers = 0
         self._indexed = False
-        self._stages: list[TreeStage] = []
+        self.stages: list[TreeStage] = []
+        """Rounds of this step; the same object as long as ranks' shares of leaves are the same."""
+        self._told: list[tuple[int, int]] = []
         self._own: range = range(0)
+        self._room: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
         self.whole = True
         """Whether the step's buckets were launched whole, not by halves."""
 
@@ -159,7 +162,7 @@ class TreeExchange(Exchange):
         when that is done."""
         span = range(bucket.plan.numel)
         size = self._levels[0].world_size
-        for stage, place in zip(self._stages, (rank % size, rank // size), strict=False):
+        for stage, place in zip(self.stages, (rank % size, rank // size), strict=False):
             span = stage.spans(span, place)[-1]
         return span
 
@@ -182,15 +185,17 @@ class TreeExchange(Exchange):
         return [tuple(told[rank].tolist()) for rank in range(self._comm.world_size)]
 
     def _plan(self, told: list[tuple[int, int]]) -> None:
-        if any(first == FORGOTTEN for _, first in told):
-            self._stages = []
+        if told == self._told:
             return
-        ranges = checked_shares(told)
+        if any(first == FORGOTTEN for _, first in told):
+            self.stages, self._told = [], told
+            return
+        ranges, self._told = checked_shares(told), told
         self._own = ranges[self._comm.rank]
         total = root(ranges[-1].stop)
         nodes = [largest_nodes(leaves) for leaves in ranges]
         if len(self._levels) == 1:
-            self._stages = [TreeStage(self._levels[0], nodes, [total], are_siblings(nodes))]
+            self.stages = [TreeStage(self._levels[0], nodes, [total], are_siblings(nodes))]
             return
         intra, inter = self._levels
         size = intra.world_size
@@ -198,11 +203,13 @@ class TreeExchange(Exchange):
             range(ranges[first].start, ranges[first + size - 1].stop)
             for first in range(0, self._comm.world_size, size)
         ]
-        host = self._comm.rank // size
         of_hosts = [largest_nodes(leaves) for leaves in hosts]
-        here = nodes[host * size : (host + 1) * size]
-        self._stages = [
-            TreeStage(intra, here, of_hosts[host], are_siblings(here)),
+        inside = [nodes[first : first + size] for first in range(0, len(nodes), size)]
+        host = self._comm.rank // size
+        # One way on all hosts: siblings cut buckets otherwise, and shards must meet between hosts.
+        siblings = all(map(are_siblings, inside))
+        self.stages = [
+            TreeStage(intra, inside[host], of_hosts[host], siblings),
             TreeStage(inter, of_hosts, [total], are_siblings(of_hosts)),
         ]
 
@@ -212,7 +219,7 @@ class TreeExchange(Exchange):
 
     def _reduce(self, buffers: list[Tensor]) -> None:
         """Add up; this rank's shard of the sum ends in `buffers[0]`, at its place."""
-        if not self._stages:
+        if not self.stages:
             return  # the step is discarded
         result = buffers[0]
         values = buffers[: self._num_buffers]
@@ -221,8 +228,8 @@ class TreeExchange(Exchange):
             singles = [(0, leaf) for leaf in self._own]
             values = _add(values, singles, largest_nodes(self._own))
         parts = [result]
-        for stage in self._stages:
-            climb = _halve_add if stage.siblings else _scatter_add
+        for stage in self.stages:
+            climb = self._halve_add if stage.siblings else self._scatter_add
             values = climb(stage, values, parts[-1])
             parts.append(stage.parts(parts[-1])[-1])
         if not values:
@@ -233,10 +240,57 @@ class TreeExchange(Exchange):
     def _gather(self, result: Tensor) -> None:
         """Give all ranks all shards of `result`, in place."""
         regions = [result]
-        for stage in self._stages[:-1]:
+        for stage in self.stages[:-1]:
             regions.append(stage.parts(regions[-1])[-1])
-        for stage, region in zip(reversed(self._stages), reversed(regions), strict=False):
+        for stage, region in zip(reversed(self.stages), reversed(regions), strict=False):
             (_double if stage.siblings else _all_gather)(stage, region)
+
+    def _scatter_add(self, stage: TreeStage, values: list[Tensor], region: Tensor) -> list[Tensor]:
+        """Send every rank its shard of this rank's values, add up the slices of this rank's shard.
+
+        Point to point, one slice [n / ranks] per node and pair of ranks, the bucket's dtype; beside
+        backward.
+
+        Args:
+            stage: nodes of each rank.
+            values: of this rank's nodes, each [n]; may be empty.
+            region: the result's region, [n]; for its shape and dtype only.
+        """
+        comm, mine = stage.comm, stage.comm.rank
+        own_part = _part(region, mine, comm.world_size)
+        sends, receives, arrived = [], [], []
+        others = sum(len(nodes) for rank, nodes in enumerate(stage.nodes) if rank != mine)
+        rooms = iter(self._rooms(stage, own_part, others))
+        for rank, nodes in enumerate(stage.nodes):
+            if rank == mine:
+                arrived += [_part(value, mine, comm.world_size) for value in values]
+                continue
+            sends += [(_part(value, rank, comm.world_size), rank) for value in values]
+            slices = [next(rooms) for _ in nodes]
+            receives += [(piece, rank) for piece in slices]
+            arrived += slices
+        comm.exchange(sends, receives).wait()
+        nodes = [node for nodes_of_rank in stage.nodes for node in nodes_of_rank]
+        return _add(arrived, nodes, stage.wanted)
+
+    def _halve_add(self, stage: TreeStage, values: list[Tensor], region: Tensor) -> list[Tensor]:
+        """As `_scatter_add` between siblings: messages of [n / 2], [n / 4] ... to one rank
+        each, the bucket's dtype; beside backward."""
+        kept = stage.parts(values[0])
+        for distance, (whole, half) in zip(_distances(len(kept)), pairwise(kept), strict=True):
+            partner, (got,) = stage.comm.rank ^ distance, self._rooms(stage, half, 1)
+            stage.comm.exchange([(_other(whole, half), partner)], [(got, partner)]).wait()
+            half.add_(got)  # left + right or right + left: one sum
+        return [kept[-1]]
+
+    def _rooms(self, stage: TreeStage, like: Tensor, count: int) -> list[Tensor]:
+        """`count` tensors of the shape [n] of `like`, for messages of a stage: the same memory for
+        each bucket, since new memory costs a page fault for each 4 KiB."""
+        key = (self._levels.index(stage.comm), like.dtype, like.device)
+        numel = count * like.numel()
+        if key not in self._room or self._room[key].numel() < numel:
+            self._room[key] = torch.empty(numel, dtype=like.dtype, device=like.device)
+        return list(self._room[key][:numel].view(count, like.numel()))
 
 
 def _add(values: list[Tensor], nodes: Sequence[Node], wanted: Sequence[Node]) -> list[Tensor]:
@@ -245,44 +299,6 @@ def _add(values: list[Tensor], nodes: Sequence[Node], wanted: Sequence[Node]) ->
     for left, right in merges:
         values[left].add_(values[right])
     return [values[end] for end in ends if end >= 0]
-
-
-def _scatter_add(stage: TreeStage, values: list[Tensor], region: Tensor) -> list[Tensor]:
-    """Send every rank its shard of this rank's values, add up the slices of this rank's shard.
-
-    Point to point, one slice [n / ranks] per node and pair of ranks, the bucket's dtype; beside
-    backward.
-
-    Args:
-        stage: nodes of each rank.
-        values: of this rank's nodes, each [n]; may be empty.
-        region: the result's region, [n]; for its shape and dtype only.
-    """
-    comm, mine = stage.comm, stage.comm.rank
-    own_part = _part(region, mine, comm.world_size)
-    sends, receives, arrived = [], [], []
-    for rank, nodes in enumerate(stage.nodes):
-        if rank == mine:
-            arrived += [_part(value, mine, comm.world_size) for value in values]
-            continue
-        sends += [(_part(value, rank, comm.world_size), rank) for value in values]
-        slices = [torch.empty_like(own_part) for _ in nodes]
-        receives += [(piece, rank) for piece in slices]
-        arrived += slices
-    comm.exchange(sends, receives).wait()
-    nodes = [node for nodes_of_rank in stage.nodes for node in nodes_of_rank]
-    return _add(arrived, nodes, stage.wanted)
-
-
-def _halve_add(stage: TreeStage, values: list[Tensor], region: Tensor) -> list[Tensor]:
-    """As `_scatter_add` between siblings: a message of [n / 2], then [n / 4] ... to one rank each,
-    the bucket's dtype; beside backward."""
-    kept = stage.parts(values[0])
-    for distance, (whole, half) in zip(_distances(len(kept)), pairwise(kept), strict=True):
-        partner, got = stage.comm.rank ^ distance, torch.empty_like(half)
-        stage.comm.exchange([(_other(whole, half), partner)], [(got, partner)]).wait()
-        half.add_(got)  # left + right or right + left: one sum
-    return [kept[-1]]
 
 
 def _double(stage: TreeStage, region: Tensor) -> None:

@@ -1,0 +1,331 @@
+"""Weights that are updated beside the next forward: whoever reads them finds them whole.
+
+Between the steps of two ranks rank 0 alone reads a weight in one of many ways; the other goes on.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gradsync.comm.process_group import ProcessGroupCommunicator
+from gradsync.core.torch_private import as_plain_tensors
+from gradsync.sync import late_update
+from gradsync.sync.gradient_sync import GradientSync
+from gradsync.sync.pending import is_pending
+from gradsync.sync.replicate import replicate
+from support.engine_cases import pretend_hosts
+from support.thread_ranks import run_thread_ranks
+
+
+class PlainMatmul(nn.Module):
+    """Its forward hands the weight to code that torch does not ask, as a C++ extension's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with as_plain_tensors():
+            return x @ self.weight.as_subclass(Tensor)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 300), nn.Linear(300, 6)
+        self.third, self.unused = PlainMatmul(), nn.Linear(3, 3)
+        generator = torch.Generator().manual_seed(7)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.3, generator=generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.third(self.second(torch.tanh(self.first(x))))
+
+
+class Trained:
+    """One rank's model, optimizer and handle."""
+
+    def __init__(self, group: dist.ProcessGroup, **options: Any) -> None:
+        self.model = Net()
+        comm = ProcessGroupCommunicator(group)
+        options = {"collective": "backend", "bucket_mb": 0.004, "first_bucket_mb": 0.001} | options
+        self.sync: GradientSync = replicate(
+            self.model, sync=options.pop("sync", "invariant"), comm=comm, **options
+        )
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.held = self.model.first.weight
+
+    def step(self, number: int, leaves: range, **more: Any) -> Any:
+        for leaf in leaves:
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * number + leaf))
+            with self.sync.micro_step(last=leaf == leaves[-1], index=leaf):
+                self.sync.backward(self.model(x).square().sum(), weight=4)
+        return self.sync.step(self.optimizer, **more)
+
+    def state(self) -> list[Tensor]:
+        self.sync.wait()
+        entries = self.optimizer.state.values()
+        state = [v for entry in entries for v in entry.values() if isinstance(v, Tensor)]
+        return [t.detach().clone() for t in (*self.model.parameters(), *state)]
+
+
+def in_a_thread(read: Callable[[], Tensor]) -> Tensor:
+    found: list[Tensor] = []
+    thread = threading.Thread(target=lambda: found.append(read()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def saved(thing: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(thing, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+def averaged(t: Trained) -> Tensor:
+    """An average of weights over references that were taken before."""
+    average = torch.zeros_like(t.held)
+    torch._foreach_add_([average], [t.held])
+    return average
+
+
+def through_another_module(t: Trained) -> Tensor:
+    other = nn.Linear(6, 300, bias=False)
+    other.weight = t.held
+    return other(torch.eye(6)).T
+
+
+def inside_inference_mode(t: Trained) -> Tensor:
+    with torch.inference_mode():
+        return F.linear(torch.eye(6), t.held).T.clone()
+
+
+def flat(t: Trained) -> Tensor:
+    return nn.utils.parameters_to_vector(t.model.parameters())[: t.held.numel()]
+
+
+WAYS: dict[str, Callable[[Trained], Tensor]] = {
+    "held reference": lambda t: t.held.clone(),
+    "attribute": lambda t: t.model.first.weight + 0,
+    "parameters()": lambda t: next(iter(t.model.parameters())).detach().clone(),
+    "named_parameters()": lambda t: dict(t.model.named_parameters())["first.weight"] * 1.0,
+    "param_groups": lambda t: t.optimizer.param_groups[0]["params"][0].clone(),
+    "state_dict": lambda t: t.model.state_dict()["first.weight"].clone(),
+    "handle's weights": lambda t: t.sync.full_weights()["first.weight"].clone(),
+    "data": lambda t: t.held.data.clone(),
+    "detach": lambda t: t.held.detach().clone(),
+    "numpy": lambda t: torch.from_numpy(t.held.detach().numpy().copy()),
+    "tolist": lambda t: torch.tensor(t.held.tolist()),
+    "index": lambda t: torch.stack([t.held[row] for row in range(300)]),
+    "iteration": lambda t: torch.stack(list(t.held)),
+    "storage": lambda t: (
+        torch.tensor(list(t.held.untyped_storage()), dtype=torch.uint8)
+        .view(torch.float32)
+        .view(300, 6)
+    ),
+    "text": lambda t: t.held if "Parameter" in repr(t.held) else t.held * float("nan"),
+    "function": lambda t: F.linear(torch.eye(6), t.held).T,
+    "operator": lambda t: torch.ops.aten.linear(torch.eye(6), t.held).T,
+    "average of held references": averaged,
+    "another module": through_another_module,
+    "functional_call": lambda t: (
+        torch.func.functional_call(
+            t.model.first,
+            {"weight": t.model.first.weight, "bias": torch.zeros(300)},
+            (torch.eye(6),),
+        ).T
+    ),
+    "flattened": flat,
+    "deepcopy of the model": lambda t: copy.deepcopy(t.model).first.weight,
+    "deepcopy of a parameter": lambda t: copy.deepcopy(t.held),
+    "pickle": lambda t: pickle.loads(pickle.dumps(t.held)),  # noqa: S301
+    "torch.save of the model": lambda t: saved(t.model).first.weight,
+    "torch.save of a state_dict": lambda t: saved(t.model.state_dict())["first.weight"],
+    "another thread": lambda t: in_a_thread(lambda: t.held.detach().clone()),
+    "inference mode": inside_inference_mode,
+    "module whose forward torch does not ask": lambda t: t.model.third(torch.eye(6)),
+    "optimizer.state": lambda t: t.optimizer.state[t.held]["exp_avg"].clone(),
+    "optimizer.state_dict": lambda t: t.optimizer.state_dict()["state"][0]["exp_avg"].clone(),
+    "deepcopy of the optimizer": lambda t: next(iter(copy.deepcopy(t.optimizer).state.values()))[
+        "exp_avg"
+    ],
+    "wait": lambda t: (t.sync.wait(), t.held.detach().clone())[1],
+}
+
+
+def read_after_two_steps(way: str, *, late: bool) -> Tensor:
+    """What rank 0 reads; all ranks must end with the same weights after one more step."""
+
+    def work(rank: int, group: dist.ProcessGroup) -> tuple[Tensor | None, list[Tensor]]:
+        trained, read = Trained(group, overlap_publish=late), None
+        mine = range(1) if rank == 0 else range(1, 3)
+        for number in range(3):
+            trained.step(number, mine, clip_norm=0.5)
+            if number == 1 and rank == 0:
+                assert any(map(is_pending, trained.model.parameters())) is late
+                read = WAYS[way](trained).detach().clone()
+        found = trained.state()
+        trained.sync.close()
+        return read, found
+
+    (read, first), (_, second) = run_thread_ranks(work, 2)
+    assert all(map(torch.equal, first, second))
+    assert read is not None
+    return read
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_whoever_reads_finds_the_step_done(way: str) -> None:
+    assert torch.equal(read_after_two_steps(way, late=True), read_after_two_steps(way, late=False))
+
+
+def trained_weights(
+    shares: list[range], *, options: dict[str, Any], hosts: int = 0, **step: Any
+) -> list[list[Tensor]]:
+    def work(rank: int, group: dist.ProcessGroup) -> list[Tensor]:
+        comm = ProcessGroupCommunicator(group)
+        more = {"groups": pretend_hosts(comm, hosts)} if hosts else {}
+        trained = Trained(group, **options, **more)
+        norms = []
+        for number in range(3):
+            result = trained.step(number, shares[rank], **step)
+            norms += [torch.zeros(())] if result.grad_norm is None else [result.grad_norm]
+        found = [*trained.state(), *norms]
+        trained.sync.close()
+        return found
+
+    return run_thread_ranks(work, len(shares))
+
+
+def shares_of(*counts: int) -> list[range]:
+    return [range(sum(counts[:rank]), sum(counts[: rank + 1])) for rank in range(len(counts))]
+
+
+@pytest.mark.parametrize("sync", ["invariant", "invariant_bf16"])
+@pytest.mark.parametrize(
+    ("counts", "hosts"),
+    [
+        ((2, 2), 0),
+        ((2, 1, 1), 0),
+        ((1, 1, 1, 1), 2),
+        ((1,) * 8, 4),
+        ((1, 1, 1, 1, 2, 1, 1, 1), 4),  # siblings in the tree on one host, not on the other
+        ((1, 1, 1, 1, 4, 1, 1, 1), 2),
+    ],
+)
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_bits_are_those_of_one_rank(
+    sync: str, counts: tuple[int, ...], hosts: int, clip: float | None
+) -> None:
+    """Weights, optimizer state and norms; late and not; blocks of the norm that shards cut."""
+    options = {"sync": sync}
+    (alone,) = trained_weights(shares_of(sum(counts)), options=options, clip_norm=clip)
+    late = trained_weights(shares_of(*counts), options=options, hosts=hosts, clip_norm=clip)
+    for found in late:
+        assert all(map(torch.equal, found, alone))
+
+
+def test_options_of_the_step_hold_for_its_update() -> None:
+    """A scheduler changes them before the update is done."""
+
+    def work(_: int, group: dist.ProcessGroup, late: bool) -> list[Tensor]:
+        trained = Trained(group, overlap_publish=late)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(trained.optimizer, 0.3)
+        rank = trained.sync.comm.rank
+        for number in range(3):
+            trained.step(number, range(rank, rank + 1))
+            scheduler.step()
+        found = trained.state()
+        trained.sync.close()
+        return found
+
+    late = run_thread_ranks(lambda rank, group: work(rank, group, True), 2)[0]
+    assert all(map(torch.equal, late, run_thread_ranks(lambda r, g: work(r, g, False), 2)[0]))
+
+
+def alias(t: Trained) -> Any:
+    return t.held.detach()
+
+
+def hook(t: Trained) -> Any:
+    return t.optimizer.register_step_pre_hook(lambda *_: None)
+
+
+@pytest.mark.parametrize("why", [alias, hook], ids=["alias", "hook"])
+def test_who_could_not_be_asked_to_wait_finds_it_done(why: Callable[[Trained], Any]) -> None:
+    """Memory that another tensor shares, hooks that see gradients: one rank of two has them."""
+
+    def work(rank: int, group: dist.ProcessGroup, late: bool) -> tuple[bool, list[Tensor]]:
+        trained = Trained(group, overlap_publish=late)
+        kept = why(trained) if rank == 0 else None
+        for number in range(3):
+            trained.step(number, range(rank, rank + 1), clip_norm=0.5)
+        pending = any(map(is_pending, trained.model.parameters()))
+        found = trained.state()
+        trained.sync.close()
+        assert kept is not None or rank
+        return pending, found
+
+    ranks = run_thread_ranks(lambda rank, group: work(rank, group, True), 2)
+    assert [pending for pending, _ in ranks] == [False, True]
+    at_once = run_thread_ranks(lambda rank, group: work(rank, group, False), 2)
+    for (_, late), (_, plain) in zip(ranks, at_once, strict=True):
+        assert all(map(torch.equal, late, plain))
+
+
+def test_compiled_code_is_not_left_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(late_update, "has_compiled", lambda: True)
+
+    def work(rank: int, group: dist.ProcessGroup) -> bool:
+        trained = Trained(group)
+        trained.step(0, range(rank, rank + 1))
+        pending = any(map(is_pending, trained.model.parameters()))
+        trained.sync.close()
+        return pending
+
+    assert run_thread_ranks(work, 2) == [False, False]
+
+
+def test_shape_and_the_like_are_told_at_once() -> None:
+    def work(rank: int, group: dist.ProcessGroup) -> bool:
+        trained = Trained(group)
+        trained.step(0, range(rank, rank + 1))
+        weight = trained.held
+        told = (weight.shape, weight.dtype, weight.device, weight.grad, weight.requires_grad)
+        assert told == (torch.Size([300, 6]), torch.float32, torch.device("cpu"), None, True)
+        assert isinstance(weight, nn.Parameter)
+        pending = is_pending(weight)
+        trained.sync.close()
+        assert type(weight) is nn.Parameter
+        return pending
+
+    assert run_thread_ranks(work, 2) == [True, True]
+
+
+def test_a_step_in_the_users_loop_leaves_nothing_for_later() -> None:
+    def work(rank: int, group: dist.ProcessGroup) -> list[Tensor]:
+        trained = Trained(group)
+        trained.step(0, range(rank, rank + 1))
+        trained.model(torch.ones(2 + rank, 6)).mean().backward()
+        assert all(p.grad is not None for p in trained.model.second.parameters())
+        trained.optimizer.step()
+        assert not any(map(is_pending, trained.model.parameters()))
+        found = trained.state()
+        trained.sync.close()
+        return found
+
+    first, second = run_thread_ranks(work, 2)
+    assert all(map(torch.equal, first, second))

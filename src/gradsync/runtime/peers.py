@@ -78,7 +78,8 @@ class Peers:
         stays until the others know as much."""
         self.notice(SETTLED)
         if self.rank == 0:
-            wait_until(lambda: len(self._without((SETTLED,))) <= num_silent, deadline_s)
+            knowing = (SETTLED, HEARD)
+            wait_until(lambda: len(self._without(knowing)) <= num_silent, deadline_s)
 
     def num_gone(self) -> int:
         """How many have left, or end since they know which ranks are silent."""

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradsync.errors import DataError, LatePeerError, LostPeerError, PeerError, RunError
-from gradsync.runtime import failure
+from gradsync.runtime import failure, peers
 from gradsync.runtime.activity import Activity
 from gradsync.runtime.failure import (
     Failure,
@@ -150,6 +150,21 @@ def settled(store: Store, error: BaseException, **options: Any) -> RunError | No
     watch = watch_of(store, **options)
     watch.start()
     return watch.settle(error)
+
+
+def test_rank_0_does_not_stay_for_ranks_that_know_why_the_run_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 1 has ended; rank 2 has read of it, and so never finds out by itself."""
+    waited: list[bool] = []
+    monkeypatch.setattr(peers, "wait_until", lambda over, _: waited.append(over()))
+    store = Store("silent")
+    store.values["noticed/2"] = HEARD
+    watch = FailureWatch(store, rank=0, world_size=3, processes=ELSEWHERE)
+    watch._interval_s = 0.001
+    watch.start()
+    assert isinstance(watch.settle(caught(raise_compiled, CLOSED)), PeerError)
+    assert waited == [True]
 
 
 PEERS = json.dumps(asdict(Failure(1, "there", "KeyError: 'x'", "Traceback: line 7"))).encode()

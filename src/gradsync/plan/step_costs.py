@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -142,7 +142,8 @@ class StepCosts:
     copy_s: float  # Gradients into buckets and out of them, in every step
     agree_s: float  # The small message at the step's end, and whatever else ranks meet for
     update_s: float  # Clipping and optimizer, a rank's part
-    after_s: float  # Gathering of weights
+    after_s: float  # Gathering after the update, as far as no forward hides it
+    late_s: float  # All of it
     every: int
     """Steps between two meetings. Above 1, `sendings` and `agree_s` are those of a meeting."""
 
@@ -204,9 +205,16 @@ def step_costs(
     gathers = traffic.shard in ("optimizer", "gradients")
     # Weights that all ranks of a host read are written between two more meetings.
     meetings = 3 if prices.divided else int(traffic.agrees)
-    sendings = ()
+    sendings: tuple[Sending, ...] = ()
     if not alone:
         sendings = _sendings(parameters, traffic, prices, profile, scale=scale, parts=parts)
+    late_s = after_s = prices.half_s("all_gather", whole_bytes) if gathers else 0.0
+    if traffic.late and not prices.divided and (on_cpu or traffic.algorithm == "tree"):
+        sendings = tuple(replace(each, cost_s=each.cost_s / 2) for each in sendings)
+        late_s = after_s = sum(each.cost_s for each in sendings)
+        if sendings and prices.hides:  # the forward wants the last bucket first
+            first_s = sendings[-1].cost_s
+            after_s = first_s + max(0.0, late_s - first_s - forward_s)
     return StepCosts(
         replicas=layout.dp,
         stages=layout.pp,
@@ -223,7 +231,8 @@ def step_costs(
         copy_s=0.0 if alone else traffic.copies * prices.copy_s(whole_bytes),
         agree_s=0.0 if alone else meetings * prices.all_reduce_s(_AGREE_BYTES),
         update_s=profile.update_s * scale / (layout.dp if in_shares else 1),
-        after_s=prices.half_s("all_gather", whole_bytes) if gathers else 0.0,
+        after_s=after_s,
+        late_s=late_s,
         every=1 if alone else traffic.every,
     )
 
@@ -378,7 +387,7 @@ def predict_step(
         exposed_comm_s=exposed,
         bubble_s=bubble,
         update_s=costs.update_s,
-        comm_s=waits + hop_s + (sent + costs.agree_s) / costs.every + costs.after_s,
+        comm_s=waits + hop_s + (sent + costs.agree_s) / costs.every + costs.late_s,
         tokens_per_s=tokens,
         efficiency=tokens / split.world_size / tokens_per_s_alone(work, profile, costs.leaves),
     )

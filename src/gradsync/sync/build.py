@@ -88,10 +88,10 @@ def build_engine(
         shards = ZeroShards(model, parameters, comm, buckets, gradients=in_shards)
     by_messages = exchange is None
     if exchange is None:
-        exchange = _exchange(comm, recipe, groups, parameters[0].device)
-    late = recipe.overlap and recipe.overlap_publish and comm.world_size > 1
-    if late and shards is None and isinstance(exchange, TreeExchange):
-        shards = LateReplicas(model, parameters, comm, exchange)
+        late = recipe.overlap and recipe.overlap_publish and comm.world_size > 1 and not shards
+        exchange = _exchange(comm, recipe, groups, parameters[0].device, by_halves=late)
+        if late and isinstance(exchange, TreeExchange):
+            shards = LateReplicas(model, parameters, comm, exchange)
     engine = Engine(
         *(model, comm, buckets),
         # The core that would add beside backward computes.
@@ -107,13 +107,20 @@ def build_engine(
 
 
 def _exchange(
-    comm: Communicator, recipe: Recipe, groups: Hosts | None, device: torch.device
+    comm: Communicator,
+    recipe: Recipe,
+    groups: Hosts | None,
+    device: torch.device,
+    *,
+    by_halves: bool,
 ) -> Exchange:
-    if recipe.order == "invariant":
+    plain = (recipe.grouping, recipe.reduction, recipe.wire) == ("buckets", "backend", "same")
+    if recipe.order == "invariant" or (by_halves and plain and device.type == "cpu"):
         channel = draw_channel(comm)
         own = for_background(comm, device)
         levels = [Channel(level, channel) for level in _tree_levels(own, recipe, groups)]
-        return TreeExchange(Channel(own, channel), levels, device)
+        over_leaves = recipe.order == "invariant"
+        return TreeExchange(Channel(own, channel), levels, device, over_leaves=over_leaves)
     if recipe.shard == "gradients":
         return ReduceScatter(comm)
     if recipe.wire != "same":

@@ -251,15 +251,6 @@ class GradientSync(UserLoopMethods, StateMethods):
             each.zero_grad(set_to_none=True)
         return result
 
-    def wait(self) -> None:
-        """Return when the last step's update is done, on this rank.
-
-        Between hosts it is done beside the next forward, and whatever touches a parameter waits for
-        it; so this is for what torch does not see: a tensor that shares a parameter's memory, or
-        C++ code that was given one. Or say `overlap_publish=False` to `gs.replicate`.
-        """
-        self.reducer.shards.wait()
-
     def discard(self) -> None:
         """Discard this step's gradients; called in place of `step` (or `finish`).
 

@@ -96,6 +96,115 @@ class _Pending:
     updates: list[_Update] = field(default_factory=list)
 
 
+Pieces = list[tuple[ParameterBlock, list[tuple[int, int, int]]]]
+"""Blocks, each with its pieces: (rank that has it, first element in the bucket, last + 1)."""
+
+
+def pieces_of_rank(blocks: Sequence[ParameterBlock], spans: Sequence[range], rank: int) -> Pieces:
+    """The blocks of which `rank` has a piece, cut where the ranks' `spans` end; the first piece's
+    rank takes the block's norm."""
+    in_order = sorted((span.start, span.stop, holder) for holder, span in enumerate(spans) if span)
+    starts = [start for start, _, _ in in_order]
+    found = []
+    for block in blocks:
+        place, pieces = bisect_right(starts, block.start) - 1, []
+        while place < len(in_order) and in_order[place][0] < block.stop:
+            start, stop, holder = in_order[place]
+            pieces.append((holder, max(start, block.start), min(stop, block.stop)))
+            place += 1
+        if any(holder == rank for holder, _, _ in pieces):
+            found.append((block, pieces))
+    return found
+
+
+class ShardedNorm:
+    """The norm of gradients in shards, with the bits of whole ones: see [Note: Fixed blocks] in
+    reducer.py. Each rank takes the norms of the blocks that begin in its shards.
+
+    Args:
+        parameters: in the order in which their norms are added.
+        comm: all ranks.
+        exchange: says what each rank has of a bucket, and sends pieces of blocks.
+    """
+
+    def __init__(
+        self, parameters: Sequence[Tensor], comm: Communicator, exchange: TreeExchange
+    ) -> None:
+        self._parameters, self._comm, self._exchange = list(parameters), comm, exchange
+        self._counts = torch.tensor([-(-p.numel() // BLOCK) for p in parameters])
+        self._firsts = [0, *self._counts.cumsum(0).tolist()]
+        self._pieces: WeakKeyDictionary[Bucket, tuple[Any, Pieces]] = WeakKeyDictionary()
+
+    def of(self, buckets: Sequence[Bucket], used: Sequence[bool], factors: Sequence[Any]) -> Tensor:
+        """The norm, []: of all parameters that are `used`.
+
+        One all-reduce: whole group, float64 [blocks]; overlaps nothing.
+
+        Args:
+            buckets: each rank's shard is scaled already, unless its nodes are rounded.
+            used: for each parameter, whether its gradient counts.
+            factors: what shards with rounded nodes are scaled by first.
+        """
+        device = self._parameters[0].device
+        norms = torch.zeros(max(self._firsts[-1], 1), dtype=torch.float64, device=device)
+        self._exchange.submit(lambda: self._take_own(buckets, factors, norms)).wait()
+        self._comm.all_reduce(norms).wait()
+        norms = norms.where(torch.tensor(used).repeat_interleave(self._counts).to(device), 0.0)
+        pairs = zip(self._parameters, used, strict=True)
+        return norm_from_blocks(
+            norms, double=any(p.dtype == torch.float64 for p, here in pairs if here)
+        )
+
+    def _take_own(self, buckets: Sequence[Bucket], factors: Sequence[Any], norms: Tensor) -> None:
+        """Fill in this rank's part of `norms`, on the exchange's thread. The rest of a block that
+        ends elsewhere comes from the owners of the next shards: a message each, of less than a
+        block, the bucket's dtype."""
+        rank = self._comm.rank
+        sends: list[tuple[Tensor, int]] = []
+        receives: list[tuple[Tensor, int]] = []
+        wholes: list[tuple[Bucket, list[Tensor]]] = []
+        places = []
+        for bucket in buckets:
+            flat = bucket.flat(0)
+            for block, pieces in self._pieces_of(bucket):
+                owner, parts = pieces[0][0], []
+                for holder, start, stop in pieces:
+                    part = flat[start:stop]
+                    if holder == rank != owner:
+                        sends.append((part, owner))
+                    elif owner == rank != holder:
+                        part = torch.empty_like(part)
+                        receives.append((part, holder))
+                    parts.append(part)
+                if owner == rank:
+                    wholes.append((bucket, parts))
+                    places.append(self._firsts[block.index] + block.number)
+        if sends or receives:
+            self._exchange.messenger.exchange(sends, receives).wait()
+        if not wholes:
+            return
+        means = []
+        for bucket, parts in wholes:
+            mean = torch.cat(parts) if len(parts) > 1 else parts[0]
+            if bucket.rounded:
+                mean = mean.to(bucket.dtype)
+                for factor in factors:
+                    foreach_mul_([mean], factor)
+            means.append(mean)
+        norms[torch.tensor(places, device=norms.device)] = norms_of_blocks(means)
+
+    def _pieces_of(self, bucket: Bucket) -> Pieces:
+        """See `pieces_of_rank`; kept as long as ranks' shares of leaves stay the same."""
+        known = self._pieces.get(bucket)
+        if known is None or known[0] is not self._exchange.stages:
+            ranks = range(self._comm.world_size)
+            spans = [self._exchange.owned(bucket, rank) for rank in ranks]
+            blocks = blocks_of(bucket.plan.slots)
+            pieces = pieces_of_rank(blocks, spans, self._comm.rank)
+            known = self._pieces[bucket] = (self._exchange.stages, pieces)
+        return known[1]
+
+
 class LateReplicas(Replicas):
     """Whole replicas that are updated when they are next used, see the module's picture.
 
@@ -121,7 +230,7 @@ class LateReplicas(Replicas):
         self._lock = threading.RLock()
         self._parts: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
         self._hooks: list[Any] = []
-        self._pieces: WeakKeyDictionary[Bucket, tuple[Any, Pieces]] = WeakKeyDictionary()
+        self._norm = ShardedNorm(self.parameters, comm, exchange)
         ours = {id(p) for p in self.parameters}
         self._modules = [
             m for m in model.modules() if any(id(p) in ours for p in m.parameters(recurse=False))
@@ -233,76 +342,12 @@ class LateReplicas(Replicas):
         return found
 
     def clip(self, max_norm: float) -> Tensor:
-        """See `Replicas.clip`; each rank takes the norms of blocks that begin in its shards.
-
-        One all-reduce: whole group, float64 [blocks]; overlaps the first buckets' way to all ranks.
-        """
         step = self._step
         if step is None:
             return super().clip(max_norm)
-        counts = torch.tensor([-(-p.numel() // BLOCK) for p in self.parameters])
-        *firsts, total = [0, *counts.cumsum(0).tolist()]
-        norms = torch.zeros(max(total, 1), dtype=torch.float64, device=self.parameters[0].device)
-        self._exchange.submit(lambda: self._norms_of_own_blocks(step, firsts, norms)).wait()
-        self._comm.all_reduce(norms).wait()
-        norms = norms.where(torch.tensor(step.used).repeat_interleave(counts).to(norms.device), 0.0)
-        double = any(
-            p.dtype == torch.float64
-            for p, used in zip(self.parameters, step.used, strict=True)
-            if used
-        )
-        norm = norm_from_blocks(norms, double=double)
+        norm = self._norm.of(step.buckets, step.used, step.factors)
         self._multiply(clip_factor(norm, max_norm))
         return norm
-
-    def _norms_of_own_blocks(self, step: _Pending, firsts: list[int], norms: Tensor) -> None:
-        """Put the norms of blocks that begin in this rank's shards into `norms`; on the exchange's
-        thread. The rest of such a block comes from the owners of the next shards: a message each,
-        of less than a block, the bucket's dtype."""
-        rank = self._comm.rank
-        sends: list[tuple[Tensor, int]] = []
-        receives: list[tuple[Tensor, int]] = []
-        wholes: list[tuple[Bucket, list[Tensor]]] = []
-        places = []
-        for bucket in step.buckets:
-            flat = bucket.flat(0)
-            for block, pieces in self._pieces_of(bucket):
-                owner = pieces[0][0]
-                parts = []
-                for holder, start, stop in pieces:
-                    part = flat[start:stop]
-                    if holder == rank != owner:
-                        sends.append((part, owner))
-                    elif owner == rank != holder:
-                        part = torch.empty_like(part)
-                        receives.append((part, holder))
-                    parts.append(part)
-                if owner == rank:
-                    wholes.append((bucket, parts))
-                    places.append(firsts[block.index] + block.number)
-        if sends or receives:
-            self._exchange.messenger.exchange(sends, receives).wait()
-        if not wholes:
-            return
-        means = []
-        for bucket, parts in wholes:
-            mean = torch.cat(parts) if len(parts) > 1 else parts[0]
-            for factor in step.factors if bucket.rounded else ():
-                mean = mean.to(bucket.dtype, copy=True)
-                foreach_mul_([mean], factor)
-            means.append(mean)
-        norms[torch.tensor(places, device=norms.device)] = norms_of_blocks(means)
-
-    def _pieces_of(self, bucket: Bucket) -> Pieces:
-        """`pieces_of_rank` of this rank, kept as long as ranks' shares of leaves stay the same."""
-        known = self._pieces.get(bucket)
-        if known is None or known[0] is not self._exchange.stages:
-            ranks = range(self._comm.world_size)
-            spans = [self._exchange.owned(bucket, rank) for rank in ranks]
-            blocks = blocks_of(bucket.plan.slots)
-            pieces = pieces_of_rank(blocks, spans, self._comm.rank)
-            known = self._pieces[bucket] = (self._exchange.stages, pieces)
-        return known[1]
 
     def update(self, optimizers: Sequence[Optimizer]) -> None:
         """See `Replicas.update`; fixes what is to be done, with the options of now."""
@@ -359,7 +404,7 @@ class LateReplicas(Replicas):
         for number, bucket in enumerate(step.buckets):
             mark(bucket.parameters, lambda number=number: self._arrive(number))
         for update in step.updates:
-            update.optimizer.state = WaitingState(update.state, self.wait)
+            vars(update.optimizer)["state"] = WaitingState(update.state, self.wait)
         self._hooks = [m.register_forward_pre_hook(_wait_for_own) for m in self._modules]
         return Done()
 
@@ -406,27 +451,6 @@ class LateReplicas(Replicas):
 
     def close(self) -> None:
         self.wait()
-
-
-Pieces = list[tuple[ParameterBlock, list[tuple[int, int, int]]]]
-"""Blocks, each with its pieces: (rank that has it, first element in the bucket, last + 1)."""
-
-
-def pieces_of_rank(blocks: Sequence[ParameterBlock], spans: Sequence[range], rank: int) -> Pieces:
-    """The blocks of which `rank` has a piece, cut where the ranks' `spans` end; the first piece's
-    rank takes the block's norm."""
-    in_order = sorted((span.start, span.stop, holder) for holder, span in enumerate(spans) if span)
-    starts = [start for start, _, _ in in_order]
-    found = []
-    for block in blocks:
-        place, pieces = bisect_right(starts, block.start) - 1, []
-        while place < len(in_order) and in_order[place][0] < block.stop:
-            start, stop, holder = in_order[place]
-            pieces.append((holder, max(start, block.start), min(stop, block.stop)))
-            place += 1
-        if any(holder == rank for holder, _, _ in pieces):
-            found.append((block, pieces))
-    return found
 
 
 _DONE = Done()

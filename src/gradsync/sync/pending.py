@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,13 +25,14 @@ from torch import Tensor, nn
 from gradsync.core.torch_private import as_plain_tensors, storage_uses
 
 _ARRIVE = "_gradsync_arrive"
+_ATTRIBUTES = (
+    *("shape", "dtype", "device", "layout", "ndim", "itemsize", "requires_grad", "is_leaf"),
+    *("grad", "grad_fn", "is_cuda", "is_cpu", "is_sparse"),
+)
 _LOOKS = frozenset(
     {
-        *(Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.device.__get__),
-        *(Tensor.layout.__get__, Tensor.ndim.__get__, Tensor.itemsize.__get__),
-        *(Tensor.requires_grad.__get__, Tensor.is_leaf.__get__, Tensor.grad_fn.__get__),
-        *(Tensor.grad.__get__, Tensor.grad.__set__, Tensor._version.__get__),
-        *(Tensor.is_cuda.__get__, Tensor.is_cpu.__get__, Tensor.is_sparse.__get__),
+        *(attrgetter("__get__")(getattr(Tensor, name)) for name in _ATTRIBUTES),
+        attrgetter("__set__")(Tensor.grad),
         *(Tensor.size, Tensor.stride, Tensor.numel, Tensor.dim, Tensor.is_contiguous),
         *(Tensor.is_floating_point, Tensor.is_complex, Tensor.is_inference, Tensor.element_size),
         *(Tensor.register_hook, Tensor.register_post_accumulate_grad_hook),
@@ -59,9 +61,9 @@ class PendingParameter(nn.Parameter):
         wait_for(self)
         return copy.deepcopy(self, memo)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, proto: Any) -> Any:
         wait_for(self)
-        return self.__reduce_ex__(protocol)
+        return self.__reduce_ex__(proto)
 
 
 def mark(parameters: Iterable[nn.Parameter], arrive: Callable[[], None]) -> None:

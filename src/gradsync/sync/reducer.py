@@ -188,7 +188,7 @@ class Replicas:
 
     def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
         self.model, self.parameters = model, list(parameters)
-        self.updates: Callable[[Sequence[Tensor]], AbstractContextManager[None]] = nullcontext
+        self.updates: Callable[[Sequence[Tensor]], AbstractContextManager[Any]] = nullcontext
         """Encloses an update after `publish`, of these parameters."""
 
     # -- a step, in the order of its calls --------------------------------------------------------

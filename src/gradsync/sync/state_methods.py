@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class StateMethods:
-    """The methods of `GradientSync` that a step does not need; all ranks call each of them."""
+    """The methods of `GradientSync` that a step does not need; all ranks call each but `wait`."""
 
     model: nn.Module
     comm: Communicator
@@ -36,6 +36,16 @@ class StateMethods:
     def equal_replicas(self) -> bool:
         """False when replicas drift between rounds."""
         return self.reducer.shards.equal_replicas
+
+    def wait(self) -> None:
+        """Return when this rank's weights are those of the last step.
+
+        Between hosts it ends beside the next forward, and whatever touches a parameter waits, so
+        this is for what torch does not tell of: C++ code that got the tensor before,
+        `torch.jit.script`, `torch.func.grad` over parameters themselves. `gs.replicate(...,
+        overlap_publish=False)` leaves nothing to wait for.
+        """
+        self.reducer.shards.wait()
 
     def synchronize_replicas(self) -> None:
         """Bring replicas together at the end of a run, on all ranks, under strategies that let them

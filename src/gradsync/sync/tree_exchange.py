@@ -98,10 +98,18 @@ class TreeExchange(Exchange):
         levels: the communicators to go through, `[comm]` or `[inside the host, between hosts]`;
             ranks must be numbered host by host.
         device: device of the gradients.
+        over_leaves: the tree of all ranks' leaves; False: of ranks, whose sums are in any order.
     """
 
-    def __init__(self, comm: Messenger, levels: Sequence[Messenger], device: torch.device) -> None:
-        self._comm = comm
+    def __init__(
+        self,
+        comm: Messenger,
+        levels: Sequence[Messenger],
+        device: torch.device,
+        *,
+        over_leaves: bool = True,
+    ) -> None:
+        self._comm, self._over_leaves = comm, over_leaves
         self._levels = levels
         self._device = device
         self._background = Background(device)
@@ -120,7 +128,7 @@ class TreeExchange(Exchange):
         self._num_buffers = sums.num_buffers
         self._indexed = sums.first_leaf is not None
         first = UNKNOWN if sums.first_leaf is None else sums.first_leaf
-        mine = (sums.num_leaves, first)
+        mine = (sums.num_leaves if self._over_leaves else 1, first)
         if self._comm.world_size == 1:
             self._plan([mine])
         else:

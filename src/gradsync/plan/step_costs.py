@@ -211,10 +211,7 @@ def step_costs(
     late_s = after_s = prices.half_s("all_gather", whole_bytes) if gathers else 0.0
     if traffic.late and not prices.divided and (on_cpu or traffic.algorithm == "tree"):
         sendings = tuple(replace(each, cost_s=each.cost_s / 2) for each in sendings)
-        late_s = after_s = sum(each.cost_s for each in sendings)
-        if sendings and prices.hides:  # the forward wants the last bucket first
-            first_s = sendings[-1].cost_s
-            after_s = first_s + max(0.0, late_s - first_s - forward_s)
+        late_s, after_s = _second_halves(sendings, forward_s, hides=prices.hides)
     return StepCosts(
         replicas=layout.dp,
         stages=layout.pp,
@@ -270,6 +267,18 @@ def _sendings(
             seconds += prices.half_s("all_gather", sent / parts)
         found.append(Sending(ready_s=ready_s(done) * scale, cost_s=seconds))
     return tuple(found)
+
+
+def _second_halves(
+    first_halves: Sequence[Sending], forward_s: float, *, hides: bool
+) -> tuple[float, float]:
+    """Time of the other halves of all-reduces, and as much of it as the next forward waits for: the
+    last bucket, which it wants first, and what is longer than the computing."""
+    whole = sum(each.cost_s for each in first_halves)
+    if not (hides and first_halves):
+        return whole, whole
+    first = first_halves[-1].cost_s
+    return whole, first + max(0.0, whole - first - forward_s)
 
 
 def _gather_waits(

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import math
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -96,10 +95,6 @@ class GradientSync(UserLoopMethods, StateMethods):
         self._stragglers = StragglerWatch(comm)
         self._parts = StepParts(reducer, comm, self._buffers, number, self._stragglers, watch)
         self._user_loop = UserLoop(model, self._parts, watch)
-        loop = weakref.ref(self._user_loop)  # which refers to the shards
-        shards.updates = lambda parameters: (
-            nullcontext() if (known := loop()) is None else known.late_update(parameters)
-        )
         self._ddp_watch = refuse_ddp_around(model, reducer)
         self._sums = _Sums(reducer.parameters)
 

@@ -35,7 +35,7 @@ import torch
 from gradsync.comm.base import Communicator, Work
 from gradsync.comm.process_group import AllOf, Done
 from gradsync.core.torch_private import foreach_mul_, has_compiled
-from gradsync.errors import ConfigError
+from gradsync.errors import ConfigError, RunError
 from gradsync.sync.buckets import Bucket
 from gradsync.sync.elementwise import (
     PieceOptimizer,
@@ -226,7 +226,8 @@ class LateReplicas(Replicas):
         super().__init__(model, parameters)
         self._comm, self._exchange = comm, exchange
         self._step: _Pending | None = None
-        self._why, self._said, self._scaler = "", "", False
+        self._why = self._said = self._broken = ""
+        self._scaler = False
         self._lock = threading.RLock()
         self._parts: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
         self._hooks: list[Any] = []
@@ -423,10 +424,13 @@ class LateReplicas(Replicas):
         kind = self.parameters[0].device.type
         modes = (torch.no_grad(), torch.inference_mode(False), torch.autocast(kind, enabled=False))
         with self._lock, modes[0], modes[1], modes[2]:
+            if self._broken:
+                raise RunError(f"{self._broken}: go back to a checkpoint")
             step = self._step
             if step is None or step.gathers[number] is _DONE:
                 return
             step.gathers[number].wait()
+            self._broken = f"the update of weights was interrupted at bucket {number}"
             step.gathers[number] = _DONE
             bucket, used = self._with_used()[number]
             unmark(bucket.parameters)
@@ -441,6 +445,7 @@ class LateReplicas(Replicas):
                         part.inner.state = update.state
                         ours = [p for group in part.inner.param_groups for p in group["params"]]
                         part.step(update.groups, [(p, means[id(p)]) for p in ours])
+            self._broken = ""
             if all(work is _DONE for work in step.gathers):
                 self._step = None
                 for update in step.updates:

@@ -32,7 +32,6 @@ _ATTRIBUTES = (
 _LOOKS = frozenset(
     {
         *(attrgetter("__get__")(getattr(Tensor, name)) for name in _ATTRIBUTES),
-        attrgetter("__set__")(Tensor.grad),
         *(Tensor.size, Tensor.stride, Tensor.numel, Tensor.dim, Tensor.is_contiguous),
         *(Tensor.is_floating_point, Tensor.is_complex, Tensor.is_inference, Tensor.element_size),
         *(Tensor.register_hook, Tensor.register_post_accumulate_grad_hook),

@@ -23,7 +23,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -137,6 +137,10 @@ class UserLoop:
         self._optimizers = optimizer_watch()
         self._optimizers.add(self)
         self._handles: list[Any] = _hooks(self, model, self._reducer)
+        loop = weakref.ref(self)  # it refers to the shards
+        self._reducer.shards.updates = lambda parameters: (
+            nullcontext() if (known := loop()) is None else known.late_update(parameters)
+        )
 
     @contextmanager
     def enclosed(self, root: torch.Tensor | None = None) -> Iterator[None]:

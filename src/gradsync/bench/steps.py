@@ -104,9 +104,11 @@ def check(
     peak = PeakMemory(on_cuda=site.on_cuda)
     entrant = enter(contestant, site, StepClock(on_cuda=site.on_cuda))
     losses = [_mean(site, entrant.step(leaves)) for _ in range(_SETTLING)]
+    entrant.wait()
     wire, settled = Wire(entrant.communicators()), CHECK_STEPS - _SETTLING
     counted = whole_periods(settled, entrant.period)
     raw = [entrant.step(leaves) for _ in range(counted)]
+    entrant.wait()
     operations, sent = wire.read()
     memory = peak.read()
     losses += [_mean(site, loss) for loss in raw[:settled]]

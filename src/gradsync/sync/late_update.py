@@ -232,10 +232,8 @@ class LateReplicas(Replicas):
         self._parts: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
         self._hooks: list[Any] = []
         self._norm = ShardedNorm(self.parameters, comm, exchange)
-        ours = {id(p) for p in self.parameters}
-        self._modules = [
-            m for m in model.modules() if any(id(p) in ours for p in m.parameters(recurse=False))
-        ]
+        own = [(m, list(m.parameters(recurse=False))) for m in model.modules()]
+        self._modules = [m for m, held in own if any(p.requires_grad for p in held)]
 
     # -- a step -----------------------------------------------------------------------------------
 

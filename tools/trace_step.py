@@ -2,9 +2,9 @@
 
     python tools/trace_step.py [--transport shared_memory|gloo] [--loop handle|own] [--at-most N]
 
-Two ranks, each a process, train a small model with the default strategy: one step to warm up, then
-one under a profiler. Prints the files of the package that ran on any rank, and how often something
-in each of them was called, the most called first. `--loop own` takes a loop without the handle's
+Two ranks, each a process, train a small model with the default strategy: two steps to warm up (the
+first one lays buckets out), then one under a profiler. Prints the files of the package that ran on
+any rank, and how often something in each of them was called, the most called first. `--loop own` takes a loop without the handle's
 `backward` and `step`. Exit code 1 when there are more files than `--at-most`.
 """
 
@@ -103,6 +103,7 @@ def be_rank(transport: str, loop: str, folder: Path) -> None:
             parameter.register_hook(tracer.join)
         inputs = torch.randn(LEAVES, 3, 8)
         step = _step if loop == "handle" else _own_step
+        step(sync, model, optimizer, inputs)
         step(sync, model, optimizer, inputs)
         with tracer.counting():
             step(sync, model, optimizer, inputs)

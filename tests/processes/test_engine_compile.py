@@ -59,6 +59,7 @@ def _train(
             optimizer.zero_grad()
         else:
             sync.step(optimizer)
+            sync.wait()
     sync.close()
     return _weights(model), comm.operations.total(), sent
 

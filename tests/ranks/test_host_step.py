@@ -21,10 +21,10 @@ from gradsync.comm.shared_memory.choose import share_memory
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
 from gradsync.comm.shared_memory.segment import SharedMemoryError
 from gradsync.errors import ConfigError
-from gradsync.sync.elementwise import why_not_now
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.replicate import replicate
 from gradsync.sync.shared_memory import SharedMemoryExchange, SharedMemoryShards
+from gradsync.sync.watch import why_not_now
 from support.thread_ranks import run_thread_ranks
 
 BLOCK = 65_536

@@ -22,10 +22,16 @@ from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.core.torch_private import as_plain_tensors
 from gradsync.sync import late_update
 from gradsync.sync.gradient_sync import GradientSync
-from gradsync.sync.pending import is_pending
+from gradsync.sync.late_update import is_pending
 from gradsync.sync.replicate import replicate
 from support.engine_cases import pretend_hosts
 from support.thread_ranks import run_thread_ranks
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests of this process may have."""
+    monkeypatch.setattr(late_update, "has_compiled", lambda: False)
 
 
 class PlainMatmul(nn.Module):

@@ -22,6 +22,7 @@ NOT_READ = {
     *("ROLE_RANK", "ROLE_WORLD_SIZE"),  # only set, for ranks of a benchmark
     "GRADSYNC_DRILL",  # only set, to find what a drill has started
     *("LOCAL_SIZE", "PCI_BUS_ID", "CUBLAS_STATUS_ALLOC_FAILED", "RAISE_VARARGS"),  # no variables
+    "FRAME_COUNTER",  # torch's, in Python
     *("BOOT_FAIL", "NODE_FAIL", "OUT_OF_MEMORY"),  # states of a job
 }
 

@@ -109,7 +109,7 @@ class Background:
             if self._thread is None:
                 worker = self._worker
                 # The thread holds `_worker` only, so this object can die, and that ends the thread.
-                self._thread = SendingThread(worker.run, worker.finish, "gradsync-background")
+                self._thread = SendingThread(worker.run, worker.mark, "gradsync-background")
                 weakref.finalize(self, worker.jobs.put, None)
                 weakref.finalize(self._thread, _end, worker.jobs, weakref.ref(self._thread))
                 self._thread.start()
@@ -135,7 +135,7 @@ class _Job:
         self._ready: Any = None
         if stream is not None:
             self._ready = torch.cuda.current_stream(stream.device).record_event()
-        self._over = threading.Event()
+        self.over = threading.Event()
         self._error: BaseException | None = None
         self._done: Any = None
 
@@ -167,11 +167,11 @@ class _Job:
         """Let the waiting threads go on."""
         self._fn = None  # its tensors must not live as long as this work, or until the next one
         self._error = error
-        self._over.set()
+        self.over.set()
 
     def wait(self) -> None:
         """See `Work.wait`."""
-        self._over.wait()
+        self.over.wait()
         if self._error is not None:
             raise self._error
         if self._done is not None:
@@ -195,11 +195,11 @@ class _Worker:
                 return
         job.finish(self._error)
 
-    def finish(self) -> None:
-        """Return when all jobs that were put are done."""
+    def mark(self) -> threading.Event:
+        """An event that is set when all jobs that were put are done."""
         job = _Job(lambda: None, None)
         self.put(job)
-        job.wait()
+        return job.over
 
     def run(self) -> None:
         """Run jobs until None comes or one fails.

@@ -48,11 +48,10 @@ as_plain_tensors = torch._C.DisableTorchFunctionSubclass
 """Context in which subclasses of Tensor are not asked about functions that get them."""
 
 
-def storage_uses(tensor: Tensor) -> int:
-    """Number of tensors (and arrays) that share the memory of `tensor`, itself among them."""
-    storage = tensor.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) - 1  # `storage` itself is one
+storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
+"""Number of tensors, arrays and `UntypedStorage` objects that share a storage, by its address."""
 
+storage_address: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 
 # -- autograd -------------------------------------------------------------------------------------
 
@@ -89,20 +88,16 @@ def move_own(module: nn.Module, device: torch.device | str) -> None:
     module._apply(lambda tensor: tensor.to(device), recurse=False)
 
 
-def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Any], list[Any]]:
-    """Hooks that are called before and after the step of this optimizer."""
-    before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    return [*before.values()], [*after.values()]
+step_hooks: Callable[[torch.optim.Optimizer], tuple[dict[int, Any], dict[int, Any]]] = attrgetter(
+    "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
+)
+"""Hooks that are called before and after the step of this optimizer, by number."""
 
+optimizer_pre_hooks: dict[int, Callable[..., Any]] = _global_optimizer_pre_hooks
+"""Hooks that are called before any optimizer's step, by number."""
 
-def optimizer_pre_hooks() -> list[Callable[..., Any]]:
-    """Hooks that are called before any optimizer's step."""
-    return list(_global_optimizer_pre_hooks.values())
-
-
-def optimizer_post_hooks() -> list[Callable[..., Any]]:
-    """Hooks that are called after any optimizer's step."""
-    return list(_global_optimizer_post_hooks.values())
+optimizer_post_hooks: dict[int, Callable[..., Any]] = _global_optimizer_post_hooks
+"""Hooks that are called after any optimizer's step, by number."""
 
 
 def end_workers(batches: object) -> None:
@@ -273,11 +268,8 @@ _COMPILER = "torch._dynamo"
 _DISABLED = "__dynamo_disable"
 
 
-def has_compiled() -> bool:
-    """Whether this process has compiled anything (or may have: where torch does not count)."""
-    frames = sys.modules.get(f"{_COMPILER}.convert_frame")
-    return frames is not None and getattr(frames, "FRAME_COUNTER", 1) > 0
-
+FRAMES = f"{_COMPILER}.convert_frame"
+"""The module that counts in FRAME_COUNTER what was compiled, once it is loaded."""
 
 _NAMES_OF_STEP = {
     *(_COMPILER, "_dynamo", "graph_break", "is_grad_enabled", "set_grad_enabled", "defaults"),

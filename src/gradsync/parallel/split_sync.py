@@ -220,7 +220,10 @@ class SplitSync(StateMethods):
         sync: str,
         options: Mapping[str, Any],
     ) -> None:
-        inner = build_reducer(find_strategy(sync), model, groups.data, None, options)
+        strategy = find_strategy(sync)
+        if "overlap_publish" in strategy.options:  # norms are of all parts' gradients, whole
+            options = {**options, "overlap_publish": False}
+        inner = build_reducer(strategy, model, groups.data, None, options)
         self.model, self.comm = model, groups.everyone
         self.reducer = SplitReducer(model, part, groups, inner)
         self._part, self._groups = part, groups

@@ -12,13 +12,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 _WORKER_NAME = "pt_gloo_runloop"
 _TASKS = Path("/proc/self/task")
 # A thread that waits for Python's lock wakes up every 5 ms; one that has nothing to do does not.
 _SAMPLE_S = 0.012
+_ENDED_S = 0.05
 
 
 class SendingThread(threading.Thread):
@@ -26,12 +26,20 @@ class SendingThread(threading.Thread):
 
     Args:
         run: what it does.
-        finish: called on another thread, returns when it has sent what it was given.
+        mark: called on another thread; the event is set when all that was given before is sent.
     """
 
-    def __init__(self, run: Callable[[], None], finish: Callable[[], None], name: str) -> None:
+    def __init__(
+        self, run: Callable[[], None], mark: Callable[[], threading.Event], name: str
+    ) -> None:
         super().__init__(target=run, name=name, daemon=True)
-        self.finish = finish
+        self._mark = mark
+
+    def finish(self) -> None:
+        """Return when it has sent all that it was given, or has ended."""
+        sent = self._mark()
+        while self.is_alive() and not sent.wait(_ENDED_S):
+            pass
 
 
 def finish_sending() -> None:
@@ -39,8 +47,7 @@ def finish_sending() -> None:
     it when this one leaves."""
     for thread in threading.enumerate():
         if isinstance(thread, SendingThread):
-            with suppress(Exception):  # raised where its result is used
-                thread.finish()
+            thread.finish()
 
 
 def wait_until_workers_sleep(timeout_s: float = 2.0) -> bool:

@@ -20,10 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from gradsync.core.torch_private import optimizer_post_hooks, optimizer_pre_hooks, step_hooks
 from gradsync.errors import ConfigError
 from gradsync.sync.step_metadata import options
-from gradsync.sync.watch import OptimizerWatch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -137,12 +135,13 @@ class PieceOptimizer:
         own: dict[int, list[Tensor]] = {}
         for number, tensor in pieces:
             own.setdefault(number, []).append(tensor)
-        self._numbers = sorted(own)
+        self.numbers = sorted(own)
+        """Of the groups of `inner`, among the user's."""
         self.inner: Optimizer | None = None
         """None where this rank owns nothing."""
         if own:
             self.inner = optimizer_class(
-                [{**options(groups[n]), "params": own[n]} for n in self._numbers],
+                [{**options(groups[n]), "params": own[n]} for n in self.numbers],
                 **arguments_of(optimizer_class, defaults),
             )
 
@@ -165,7 +164,7 @@ class PieceOptimizer:
         pairs = list(gradients)
         for tensor, gradient in pairs:
             tensor.grad = gradient
-        for group, number in zip(self.inner.param_groups, self._numbers, strict=True):
+        for group, number in zip(self.inner.param_groups, self.numbers, strict=True):
             group.update(options(groups[number]))
         self.inner.step()
         for tensor, _ in pairs:
@@ -194,7 +193,8 @@ def why_whole(
 ) -> str:
     """Reason why every rank has to run the whole optimizers; "" when each may update its share.
 
-    The same on all ranks, whose optimizers are equal, and in all steps: see `why_not_now`.
+    The same on all ranks, whose optimizers are equal, and in all steps: see
+    `watch.why_not_now`.
     `parameters` are the synchronised ones, of these `dtypes`.
     """
     try:
@@ -216,21 +216,6 @@ def why_whole(
         ),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
-
-
-def why_not_now(optimizer: Optimizer, *, after: bool = True) -> str:
-    """Why the next step has to be whole, though not every one has; see `why_whole`. Hooks that are
-    called `after` a step count where they would find no gradients."""
-    own = step_hooks(optimizer)
-    if own[0] or (after and own[1]):
-        return "hooks on the optimizer may look at the whole gradient"
-    everywhere = optimizer_pre_hooks() + (optimizer_post_hooks() if after else [])
-    if not all(isinstance(getattr(h, "__self__", h), OptimizerWatch) for h in everywhere):
-        return "hooks on all optimizers may look at the whole gradient"
-    step = optimizer.__dict__.get("step")  # a scheduler wraps it, to count
-    if step is not None and inspect.unwrap(step) != inspect.unwrap(type(optimizer).step):
-        return "optimizer.step was replaced"
-    return ""
 
 
 def warn_of_threads(

@@ -17,57 +17,193 @@ gradients, optimizers that look at more than an element, a GradScaler, weights w
 tensor shares, and compiled code, which reads weights past torch's functions.
 
 In the user's training loop `.grad` is whole when backward ends, and nothing is left for later.
+
+[Note: Waiting] A parameter is marked by its class, which torch asks before every function and
+attribute that gets the tensor: in the forward of any module, in `state_dict`, `deepcopy`,
+`torch.save`, NumPy, averages of weights that hold references, on any thread. When its update is
+done the class is put back, so that a parameter costs nothing from then on. Looks at its shape and
+the like do not wait.
+
+Not noticed: memory that another tensor shares (`can_be_marked` finds it), and C++ code that gets
+the tensor past torch's functions. So modules wait for their own parameters before a forward, too.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
+import sys
 import threading
-from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor, nn
 
 from gradsync.comm.base import Communicator, Work
 from gradsync.comm.process_group import AllOf, Done
-from gradsync.core.torch_private import foreach_mul_, has_compiled
+from gradsync.core.torch_private import (
+    FRAMES,
+    as_plain_tensors,
+    foreach_mul_,
+    storage_address,
+    storage_uses,
+)
 from gradsync.errors import ConfigError, RunError
 from gradsync.sync.buckets import Bucket
-from gradsync.sync.elementwise import (
-    PieceOptimizer,
-    check_elementwise,
-    group_numbers,
-    members_of,
-    why_not_now,
-)
-from gradsync.sync.layout import BLOCK, ParameterBlock, blocks_of
-from gradsync.sync.pending import (
-    WaitingState,
-    can_be_marked,
-    mark,
-    own_state,
-    unmark,
-    wait_for,
-)
-from gradsync.sync.reducer import (
-    Replicas,
-    Stopwatch,
-    clip_factor,
-    norm_from_blocks,
-    norms_of_blocks,
-)
+from gradsync.sync.elementwise import PieceOptimizer, check_elementwise, group_numbers
+from gradsync.sync.reducer import Replicas, Stopwatch, clip_factor
 from gradsync.sync.step_metadata import options
-from gradsync.sync.tree_exchange import TreeExchange
+from gradsync.sync.tree_exchange import ShardedNorm, TreeExchange
+from gradsync.sync.watch import why_not_now
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
     from torch.optim import Optimizer
 
 log = logging.getLogger("gradsync")
+
+
+# -- waiting for a weight --------------------------------------------------------------------------
+
+_ARRIVE = "_gradsync_arrive"
+_ATTRIBUTES = (
+    *("shape", "dtype", "device", "layout", "ndim", "itemsize", "requires_grad", "is_leaf"),
+    *("grad", "grad_fn", "is_cuda", "is_cpu", "is_sparse"),
+)
+_LOOKS = frozenset(
+    {
+        *(attrgetter("__get__")(getattr(Tensor, name)) for name in _ATTRIBUTES),
+        *(Tensor.size, Tensor.stride, Tensor.numel, Tensor.dim, Tensor.is_contiguous),
+        *(Tensor.is_floating_point, Tensor.is_complex, Tensor.is_inference, Tensor.element_size),
+        *(Tensor.register_hook, Tensor.register_post_accumulate_grad_hook),
+    }
+)
+"""What can be asked without the values."""
+
+
+class PendingParameter(nn.Parameter):
+    """A parameter while its new value is on its way."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Wait for all pending parameters among the arguments, then call `func`."""
+        kwargs = kwargs or {}
+        if func in _LOOKS:
+            with as_plain_tensors():
+                return func(*args, **kwargs)
+        for parameter in _pending([args, kwargs]):
+            wait_for(parameter)
+        return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        wait_for(self)
+        return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        wait_for(self)
+        return self.__reduce_ex__(proto)
+
+
+def mark(parameters: Iterable[nn.Parameter], arrive: Callable[[], None]) -> None:
+    """Call `arrive` before one of `parameters` is touched; it calls `unmark` with all of them."""
+    for parameter in parameters:
+        vars(parameter)[_ARRIVE] = arrive
+        parameter.__class__ = PendingParameter
+
+
+def unmark(parameters: Iterable[nn.Parameter]) -> None:
+    """Make ordinary parameters of them again."""
+    for parameter in parameters:
+        parameter.__class__ = nn.Parameter
+        vars(parameter).pop(_ARRIVE, None)
+
+
+def is_pending(tensor: Tensor) -> bool:
+    """Whether a parameter is marked."""
+    return type(tensor) is PendingParameter
+
+
+def wait_for(tensor: Tensor) -> None:
+    """Wait for a parameter, if it is marked."""
+    arrive = vars(tensor).get(_ARRIVE) if is_pending(tensor) else None
+    if arrive is not None:
+        arrive()
+
+
+def can_be_marked(parameter: nn.Parameter) -> bool:
+    """Whether every way to its values leads through the object itself: no other tensor (a view, a
+    `detach()`, a NumPy array over it) shares its memory, and no class of its own reads it."""
+    return type(parameter) is nn.Parameter and _uses(parameter) == 1
+
+
+def _uses(parameter: Tensor) -> int:
+    """Number of tensors and arrays that share its memory, itself among them."""
+    storage = parameter.untyped_storage()  # this object is one, too
+    return storage_uses(storage_address(storage)) - 1
+
+
+def _pending(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        if is_pending(value):
+            yield value
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _pending(each)
+    elif isinstance(value, list | tuple | set):
+        for each in value:
+            yield from _pending(each)
+
+
+class WaitingState(MutableMapping[Any, Any]):
+    """Stands for `optimizer.state` while updates are on their way: the first look waits.
+
+    Args:
+        state: the optimizer's own.
+        arrive: makes the updates, and puts `state` back into the optimizer.
+    """
+
+    def __init__(self, state: MutableMapping[Any, Any], arrive: Callable[[], None]) -> None:
+        self.own, self._arrive = state, arrive
+
+    def _there(self) -> MutableMapping[Any, Any]:
+        self._arrive()
+        return self.own
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._there()[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._there()[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._there()[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._there()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._there())
+
+    def __len__(self) -> int:
+        return len(self._there())
+
+    def __repr__(self) -> str:
+        return repr(self._there())
+
+    def __reduce__(self) -> Any:
+        return self._there().__reduce__()
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return copy.deepcopy(self._there(), memo)
+
+
+# -- the step -------------------------------------------------------------------------------------
 
 
 class _Update(NamedTuple):
@@ -96,115 +232,6 @@ class _Pending:
     updates: list[_Update] = field(default_factory=list)
 
 
-Pieces = list[tuple[ParameterBlock, list[tuple[int, int, int]]]]
-"""Blocks, each with its pieces: (rank that has it, first element in the bucket, last + 1)."""
-
-
-def pieces_of_rank(blocks: Sequence[ParameterBlock], spans: Sequence[range], rank: int) -> Pieces:
-    """The blocks of which `rank` has a piece, cut where the ranks' `spans` end; the first piece's
-    rank takes the block's norm."""
-    in_order = sorted((span.start, span.stop, holder) for holder, span in enumerate(spans) if span)
-    starts = [start for start, _, _ in in_order]
-    found = []
-    for block in blocks:
-        place, pieces = bisect_right(starts, block.start) - 1, []
-        while place < len(in_order) and in_order[place][0] < block.stop:
-            start, stop, holder = in_order[place]
-            pieces.append((holder, max(start, block.start), min(stop, block.stop)))
-            place += 1
-        if any(holder == rank for holder, _, _ in pieces):
-            found.append((block, pieces))
-    return found
-
-
-class ShardedNorm:
-    """The norm of gradients in shards, with the bits of whole ones: see [Note: Fixed blocks] in
-    reducer.py. Each rank takes the norms of the blocks that begin in its shards.
-
-    Args:
-        parameters: in the order in which their norms are added.
-        comm: all ranks.
-        exchange: says what each rank has of a bucket, and sends pieces of blocks.
-    """
-
-    def __init__(
-        self, parameters: Sequence[Tensor], comm: Communicator, exchange: TreeExchange
-    ) -> None:
-        self._parameters, self._comm, self._exchange = list(parameters), comm, exchange
-        self._counts = torch.tensor([-(-p.numel() // BLOCK) for p in parameters])
-        self._firsts = [0, *self._counts.cumsum(0).tolist()]
-        self._pieces: WeakKeyDictionary[Bucket, tuple[Any, Pieces]] = WeakKeyDictionary()
-
-    def of(self, buckets: Sequence[Bucket], used: Sequence[bool], factors: Sequence[Any]) -> Tensor:
-        """The norm, []: of all parameters that are `used`.
-
-        One all-reduce: whole group, float64 [blocks]; overlaps nothing.
-
-        Args:
-            buckets: each rank's shard is scaled already, unless its nodes are rounded.
-            used: for each parameter, whether its gradient counts.
-            factors: what shards with rounded nodes are scaled by first.
-        """
-        device = self._parameters[0].device
-        norms = torch.zeros(max(self._firsts[-1], 1), dtype=torch.float64, device=device)
-        self._exchange.submit(lambda: self._take_own(buckets, factors, norms)).wait()
-        self._comm.all_reduce(norms).wait()
-        norms = norms.where(torch.tensor(used).repeat_interleave(self._counts).to(device), 0.0)
-        pairs = zip(self._parameters, used, strict=True)
-        return norm_from_blocks(
-            norms, double=any(p.dtype == torch.float64 for p, here in pairs if here)
-        )
-
-    def _take_own(self, buckets: Sequence[Bucket], factors: Sequence[Any], norms: Tensor) -> None:
-        """Fill in this rank's part of `norms`, on the exchange's thread. The rest of a block that
-        ends elsewhere comes from the owners of the next shards: a message each, of less than a
-        block, the bucket's dtype."""
-        rank = self._comm.rank
-        sends: list[tuple[Tensor, int]] = []
-        receives: list[tuple[Tensor, int]] = []
-        wholes: list[tuple[Bucket, list[Tensor]]] = []
-        places = []
-        for bucket in buckets:
-            flat = bucket.flat(0)
-            for block, pieces in self._pieces_of(bucket):
-                owner, parts = pieces[0][0], []
-                for holder, start, stop in pieces:
-                    part = flat[start:stop]
-                    if holder == rank != owner:
-                        sends.append((part, owner))
-                    elif owner == rank != holder:
-                        part = torch.empty_like(part)
-                        receives.append((part, holder))
-                    parts.append(part)
-                if owner == rank:
-                    wholes.append((bucket, parts))
-                    places.append(self._firsts[block.index] + block.number)
-        if sends or receives:
-            self._exchange.messenger.exchange(sends, receives).wait()
-        if not wholes:
-            return
-        means = []
-        for bucket, parts in wholes:
-            mean = torch.cat(parts) if len(parts) > 1 else parts[0]
-            if bucket.rounded:
-                mean = mean.to(bucket.dtype)
-                for factor in factors:
-                    foreach_mul_([mean], factor)
-            means.append(mean)
-        norms[torch.tensor(places, device=norms.device)] = norms_of_blocks(means)
-
-    def _pieces_of(self, bucket: Bucket) -> Pieces:
-        """See `pieces_of_rank`; kept as long as ranks' shares of leaves stay the same."""
-        known = self._pieces.get(bucket)
-        if known is None or known[0] is not self._exchange.stages:
-            ranks = range(self._comm.world_size)
-            spans = [self._exchange.owned(bucket, rank) for rank in ranks]
-            blocks = blocks_of(bucket.plan.slots)
-            pieces = pieces_of_rank(blocks, spans, self._comm.rank)
-            known = self._pieces[bucket] = (self._exchange.stages, pieces)
-        return known[1]
-
-
 class LateReplicas(Replicas):
     """Whole replicas that are updated when they are next used, see the module's picture.
 
@@ -228,6 +255,7 @@ class LateReplicas(Replicas):
         self._step: _Pending | None = None
         self._why = self._said = self._broken = ""
         self._scaler = False
+        self._kinds: dict[type[Optimizer], str] = {}
         self._lock = threading.RLock()
         self._parts: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
         self._hooks: list[Any] = []
@@ -240,7 +268,7 @@ class LateReplicas(Replicas):
     def prepare(self, optimizers: Sequence[Optimizer], *, scaled: bool) -> None:
         """See `Replicas.prepare`; a reason found here lets this rank update at once."""
         self._scaler = scaled
-        self._why = next(filter(None, map(_why_at_once, optimizers)), "")
+        self._why = next(filter(None, (_why_at_once(o, self._kinds) for o in optimizers)), "")
 
     def take(
         self,
@@ -362,6 +390,7 @@ class LateReplicas(Replicas):
             super().update(optimizers)
             return
         for optimizer in optimizers:
+            state = getattr(optimizer.state, "own", optimizer.state)
             groups = [
                 {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in options(g).items()}
                 for g in optimizer.param_groups
@@ -369,13 +398,13 @@ class LateReplicas(Replicas):
             used = {id(p) for p, here in zip(self.parameters, step.used, strict=True) if here}
             for parameter in (p for g in optimizer.param_groups for p in g["params"]):
                 if id(parameter) in used:  # entries in the order in which the optimizer makes them
-                    own_state(optimizer.state).setdefault(parameter, {})
+                    state.setdefault(parameter, {})
             parts = self._parts_of(optimizer, step.buckets)
-            step.updates.append(_Update(optimizer, own_state(optimizer.state), groups, parts))
+            step.updates.append(_Update(optimizer, state, groups, parts))
 
     def _parts_of(self, optimizer: Optimizer, buckets: list[Bucket]) -> list[PieceOptimizer]:
         """The optimizer over the parameters of each bucket, with the state of the user's."""
-        members = members_of(optimizer)
+        members = [[id(p) for p in group["params"]] for group in optimizer.param_groups]
         known = self._parts.get(optimizer)
         if known is None or known[0] != members or known[1] != buckets:
             numbers = group_numbers(optimizer.param_groups)
@@ -441,13 +470,12 @@ class LateReplicas(Replicas):
                     part = update.parts[number]
                     if part.inner is not None:
                         part.inner.state = update.state
-                        ours = [p for group in part.inner.param_groups for p in group["params"]]
-                        part.step(update.groups, [(p, means[id(p)]) for p in ours])
+                        _step(part.inner, part.numbers, update.groups, means)
             self._broken = ""
             if all(work is _DONE for work in step.gathers):
                 self._step = None
                 for update in step.updates:
-                    update.optimizer.state = own_state(update.optimizer.state)
+                    update.optimizer.state = getattr(update.optimizer.state, "own", update.state)
                 for hook in self._hooks:
                     hook.remove()
                 self._hooks = []
@@ -464,14 +492,42 @@ def _wait_for_own(module: nn.Module, _: Any) -> None:
         wait_for(parameter)
 
 
-def _why_at_once(optimizer: Optimizer) -> str:
-    """Reason why the update cannot wait until weights are used, "" if it can."""
+def _step(
+    inner: Optimizer,
+    numbers: Sequence[int],
+    groups: Sequence[dict[str, Any]],
+    means: Mapping[int, Tensor | None],
+) -> None:
+    """A step of `inner`, whose groups are some of the user's, by their `numbers`; `means` are the
+    gradients by the parameters' ids."""
+    ours = [parameter for group in inner.param_groups for parameter in group["params"]]
+    for parameter in ours:
+        parameter.grad = means[id(parameter)]
+    for group, number in zip(inner.param_groups, numbers, strict=True):
+        group.update(groups[number])
+    inner.step()
+    for parameter in ours:
+        parameter.grad = None
+
+
+def has_compiled() -> bool:
+    """Whether this process has compiled anything (or may have: where torch does not count)."""
+    frames = sys.modules.get(FRAMES)
+    return frames is not None and getattr(frames, "FRAME_COUNTER", 1) > 0
+
+
+def _why_at_once(optimizer: Optimizer, known: dict[type[Optimizer], str]) -> str:
+    """Reason why the update cannot wait until weights are used, "" if it can; `known` are those of
+    classes."""
     if has_compiled():
         return "compiled code reads weights past the functions that would wait"
-    try:
-        check_elementwise(type(optimizer), False)
-    except ConfigError as error:
-        return str(error)
+    kind = type(optimizer)
+    if kind not in known:
+        known[kind] = ""
+        try:
+            check_elementwise(kind, False)
+        except ConfigError as error:
+            known[kind] = str(error)
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return "the optimizer is differentiable"
-    return why_not_now(optimizer)
+    return known[kind] or why_not_now(optimizer)

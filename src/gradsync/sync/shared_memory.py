@@ -32,7 +32,7 @@ from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator, r
 from gradsync.core.torch_private import foreach_mul_
 from gradsync.errors import ConfigError
 from gradsync.sync.buckets import FORGOTTEN, UNKNOWN, Bucket, SumPlan, Sums, plan_sum
-from gradsync.sync.elementwise import members_of, why_not_now, why_whole
+from gradsync.sync.elementwise import members_of, why_whole
 from gradsync.sync.exchange import Exchange
 from gradsync.sync.layout import BLOCK, Run
 from gradsync.sync.options import Recipe
@@ -44,6 +44,7 @@ from gradsync.sync.reducer import (
     norms_of_blocks,
 )
 from gradsync.sync.shared_update import Flat, SharedUpdate, SharedWeights, can_move, flats_of
+from gradsync.sync.watch import why_not_now
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -26,15 +26,18 @@ operations in MPICH", with the distances in the tree's order.)
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 
-from gradsync.comm.base import Messenger, Work
+from gradsync.comm.base import Communicator, Messenger, Work
 from gradsync.comm.process_group import Background, Done
+from gradsync.core.torch_private import foreach_mul_
 from gradsync.sync.buckets import (
     FORGOTTEN,
     UNKNOWN,
@@ -47,6 +50,8 @@ from gradsync.sync.buckets import (
     root,
 )
 from gradsync.sync.exchange import Exchange
+from gradsync.sync.layout import BLOCK, ParameterBlock, blocks_of
+from gradsync.sync.reducer import norm_from_blocks, norms_of_blocks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -342,3 +347,114 @@ def _all_gather(stage: TreeStage, region: Tensor) -> None:
 def _part(region: Tensor, rank: int, world_size: int) -> Tensor:
     size = region.numel() // world_size
     return region[rank * size : (rank + 1) * size]
+
+
+# -- the norm of shards ---------------------------------------------------------------------------
+
+Pieces = list[tuple[ParameterBlock, list[tuple[int, int, int]]]]
+"""Blocks, each with its pieces: (rank that has it, first element in the bucket, last + 1)."""
+
+
+def pieces_of_rank(blocks: Sequence[ParameterBlock], spans: Sequence[range], rank: int) -> Pieces:
+    """The blocks of which `rank` has a piece, cut where the ranks' `spans` end; the first piece's
+    rank takes the block's norm."""
+    in_order = sorted((span.start, span.stop, holder) for holder, span in enumerate(spans) if span)
+    starts = [start for start, _, _ in in_order]
+    found = []
+    for block in blocks:
+        place, pieces = bisect_right(starts, block.start) - 1, []
+        while place < len(in_order) and in_order[place][0] < block.stop:
+            start, stop, holder = in_order[place]
+            pieces.append((holder, max(start, block.start), min(stop, block.stop)))
+            place += 1
+        if any(holder == rank for holder, _, _ in pieces):
+            found.append((block, pieces))
+    return found
+
+
+class ShardedNorm:
+    """The norm of gradients in shards, with the bits of whole ones: see [Note: Fixed blocks] in
+    reducer.py. Each rank takes the norms of the blocks that begin in its shards.
+
+    Args:
+        parameters: in the order in which their norms are added.
+        comm: all ranks.
+        exchange: says what each rank has of a bucket, and sends pieces of blocks.
+    """
+
+    def __init__(
+        self, parameters: Sequence[Tensor], comm: Communicator, exchange: TreeExchange
+    ) -> None:
+        self._parameters, self._comm, self._exchange = list(parameters), comm, exchange
+        self._counts = torch.tensor([-(-p.numel() // BLOCK) for p in parameters])
+        self._firsts = [0, *self._counts.cumsum(0).tolist()]
+        self._pieces: WeakKeyDictionary[Bucket, tuple[Any, Pieces]] = WeakKeyDictionary()
+
+    def of(self, buckets: Sequence[Bucket], used: Sequence[bool], factors: Sequence[Any]) -> Tensor:
+        """The norm, []: of all parameters that are `used`.
+
+        One all-reduce: whole group, float64 [blocks]; overlaps nothing.
+
+        Args:
+            buckets: each rank's shard is scaled already, unless its nodes are rounded.
+            used: for each parameter, whether its gradient counts.
+            factors: what shards with rounded nodes are scaled by first.
+        """
+        device = self._parameters[0].device
+        norms = torch.zeros(max(self._firsts[-1], 1), dtype=torch.float64, device=device)
+        self._exchange.submit(lambda: self._take_own(buckets, factors, norms)).wait()
+        self._comm.all_reduce(norms).wait()
+        norms = norms.where(torch.tensor(used).repeat_interleave(self._counts).to(device), 0.0)
+        pairs = zip(self._parameters, used, strict=True)
+        return norm_from_blocks(
+            norms, double=any(p.dtype == torch.float64 for p, here in pairs if here)
+        )
+
+    def _take_own(self, buckets: Sequence[Bucket], factors: Sequence[Any], norms: Tensor) -> None:
+        """Fill in this rank's part of `norms`, on the exchange's thread. The rest of a block that
+        ends elsewhere comes from the owners of the next shards: a message each, of less than a
+        block, the bucket's dtype."""
+        rank = self._comm.rank
+        sends: list[tuple[Tensor, int]] = []
+        receives: list[tuple[Tensor, int]] = []
+        wholes: list[tuple[Bucket, list[Tensor]]] = []
+        places = []
+        for bucket in buckets:
+            flat = bucket.flat(0)
+            for block, pieces in self._pieces_of(bucket):
+                owner, parts = pieces[0][0], []
+                for holder, start, stop in pieces:
+                    part = flat[start:stop]
+                    if holder == rank != owner:
+                        sends.append((part, owner))
+                    elif owner == rank != holder:
+                        part = torch.empty_like(part)
+                        receives.append((part, holder))
+                    parts.append(part)
+                if owner == rank:
+                    wholes.append((bucket, parts))
+                    places.append(self._firsts[block.index] + block.number)
+        if sends or receives:
+            self._exchange.messenger.exchange(sends, receives).wait()
+        if not wholes:
+            return
+        means = []
+        for bucket, parts in wholes:
+            mean = torch.cat(parts) if len(parts) > 1 else parts[0]
+            if bucket.rounded:
+                mean = mean.to(bucket.dtype)
+                for factor in factors:
+                    foreach_mul_([mean], factor)
+            means.append(mean)
+        norms[torch.tensor(places, device=norms.device)] = norms_of_blocks(means)
+
+    def _pieces_of(self, bucket: Bucket) -> Pieces:
+        """See `pieces_of_rank`; kept as long as ranks' shares of leaves stay the same."""
+        known = self._pieces.get(bucket)
+        if known is None or known[0] is not self._exchange.stages:
+            ranks = range(self._comm.world_size)
+            spans = [self._exchange.owned(bucket, rank) for rank in ranks]
+            blocks = blocks_of(bucket.plan.slots)
+            pieces = pieces_of_rank(blocks, spans, self._comm.rank)
+            known = self._pieces[bucket] = (self._exchange.stages, pieces)
+        return known[1]

@@ -34,10 +34,14 @@ from torch.optim.optimizer import (
 
 from gradsync.comm.base import Communicator
 from gradsync.comm.values import all_gather_numbers
-from gradsync.core.torch_private import optimizer_pre_hooks, version
+from gradsync.core.torch_private import (
+    optimizer_post_hooks,
+    optimizer_pre_hooks,
+    step_hooks,
+    version,
+)
 from gradsync.errors import ConfigError
 from gradsync.sync.check_replicas import check_replicas, hash_bits
-from gradsync.sync.pending import is_pending, own_state
 from gradsync.sync.step_metadata import BITS, Settings, StepMetadata, hash_text, refuse_difference
 
 if TYPE_CHECKING:
@@ -109,13 +113,29 @@ class OptimizerWatch:
 
 def optimizer_watch() -> OptimizerWatch:
     """The process's watch; the first call enters it into torch's table, where it stays."""
-    for hook in optimizer_pre_hooks():
+    for hook in optimizer_pre_hooks.values():
         if isinstance(hook, OptimizerWatch):
             return hook
     watch = OptimizerWatch()
     register_optimizer_step_pre_hook(watch)
     register_optimizer_step_post_hook(watch.after_step)
     return watch
+
+
+def why_not_now(optimizer: Optimizer, *, after: bool = True) -> str:
+    """Why the next step has to be whole, though not every one has; see
+    `elementwise.why_whole`. Hooks that are
+    called `after` a step count where they would find no gradients."""
+    own = step_hooks(optimizer)
+    if own[0] or (after and own[1]):
+        return "hooks on the optimizer may look at the whole gradient"
+    everywhere = [*optimizer_pre_hooks.values(), *(optimizer_post_hooks.values() if after else ())]
+    if not all(isinstance(getattr(h, "__self__", h), OptimizerWatch) for h in everywhere):
+        return "hooks on all optimizers may look at the whole gradient"
+    step = optimizer.__dict__.get("step")  # a scheduler wraps it, to count
+    if step is not None and inspect.unwrap(step) != inspect.unwrap(type(optimizer).step):
+        return "optimizer.step was replaced"
+    return ""
 
 
 class UntrackedParameters:
@@ -203,7 +223,7 @@ class ReplicaWatch:
         """Accept weights, and the state of `optimizers`, as they are on this rank; those that are
         still to be updated by `remember_late`."""
         self._turn += 1
-        self._signs = self._signs_now(w for w in self._weights if not is_pending(w))
+        self._signs = self._signs_now(w for w in self._weights if type(w) is torch.nn.Parameter)
         self.accept_states(*optimizers)
 
     def remember_late(self, weights: Iterable[Tensor]) -> None:
@@ -213,7 +233,7 @@ class ReplicaWatch:
     def accept_states(self, *optimizers: Optimizer) -> None:
         """Take the state of `optimizers` for the one that steps: ranks have just compared it."""
         for optimizer in optimizers:
-            self._states[optimizer] = own_state(optimizer.state)
+            self._states[optimizer] = _own(optimizer.state)
 
     def state_of(self, optimizer: Optimizer) -> str:
         """Origin of its state, the same on ranks that load alike."""
@@ -221,7 +241,7 @@ class ReplicaWatch:
             # Merely reading `state[parameter]` makes an empty entry.
             loaded = any(optimizer.state.values())
             return "loaded before the first step" if loaded else "empty"
-        kept = self._states[optimizer] is own_state(optimizer.state)
+        kept = self._states[optimizer] is _own(optimizer.state)
         return "kept from the last step" if kept else "loaded since the last step"
 
     def changed(self, *optimizers: Optimizer) -> bool:
@@ -277,6 +297,11 @@ class ReplicaWatch:
             begin, end = end, end + (0 if part is None else part.numel() * part.element_size())
             signs[id(weight)] = version(weight), weight.data_ptr(), bytes(bits[begin:end])
         return signs
+
+
+def _own(state: Any) -> Any:
+    """An optimizer's state without what stands for it, see `late_update.WaitingState`."""
+    return getattr(state, "own", state)
 
 
 def _is_plain(weight: Tensor) -> bool:

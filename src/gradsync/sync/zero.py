@@ -20,10 +20,11 @@ from gradsync.comm.base import Communicator, Work
 from gradsync.comm.process_group import Done
 from gradsync.errors import ConfigError
 from gradsync.sync.buckets import Bucket
-from gradsync.sync.elementwise import check_elementwise, members_of, why_not_now
+from gradsync.sync.elementwise import check_elementwise, members_of
 from gradsync.sync.reducer import Replicas, Stopwatch, clip_shards
 from gradsync.sync.sharded_optimizer import ShardedOptimizer, ShardLayout, step_together
 from gradsync.sync.sharded_state import HeldState
+from gradsync.sync.watch import why_not_now
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

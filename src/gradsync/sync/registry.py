@@ -156,7 +156,8 @@ STRATEGIES: dict[str, Strategy] = {
         Strategy(
             name="bucketed",
             summary="buckets of bucket_mb, each all-reduced as soon as backward has filled it",
-            cost="2(W-1)/W S bytes, one operation per bucket, no extra memory",
+            cost="2(W-1)/W S bytes, one operation per bucket (two between CPUs of several hosts), "
+            "at most half a bucket",
             promise="rounding",
             build=_engine,
             defaults=Recipe(),
@@ -166,7 +167,7 @@ STRATEGIES: dict[str, Strategy] = {
             summary="bucketed, summed along a fixed tree over leaves: the same bits on any number "
             "of ranks",
             cost="2(W-1)/W S bytes with equal shares (more with uneven ones), two operations per "
-            "bucket, S per open tree level (none with one leaf a rank)",
+            "bucket, half a bucket, and S per open tree level (none with one leaf a rank)",
             promise="bitwise",
             build=_engine,
             defaults=Recipe(order="invariant"),

@@ -133,9 +133,10 @@ class TreeExchange(Exchange):
         self._num_buffers = sums.num_buffers
         self._indexed = sums.first_leaf is not None
         first = UNKNOWN if sums.first_leaf is None else sums.first_leaf
-        mine = (sums.num_leaves if self._over_leaves else 1, first)
-        if self._comm.world_size == 1:
-            self._plan([mine])
+        mine = (sums.num_leaves, first)
+        if not self._over_leaves or self._comm.world_size == 1:
+            each = mine if self._over_leaves else (1, UNKNOWN)
+            self._plan([each] * self._comm.world_size)
         else:
             self._background.submit(lambda: self._plan(self._share(mine)))
 

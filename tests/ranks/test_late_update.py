@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.core.torch_private import as_plain_tensors
+from gradsync.errors import ConfigError
 from gradsync.sync import late_update
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.late_update import is_pending
@@ -329,6 +330,27 @@ def test_a_step_in_the_users_loop_leaves_nothing_for_later() -> None:
         assert all(p.grad is not None for p in trained.model.second.parameters())
         trained.optimizer.step()
         assert not any(map(is_pending, trained.model.parameters()))
+        found = trained.state()
+        trained.sync.close()
+        return found
+
+    first, second = run_thread_ranks(work, 2)
+    assert all(map(torch.equal, first, second))
+
+
+def test_a_refused_step_leaves_nothing_behind() -> None:
+    """Ranks step with other learning rates; then one has no targets, and then all go on."""
+
+    def work(rank: int, group: dist.ProcessGroup) -> list[Tensor]:
+        trained = Trained(group)
+        before = trained.state()
+        trained.optimizer.param_groups[0]["lr"] = 0.1 + rank
+        with pytest.raises(ConfigError, match="lr"):
+            trained.step(0, range(rank, rank + 1))
+        trained.optimizer.param_groups[0]["lr"] = 0.1
+        trained.sync.discard()
+        assert all(map(torch.equal, trained.state(), before))
+        trained.step(1, range(rank, rank + 1))
         found = trained.state()
         trained.sync.close()
         return found

@@ -278,6 +278,7 @@ class LateReplicas(Replicas):
         watch: Stopwatch,
     ) -> None:
         """See `Replicas.take`; sums that are not whole are asked for here, of all owners."""
+        self._step = None  # one that was refused after its sums
         if self._exchange.whole:
             super().take(buckets, used, factor, watch)
             return
@@ -421,7 +422,7 @@ class LateReplicas(Replicas):
     def publish(self) -> Work:
         """See `Replicas.publish`: from here on who touches a weight waits for its bucket."""
         step = self._step
-        if step is None:
+        if step is None or not step.updates:
             return Done()
         for update in step.updates:
             if "step" in update.optimizer.__dict__:  # a scheduler wraps it, to count
@@ -475,7 +476,8 @@ class LateReplicas(Replicas):
             if all(work is _DONE for work in step.gathers):
                 self._step = None
                 for update in step.updates:
-                    update.optimizer.state = getattr(update.optimizer.state, "own", update.state)
+                    if isinstance(update.optimizer.state, WaitingState):  # else: loaded since
+                        update.optimizer.state = update.state
                 for hook in self._hooks:
                     hook.remove()
                 self._hooks = []

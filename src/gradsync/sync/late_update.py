@@ -263,8 +263,6 @@ class LateReplicas(Replicas):
         own = [(m, list(m.parameters(recurse=False))) for m in model.modules()]
         self._modules = [m for m, held in own if any(p.requires_grad for p in held)]
 
-    # -- a step -----------------------------------------------------------------------------------
-
     def prepare(self, optimizers: Sequence[Optimizer], *, scaled: bool) -> None:
         """See `Replicas.prepare`; a reason found here lets this rank update at once."""
         self._scaler = scaled

@@ -9,7 +9,8 @@ import copy
 import io
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -66,7 +67,8 @@ class Trained:
     def __init__(self, group: dist.ProcessGroup, **options: Any) -> None:
         self.model = Net()
         comm = ProcessGroupCommunicator(group)
-        options = {"collective": "backend", "bucket_mb": 0.004, "first_bucket_mb": 0.001} | options
+        sizes = {"bucket_mb": 0.004, "first_bucket_mb": 0.001}
+        options = {"collective": "backend", "overlap_publish": True} | sizes | options
         self.sync: GradientSync = replicate(
             self.model, sync=options.pop("sync", "invariant"), comm=comm, **options
         )
@@ -169,6 +171,7 @@ WAYS: dict[str, Callable[[Trained], Tensor]] = {
     "deepcopy of the optimizer": lambda t: next(iter(copy.deepcopy(t.optimizer).state.values()))[
         "exp_avg"
     ],
+    "copy of optimizer.state": lambda t: t.optimizer.state.copy()[t.held]["exp_avg"].clone(),
     "wait": lambda t: (t.sync.wait(), t.held.detach().clone())[1],
 }
 
@@ -267,11 +270,17 @@ def alias(t: Trained) -> Any:
     return t.held.detach()
 
 
+def array(t: Trained) -> Any:
+    memory = t.held.detach().numpy().copy()
+    t.held.data = torch.from_numpy(memory)
+    return memory
+
+
 def hook(t: Trained) -> Any:
     return t.optimizer.register_step_pre_hook(lambda *_: None)
 
 
-@pytest.mark.parametrize("why", [alias, hook], ids=["alias", "hook"])
+@pytest.mark.parametrize("why", [alias, array, hook], ids=["alias", "array", "hook"])
 def test_who_could_not_be_asked_to_wait_finds_it_done(why: Callable[[Trained], Any]) -> None:
     """Memory that another tensor shares, hooks that see gradients: one rank of two has them."""
 
@@ -357,3 +366,47 @@ def test_a_refused_step_leaves_nothing_behind() -> None:
 
     first, second = run_thread_ranks(work, 2)
     assert all(map(torch.equal, first, second))
+
+
+def test_a_thread_that_reads_during_an_update_waits_for_its_end() -> None:
+    """Another one has begun it."""
+
+    def work(rank: int, group: dist.ProcessGroup) -> bool:
+        trained = Trained(group, bucket_mb=25.0, first_bucket_mb=25.0)
+        trained.step(0, range(rank, rank + 1))
+        inside, waited, found = threading.Event(), threading.Event(), []
+        shards = trained.sync.reducer.shards
+        enclosed = shards.updates
+
+        @contextmanager
+        def slow(parameters: Any) -> Iterator[None]:
+            inside.set()
+            waited.wait(0.2)
+            with enclosed(parameters):
+                yield
+
+        shards.updates = slow
+        reader = threading.Thread(target=lambda: found.append(trained.held.detach().clone()))
+        first = threading.Thread(target=trained.model.state_dict)
+        first.start()
+        inside.wait()
+        reader.start()
+        first.join()
+        reader.join()
+        same = torch.equal(found[0], trained.held)
+        trained.sync.close()
+        return same
+
+    assert run_thread_ranks(work, 2) == [True, True]
+
+
+def test_an_optimizer_that_keeps_nothing_has_no_entries() -> None:
+    def work(rank: int, group: dist.ProcessGroup) -> int:
+        trained = Trained(group)
+        trained.optimizer = torch.optim.SGD(trained.model.parameters(), lr=0.1)
+        trained.step(0, range(rank, rank + 1))
+        found = len(trained.optimizer.state)
+        trained.sync.close()
+        return found
+
+    assert run_thread_ranks(work, 2) == [0, 0]

@@ -322,6 +322,7 @@ def traffic_of(strategy: str, options: Mapping[str, Any] | None = None) -> Traff
     given = dict(options or {})
     check_options(found, given)
     if found.recipe is not None:
+        given.setdefault("overlap_publish", True)  # as the trainer has it
         return _of_recipe(replace(found.recipe, **given))
     traffic = _of_other(found.name, given)
     if strategy == "torch_ddp":  # as torch's users run it: gradients are not views into buckets

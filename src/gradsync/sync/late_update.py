@@ -78,7 +78,7 @@ _LOOKS = frozenset(
     {
         *(attrgetter("__get__")(getattr(Tensor, name)) for name in _ATTRIBUTES),
         *(Tensor.size, Tensor.stride, Tensor.numel, Tensor.dim, Tensor.is_contiguous),
-        *(Tensor.is_floating_point, Tensor.is_complex, Tensor.is_inference, Tensor.element_size),
+        *(Tensor.is_inference, Tensor.element_size),
         *(Tensor.register_hook, Tensor.register_post_accumulate_grad_hook),
     }
 )
@@ -139,7 +139,14 @@ def wait_for(tensor: Tensor) -> None:
 def can_be_marked(parameter: nn.Parameter) -> bool:
     """Whether every way to its values leads through the object itself: no other tensor (a view, a
     `detach()`, a NumPy array over it) shares its memory, and no class of its own reads it."""
-    return type(parameter) is nn.Parameter and _uses(parameter) == 1
+    return type(parameter) is nn.Parameter and _uses(parameter) == 1 and _is_ours(parameter)
+
+
+def _is_ours(parameter: Tensor) -> bool:
+    """Whether torch owns its memory, and no other process sees it."""
+    return parameter.untyped_storage().resizable() and not (
+        parameter.is_cpu and parameter.is_shared()
+    )
 
 
 def _uses(parameter: Tensor) -> int:
@@ -192,6 +199,10 @@ class WaitingState(MutableMapping[Any, Any]):
 
     def __len__(self) -> int:
         return len(self._there())
+
+    def __getattr__(self, name: str) -> Any:
+        """Whatever else the state can do (`copy`, `default_factory`)."""
+        return getattr(self._there(), name)
 
     def __repr__(self) -> str:
         return repr(self._there())
@@ -280,8 +291,7 @@ class LateReplicas(Replicas):
         if self._exchange.whole:
             super().take(buckets, used, factor, watch)
             return
-        for parameter in self.parameters:
-            parameter.grad = None
+        self.model.zero_grad(set_to_none=True)
         if factor is not None:
             self._step = _Pending(list(buckets), list(used))
             self._multiply(factor)
@@ -368,8 +378,7 @@ class LateReplicas(Replicas):
         return found
 
     def clip(self, max_norm: float) -> Tensor:
-        step = self._step
-        if step is None:
+        if (step := self._step) is None:
             return super().clip(max_norm)
         norm = self._norm.of(step.buckets, step.used, step.factors)
         self._multiply(clip_factor(norm, max_norm))
@@ -419,8 +428,7 @@ class LateReplicas(Replicas):
 
     def publish(self) -> Work:
         """See `Replicas.publish`: from here on who touches a weight waits for its bucket."""
-        step = self._step
-        if step is None or not step.updates:
+        if (step := self._step) is None or not step.updates:
             return Done()
         for update in step.updates:
             if "step" in update.optimizer.__dict__:  # a scheduler wraps it, to count
@@ -449,7 +457,8 @@ class LateReplicas(Replicas):
         that touched them runs in: state that is made in inference mode could not be changed."""
         kind = self.parameters[0].device.type
         modes = (torch.no_grad(), torch.inference_mode(False), torch.autocast(kind, enabled=False))
-        with self._lock, modes[0], modes[1], modes[2]:
+        # Marked until the end: another thread must not find half of an update.
+        with self._lock, modes[0], modes[1], modes[2], as_plain_tensors():
             if self._broken:
                 raise RunError(f"{self._broken}: go back to a checkpoint")
             step = self._step
@@ -459,7 +468,6 @@ class LateReplicas(Replicas):
             self._broken = f"the update of weights was interrupted at bucket {number}"
             step.gathers[number] = _DONE
             bucket, used = self._with_used()[number]
-            unmark(bucket.parameters)
             means = {
                 id(p): mean if here else None
                 for p, mean, here in zip(bucket.parameters, self._means(bucket), used, strict=True)
@@ -470,10 +478,13 @@ class LateReplicas(Replicas):
                     if part.inner is not None:
                         part.inner.state = update.state
                         _step(part.inner, part.numbers, update.groups, means)
+            unmark(bucket.parameters)
             self._broken = ""
             if all(work is _DONE for work in step.gathers):
                 self._step = None
                 for update in step.updates:
+                    for parameter in [p for p, entry in update.state.items() if not entry]:
+                        del update.state[parameter]  # of an optimizer that keeps nothing
                     if isinstance(update.optimizer.state, WaitingState):  # else: loaded since
                         update.optimizer.state = update.state
                 for hook in self._hooks:

@@ -70,9 +70,9 @@ class Recipe(Options):
     )
     overlap: bool = option(True, "Communicate while backward still runs; False waits for its end.")
     overlap_publish: bool = option(
-        True,
-        "Between hosts let the next forward run while updated weights are still on their way; "
-        "whatever touches a weight waits for it. False waits in sync.step.",
+        False,
+        "Between hosts let the next forward run while sums are still on their way, and update a "
+        "weight when it is first used; `gradsync train` does. See docs/guide/between-hosts.md.",
     )
     order: Order = option(
         "any",

@@ -156,8 +156,8 @@ STRATEGIES: dict[str, Strategy] = {
         Strategy(
             name="bucketed",
             summary="buckets of bucket_mb, each all-reduced as soon as backward has filled it",
-            cost="2(W-1)/W S bytes, one operation per bucket (two between CPUs of several hosts), "
-            "at most half a bucket",
+            cost="2(W-1)/W S bytes, one operation per bucket, no extra memory (two, and half a "
+            "bucket, with overlap_publish)",
             promise="rounding",
             build=_engine,
             defaults=Recipe(),

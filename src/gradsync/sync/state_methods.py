@@ -40,10 +40,9 @@ class StateMethods:
     def wait(self) -> None:
         """Return when this rank's weights are those of the last step.
 
-        Between hosts it ends beside the next forward, and whatever touches a parameter waits, so
-        this is for what torch does not tell of: C++ code that got the tensor before,
-        `torch.jit.script`, `torch.func.grad` over parameters themselves. `gs.replicate(...,
-        overlap_publish=False)` leaves nothing to wait for.
+        With `overlap_publish=True` a weight is updated when it is first used, and whatever touches
+        a parameter waits, so this is for what torch does not tell of: see the limits in
+        docs/guide/between-hosts.md. Without it there is nothing to wait for.
         """
         self.reducer.shards.wait()
 

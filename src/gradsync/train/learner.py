@@ -246,10 +246,13 @@ def trainer_options(sync: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """The options `given` for the strategy called `sync`, and those that the trainer adds.
 
     Between two steps nothing writes the trainer's weights, so the ranks of a host that share memory
-    need only one copy of them. `update="whole"` cannot do with one.
+    need only one copy of them. `update="whole"` cannot do with one. And whatever reads them
+    waits, so that between hosts they may be updated beside the next forward.
     """
-    shares = STRATEGIES[sync].recipe is not None and given.get("update") != "whole"
-    return {"weights": "shared", **given} if shares else dict(given)
+    if STRATEGIES[sync].recipe is None:
+        return dict(given)
+    own = {"overlap_publish": True}
+    return own | ({} if given.get("update") == "whole" else {"weights": "shared"}) | dict(given)
 
 
 def set_precision(config: TrainConfig, device: torch.device) -> None:

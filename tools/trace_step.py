@@ -5,8 +5,8 @@
 Two ranks, each a process, train a small model with the default strategy: two steps to warm up (the
 first one lays buckets out), then one under a profiler. Prints the files of the package that ran on
 any rank, and how often something in each of them was called, the most called first. `--loop own`
-takes a loop without the handle's `backward` and `step`. Exit code 1
-when there are more files than `--at-most`.
+takes a loop without the handle's `backward` and `step`. Exit code 1 when there are more
+files than `--at-most`.
 """
 
 from __future__ import annotations

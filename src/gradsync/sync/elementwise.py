@@ -135,13 +135,12 @@ class PieceOptimizer:
         own: dict[int, list[Tensor]] = {}
         for number, tensor in pieces:
             own.setdefault(number, []).append(tensor)
-        self.numbers = sorted(own)
-        """Of the groups of `inner`, among the user's."""
+        self._numbers = sorted(own)
         self.inner: Optimizer | None = None
         """None where this rank owns nothing."""
         if own:
             self.inner = optimizer_class(
-                [{**options(groups[n]), "params": own[n]} for n in self.numbers],
+                [{**options(groups[n]), "params": own[n]} for n in self._numbers],
                 **arguments_of(optimizer_class, defaults),
             )
 
@@ -164,7 +163,7 @@ class PieceOptimizer:
         pairs = list(gradients)
         for tensor, gradient in pairs:
             tensor.grad = gradient
-        for group, number in zip(self.inner.param_groups, self.numbers, strict=True):
+        for group, number in zip(self.inner.param_groups, self._numbers, strict=True):
             group.update(options(groups[number]))
         self.inner.step()
         for tensor, _ in pairs:

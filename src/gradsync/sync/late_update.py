@@ -14,7 +14,7 @@ Every rank updates everything, as its optimizer would: state and weights are who
 they are there, and reading them asks nothing of other ranks' programs, whose threads send. So it
 is each rank's own affair whether it updates late or at once. At once it is done for hooks that see
 gradients, optimizers that look at more than an element, a GradScaler, weights whose memory another
-tensor shares, and compiled code, which reads weights past torch's functions.
+tensor shares, and programs that compile, which would do it again for weights that wait.
 
 In the user's training loop `.grad` is whole when backward ends, and nothing is left for later.
 
@@ -34,7 +34,7 @@ import copy
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from operator import attrgetter
@@ -55,7 +55,12 @@ from gradsync.core.torch_private import (
 )
 from gradsync.errors import ConfigError, RunError
 from gradsync.sync.buckets import Bucket
-from gradsync.sync.elementwise import PieceOptimizer, check_elementwise, group_numbers
+from gradsync.sync.elementwise import (
+    PieceOptimizer,
+    check_elementwise,
+    group_numbers,
+    members_of,
+)
 from gradsync.sync.reducer import Replicas, Stopwatch, clip_factor
 from gradsync.sync.step_metadata import options
 from gradsync.sync.tree_exchange import ShardedNorm, TreeExchange
@@ -326,8 +331,7 @@ class LateReplicas(Replicas):
 
     def owned(self) -> list[Tensor]:
         """See `Replicas.owned`; of sums that are not whole, this rank's shards."""
-        step = self._step
-        if step is None:
+        if (step := self._step) is None:
             return super().owned()
         shards = [self._own(bucket) for bucket in step.buckets]
         return [
@@ -412,7 +416,7 @@ class LateReplicas(Replicas):
 
     def _parts_of(self, optimizer: Optimizer, buckets: list[Bucket]) -> list[PieceOptimizer]:
         """The optimizer over the parameters of each bucket, with the state of the user's."""
-        members = [[id(p) for p in group["params"]] for group in optimizer.param_groups]
+        members = members_of(optimizer)
         known = self._parts.get(optimizer)
         if known is None or known[0] != members or known[1] != buckets:
             numbers = group_numbers(optimizer.param_groups)
@@ -477,7 +481,8 @@ class LateReplicas(Replicas):
                     part = update.parts[number]
                     if part.inner is not None:
                         part.inner.state = update.state
-                        _step(part.inner, part.numbers, update.groups, means)
+                        ours = [p for group in part.inner.param_groups for p in group["params"]]
+                        part.step(update.groups, [(p, means[id(p)]) for p in ours])
             unmark(bucket.parameters)
             self._broken = ""
             if all(work is _DONE for work in step.gathers):
@@ -503,24 +508,6 @@ def _wait_for_own(module: nn.Module, _: Any) -> None:
         wait_for(parameter)
 
 
-def _step(
-    inner: Optimizer,
-    numbers: Sequence[int],
-    groups: Sequence[dict[str, Any]],
-    means: Mapping[int, Tensor | None],
-) -> None:
-    """A step of `inner`, whose groups are some of the user's, by their `numbers`; `means` are the
-    gradients by the parameters' ids."""
-    ours = [parameter for group in inner.param_groups for parameter in group["params"]]
-    for parameter in ours:
-        parameter.grad = means[id(parameter)]
-    for group, number in zip(inner.param_groups, numbers, strict=True):
-        group.update(groups[number])
-    inner.step()
-    for parameter in ours:
-        parameter.grad = None
-
-
 def has_compiled() -> bool:
     """Whether this process has compiled anything (or may have: where torch does not count)."""
     frames = sys.modules.get(FRAMES)
@@ -531,7 +518,7 @@ def _why_at_once(optimizer: Optimizer, known: dict[type[Optimizer], str]) -> str
     """Reason why the update cannot wait until weights are used, "" if it can; `known` are those of
     classes."""
     if has_compiled():
-        return "compiled code reads weights past the functions that would wait"
+        return "code would be compiled once more, for weights that wait"
     kind = type(optimizer)
     if kind not in known:
         known[kind] = ""

@@ -123,9 +123,8 @@ def optimizer_watch() -> OptimizerWatch:
 
 
 def why_not_now(optimizer: Optimizer, *, after: bool = True) -> str:
-    """Why the next step has to be whole, though not every one has; see
-    `elementwise.why_whole`. Hooks that are
-    called `after` a step count where they would find no gradients."""
+    """Why the next step has to be whole, though not every one has; see `elementwise.why_whole`.
+    Hooks that are called `after` a step count where they would find no gradients."""
     own = step_hooks(optimizer)
     if own[0] or (after and own[1]):
         return "hooks on the optimizer may look at the whole gradient"
@@ -220,8 +219,8 @@ class ReplicaWatch:
         self.remember()
 
     def remember(self, *optimizers: Optimizer) -> None:
-        """Accept weights, and the state of `optimizers`, as they are on this rank; those that are
-        still to be updated by `remember_late`."""
+        """Accept weights, and the state of `optimizers`, as they are on this rank. Weights whose
+        update is still to come are accepted by `remember_late`."""
         self._turn += 1
         self._signs = self._signs_now(w for w in self._weights if type(w) is torch.nn.Parameter)
         self.accept_states(*optimizers)

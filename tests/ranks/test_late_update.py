@@ -84,6 +84,7 @@ class Trained:
 
     def state(self) -> list[Tensor]:
         self.sync.wait()
+        self.sync.gather(self.optimizer)
         entries = self.optimizer.state.values()
         state = [v for entry in entries for v in entry.values() if isinstance(v, Tensor)]
         return [t.detach().clone() for t in (*self.model.parameters(), *state)]
@@ -176,11 +177,11 @@ WAYS: dict[str, Callable[[Trained], Tensor]] = {
 }
 
 
-def read_after_two_steps(way: str, *, late: bool) -> Tensor:
+def read_after_two_steps(way: str, *, sync: str, late: bool) -> Tensor:
     """What rank 0 reads; all ranks must end with the same weights after one more step."""
 
     def work(rank: int, group: dist.ProcessGroup) -> tuple[Tensor | None, list[Tensor]]:
-        trained, read = Trained(group, overlap_publish=late), None
+        trained, read = Trained(group, sync=sync, overlap_publish=late), None
         mine = range(1) if rank == 0 else range(1, 3)
         for number in range(3):
             trained.step(number, mine, clip_norm=0.5)
@@ -197,9 +198,16 @@ def read_after_two_steps(way: str, *, late: bool) -> Tensor:
     return read
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_whoever_reads_finds_the_step_done(way: str) -> None:
-    assert torch.equal(read_after_two_steps(way, late=True), read_after_two_steps(way, late=False))
+@pytest.mark.parametrize(
+    ("way", "sync"),
+    [
+        *((way, "invariant") for way in WAYS),
+        *((way, "zero1") for way in WAYS if "optimizer" not in way),
+    ],
+)
+def test_whoever_reads_finds_the_step_done(way: str, sync: str) -> None:
+    late, at_once = (read_after_two_steps(way, sync=sync, late=late) for late in (True, False))
+    assert torch.equal(late, at_once)
 
 
 def trained_weights(
@@ -224,7 +232,7 @@ def shares_of(*counts: int) -> list[range]:
     return [range(sum(counts[:rank]), sum(counts[: rank + 1])) for rank in range(len(counts))]
 
 
-@pytest.mark.parametrize("sync", ["invariant", "invariant_bf16"])
+@pytest.mark.parametrize("sync", ["invariant", "invariant_bf16", "zero1"])
 @pytest.mark.parametrize(
     ("counts", "hosts"),
     [
@@ -280,12 +288,20 @@ def hook(t: Trained) -> Any:
     return t.optimizer.register_step_pre_hook(lambda *_: None)
 
 
-@pytest.mark.parametrize("why", [alias, array, hook], ids=["alias", "array", "hook"])
-def test_who_could_not_be_asked_to_wait_finds_it_done(why: Callable[[Trained], Any]) -> None:
+@pytest.mark.parametrize(
+    ("why", "sync"),
+    [
+        *((why, "invariant") for why in (alias, array, hook)),
+        *((why, sync) for why in (alias, array) for sync in ("zero1", "zero2")),
+    ],
+)
+def test_who_could_not_be_asked_to_wait_finds_it_done(
+    why: Callable[[Trained], Any], sync: str
+) -> None:
     """Memory that another tensor shares, hooks that see gradients: one rank of two has them."""
 
     def work(rank: int, group: dist.ProcessGroup, late: bool) -> tuple[bool, list[Tensor]]:
-        trained = Trained(group, overlap_publish=late)
+        trained = Trained(group, sync=sync, overlap_publish=late)
         kept = why(trained) if rank == 0 else None
         for number in range(3):
             trained.step(number, range(rank, rank + 1), clip_norm=0.5)
@@ -313,6 +329,25 @@ def test_compiled_code_is_not_left_to_wait(monkeypatch: pytest.MonkeyPatch) -> N
         return pending
 
     assert run_thread_ranks(work, 2) == [False, False]
+
+
+@pytest.mark.parametrize("sync", ["zero1", "zero2"])
+def test_a_hook_after_the_step_finds_gathered_weights(sync: str) -> None:
+    def work(rank: int, group: dist.ProcessGroup, late: bool) -> list[Tensor]:
+        trained, seen = Trained(group, sync=sync, overlap_publish=late), []
+        trained.optimizer.register_step_post_hook(
+            lambda *_: seen.append(trained.held.detach().clone())
+        )
+        for number in range(3):
+            trained.step(number, range(rank, rank + 1))
+        found = [*trained.state(), *seen]
+        trained.sync.close()
+        return found
+
+    late = run_thread_ranks(lambda rank, group: work(rank, group, True), 2)
+    at_once = run_thread_ranks(lambda rank, group: work(rank, group, False), 2)
+    for found, plain in zip(late, at_once, strict=True):
+        assert all(map(torch.equal, found, plain))
 
 
 def test_shape_and_the_like_are_told_at_once() -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 from gradsync.bench.experiment import check_name
 from gradsync.errors import ConfigError
-from gradsync.sync.options import Kind, check_value
+from gradsync.sync.options import Kind, check_value, listed, with_options
 from gradsync.sync.registry import STRATEGIES, check_options
 
 ALONE = "none"
@@ -80,14 +80,14 @@ def parse_contestants(text: str) -> list[Contestant]:
     """The contestants of `--strategies`, checked; `none` is not in it, see `with_ideals`. Of those
     that `default` and `all` stand for, the ones whose package is missing are left out."""
     chosen: list[Contestant] = []
-    for word in _words(text):
+    for word in listed(text):
         if word in _SEVERAL:
             chosen += [_contestant(name) for name in _SEVERAL[word] if not _missing(name)]
         elif word.startswith(f"{ALONE}:"):
             raise ConfigError(f"--strategies: {ALONE} always takes part, and has no options")
         elif word != ALONE:
             chosen.append(_contestant(word))
-    if not chosen and ALONE not in _words(text):
+    if not chosen and ALONE not in listed(text):
         raise ConfigError("--strategies: name at least one contestant")
     labels = [each.label for each in chosen]
     for each in chosen:
@@ -112,7 +112,7 @@ def few_steps(name: str, inner_steps: int) -> dict[str, Any]:
 
 def left_out(text: str) -> list[str]:
     """Contestants that `default` or `all` in `text` stand for, but whose package is missing."""
-    several = set(_SEVERAL) & set(_words(text))
+    several = set(_SEVERAL) & set(listed(text))
     return [name for name in OTHERS if _missing(name)] if several else []
 
 
@@ -137,22 +137,9 @@ def with_ideals(chosen: Sequence[Contestant], *, same_allocator: bool) -> list[C
     return [*ideals, *chosen]
 
 
-def _words(text: str) -> list[str]:
-    """Split at commas; a part such as `key=value` belongs to the contestant before it."""
-    words: list[str] = []
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        is_option = "=" in part and ":" not in part.partition("=")[0]
-        if is_option and words:
-            words[-1] += ("," if ":" in words[-1] else ":") + part
-        else:
-            words.append(part)
-    return words
-
-
 def _contestant(word: str) -> Contestant:
-    name, _, listed = word.partition(":")
+    name, options = with_options(word)
     check_name("contestant", name, (*STRATEGIES, *OTHERS, ALONE))
-    options = dict(_option(name, part) for part in listed.split(",") if part)
     keep = options.pop(_KEEP, name in STRATEGIES)
     if not isinstance(keep, bool):
         raise ConfigError(f"{name}: {_KEEP} must be true or false, got {keep!r}")
@@ -165,18 +152,3 @@ def _contestant(word: str) -> Contestant:
                 raise ConfigError(f"{name} has no option {option!r} (it has: {known_options})")
             check_value(option, value, OTHERS[name][option])
     return Contestant(label=word, name=name, options=options, keep_memory=keep)
-
-
-def _option(name: str, part: str) -> tuple[str, Any]:
-    key, equals, value = part.partition("=")
-    if not (key and equals and value):
-        raise ConfigError(f"{name}: option {part!r} is not key=value")
-    words = {"true": True, "false": False, "none": None}
-    if value.lower() in words:
-        return key, words[value.lower()]
-    for kind in (int, float):
-        try:
-            return key, kind(value)
-        except ValueError:
-            continue
-    return key, value

@@ -20,7 +20,8 @@ from gradsync.errors import ConfigError, PeerError, RunError
 from gradsync.runtime import environ
 from gradsync.runtime.bounds import MOST_RANKS, whole_number
 from gradsync.runtime.resolve import resolve
-from gradsync.sync.registry import STRATEGIES, find_strategy
+from gradsync.sync.options import listed
+from gradsync.sync.registry import STRATEGIES, chosen_strategy
 from gradsync.verify.settings import MODELS, VerifyPlan, make_plan
 
 if TYPE_CHECKING:
@@ -46,7 +47,8 @@ class VerifyOptions:
     thorough: bool = False
     """Everything there is, instead of the quick check: also 4 ranks, bf16, and a fourth step."""
     strategies: str = ""
-    """Names with commas between them, or all (the default)."""
+    """Names with commas between them, each with options if need be:
+    zero1,invariant:collective=backend,overlap_publish=true; or all (the default)."""
     world_sizes: str = ""
     """Numbers of ranks, started on this host one after the other (default: 1,2,3,4)."""
     world_size: int | None = None
@@ -152,9 +154,9 @@ def plan_of(options: VerifyOptions, world: World) -> VerifyPlan:
         sizes = [world.world_size]
     few = quick and options.num_samples is None
     every = options.strategies in ("", "all")
-    strategies = list(STRATEGIES) if every else _split(options.strategies)
-    for name in strategies:
-        find_strategy(name)
+    strategies = list(STRATEGIES) if every else listed(options.strategies)
+    for word in strategies:
+        chosen_strategy(word)
     plan = make_plan(
         strategies=strategies,
         world_sizes=sizes,

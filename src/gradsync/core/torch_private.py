@@ -53,6 +53,9 @@ storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
 
 storage_address: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 
+viewed: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
+"""The tensor that a view keeps; None of what is none."""
+
 # -- autograd -------------------------------------------------------------------------------------
 
 current_graph_task = torch._C._current_graph_task_id

@@ -299,7 +299,8 @@ class Traffic:
     """Beside backward, where something else than the computing cores communicates."""
     late: bool = False
     """Whether only half of an all-reduce is beside backward, and the other half beside the next
-    forward (sync/late_update.py); other than along the tree, on CPUs only."""
+    forward (sync/late_update.py); other than along the tree, on CPUs only. With shards: whether
+    updated weights are gathered there."""
     shard: Literal["none", "optimizer", "gradients", "weights"] = "none"
     """How far ranks share out. Each updates its part then; gradients are scattered; weights are
     gathered in each leaf's forward and backward, where gradients are reduced too."""
@@ -342,15 +343,15 @@ def _of_recipe(recipe: Recipe) -> Traffic:
     if recipe.order == "invariant":
         algorithm = "tree"
     through_host = recipe.collective != "backend" and recipe.update == "auto"
-    late = recipe.overlap and recipe.overlap_publish and recipe.shard == "none"
     backends = ("buckets", "backend", "same")
     by_halves = (recipe.grouping, recipe.reduction, recipe.wire) == backends
+    in_halves = recipe.overlap and (algorithm == "tree" or by_halves)
     return Traffic(
         grouping=recipe.grouping,
         bucket_mb=recipe.bucket_mb,
         first_bucket_mb=recipe.first_bucket_mb,
         overlap=recipe.overlap,
-        late=late and (algorithm == "tree" or by_halves),
+        late=recipe.overlap_publish and (recipe.shard != "none" or in_halves),
         shard=recipe.shard,
         algorithm=algorithm,
         wire=1.0 if recipe.wire == "same" else 0.5,

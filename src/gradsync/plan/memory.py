@@ -320,9 +320,11 @@ def _engine(case: Case, recipe: Recipe) -> StrategyMemory:
 
 
 def _gathering(case: Case) -> int:
-    """Updated parameters on their way to the other ranks: bucket and own shard."""
+    """Updated parameters on their way to the other ranks, bucket and own shard: all at once, beside
+    the next forward, but for ranks of one host on CPUs."""
     buckets = case.buckets
-    together = max(sum(buckets[n : n + _IN_FLIGHT]) for n in range(len(buckets)))
+    in_flight = _IN_FLIGHT if case.work.kind == "cpu" else len(buckets)
+    together = max(sum(buckets[n : n + in_flight]) for n in range(len(buckets)))
     return together + case.shard(together)
 
 

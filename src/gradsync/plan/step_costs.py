@@ -189,11 +189,8 @@ def step_costs(
     activation_bytes = work.leaf_tokens * work.model.n_embd * _ACTIVATION_BYTES[work.dtype]
     tensor = 0.0  # sums of activations between tensor shards; nothing hides them
     if layout.tp > 1:
-        tensor = (
-            _TENSOR_PARALLEL_SUMS
-            * work.model.n_layer
-            * all_reduce_s(prices.shards, activation_bytes)
-        )
+        sums = _TENSOR_PARALLEL_SUMS * work.model.n_layer
+        tensor = sums * all_reduce_s(prices.shards, activation_bytes)
     waits, last_waits = 0.0, 0.0
     if in_blocks := traffic.shard == "weights" and not alone:
         gathers = [
@@ -209,9 +206,12 @@ def step_costs(
     if not alone:
         sendings = _sendings(parameters, traffic, prices, profile, scale=scale, parts=parts)
     late_s = after_s = prices.half_s("all_gather", whole_bytes) if gathers else 0.0
-    if traffic.late and not prices.divided and (on_cpu or traffic.algorithm == "tree"):
+    late = traffic.late and not (in_shares and on_cpu and len(used.hosts) == 1)
+    if late and not gathers and (on_cpu or traffic.algorithm == "tree"):
         sendings = tuple(replace(each, cost_s=each.cost_s / 2) for each in sendings)
-        late_s, after_s = _second_halves(sendings, forward_s, hides=prices.hides)
+        late_s = sum(each.cost_s for each in sendings)
+    if late and late_s:
+        after_s = _not_in_forward(late_s, sendings, forward_s, hides=prices.hides)
     return StepCosts(
         replicas=layout.dp,
         stages=layout.pp,
@@ -269,16 +269,15 @@ def _sendings(
     return tuple(found)
 
 
-def _second_halves(
-    first_halves: Sequence[Sending], forward_s: float, *, hides: bool
-) -> tuple[float, float]:
-    """Time of the other halves of all-reduces, and as much of it as the next forward waits for: the
-    last bucket, which it wants first, and what is longer than the computing."""
-    whole = sum(each.cost_s for each in first_halves)
-    if not (hides and first_halves):
-        return whole, whole
-    first = first_halves[-1].cost_s
-    return whole, first + max(0.0, whole - first - forward_s)
+def _not_in_forward(
+    whole_s: float, buckets: Sequence[Sending], forward_s: float, *, hides: bool
+) -> float:
+    """As much of the messages of `buckets`, `whole_s`, as the next forward waits for: the last one,
+    which it wants first, and what is longer than the computing."""
+    if not hides:
+        return whole_s
+    first_s = whole_s * buckets[-1].cost_s / sum(each.cost_s for each in buckets)
+    return first_s + max(0.0, whole_s - first_s - forward_s)
 
 
 def _gather_waits(

@@ -83,12 +83,14 @@ def build_engine(
             exchange, buckets = None, lay_out_buckets(parameters, recipe, comm.world_size)
             if comm.rank == 0:
                 log.warning("buckets by messages: %s", str(error))
+    in_memory = isinstance(comm, SharedMemoryCommunicator)
+    later = recipe.overlap_publish and comm.world_size > 1 and not in_memory
     if recipe.shard != "none":
         in_shards = recipe.shard == "gradients"
-        shards = ZeroShards(model, parameters, comm, buckets, gradients=in_shards)
+        shards = ZeroShards(model, parameters, comm, buckets, gradients=in_shards, late=later)
     by_messages = exchange is None
     if exchange is None:
-        late = recipe.overlap and recipe.overlap_publish and comm.world_size > 1 and not shards
+        late = later and recipe.overlap and not shards
         exchange = _exchange(comm, recipe, groups, parameters[0].device, by_halves=late)
         if late and isinstance(exchange, TreeExchange):
             shards = LateReplicas(model, parameters, comm, exchange)

@@ -183,12 +183,12 @@ class Then:
     """A `Work` with a function to call once it is done."""
 
     def __init__(self, work: Work, finish: Callable[[], object]) -> None:
-        self._work = work
+        self.work = work
         self._finish: Callable[[], object] | None = finish
 
     def wait(self) -> None:
         """See `Work.wait`; finishes once."""
-        self._work.wait()
+        self.work.wait()
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()

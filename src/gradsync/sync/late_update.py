@@ -141,10 +141,11 @@ def wait_for(tensor: Tensor) -> None:
         arrive()
 
 
-def can_be_marked(parameter: nn.Parameter) -> bool:
-    """Whether every way to its values leads through the object itself: no other tensor (a view, a
-    `detach()`, a NumPy array over it) shares its memory, and no class of its own reads it."""
-    return type(parameter) is nn.Parameter and _uses(parameter) == 1 and _is_ours(parameter)
+def can_be_marked(parameter: nn.Parameter, own: int = 1) -> bool:
+    """Whether every way to its values leads through the object itself, or another of the caller's
+    `own` tensors: none else (a view, a `detach()`, a NumPy array over it) shares its memory, and no
+    class of its own reads it."""
+    return type(parameter) is nn.Parameter and _uses(parameter) == own and _is_ours(parameter)
 
 
 def _is_ours(parameter: Tensor) -> bool:
@@ -170,6 +171,79 @@ def _pending(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple | set):
         for each in value:
             yield from _pending(each)
+
+
+class WaitingWeights:
+    """A model's weights after a step: each is brought up to date before it is first touched.
+
+    Args:
+        model: whose modules wait for their own parameters before their forward.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        own = [(m, list(m.parameters(recurse=False))) for m in model.modules()]
+        self._modules = [m for m, held in own if any(p.requires_grad for p in held)]
+        self._lock = threading.RLock()
+        self._works: dict[int, Work] = {}
+        self._buckets: Sequence[Sequence[nn.Parameter]] = ()
+        self._hooks: list[Any] = []
+        self._broken = ""
+
+    def expect(
+        self,
+        buckets: Sequence[Sequence[nn.Parameter]],
+        works: Sequence[Work],
+        update: Callable[[int], object],
+        ended: Callable[[], object],
+        *,
+        late: bool,
+    ) -> None:
+        """Call `update(number)` once for each bucket, when its work is done and one of its
+        parameters is touched, or now, unless `late`; and `ended()` after the last."""
+        with self._lock:
+            self._buckets, self._update, self._ended = buckets, update, ended
+            self._works = dict(enumerate(works))
+            if not late:
+                self.wait()
+                return
+            for number, bucket in enumerate(buckets):
+                mark(bucket, lambda number=number: self._arrive(number))
+            self._hooks = [m.register_forward_pre_hook(_wait_for_own) for m in self._modules]
+
+    def wait(self) -> None:
+        """Bring all of them up to date; asks nothing of other ranks."""
+        with self._lock:
+            for number in reversed(range(len(self._buckets))):
+                self._arrive(number)
+
+    def _arrive(self, number: int) -> None:
+        """Update the weights of a bucket, whatever mode the code that touched them runs in: state
+        that is made in inference mode could not be changed."""
+        modes = (torch.no_grad(), torch.inference_mode(False))
+        # Marked until the end: another thread must not find half of an update.
+        with self._lock, modes[0], modes[1], as_plain_tensors():
+            if self._broken:
+                raise RunError(f"{self._broken}: go back to a checkpoint")
+            if number not in self._works:
+                return
+            self._works[number].wait()
+            self._broken = f"the update of weights was interrupted at bucket {number}"
+            del self._works[number]
+            kind = self._buckets[number][0].device.type
+            with torch.autocast(kind, enabled=False):
+                self._update(number)
+            unmark(self._buckets[number])
+            self._broken = ""
+            if not self._works:
+                self._ended()
+                for hook in self._hooks:
+                    hook.remove()
+                self._hooks, self._buckets = [], ()
+
+
+def _wait_for_own(module: nn.Module, _: Any) -> None:
+    for parameter in module.parameters(recurse=False):
+        wait_for(parameter)
 
 
 class WaitingState(MutableMapping[Any, Any]):
@@ -269,15 +343,12 @@ class LateReplicas(Replicas):
         super().__init__(model, parameters)
         self._comm, self._exchange = comm, exchange
         self._step: _Pending | None = None
-        self._why = self._said = self._broken = ""
+        self._why = self._said = ""
         self._scaler = False
         self._kinds: dict[type[Optimizer], str] = {}
-        self._lock = threading.RLock()
         self._parts: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
-        self._hooks: list[Any] = []
         self._norm = ShardedNorm(self.parameters, comm, exchange)
-        own = [(m, list(m.parameters(recurse=False))) for m in model.modules()]
-        self._modules = [m for m, held in own if any(p.requires_grad for p in held)]
+        self._weights = WaitingWeights(model)
 
     def prepare(self, optimizers: Sequence[Optimizer], *, scaled: bool) -> None:
         """See `Replicas.prepare`; a reason found here lets this rank update at once."""
@@ -437,75 +508,45 @@ class LateReplicas(Replicas):
         for update in step.updates:
             if "step" in update.optimizer.__dict__:  # a scheduler wraps it, to count
                 update.optimizer.step()  # without gradients it changes nothing
-        if not all(map(can_be_marked, self.parameters)):
-            self.wait()
-            return Done()
-        for number, bucket in enumerate(step.buckets):
-            mark(bucket.parameters, lambda number=number: self._arrive(number))
-        for update in step.updates:
-            vars(update.optimizer)["state"] = WaitingState(update.state, self.wait)
-        self._hooks = [m.register_forward_pre_hook(_wait_for_own) for m in self._modules]
+        late = all(map(can_be_marked, self.parameters))
+        if late:
+            for update in step.updates:
+                vars(update.optimizer)["state"] = WaitingState(update.state, self.wait)
+        buckets = [bucket.parameters for bucket in step.buckets]
+        self._weights.expect(buckets, step.gathers, self._update_bucket, self._end, late=late)
         return Done()
 
     def wait(self) -> None:
         """See `Replicas.wait`."""
-        with self._lock:
-            step = self._step
-            if step is None or not step.updates:
-                return
-            for number in reversed(range(len(step.buckets))):
-                self._arrive(number)
+        self._weights.wait()
 
-    def _arrive(self, number: int) -> None:
-        """Update the weights of bucket `number`, once its sums are there, whatever mode the code
-        that touched them runs in: state that is made in inference mode could not be changed."""
-        kind = self.parameters[0].device.type
-        modes = (torch.no_grad(), torch.inference_mode(False), torch.autocast(kind, enabled=False))
-        # Marked until the end: another thread must not find half of an update.
-        with self._lock, modes[0], modes[1], modes[2], as_plain_tensors():
-            if self._broken:
-                raise RunError(f"{self._broken}: go back to a checkpoint")
-            step = self._step
-            if step is None or step.gathers[number] is _DONE:
-                return
-            step.gathers[number].wait()
-            self._broken = f"the update of weights was interrupted at bucket {number}"
-            step.gathers[number] = _DONE
-            bucket, used = self._with_used()[number]
-            means = {
-                id(p): mean if here else None
-                for p, mean, here in zip(bucket.parameters, self._means(bucket), used, strict=True)
-            }
-            with self.updates(bucket.parameters):
-                for update in step.updates:
-                    part = update.parts[number]
-                    if part.inner is not None:
-                        part.inner.state = update.state
-                        ours = [p for group in part.inner.param_groups for p in group["params"]]
-                        part.step(update.groups, [(p, means[id(p)]) for p in ours])
-            unmark(bucket.parameters)
-            self._broken = ""
-            if all(work is _DONE for work in step.gathers):
-                self._step = None
-                for update in step.updates:
-                    for parameter in [p for p, entry in update.state.items() if not entry]:
-                        del update.state[parameter]  # of an optimizer that keeps nothing
-                    if isinstance(update.optimizer.state, WaitingState):  # else: loaded since
-                        update.optimizer.state = update.state
-                for hook in self._hooks:
-                    hook.remove()
-                self._hooks = []
+    def _update_bucket(self, number: int) -> None:
+        step = self._step
+        assert step is not None, "until the last bucket's update"
+        bucket, used = self._with_used()[number]
+        means = {
+            id(p): mean if here else None
+            for p, mean, here in zip(bucket.parameters, self._means(bucket), used, strict=True)
+        }
+        with self.updates(bucket.parameters):
+            for update in step.updates:
+                part = update.parts[number]
+                if part.inner is not None:
+                    part.inner.state = update.state
+                    ours = [p for group in part.inner.param_groups for p in group["params"]]
+                    part.step(update.groups, [(p, means[id(p)]) for p in ours])
+
+    def _end(self) -> None:
+        step, self._step = self._step, None
+        assert step is not None, "until now"
+        for update in step.updates:
+            for parameter in [p for p, entry in update.state.items() if not entry]:
+                del update.state[parameter]  # of an optimizer that keeps nothing
+            if isinstance(update.optimizer.state, WaitingState):  # else: loaded since
+                update.optimizer.state = update.state
 
     def close(self) -> None:
         self.wait()
-
-
-_DONE = Done()
-
-
-def _wait_for_own(module: nn.Module, _: Any) -> None:
-    for parameter in module.parameters(recurse=False):
-        wait_for(parameter)
 
 
 def has_compiled() -> bool:

@@ -71,8 +71,9 @@ class Recipe(Options):
     overlap: bool = option(True, "Communicate while backward still runs; False waits for its end.")
     overlap_publish: bool = option(
         False,
-        "Between hosts let the next forward run while sums are still on their way, and update a "
-        "weight when it is first used; `gradsync train` does. See docs/guide/between-hosts.md.",
+        "Between hosts let the next forward run while sums (zero1, zero2: weights) are still on "
+        "their way; a weight that is used waits for its own. `gradsync train` does so. See "
+        "docs/guide/between-hosts.md.",
     )
     order: Order = option(
         "any",
@@ -298,3 +299,40 @@ def words_of_dtypes(options: Mapping[str, Any]) -> dict[str, Any]:
     """`options` with torch's own dtypes by their short names."""
     short = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32"}
     return {name: short.get(str(value), value) for name, value in options.items()}
+
+
+def listed(text: str) -> list[str]:
+    """Split `a,b:key=value,key=value,c` at its commas; `key=value` belongs to the name before."""
+    words: list[str] = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        is_option = "=" in part and ":" not in part.partition("=")[0]
+        if is_option and words:
+            words[-1] += ("," if ":" in words[-1] else ":") + part
+        else:
+            words.append(part)
+    return words
+
+
+def with_options(word: str) -> tuple[str, dict[str, Any]]:
+    """The name in `name:key=value,key=value`, and the options, not checked.
+
+    Raises:
+        ConfigError: a part that is not `key=value`.
+    """
+    name, _, rest = word.partition(":")
+    return name, dict(_option(name, part) for part in rest.split(",") if part)
+
+
+def _option(name: str, part: str) -> tuple[str, Any]:
+    key, equals, value = part.partition("=")
+    if not (key and equals and value):
+        raise ConfigError(f"{name}: option {part!r} is not key=value")
+    words = {"true": True, "false": False, "none": None}
+    if value.lower() in words:
+        return key, words[value.lower()]
+    for kind in (int, float):
+        try:
+            return key, kind(value)
+        except ValueError:
+            continue
+    return key, value

@@ -17,6 +17,7 @@ from gradsync.sync.options import (
     Options,
     PowerSgdOptions,
     Recipe,
+    with_options,
     words_of_dtypes,
 )
 
@@ -347,6 +348,17 @@ def find_strategy(name: str) -> Strategy:
     near = get_close_matches(name, STRATEGIES, n=1)
     hint = f"; perhaps you meant {near[0]!r}" if near else ""
     raise ConfigError(f"unknown sync strategy {name!r}{hint} (there are: {', '.join(STRATEGIES)})")
+
+
+def chosen_strategy(word: str) -> tuple[Strategy, Options]:
+    """The strategy in `name:key=value,…`, with its options checked.
+
+    Raises:
+        ConfigError: no such name, option or value.
+    """
+    name, options = with_options(word)
+    strategy = find_strategy(name)
+    return strategy, check_options(strategy, options)
 
 
 def wants_groups(strategy: Strategy, options: Mapping[str, Any]) -> bool:

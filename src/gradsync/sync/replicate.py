@@ -77,6 +77,10 @@ def replicate(
             said = f"parameter {name!r} of this model is replicated already"
             raise ConfigError(f"{said}; call close() on its handle first")
     refuse_synchronised(model)
+    if not isinstance(world, World | None):
+        raise ConfigError(
+            f"expected a gs.World, got {type(world).__name__}: write `with gs.init() as world:`"
+        )
     if comm is None:
         world = World.from_process_group() if world is None else world
         comm = communicator(world)

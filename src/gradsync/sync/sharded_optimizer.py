@@ -16,7 +16,7 @@ Bytes received per rank and step: (W-1)/W x the parameters; one operation per bu
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ from gradsync.comm.base import Communicator, Work
 from gradsync.comm.groups import SingleCommunicator, communicator
 from gradsync.comm.process_group import AllOf
 from gradsync.comm.values import same_on_all_ranks
+from gradsync.core.torch_private import viewed
 from gradsync.errors import ConfigError
 from gradsync.sync.elementwise import State, arguments_of, check_elementwise, warn_of_threads
 from gradsync.sync.exchange import Then
@@ -277,6 +278,15 @@ class ShardedOptimizer(Optimizer):
         """Restore a part from `held`, replacing the present state; nothing is sent."""
         self._elsewhere = load_sharded_state_dict(self._buckets, states)
 
+    def num_views(self, parameter: Tensor) -> int:
+        """Number of tensors in here that share a parameter's memory."""
+        return sum(
+            1 + (viewed(tensor) is not None)
+            for bucket in self._buckets
+            for piece, tensor in zip(bucket.pieces, bucket.tensors, strict=True)
+            if bucket.parameters[piece.index] is parameter
+        )
+
     @property
     def state_bytes(self) -> int:
         """Bytes of optimizer state on this rank (tensors with elements, not single numbers)."""
@@ -343,6 +353,8 @@ def step_together(
     optimizers: Sequence[ShardedOptimizer],
     shards: Sequence[Tensor] | None = None,
     used: Sequence[bool] = (),
+    *,
+    last_first: bool = False,
 ) -> Work:
     """Do one step of optimizers with the same buckets and different parameters.
 
@@ -351,10 +363,34 @@ def step_together(
         shards: for each bucket, the gradient of this rank's shard, flat, [bucket.numel /
             world_size], where the rest does not exist (ZeRO stage 2); None uses `grad`.
         used: with `shards`: for each parameter of the buckets, whether it has a gradient.
+        last_first: begin with the last bucket, which the forward wants first; the same on all
+            ranks.
 
     Returns:
         The last gathers; when they are done, parameters are whole, and schedulers and hooks of
         the optimizers' sources are told of the step.
+    """
+    under_way: deque[Work] = deque()
+    for gather in update_and_gather(optimizers, shards, used, last_first=last_first):
+        under_way.append(gather)
+        if len(under_way) > _IN_FLIGHT:
+            under_way.popleft().wait()
+    # A hook may read weights, or raise.
+    return Then(AllOf(list(under_way)), partial(tell_sources, optimizers))
+
+
+@torch.no_grad()
+def update_and_gather(
+    optimizers: Sequence[ShardedOptimizer],
+    shards: Sequence[Tensor] | None = None,
+    used: Sequence[bool] = (),
+    *,
+    last_first: bool,
+) -> Iterator[Then]:
+    """Update bucket after bucket, see `step_together`, and yield its gather, which is under way.
+
+    Args:
+        optimizers, shards, used, last_first: see `step_together`.
     """
     for optimizer in optimizers if shards is None else ():
         _check_gradients(optimizer._groups(), optimizer._covered)
@@ -366,20 +402,18 @@ def step_together(
         mine = slice(piece.offset, piece.offset + piece.numel)
         return shards[number][mine] if used[piece.index] else None
 
-    under_way: deque[Work] = deque()
-    for number, same in enumerate(zip(*(o._buckets for o in optimizers), strict=True)):
+    numbered = list(enumerate(zip(*(o._buckets for o in optimizers), strict=True)))
+    for number, same in reversed(numbered) if last_first else numbered:
         for optimizer, bucket in zip(optimizers, same, strict=True):
             bucket.update(optimizer._groups(), partial(gradient_of, bucket, number))
-        under_way.append(same[0].launch_gather())
-        if len(under_way) > _IN_FLIGHT:
-            under_way.popleft().wait()
+        yield same[0].launch_gather()
 
-    def tell_sources() -> None:
-        for optimizer in optimizers:
-            if optimizer._source is not None:
-                _step_without_gradients(optimizer._source)
 
-    return Then(AllOf(list(under_way)), tell_sources)  # a hook may read weights, or raise
+def tell_sources(optimizers: Iterable[ShardedOptimizer]) -> None:
+    """Call `step` of the users' optimizers without gradients, for their schedulers and hooks."""
+    for optimizer in optimizers:
+        if optimizer._source is not None:
+            _step_without_gradients(optimizer._source)
 
 
 def _check_gradients(groups: Sequence[dict[str, Any]], covered: Container[int]) -> None:
@@ -402,12 +436,12 @@ def _piece_of(bucket: ShardedBucket, piece: Piece) -> Tensor | None:
 
 
 def _step_without_gradients(optimizer: Optimizer) -> None:
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    gradients = [p.grad for p in parameters]
-    for parameter in parameters:
+    everything = [p for group in optimizer.param_groups for p in group["params"]]
+    held = [(p, p.grad) for p in everything if p.grad is not None]
+    for parameter, _ in held:
         parameter.grad = None
     optimizer.step()
-    for parameter, gradient in zip(parameters, gradients, strict=True):
+    for parameter, gradient in held:
         parameter.grad = gradient
 
 

@@ -103,7 +103,7 @@ class ShardedBucket(PieceOptimizer):
                 self._addresses[number] = parameter.data_ptr()
         self.step(groups, zip(self.tensors, map(gradient_of, self.pieces), strict=True))
 
-    def launch_gather(self) -> Work:
+    def launch_gather(self) -> Then:
         """Start sending this rank's shard of the parameters; the work copies in the others'."""
         shard = self.empty(shard=True)
         if self.pieces:

@@ -21,8 +21,16 @@ from gradsync.comm.process_group import Done
 from gradsync.errors import ConfigError
 from gradsync.sync.buckets import Bucket
 from gradsync.sync.elementwise import check_elementwise, members_of
+from gradsync.sync.exchange import Then
+from gradsync.sync.late_update import WaitingWeights, can_be_marked, has_compiled
 from gradsync.sync.reducer import Replicas, Stopwatch, clip_shards
-from gradsync.sync.sharded_optimizer import ShardedOptimizer, ShardLayout, step_together
+from gradsync.sync.sharded_optimizer import (
+    ShardedOptimizer,
+    ShardLayout,
+    step_together,
+    tell_sources,
+    update_and_gather,
+)
 from gradsync.sync.sharded_state import HeldState
 from gradsync.sync.watch import why_not_now
 
@@ -39,6 +47,7 @@ class ZeroShards(Replicas):
         comm: all ranks.
         buckets: of the gradients; a shard is a W-th of each.
         gradients: keep only this rank's shard of the gradients too (stage 2).
+        late: leave the gathers to the next forward; a weight waits for its own when it is touched.
     """
 
     takes_scaler = False  # a GradScaler looks for inf in whole gradients
@@ -51,8 +60,10 @@ class ZeroShards(Replicas):
         buckets: Sequence[Bucket],
         *,
         gradients: bool,
+        late: bool,
     ) -> None:
         super().__init__(model, parameters)
+        self._weights = WaitingWeights(model) if late else None
         self._comm, self._buckets, self._in_shards = comm, list(buckets), gradients
         self._sharded: dict[int, ShardedOptimizer] = {}  # by the id of the user's optimizer
         self._members: dict[int, list[list[int]]] = {}
@@ -60,6 +71,8 @@ class ZeroShards(Replicas):
         self._shards: list[Tensor] = []
         self._used: Sequence[bool] = ()
         self._gathers: Work = Done()
+        self._late: list[Then] = []
+        self._sources: list[ShardedOptimizer] = []
 
     def prepare(self, optimizers: Sequence[Optimizer], *, scaled: bool) -> None:
         for optimizer in optimizers:
@@ -136,13 +149,46 @@ class ZeroShards(Replicas):
                 its.take_from(optimizer)
             self._states[id(optimizer)] = optimizer.state
         shards = self._shards if self._in_shards else None
-        self._gathers = step_together(sharded, shards, self._used)
+        # One order on all ranks, though each decides for itself whether it waits here.
+        last_first = self._weights is not None
+        if last_first and self._can_wait():
+            launched = update_and_gather(sharded, shards, self._used, last_first=True)
+            self._late, self._sources = list(launched)[::-1], sharded
+        else:
+            self._gathers = step_together(sharded, shards, self._used, last_first=last_first)
         self._shards = []
 
     def publish(self) -> Work:
         """See `Replicas.publish`: the last gathers of this step's update."""
+        if (late := self._late) and self._weights is not None:
+            self._late = []
+            buckets = [b.parameters for b in self._buckets]
+            sent = [gather.work for gather in late]
+
+            def copy_in(number: int) -> None:
+                with self.updates(buckets[number]):
+                    late[number].wait()
+
+            self._weights.expect(buckets, sent, copy_in, lambda: None, late=True)
+            tell_sources(self._sources)  # a hook that reads weights waits for them
         gathers, self._gathers = self._gathers, Done()
         return gathers
+
+    def _can_wait(self) -> bool:
+        """Whether whatever reads a weight can be made to wait."""
+        views = {
+            id(p): 1 + sum(its.num_views(p) for its in self._sharded.values())
+            for p in self.parameters
+        }
+        return not has_compiled() and all(can_be_marked(p, views[id(p)]) for p in self.parameters)
+
+    def wait(self) -> None:
+        """See `Replicas.wait`."""
+        if self._weights is not None:
+            self._weights.wait()
+
+    def close(self) -> None:
+        self.wait()
 
     def gather(self, optimizer: Optimizer) -> None:
         self._of(optimizer).gather_into(optimizer)

@@ -26,7 +26,8 @@ from gradsync.data.loader import Loader, loader
 from gradsync.errors import CheckpointError
 from gradsync.runtime.seeds import seed_leaf
 from gradsync.sync.gradient_sync import GradientSync
-from gradsync.sync.registry import find_strategy
+from gradsync.sync.options import with_options
+from gradsync.sync.registry import chosen_strategy, find_strategy
 from gradsync.sync.replicate import replicate
 from gradsync.verify.problem import LossSum, Problem, build_problem
 from gradsync.verify.record import Observer, State, Trace
@@ -80,7 +81,9 @@ class Task:
         """Settings with the number of leaves that the variant and the strategy need, and the same
         data set, so that a checkpoint can go from one to the other."""
         settings = self.settings
-        equal_leaves = find_strategy(self.strategy).equal_leaves or settings.batch_norm == "sync"
+        equal_leaves = (
+            chosen_strategy(self.strategy)[0].equal_leaves or settings.batch_norm == "sync"
+        )
         num_leaves = -(-settings.num_leaves // world_size) * world_size
         if self.variant.one_leaf_per_rank:
             num_leaves = world_size
@@ -148,11 +151,12 @@ def _make_parts(
     if groups is None and comm.world_size == 1:
         groups = make_groups(World())
     disturb(problem.model, comm.rank)
-    options: dict[str, Any] = {**_OPTIONS, "find_unused_parameters": not problem.uses_all}
-    known = find_strategy(strategy).options
+    name, given = with_options(strategy)
+    options: dict[str, Any] = {**_OPTIONS, "find_unused_parameters": not problem.uses_all, **given}
+    known = find_strategy(name).options
     sync = replicate(
         problem.model,
-        sync=strategy,
+        sync=name,
         comm=comm,
         groups=groups,
         batch_norm=settings.batch_norm if problem.has_batch_norm else None,

@@ -16,8 +16,9 @@ from itertools import pairwise
 from typing import Any
 
 from gradsync.errors import ConfigError
+from gradsync.sync.options import Recipe
 from gradsync.sync.registry import Promise as Kind
-from gradsync.sync.registry import find_strategy
+from gradsync.sync.registry import chosen_strategy
 
 MODELS = ("mlp", "conv", "gpt")
 """The problems that come with verify, smallest first."""
@@ -113,20 +114,21 @@ _DETAILS: dict[str, dict[str, Any]] = {
 
 
 def promise_of(strategy: str) -> Promise:
-    """The promise of `strategy`; ConfigError when there is none of that name."""
-    entry = find_strategy(strategy)
-    wire = "" if entry.recipe is None or entry.recipe.wire == "same" else entry.recipe.wire
+    """The promise of `strategy`, with options if need be; ConfigError when there is none."""
+    entry, options = chosen_strategy(strategy)
+    wire = "" if not isinstance(options, Recipe) or options.wire == "same" else options.wire
     same_bits = entry.same_on_any_ranks
     rounded = f"nodes of the tree in {wire}" if same_bits else f"{wire} on the wire"
-    details = _DETAILS.get(strategy, {"says": rounded if wire else ""})
-    return Promise(kind=entry.promise, same_bits=same_bits, wire=wire, **details)
+    details = _DETAILS.get(entry.name, {"says": rounded if wire else ""})
+    kind = "lossy" if wire else entry.promise
+    return Promise(kind=kind, same_bits=same_bits, wire=wire, **details)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
     """One run of the matrix: from the start, or on from the checkpoint of another cell."""
 
-    strategy: str
+    strategy: str  # its name, with options if need be: `bucketed:overlap=false`
     world_size: int
     model: str
     dtype: str

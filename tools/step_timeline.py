@@ -101,12 +101,13 @@ def rank() -> None:
         sync.wait()
     (first, _), (_, last) = steps[FIRST], steps[FIRST + 1]
     chosen = [span for span in notes.spans if span[4] > first and span[3] < last]
-    print(json.dumps({
-        "spans": [(lane, what, number, a - first, b - first) for lane, what, number, a, b in chosen],
-        "steps_s": [b - a for a, b in steps[FIRST : FIRST + 2]],
+    said = {
+        "spans": [(*span[:3], span[3] - first, span[4] - first) for span in chosen],
+        "steps_s": [ended - began for began, ended in steps[FIRST : FIRST + 2]],
         "cores": os.cpu_count(),
         "torch": torch.__version__,
-    }))  # fmt: skip
+    }
+    print(json.dumps(said))
 
 
 def measure() -> None:
@@ -123,8 +124,9 @@ def measure() -> None:
             variables = os.environ | {name: str(value) for name, value in own.items()}
             where = None if number else out
             started.append(subprocess.Popen(argv, env=variables, stdout=where))
-        if any([process.wait() for process in started]):
-            raise SystemExit("a rank failed")
+        codes = [process.wait() for process in started]
+        if any(codes):
+            raise SystemExit(f"ranks ended with {codes}")
         out.seek(0)
         found = json.loads(out.read())
     found |= {"date": time.strftime("%Y-%m-%d"), "rate_mbit": RATE_MBIT, "ranks": RANKS}
@@ -142,8 +144,8 @@ def draw() -> None:
     rows = {"compute": 1, "cable": 0}
     end = sum(found["steps_s"])
     order = ("forward", "backward", "agree, norm", "in", "out", "update")
-    for lane, what, number, a, b in sorted(found["spans"], key=lambda s: order.index(s[1])):
-        a, b = max(a, 0.0), min(b, end)
+    for lane, what, number, *times in sorted(found["spans"], key=lambda s: order.index(s[1])):
+        a, b = max(times[0], 0.0), min(times[1], end)
         row, high = rows[lane], 0.34 if what == "update" else 0.62
         axes.barh(row, b - a, left=a, height=high, color=COLORS[what], edgecolor="white", lw=0.6)
         if number >= 0 and b - a > 0.012 * end:

@@ -32,6 +32,7 @@ COMMANDS = {
     "drill": "break one rank on purpose: who is named, when, and what is lost",
     "tune": "measure which way to synchronise is fastest here, for train --sync auto",
     "plan": "say which strategy, batch and split fit a machine, here or anywhere",
+    "lint": "find known mistakes in a training script, without running it",
     "launch": "start ranks on this host, or say what to start on each of several",
     "submit": "write, check and submit a Slurm job",
     "doctor": "say whether this machine is ready, and what gradsync sees",

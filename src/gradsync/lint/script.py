@@ -1,0 +1,296 @@
+"""Facts about a training script, read from its text: nothing is imported or run.
+
+Names are followed through plain assignments, by name within the file: enough for scripts as they
+are written, and where it is not, a rule says nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cached_property
+
+from gradsync.errors import ConfigError
+
+_MAIN = ("is_main_process", "is_main", "is_master", "master_process", "is_global_zero", "is_rank_0")
+_MAIN += ("is_local_main_process", "rank_zero", "is_rank_zero", "main_process")
+_GLOBAL, _LOCAL, _WORLD = "RANK", "LOCAL_RANK", "WORLD_SIZE"
+_WRAPPERS = ("DistributedDataParallel", "DDP")
+_HINTS = ("torch.distributed", "DistributedDataParallel", "init_process_group", "LOCAL_RANK")
+
+
+def dotted(node: ast.AST | None) -> str:
+    """`a.b.c` of a chain of names, "" of anything else."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        before = dotted(node.value)
+        return f"{before}.{node.attr}" if before else ""
+    return ""
+
+
+def last(node: ast.AST | None) -> str:
+    """The last name of a chain: `c` of `a.b.c` and of `f(x).c`."""
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def keyword(call: ast.Call, name: str) -> ast.expr | None:
+    """The value of a call's keyword argument, None without it."""
+    return next((each.value for each in call.keywords if each.arg == name), None)
+
+
+def is_true(node: ast.expr | None) -> bool:
+    """Whether it is the constant True."""
+    return isinstance(node, ast.Constant) and node.value is True
+
+
+class Script:
+    """A parsed script.
+
+    Args:
+        path: for messages.
+        text: its source.
+
+    Raises:
+        ConfigError: not Python, with the line.
+    """
+
+    def __init__(self, path: str, text: str) -> None:
+        self.path, self.lines = path, text.splitlines()
+        try:
+            self.tree = ast.parse(text)
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            line = getattr(error, "lineno", None) or 0
+            said = getattr(error, "msg", None) or type(error).__name__
+            raise ConfigError(f"{path}:{line}: not Python: {said}") from None
+        self._parents: dict[ast.AST, ast.AST] = {}
+        self.nodes: list[ast.AST] = []
+        todo: list[ast.AST] = [self.tree]
+        while todo:  # depth first, in the order of the text
+            node = todo.pop()
+            self.nodes.append(node)
+            children = list(ast.iter_child_nodes(node))
+            self._parents.update(dict.fromkeys(children, node))
+            todo += reversed(children)
+        self.is_distributed = any(hint in text for hint in _HINTS)
+
+    def calls(self, *names: str) -> Iterator[ast.Call]:
+        """Calls of functions or methods with one of these last names, in order."""
+        for node in self.nodes:
+            if isinstance(node, ast.Call) and last(node.func) in names:
+                yield node
+
+    def parents(self, node: ast.AST) -> Iterator[ast.AST]:
+        """What encloses a node, from the inside out."""
+        while (above := self._parents.get(node)) is not None:
+            yield above
+            node = above
+
+    def function_of(self, node: ast.AST) -> ast.AST:
+        """The function a node is in, or the module."""
+        kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+        return next((each for each in self.parents(node) if isinstance(each, kinds)), self.tree)
+
+    def blocks(self, node: ast.AST) -> Iterator[tuple[list[ast.stmt], int]]:
+        """The lists of statements around a node, from the inside out, with its place in each."""
+        for above in self.parents(node):
+            for name in ("body", "orelse", "finalbody"):
+                block = getattr(above, name, None)
+                if isinstance(block, list) and node in block:
+                    yield block, block.index(node)
+            node = above
+
+    # -- names ------------------------------------------------------------------------------------
+
+    @cached_property
+    def _values(self) -> dict[str, list[ast.expr]]:
+        """What is assigned to each name."""
+        found: dict[str, list[ast.expr]] = {}
+
+        def take(target: ast.expr, value: ast.expr) -> None:
+            if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+                for each, part in zip(target.elts, value.elts, strict=False):
+                    take(each, part)
+            elif name := dotted(target):
+                found.setdefault(name, []).append(value)
+
+        for node in self.nodes:
+            if isinstance(node, ast.Assign):
+                for target in node.targets:
+                    take(target, node.value)
+            elif isinstance(node, ast.AnnAssign | ast.NamedExpr) and node.value is not None:
+                take(node.target, node.value)
+        return found
+
+    def values(self, name: str) -> list[ast.expr]:
+        """All that is assigned to a name anywhere."""
+        return self._values.get(name, [])
+
+    def _from_environment(self, node: ast.AST, variable: str) -> bool:
+        return any(
+            isinstance(each, ast.Constant) and each.value == variable for each in ast.walk(node)
+        )
+
+    def _names_of(self, variable: str, call: str) -> set[str]:
+        found = {
+            name
+            for name, values in self._values.items()
+            for value in values
+            if self._from_environment(value, variable)
+            or any(isinstance(n, ast.Call) and last(n.func) == call for n in ast.walk(value))
+        }
+        while more := {  # copies of copies
+            name
+            for name, values in self._values.items()
+            if name not in found and any(dotted(value) in found for value in values)
+        }:
+            found |= more
+        return found
+
+    @cached_property
+    def ranks(self) -> set[str]:
+        """Names of the global rank."""
+        return self._names_of(_GLOBAL, "get_rank") - self.local_ranks
+
+    @cached_property
+    def local_ranks(self) -> set[str]:
+        """Names of the rank within the host."""
+        computed = {
+            name
+            for name, values in self._values.items()
+            for value in values
+            if any(isinstance(n, ast.BinOp) and isinstance(n.op, ast.Mod) for n in ast.walk(value))
+        }
+        return self._names_of(_LOCAL, "get_local_rank") | computed
+
+    @cached_property
+    def world_sizes(self) -> set[str]:
+        """Names of the number of ranks."""
+        return self._names_of(_WORLD, "get_world_size")
+
+    def is_rank(self, node: ast.AST) -> bool:
+        """Whether an expression is the global rank."""
+        if isinstance(node, ast.Call) and last(node.func) == "int" and node.args:
+            node = node.args[0]
+        if isinstance(node, ast.Call) and last(node.func) == "get_rank":
+            return True
+        if isinstance(node, ast.Subscript | ast.Call) and "environ" in ast.dump(node):
+            return self._from_environment(node, _GLOBAL)
+        return dotted(node) in self.ranks and not self._is_parameter(node)
+
+    def _is_parameter(self, node: ast.AST) -> bool:
+        """Whether a name is an argument of a function around it, whatever it is called with."""
+        name = dotted(node)
+        return any(
+            name in (each.arg for each in ast.walk(above.args) if isinstance(each, ast.arg))
+            for above in self.parents(node)
+            if isinstance(above, ast.FunctionDef | ast.Lambda)
+        )
+
+    def is_world_size(self, node: ast.AST) -> bool:
+        """Whether an expression is the number of ranks."""
+        if isinstance(node, ast.Call) and last(node.func) in ("int", "float") and node.args:
+            node = node.args[0]
+        if isinstance(node, ast.Call) and last(node.func) == "get_world_size":
+            return True
+        return dotted(node) in self.world_sizes
+
+    @cached_property
+    def wrapped(self) -> dict[str, int]:
+        """Names of models inside torch's DDP, with the first line of each wrapping."""
+        return {
+            name: value.lineno
+            for name, values in reversed(self._values.items())
+            for value in reversed(values)
+            if isinstance(value, ast.Call) and last(value.func) in _WRAPPERS
+        }
+
+    # -- rank 0 only ------------------------------------------------------------------------------
+
+    def _means_one_rank(self, test: ast.AST, names: tuple[str, ...] = ()) -> bool:
+        """Whether a condition is true on rank 0 (or another one) alone; `names` were followed."""
+        if isinstance(test, ast.BoolOp):
+            ways = [self._means_one_rank(each, names) for each in test.values]
+            return any(ways) if isinstance(test.op, ast.And) else all(ways)
+        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            return self.is_rank(test.operand)
+        if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq):
+            sides = (test.left, test.comparators[0])
+            named = any(self.is_rank(s) or last(s) in ("rank", "local_rank") for s in sides)
+            return named and any(isinstance(side, ast.Constant) for side in sides)
+        if isinstance(test, ast.Call):
+            test = test.func
+        name = last(test)
+        if name in _MAIN or name in names:
+            return name in _MAIN
+        said = [v for v in self.values(name) if isinstance(v, ast.Compare | ast.BoolOp)]
+        return any(self._means_one_rank(value, (*names, name)) for value in said)
+
+    def _means_other_ranks(self, test: ast.AST) -> bool:
+        """Whether a condition is true on all ranks but one."""
+        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            return self._means_one_rank(test.operand)
+        if isinstance(test, ast.Compare) and len(test.ops) == 1:
+            sides = (test.left, test.comparators[0])
+            named = any(self.is_rank(s) or last(s) in ("rank", "local_rank") for s in sides)
+            return named and isinstance(test.ops[0], ast.NotEq | ast.Gt)
+        return self.is_rank(test)
+
+    def on_one_rank(self, node: ast.AST) -> bool:
+        """Whether a statement is reached by one rank alone, as its own function shows."""
+        here = node
+        for above in self.parents(node):
+            if isinstance(above, ast.If | ast.IfExp):
+                body = above.body if isinstance(above.body, list) else [above.body]
+                inside = here in body
+                if inside and self._means_one_rank(above.test):
+                    return True
+                if not inside and here is not above.test and self._means_other_ranks(above.test):
+                    return True
+            if isinstance(above, ast.FunctionDef):
+                named = [
+                    last(d.func if isinstance(d, ast.Call) else d) for d in above.decorator_list
+                ]
+                if "rank_zero_only" in named or "on_main_process" in named:
+                    return True
+                break
+            here = above
+        return any(
+            isinstance(earlier, ast.If)
+            and self._means_other_ranks(earlier.test)
+            and isinstance(earlier.body[-1], ast.Return | ast.Continue | ast.Raise)
+            for block, place in self.blocks(node)
+            for earlier in block[:place]
+        )
+
+    def on_some_ranks(self, node: ast.AST) -> bool:
+        """Whether a condition on the rank encloses a call that its other side does not make."""
+        return self._around(node) is not None and not self.all_come(node)
+
+    def all_come(self, node: ast.AST) -> bool:
+        """Whether both sides of the condition on the rank around a call make one of this name."""
+        chosen = self._around(node)
+        if chosen is None or not isinstance(node, ast.Call):
+            return False
+        return all(
+            any(
+                isinstance(each, ast.Call) and last(each.func) == last(node.func)
+                for statement in side
+                for each in ast.walk(statement)
+            )
+            for side in (chosen.body, chosen.orelse)
+        )
+
+    def _around(self, node: ast.AST) -> ast.If | None:
+        """The innermost condition on the rank around a statement."""
+        here = node
+        for above in self.parents(node):
+            if isinstance(above, ast.FunctionDef):
+                return None
+            inside = isinstance(above, ast.If) and here is not above.test
+            if inside and (self._means_one_rank(above.test) or self._means_other_ranks(above.test)):
+                return above
+            here = above
+        return None

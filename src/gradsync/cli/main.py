@@ -27,6 +27,7 @@ COMMANDS = {
     "train": "train a GPT on 1..N ranks, from any launcher",
     "prepare": "turn files, folders or JSONL into train.bin and val.bin",
     "sample": "generate text from a checkpoint",
+    "export": "write a trained model as a folder that transformers opens",
     "verify": "prove every strategy right against one rank, or say why it is not",
     "bench": "measure strategies and collectives beside their limits and their peers",
     "drill": "break one rank on purpose: who is named, when, and what is lost",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -59,7 +60,6 @@ def sample(path: Path, config: SampleConfig) -> tuple[Path, str]:
     continuation as text."""
     from gradsync.checkpoint.store import CheckpointStore, resolve
     from gradsync.checkpoint.weights import load_weights
-    from gradsync.data.documents import is_stream
     from gradsync.models.gpt import GPT, generate
     from gradsync.runtime.device import choose_device
     from gradsync.train.state import check_state, saved_model
@@ -71,10 +71,7 @@ def sample(path: Path, config: SampleConfig) -> tuple[Path, str]:
     checkpoint, _ = resolve(path)
     snapshot = CheckpointStore(checkpoint.parent).load(checkpoint)
     check_state(snapshot, checkpoint)
-    saved = snapshot.state["config"]
-    data = str(saved.get("data", ""))
-    trained_on = str(saved.get("tokenizer", "")) if is_stream(data) else data
-    tokenizer = _tokenizer(config.data or trained_on, snapshot.state["tokenizer"])
+    tokenizer = tokenizer_of(snapshot.state, config.data)
     prompt = tokenizer.encode(config.prompt).tolist()
     shape = saved_model(snapshot, checkpoint)
     # Positions that no token will have need no rotary table.
@@ -93,11 +90,17 @@ def sample(path: Path, config: SampleConfig) -> tuple[Path, str]:
     return checkpoint, tokenizer.decode(ids)
 
 
-def _tokenizer(directory: str, trained_with: str | None) -> Any:
+def tokenizer_of(state: Mapping[str, Any], data: str) -> Any:
+    """The tokenizer of a checkpoint's `state`, from the folder `data`, or else from the one that
+    the run was trained on; DataError where it is another one, or missing."""
+    from gradsync.data.documents import is_stream
     from gradsync.data.meta import read_meta
     from gradsync.data.prepare import default_corpus
     from gradsync.data.tokenizer import load_tokenizer
 
+    saved, trained_with = state["config"], state["tokenizer"]
+    source = str(saved.get("data", ""))
+    directory = data or (str(saved.get("tokenizer", "")) if is_stream(source) else source)
     path = Path(directory) if directory else default_corpus()
     meta = read_meta(path)
     if meta is None:

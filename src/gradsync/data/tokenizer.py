@@ -6,10 +6,11 @@ document, to which no text encodes. A literal `<|endoftext|>` is plain text.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -50,6 +51,31 @@ class ByteTokenizer:
                 raise DataError(f"token {token} is outside the byte vocabulary of 257")
             raw += END_OF_TEXT.encode() if token == _NUM_BYTES else bytes((token,))
         return raw.decode(errors="replace")
+
+    def document(self) -> dict[str, Any]:
+        """A `tokenizer.json` that does the same in transformers: byte-level, without merges."""
+        byte_level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+        byte_level["trim_offsets"] = True
+        vocab = {char: number for number, char in enumerate(_byte_characters())}
+        end = {"id": _NUM_BYTES, "content": END_OF_TEXT, "special": True, "normalized": False}
+        plain = dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+        nothing = ("truncation", "padding", "normalizer", "post_processor")
+        return {
+            "version": "1.0",
+            **dict.fromkeys(nothing),
+            "added_tokens": [end | plain],
+            "pre_tokenizer": byte_level,
+            "decoder": byte_level,
+            "model": {"type": "BPE", "vocab": vocab | {END_OF_TEXT: _NUM_BYTES}, "merges": []},
+        }
+
+
+def _byte_characters() -> list[str]:
+    """The character that byte-level tokenizers write for each byte: itself where it can be seen,
+    else the next one from 256 on (Radford et al. 2019, GPT-2's `bytes_to_unicode`)."""
+    seen = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(_NUM_BYTES, 2 * _NUM_BYTES))
+    return [chr(byte if byte in seen else next(others)) for byte in range(_NUM_BYTES)]
 
 
 class BpeTokenizer:
@@ -112,6 +138,10 @@ class BpeTokenizer:
     def save(self, path: Path) -> None:
         """Write `tokenizer.json`."""
         path.write_text(self._inner.to_str(pretty=True), encoding="utf-8")
+
+    def document(self) -> dict[str, Any]:
+        """Its `tokenizer.json`."""
+        return json.loads(self._inner.to_str())
 
     def encode(self, text: bytes | str) -> np.ndarray:
         """Token ids of `text`, uint32, shape [T]; bytes that are not UTF-8 become U+FFFD."""

@@ -1,0 +1,118 @@
+"""`gradsync export`: transformers opens the folder, and computes the same."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from gradsync.checkpoint.store import CheckpointStore, resolve
+from gradsync.checkpoint.weights import load_weights
+from gradsync.cli.main import main
+from gradsync.data.meta import read_meta
+from gradsync.data.prepare import prepare
+from gradsync.data.tokenizer import load_tokenizer
+from gradsync.errors import ConfigError
+from gradsync.models.config import GPTConfig
+from gradsync.models.gpt import GPT
+from gradsync.models.llama import from_llama, llama_config, our_name, shape_of, to_llama
+
+TEXT = "the quick brown fox, Größe 3 µm \u200b🦊\n\tdef f(x): return x  # <|endoftext|>\n"
+FLAGS = (
+    *("--steps", "2", "--device", "cpu", "--dtype", "fp32", "--sample-tokens", "0"),
+    *("--model.n-layer", "2", "--model.n-embd", "32", "--model.n-head", "4"),
+    *("--model.n-kv-head", "2", "--optim.lr", "0.05", "--optim.warmup-steps", "0"),
+    *("--model.block-size", "16", "--micro-batch-size", "2", "--tokens-per-update", "64"),
+)
+
+
+@pytest.fixture(scope="module", params=["byte", "bpe"])
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("export")
+    text = home / "text.txt"
+    text.write_text(TEXT * 60)
+    vocab = {"tokenizer": "bpe", "vocab_size": 280} if request.param == "bpe" else {}
+    prepare([text], home / "data", val_fraction=0.2, **vocab)
+    tied = ["--model.no-tie-head"] if request.param == "bpe" else []
+    out = home / "run"
+    words = ["train", "tiny", *FLAGS, *tied, "--data", str(home / "data"), "--out", str(out)]
+    assert main(words) == 0
+    return out
+
+
+def test_transformers_opens_it(run: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    assert main(["export", str(run), "--out", str(folder)]) == 0
+    assert os.listdir(tmp_path) == ["model"]
+    theirs = AutoModelForCausalLM.from_pretrained(folder)
+    checkpoint, _ = resolve(run)
+    snapshot = CheckpointStore(checkpoint.parent).load(checkpoint)
+    ours = GPT(GPTConfig(**snapshot.state["model"]))
+    load_weights(ours, snapshot.tensors["model"])
+
+    data = run.parent / "data"
+    meta = read_meta(data)
+    assert meta is not None
+    mine = load_tokenizer(meta, data)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.eos_token_id == mine.end_of_text_id
+    plain = TEXT.replace("<|endoftext|>", "")
+    assert tokenizer(plain).input_ids == mine.encode(plain).tolist()
+    assert tokenizer.decode(tokenizer(plain).input_ids) == plain
+
+    ids = torch.tensor([mine.encode(plain)[:16].tolist()])
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(input_ids=ids).logits, ours(ids), rtol=1e-5, atol=1e-5)
+    for name, tensor in from_llama(theirs.state_dict()).items():
+        if name != "head.weight" or not ours.config.tie_head:
+            assert torch.equal(tensor, ours.state_dict()[name])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"n_kv_head": 2, "tie_head": False}, {"hidden_dim": 50, "rope_theta": 5e5}],
+)
+def test_there_and_back(changes: dict[str, object]) -> None:
+    shape = replace(GPTConfig(n_layer=11, n_head=4, n_embd=32, vocab_size=61), **changes)
+    config = json.loads(json.dumps(llama_config(shape, end_of_text=None)))
+    again = shape_of(config)
+    same = {"n_kv_head": shape.num_kv_heads, "hidden_dim": shape.mlp_dim}
+    assert again == replace(shape, **same)
+    weights = GPT(shape).state_dict()
+    assert list(from_llama(to_llama(weights))) == list(weights)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model_type": "gpt2"}, "'gpt2' is not llama"),
+        ({"attention_bias": True}, "attention_bias must be False; got True"),
+        ({"hidden_act": "gelu"}, "hidden_act must be 'silu'"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "of type 'llama3'"),
+        ({"head_dim": 64}, "head_dim must be 8; got 64"),
+    ],
+)
+def test_what_the_decoder_does_not_have_is_refused(changes: dict[str, object], said: str) -> None:
+    shape = GPTConfig(n_head=4, n_embd=32)
+    with pytest.raises(ConfigError, match=said):
+        shape_of(llama_config(shape, end_of_text=256) | changes)
+    with pytest.raises(ConfigError, match="no counterpart"):
+        our_name("model.layers.0.self_attn.q_norm.weight")
+    with pytest.raises(ConfigError, match="no counterpart"):
+        to_llama({"blocks.0.extra.weight": torch.zeros(1)})
+
+
+def test_a_folder_that_holds_something_is_left_alone(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    assert main(["export", str(run), "--out", str(tmp_path)]) == 2
+    assert "holds something already" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["notes.txt"]
+    assert main(["export", str(tmp_path)]) == 2
+    assert "no checkpoint there" in capsys.readouterr().err

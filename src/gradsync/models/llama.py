@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from gradsync.core.files import one_line
 from gradsync.errors import ConfigError
 from gradsync.models.config import GPTConfig
 
@@ -105,6 +106,13 @@ def shape_of(config: Mapping[str, Any]) -> GPTConfig:
     for name, value in _NEEDED.items():
         if config.get(name, value) != value:
             raise ConfigError(f"{name} must be {value!r}; got {config[name]!r}")
+    try:
+        return _shape(config)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"config.json is not of a Llama: {one_line(error)}") from None
+
+
+def _shape(config: Mapping[str, Any]) -> GPTConfig:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":

@@ -103,6 +103,8 @@ def check_layout(config: TrainConfig, layout: ParallelLayout, plan: BatchPlan) -
             "parallel: dtype fp16 scales losses, on which the parts of a model would have to "
             "agree; use bf16 or fp32"
         )
+    if config.init:
+        raise ConfigError("parallel: a split model does not begin with init's weights; drop init")
     if config.compile != "none":
         raise ConfigError(f"parallel: a split model is not compiled; drop compile={config.compile}")
     share, rest = divmod(plan.num_leaves, layout.dp)

@@ -217,6 +217,9 @@ class TrainConfig:
     resume: str = "auto"
     """auto (continue what --out holds; --resume alone means it), none (refuse to), or the path of a
     run or checkpoint."""
+    init: str = ""
+    """Weights to begin with, where nothing is resumed: a run, a checkpoint, or a folder of
+    transformers (a Llama: config.json and *.safetensors). Its shape must be the model's."""
     allow_numeric_change: bool = False
     """Resume although bits may differ: another torch, CPU, dtype, thread count …"""
     compile: CompileOrder = "none"

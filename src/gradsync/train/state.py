@@ -43,14 +43,16 @@ from gradsync.checkpoint.pieces import (
     whole_piece,
 )
 from gradsync.checkpoint.store import CheckpointStore, Snapshot, resolve
+from gradsync.checkpoint.tensor_file import read_tensors
 from gradsync.checkpoint.weights import clean_name, clean_names, match_weights, pack_weights
 from gradsync.comm.base import Communicator
 from gradsync.comm.finite import non_finite
 from gradsync.comm.values import all_gather_json, broadcast_json, broadcast_tensors
-from gradsync.core.files import one_line
+from gradsync.core.files import one_line, read_object
 from gradsync.data.batch_plan import BatchPlan
 from gradsync.errors import CheckpointError, DivergenceError
 from gradsync.models.config import GPTConfig
+from gradsync.models.llama import from_llama, shape_of
 from gradsync.parallel.transfer import collect, describe, hand_out, layout_of
 from gradsync.runtime import environ
 from gradsync.sync.buckets import TREE_VERSION
@@ -60,6 +62,7 @@ from gradsync.train.config import TrainConfig
 from gradsync.world import World
 
 if TYPE_CHECKING:
+    from gradsync.models.gpt import GPT
     from gradsync.train.learner import Learner
     from gradsync.train.loop import Trainer
 
@@ -280,7 +283,7 @@ def restore(run: Trainer) -> Resumed:
         if path is not None:
             found = run.store.load(path)
             check_state(found, path)
-            _check_model(learner.model.config, found.state["model"], path)
+            _check_model(asdict(learner.model.config), found.state["model"], path)
             allowed = config.allow_numeric_change
             notes += compare(found.fingerprint, run.fingerprint, allow_change=allowed)
             remembered, left_behind = take_strategy_state(found, config.sync)
@@ -291,6 +294,10 @@ def restore(run: Trainer) -> Resumed:
     header = broadcast_json(comm, header)
     notes = tuple(header["notes"])
     if not header["path"]:
+        if config.init:
+            whole = _start_weights(Path(config.init), learner.model) if comm.rank == 0 else {}
+            _load_weights(learner, comm, whole)
+            notes = (*notes, f"weights of {config.init}")
         return Resumed(notes=notes)
     state = header["state"]
     run.data.train.load_state_dict(state["data"])
@@ -374,11 +381,36 @@ def take_strategy_state(found: Snapshot, sync: str) -> tuple[Whole, list[str]]:
     return {}, [f"{one_line(saved_by)}'s {what}: the run goes on with {sync}"]
 
 
-def _check_model(now: GPTConfig, saved: dict[str, Any], path: Path) -> None:
+_FREE = ("block_size", "dropout")
+"""Parts of a shape that no weight depends on."""
+
+
+def _start_weights(path: Path, model: GPT) -> Whole:
+    """Whole weights under our names, of a run or checkpoint, or of transformers."""
+    if (path / "config.json").exists():
+        shape = shape_of(read_object(path / "config.json"))
+        files = sorted(path.glob("*.safetensors"))
+        found = from_llama({n: t for file in files for n, t in read_tensors(file, {}).items()})
+    else:
+        path, _ = resolve(path)
+        snapshot = CheckpointStore(path.parent).load(path)
+        check_state(snapshot, path)
+        shape, found = saved_model(snapshot, path), snapshot.tensors["model"]
+    now = model.config
+    sizes = {"n_kv_head": now.num_kv_heads, "hidden_dim": now.mlp_dim}
+    there = asdict(shape) | {"n_kv_head": shape.num_kv_heads, "hidden_dim": shape.mlp_dim}
+    free = {name: there[name] for name in _FREE}
+    _check_model(asdict(now) | sizes | free, there, path)
+    if now.tie_head:
+        found = {name: tensor for name, tensor in found.items() if name != "head.weight"}
+    return found
+
+
+def _check_model(now: dict[str, Any], saved: dict[str, Any], path: Path) -> None:
     """Shapes are compared before anything is loaded, by the names users know."""
     differs = [
         f"model.{name} is {saved.get(name)!r} there, {value!r} here"
-        for name, value in asdict(now).items()
+        for name, value in now.items()
         if saved.get(name) != value
     ]
     if differs:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -73,6 +74,34 @@ def test_transformers_opens_it(run: Path, tmp_path: Path) -> None:
             assert torch.equal(tensor, ours.state_dict()[name])
 
 
+def test_training_begins_with_its_weights(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From the run itself, and from what was made for transformers; then it goes on by itself."""
+    folder = tmp_path / "model"
+    assert main(["export", str(run), "--out", str(folder)]) == 0
+    saved = json.loads((run / "summary.json").read_text())["weights_sha256"]
+    data = str(run.parent / "data")
+    flags = [*FLAGS, "--data", data]
+    if not (folder / "config.json").read_text().count('"tie_word_embeddings": true'):
+        flags.append("--model.no-tie-head")
+    hashes = set()
+    for name, source in (("a", run), ("b", folder)):
+        out = tmp_path / name
+        words = ["train", "tiny", *flags, "--init", str(source), "--out", str(out)]
+        assert main([*words, "--steps", "3", "--seed", "5"]) == 0
+        assert f"weights of {source}" in capsys.readouterr().out
+        hashes.add(json.loads((out / "summary.json").read_text())["weights_sha256"])
+    assert len(hashes) == 1
+    assert saved not in hashes
+
+    shutil.rmtree(folder)
+    assert main(["train", str(tmp_path / "b" / "config.yaml"), "--steps", "4"]) == 0
+    words = ["train", "tiny", *flags, "--init", str(run), "--model.n-layer", "1"]
+    assert main([*words, "--out", str(tmp_path / "c")]) == 1
+    assert "model.n_layer is 2 there, 1 here" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "changes",
     [{}, {"n_kv_head": 2, "tie_head": False}, {"hidden_dim": 50, "rope_theta": 5e5}],
@@ -95,6 +124,8 @@ def test_there_and_back(changes: dict[str, object]) -> None:
         ({"hidden_act": "gelu"}, "hidden_act must be 'silu'"),
         ({"rope_parameters": {"rope_type": "llama3"}}, "of type 'llama3'"),
         ({"head_dim": 64}, "head_dim must be 8; got 64"),
+        ({"hidden_size": None}, "not of a Llama"),
+        ({"rope_parameters": 5}, "not of a Llama"),
     ],
 )
 def test_what_the_decoder_does_not_have_is_refused(changes: dict[str, object], said: str) -> None:

@@ -1,0 +1,77 @@
+"""`gradsync report`: a page about one run or several."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from gradsync.cli.arguments import parse
+from gradsync.core.files import write_text
+from gradsync.errors import ConfigError
+from gradsync.report.charts import svg
+from gradsync.report.page import charts_of, figures_of, page
+from gradsync.report.run import read_run
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReportOptions:
+    """Write one HTML page about a run, or several side by side: losses, speed, where each step's
+    time went, memory, settings. It needs no network and no script, and prints.
+
+    gradsync report runs/first runs/second --out compared.html
+    """
+
+    paths: Annotated[list[str], tyro.conf.Positional] = field(default_factory=list)
+    """Run directories."""
+    out: str = ""
+    """File, or with --format svg a folder; default: report.html in the first run's directory."""
+    format: Literal["html", "svg"] = "html"
+    """html: the page. svg: one file for each chart."""
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
+    """Print the figures as one JSON document, and write nothing."""
+
+
+def run(argv: list[str]) -> int:
+    """Carry out `gradsync report ARGV`; returns the exit code.
+
+    Raises:
+        ConfigError: no run directory is named, or one is none.
+    """
+    options = parse(ReportOptions, argv, "report", pairs=False)
+    if not options.paths:
+        raise ConfigError("report: name a run directory: gradsync report runs/first")
+    runs = [read_run(Path(path)) for path in options.paths]
+    if options.as_json:
+        print(json.dumps({str(each.path): dict(figures_of(each)) for each in runs}))
+        return 0
+    out = Path(options.out) if options.out else runs[0].path / "report.html"
+    if options.format == "html":
+        write_text(out, page(runs))
+        print(f"written to {out}")
+        return 0
+    out = Path(options.out or "charts")
+    out.mkdir(parents=True, exist_ok=True)
+    drawn = {chart.title: svg(chart) for chart in charts_of(runs)}
+    for title, text in drawn.items():
+        if text:
+            name = "".join(c if c.isalnum() else "-" for c in title.lower()).strip("-")
+            write_text(out / f"{name}.svg", _alone(text))
+    print(f"{sum(map(bool, drawn.values()))} charts in {out}")
+    return 0
+
+
+_COLORS = "--c0:#2f6fdf;--c1:#d9601a;--c2:#1f8a5b;--c3:#9250c8;--c4:#b98900;--c5:#c2346c"
+_STYLE = (
+    f"svg{{{_COLORS};background:#fff;font-family:sans-serif}}text{{fill:#667085;font-size:11px}}"
+    ".grid{stroke:#dfe3e8}.event{stroke:#b42318}.line{fill:none;stroke-width:2}.area{opacity:.85}"
+)
+
+
+def _alone(text: str) -> str:
+    """A chart as a file of its own, in light colours."""
+    head, rest = text.split(">", 1)
+    return f'{head} xmlns="http://www.w3.org/2000/svg"><style>{_STYLE}</style>{rest}\n'

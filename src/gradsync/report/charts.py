@@ -1,0 +1,195 @@
+"""Line and area charts as SVG that takes its colours from the page: light, dark, printed.
+
+Text is text, sizes follow the page, and nothing is loaded or run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from html import escape
+
+WIDTH, HEIGHT = 640.0, 240.0
+_LEFT, _RIGHT, _TOP, _BOTTOM = 58.0, 14.0, 12.0, 34.0
+_MOST_POINTS = 400
+COLORS = 6
+"""Colours of the page's style, `--c0` and so on."""
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Line:
+    """Points to be joined."""
+
+    name: str
+    points: Sequence[Point]
+    color: int = 0
+    dashed: bool = False
+    marks: bool = False  # A dot at each point
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chart:
+    """A chart's data."""
+
+    title: str
+    lines: Sequence[Line]
+    x: str = "optimizer step"
+    y: str = ""
+    stacked: bool = False
+    """Areas on top of each other; all lines have the same x."""
+    from_zero: bool = False
+    events: Sequence[tuple[float, str]] = ()
+    """Upright marks: x and words."""
+
+
+def svg(chart: Chart) -> str:
+    """The chart; "" where there is nothing to draw."""
+    lines = [replace(line, points=thinned(_finite(line.points))) for line in chart.lines]
+    lines = [line for line in lines if line.points]
+    if not lines:
+        return ""
+    if chart.stacked:
+        lines = _on_top(lines)
+    xs = [x for line in lines for x, _ in line.points] + [x for x, _ in chart.events]
+    ys = [y for line in lines for _, y in line.points]
+    x_low, x_high = min(xs), max(xs)
+    zero = chart.from_zero or chart.stacked
+    y_ticks = ticks(0.0 if zero else min(ys), max(ys))
+    y_low, y_high = min(y_ticks[0], *ys), max(y_ticks[-1], *ys)
+
+    def at(x: float, y: float) -> tuple[float, float]:
+        across = (x - x_low) / (x_high - x_low) if x_high > x_low else 0.5
+        up = (y - y_low) / (y_high - y_low) if y_high > y_low else 0.5
+        return (
+            _LEFT + across * (WIDTH - _LEFT - _RIGHT),
+            HEIGHT - _BOTTOM - up * (HEIGHT - _TOP - _BOTTOM),
+        )
+
+    parts = [
+        f'<svg viewBox="0 0 {WIDTH:g} {HEIGHT:g}" role="img" aria-label="{escape(chart.title)}">'
+    ]
+    for y in y_ticks:
+        _, high = at(x_low, y)
+        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" {_y(high)}/>')
+        parts.append(_text(_LEFT - 6, high + 4, number(y), "end"))
+    for x in whole_ticks(x_low, x_high):
+        across, _ = at(x, y_low)
+        parts.append(_text(across, HEIGHT - _BOTTOM + 16, number(x), "middle"))
+    parts.append(_text(WIDTH - _RIGHT, HEIGHT - 3, chart.x, "end"))
+    for x, words in chart.events:
+        across, _ = at(x, y_low)
+        parts.append(
+            f'<line class="event" x1="{across:.1f}" x2="{across:.1f}" y1="{_TOP}" '
+            f'y2="{HEIGHT - _BOTTOM}"><title>{escape(words)}</title></line>'
+        )
+    floor = [(x, 0.0) for x, _ in lines[0].points]
+    for line in lines:
+        here = [at(x, y) for x, y in line.points]
+        color = f"var(--c{line.color % COLORS})"
+        if chart.stacked:
+            under = [at(x, y) for x, y in reversed(floor)]
+            parts.append(f'<path d="{_path([*here, *under])}Z" fill="{color}" class="area"/>')
+            floor = list(line.points)
+        else:
+            dash = ' stroke-dasharray="6 4"' if line.dashed else ""
+            parts.append(f'<path d="{_path(here)}" stroke="{color}" class="line"{dash}/>')
+        if line.marks or len(here) == 1:
+            parts += [
+                f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3" fill="{color}"><title>'
+                f"{escape(line.name)}: {number(y)} at {number(x)}</title></circle>"
+                for (a, b), (x, y) in zip(here, line.points, strict=True)
+            ]
+    return "".join([*parts, "</svg>"])
+
+
+def figure(chart: Chart) -> str:
+    """The chart with its title and legend, as HTML; "" where there is nothing to draw."""
+    drawn = svg(chart)
+    if not drawn:
+        return ""
+    names = [
+        f'<span><i style="background:var(--c{line.color % COLORS})"'
+        f"{' class=dashed' if line.dashed else ''}></i>{escape(line.name)}</span>"
+        for line in chart.lines
+        if _finite(line.points)
+    ]
+    if len(chart.lines) == 1:
+        names = []
+    unit = f" <small>{escape(chart.y)}</small>" if chart.y else ""
+    head = f"<figcaption><b>{escape(chart.title)}</b>{unit}{''.join(names)}</figcaption>"
+    return f"<figure>{head}{drawn}</figure>"
+
+
+def thinned(points: Sequence[Point]) -> list[Point]:
+    """At most some hundred points: the lowest and the highest of each stretch, in their order."""
+    if len(points) <= _MOST_POINTS:
+        return list(points)
+    size = -(-len(points) // (_MOST_POINTS // 2))
+    kept = [points[0]]
+    for first in range(0, len(points), size):
+        stretch = points[first : first + size]
+        ends = {min(stretch, key=lambda p: p[1]), max(stretch, key=lambda p: p[1])}
+        kept += sorted(ends)
+    return [*kept, points[-1]]
+
+
+def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
+    """Round numbers from below `low` to above `high`."""
+    if not high > low:
+        spread = abs(low) / 10 or 1.0
+        low, high = low - spread, high + spread
+    step = _round_step((high - low) / (wanted - 1))
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [round(step * k, 12) for k in range(first, last + 1)]
+
+
+def whole_ticks(low: float, high: float) -> list[float]:
+    """Round whole numbers between `low` and `high`."""
+    if high <= low:
+        return [low]
+    step = max(1.0, _round_step((high - low) / 6))
+    return [step * k for k in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
+def _round_step(rough: float) -> float:
+    power = 10.0 ** math.floor(math.log10(rough))
+    return next(power * by for by in (1, 2, 2.5, 5, 10) if power * by >= rough * (1 - 1e-9))
+
+
+def number(value: float) -> str:
+    """A number in few characters: 12,300 as 12.3k, 0.000012 as 1.2e-05."""
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= size:
+            return f"{value / (1e3 if letter == 'k' else size):.4g}{letter}"
+    if value == int(value):
+        return f"{value:.0f}"
+    return f"{value:.4g}"
+
+
+def _finite(points: Sequence[Point]) -> list[Point]:
+    return [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
+
+
+def _on_top(lines: Sequence[Line]) -> list[Line]:
+    total = [0.0] * len(lines[0].points)
+    found = []
+    for line in lines:
+        total = [a + y for a, (_, y) in zip(total, line.points, strict=True)]
+        points = [(x, t) for (x, _), t in zip(line.points, total, strict=True)]
+        found.append(replace(line, points=points))
+    return found
+
+
+def _path(points: Sequence[tuple[float, float]]) -> str:
+    return "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
+
+
+def _text(x: float, y: float, words: str, anchor: str) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
+
+
+def _y(value: float) -> str:
+    return f'y1="{value:.1f}" y2="{value:.1f}"'

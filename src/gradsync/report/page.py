@@ -1,0 +1,331 @@
+"""One HTML page about one run or several: readable without a network or a script, in light and dark
+colours, on a phone and on paper."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from gradsync.report.charts import Chart, Line, figure, number
+from gradsync.report.run import Points, Run
+
+_SAID = 40
+"""Log lines that are shown at most."""
+
+_STYLE = """
+:root { color-scheme: light dark; --ink: #1d2330; --soft: #667085; --paper: #ffffff;
+  --card: #f6f7f9; --rule: #dfe3e8; --good: #197a3d; --bad: #b42318;
+  --c0: #2f6fdf; --c1: #d9601a; --c2: #1f8a5b; --c3: #9250c8; --c4: #b98900; --c5: #c2346c; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6e9ef; --soft: #98a2b3; --paper: #14171c;
+  --card: #1d2128; --rule: #333a45; --good: #5cc98a; --bad: #ff8a7a;
+  --c0: #6ea3ff; --c1: #ff9a5c; --c2: #56c596; --c3: #c08cf0; --c4: #e5b93a; --c5: #f27aa6; } }
+* { box-sizing: border-box; }
+body { margin: 0 auto; max-width: 1180px; padding: 1.2rem; background: var(--paper);
+  color: var(--ink); font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
+h1 { font-size: 1.5rem; margin: 0 0 .2rem; overflow-wrap: anywhere; }
+h2 { font-size: 1.1rem; margin: 2rem 0 .6rem; }
+p.sub { color: var(--soft); margin: 0 0 1rem; overflow-wrap: anywhere; }
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(140px, 1fr)); gap: .6rem; }
+.cards div { background: var(--card); border-radius: 8px; padding: .6rem .8rem; }
+.cards b { display: block; font-size: 1.2rem; font-variant-numeric: tabular-nums; }
+.cards span { color: var(--soft); font-size: .82rem; }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 430px), 1fr));
+  gap: 1rem; }
+figure { margin: 0; background: var(--card); border-radius: 8px; padding: .7rem .8rem .4rem;
+  break-inside: avoid; min-width: 0; }
+figcaption { display: flex; flex-wrap: wrap; gap: .2rem .9rem; align-items: baseline;
+  margin-bottom: .3rem; }
+figcaption small, figcaption span { color: var(--soft); font-size: .85rem; }
+figcaption span { overflow-wrap: anywhere; }
+figcaption i { display: inline-block; width: .9em; height: .6em; border-radius: 2px;
+  margin-right: .35em; }
+figcaption i.dashed { opacity: .55; }
+svg { width: 100%; height: auto; display: block; }
+svg text { fill: var(--soft); font-size: 11px; font-variant-numeric: tabular-nums; }
+svg .grid { stroke: var(--rule); stroke-width: 1; }
+svg .event { stroke: var(--bad); stroke-width: 1.5; stroke-dasharray: 3 3; }
+svg .line { fill: none; stroke-width: 2; stroke-linejoin: round; }
+svg .area { opacity: .85; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-size: .88rem; }
+th, td { text-align: left; padding: .25rem .9rem .25rem 0; border-bottom: 1px solid var(--rule);
+  vertical-align: top; }
+td { overflow-wrap: anywhere; min-width: 4rem; }
+td.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+pre { background: var(--card); padding: .7rem; border-radius: 8px; overflow-x: auto;
+  font-size: .82rem; }
+.good { color: var(--good); } .bad { color: var(--bad); }
+details { margin: .5rem 0; } summary { cursor: pointer; color: var(--soft); }
+@media print { body { max-width: none; } .charts { grid-template-columns: 1fr 1fr; }
+  details > * { display: block; } }
+"""
+
+
+def page(runs: Sequence[Run]) -> str:
+    """The whole document."""
+    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
+    charts = "".join(figure(chart) for chart in charts_of(runs))
+    parts = [
+        f"<h1>{escape(title)}</h1>",
+        _about(runs[0]) if len(runs) == 1 else _compared(runs),
+        f'<div class="charts">{charts}</div>' if charts else "<p>No step was logged yet.</p>",
+        *([_differences(runs)] if len(runs) > 1 else []),
+        *(_details(run, alone=len(runs) == 1) for run in runs),
+    ]
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)} · gradsync</title><style>{_STYLE}</style></head><body>"
+        f"{''.join(parts)}</body></html>\n"
+    )
+
+
+# -- charts ---------------------------------------------------------------------------------------
+
+
+def charts_of(runs: Sequence[Run]) -> list[Chart]:
+    """All charts of the page; several runs are lines in each."""
+    alone = len(runs) == 1
+
+    def lines(metric: str, name: str) -> list[Line]:
+        return [
+            Line(name=name if alone else run.name, points=run.metrics.get(metric, []), color=k)
+            for k, run in enumerate(runs)
+        ]
+
+    held_out = [
+        Line(
+            name="validation" if alone else f"{run.name}, validation",
+            points=run.metrics.get("val/loss", []),
+            color=1 if alone else number_,
+            dashed=not alone,
+            marks=alone,
+        )
+        for number_, run in enumerate(runs)
+    ]
+    found = [
+        Chart(
+            title="Loss", y="nats per token", lines=[*lines("train/loss", "training"), *held_out]
+        ),
+        Chart(
+            title="Tokens a second", lines=lines("perf/tokens_per_s", "all ranks"), from_zero=True
+        ),
+        *(_step_parts(run, "" if alone else f", {run.name}") for run in runs[:4]),
+        Chart(
+            title="Communication that nothing hides",
+            y="% of a step",
+            lines=[
+                Line(name=line.name, points=_share(run), color=line.color)
+                for line, run in zip(lines("", "of a step"), runs, strict=True)
+            ],
+            from_zero=True,
+        ),
+        Chart(title="Learning rate", lines=lines("optim/lr", "peak group"), from_zero=True),
+        Chart(
+            title="Norm of the mean gradient",
+            y="before clipping",
+            lines=lines("optim/grad_norm", "L2"),
+            from_zero=True,
+        ),
+        Chart(
+            title="Memory",
+            y="GiB at most, of the rank with most",
+            lines=lines("mem/max_reserved_gib", "in the process"),
+            from_zero=True,
+        ),
+        Chart(
+            title="Arithmetic",
+            y="TFLOP/s a device",
+            lines=lines("perf/tflops_per_device", "model's own"),
+            from_zero=True,
+        ),
+    ]
+    if scaling := _scaling(runs):
+        found.insert(2, scaling)
+    return found
+
+
+def _step_parts(run: Run, behind: str) -> Chart:
+    """What a step's time goes into, by the intervals between logged steps."""
+    whole, data, exposed = (
+        run.metrics.get(name, []) for name in ("perf/step_s", "perf/data_s", "comm/exposed_s")
+    )
+    of_data, of_exposed = dict(data), dict(exposed)
+    steps = [x for x, _ in whole if x in of_data and x in of_exposed]
+    total = dict(whole)
+    rest = [(x, max(0.0, total[x] - of_data[x] - of_exposed[x]) * 1e3) for x in steps]
+    parts = (
+        ("forward, backward, update", rest),
+        ("communication that nothing hides", [(x, of_exposed[x] * 1e3) for x in steps]),
+        ("waiting for data", [(x, of_data[x] * 1e3) for x in steps]),
+    )
+    colors = (0, 1, 4)
+    return Chart(
+        title=f"Where a step's time went{behind}",
+        y="ms",
+        lines=[Line(name=n, points=p, color=c) for (n, p), c in zip(parts, colors, strict=True)],
+        stacked=True,
+    )
+
+
+def _share(run: Run) -> Points:
+    steps = dict(run.metrics.get("perf/step_s", []))
+    exposed = run.metrics.get("comm/exposed_s", [])
+    return [(x, 100 * y / steps[x]) for x, y in exposed if steps.get(x)]
+
+
+def _scaling(runs: Sequence[Run]) -> Chart | None:
+    """Tokens a second over ranks, where runs differ in them."""
+    points = sorted(
+        (float(run.summary["world_size"]), float(run.summary["tokens_per_s"]))
+        for run in runs
+        if run.summary.get("world_size") and run.summary.get("tokens_per_s")
+    )
+    if len({x for x, _ in points}) < 2:
+        return None
+    (first, rate), last = points[0], points[-1][0]
+    linear = [(first, rate), (last, rate * last / first)]
+    return Chart(
+        title="Tokens a second over ranks",
+        x="ranks",
+        lines=[
+            Line(name="measured", points=points, marks=True),
+            Line(name=f"in proportion to {first:g} rank(s)", points=linear, color=1, dashed=True),
+        ],
+        from_zero=True,
+    )
+
+
+# -- words ----------------------------------------------------------------------------------------
+
+
+def figures_of(run: Run) -> list[tuple[str, str]]:
+    """The figures at the top: words and value."""
+    summary = run.summary
+    found = [
+        ("validation loss", summary.get("val_loss", run.last("val/loss"))),
+        ("training loss", summary.get("final_train_loss", run.last("train/loss"))),
+        ("steps", summary.get("steps", run.last("train/loss") and _last_step(run))),
+        ("tokens/s, all ranks", summary.get("tokens_per_s", run.last("perf/tokens_per_s"))),
+    ]
+    shown = [(name, _shown(value)) for name, value in found if isinstance(value, int | float)]
+    fraction = summary.get("exposed_comm_fraction")
+    if isinstance(fraction, int | float) and math.isfinite(fraction):
+        shown.append(("of the time in exposed communication", f"{100 * fraction:.1f} %"))
+    if (memory := run.last("mem/max_reserved_gib")) is not None:
+        shown.append(("GiB at most in a rank", _shown(memory)))
+    if isinstance(summary.get("weights_sha256"), str):
+        shown.append(("SHA-256 of the weights", f"{summary['weights_sha256'][:8]}…"))
+    return shown
+
+
+def _last_step(run: Run) -> float:
+    return max(points[-1][0] for points in run.metrics.values())
+
+
+def _shown(value: float) -> str:
+    if not math.isfinite(value):
+        return str(value)
+    return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.4f}"
+
+
+def _about(run: Run) -> str:
+    cards = "".join(
+        f"<div><b>{escape(v)}</b><span>{escape(n)}</span></div>" for n, v in figures_of(run)
+    )
+    return f'<p class="sub">{_sentence(run)}</p><div class="cards">{cards}</div><h2>Curves</h2>'
+
+
+def _sentence(run: Run) -> str:
+    environment, config = run.environment, run.config
+    words = [
+        f"{config.get('preset', 'model')}, sync {config.get('sync', '?')}",
+        f"{environment.get('world_size', '?')} rank(s) by {environment.get('launcher', '?')}",
+        f"{environment.get('device', '?')}, torch {environment.get('torch', '?')}",
+    ]
+    kind = "good" if run.exit.get("exit_code") == 0 else "bad"
+    ended = f'<span class="{kind}">{escape(run.outcome)}</span>'
+    return f"{escape(' · '.join(map(str, words)))} · {ended}"
+
+
+def _compared(runs: Sequence[Run]) -> str:
+    names = list(dict.fromkeys(name for run in runs for name, _ in figures_of(run)))
+    head = "".join(f"<th>{escape(name)}</th>" for name in ("run", *names, "ended"))
+    rows = []
+    for run in runs:
+        values = dict(figures_of(run))
+        cells = "".join(f'<td class="n">{escape(values.get(name, ""))}</td>' for name in names)
+        rows.append(f"<tr><td>{escape(run.name)}</td>{cells}<td>{escape(run.outcome)}</td></tr>")
+    return f'<div class="wide"><table><tr>{head}</tr>{"".join(rows)}</table></div><h2>Curves</h2>'
+
+
+def _differences(runs: Sequence[Run]) -> str:
+    """Settings in which the runs differ."""
+    names = dict.fromkeys(name for run in runs for name in run.config)
+    differing = [
+        name
+        for name in names
+        if name != "out" and len({str(run.config.get(name)) for run in runs}) > 1
+    ]
+    if not differing:
+        return "<h2>Settings</h2><p>The runs have the same settings.</p>"
+    rows = [(name, *(str(run.config.get(name, "")) for run in runs)) for name in differing]
+    return "<h2>Settings that differ</h2>" + _table(("", *(run.name for run in runs)), rows)
+
+
+def _details(run: Run, *, alone: bool) -> str:
+    head = "" if alone else f"<h2>{escape(run.name)}</h2><p class=sub>{_sentence(run)}</p>"
+    said = [line for line in log_lines(run) if " INFO " not in line][-_SAID:]
+    parts = [head]
+    if run.problems:
+        listed = "".join(f"<li>{escape(problem)}</li>" for problem in run.problems)
+        parts.append(f"<h2>Could not be read</h2><ul>{listed}</ul>")
+    if said:
+        parts.append(f"<h2>Warnings and errors</h2><pre>{escape(chr(10).join(said))}</pre>")
+    parts += [
+        _folded("Numbers", _numbers(run)),
+        _folded("Settings", _table(("", ""), _pairs(run.config))),
+        _folded("Environment", _table(("", ""), _pairs(run.environment))),
+    ]
+    return "".join(parts)
+
+
+def log_lines(run: Run) -> list[str]:
+    """Lines of all ranks' logs, rank by rank."""
+    found = []
+    for path in sorted((run.path / "logs").glob("rank_*.log")):
+        rank = path.stem.removeprefix("rank_").lstrip("0") or "0"
+        lines = path.read_text("utf-8", errors="replace").splitlines()
+        found += [f"[{rank}] {line}" for line in lines]
+    return found
+
+
+def _numbers(run: Run) -> str:
+    steps = sorted({x for points in run.metrics.values() for x, _ in points})
+    shown = steps if len(steps) <= 200 else steps[:: -(-len(steps) // 200)]
+    names = list(run.metrics)
+    values = {name: dict(points) for name, points in run.metrics.items()}
+    rows = [
+        (f"{step:g}", *(number(values[n][step]) if step in values[n] else "" for n in names))
+        for step in shown
+    ]
+    return _table(("step", *names), rows, right=True)
+
+
+def _pairs(document: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [(name, str(value)) for name, value in document.items()]
+
+
+def _folded(title: str, content: str) -> str:
+    return f"<details><summary>{escape(title)}</summary>{content}</details>"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]], *, right: bool = False) -> str:
+    kind = ' class="n"' if right else ""
+    body = "".join(
+        "<tr>" + "".join(f"<td{kind}>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
+    )
+    top = "".join(f"<th>{escape(cell)}</th>" for cell in head) if any(head) else ""
+    return f'<div class="wide"><table>{f"<tr>{top}</tr>" if top else ""}{body}</table></div>'

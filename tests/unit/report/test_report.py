@@ -1,0 +1,238 @@
+"""`gradsync report`: figures are those of the run's files, and the page needs nothing else."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from gradsync.cli.main import main
+from gradsync.report.charts import Chart, Line, figure, number, svg, thinned, ticks, whole_ticks
+from gradsync.report.page import charts_of, page
+from gradsync.report.run import read_run
+
+STEPS = 30
+
+
+def make_run(folder: Path, *, ranks: int = 2, name: str = "first", **config: object) -> Path:
+    """A run's files, as `gradsync train` leaves them."""
+    path = folder / name
+    (path / "logs").mkdir(parents=True)
+    lines = [
+        {
+            "step": step,
+            "train/loss": 5 / step,
+            "optim/lr": 1e-3 * step,
+            "optim/grad_norm": 1.5,
+            "perf/tokens_per_s": 1000.0 * ranks,
+            "perf/step_s": 0.5,
+            "perf/data_s": 0.05,
+            "comm/exposed_s": 0.1,
+            "mem/max_reserved_gib": 0.25,
+        }
+        for step in range(1, STEPS + 1)
+    ]
+    lines.append({"step": STEPS, "val/loss": 0.25})
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    summary = {
+        "steps": STEPS,
+        "final_train_loss": 5 / STEPS,
+        "val_loss": 0.25,
+        "tokens_per_s": 1000.0 * ranks,
+        "world_size": ranks,
+        "exposed_comm_fraction": 0.2,
+        "weights_sha256": "ab" * 32,
+        "config": {"preset": "tiny", "sync": "invariant", "optim": {"lr": 0.003}, **config},
+    }
+    (path / "summary.json").write_text(json.dumps(summary))
+    (path / "exit.json").write_text(json.dumps({"exit_code": 0, "reason": "done"}))
+    environment = {"launcher": "torchrun", "world_size": ranks, "device": "cpu", "torch": "2.13"}
+    (path / "env.json").write_text(json.dumps(environment))
+    log = "10:00 INFO started\n10:01 WARNING rank 1 is slow\n"
+    (path / "logs" / "rank_00000.log").write_text(log)
+    return path
+
+
+class Tags(HTMLParser):
+    """Tags that are open, and attributes that name something to load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.loads: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.loads += [f"{tag} {k}" for k, _ in attrs if k in ("src", "href", "xlink:href")]
+        self.loads += [tag] if tag in ("script", "link", "iframe", "img") else []
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def read_page(text: str) -> Tags:
+    tags = Tags()
+    tags.feed(text)
+    assert tags.open == []
+    return tags
+
+
+def test_a_page_stands_alone_and_has_the_figures_of_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path)
+    assert main(["report", str(run)]) == 0
+    assert capsys.readouterr().out == f"written to {run / 'report.html'}\n"
+    text = (run / "report.html").read_text("utf-8")
+    tags = read_page(text)
+    assert tags.loads == []
+    assert not re.search(r"https?://|@import|url\(", text)
+    for said in ("0.2500", "0.1667", "2,000", "20.0 %", "abababab…", "done", "rank 1 is slow"):
+        assert said in tags.text
+    assert "INFO" not in tags.text
+
+
+def test_points_are_those_of_the_metrics(tmp_path: Path) -> None:
+    charts = {chart.title: chart for chart in charts_of([read_run(make_run(tmp_path))])}
+    loss, held_out = charts["Loss"].lines
+    assert loss.points == [(step, 5 / step) for step in range(1, STEPS + 1)]
+    assert held_out.points == [(STEPS, 0.25)]
+    computing, exposed, data = charts["Where a step's time went"].lines
+    assert computing.points[0] == (1, pytest.approx(350))
+    assert exposed.points[0] == (1, 100)
+    assert data.points[0] == (1, 50)
+    assert charts["Communication that nothing hides"].lines[0].points[-1] == (STEPS, 20)
+
+
+def test_several_runs_stand_side_by_side(tmp_path: Path) -> None:
+    paths = [make_run(tmp_path, ranks=n, name=f"run-{n}", seed=n) for n in (1, 2, 4)]
+    out = tmp_path / "all.html"
+    assert main(["report", *map(str, paths), "--out", str(out)]) == 0
+    tags = read_page(out.read_text("utf-8"))
+    for said in ("3 runs", "run-4", "Settings that differ", "seed", "Tokens a second over ranks"):
+        assert said in tags.text
+    same = [make_run(tmp_path, name=name) for name in ("a", "b")]
+    assert main(["report", *map(str, same), "--out", str(out)]) == 0
+    assert "The runs have the same settings." in read_page(out.read_text("utf-8")).text
+
+
+def test_charts_as_files(tmp_path: Path) -> None:
+    folder = tmp_path / "charts"
+    assert main(["report", str(make_run(tmp_path)), "--format", "svg", "--out", str(folder)]) == 0
+    files = sorted(path.name for path in folder.iterdir())
+    assert "loss.svg" in files
+    assert len(files) == 7  # no arithmetic was logged
+    for path in folder.iterdir():
+        assert ElementTree.parse(path).getroot().tag == "{http://www.w3.org/2000/svg}svg"
+
+
+def test_the_figures_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path)
+    assert main(["report", "--json", str(run)]) == 0
+    assert json.loads(capsys.readouterr().out)[str(run)]["validation loss"] == "0.2500"
+    assert not (run / "report.html").exists()
+
+
+def test_what_is_missing_or_torn_is_said(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    for name in ("summary.json", "exit.json", "env.json"):
+        (run / name).unlink()
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('[1]\n{"step": "x"}\n{"step": 31, "train/loss": null, "odd": "<b>"}\n{"step": 3')
+    (run / "config.yaml").write_text("preset: tiny\noptim: {lr: 0.1}\n")
+    found = read_run(run)
+    assert len(found.problems) == 3
+    assert found.config == {"preset": "tiny", "optim.lr": 0.1}
+    text = read_page(page([found])).text
+    assert "still running, or killed" in text
+    assert "metrics.jsonl, line 32" in text
+    assert "0.1667" in text
+
+
+def test_a_run_that_has_logged_nothing(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert "No step was logged yet." in read_page(page([read_run(tmp_path)])).text
+
+
+def test_text_from_files_is_text(tmp_path: Path) -> None:
+    evil = "<script>alert(1)</script>&\"'"
+    run = make_run(tmp_path, name="<img src=x>", preset=evil, note=evil)
+    (run / "exit.json").write_text(json.dumps({"exit_code": 1, "reason": evil}))
+    (run / "logs" / "rank_00001.log").write_text(f"ERROR {evil}\n")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 31, evil: 1.0}) + "\n")
+    tags = read_page(page([read_run(run)]))
+    assert tags.loads == []
+    assert tags.text.count("<script>alert(1)</script>") >= 4
+
+
+@pytest.mark.parametrize("arguments", [[], ["nowhere"]])
+def test_bad_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", *arguments]) == 2
+    assert "run directory" in capsys.readouterr().err
+
+
+# -- charts ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [(0, 1), (3, 3), (-2, 5), (1e-6, 3e-6), (0, 123456), (0, 0), (99.9, 100.1)]
+)
+def test_ticks_enclose_and_are_round(low: float, high: float) -> None:
+    found = ticks(low, high)
+    assert found[0] <= low
+    assert found[-1] >= high
+    assert 2 <= len(found) <= 8
+    assert found == sorted(set(found))
+
+
+def test_ticks_of_steps_are_whole() -> None:
+    assert whole_ticks(1, 4) == [1, 2, 3, 4]
+    assert whole_ticks(5, 5) == [5]
+    assert all(tick == int(tick) for tick in whole_ticks(0, 1000))
+
+
+def test_thinning_keeps_ends_and_extremes() -> None:
+    points = [(float(x), math.sin(x / 50)) for x in range(10_000)]
+    points[4321] = (4321.0, 9.0)
+    points[7000] = (7000.0, -9.0)
+    kept = thinned(points)
+    assert len(kept) < 500
+    assert {points[0], points[-1], points[4321], points[7000]} <= set(kept)
+    assert [x for x, _ in kept] == sorted(x for x, _ in kept)
+
+
+def test_what_is_not_finite_is_left_out() -> None:
+    line = Line(name="a", points=[(1, 1.0), (2, math.nan), (3, math.inf), (4, 2.0)])
+    drawn = svg(Chart(title="t", lines=[line]))
+    assert "nan" not in drawn
+    assert "inf" not in drawn
+    assert svg(Chart(title="t", lines=[Line(name="a", points=[(1, math.nan)])])) == ""
+    assert figure(Chart(title="t", lines=[])) == ""
+
+
+def test_areas_stand_on_each_other() -> None:
+    lines = [Line(name=n, points=[(0, 1.0), (1, 1.0)], color=k) for k, n in enumerate("ab")]
+    drawn = svg(Chart(title="t", lines=lines, stacked=True))
+    paths = re.findall(r'd="M([^"]*)Z"', drawn)
+    heights = [[float(p.split()[1]) for p in path.split("L")] for path in paths]
+    assert heights[0][:2] == heights[1][2:]  # the second stands on the first
+    assert heights[1][0] < heights[0][0]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (12_345, "12.35k"), (3e6, "3M"), (0.5, "0.5"), (1.2e-5, "1.2e-05"), (2e9, "2G")],
+)
+def test_numbers_are_short(value: float, text: str) -> None:
+    assert number(value) == text

@@ -11,7 +11,7 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from functools import wraps
+from functools import partial, wraps
 from operator import attrgetter, methodcaller
 from types import FunctionType
 from typing import Any, TypeVar
@@ -55,6 +55,11 @@ storage_address: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 
 viewed: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
 """The tensor that a view keeps; None of what is none."""
+
+PROFILE_ALL_THREADS: Callable[[], Any] = partial(
+    torch._C._profiler._ExperimentalConfig, profile_all_threads=True
+)
+"""A configuration by which torch's profiler sees threads beside the one that starts it."""
 
 # -- autograd -------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from gradsync.report.charts import Chart, Line, figure, number
 from gradsync.report.run import Points, Run
+from gradsync.report.timeline import timeline
 
 _SAID = 40
 """Log lines that are shown at most."""
@@ -48,6 +49,9 @@ svg .grid { stroke: var(--rule); stroke-width: 1; }
 svg .event { stroke: var(--bad); stroke-width: 1.5; stroke-dasharray: 3 3; }
 svg .line { fill: none; stroke-width: 2; stroke-linejoin: round; }
 svg .area { opacity: .85; }
+svg .on { fill: var(--paper); }
+figure.all { margin-bottom: 1rem; overflow-x: auto; }
+figure.all svg { min-width: 700px; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .88rem; }
 th, td { text-align: left; padding: .25rem .9rem .25rem 0; border-bottom: 1px solid var(--rule);
@@ -70,6 +74,7 @@ def page(runs: Sequence[Run]) -> str:
     parts = [
         f"<h1>{escape(title)}</h1>",
         _about(runs[0]) if len(runs) == 1 else _compared(runs),
+        *(timeline(run.path) for run in runs[:4]),
         f'<div class="charts">{charts}</div>' if charts else "<p>No step was logged yet.</p>",
         *([_differences(runs)] if len(runs) > 1 else []),
         *(_details(run, alone=len(runs) == 1) for run in runs),

@@ -216,6 +216,8 @@ class Bucket:
         node_dtype: torch.dtype | None = None,
     ) -> None:
         self.plan = plan
+        self.number = 0
+        """Place in the order of launching."""
         self.parameters = [parameters[slot.index] for slot in plan.slots]
         self.dtype = self.parameters[0].dtype
         """Of the gradients."""

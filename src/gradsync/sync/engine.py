@@ -87,7 +87,8 @@ class Engine(Reducer):
     def _use(self, buckets: list[Bucket]) -> None:
         self.buckets = buckets
         self._places = [(buckets[0], 0)] * len(self.parameters)
-        for bucket in buckets:
+        for number, bucket in enumerate(buckets):
+            bucket.number = number
             for place, slot in enumerate(bucket.plan.slots):
                 self._places[slot.index] = (bucket, place)
 

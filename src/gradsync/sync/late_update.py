@@ -43,6 +43,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.profiler import record_function
 
 from gradsync.comm.base import Communicator, Work
 from gradsync.comm.process_group import AllOf, Done
@@ -528,7 +529,7 @@ class LateReplicas(Replicas):
             id(p): mean if here else None
             for p, mean, here in zip(bucket.parameters, self._means(bucket), used, strict=True)
         }
-        with self.updates(bucket.parameters):
+        with record_function(f"update {number}"), self.updates(bucket.parameters):
             for update in step.updates:
                 part = update.parts[number]
                 if part.inner is not None:

@@ -232,6 +232,9 @@ class TrainConfig:
     num_workers: int = 0  # Data-loading processes of a rank.
     log_every: int = 10
     """Optimizer steps between logged ones: a printed line, an object in metrics.jsonl."""
+    profile: int = 0
+    """Trace this optimizer step and the next one: profile_trace/iteration_N/rankR_trace.json, for
+    Perfetto (ui.perfetto.dev) and `gradsync report`; 0 for none."""
     check_replicas_every: int = 0
     """Optimizer steps between comparisons of all ranks' weights, bit for bit, each before a step's
     update could hide a difference, and before each checkpoint; 0 for none."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.profiler import record_function
 
 from gradsync.comm.base import Communicator
 from gradsync.comm.values import all_sum
@@ -102,9 +103,10 @@ class Learner:
         for leaf in leaves:
             # Before the forward, all ranks know whether this backward synchronises.
             with sync.micro_step(last=leaf.is_last, index=leaf.index):
-                with self.autocast:
+                with record_function("forward"), self.autocast:
                     loss = summed_loss(sync.forward, self.model, leaf.inputs, leaf.targets)
-                sync.backward(loss, weight=leaf.num_targets, scale=self.scaler)
+                with record_function("backward"):
+                    sync.backward(loss, weight=leaf.num_targets, scale=self.scaler)
 
     def prime(self, leaf_shape: tuple[int, int]) -> None:
         """Settle what a strategy learns from its first backward; see `GradientSync.prime`."""

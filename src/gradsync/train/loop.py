@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
+from torch.autograd.profiler import record_function
 
 from gradsync.checkpoint.store import CheckpointStore
 from gradsync.comm.base import Communicator
@@ -25,6 +26,7 @@ from gradsync.train.config import TrainConfig
 from gradsync.train.data import Data
 from gradsync.train.learner import Learner, learning_rate, set_learning_rate
 from gradsync.train.output import Progress, RunDir
+from gradsync.train.profiler import StepProfiler
 from gradsync.train.state import ADVICE, Fingerprint, save_run
 from gradsync.world import World
 
@@ -132,7 +134,9 @@ class Trainer:
         if done_steps < config.steps:
             learner.prime((config.micro_batch_size, config.sequence_length))
         self.interval.reset()
+        profiler = StepProfiler(config.profile, self.run_dir.path, self.world)
         for step in self.interval.waiting(self.data.train):
+            profiler.before(totals.step + 1)
             if totals.step >= config.steps:
                 break
             # Before the step: where ranks divide the update, it hides what differed.
@@ -161,6 +165,7 @@ class Trainer:
             if stopped:
                 totals.stopped_by = stop.signal_name or "a signal to another rank"
             if last:
+                profiler.close()
                 break
         else:
             raise DataError(f"the data ended after step {totals.step} of {config.steps}")
@@ -192,12 +197,13 @@ class Trainer:
         learner, sync = self.learner, self.learner.sync
         set_learning_rate(learner.optimizer, lr)
         self._run_leaves(step)
-        result = sync.step(
-            learner.optimizer,
-            clip_norm=self.config.optim.clip_norm,
-            stop=stop.requested,
-            scale=learner.scaler,
-        )
+        with record_function("step"):
+            result = sync.step(
+                learner.optimizer,
+                clip_norm=self.config.optim.clip_norm,
+                stop=stop.requested,
+                scale=learner.scaler,
+            )
         self.interval.add(result.exposed)
         return result
 

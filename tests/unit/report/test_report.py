@@ -15,6 +15,7 @@ from gradsync.cli.main import main
 from gradsync.report.charts import Chart, Line, figure, number, svg, thinned, ticks, whole_ticks
 from gradsync.report.page import charts_of, page
 from gradsync.report.run import read_run
+from gradsync.report.timeline import read_spans, timeline_svg
 
 STEPS = 30
 
@@ -180,6 +181,64 @@ def test_text_from_files_is_text(tmp_path: Path) -> None:
 def test_bad_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", *arguments]) == 2
     assert "run directory" in capsys.readouterr().err
+
+
+# -- timeline --------------------------------------------------------------------------------------
+
+
+def event(name: str, begin: float, length: float, **more: object) -> dict[str, object]:
+    cat = "user_annotation"
+    return {"ph": "X", "cat": cat, "name": name, "ts": begin, "dur": length, "tid": 1, **more}
+
+
+def make_trace(run: Path, rank: int, events: list[object]) -> None:
+    folder = run / "profile_trace" / "iteration_4"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"rank{rank}_trace.json").write_text(json.dumps({"traceEvents": events}))
+
+
+def test_the_timeline_shows_what_the_traces_say(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    mine = [
+        event("forward", 1000, 5000),
+        event("backward", 6000, 9000),
+        event("in 0", 8000, 2000),
+        event("in 1", 10_000, 4000),
+        event("step", 15_000, 1000),
+        event("out 1", 16_000, 3000),
+        event("update 1", 20_000, 500),
+        event("gloo:all_reduce", 15_100, 300, cat="cpu_op"),
+        event("aten::mm", 1000, 10, cat="cpu_op"),
+        event("forward", 0, 1, ph="i"),
+        "no event",
+        {"ph": "X", "name": "forward", "ts": "x", "dur": None},
+    ]
+    make_trace(run, 0, mine)
+    make_trace(run, 1, [event("forward", 2000, 5000)])
+    make_trace(run, 2, [])
+    (run / "profile_trace" / "iteration_4" / "rank3_trace.json").write_text("{")
+    found = read_spans(run)
+    assert [(s.kind, s.bucket, s.begin, s.end) for s in found if s.rank == 0] == [
+        ("forward", -1, 0, 5000),
+        ("backward", -1, 5000, 14_000),
+        ("in", 0, 7000, 9000),
+        ("in", 1, 9000, 13_000),
+        ("step", -1, 14_000, 15_000),
+        ("out", 1, 15_000, 18_000),
+        ("update", 1, 19_000, 19_500),
+    ]
+    tags = read_page(page([read_run(run)]))
+    for said in ("rank 0 computes", "rank 0 sends", "rank 1 computes", "in 2: 4.0 ms"):
+        assert said in tags.text
+    assert "rank 1 sends" not in tags.text
+    ElementTree.fromstring(timeline_svg(run))
+
+
+def test_collectives_of_a_library_are_bars_where_nothing_else_is(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    make_trace(run, 0, [event("forward", 0, 10), event("nccl:all_reduce", 5, 9, cat="kernel")])
+    assert [(s.kind, s.bucket) for s in read_spans(run)] == [("forward", -1), ("sum", -1)]
+    assert timeline_svg(make_run(tmp_path, name="none")) == ""
 
 
 # -- charts ---------------------------------------------------------------------------------------

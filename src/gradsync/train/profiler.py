@@ -1,0 +1,58 @@
+"""Traces of two training steps, one file a rank, for Perfetto and for `gradsync report`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gradsync.core.torch_private import PROFILE_ALL_THREADS
+from gradsync.world import World
+
+STEPS = 2
+"""Two, since sums of the first may still be on their way in the second."""
+FOLDER = "profile_trace"
+
+
+class StepProfiler:
+    """Runs torch's profiler over a step and the next one, on all threads of this rank.
+
+    Files lie as torchtitan's: `profile_trace/iteration_N/rankR_trace.json`.
+
+    Args:
+        step: number of the first one, counted from 1; 0 profiles nothing.
+        folder: of the run.
+        world: names this rank and its device.
+    """
+
+    def __init__(self, step: int, folder: Path, world: World) -> None:
+        self._step, self._folder, self._world = step, folder, world
+        self._profile: Any = None
+
+    def before(self, step: int) -> None:
+        """Begin or end as the coming step says."""
+        if step == self._step > 0:
+            from torch.profiler import ProfilerActivity, profile
+
+            activities = [ProfilerActivity.CPU]
+            if self._world.device.startswith("cuda"):
+                activities.append(ProfilerActivity.CUDA)
+            self._profile = profile(
+                activities=activities, experimental_config=PROFILE_ALL_THREADS()
+            )
+            self._profile.start()
+        elif step == self._step + STEPS:
+            self.close()
+
+    def close(self) -> None:
+        """End a trace that is being taken, and write it."""
+        profile, self._profile = self._profile, None
+        if profile is None:
+            return
+        if self._world.device.startswith("cuda"):
+            torch.cuda.synchronize()
+        profile.stop()
+        folder = self._folder / FOLDER / f"iteration_{self._step}"
+        folder.mkdir(parents=True, exist_ok=True)
+        profile.export_chrome_trace(str(folder / f"rank{self._world.rank}_trace.json"))

@@ -207,6 +207,7 @@ class Bucket:
         parameters: all of the model's.
         node_dtype: of the buffers, see [Note: Rounded nodes]; None is the gradients' own, as for
             complex ones always. `.grad` points into a buffer of its own then.
+        number: place in the order of launching, for profilers.
     """
 
     def __init__(
@@ -214,10 +215,10 @@ class Bucket:
         plan: BucketPlan,
         parameters: list[nn.Parameter],
         node_dtype: torch.dtype | None = None,
+        *,
+        number: int = 0,
     ) -> None:
-        self.plan = plan
-        self.number = 0
-        """Place in the order of launching."""
+        self.plan, self.number = plan, number
         self.parameters = [parameters[slot.index] for slot in plan.slots]
         self.dtype = self.parameters[0].dtype
         """Of the gradients."""

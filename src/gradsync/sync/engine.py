@@ -87,8 +87,7 @@ class Engine(Reducer):
     def _use(self, buckets: list[Bucket]) -> None:
         self.buckets = buckets
         self._places = [(buckets[0], 0)] * len(self.parameters)
-        for number, bucket in enumerate(buckets):
-            bucket.number = number
+        for bucket in buckets:
             for place, slot in enumerate(bucket.plan.slots):
                 self._places[slot.index] = (bucket, place)
 
@@ -321,7 +320,7 @@ def lay_out_buckets(
         world_size=world_size,
     )
     node_dtype = None if recipe.node_dtype is None else torch.bfloat16
-    return [Bucket(plan, parameters, node_dtype) for plan in plans]
+    return [Bucket(plan, parameters, node_dtype, number=n) for n, plan in enumerate(plans)]
 
 
 def _check_gradient(name: str, parameter: nn.Parameter, bucket: Bucket, slot: int) -> None:

@@ -6,26 +6,31 @@ Between the steps of two ranks rank 0 alone reads a weight in one of many ways; 
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 import threading
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.core.torch_private import as_plain_tensors
-from gradsync.errors import ConfigError
-from gradsync.sync import late_update
+from gradsync.errors import ConfigError, RunError
+from gradsync.sync import pending
 from gradsync.sync.gradient_sync import GradientSync
-from gradsync.sync.late_update import is_pending
+from gradsync.sync.pending import is_pending
 from gradsync.sync.replicate import replicate
+from gradsync.sync.sharded_state import ShardedBucket
 from support.engine_cases import pretend_hosts
 from support.thread_ranks import run_thread_ranks
 
@@ -33,7 +38,7 @@ from support.thread_ranks import run_thread_ranks
 @pytest.fixture(autouse=True)
 def _nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other tests of this process may have."""
-    monkeypatch.setattr(late_update, "has_compiled", lambda: False)
+    monkeypatch.setattr(pending, "has_compiled", lambda: False)
 
 
 class PlainMatmul(nn.Module):
@@ -285,6 +290,13 @@ def array(t: Trained) -> Any:
     return memory
 
 
+def memory_of_its_own(t: Trained) -> Any:
+    """A tensor that is the weight's memory from here on."""
+    kept = t.held.detach().clone()
+    t.held.data = kept
+    return kept
+
+
 def hook(t: Trained) -> Any:
     return t.optimizer.register_step_pre_hook(lambda *_: None)
 
@@ -292,8 +304,8 @@ def hook(t: Trained) -> Any:
 @pytest.mark.parametrize(
     ("why", "sync"),
     [
-        *((why, "invariant") for why in (alias, array, hook)),
-        *((why, sync) for why in (alias, array) for sync in ("zero1", "zero2")),
+        *((why, "invariant") for why in (alias, array, hook, memory_of_its_own)),
+        *((why, sync) for why in (alias, array, memory_of_its_own) for sync in ("zero1", "zero2")),
     ],
 )
 def test_who_could_not_be_asked_to_wait_finds_it_done(
@@ -320,7 +332,7 @@ def test_who_could_not_be_asked_to_wait_finds_it_done(
 
 
 def test_compiled_code_is_not_left_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(late_update, "has_compiled", lambda: True)
+    monkeypatch.setattr(pending, "has_compiled", lambda: True)
 
     def work(rank: int, group: dist.ProcessGroup) -> bool:
         trained = Trained(group)
@@ -349,6 +361,113 @@ def test_a_hook_after_the_step_finds_gathered_weights(sync: str) -> None:
     at_once = run_thread_ranks(lambda rank, group: work(rank, group, False), 2)
     for found, plain in zip(late, at_once, strict=True):
         assert all(map(torch.equal, found, plain))
+
+
+@pytest.mark.parametrize("sync", ["invariant", "zero1"])
+def test_a_first_touch_by_a_tensor_that_is_not_real_still_updates(sync: str) -> None:
+    def work(rank: int, group: dist.ProcessGroup, late: bool) -> list[Tensor]:
+        trained = Trained(group, sync=sync, overlap_publish=late)
+        trained.step(0, range(rank, rank + 1))
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            trained.model.first(torch.ones(1, 6))
+        first = [p.detach().clone() for p in trained.model.parameters()]
+        trained.step(1, range(rank, rank + 1))
+        found = [*first, *trained.state()]
+        trained.sync.close()
+        return found
+
+    late = run_thread_ranks(lambda rank, group: work(rank, group, True), 2)
+    at_once = run_thread_ranks(lambda rank, group: work(rank, group, False), 2)
+    for found, plain in zip(late, at_once, strict=True):
+        assert all(map(torch.equal, found, plain))
+
+
+@pytest.mark.parametrize("sync", ["invariant", "zero1"])
+def test_weights_that_never_come_can_be_loaded_after_close(
+    sync: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The sums, or the gather, of one bucket fail on both ranks."""
+
+    class Lost:
+        def wait(self) -> None:
+            raise RunError("connection closed by peer")
+
+    def work(rank: int, group: dist.ProcessGroup) -> None:
+        trained = Trained(group, sync=sync)
+        saved = {name: t.clone() for name, t in trained.model.state_dict().items()}
+        trained.step(0, range(rank, rank + 1))
+        trained.sync.reducer.shards._weights._works[0] = Lost()
+        with pytest.raises(RunError, match="closed by peer"):
+            nn.utils.parameters_to_vector(trained.model.parameters())
+        assert any(map(is_pending, trained.model.parameters()))
+        trained.sync.close()
+        trained.sync.close()
+        trained.model.load_state_dict(saved)
+        assert not any(map(is_pending, trained.model.parameters()))
+        assert not any(module._forward_pre_hooks for module in trained.model.modules())
+        assert all(torch.equal(t, saved[name]) for name, t in trained.model.state_dict().items())
+
+    run_thread_ranks(work, 2)
+    assert "did not all arrive (connection closed by peer): go back to a checkpoint" in caplog.text
+
+
+def test_gathered_copies_go_when_weights_have_come() -> None:
+    def work(rank: int, group: dist.ProcessGroup) -> int:
+        trained = Trained(group, sync="zero1")
+        buffers: list[Any] = []
+        plain = ShardedBucket.gather
+
+        def watched(bucket: ShardedBucket, shard: Tensor) -> Any:
+            flat, sent = plain(bucket, shard)
+            buffers.append(weakref.ref(flat))
+            return flat, sent
+
+        with patch.object(ShardedBucket, "gather", watched) if rank == 0 else nullcontext():
+            trained.step(0, range(rank, rank + 1))
+        trained.sync.wait()
+        gc.collect()
+        left = sum(buffer() is not None for buffer in buffers)
+        trained.sync.close()
+        return left
+
+    assert run_thread_ranks(work, 2) == [0, 0]
+
+
+@pytest.mark.parametrize("sync", ["invariant", "zero1"])
+def test_a_copy_of_the_model_has_no_hooks_and_goes_its_own_way(sync: str) -> None:
+    def work(rank: int, group: dist.ProcessGroup) -> None:
+        trained = Trained(group, sync=sync)
+        trained.step(0, range(rank, rank + 1))
+        copied = copy.deepcopy(trained.model.second)
+        assert not copied._forward_pre_hooks
+        assert not any(map(is_pending, trained.model.parameters()))
+        trained.step(1, range(rank, rank + 1))
+        other = nn.Parameter(torch.zeros(300, 6))
+        torch.utils.swap_tensors(trained.held, other)
+        assert torch.equal(trained.held + 0, torch.zeros(300, 6))
+        assert not is_pending(trained.held)
+        trained.sync.close()
+
+    run_thread_ranks(work, 2)
+
+
+def test_a_group_that_is_added_does_not_end_the_overlap() -> None:
+    def work(rank: int, group: dist.ProcessGroup) -> list[bool]:
+        trained, pending = Trained(group, sync="zero1"), []
+        first, *others = list(trained.model.parameters())
+        trained.optimizer = torch.optim.AdamW(others, lr=0.1)
+        for number in range(4):
+            if number == 2:
+                trained.optimizer.add_param_group({"params": [first]})
+            trained.step(number, range(rank, rank + 1))
+            pending.append(any(map(is_pending, trained.model.parameters())))
+            for parameter in trained.model.parameters():
+                parameter.grad = None
+            assert any(map(is_pending, trained.model.parameters())) is pending[-1]
+        trained.sync.close()
+        return pending
+
+    assert run_thread_ranks(work, 2) == [[True] * 4] * 2
 
 
 def test_shape_and_the_like_are_told_at_once() -> None:

@@ -53,6 +53,9 @@ storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
 
 storage_address: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 
+without_dispatch_modes = torch.utils._python_dispatch._disable_current_modes
+"""Context in which tensors are real: no FakeTensorMode, no tracing."""
+
 viewed: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
 """The tensor that a view keeps; None of what is none."""
 

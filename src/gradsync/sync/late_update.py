@@ -17,27 +17,14 @@ gradients, optimizers that look at more than an element, a GradScaler, weights w
 tensor shares, and programs that compile, which would do it again for weights that wait.
 
 In the user's training loop `.grad` is whole when backward ends, and nothing is left for later.
-
-[Note: Waiting] A parameter is marked by its class, which torch asks before every function and
-attribute that gets the tensor: in the forward of any module, in `state_dict`, `deepcopy`,
-`torch.save`, NumPy, averages of weights that hold references, on any thread. When its update is
-done the class is put back, so that a parameter costs nothing from then on. Looks at its shape and
-the like do not wait.
-
-Not noticed: memory that another tensor shares (`can_be_marked` finds it), and C++ code that gets
-the tensor past torch's functions. So modules wait for their own parameters before a forward, too.
 """
 
 from __future__ import annotations
 
-import copy
 import logging
-import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -48,13 +35,10 @@ from torch.autograd.profiler import record_function
 from gradsync.comm.base import Communicator, Work
 from gradsync.comm.process_group import AllOf, Done
 from gradsync.core.torch_private import (
-    FRAMES,
-    as_plain_tensors,
     foreach_mul_,
-    storage_address,
-    storage_uses,
 )
-from gradsync.errors import ConfigError, RunError
+from gradsync.errors import ConfigError
+from gradsync.sync import pending
 from gradsync.sync.buckets import Bucket
 from gradsync.sync.elementwise import (
     PieceOptimizer,
@@ -62,6 +46,7 @@ from gradsync.sync.elementwise import (
     group_numbers,
     members_of,
 )
+from gradsync.sync.pending import WaitingState, WaitingWeights, can_be_marked
 from gradsync.sync.reducer import Replicas, Stopwatch, clip_factor
 from gradsync.sync.step_metadata import options
 from gradsync.sync.tree_exchange import ShardedNorm, TreeExchange
@@ -71,230 +56,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 log = logging.getLogger("gradsync")
-
-
-# -- waiting for a weight --------------------------------------------------------------------------
-
-_ARRIVE = "_gradsync_arrive"
-_ATTRIBUTES = (
-    *("shape", "dtype", "device", "layout", "ndim", "itemsize", "requires_grad", "is_leaf"),
-    *("grad", "grad_fn", "is_cuda", "is_cpu", "is_sparse"),
-)
-_LOOKS = frozenset(
-    {
-        *(attrgetter("__get__")(getattr(Tensor, name)) for name in _ATTRIBUTES),
-        *(Tensor.size, Tensor.stride, Tensor.numel, Tensor.dim, Tensor.is_contiguous),
-        *(Tensor.is_inference, Tensor.element_size),
-        *(Tensor.register_hook, Tensor.register_post_accumulate_grad_hook),
-    }
-)
-"""What can be asked without the values."""
-
-
-class PendingParameter(nn.Parameter):
-    """A parameter while its new value is on its way."""
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Wait for all pending parameters among the arguments, then call `func`."""
-        kwargs = kwargs or {}
-        if func in _LOOKS:
-            with as_plain_tensors():
-                return func(*args, **kwargs)
-        for parameter in _pending([args, kwargs]):
-            wait_for(parameter)
-        return func(*args, **kwargs)
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        wait_for(self)
-        return copy.deepcopy(self, memo)
-
-    def __reduce_ex__(self, proto: Any) -> Any:
-        wait_for(self)
-        return self.__reduce_ex__(proto)
-
-
-def mark(parameters: Iterable[nn.Parameter], arrive: Callable[[], None]) -> None:
-    """Call `arrive` before one of `parameters` is touched; it calls `unmark` with all of them."""
-    for parameter in parameters:
-        vars(parameter)[_ARRIVE] = arrive
-        parameter.__class__ = PendingParameter
-
-
-def unmark(parameters: Iterable[nn.Parameter]) -> None:
-    """Make ordinary parameters of them again."""
-    for parameter in parameters:
-        parameter.__class__ = nn.Parameter
-        vars(parameter).pop(_ARRIVE, None)
-
-
-def is_pending(tensor: Tensor) -> bool:
-    """Whether a parameter is marked."""
-    return type(tensor) is PendingParameter
-
-
-def wait_for(tensor: Tensor) -> None:
-    """Wait for a parameter, if it is marked."""
-    arrive = vars(tensor).get(_ARRIVE) if is_pending(tensor) else None
-    if arrive is not None:
-        arrive()
-
-
-def can_be_marked(parameter: nn.Parameter, own: int = 1) -> bool:
-    """Whether every way to its values leads through the object itself, or another of the caller's
-    `own` tensors: none else (a view, a `detach()`, a NumPy array over it) shares its memory, and no
-    class of its own reads it."""
-    return type(parameter) is nn.Parameter and _uses(parameter) == own and _is_ours(parameter)
-
-
-def _is_ours(parameter: Tensor) -> bool:
-    """Whether torch owns its memory, and no other process sees it."""
-    return parameter.untyped_storage().resizable() and not (
-        parameter.is_cpu and parameter.is_shared()
-    )
-
-
-def _uses(parameter: Tensor) -> int:
-    """Number of tensors and arrays that share its memory, itself among them."""
-    storage = parameter.untyped_storage()  # this object is one, too
-    return storage_uses(storage_address(storage)) - 1
-
-
-def _pending(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        if is_pending(value):
-            yield value
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _pending(each)
-    elif isinstance(value, list | tuple | set):
-        for each in value:
-            yield from _pending(each)
-
-
-class WaitingWeights:
-    """A model's weights after a step: each is brought up to date before it is first touched.
-
-    Args:
-        model: whose modules wait for their own parameters before their forward.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        own = [(m, list(m.parameters(recurse=False))) for m in model.modules()]
-        self._modules = [m for m, held in own if any(p.requires_grad for p in held)]
-        self._lock = threading.RLock()
-        self._works: dict[int, Work] = {}
-        self._buckets: Sequence[Sequence[nn.Parameter]] = ()
-        self._hooks: list[Any] = []
-        self._broken = ""
-
-    def expect(
-        self,
-        buckets: Sequence[Sequence[nn.Parameter]],
-        works: Sequence[Work],
-        update: Callable[[int], object],
-        ended: Callable[[], object],
-        *,
-        late: bool,
-    ) -> None:
-        """Call `update(number)` once for each bucket, when its work is done and one of its
-        parameters is touched, or now, unless `late`; and `ended()` after the last."""
-        with self._lock:
-            self._buckets, self._update, self._ended = buckets, update, ended
-            self._works = dict(enumerate(works))
-            if not late:
-                self.wait()
-                return
-            for number, bucket in enumerate(buckets):
-                mark(bucket, lambda number=number: self._arrive(number))
-            self._hooks = [m.register_forward_pre_hook(_wait_for_own) for m in self._modules]
-
-    def wait(self) -> None:
-        """Bring all of them up to date; asks nothing of other ranks."""
-        with self._lock:
-            for number in reversed(range(len(self._buckets))):
-                self._arrive(number)
-
-    def _arrive(self, number: int) -> None:
-        """Update the weights of a bucket, whatever mode the code that touched them runs in: state
-        that is made in inference mode could not be changed."""
-        modes = (torch.no_grad(), torch.inference_mode(False))
-        # Marked until the end: another thread must not find half of an update.
-        with self._lock, modes[0], modes[1], as_plain_tensors():
-            if self._broken:
-                raise RunError(f"{self._broken}: go back to a checkpoint")
-            if number not in self._works:
-                return
-            self._works[number].wait()
-            self._broken = f"the update of weights was interrupted at bucket {number}"
-            del self._works[number]
-            kind = self._buckets[number][0].device.type
-            with torch.autocast(kind, enabled=False):
-                self._update(number)
-            unmark(self._buckets[number])
-            self._broken = ""
-            if not self._works:
-                self._ended()
-                for hook in self._hooks:
-                    hook.remove()
-                self._hooks, self._buckets = [], ()
-
-
-def _wait_for_own(module: nn.Module, _: Any) -> None:
-    for parameter in module.parameters(recurse=False):
-        wait_for(parameter)
-
-
-class WaitingState(MutableMapping[Any, Any]):
-    """Stands for `optimizer.state` while updates are on their way: the first look waits.
-
-    Args:
-        state: the optimizer's own.
-        arrive: makes the updates, and puts `state` back into the optimizer.
-    """
-
-    def __init__(self, state: MutableMapping[Any, Any], arrive: Callable[[], None]) -> None:
-        self.own, self._arrive = state, arrive
-
-    def _there(self) -> MutableMapping[Any, Any]:
-        self._arrive()
-        return self.own
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._there()[key]
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._there()[key] = value
-
-    def __delitem__(self, key: Any) -> None:
-        del self._there()[key]
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._there()
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._there())
-
-    def __len__(self) -> int:
-        return len(self._there())
-
-    def __getattr__(self, name: str) -> Any:
-        """Whatever else the state can do (`copy`, `default_factory`)."""
-        return getattr(self._there(), name)
-
-    def __repr__(self) -> str:
-        return repr(self._there())
-
-    def __reduce__(self) -> Any:
-        return self._there().__reduce__()
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return copy.deepcopy(self._there(), memo)
-
-
-# -- the step -------------------------------------------------------------------------------------
 
 
 class _Update(NamedTuple):
@@ -547,19 +308,14 @@ class LateReplicas(Replicas):
                 update.optimizer.state = update.state
 
     def close(self) -> None:
-        self.wait()
-
-
-def has_compiled() -> bool:
-    """Whether this process has compiled anything (or may have: where torch does not count)."""
-    frames = sys.modules.get(FRAMES)
-    return frames is not None and getattr(frames, "FRAME_COUNTER", 1) > 0
+        self._weights.close()
+        self._step = None
 
 
 def _why_at_once(optimizer: Optimizer, known: dict[type[Optimizer], str]) -> str:
     """Reason why the update cannot wait until weights are used, "" if it can; `known` are those of
     classes."""
-    if has_compiled():
+    if pending.has_compiled():
         return "code would be compiled once more, for weights that wait"
     kind = type(optimizer)
     if kind not in known:

@@ -278,14 +278,12 @@ class ShardedOptimizer(Optimizer):
         """Restore a part from `held`, replacing the present state; nothing is sent."""
         self._elsewhere = load_sharded_state_dict(self._buckets, states)
 
-    def num_views(self, parameter: Tensor) -> int:
-        """Number of tensors in here that share a parameter's memory."""
-        return sum(
-            1 + (viewed(tensor) is not None)
-            for bucket in self._buckets
-            for piece, tensor in zip(bucket.pieces, bucket.tensors, strict=True)
-            if bucket.parameters[piece.index] is parameter
-        )
+    def views(self) -> Iterator[Tensor]:
+        """Tensors in here that share parameters' memory, or have shared it."""
+        for tensor in (tensor for bucket in self._buckets for tensor in bucket.tensors):
+            yield tensor
+            if (whole := viewed(tensor)) is not None:
+                yield whole
 
     @property
     def state_bytes(self) -> int:
@@ -353,8 +351,6 @@ def step_together(
     optimizers: Sequence[ShardedOptimizer],
     shards: Sequence[Tensor] | None = None,
     used: Sequence[bool] = (),
-    *,
-    last_first: bool = False,
 ) -> Work:
     """Do one step of optimizers with the same buckets and different parameters.
 
@@ -363,15 +359,13 @@ def step_together(
         shards: for each bucket, the gradient of this rank's shard, flat, [bucket.numel /
             world_size], where the rest does not exist (ZeRO stage 2); None uses `grad`.
         used: with `shards`: for each parameter of the buckets, whether it has a gradient.
-        last_first: begin with the last bucket, which the forward wants first; the same on all
-            ranks.
 
     Returns:
         The last gathers; when they are done, parameters are whole, and schedulers and hooks of
         the optimizers' sources are told of the step.
     """
     under_way: deque[Work] = deque()
-    for gather in update_and_gather(optimizers, shards, used, last_first=last_first):
+    for gather in update_and_gather(optimizers, shards, used):
         under_way.append(gather)
         if len(under_way) > _IN_FLIGHT:
             under_way.popleft().wait()
@@ -385,12 +379,14 @@ def update_and_gather(
     shards: Sequence[Tensor] | None = None,
     used: Sequence[bool] = (),
     *,
-    last_first: bool,
+    last_first: bool = False,
 ) -> Iterator[Then]:
     """Update bucket after bucket, see `step_together`, and yield its gather, which is under way.
 
     Args:
-        optimizers, shards, used, last_first: see `step_together`.
+        optimizers, shards, used: see `step_together`.
+        last_first: begin with the last bucket, which the forward wants first; the same on all
+            ranks.
     """
     for optimizer in optimizers if shards is None else ():
         _check_gradients(optimizer._groups(), optimizer._covered)

@@ -11,18 +11,25 @@ of their first layout, since pieces belong to places in buckets.
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.profiler import record_function
 
 from gradsync.comm.base import Communicator, Work
 from gradsync.comm.process_group import Done
+from gradsync.core.torch_private import storage_address
 from gradsync.errors import ConfigError
+from gradsync.sync import pending
 from gradsync.sync.buckets import Bucket
 from gradsync.sync.elementwise import check_elementwise, members_of
 from gradsync.sync.exchange import Then
-from gradsync.sync.late_update import WaitingWeights, can_be_marked, has_compiled
+from gradsync.sync.pending import WaitingWeights, can_be_marked
 from gradsync.sync.reducer import Replicas, Stopwatch, clip_shards
 from gradsync.sync.sharded_optimizer import (
     ShardedOptimizer,
@@ -37,6 +44,8 @@ from gradsync.sync.watch import why_not_now
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
+
+log = logging.getLogger("gradsync")
 
 
 class ZeroShards(Replicas):
@@ -72,7 +81,7 @@ class ZeroShards(Replicas):
         self._used: Sequence[bool] = ()
         self._gathers: Work = Done()
         self._late: list[Then] = []
-        self._sources: list[ShardedOptimizer] = []
+        self._said = ""
 
     def prepare(self, optimizers: Sequence[Optimizer], *, scaled: bool) -> None:
         for optimizer in optimizers:
@@ -149,38 +158,44 @@ class ZeroShards(Replicas):
                 its.take_from(optimizer)
             self._states[id(optimizer)] = optimizer.state
         shards = self._shards if self._in_shards else None
-        # One order on all ranks, though each decides for itself whether it waits here.
-        last_first = self._weights is not None
-        if last_first and self._can_wait():
-            launched = update_and_gather(sharded, shards, self._used, last_first=True)
-            self._late, self._sources = list(launched)[::-1], sharded
+        if self._weights is None:
+            self._gathers = step_together(sharded, shards, self._used)
         else:
-            self._gathers = step_together(sharded, shards, self._used, last_first=last_first)
+            launched = update_and_gather(sharded, shards, self._used, last_first=True)
+            self._late = list(launched)[::-1]
+            self._gathers = Then(Done(), partial(tell_sources, sharded))
         self._shards = []
 
     def publish(self) -> Work:
-        """See `Replicas.publish`: the last gathers of this step's update."""
-        if (late := self._late) and self._weights is not None:
-            self._late = []
+        """See `Replicas.publish`: this step's last gathers, or nothing where weights wait."""
+        told, self._gathers = self._gathers, Done()
+        if self._weights is not None and self._late:
+            late, self._late = self._late, []
             buckets = [b.parameters for b in self._buckets]
-            sent = [gather.work for gather in late]
 
             def copy_in(number: int) -> None:
-                with self.updates(buckets[number]):
+                with record_function(f"update {number}"), self.updates(buckets[number]):
                     late[number].wait()
+                late[number] = Then(Done(), Done().wait)  # lets go of the gathered copy
 
-            self._weights.expect(buckets, sent, copy_in, lambda: None, late=True)
-            tell_sources(self._sources)  # a hook that reads weights waits for them
-        gathers, self._gathers = self._gathers, Done()
-        return gathers
+            sent = [gather.work for gather in late]
+            self._weights.expect(buckets, sent, copy_in, lambda: None, late=self._can_wait())
+        return told  # after the marks: a hook of the optimizer's that reads weights waits
 
     def _can_wait(self) -> bool:
-        """Whether whatever reads a weight can be made to wait."""
-        views = {
-            id(p): 1 + sum(its.num_views(p) for its in self._sharded.values())
+        """Whether whatever reads a weight can be made to wait; each rank decides for itself."""
+        views = chain.from_iterable(its.views() for its in self._sharded.values())
+        ours = Counter(storage_address(view.untyped_storage()) for view in views)
+        why = "code would be compiled once more" if pending.has_compiled() else ""
+        if not why and not all(
+            can_be_marked(p, 1 + ours[storage_address(p.untyped_storage())])
             for p in self.parameters
-        }
-        return not has_compiled() and all(can_be_marked(p, views[id(p)]) for p in self.parameters)
+        ):
+            why = "another tensor shares a parameter's memory"
+        if why and not self._said and self._comm.rank == 0:
+            log.info("weights are gathered before the next forward: %s", why)
+        self._said = why
+        return not why
 
     def wait(self) -> None:
         """See `Replicas.wait`."""
@@ -188,7 +203,8 @@ class ZeroShards(Replicas):
             self._weights.wait()
 
     def close(self) -> None:
-        self.wait()
+        if self._weights is not None:
+            self._weights.close()
 
     def gather(self, optimizer: Optimizer) -> None:
         self._of(optimizer).gather_into(optimizer)

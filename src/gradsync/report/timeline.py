@@ -99,7 +99,7 @@ def _svg(spans: Sequence[Span]) -> str:
     parts = [f'<svg viewBox="0 0 {_WIDTH:g} {height:g}" role="img" aria-label="Two steps">']
     for number, (rank, sends) in enumerate(rows):
         words = f"rank {rank} {'sends' if sends else 'computes'}"
-        parts.append(f'<text x="0" y="{_ROW * number + 18:g}">{words}</text>')
+        parts.append(f'<text x="4" y="{_ROW * number + 18:g}">{words}</text>')
     # Updates happen inside of a forward: they are drawn over it.
     for span in sorted(spans, key=lambda s: (s.kind == "update", s.begin)):
         top = _ROW * rows.index((span.rank, span.kind in _SENDS)) + 4

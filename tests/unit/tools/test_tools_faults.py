@@ -23,5 +23,5 @@ def test_the_guides_table_is_made_of_the_records() -> None:
     guide = (REPOSITORY / "docs" / "guide" / "when-it-hangs.md").read_text("utf-8")
     assert table(faults) in guide
     kept = sum(not each["broken"] for each in faults)
-    assert f"{len(faults)} faults drawn from seeds" in guide
-    assert f"{kept} came as promised; the {len(faults) - kept} others" in guide
+    assert f"{len(faults):,} faults drawn from seeds" in guide
+    assert f"{kept:,} came as promised; the {len(faults) - kept} others" in guide

@@ -21,6 +21,7 @@ _BATCH_NORM = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d")
 
 
 def forward_outside_no_sync(s: Script) -> Iterator[ast.AST]:
+    """Backwards in a `no_sync` that the forward is not in."""
     for block in s.nodes:
         if not isinstance(block, ast.With):
             continue
@@ -45,6 +46,7 @@ def forward_outside_no_sync(s: Script) -> Iterator[ast.AST]:
 
 
 def flag_after_forward(s: Script) -> Iterator[ast.AST]:
+    """Settings of DDP's flag between a forward and its backward."""
     for node in s.nodes:
         if not isinstance(node, ast.Assign):
             continue
@@ -96,6 +98,7 @@ def _has_backward(loop: ast.For) -> bool:
 
 
 def not_divided(s: Script) -> Iterator[ast.AST]:
+    """Backwards of accumulated losses that nothing divides."""
     for loop, _, every in _accumulations(s):
         parts = [
             ast.unparse(n.right if isinstance(n, ast.BinOp) else n.value)
@@ -108,6 +111,7 @@ def not_divided(s: Script) -> Iterator[ast.AST]:
 
 
 def fires_at_once(s: Script) -> Iterator[ast.AST]:
+    """Conditions of an accumulation that hold for its first micro-batch."""
     for loop, chosen, _ in _accumulations(s):
         test = chosen.test
         if not (isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Eq)):
@@ -128,6 +132,7 @@ def fires_at_once(s: Script) -> Iterator[ast.AST]:
 
 
 def syncs_every_leaf(s: Script) -> Iterator[ast.AST]:
+    """Accumulating loops under DDP without `no_sync`."""
     text = "\n".join(s.lines)
     if s.wrapped and "no_sync" not in text and "require_backward_grad_sync" not in text:
         for loop, _, _ in _accumulations(s):
@@ -138,6 +143,7 @@ def syncs_every_leaf(s: Script) -> Iterator[ast.AST]:
 
 
 def no_set_epoch(s: Script) -> Iterator[ast.AST]:
+    """Shuffling samplers in a script that never calls `set_epoch`."""
     if not any(s.calls("set_epoch")):
         for call in s.calls("DistributedSampler"):
             shuffle = keyword(call, "shuffle")
@@ -153,12 +159,14 @@ def _loaders(s: Script) -> Iterator[tuple[ast.Call, bool]]:
 
 
 def shuffle_and_sampler(s: Script) -> Iterator[ast.AST]:
+    """Loaders that are given both."""
     for call, has_sampler in _loaders(s):
         if has_sampler and is_true(keyword(call, "shuffle")):
             yield call
 
 
 def whole_data_on_each_rank(s: Script) -> Iterator[ast.AST]:
+    """Shuffled loaders without a sampler beside DDP."""
     divided = "split_dataset_by_node" in "\n".join(s.lines) or bool(list(s.calls("prepare")))
     if not s.wrapped or divided:
         return
@@ -168,6 +176,7 @@ def whole_data_on_each_rank(s: Script) -> Iterator[ast.AST]:
 
 
 def floored_batch(s: Script) -> Iterator[ast.AST]:
+    """Divisions by the number of ranks whose remainder nobody looks at."""
     for node in s.nodes:
         if (
             isinstance(node, ast.BinOp)
@@ -193,6 +202,7 @@ def _is_checked(s: Script, node: ast.BinOp) -> bool:
 
 
 def device_of_global_rank(s: Script) -> Iterator[ast.AST]:
+    """Devices that are numbered by the global rank."""
     for node in s.nodes:
         if isinstance(node, ast.JoinedStr):
             start = node.values[0] if node.values else None
@@ -214,6 +224,7 @@ def device_of_global_rank(s: Script) -> Iterator[ast.AST]:
 
 
 def moved_after_wrapping(s: Script) -> Iterator[ast.AST]:
+    """Moves of a DDP model."""
     for call in s.calls("to", "cuda"):
         on = dotted(call.func.value) if isinstance(call.func, ast.Attribute) else ""
         if on in s.wrapped and call.lineno > s.wrapped[on]:
@@ -221,6 +232,7 @@ def moved_after_wrapping(s: Script) -> Iterator[ast.AST]:
 
 
 def loaded_to_one_device(s: Script) -> Iterator[ast.AST]:
+    """`torch.load` that says no device."""
     if not s.is_distributed or "cuda" not in "\n".join(s.lines):
         return
     for call in s.calls("load"):
@@ -233,6 +245,7 @@ def loaded_to_one_device(s: Script) -> Iterator[ast.AST]:
 
 
 def collective_on_one_rank(s: Script) -> Iterator[ast.AST]:
+    """Collectives under a condition on the rank."""
     for call in s.calls(*_COLLECTIVES):
         owner = dotted(call.func.value) if isinstance(call.func, ast.Attribute) else ""
         ours = owner in ("dist", "torch.distributed", "distributed", "accelerator", "fabric")
@@ -241,6 +254,7 @@ def collective_on_one_rank(s: Script) -> Iterator[ast.AST]:
 
 
 def wrapper_on_one_rank(s: Script) -> Iterator[ast.AST]:
+    """Calls of a DDP model, or of an evaluation with one, on one rank alone."""
     for node in s.nodes:
         if not isinstance(node, ast.Call) or not s.on_one_rank(node) or s.all_come(node):
             continue
@@ -254,6 +268,7 @@ def wrapper_on_one_rank(s: Script) -> Iterator[ast.AST]:
 
 
 def saved_by_all(s: Script) -> Iterator[ast.AST]:
+    """Files that every rank writes under one name."""
     if not s.is_distributed:
         return
     for call in s.calls("save", "save_pretrained", "save_file"):
@@ -277,6 +292,7 @@ def _called_by_one_rank(s: Script, call: ast.Call) -> bool:
 
 
 def wrapper_saved(s: Script) -> Iterator[ast.AST]:
+    """Saved `state_dict`s of a DDP model."""
     for call in s.calls("save"):
         if dotted(call.func) != "torch.save":
             continue
@@ -291,6 +307,7 @@ def wrapper_saved(s: Script) -> Iterator[ast.AST]:
 
 
 def loaded_on_one_rank(s: Script) -> Iterator[ast.AST]:
+    """Weights loaded into a DDP model on one rank alone."""
     for call in s.calls("load_state_dict"):
         on = dotted(call.func.value) if isinstance(call.func, ast.Attribute) else ""
         base = on.removesuffix(".module")
@@ -302,6 +319,7 @@ def loaded_on_one_rank(s: Script) -> Iterator[ast.AST]:
 
 
 def mean_of_means(s: Script) -> Iterator[ast.AST]:
+    """All-reduces of a mean that is then divided by the number of ranks."""
     for call in s.calls("all_reduce"):
         name = dotted(call.args[0]) if call.args else ""
         if not any(word in name.lower() for word in ("loss", "acc", "metric")):
@@ -329,6 +347,7 @@ def mean_of_means(s: Script) -> Iterator[ast.AST]:
 
 
 def own_loss_logged(s: Script) -> Iterator[ast.AST]:
+    """Logged losses of one rank in a script that reduces none."""
     if not s.wrapped or any(s.calls("all_reduce", "reduce", "all_gather", "gather_for_metrics")):
         return
     for call in s.calls("print", "log", "add_scalar", "info", "set_postfix"):
@@ -344,6 +363,7 @@ def own_loss_logged(s: Script) -> Iterator[ast.AST]:
 
 
 def same_noise(s: Script) -> Iterator[ast.AST]:
+    """The first seed, where all ranks draw dropout from it."""
     seeds = list(s.calls("manual_seed", "seed_everything", "manual_seed_all"))
     if not s.wrapped or not seeds or not any(s.calls("Dropout", "dropout")):
         return
@@ -358,12 +378,14 @@ def same_noise(s: Script) -> Iterator[ast.AST]:
 
 
 def data_parallel(s: Script) -> Iterator[ast.AST]:
+    """Uses of `nn.DataParallel`."""
     for call in s.calls("DataParallel"):
         if dotted(call.func) in ("nn.DataParallel", "torch.nn.DataParallel", "DataParallel"):
             yield call
 
 
 def batch_norm_converted_late(s: Script) -> Iterator[ast.AST]:
+    """Conversions to SyncBatchNorm of a DDP model."""
     for call in s.calls("convert_sync_batchnorm"):
         name = dotted(call.args[0]) if call.args else ""
         if name in s.wrapped and call.lineno > s.wrapped[name]:
@@ -371,11 +393,13 @@ def batch_norm_converted_late(s: Script) -> Iterator[ast.AST]:
 
 
 def own_batch_norm(s: Script) -> Iterator[ast.AST]:
+    """The first BatchNorm of a DDP model that is not converted."""
     if s.wrapped and not any(s.calls("convert_sync_batchnorm", "SyncBatchNorm")):
         yield from list(s.calls(*_BATCH_NORM))[:1]
 
 
 def one_process_only(s: Script) -> Iterator[ast.AST]:
+    """The first launcher variable that is read without asking whether it is there."""
     if not s.is_distributed:
         return
     for node in s.nodes:

@@ -344,6 +344,33 @@ def test_compiled_code_is_not_left_to_wait(monkeypatch: pytest.MonkeyPatch) -> N
     assert run_thread_ranks(work, 2) == [False, False]
 
 
+def check_late_is_at_once(work: Callable[[int, dist.ProcessGroup, bool], list[Tensor]]) -> None:
+    """On two ranks, what `work` finds with late updates, and without."""
+    late = run_thread_ranks(lambda rank, group: work(rank, group, True), 2)
+    at_once = run_thread_ranks(lambda rank, group: work(rank, group, False), 2)
+    for found, plain in zip(late, at_once, strict=True):
+        assert len(found) == len(plain)
+        assert all(map(torch.equal, found, plain))
+
+
+@pytest.mark.parametrize("sync", ["invariant", "zero1"])
+def test_a_class_of_the_users_stays(sync: str) -> None:
+    """A parameter of another class is never marked, nor changed."""
+
+    class Named(nn.Parameter):
+        pass
+
+    def work(rank: int, group: dist.ProcessGroup) -> bool:
+        trained = Trained(group, sync=sync)
+        trained.held.__class__ = Named
+        for number in range(2):
+            trained.step(number, range(rank, rank + 1))
+        trained.sync.close()
+        return type(trained.held) is Named
+
+    assert run_thread_ranks(work, 2) == [True, True]
+
+
 @pytest.mark.parametrize("sync", ["zero1", "zero2"])
 def test_a_hook_after_the_step_finds_gathered_weights(sync: str) -> None:
     def work(rank: int, group: dist.ProcessGroup, late: bool) -> list[Tensor]:
@@ -357,10 +384,7 @@ def test_a_hook_after_the_step_finds_gathered_weights(sync: str) -> None:
         trained.sync.close()
         return found
 
-    late = run_thread_ranks(lambda rank, group: work(rank, group, True), 2)
-    at_once = run_thread_ranks(lambda rank, group: work(rank, group, False), 2)
-    for found, plain in zip(late, at_once, strict=True):
-        assert all(map(torch.equal, found, plain))
+    check_late_is_at_once(work)
 
 
 @pytest.mark.parametrize("sync", ["invariant", "zero1"])
@@ -376,10 +400,7 @@ def test_a_first_touch_by_a_tensor_that_is_not_real_still_updates(sync: str) -> 
         trained.sync.close()
         return found
 
-    late = run_thread_ranks(lambda rank, group: work(rank, group, True), 2)
-    at_once = run_thread_ranks(lambda rank, group: work(rank, group, False), 2)
-    for found, plain in zip(late, at_once, strict=True):
-        assert all(map(torch.equal, found, plain))
+    check_late_is_at_once(work)
 
 
 @pytest.mark.parametrize("sync", ["invariant", "zero1"])

@@ -53,5 +53,8 @@ def test_one_hash_on_any_number_of_ranks(make: Callable[[], nn.Module]) -> None:
         sync.close()
         return weights_sha256(model), loss
 
+    untrained = make()
+    untrained.load_state_dict(start)
     found = {(size, each) for size in (1, 2, 4) for each in run_thread_ranks(work, size)}
     assert len({each for _, each in found}) == 1, found
+    assert weights_sha256(untrained) not in {sha256 for _, (sha256, _) in found}

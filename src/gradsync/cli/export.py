@@ -52,7 +52,7 @@ def run(argv: list[str]) -> int:
 
 def export(path: Path, out: Path | None, data: str = "") -> Path:
     """Write the model under `path` for transformers; returns the folder."""
-    from safetensors.torch import save
+    from safetensors.torch import save_file
 
     from gradsync.checkpoint.store import CheckpointStore, resolve
     from gradsync.models.llama import llama_config, to_llama
@@ -67,27 +67,19 @@ def export(path: Path, out: Path | None, data: str = "") -> Path:
         raise UsageError(f"{folder} holds something already: name another --out, or empty it")
     shape = saved_model(snapshot, checkpoint)
     config = llama_config(shape, end_of_text=tokenizer.end_of_text_id)
-    weights = {n: t.contiguous() for n, t in to_llama(snapshot.tensors["model"]).items()}
-    if shape.tie_head:
-        weights.pop("lm_head.weight", None)
-    files = {
-        **{n: _text(d) for n, d in _tokenizer_files(tokenizer, shape.block_size).items()},
-        "config.json": _text(config),
-        "model.safetensors": save(weights, metadata={"format": "pt"}),
-    }
+    weights = to_llama(snapshot.tensors["model"])
+    documents = _tokenizer_files(tokenizer, shape.block_size) | {"config.json": config}
     part = folder.with_name(f".{folder.name}-{os.getpid()}")  # whole, or not there
     part.mkdir(parents=True)
     try:
-        for name, content in files.items():
-            (part / name).write_bytes(content)
+        for name, document in documents.items():
+            text = json.dumps(document, indent=2, ensure_ascii=False)
+            (part / name).write_text(f"{text}\n", encoding="utf-8")
+        save_file(weights, part / "model.safetensors", metadata={"format": "pt"})
         part.replace(folder)
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return folder
-
-
-def _text(document: dict[str, Any]) -> bytes:
-    return json.dumps(document, indent=2, ensure_ascii=False).encode() + b"\n"
 
 
 def _tokenizer_files(tokenizer: Any, longest: int) -> dict[str, Any]:

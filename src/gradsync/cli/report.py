@@ -12,7 +12,7 @@ import tyro
 from gradsync.cli.arguments import parse
 from gradsync.core.files import write_text
 from gradsync.errors import ConfigError
-from gradsync.report.charts import svg
+from gradsync.report.charts import standing_alone, svg
 from gradsync.report.page import charts_of, figures_of, page
 from gradsync.report.run import read_run
 from gradsync.report.timeline import timeline_svg
@@ -61,19 +61,6 @@ def run(argv: list[str]) -> int:
     for title, text in drawn.items():
         if text:
             name = "".join(c if c.isalnum() else "-" for c in title.lower()).strip("-")
-            write_text(out / f"{name}.svg", alone(text))
+            write_text(out / f"{name}.svg", standing_alone(text))
     print(f"{sum(map(bool, drawn.values()))} charts in {out}")
     return 0
-
-
-_COLORS = "--c0:#2f6fdf;--c1:#d9601a;--c2:#1f8a5b;--c3:#9250c8;--c4:#b98900;--c5:#c2346c"
-_STYLE = (
-    f"svg{{{_COLORS};background:#fff;font-family:sans-serif}}text{{fill:#667085;font-size:11px}}"
-    ".grid{stroke:#dfe3e8}.event{stroke:#b42318}.line{fill:none;stroke-width:2}.area{opacity:.85}.on{fill:#fff}"
-)
-
-
-def alone(text: str) -> str:
-    """A chart as a file of its own, in light colours."""
-    head, rest = text.split(">", 1)
-    return f'{head} xmlns="http://www.w3.org/2000/svg"><style>{_STYLE}</style>{rest}\n'

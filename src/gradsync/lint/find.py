@@ -133,8 +133,7 @@ def fires_at_once(s: Script) -> Iterator[ast.AST]:
 
 def syncs_every_leaf(s: Script) -> Iterator[ast.AST]:
     """Accumulating loops under DDP without `no_sync`."""
-    text = "\n".join(s.lines)
-    if s.wrapped and "no_sync" not in text and "require_backward_grad_sync" not in text:
+    if s.wrapped and "no_sync" not in s.text and "require_backward_grad_sync" not in s.text:
         for loop, _, _ in _accumulations(s):
             yield loop
 
@@ -167,7 +166,7 @@ def shuffle_and_sampler(s: Script) -> Iterator[ast.AST]:
 
 def whole_data_on_each_rank(s: Script) -> Iterator[ast.AST]:
     """Shuffled loaders without a sampler beside DDP."""
-    divided = "split_dataset_by_node" in "\n".join(s.lines) or bool(list(s.calls("prepare")))
+    divided = "split_dataset_by_node" in s.text or bool(list(s.calls("prepare")))
     if not s.wrapped or divided:
         return
     for call, has_sampler in _loaders(s):
@@ -176,7 +175,7 @@ def whole_data_on_each_rank(s: Script) -> Iterator[ast.AST]:
 
 
 def floored_batch(s: Script) -> Iterator[ast.AST]:
-    """Divisions by the number of ranks whose remainder nobody looks at."""
+    """Divisions by the number of ranks whose remainder the script never checks."""
     for node in s.nodes:
         if (
             isinstance(node, ast.BinOp)
@@ -233,7 +232,7 @@ def moved_after_wrapping(s: Script) -> Iterator[ast.AST]:
 
 def loaded_to_one_device(s: Script) -> Iterator[ast.AST]:
     """`torch.load` that says no device."""
-    if not s.is_distributed or "cuda" not in "\n".join(s.lines):
+    if not s.is_distributed or "cuda" not in s.text:
         return
     for call in s.calls("load"):
         given = len(call.args) > 1 or keyword(call, "map_location") is not None

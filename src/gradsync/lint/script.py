@@ -58,7 +58,8 @@ class Script:
     """
 
     def __init__(self, path: str, text: str) -> None:
-        self.path, self.lines = path, text.splitlines()
+        self.path, self.text = path, text
+        self.lines = text.split("\n")  # as Python counts them: not at form feeds
         try:
             self.tree = ast.parse(text)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:

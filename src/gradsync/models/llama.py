@@ -7,7 +7,7 @@ The two compute the same: RMSNorm, rotary positions in halves, SwiGLU, grouped-q
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -39,28 +39,23 @@ def llama_name(name: str) -> str:
     raise ConfigError(f"tensor {name!r} has no counterpart in transformers' Llama")
 
 
-def our_name(name: str) -> str:
-    """Our name of their tensor `name`; ConfigError for one that the decoder does not have."""
-    for ours, theirs in _PAIRS:
-        groups = re.findall(r"\(.*?\)", ours)
-        pattern = re.escape(theirs)
-        for number, group in enumerate(groups, 1):
-            pattern = pattern.replace(rf"\\{number}", group)
-        if found := re.match(pattern, name):
-            number_of = iter(found.groups())
-            made = re.sub(r"\(.*?\)", lambda _, n=number_of: next(n), ours).replace("\\", "")
-            return made + name[found.end() :]
-    raise ConfigError(f"tensor {name!r} has no counterpart in the decoder")
-
-
 def to_llama(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Our weights under their names."""
     return {llama_name(name): tensor for name, tensor in weights.items()}
 
 
-def from_llama(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Their weights under our names; rotary tables, which follow from the shape, are left out."""
-    return {our_name(n): t for n, t in weights.items() if not n.endswith("rotary_emb.inv_freq")}
+def from_llama(weights: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
+    """Their weights under our `names`; rotary tables, which follow from the shape, are left out.
+
+    Raises:
+        ConfigError: a tensor that the decoder does not have.
+    """
+    ours = {llama_name(name): name for name in names}
+    found = {n: t for n, t in weights.items() if not n.endswith("rotary_emb.inv_freq")}
+    for name in found:
+        if name not in ours:
+            raise ConfigError(f"tensor {name!r} has no counterpart in the decoder")
+    return {ours[name]: tensor for name, tensor in found.items()}
 
 
 def llama_config(shape: GPTConfig, *, end_of_text: int | None) -> dict[str, Any]:

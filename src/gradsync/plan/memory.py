@@ -321,7 +321,7 @@ def _engine(case: Case, recipe: Recipe) -> StrategyMemory:
 
 def _gathering(case: Case) -> int:
     """Updated parameters on their way to the other ranks, bucket and own shard: all at once, beside
-    the next forward, but for ranks of one host on CPUs."""
+    the next forward; on CPUs a few at a time, as on one host."""
     buckets = case.buckets
     in_flight = _IN_FLIGHT if case.work.kind == "cpu" else len(buckets)
     together = max(sum(buckets[n : n + in_flight]) for n in range(len(buckets)))

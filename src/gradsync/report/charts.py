@@ -14,7 +14,14 @@ WIDTH, HEIGHT = 640.0, 240.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58.0, 14.0, 12.0, 34.0
 _MOST_POINTS = 400
 COLORS = 6
-"""Colours of the page's style, `--c0` and so on."""
+LIGHT = "--c0:#2f6fdf;--c1:#d9601a;--c2:#1f8a5b;--c3:#9250c8;--c4:#b98900;--c5:#c2346c;"
+"""Colours on white; a page may set others for a dark one."""
+STYLE = (
+    ".grid{stroke:var(--rule,#dfe3e8)}.line{fill:none;stroke-width:2;stroke-linejoin:round}"
+    ".area{opacity:.85}svg text{fill:var(--soft,#667085);font-size:11px}"
+    "svg .on{fill:var(--paper,#fff)}"
+)
+"""The parts of a chart, in a page or alone."""
 
 Point = tuple[float, float]
 
@@ -41,8 +48,6 @@ class Chart:
     stacked: bool = False
     """Areas on top of each other; all lines have the same x."""
     from_zero: bool = False
-    events: Sequence[tuple[float, str]] = ()
-    """Upright marks: x and words."""
 
 
 def svg(chart: Chart) -> str:
@@ -53,7 +58,7 @@ def svg(chart: Chart) -> str:
         return ""
     if chart.stacked:
         lines = _on_top(lines)
-    xs = [x for line in lines for x, _ in line.points] + [x for x, _ in chart.events]
+    xs = [x for line in lines for x, _ in line.points]
     ys = [y for line in lines for _, y in line.points]
     x_low, x_high = min(xs), max(xs)
     zero = chart.from_zero or chart.stacked
@@ -79,12 +84,6 @@ def svg(chart: Chart) -> str:
         across, _ = at(x, y_low)
         parts.append(_text(across, HEIGHT - _BOTTOM + 16, number(x), "middle"))
     parts.append(_text(WIDTH - _RIGHT, HEIGHT - 3, chart.x, "end"))
-    for x, words in chart.events:
-        across, _ = at(x, y_low)
-        parts.append(
-            f'<line class="event" x1="{across:.1f}" x2="{across:.1f}" y1="{_TOP}" '
-            f'y2="{HEIGHT - _BOTTOM}"><title>{escape(words)}</title></line>'
-        )
     floor = [(x, 0.0) for x, _ in lines[0].points]
     for line in lines:
         here = [at(x, y) for x, y in line.points]
@@ -114,13 +113,18 @@ def figure(chart: Chart) -> str:
         f'<span><i style="background:var(--c{line.color % COLORS})"'
         f"{' class=dashed' if line.dashed else ''}></i>{escape(line.name)}</span>"
         for line in chart.lines
-        if _finite(line.points)
+        if len(chart.lines) > 1 and _finite(line.points)
     ]
-    if len(chart.lines) == 1:
-        names = []
     unit = f" <small>{escape(chart.y)}</small>" if chart.y else ""
     head = f"<figcaption><b>{escape(chart.title)}</b>{unit}{''.join(names)}</figcaption>"
     return f"<figure>{head}{drawn}</figure>"
+
+
+def standing_alone(drawn: str) -> str:
+    """A chart as a file of its own, in light colours."""
+    head, rest = drawn.split(">", 1)
+    style = f"svg{{{LIGHT}background:#fff;font-family:sans-serif}}{STYLE}"
+    return f'{head} xmlns="http://www.w3.org/2000/svg"><style>{style}</style>{rest}\n'
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:

@@ -5,20 +5,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from html import escape
 from typing import Any
 
-from gradsync.report.charts import Chart, Line, figure, number
+from gradsync.report.charts import LIGHT, STYLE, Chart, Line, figure, number
 from gradsync.report.run import Points, Run
 from gradsync.report.timeline import timeline
 
 _SAID = 40
 """Log lines that are shown at most."""
 
-_STYLE = """
+_STYLE = (
+    f":root {{{LIGHT}}}{STYLE}"
+    + """
 :root { color-scheme: light dark; --ink: #1d2330; --soft: #667085; --paper: #ffffff;
-  --card: #f6f7f9; --rule: #dfe3e8; --good: #197a3d; --bad: #b42318;
-  --c0: #2f6fdf; --c1: #d9601a; --c2: #1f8a5b; --c3: #9250c8; --c4: #b98900; --c5: #c2346c; }
+  --card: #f6f7f9; --rule: #dfe3e8; --good: #197a3d; --bad: #b42318; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6e9ef; --soft: #98a2b3; --paper: #14171c;
   --card: #1d2128; --rule: #333a45; --good: #5cc98a; --bad: #ff8a7a;
   --c0: #6ea3ff; --c1: #ff9a5c; --c2: #56c596; --c3: #c08cf0; --c4: #e5b93a; --c5: #f27aa6; } }
@@ -44,12 +46,7 @@ figcaption i { display: inline-block; width: .9em; height: .6em; border-radius: 
   margin-right: .35em; }
 figcaption i.dashed { opacity: .55; }
 svg { width: 100%; height: auto; display: block; }
-svg text { fill: var(--soft); font-size: 11px; font-variant-numeric: tabular-nums; }
-svg .grid { stroke: var(--rule); stroke-width: 1; }
-svg .event { stroke: var(--bad); stroke-width: 1.5; stroke-dasharray: 3 3; }
-svg .line { fill: none; stroke-width: 2; stroke-linejoin: round; }
-svg .area { opacity: .85; }
-svg .on { fill: var(--paper); }
+svg text { font-variant-numeric: tabular-nums; }
 figure.all { margin-bottom: 1rem; overflow-x: auto; }
 figure.all svg { min-width: 700px; }
 .wide { overflow-x: auto; }
@@ -65,6 +62,7 @@ details { margin: .5rem 0; } summary { cursor: pointer; color: var(--soft); }
 @media print { body { max-width: none; } .charts { grid-template-columns: 1fr 1fr; }
   details > * { display: block; } }
 """
+)
 
 
 def page(runs: Sequence[Run]) -> str:
@@ -94,62 +92,41 @@ def charts_of(runs: Sequence[Run]) -> list[Chart]:
     """All charts of the page; several runs are lines in each."""
     alone = len(runs) == 1
 
-    def lines(metric: str, name: str) -> list[Line]:
+    def lines(metric: str, name: str = "") -> list[Line]:
         return [
             Line(name=name if alone else run.name, points=run.metrics.get(metric, []), color=k)
             for k, run in enumerate(runs)
         ]
 
     held_out = [
-        Line(
-            name="validation" if alone else f"{run.name}, validation",
-            points=run.metrics.get("val/loss", []),
-            color=1 if alone else number_,
+        replace(
+            line,
+            name="validation" if alone else f"{line.name}, validation",
+            color=1 if alone else line.color,
             dashed=not alone,
             marks=alone,
         )
-        for number_, run in enumerate(runs)
+        for line in lines("val/loss")
     ]
+    hidden = [replace(ln, points=_share(r)) for ln, r in zip(lines(""), runs, strict=True)]
+    loss = [*lines("train/loss", "training"), *held_out]
     found = [
-        Chart(
-            title="Loss", y="nats per token", lines=[*lines("train/loss", "training"), *held_out]
-        ),
-        Chart(
-            title="Tokens a second", lines=lines("perf/tokens_per_s", "all ranks"), from_zero=True
-        ),
+        Chart(title="Loss", y="nats per token", lines=loss),
+        _from_zero("Tokens a second", "of all ranks", lines("perf/tokens_per_s")),
         *(_step_parts(run, "" if alone else f", {run.name}") for run in runs[:4]),
-        Chart(
-            title="Communication that nothing hides",
-            y="% of a step",
-            lines=[
-                Line(name=line.name, points=_share(run), color=line.color)
-                for line, run in zip(lines("", "of a step"), runs, strict=True)
-            ],
-            from_zero=True,
-        ),
-        Chart(title="Learning rate", lines=lines("optim/lr", "peak group"), from_zero=True),
-        Chart(
-            title="Norm of the mean gradient",
-            y="before clipping",
-            lines=lines("optim/grad_norm", "L2"),
-            from_zero=True,
-        ),
-        Chart(
-            title="Memory",
-            y="GiB at most, of the rank with most",
-            lines=lines("mem/max_reserved_gib", "in the process"),
-            from_zero=True,
-        ),
-        Chart(
-            title="Arithmetic",
-            y="TFLOP/s a device",
-            lines=lines("perf/tflops_per_device", "model's own"),
-            from_zero=True,
-        ),
+        _from_zero("Communication that nothing hides", "% of a step", hidden),
+        _from_zero("Learning rate", "", lines("optim/lr")),
+        _from_zero("Norm of the mean gradient", "before clipping", lines("optim/grad_norm")),
+        _from_zero("Memory", "GiB at most, of the rank with most", lines("mem/max_reserved_gib")),
+        _from_zero("Arithmetic", "TFLOP/s a device", lines("perf/tflops_per_device")),
     ]
     if scaling := _scaling(runs):
         found.insert(2, scaling)
     return found
+
+
+def _from_zero(title: str, y: str, lines: Sequence[Line]) -> Chart:
+    return Chart(title=title, y=y, lines=lines, from_zero=True)
 
 
 def _step_parts(run: Run, behind: str) -> Chart:
@@ -212,7 +189,7 @@ def figures_of(run: Run) -> list[tuple[str, str]]:
     found = [
         ("validation loss", summary.get("val_loss", run.last("val/loss"))),
         ("training loss", summary.get("final_train_loss", run.last("train/loss"))),
-        ("steps", summary.get("steps", run.last("train/loss") and _last_step(run))),
+        ("steps", summary.get("steps", run.last_step)),
         ("tokens/s, all ranks", summary.get("tokens_per_s", run.last("perf/tokens_per_s"))),
     ]
     shown = [(name, _shown(value)) for name, value in found if isinstance(value, int | float)]
@@ -224,10 +201,6 @@ def figures_of(run: Run) -> list[tuple[str, str]]:
     if isinstance(summary.get("weights_sha256"), str):
         shown.append(("SHA-256 of the weights", f"{summary['weights_sha256'][:8]}…"))
     return shown
-
-
-def _last_step(run: Run) -> float:
-    return max(points[-1][0] for points in run.metrics.values())
 
 
 def _shown(value: float) -> str:

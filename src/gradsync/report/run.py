@@ -39,6 +39,11 @@ class Run:
         return points[-1][1] if points else None
 
     @property
+    def last_step(self) -> float | None:
+        """The last step that was logged, None without one."""
+        return max((points[-1][0] for points in self.metrics.values()), default=None)
+
+    @property
     def outcome(self) -> str:
         """How it ended, in words."""
         if not self.exit:

@@ -154,6 +154,8 @@ def interrupted_line(error: KeyboardInterrupt) -> str:
         return ""
     names = ("stdlib", "platstdlib", "purelib", "platlib")
     libraries = (*map(sysconfig.get_path, names), str(Path(__file__).parents[1]), "<frozen")
+    if hasattr(sys.modules["__main__"], "__file__"):  # not `python -c`
+        libraries += ("<string>",)  # a dataclass's methods, a namedtuple
     where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename

@@ -275,7 +275,9 @@ class LateReplicas(Replicas):
             for update in step.updates:
                 vars(update.optimizer)["state"] = WaitingState(update.state, self.wait)
         buckets = [bucket.parameters for bucket in step.buckets]
-        self._weights.expect(buckets, step.gathers, self._update_bucket, self._end, late=late)
+        self._weights.expect(
+            *(buckets, step.gathers, self._update_bucket), late=late, ended=self._end
+        )
         return Done()
 
     def wait(self) -> None:
@@ -309,7 +311,8 @@ class LateReplicas(Replicas):
 
     def close(self) -> None:
         self._weights.close()
-        self._step = None
+        if self._step is not None and self._step.updates:  # given up: state is the optimizers' own
+            self._end()
 
 
 def _why_at_once(optimizer: Optimizer, known: dict[type[Optimizer], str]) -> str:

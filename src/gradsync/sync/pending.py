@@ -91,8 +91,8 @@ def mark(
 
 
 def unmark(parameters: Iterable[nn.Parameter]) -> None:
-    """Make ordinary parameters of them again."""
-    for parameter in parameters:
+    """Make ordinary parameters of those that are marked."""
+    for parameter in filter(is_pending, parameters):
         parameter.__class__ = nn.Parameter
         vars(parameter).pop(_ARRIVE, None)
         vars(parameter).pop(_ARRIVE_ALL, None)
@@ -167,14 +167,14 @@ class WaitingWeights:
         buckets: Sequence[Sequence[nn.Parameter]],
         works: Sequence[Work],
         update: Callable[[int], object],
-        ended: Callable[[], object],
         *,
         late: bool,
+        ended: Callable[[], object] | None = None,
     ) -> None:
         """Call `update(number)` once for each bucket, when its work is done and one of its
-        parameters is touched, or now, unless `late`; and `ended()` after the last."""
+        parameters is touched, or now, unless `late`; and `ended()`, if given, after the last."""
         with self._lock:
-            self._buckets, self._update, self._ended = buckets, update, ended
+            self._buckets, self._update, self._ended = buckets, update, ended or _nothing
             self._works = dict(enumerate(works))
             if not late:
                 self.wait()

@@ -170,16 +170,15 @@ class ZeroShards(Replicas):
         """See `Replicas.publish`: this step's last gathers, or nothing where weights wait."""
         told, self._gathers = self._gathers, Done()
         if self._weights is not None and self._late:
-            late, self._late = self._late, []
+            late, self._late = dict(enumerate(self._late)), []
             buckets = [b.parameters for b in self._buckets]
 
             def copy_in(number: int) -> None:
                 with record_function(f"update {number}"), self.updates(buckets[number]):
-                    late[number].wait()
-                late[number] = Then(Done(), Done().wait)  # lets go of the gathered copy
+                    late.pop(number).wait()  # and lets go of the gathered copy
 
-            sent = [gather.work for gather in late]
-            self._weights.expect(buckets, sent, copy_in, lambda: None, late=self._can_wait())
+            sent = [gather.work for gather in late.values()]
+            self._weights.expect(buckets, sent, copy_in, late=self._can_wait())
         return told  # after the marks: a hook of the optimizer's that reads weights waits
 
     def _can_wait(self) -> bool:

@@ -381,29 +381,27 @@ def take_strategy_state(found: Snapshot, sync: str) -> tuple[Whole, list[str]]:
     return {}, [f"{one_line(saved_by)}'s {what}: the run goes on with {sync}"]
 
 
-_FREE = ("block_size", "dropout")
-"""Parts of a shape that no weight depends on."""
-
-
 def _start_weights(path: Path, model: GPT) -> Whole:
     """Whole weights under our names, of a run or checkpoint, or of transformers."""
-    if (path / "config.json").exists():
-        shape = shape_of(read_object(path / "config.json"))
-        files = sorted(path.glob("*.safetensors"))
-        found = from_llama({n: t for file in files for n, t in read_tensors(file, {}).items()})
-    else:
+    if not (path / "config.json").exists():
         path, _ = resolve(path)
         snapshot = CheckpointStore(path.parent).load(path)
         check_state(snapshot, path)
-        shape, found = saved_model(snapshot, path), snapshot.tensors["model"]
-    now = model.config
-    sizes = {"n_kv_head": now.num_kv_heads, "hidden_dim": now.mlp_dim}
-    there = asdict(shape) | {"n_kv_head": shape.num_kv_heads, "hidden_dim": shape.mlp_dim}
-    free = {name: there[name] for name in _FREE}
-    _check_model(asdict(now) | sizes | free, there, path)
-    if now.tie_head:
-        found = {name: tensor for name, tensor in found.items() if name != "head.weight"}
-    return found
+        _check_model(_sizes(model.config), _sizes(saved_model(snapshot, path)), path)
+        return snapshot.tensors["model"]
+    shape = shape_of(read_object(path / "config.json"))
+    _check_model(_sizes(model.config), _sizes(shape), path)
+    files = sorted(path.glob("*.safetensors"))
+    theirs = {name: t for file in files for name, t in read_tensors(file, {}).items()}
+    if shape.tie_head:  # some write the embedding again under the head's name
+        theirs.pop("lm_head.weight", None)
+    return from_llama(theirs, (name for name, _ in model.named_parameters()))
+
+
+def _sizes(shape: GPTConfig) -> dict[str, Any]:
+    """The parts of a shape that weights depend on, none left to its default."""
+    found = asdict(shape) | {"n_kv_head": shape.num_kv_heads, "hidden_dim": shape.mlp_dim}
+    return {name: size for name, size in found.items() if name not in ("block_size", "dropout")}
 
 
 def _check_model(now: dict[str, Any], saved: dict[str, Any], path: Path) -> None:

@@ -21,7 +21,7 @@ from gradsync.data.tokenizer import load_tokenizer
 from gradsync.errors import ConfigError
 from gradsync.models.config import GPTConfig
 from gradsync.models.gpt import GPT
-from gradsync.models.llama import from_llama, llama_config, our_name, shape_of, to_llama
+from gradsync.models.llama import from_llama, llama_config, shape_of, to_llama
 
 TEXT = "the quick brown fox, Größe 3 µm \u200b🦊\n\tdef f(x): return x  # <|endoftext|>\n"
 FLAGS = (
@@ -69,9 +69,11 @@ def test_transformers_opens_it(run: Path, tmp_path: Path) -> None:
     ids = torch.tensor([mine.encode(plain)[:16].tolist()])
     with torch.no_grad():
         torch.testing.assert_close(theirs(input_ids=ids).logits, ours(ids), rtol=1e-5, atol=1e-5)
-    for name, tensor in from_llama(theirs.state_dict()).items():
-        if name != "head.weight" or not ours.config.tie_head:
-            assert torch.equal(tensor, ours.state_dict()[name])
+    weights = dict(theirs.state_dict())
+    if ours.config.tie_head:
+        del weights["lm_head.weight"]
+    for name, tensor in from_llama(weights, ours.state_dict()).items():
+        assert torch.equal(tensor, ours.state_dict()[name])
 
 
 def test_training_begins_with_its_weights(
@@ -113,7 +115,7 @@ def test_there_and_back(changes: dict[str, object]) -> None:
     same = {"n_kv_head": shape.num_kv_heads, "hidden_dim": shape.mlp_dim}
     assert again == replace(shape, **same)
     weights = GPT(shape).state_dict()
-    assert list(from_llama(to_llama(weights))) == list(weights)
+    assert list(from_llama(to_llama(weights), weights)) == list(weights)
 
 
 @pytest.mark.parametrize(
@@ -132,8 +134,9 @@ def test_what_the_decoder_does_not_have_is_refused(changes: dict[str, object], s
     shape = GPTConfig(n_head=4, n_embd=32)
     with pytest.raises(ConfigError, match=said):
         shape_of(llama_config(shape, end_of_text=256) | changes)
+    theirs = {"model.layers.0.self_attn.q_norm.weight": torch.zeros(1)}
     with pytest.raises(ConfigError, match="no counterpart"):
-        our_name("model.layers.0.self_attn.q_norm.weight")
+        from_llama(theirs, GPT(shape).state_dict())
     with pytest.raises(ConfigError, match="no counterpart"):
         to_llama({"blocks.0.extra.weight": torch.zeros(1)})
 

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,12 @@ import pytest
 from gradsync.errors import PeerError
 from gradsync.runtime import signals
 from gradsync.runtime.session import Session, SessionOptions
-from gradsync.runtime.signals import HANDLED, LAUNCHED, StopRequest, end_program_as_said
+from gradsync.runtime.signals import (
+    HANDLED,
+    LAUNCHED,
+    StopRequest,
+    end_program_as_said,
+)
 from support.launchers import run_python
 
 
@@ -156,3 +162,29 @@ with signals.StopRequest() as stop:
     print("still here")
 """
     assert tuple(run_python(["-c", code])) == (130, "asked True\n", "")
+
+
+INTERRUPTED = """
+from dataclasses import dataclass, field
+from gradsync.runtime.signals import interrupted_line
+
+def press():
+    raise KeyboardInterrupt
+
+@dataclass
+class Made:
+    x: object = field(default_factory=press)
+
+try:
+    Made()
+except KeyboardInterrupt as error:
+    error.__traceback__.tb_next.tb_next = None  # as if hit in the text of `__init__` itself
+    print(interrupted_line(error))
+"""
+
+
+def test_an_interrupt_in_generated_code_is_told_by_the_users_line(tmp_path: Path) -> None:
+    (script := tmp_path / "script.py").write_text(INTERRUPTED)
+    assert run_python([str(script)]).stdout == f"{script}:13\n"
+    plain = INTERRUPTED.replace("    Made()", "    press()")
+    assert run_python(["-c", plain]).stdout == "<string>:6\n"

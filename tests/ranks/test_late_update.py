@@ -70,7 +70,7 @@ class Trained:
     """One rank's model, optimizer and handle."""
 
     def __init__(self, group: dist.ProcessGroup, **options: Any) -> None:
-        self.model = Net()
+        self.model = options.pop("model", None) or Net()
         comm = ProcessGroupCommunicator(group)
         sizes = {"bucket_mb": 0.004, "first_bucket_mb": 0.001}
         options = {"collective": "backend", "overlap_publish": True} | sizes | options
@@ -361,8 +361,9 @@ def test_a_class_of_the_users_stays(sync: str) -> None:
         pass
 
     def work(rank: int, group: dist.ProcessGroup) -> bool:
-        trained = Trained(group, sync=sync)
-        trained.held.__class__ = Named
+        model = Net()
+        model.first.weight = Named(model.first.weight.detach())
+        trained = Trained(group, sync=sync, model=model)
         for number in range(2):
             trained.step(number, range(rank, rank + 1))
         trained.sync.close()

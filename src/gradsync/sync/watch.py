@@ -42,7 +42,6 @@ from gradsync.core.torch_private import (
 )
 from gradsync.errors import ConfigError
 from gradsync.sync.check_replicas import check_replicas, hash_bits
-from gradsync.sync.pending import is_pending
 from gradsync.sync.step_metadata import BITS, Settings, StepMetadata, hash_text, refuse_difference
 
 if TYPE_CHECKING:
@@ -223,7 +222,7 @@ class ReplicaWatch:
         """Accept weights, and the state of `optimizers`, as they are on this rank. Weights whose
         update is still to come are accepted by `remember_late`."""
         self._turn += 1
-        self._signs = self._signs_now(w for w in self._weights if not is_pending(w))
+        self._signs = self._signs_now(w for w in self._weights if type(w) is torch.nn.Parameter)
         self.accept_states(*optimizers)
 
     def remember_late(self, weights: Iterable[Tensor]) -> None:

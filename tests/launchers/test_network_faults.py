@@ -20,9 +20,12 @@ SILENCE_S = 2.0
 NOTICE_S = 15.0
 """From the end of a connection to the end of the last rank: nine seconds for two looks of the watch
 and its grace, should the main thread hear nothing, and some for a busy machine."""
-NAMED = re.compile(r"rank\(s\) (2, 3|2|3) on |rank [23] \(process")
-"""One of the ranks beyond the cable, if the other has still said that it noticed a failure; as
-having vanished, or as silent: the two hosts see each other's processes, which take time to end."""
+NAMED = re.compile(
+    r"rank\(s\) 2, 3 on |rank 2 \(process.* rank 3 \(process|"
+    r"rank\(s\) ([23]) on .* rank (?!\1)[23] \(process"
+)
+"""As having vanished, or as silent: the two hosts see each other's processes, which take time to
+end."""
 GONE = ("Connection timed out", "No route to host", "Network is unreachable")
 
 

@@ -242,7 +242,8 @@ class FailureWatch:
             if trouble is None:
                 self._publish(error)
                 return None
-            return self._settle_trouble(error, trouble)
+            with self._peers.told_of_life(self._doing, self._interval_s):
+                return self._settle_trouble(error, trouble)
         except self._store_gone as gone:
             if trouble is None or self._server_left:
                 say_interrupted(error)
@@ -254,7 +255,6 @@ class FailureWatch:
     def _settle_trouble(self, error: BaseException, trouble: BaseException) -> RunError | None:
         """The rank behind a collective that failed: one that wrote it down, is silent, has left or
         is late; None: `error` is all that is known."""
-        # No heartbeat comes from here any more; the others must not take us for the dead one.
         if self._seen is None:
             self._peers.notice(NOTICED)
         began = time.monotonic()

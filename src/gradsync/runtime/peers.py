@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
+import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 
 from gradsync.runtime.activity import Activity, read_activity
 from gradsync.runtime.store import HEARD, LEFT, SETTLED, Presence, SignedStore, wait_until
@@ -51,7 +55,7 @@ class Peers:
         return {rank: read_activity(beat) for rank, beat in self.beats().items()}
 
     def has_noticed(self, rank: int) -> bool:
-        """Whether it has noticed a failure, or leaves: then its heartbeats end."""
+        """Whether it has noticed a failure, or leaves."""
         return self._store.get(f"noticed/{rank}") is not None
 
     def left(self) -> list[int]:
@@ -73,6 +77,27 @@ class Peers:
         """Tell them what this rank has noticed."""
         self._store.set(f"noticed/{self.rank}", what)
 
+    @contextmanager
+    def told_of_life(self, last: Activity, interval_s: float) -> Iterator[None]:
+        """Heartbeats go on after the `last` one, while the main thread looks for a cause: who lives
+        is no culprit, and who noticed something before it died or was cut off is one."""
+        over = threading.Event()
+
+        def beat() -> None:
+            with suppress(Exception):  # without a store there is no reader
+                for number in itertools.count(last.beat + 1):
+                    self._store.set(f"beat/{self.rank}", replace(last, beat=number).record())
+                    if over.wait(interval_s):
+                        return
+
+        thread = threading.Thread(target=beat, name="gradsync-beat", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
     def settle(self, num_silent: int, deadline_s: float) -> None:
         """Tell them that this rank knows which ranks are silent. Rank 0 may serve the store: it
         stays until the others know as much."""
@@ -91,9 +116,11 @@ class Peers:
         return [rank for rank in gone if not self.has_noticed(rank)]
 
     def silent_since(self, before: Mapping[int, bytes]) -> list[int]:
-        """Ranks whose heartbeat has stood still since then, and that did not say why."""
-        still = (rank for rank, beat in self.beats().items() if beat == before[rank])
-        return [rank for rank in still if not self.has_noticed(rank)]
+        """Ranks whose heartbeat has stood still since then, and that did not say why: who has only
+        noticed a failure beats on."""
+        beats = self.beats()
+        ending = (SETTLED, HEARD, LEFT)
+        return [rank for rank in self._without(ending) if beats[rank] == before[rank]]
 
     def silent_for(self, seconds: float) -> list[int]:
         """As `silent_since`, from now on."""

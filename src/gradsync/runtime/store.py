@@ -33,7 +33,7 @@ _POLL_S = 0.02
 
 NOTICED, SETTLED, HEARD, LEFT = b"noticed", b"settled", b"heard", b"left"
 """Records of the key `noticed/RANK`: that rank sees that something is wrong, knows which rank it
-was, has read why, or has left in good order. Its heartbeats end then."""
+was, has read why, or has left in good order. Its heartbeats end with the last three."""
 
 TOKEN = "GRADSYNC_TOKEN"
 """Variable that hands ranks their job's token."""

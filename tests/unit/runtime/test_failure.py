@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 
 from gradsync.errors import DataError, LatePeerError, LostPeerError, PeerError, RunError
 from gradsync.runtime import failure, peers
-from gradsync.runtime.activity import Activity
+from gradsync.runtime.activity import Activity, read_activity
 from gradsync.runtime.failure import (
     Failure,
     FailureWatch,
@@ -26,7 +27,7 @@ from gradsync.runtime.failure import (
     describe,
     read_failure,
 )
-from gradsync.runtime.store import HEARD, LEFT, Presence
+from gradsync.runtime.store import HEARD, LEFT, NOTICED, Presence, wait_until
 
 CLOSED = (
     "[/build/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [::1]:5: Connection reset"
@@ -167,6 +168,24 @@ def test_rank_0_does_not_stay_for_ranks_that_know_why_the_run_ends(
     assert waited == [True]
 
 
+def test_who_looks_for_the_cause_still_gives_signs_of_life() -> None:
+    """Other ranks, which look as well, must not take it for the one that died."""
+    store = Store("silent")
+    watch = watch_of(store)
+    watch.start()
+    beats: list[int] = []
+
+    def looked(seconds: float) -> list[int]:
+        first = read_activity(store.values["beat/0"]).beat
+        wait_until(lambda: read_activity(store.values["beat/0"]).beat > first + 2, seconds)
+        beats.append(read_activity(store.values["beat/0"]).beat - first)
+        return [1]
+
+    watch._peers.silent_for = lambda _: looked(time.monotonic() + 60)
+    assert isinstance(watch.settle(caught(raise_compiled, CLOSED)), PeerError)
+    assert beats[0] > 2
+
+
 PEERS = json.dumps(asdict(Failure(1, "there", "KeyError: 'x'", "Traceback: line 7"))).encode()
 
 
@@ -182,6 +201,7 @@ PEERS = json.dumps(asdict(Failure(1, "there", "KeyError: 'x'", "Traceback: line 
         (raise_compiled, AFTER_LATE, "alive", LatePeerError, "as long as it may (timeout_s)"),
         (wrapped, LATE, "alive", LatePeerError, "as long as it may (timeout_s)"),
         (raise_compiled, LATE, "silent", PeerError, "rank(s) 1 vanished without a word"),
+        (raise_compiled, CLOSED, "noticed, then silent", PeerError, "rank(s) 1 vanished without"),
         (torchs, "wait timeout after 9 ms", "alive", None, ""),  # perhaps of another store
         (ours, "rank 1 has ended", "alive", None, ""),
         (late, "waited 9 s for rank(s) 1", "alive", LatePeerError, "(waited 9 s for rank(s) 1)"),
@@ -196,6 +216,8 @@ def test_what_is_said(raises: Any, words: str, peer: str, kind: Any, said: str) 
         store.values["failure"] = PEERS
     if peer == "left":
         store.values["noticed/1"] = LEFT
+    if peer == "noticed, then silent":  # killed or cut off while it looked for the cause
+        store.values["noticed/1"] = NOTICED
     error = caught(raises, words)
     cause = settled(store, error)
     assert type(cause) is (type(None) if kind is None else kind)

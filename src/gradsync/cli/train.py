@@ -20,6 +20,7 @@ from gradsync.train.check import check_request, check_size
 from gradsync.train.config import AUTO, TrainConfig
 from gradsync.train.config_io import parse_config
 from gradsync.train.faults import FaultPlan
+from gradsync.train.trackers import require_packages
 from gradsync.world import World
 
 _KEEPS_MEMORY = "freed memory stays in the process (--no-keep-memory gives it back)"
@@ -48,6 +49,8 @@ def run(argv: list[str], fault: FaultPlan | None = None) -> int:
         )
     world_size = world.world_size if world.is_distributed else config.nproc_per_node or 1
     plan = check_request(config, world_size)
+    if not world.is_distributed:  # else rank 0 alone looks, and tells the others
+        require_packages(config.track)
     if dry_run:
         if config.sync == AUTO:
             config = _would_be(config, world, world_size)

@@ -15,6 +15,7 @@ from gradsync.parallel.layout import ParallelLayout, parse_layout
 from gradsync.runtime.bounds import check_numbers
 from gradsync.runtime.device import NEEDS, check_names
 from gradsync.sync.options import every_option
+from gradsync.train.trackers import tracker_names
 
 Dtype = Literal["bf16", "fp32", "fp16"]
 Schedule = Literal["cosine", "wsd", "constant"]
@@ -232,6 +233,9 @@ class TrainConfig:
     num_workers: int = 0  # Data-loading processes of a rank.
     log_every: int = 10
     """Optimizer steps between logged ones: a printed line, an object in metrics.jsonl."""
+    track: str = ""
+    """Where the records of metrics.jsonl go besides: tensorboard, wandb, trackio, prometheus, or
+    several with commas between them; empty for nowhere else."""
     profile: int = 0
     """Trace this optimizer step and the next one: profile_trace/iteration_N/rankR_trace.json, for
     Perfetto (ui.perfetto.dev) and `gradsync report`; 0 for none."""
@@ -273,6 +277,7 @@ class TrainConfig:
             f"backend must be {AUTO}, {', '.join(NEEDS)}, or one for each device such as "
             f"cpu:gloo,cuda:nccl; got {self.backend[:80]!r}",
         )
+        tracker_names(self.track)
         _require_one_of("pipeline_schedule", self.pipeline_schedule, ScheduleName)
         for name in ("steps", "tokens_per_update", "micro_batch_size", "log_every"):
             value = getattr(self, name)

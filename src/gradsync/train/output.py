@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TextIO
@@ -34,6 +35,7 @@ from gradsync.errors import ConfigError, RunError, UsageError
 from gradsync.runtime.failure import communication_error
 from gradsync.train.config import TrainConfig
 from gradsync.train.config_io import write_config
+from gradsync.train.trackers import Trackers
 from gradsync.world import World
 
 log = logging.getLogger("gradsync")
@@ -172,9 +174,11 @@ class RunDir:
         self.path = Path(path)
         self.checkpoints = self.path / "checkpoints"
         self._metrics: TextIO | None = None
+        self._trackers = Trackers()
 
     def begin(self, config: TrainConfig, world: World, *, threads: int, done_steps: int) -> None:
-        """Write what is known at the start; drop metrics of steps that will be done again."""
+        """Write what is known at the start; drop metrics of steps that will be done again; start
+        the trackers."""
         self.write_json("env.json", describe_environment(world, threads))
         metrics = self.path / "metrics.jsonl"
         with self._writing():
@@ -187,14 +191,16 @@ class RunDir:
                 kept = [line for line in lines if _step_of(line) <= done_steps]
             replace_text(metrics, "".join(kept), mode=PRIVATE)
             self._metrics = append_private(metrics)
+        self._trackers.start(config.track, self.path, asdict(config), done_steps)
 
     def log_metrics(self, values: Metrics) -> None:
-        """Append one object to `metrics.jsonl`."""
+        """Append one object to `metrics.jsonl`, and give it to the trackers."""
         if self._metrics is not None:
+            finite = {name: finite_or_none(value) for name, value in values.items()}
             with self._writing():
-                finite = {name: finite_or_none(value) for name, value in values.items()}
                 self._metrics.write(json.dumps(finite) + "\n")
                 self._metrics.flush()
+            self._trackers.log(finite)
 
     def write_json(self, name: str, value: Any) -> None:
         """Write a small JSON file, whole or not at all."""
@@ -242,12 +248,13 @@ class RunDir:
             log.removeHandler(handler)
             handler.stream.close()
 
-    def close(self) -> None:
-        """Close the metrics file."""
+    def close(self, *, failed: bool = False) -> None:
+        """Close the metrics file, end the trackers; `failed`: the run ends with an error."""
         metrics, self._metrics = self._metrics, None
         if metrics is not None:
             with suppress(OSError):  # a full disk was reported when it was met
                 metrics.close()
+        self._trackers.finish(failed=failed)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

@@ -27,6 +27,7 @@ from gradsync.train.learner import Learner, build_learner
 from gradsync.train.loop import Totals, Trainer, memory_gib
 from gradsync.train.output import Progress, RunDir, finite_or_none
 from gradsync.train.state import Resumed, numeric_fingerprint, restore
+from gradsync.train.trackers import require_packages
 from gradsync.world import World
 
 EXIT_REQUEUE = 75
@@ -69,11 +70,13 @@ def train(
     )
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest(announce=world.is_main))
-        stack.callback(run_dir.close)
+        stack.push(lambda kind, *_: run_dir.close(failed=kind is not None))
         stack.callback(progress.stop)
         comm = communicator(world)
-        if world.is_main and config.resume == "none":
-            run_dir.refuse_overwrite()
+        if world.is_main:  # a refusal is told to the others
+            require_packages(config.track)
+            if config.resume == "none":
+                run_dir.refuse_overwrite()
         data = open_data(config, world, comm)
         shape = model_config(config, data.vocab_size)
         begin_log = stack.enter_context(run_dir.rank_log(world))

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from gradsync.train import trackers
 from gradsync.train.config import TrainConfig
+from gradsync.train.trackers import KINDS
 from support.small_run import RankResult, losses, make_data, small_config, train_rank
 
 
-class Made(trackers.Prometheus):
+class Made(KINDS["prometheus"]):
     """Counts those that this process made."""
 
     count = 0
@@ -27,7 +27,7 @@ def counted_rank(
 ) -> tuple[RankResult, int]:
     """This rank's run, and how many trackers it made."""
     Made.count = 0
-    with mock.patch.dict(trackers._KINDS, prometheus=Made):
+    with mock.patch.dict(KINDS, prometheus=Made):
         return train_rank(rank, world_size, store_path, config), Made.count
 
 

@@ -1,4 +1,4 @@
-"""Trackers: where `gradsync train --track NAME,…` sends the records of `metrics.jsonl` besides.
+"""Trackers: where `gradsync train --track NAME,…` sends the records of `metrics.jsonl` too.
 
     name          what it leaves in the run directory
     tensorboard   tensorboard/: event files
@@ -51,7 +51,7 @@ class Tracker(Protocol):
         """Write what is left; `failed`: the run ends with an error."""
 
 
-class TensorBoard:
+class _TensorBoard:
     """Event files; of steps done again TensorBoard shows the later ones."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any], done_steps: int) -> None:
@@ -70,7 +70,7 @@ class TensorBoard:
         self._writer.close()
 
 
-class WeightsAndBiases:
+class _WeightsAndBiases:
     """A run of W&B. Its own variables (WANDB_MODE, WANDB_PROJECT …) come first, then what stands
     here; a run that is resumed keeps its id."""
 
@@ -96,7 +96,7 @@ class WeightsAndBiases:
         self._run.finish(exit_code=int(failed))
 
 
-class Trackio:
+class _Trackio:
     """A run of trackio, in the run directory unless TRACKIO_DIR says otherwise; its words go to
     standard error, since standard output may be one JSON document."""
 
@@ -123,7 +123,7 @@ class Trackio:
             trackio.finish()  # the run's own would come, and speak, once more at the process's end
 
 
-class Prometheus:
+class _Prometheus:
     """A text file of gauges, whole at any moment; each has its newest value."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any], done_steps: int) -> None:
@@ -149,33 +149,33 @@ class Prometheus:
         """The file stays."""
 
 
-_KINDS: Mapping[str, type[Tracker]] = {
-    "tensorboard": TensorBoard,
-    "wandb": WeightsAndBiases,
-    "trackio": Trackio,
-    "prometheus": Prometheus,
+KINDS: Mapping[str, type[Tracker]] = {
+    "tensorboard": _TensorBoard,
+    "wandb": _WeightsAndBiases,
+    "trackio": _Trackio,
+    "prometheus": _Prometheus,
 }
-_WITHOUT_PACKAGE = ("prometheus",)
+_PACKAGES = ("tensorboard", "wandb", "trackio")
+"""Trackers that need the package of their name, which the extra of that name installs."""
 
 
 def tracker_names(track: str) -> list[str]:
     """The names in a list such as `tensorboard,prometheus`, each once."""
     names = list(dict.fromkeys(filter(None, map(str.strip, track.split(",")))))
     for name in names:
-        if name not in _KINDS:
+        if name not in KINDS:
             raise ConfigError(
-                f"track: there is no tracker {name[:80]!r}; there are {', '.join(_KINDS)}, several "
+                f"track: there is no tracker {name[:80]!r}; there are {', '.join(KINDS)}, several "
                 "with commas between them"
             )
     return names
 
 
 def require_packages(track: str) -> None:
-    """Raise ConfigError where the package of a tracker, named as the tracker, is not installed."""
+    """Raise ConfigError where a tracker's package is not installed."""
     for name in tracker_names(track):
-        spec = None if name in _WITHOUT_PACKAGE else find_spec(name)
-        # A folder of that name has no origin: W&B makes ./wandb.
-        if name not in _WITHOUT_PACKAGE and (spec is None or spec.origin is None):
+        # A mere folder, such as the ./wandb that W&B makes where a script runs, has no origin.
+        if name in _PACKAGES and getattr(find_spec(name), "origin", None) is None:
             raise ConfigError(
                 f"track={name} needs the package {name}: pip install 'gradsync[{name}]'"
             )
@@ -192,7 +192,7 @@ class Trackers:
         """Make those that `track` names."""
         for name in tracker_names(track):
             with self._left_alone_if_it_fails(name):
-                self._working[name] = _KINDS[name](folder, config, done_steps)
+                self._working[name] = KINDS[name](folder, config, done_steps)
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Give them a record of `metrics.jsonl`, without what is null in it."""

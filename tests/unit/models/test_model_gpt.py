@@ -310,11 +310,12 @@ from gradsync.models.config import GPTConfig
 from gradsync.models.gpt import GPT
 import gradsync.train.run
 GPT(GPTConfig(n_layer=1, n_embd=32, n_head=2, vocab_size=64, block_size=16, tie_head=False))
-slow = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy")
+slow = ["torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy"]
+slow += ["torch.utils.tensorboard", "wandb", "trackio"]
 print(*(name for name in slow if name in sys.modules))
 """
 
 
-def test_a_start_imports_no_compiler_and_no_sharded_tensors() -> None:
-    """Together they would be a third of the time that a rank takes to begin."""
+def test_a_start_imports_no_compiler_no_sharded_tensors_and_no_tracker() -> None:
+    """The first two together would be a third of the time that a rank takes to begin."""
     assert run_python(["-c", SLOW_IMPORTS]).ok().stdout == "\n"

@@ -19,7 +19,7 @@ from gradsync.cli import train as command
 from gradsync.cli.main import main
 from gradsync.errors import ConfigError
 from gradsync.train.faults import FaultPlan
-from gradsync.train.trackers import Prometheus, Trackers, require_packages, tracker_names
+from gradsync.train.trackers import KINDS, Trackers, require_packages, tracker_names
 from support.small_run import make_data, summary_of
 
 FLAGS = (
@@ -256,7 +256,7 @@ def test_names_of_trackers() -> None:
 def test_a_name_with_quotes_is_one_label(tmp_path: Path) -> None:
     folder = tmp_path / 'a"b\\c\nd'
     folder.mkdir()
-    Prometheus(folder, {}, 0).log({"train/loss": 1e-7}, 3)
+    KINDS["prometheus"](folder, {}, 0).log({"train/loss": 1e-7}, 3)
     gauges = read_gauges((folder / "metrics.prom").read_text())
     assert gauges["gradsync_train_loss"] == (r'run="a\"b\\c\nd",rank="0"', 1e-7)
 

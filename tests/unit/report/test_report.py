@@ -24,7 +24,7 @@ def make_run(folder: Path, *, ranks: int = 2, name: str = "first", **config: obj
     """A run's files, as `gradsync train` leaves them."""
     path = folder / name
     (path / "logs").mkdir(parents=True)
-    lines = [
+    lines: list[dict[str, object]] = [
         {
             "step": step,
             "train/loss": 5 / step,
@@ -115,6 +115,140 @@ def test_points_are_those_of_the_metrics(tmp_path: Path) -> None:
     assert charts["Communication that nothing hides"].lines[0].points[-1] == (STEPS, 20)
 
 
+def add_start(run: Path, **fields: object) -> None:
+    with (run / "starts.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 0, "world_size": 2, "planned_gib": 0.5, **fields}) + "\n")
+
+
+FAILED = {"exit_code": 1, "reason": "failed", "error": "rank 1 vanished\nmore"}
+
+
+def test_interruptions_stand_in_a_list_and_in_each_chart(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    add_start(run)
+    add_start(run, step=10, world_size=1, reached=14, before=FAILED, planned_gib=0.75)
+    add_start(run, step=20, world_size=1, reached=20, before={"exit_code": 75, "reason": "a stop"})
+    add_start(run, step=25, world_size=1, reached=27)
+    add_start(run, step="x")
+    (run / "exit.json").write_text(json.dumps({"exit_code": 124, "reason": "too late"}))
+    found = read_run(run)
+    assert found.events == [
+        (
+            10,
+            "after step 14: exit code 1: failed, rank 1 vanished; went on from step 10 with 1 "
+            "rank(s) in place of 2",
+            True,
+        ),
+        (20, "after step 20: a stop; went on from step 20 with 1 rank(s)", False),
+        (25, "after step 27: killed; went on from step 25 with 1 rank(s)", True),
+        (30, "after step 30: exit code 124: too late", True),
+    ]
+    assert found.problems == ["starts.jsonl, line 5: not an object with a step and world_size"]
+    assert found.planned_memory[:4] == [(1, 0.5), (10, 0.5), (10, 0.75), (20, 0.75)]
+    charts = charts_of([found])
+    assert all(chart.events == found.events for chart in charts)
+    text = page([found])
+    assert text.count('<line class="event') == 4 * sum(bool(svg(chart)) for chart in charts)
+    assert "after step 14: exit code 1" in read_page(text).text
+    assert "Interruptions" not in page([read_run(make_run(tmp_path, name="whole"))])
+
+
+def test_every_number_of_the_page_is_one_of_the_metrics(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:  # figures without a pattern
+        row |= {k: v * (1 + 0.1 * math.sin(7 * row["step"])) for k, v in row.items() if k != "step"}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = page([read_run(run)])
+    of = {(k, row["step"]): v for row in rows for k, v in row.items()}
+    told = re.findall(r"<title>([^<]*?): (\S+) at (\d+)</title>", text)
+    names = {
+        "training": [("train/loss", 1.0)],
+        "validation": [("val/loss", 1.0)],
+        "communication that nothing hides": [("comm/exposed_s", 1e3)],
+        "waiting for data": [("perf/data_s", 1e3)],
+        "measured": [("mem/max_reserved_gib", 1.0)],
+    }
+    seen = set()
+    for name, value, step in told:
+        for metric, by in names.get(name, ()):
+            seen.add((metric, int(step)))
+            assert float(value) == pytest.approx(of[metric, int(step)] * by, rel=1e-3)
+    assert len(seen) == 4 * STEPS + 1
+    numbers = text[text.index("<summary>Numbers") : text.index("<summary>Settings")]
+    head = re.findall(r"<th[^>]*>([^<]*)</th>", numbers)
+    cells = re.findall(r"<td[^>]*>([^<]*)</td>", numbers)
+    table = [cells[n : n + len(head)] for n in range(0, len(cells), len(head))]
+    assert len(table) == STEPS
+    for line in table:
+        for name, cell in zip(head[1:], line[1:], strict=True):
+            if cell:
+                assert float(cell) == pytest.approx(of[name, int(line[0])], rel=1e-5)
+            else:
+                assert (name, int(line[0])) not in of
+
+
+def test_the_table_of_a_long_run_is_thinned_and_ends_with_its_last_step(tmp_path: Path) -> None:
+    lines = [json.dumps({"step": step, "train/loss": 1.0}) + "\n" for step in range(1, 1002)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    numbers = page([read_run(tmp_path)]).partition("<summary>Numbers")[2]
+    steps = re.findall(r'<tr><td class="n">(\d+)<', numbers)
+    assert len(steps) < 210
+    assert (steps[0], steps[-1]) == ("1", "1001")
+
+
+def test_scaling_is_against_the_fewest_ranks(tmp_path: Path) -> None:
+    runs = [read_run(make_run(tmp_path, ranks=n, name=f"run-{n}")) for n in (2, 4)]
+    summary = runs[1].path / "summary.json"
+    rate = json.loads(summary.read_text()) | {"tokens_per_s": 3000.0}  # 750 a rank, 1,000 before
+    summary.write_text(json.dumps(rate))
+    runs = [read_run(run.path) for run in runs]
+    charts = {chart.title: chart for chart in charts_of(runs)}
+    assert charts["Efficiency"].lines[0].points == [(2, 100), (4, 75)]
+    measured, linear = charts["Tokens a second over ranks"].lines
+    assert (measured.points, linear.points) == ([(2, 2000), (4, 3000)], [(2, 2000), (4, 4000)])
+    assert "75.0 %" in read_page(page(runs)).text
+    assert "Efficiency" not in page(runs[:1] * 2)
+
+
+def cell(strategy: str, world_size: int, **fields: object) -> dict[str, object]:
+    base = {"strategy": strategy, "world_size": world_size, "dtype": "fp32", "status": "passed"}
+    return {**base, "promise": "rounding", "bitwise": False, "model": "mlp", **fields}
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_what_verify_found_is_a_table(tmp_path: Path, given: bool) -> None:
+    run = make_run(tmp_path)
+    cells = [
+        cell("ring", 2),
+        cell("ring", 3, status="failed", sentence="step 1: <wrong>"),
+        cell("invariant", 2, bitwise=True),
+    ]
+    where = tmp_path / "v.json" if given else run / "verify.json"
+    where.write_text(json.dumps({"cells": cells, "versions": {"gradsync": "0.1"}}))
+    out = tmp_path / "page.html"
+    more = ["--verify", str(where)] if given else []
+    assert main(["report", str(run), "--out", str(out), *more]) == 0
+    text = out.read_text("utf-8")
+    rows = [re.findall(r"<td>([^<]*)</td>", row) for row in text.split("<tr>")]
+    assert ["ring", "fp32", "rounding", "rounding", "failed"] in rows
+    assert ["invariant", "fp32", "rounding", "bitwise", ""] in rows
+    assert "ring 3 mlp fp32 : step 1: <wrong>" in read_page(text).text
+    assert "3 cells, 1 failed" in read_page(text).text
+
+
+@pytest.mark.parametrize(
+    "document", ["", "[]", '{"cells": 3}', '{"cells": [{}]}', '{"cells": [{"strategy": "ring"}]}']
+)
+def test_what_is_no_document_of_verify_is_refused(
+    tmp_path: Path, document: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = tmp_path / "v.json"
+    where.write_text(document)
+    assert main(["report", str(make_run(tmp_path)), "--verify", str(where)]) == 2
+    assert "not a document of gradsync verify --json" in capsys.readouterr().err
+
+
 def test_several_runs_stand_side_by_side(tmp_path: Path) -> None:
     paths = [make_run(tmp_path, ranks=n, name=f"run-{n}", seed=n) for n in (1, 2, 4)]
     out = tmp_path / "all.html"
@@ -133,6 +267,7 @@ def test_charts_as_files(tmp_path: Path) -> None:
     files = sorted(path.name for path in folder.iterdir())
     assert "loss.svg" in files
     assert len(files) == 7  # no arithmetic was logged
+    assert "validation" in (folder / "loss.svg").read_text()
     for path in folder.iterdir():
         assert ElementTree.parse(path).getroot().tag == "{http://www.w3.org/2000/svg}svg"
 
@@ -181,6 +316,22 @@ def test_text_from_files_is_text(tmp_path: Path) -> None:
 def test_bad_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", *arguments]) == 2
     assert "run directory" in capsys.readouterr().err
+
+
+def test_pictures_take_a_browser(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    run = make_run(tmp_path)
+    for kind in ("png", "pdf"):
+        assert main(["report", str(run), "--format", kind, "--out", str(tmp_path / "out")]) == 1
+        assert "no browser on PATH" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    broken = tmp_path / "chromium"
+    broken.write_text("#!/bin/sh\necho no display >&2\nexit 3\n")
+    broken.chmod(0o755)
+    assert main(["report", str(run), "--format", "pdf"]) == 1
+    assert capsys.readouterr().err.endswith("chromium exited with 3: no display\n")
 
 
 # -- timeline --------------------------------------------------------------------------------------

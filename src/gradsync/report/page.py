@@ -18,8 +18,6 @@ from gradsync.report.timeline import timeline
 _SAID = 40
 """Log lines that are shown at most."""
 
-_NAMES = ("strategy", "world_size", "model", "dtype", "loaded_from")
-"""Fields of a cell of `gradsync verify` that tell it from others."""
 
 _STYLE = (
     f":root {{{LIGHT}}}{STYLE}"
@@ -51,8 +49,8 @@ figcaption small, figcaption span { color: var(--soft); font-size: .85rem; }
 figcaption span { overflow-wrap: anywhere; }
 figcaption i { display: inline-block; width: .9em; height: .6em; border-radius: 2px;
   margin-right: .35em; background: currentColor; }
-figcaption i.dashed { width: 1.2em; height: 0; border-top: 2px dashed; vertical-align: middle;
-  background: none; }
+figcaption i.dashed { width: 1.5em; height: 2px; vertical-align: middle; border-radius: 0;
+  background: repeating-linear-gradient(90deg, currentColor 0 5px, transparent 5px 8px); }
 svg { width: 100%; height: auto; display: block; margin-top: auto; }
 svg text { font-variant-numeric: tabular-nums; }
 .charts figure { display: flex; flex-direction: column; }
@@ -64,8 +62,8 @@ ol { margin: .2rem 0; padding-left: 1.6rem; overflow-wrap: anywhere; }
 table { border-collapse: collapse; font-size: .88rem; }
 th, td { text-align: left; padding: .25rem .9rem .25rem 0; max-width: 40rem;
   border-bottom: 1px solid var(--rule); vertical-align: top; }
-td { overflow-wrap: anywhere; min-width: 4rem; }
-td:first-child { min-width: 7rem; }
+td { overflow-wrap: break-word; min-width: 4rem; }
+th { vertical-align: bottom; } td:first-child { min-width: 7rem; }
 td.n, th.n { text-align: right; } td.n { font-variant-numeric: tabular-nums; white-space: nowrap; }
 pre { background: var(--card); padding: .7rem; border-radius: 8px; white-space: pre-wrap;
   overflow-wrap: anywhere; font-size: .82rem; }
@@ -341,11 +339,12 @@ def _details(run: Run, *, alone: bool) -> str:
         parts.append(f"<h2>Could not be read</h2><ul>{listed}</ul>")
     if said:
         parts.append(f"<h2>Warnings and errors</h2><pre>{escape(chr(10).join(said))}</pre>")
-    parts += [
-        f'<div class="screen">{_folded("Numbers", _numbers(run))}</div>',
+    known = [
         _folded("Settings", _table(("", ""), _pairs(_set(run.config)))),
         _folded("Environment", _table(("", ""), _pairs(run.environment))),
     ]
+    on_screen = [_folded("Numbers", _numbers(run)), *([] if alone else known)]
+    parts += [f'<div class="screen">{"".join(on_screen)}</div>', *(known if alone else [])]
     return "".join(parts)
 
 
@@ -359,11 +358,7 @@ def _matrix(document: Mapping[str, Any]) -> str:
         marks = (_mark([cell for cell in row if cell["world_size"] == size]) for size in sizes)
         rows.append((strategy, dtype, str(row[0].get("promise", "")), *marks))
     failed = [cell for cell in (*cells, *document["cross_load"]) if _failed(cell)]
-    listed = "".join(
-        f"<li class=bad>{escape(' '.join(str(cell.get(n, '')) for n in _NAMES))}: "
-        f"{escape(str(cell.get('sentence', '')))}</li>"
-        for cell in failed
-    )
+    listed = "".join(f"<li class=bad>{escape(_told(cell))}</li>" for cell in failed)
     kind, words = ("bad", f"{len(failed)} failed") if failed else ("good", "all as promised")
     head = ("strategy", "dtype", "promise", *(f"{size} rank(s)" for size in sizes))
     version = document.get("versions", {}).get("gradsync", "?")
@@ -372,6 +367,12 @@ def _matrix(document: Mapping[str, Any]) -> str:
         f"{len(cells)} cells, <span class={kind}>{words}</span></p>{_table(head, rows)}"
         f"<ul>{listed}</ul>"
     )
+
+
+def _told(cell: Mapping[str, Any]) -> str:
+    loaded = f" from {cell['loaded_from']}" if cell.get("loaded_from") else ""
+    name = f"{cell['strategy']} W={cell['world_size']} {cell.get('model', '')} {cell['dtype']}"
+    return f"{name}{loaded}: {cell.get('sentence', '')}"
 
 
 def _failed(cell: Mapping[str, Any]) -> bool:

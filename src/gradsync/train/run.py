@@ -15,7 +15,7 @@ from gradsync.comm.base import Communicator
 from gradsync.comm.groups import communicator
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
 from gradsync.core.files import read_object
-from gradsync.errors import GradsyncError, RunError, UsageError
+from gradsync.errors import ConfigError, GradsyncError, RunError, UsageError
 from gradsync.models.config import GPTConfig
 from gradsync.models.gpt import GPT, generate
 from gradsync.plan.memory import memory_need
@@ -124,8 +124,8 @@ def _learner(config: TrainConfig, world: World, shape: GPTConfig, comm: Communic
     return build_split_learner(config, layout, world, shape, comm)
 
 
-def _planned_gib(trainer: Trainer) -> float:
-    """Memory that `gradsync plan` says the rank with most will take."""
+def _planned_gib(trainer: Trainer) -> float | None:
+    """Memory that `gradsync plan` says the rank with most will take; None where it says nothing."""
     config, world = trainer.config, trainer.world
     work = Workload(
         model=trainer.learner.model.config,
@@ -143,7 +143,10 @@ def _planned_gib(trainer: Trainer) -> float:
         schedule=config.pipeline_schedule,
         shared_weights=isinstance(trainer.learner.sync.comm, SharedMemoryCommunicator),
     )
-    return memory_need(work, split).total / 2**30
+    try:
+        return memory_need(work, split).total / 2**30
+    except ConfigError:
+        return None
 
 
 def _introduce(trainer: Trainer, resumed: Resumed, threads: int, notes: Sequence[str]) -> None:

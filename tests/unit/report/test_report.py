@@ -233,7 +233,7 @@ def test_what_verify_found_is_a_table(tmp_path: Path, given: bool) -> None:
     rows = [re.findall(r"<td>([^<]*)</td>", row) for row in text.split("<tr>")]
     assert ["ring", "fp32", "rounding", "rounding", "failed"] in rows
     assert ["invariant", "fp32", "rounding", "bitwise", ""] in rows
-    assert "ring 3 mlp fp32 : step 1: <wrong>" in read_page(text).text
+    assert "ring W=3 mlp fp32: step 1: <wrong>" in read_page(text).text
     assert "3 cells, 1 failed" in read_page(text).text
 
 

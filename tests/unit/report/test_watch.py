@@ -102,6 +102,9 @@ def test_each_record_is_a_line_on_a_pipe(run: Path) -> None:
 
 
 def test_a_run_that_starts_again_is_told_from_there(run: Path) -> None:
+    held_out = {"step": 2, "val/loss": 0.75}
+    add(run, held_out)
+
     def start_again() -> None:
         with (run / "starts.jsonl").open("a") as file:
             file.write('{"step": 2, "world_size": 1}\n')
@@ -109,7 +112,7 @@ def test_a_run_that_starts_again_is_told_from_there(run: Path) -> None:
         (run / "env.json").write_text('{"world_size": 1}')
         fresh = run.parent / "fresh"
         fresh.mkdir()
-        add(fresh, record(1), record(2))
+        add(fresh, record(1), record(2), held_out, record(3, more="x" * 1000))
         os.replace(fresh / "metrics.jsonl", run / "metrics.jsonl")
 
     stream = io.StringIO()
@@ -117,16 +120,16 @@ def test_a_run_that_starts_again_is_told_from_there(run: Path) -> None:
         run,
         lambda: add(run, record(3), record(4)),
         start_again,
-        lambda: add(run, record(3)),
+        lambda: add(run, record(4)),
         lambda: end(run, 1, **{k: v for k, v in FAILED.items() if k != "exit_code"}),
         stream=stream,
     )
     assert code == 1
     told = [line.partition("  ")[0] for line in stream.getvalue().splitlines()]
     assert told == [
-        *("step 2/100", "rank 1: 10:01 WARNING slow", "step 3/100", "step 4/100"),
-        "started again from step 2 with 1 rank(s)",
-        "step 3/50",
+        *("step 2/100", "step 2: validation loss 0.7500", "rank 1: 10:01 WARNING slow"),
+        *("step 3/100", "step 4/100", "started again from step 2 with 1 rank(s)"),
+        *("step 3/50", "step 4/50"),
         "the run has ended: exit code 1: failed, rank 1 vanished",
     ]
 

@@ -132,9 +132,8 @@ def _told(line: Line, values: Sequence[Point], here: Sequence[Point], color: str
         look = f'r="3" fill="{color}"' if seen else 'r="6" fill="transparent"'
         for (a, b), (x, y) in zip(here, values, strict=True):
             words = f"{line.name}: {number(y)} at {number(x)}".removeprefix(": ")
-            yield f'<circle cx="{a:.1f}" cy="{b:.1f}" {look}><title>' + (
-                f"{escape(words)}</title></circle>"
-            )
+            title = f"<title>{escape(words)}</title>"
+            yield f'<circle cx="{a:.1f}" cy="{b:.1f}" {look}>{title}</circle>'
 
 
 def figure(chart: Chart) -> str:

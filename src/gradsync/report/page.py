@@ -195,51 +195,40 @@ def _share(run: Run) -> Points:
     return [(x, 100 * y / steps[x]) for x, y in exposed if steps.get(x)]
 
 
-def _rate(run: Run) -> tuple[float, float] | None:
-    """(ranks, tokens a second), None where the run has no summary with both."""
-    ranks, rate = run.summary.get("world_size"), run.summary.get("tokens_per_s")
-    if not (isinstance(ranks, int | float) and isinstance(rate, int | float) and ranks and rate):
-        return None
-    return float(ranks), float(rate)
-
-
-def _efficiencies(runs: Sequence[Run]) -> dict[Path, float]:
-    """Tokens a second of a rank, as a share of those of the run with fewest ranks; {} where runs do
-    not differ in ranks."""
-    rates = {run.path: rate for run in runs if (rate := _rate(run))}
-    if len({ranks for ranks, _ in rates.values()}) < 2:
+def _scaled(runs: Sequence[Run]) -> dict[Path, tuple[float, float, float]]:
+    """(ranks, tokens a second, efficiency in %) of each run that has a summary, where they differ
+    in ranks; else {}. Efficiency is a rank's tokens a second, as a share of those of the best run
+    with the fewest ranks."""
+    found = {}
+    for run in runs:
+        ranks, rate = run.summary.get("world_size"), run.summary.get("tokens_per_s")
+        if isinstance(ranks, int) and isinstance(rate, int | float) and ranks > 0 < rate:
+            found[run.path] = (float(ranks), float(rate))
+    if len({ranks for ranks, _ in found.values()}) < 2:
         return {}
-    ranks, _ = min(rates.values())
-    rate = max(rate for n, rate in rates.values() if n == ranks)
-    return {path: (r / n) / (rate / ranks) for path, (n, r) in rates.items()}
+    fewest, best = min(found.values(), key=lambda each: (each[0], -each[1]))
+    return {path: (n, r, 100 * r / n / (best / fewest)) for path, (n, r) in found.items()}
 
 
 def _scaling(runs: Sequence[Run]) -> list[Chart]:
     """Tokens a second and efficiency over ranks, where runs differ in them."""
-    shares = _efficiencies(runs)
-    rates = {run.path: rate for run in runs if run.path in shares and (rate := _rate(run))}
-    if not rates:
+    points = sorted(_scaled(runs).values(), key=lambda each: (each[0], -each[1]))
+    if not points:
         return []
-    points = sorted(rates.values())
-    first, last = points[0][0], points[-1][0]
-    rate = max(rate for ranks, rate in points if ranks == first)
+    (first, rate, _), last = points[0], points[-1][0]
+    joined = len({ranks for ranks, *_ in points}) == len(points)
+    measured = Line(name="measured", points=[], marks=True, joined=joined)
     linear = [(first, rate), (last, rate * last / first)]
-    by_ranks = sorted((rates[path][0], 100 * share) for path, share in shares.items())
-    joined = len({ranks for ranks, _ in points}) == len(points)
-    measured = Line(name="measured", points=points, marks=True, joined=joined)
-    proportion = f"in proportion to {first:g} rank(s)"
-    charts = [
-        _from_zero(
-            "Tokens a second over ranks",
-            "of all ranks",
-            [measured, Line(name=proportion, points=linear, color=1, dashed=True)],
-        ),
-        _from_zero(
-            "Efficiency",
-            f"% of a rank's tokens a second with {first:g} rank(s)",
-            [replace(measured, points=by_ranks)],
-        ),
+    lines = [
+        replace(measured, points=[(ranks, rate) for ranks, rate, _ in points]),
+        Line(name=f"in proportion to {first:g} rank(s)", points=linear, color=1, dashed=True),
     ]
+    shares = [replace(measured, points=[(ranks, share) for ranks, _, share in points])]
+    unit = f"% of a rank's tokens a second with {first:g} rank(s)"
+    charts = (
+        _from_zero("Tokens a second over ranks", "of all ranks", lines),
+        _from_zero("Efficiency", unit, shares),
+    )
     return [replace(chart, x="ranks") for chart in charts]
 
 
@@ -302,15 +291,15 @@ def _sentence(run: Run) -> str:
 
 def _compared(runs: Sequence[Run]) -> str:
     names = list(dict.fromkeys(name for run in runs for name, _ in figures_of(run)))
-    shares = _efficiencies(runs)
-    names += ["efficiency"] if shares else []
+    scaled = _scaled(runs)
+    names += ["efficiency"] if scaled else []
     head = "".join(f'<th class="n">{escape(name)}</th>' for name in names)
     head = f"<th>run</th>{head}<th>ended</th>"
     rows = []
     for run in runs:
         values = dict(figures_of(run))
-        if run.path in shares:
-            values["efficiency"] = f"{100 * shares[run.path]:.1f} %"
+        if run.path in scaled:
+            values["efficiency"] = f"{scaled[run.path][2]:.1f} %"
         cells = "".join(f'<td class="n">{escape(values.get(name, ""))}</td>' for name in names)
         rows.append(f"<tr><td>{escape(run.name)}</td>{cells}<td>{escape(run.outcome)}</td></tr>")
     return f'<div class="wide"><table><tr>{head}</tr>{"".join(rows)}</table></div>'
@@ -384,7 +373,7 @@ def _mark(cells: Sequence[Mapping[str, Any]]) -> str:
     if not cells:
         return ""
     if bad := [str(cell.get("status")) for cell in cells if _failed(cell)]:
-        return min(bad)
+        return "error" if "error" in bad else bad[0]
     if all(cell.get("bitwise") for cell in cells):
         return "bitwise"
     return "lossy" if cells[0].get("promise") == "lossy" else "rounding"

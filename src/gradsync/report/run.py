@@ -58,13 +58,15 @@ class Run:
     def events(self) -> list[Event]:
         """Where the run went on after it had ended, and where it ended early, in their order."""
         found = []
-        for before, start in pairwise(self.starts):
+        # A run may have begun before its starts were noted.
+        known = self.starts if self.starts and not self.starts[0]["step"] else [{}, *self.starts]
+        for before, start in pairwise(known):
             step, ended = start["step"], start.get("before")
             ended = ended if isinstance(ended, Mapping) else {}
             reached = start["reached"] if isinstance(start.get("reached"), int | float) else step
             words = f"after step {reached:g}: {_ended(ended) if ended else 'killed'}; went on from "
             words += f"step {step:g} with {start['world_size']:g} rank(s)"
-            if (ranks := before["world_size"]) != start["world_size"]:
+            if (ranks := before.get("world_size", start["world_size"])) != start["world_size"]:
                 words += f" in place of {ranks:g}"
             found.append(Event(step, words, ended.get("exit_code") not in (0, _STOPPED)))
         code, last = self.exit.get("exit_code", 0), self.last_step

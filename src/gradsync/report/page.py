@@ -350,7 +350,7 @@ def _matrix(document: Mapping[str, Any]) -> str:
     listed = "".join(f"<li class=bad>{escape(_told(cell))}</li>" for cell in failed)
     kind, words = ("bad", f"{len(failed)} failed") if failed else ("good", "all as promised")
     head = ("strategy", "dtype", "promise", *(f"{size} rank(s)" for size in sizes))
-    version = document.get("versions", {}).get("gradsync", "?")
+    version = document["versions"].get("gradsync", "?")
     return (
         f"<h2>Strategies against one rank</h2><p class=sub>gradsync verify {escape(str(version))}: "
         f"{len(cells)} cells, <span class={kind}>{words}</span></p>{_table(head, rows)}"

@@ -128,6 +128,7 @@ def read_verified(path: Path) -> dict[str, Any]:
     found = read_object(path)
     cells, loaded = found.get("cells"), found.setdefault("cross_load", [])
     named = isinstance(cells, list) and isinstance(loaded, list)
+    named = named and isinstance(found.setdefault("versions", {}), Mapping)
     named = named and all(
         isinstance(cell, Mapping)
         and isinstance(cell.get("world_size"), int)

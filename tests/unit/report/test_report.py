@@ -247,7 +247,15 @@ def test_what_verify_found_is_a_table(tmp_path: Path, given: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "document", ["", "[]", '{"cells": 3}', '{"cells": [{}]}', '{"cells": [{"strategy": "ring"}]}']
+    "document",
+    [
+        "",
+        "[]",
+        '{"cells": 3}',
+        '{"cells": [], "versions": 1}',
+        '{"cells": [{}]}',
+        '{"cells": [{"strategy": "ring"}]}',
+    ],
 )
 def test_what_is_no_document_of_verify_is_refused(
     tmp_path: Path, document: str, capsys: pytest.CaptureFixture[str]

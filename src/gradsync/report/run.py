@@ -127,13 +127,16 @@ def read_verified(path: Path) -> dict[str, Any]:
     """
     found = read_object(path)
     cells, loaded = found.get("cells"), found.setdefault("cross_load", [])
-    named = isinstance(cells, list) and isinstance(loaded, list)
-    named = named and isinstance(found.setdefault("versions", {}), Mapping)
-    named = named and all(
-        isinstance(cell, Mapping)
-        and isinstance(cell.get("world_size"), int)
-        and all(isinstance(cell.get(name), str) for name in ("strategy", "dtype", "status"))
-        for cell in (*cells, *loaded)
+    named = (
+        isinstance(found.setdefault("versions", {}), Mapping)
+        and isinstance(cells, list)
+        and isinstance(loaded, list)
+        and all(
+            isinstance(cell, Mapping)
+            and isinstance(cell.get("world_size"), int)
+            and all(isinstance(cell.get(name), str) for name in ("strategy", "dtype", "status"))
+            for cell in (*cells, *loaded)
+        )
     )
     if not named:
         raise ConfigError(f"{path}: not a document of gradsync verify --json (no cells in it)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -200,6 +201,9 @@ def test_the_run_directory_holds_what_it_promises_and_a_finished_run_is_left_as_
     first, _ = pool.run(train_rank, 2, config, FaultPlan(kind="sigterm", rank=1, step=6))
     names = ("config.yaml", "env.json", "metrics.jsonl", "summary.json", "logs/rank_00001.log")
     assert [name for name in names if not (tmp_path / name).is_file()] == []
+    start = json.loads((tmp_path / "starts.jsonl").read_text())
+    assert (start["step"], start["world_size"], start["before"]) == (0, 2, None)
+    assert 0.3 < start["planned_gib"] < 1  # most of it is the process
     steps = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert steps == ["step-00000004", "step-00000006"]
     assert (first.exit_code, first.summary["stopped_by"]) == (0, "")

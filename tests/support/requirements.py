@@ -41,6 +41,7 @@ MISSING: dict[str, Callable[[], list[str]]] = {
     "iproute2": lambda: _program("ip", "tc"),
     "nftables": lambda: _program("nft"),
     "namespaces": namespaces.missing,
+    "chromium": lambda: _program("chromium"),
     "import-linter": lambda: _module("importlinter"),
     "cuda": _cuda,
 }

@@ -12,9 +12,10 @@ import tyro
 from gradsync.cli.arguments import parse
 from gradsync.core.files import write_text
 from gradsync.errors import ConfigError
+from gradsync.report.browser import draw, find_browser
 from gradsync.report.charts import standing_alone, svg
 from gradsync.report.page import charts_of, figures_of, page
-from gradsync.report.run import read_run
+from gradsync.report.run import read_run, read_verified
 from gradsync.report.timeline import timeline_svg
 
 
@@ -29,9 +30,14 @@ class ReportOptions:
     paths: Annotated[list[str], tyro.conf.Positional] = field(default_factory=list)
     """Run directories."""
     out: str = ""
-    """File, or with --format svg a folder; default: report.html in the first run's directory."""
-    format: Literal["html", "svg"] = "html"
-    """html: the page. svg: one file for each chart."""
+    """File, or for svg and png a folder; default: report.html or .pdf in the first run's directory,
+    and charts."""
+    format: Literal["html", "svg", "png", "pdf"] = "html"
+    """html, pdf: the page. svg, png: one file for each chart. png and pdf take a chromium that is
+    on PATH."""
+    verify: str = ""
+    """What `gradsync verify --json` printed, to be shown as a table; default: verify.json in the
+    first run's directory, if there."""
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print the figures as one JSON document, and write nothing."""
 
@@ -49,18 +55,34 @@ def run(argv: list[str]) -> int:
     if options.as_json:
         print(json.dumps({str(each.path): dict(figures_of(each)) for each in runs}))
         return 0
-    out = Path(options.out) if options.out else runs[0].path / "report.html"
-    if options.format == "html":
-        write_text(out, page(runs))
+    beside = runs[0].path / "verify.json"
+    verified = None
+    if options.verify or beside.is_file():
+        verified = read_verified(Path(options.verify) if options.verify else beside)
+    browser = find_browser() if options.format in ("png", "pdf") else ""
+    if options.format in ("html", "pdf"):
+        default = runs[0].path / f"report.{options.format}"
+        out = Path(options.out) if options.out else default
+        text = page(runs, verified)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        if browser:
+            draw(browser, text, out)
+        else:
+            write_text(out, text)
         print(f"written to {out}")
         return 0
     out = Path(options.out or "charts")
     out.mkdir(parents=True, exist_ok=True)
-    drawn = {chart.title: svg(chart) for chart in charts_of(runs)}
-    drawn["Timeline"] = timeline_svg(runs[0].path)
+    drawn = {
+        chart.title: standing_alone(d, chart) for chart in charts_of(runs) if (d := svg(chart))
+    }
+    if steps := timeline_svg(runs[0].path):
+        drawn["Timeline"] = standing_alone(steps)
     for title, text in drawn.items():
-        if text:
-            name = "".join(c if c.isalnum() else "-" for c in title.lower()).strip("-")
-            write_text(out / f"{name}.svg", standing_alone(text))
-    print(f"{sum(map(bool, drawn.values()))} charts in {out}")
+        name = "".join(c if c.isalnum() else "-" for c in title.lower()).strip("-")
+        if browser:
+            draw(browser, text, out / f"{name}.png")
+        else:
+            write_text(out / f"{name}.svg", text)
+    print(f"{len(drawn)} charts in {out}")
     return 0

@@ -6,35 +6,49 @@ Text is text, sizes follow the page, and nothing is loaded or run.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
+from typing import NamedTuple
 
-WIDTH, HEIGHT = 640.0, 240.0
-_LEFT, _RIGHT, _TOP, _BOTTOM = 58.0, 14.0, 12.0, 34.0
+WIDTH, HEIGHT = 480.0, 225.0
+_LEFT, _RIGHT, _TOP, _BOTTOM = 58.0, 14.0, 20.0, 38.0
+_MOST_TOLD = 100
+"""Points of a line that say their value under the pointer: no more would be told apart."""
+_LEGEND_ROW = 17.0
 _MOST_POINTS = 400
 COLORS = 6
 LIGHT = "--c0:#2f6fdf;--c1:#d9601a;--c2:#1f8a5b;--c3:#9250c8;--c4:#b98900;--c5:#c2346c;"
 """Colours on white; a page may set others for a dark one."""
 STYLE = (
     ".grid{stroke:var(--rule,#dfe3e8)}.line{fill:none;stroke-width:2;stroke-linejoin:round}"
-    ".area{opacity:.85}svg text{fill:var(--soft,#667085);font-size:11px}"
-    "svg .on{fill:var(--paper,#fff)}"
+    ".area{opacity:.85}svg text{fill:var(--soft,#667085);font-size:12px}"
+    "svg .on{fill:var(--paper,#fff)}.event{stroke:var(--soft,#667085);stroke-dasharray:3 3}"
+    ".event.bad{stroke:var(--bad,#b42318)}svg text.bad{fill:var(--bad,#b42318)}"
 )
 """The parts of a chart, in a page or alone."""
 
 Point = tuple[float, float]
 
 
+class Event(NamedTuple):
+    """Something that happened to a run: a number on the x axis, told in a list below."""
+
+    step: float
+    words: str
+    bad: bool = False
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Line:
-    """Points to be joined."""
+    """Points, joined in their order."""
 
     name: str
     points: Sequence[Point]
     color: int = 0
     dashed: bool = False
     marks: bool = False  # A dot at each point
+    joined: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +62,7 @@ class Chart:
     stacked: bool = False
     """Areas on top of each other; all lines have the same x."""
     from_zero: bool = False
+    events: Sequence[Event] = ()
 
 
 def svg(chart: Chart) -> str:
@@ -56,6 +71,7 @@ def svg(chart: Chart) -> str:
     lines = [line for line in lines if line.points]
     if not lines:
         return ""
+    values = [line.points for line in lines]
     if chart.stacked:
         lines = _on_top(lines)
     xs = [x for line in lines for x, _ in line.points]
@@ -84,24 +100,40 @@ def svg(chart: Chart) -> str:
         across, _ = at(x, y_low)
         parts.append(_text(across, HEIGHT - _BOTTOM + 16, number(x), "middle"))
     parts.append(_text(WIDTH - _RIGHT, HEIGHT - 3, chart.x, "end"))
+    for number_of, event in enumerate(chart.events, 1):
+        if x_low <= event.step <= x_high:
+            across, _ = at(event.step, y_low)
+            kind = " bad" if event.bad else ""
+            parts.append(
+                f'<line class="event{kind}" x1="{across:.1f}" x2="{across:.1f}" y1="{_TOP - 4:g}" '
+                f'y2="{HEIGHT - _BOTTOM:g}"/><text class="{kind.strip()}" x="{across:.1f}" '
+                f'y="{_TOP - 7:g}" text-anchor="middle">{number_of}'
+                f"<title>{escape(event.words)}</title></text>"
+            )
     floor = [(x, 0.0) for x, _ in lines[0].points]
-    for line in lines:
+    for line, said in zip(lines, values, strict=True):
         here = [at(x, y) for x, y in line.points]
         color = f"var(--c{line.color % COLORS})"
         if chart.stacked:
             under = [at(x, y) for x, y in reversed(floor)]
             parts.append(f'<path d="{_path([*here, *under])}Z" fill="{color}" class="area"/>')
             floor = list(line.points)
-        else:
+        elif line.joined:
             dash = ' stroke-dasharray="6 4"' if line.dashed else ""
             parts.append(f'<path d="{_path(here)}" stroke="{color}" class="line"{dash}/>')
-        if line.marks or len(here) == 1:
-            parts += [
-                f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3" fill="{color}"><title>'
-                f"{escape(line.name)}: {number(y)} at {number(x)}</title></circle>"
-                for (a, b), (x, y) in zip(here, line.points, strict=True)
-            ]
+        parts += _told(line, said, here, color)
     return "".join([*parts, "</svg>"])
+
+
+def _told(line: Line, values: Sequence[Point], here: Sequence[Point], color: str) -> Iterator[str]:
+    """Dots that say their values: seen where the line has marks, else only under the pointer."""
+    seen = line.marks or len(here) == 1
+    if seen or len(here) <= _MOST_TOLD:
+        look = f'r="3" fill="{color}"' if seen else 'r="6" fill="transparent"'
+        for (a, b), (x, y) in zip(here, values, strict=True):
+            words = f"{line.name}: {number(y)} at {number(x)}".removeprefix(": ")
+            title = f"<title>{escape(words)}</title>"
+            yield f'<circle cx="{a:.1f}" cy="{b:.1f}" {look}>{title}</circle>'
 
 
 def figure(chart: Chart) -> str:
@@ -110,7 +142,7 @@ def figure(chart: Chart) -> str:
     if not drawn:
         return ""
     names = [
-        f'<span><i style="background:var(--c{line.color % COLORS})"'
+        f'<span><i style="color:var(--c{line.color % COLORS})"'
         f"{' class=dashed' if line.dashed else ''}></i>{escape(line.name)}</span>"
         for line in chart.lines
         if len(chart.lines) > 1 and _finite(line.points)
@@ -120,11 +152,42 @@ def figure(chart: Chart) -> str:
     return f"<figure>{head}{drawn}</figure>"
 
 
-def standing_alone(drawn: str) -> str:
-    """A chart as a file of its own, in light colours."""
+def standing_alone(drawn: str, chart: Chart | None = None) -> str:
+    """A chart as a file of its own, in light colours; with `chart` also its title and legend."""
     head, rest = drawn.split(">", 1)
     style = f"svg{{{LIGHT}background:#fff;font-family:sans-serif}}{STYLE}"
+    if chart is not None:
+        legend, rows = _legend(chart)
+        top = 30 + _LEGEND_ROW * rows
+        head = head.replace(f"0 0 {WIDTH:g} {HEIGHT:g}", f"0 {-top:g} {WIDTH:g} {HEIGHT + top:g}")
+        unit = f" ({chart.y})" if chart.y else ""
+        title = _text(10, -10 - _LEGEND_ROW * rows, chart.title + unit, "start")
+        rest = f"{title}{legend}{rest}"
     return f'{head} xmlns="http://www.w3.org/2000/svg"><style>{style}</style>{rest}\n'
+
+
+def _legend(chart: Chart) -> tuple[str, int]:
+    """Names beside a piece of their line, where there are several, and the rows they take; widths
+    are estimates."""
+    named = [line for line in chart.lines if _finite(line.points)] if len(chart.lines) > 1 else []
+    placed: list[tuple[int, float, Line]] = []
+    row, left = 0, 10.0
+    for line in named:
+        width = 36 + 6.8 * len(line.name)
+        if left > 10 and left + width > WIDTH:
+            row, left = row + 1, 10.0
+        placed.append((row, left, line))
+        left += width
+    rows, parts = row + bool(named), []
+    for row, left, line in placed:
+        below = -2 - _LEGEND_ROW * (rows - 1 - row)
+        dash = ' stroke-dasharray="4 3"' if line.dashed else ""
+        piece = f'x1="{left:g}" x2="{left + 16:g}" {_y(below - 4)}'
+        parts.append(
+            f'<line class="line" {piece} stroke="var(--c{line.color % COLORS})"{dash}/>'
+            + _text(left + 21, below, line.name, "start")
+        )
+    return "".join(parts), rows
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:

@@ -4,24 +4,29 @@ colours, on a phone and on paper."""
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from html import escape
+from pathlib import Path
 from typing import Any
 
-from gradsync.report.charts import LIGHT, STYLE, Chart, Line, figure, number
+from gradsync.report.charts import LIGHT, STYLE, Chart, Line, figure
 from gradsync.report.run import Points, Run
 from gradsync.report.timeline import timeline
 
 _SAID = 40
 """Log lines that are shown at most."""
 
+
 _STYLE = (
     f":root {{{LIGHT}}}{STYLE}"
     + """
-:root { color-scheme: light dark; --ink: #1d2330; --soft: #667085; --paper: #ffffff;
+:root { color-scheme: light dark; print-color-adjust: exact;
+  --ink: #1d2330; --soft: #667085; --paper: #ffffff;
   --card: #f6f7f9; --rule: #dfe3e8; --good: #197a3d; --bad: #b42318; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6e9ef; --soft: #98a2b3; --paper: #14171c;
+@media screen and (prefers-color-scheme: dark) { :root {
+  --ink: #e6e9ef; --soft: #98a2b3; --paper: #14171c;
   --card: #1d2128; --rule: #333a45; --good: #5cc98a; --bad: #ff8a7a;
   --c0: #6ea3ff; --c1: #ff9a5c; --c2: #56c596; --c3: #c08cf0; --c4: #e5b93a; --c5: #f27aa6; } }
 * { box-sizing: border-box; }
@@ -43,44 +48,64 @@ figcaption { display: flex; flex-wrap: wrap; gap: .2rem .9rem; align-items: base
 figcaption small, figcaption span { color: var(--soft); font-size: .85rem; }
 figcaption span { overflow-wrap: anywhere; }
 figcaption i { display: inline-block; width: .9em; height: .6em; border-radius: 2px;
-  margin-right: .35em; }
-figcaption i.dashed { opacity: .55; }
-svg { width: 100%; height: auto; display: block; }
+  margin-right: .35em; background: currentColor; }
+figcaption i.dashed { width: 1.5em; height: 2px; vertical-align: middle; border-radius: 0;
+  background: repeating-linear-gradient(90deg, currentColor 0 5px, transparent 5px 8px); }
+svg { width: 100%; height: auto; display: block; margin-top: auto; }
 svg text { font-variant-numeric: tabular-nums; }
-figure.all { margin-bottom: 1rem; overflow-x: auto; }
+.charts figure { display: flex; flex-direction: column; }
+@media (max-width: 560px) { .charts svg text { font-size: 15px; } }
+figure.all { margin-top: 1rem; overflow-x: auto; }
 figure.all svg { min-width: 700px; }
 .wide { overflow-x: auto; }
+ol { margin: .2rem 0; padding-left: 1.6rem; overflow-wrap: anywhere; }
 table { border-collapse: collapse; font-size: .88rem; }
-th, td { text-align: left; padding: .25rem .9rem .25rem 0; border-bottom: 1px solid var(--rule);
-  vertical-align: top; }
-td { overflow-wrap: anywhere; min-width: 4rem; }
-td.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-pre { background: var(--card); padding: .7rem; border-radius: 8px; overflow-x: auto;
-  font-size: .82rem; }
+th, td { text-align: left; padding: .25rem .9rem .25rem 0; max-width: 40rem;
+  border-bottom: 1px solid var(--rule); vertical-align: top; }
+td { overflow-wrap: break-word; min-width: 4rem; }
+th { vertical-align: bottom; } td:first-child { min-width: 7rem; }
+td.n, th.n { text-align: right; } td.n { font-variant-numeric: tabular-nums; white-space: nowrap; }
+pre { background: var(--card); padding: .7rem; border-radius: 8px; white-space: pre-wrap;
+  overflow-wrap: anywhere; font-size: .82rem; }
 .good { color: var(--good); } .bad { color: var(--bad); }
 details { margin: .5rem 0; } summary { cursor: pointer; color: var(--soft); }
-@media print { body { max-width: none; } .charts { grid-template-columns: 1fr 1fr; }
-  details > * { display: block; } }
+@media print { :root { font-size: 11px; }
+  body { max-width: none; padding: 0; font-size: 11px; } h2 { break-after: avoid; }
+  .charts { grid-template-columns: 1fr 1fr; gap: .6rem; } figure.all svg { min-width: 0; }
+  .screen { display: none; } .wide { overflow: visible; } tr { break-inside: avoid; }
+  details::details-content { content-visibility: visible; display: block; } }
 """
 )
 
 
-def page(runs: Sequence[Run]) -> str:
-    """The whole document."""
+def page(
+    runs: Sequence[Run], verified: Mapping[str, Any] | None = None, *, again_s: int = 0
+) -> str:
+    """The whole document.
+
+    Args:
+        runs: one, or several side by side.
+        verified: what `gradsync verify --json` printed.
+        again_s: seconds after which a browser asks for the page anew; 0: never.
+    """
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     charts = "".join(figure(chart) for chart in charts_of(runs))
+    again = f'<meta http-equiv="refresh" content="{again_s}">' if again_s else ""
     parts = [
         f"<h1>{escape(title)}</h1>",
         _about(runs[0]) if len(runs) == 1 else _compared(runs),
-        *(timeline(run.path) for run in runs[:4]),
+        *(_happened(run, alone=len(runs) == 1) for run in runs),
+        "<h2>Curves</h2>",
         f'<div class="charts">{charts}</div>' if charts else "<p>No step was logged yet.</p>",
+        *(timeline(run.path) for run in runs[:4]),
         *([_differences(runs)] if len(runs) > 1 else []),
+        _matrix(verified) if verified else "",
         *(_details(run, alone=len(runs) == 1) for run in runs),
     ]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)} · gradsync</title><style>{_STYLE}</style></head><body>"
+        f"{again}<title>{escape(title)} · gradsync</title><style>{_STYLE}</style></head><body>"
         f"{''.join(parts)}</body></html>\n"
     )
 
@@ -89,8 +114,10 @@ def page(runs: Sequence[Run]) -> str:
 
 
 def charts_of(runs: Sequence[Run]) -> list[Chart]:
-    """All charts of the page; several runs are lines in each."""
+    """All charts of the page; several runs are lines in each. Events are those of one run: marks of
+    several could not be told apart."""
     alone = len(runs) == 1
+    events = runs[0].events if alone else ()
 
     def lines(metric: str, name: str = "") -> list[Line]:
         return [
@@ -110,6 +137,17 @@ def charts_of(runs: Sequence[Run]) -> list[Chart]:
     ]
     hidden = [replace(ln, points=_share(r)) for ln, r in zip(lines(""), runs, strict=True)]
     loss = [*lines("train/loss", "training"), *held_out]
+    memory = lines("mem/max_reserved_gib", "measured")
+    memory += [
+        Line(
+            name="planned" if alone else f"{run.name}, planned",
+            points=run.planned_memory,
+            color=1 if alone else k,
+            dashed=True,
+        )
+        for k, run in enumerate(runs)
+        if run.planned_memory and "mem/max_reserved_gib" in run.metrics
+    ]
     found = [
         Chart(title="Loss", y="nats per token", lines=loss),
         _from_zero("Tokens a second", "of all ranks", lines("perf/tokens_per_s")),
@@ -117,12 +155,11 @@ def charts_of(runs: Sequence[Run]) -> list[Chart]:
         _from_zero("Communication that nothing hides", "% of a step", hidden),
         _from_zero("Learning rate", "", lines("optim/lr")),
         _from_zero("Norm of the mean gradient", "before clipping", lines("optim/grad_norm")),
-        _from_zero("Memory", "GiB at most, of the rank with most", lines("mem/max_reserved_gib")),
+        _from_zero("Memory", "GiB, rank 0 at its peak", memory),
         _from_zero("Arithmetic", "TFLOP/s a device", lines("perf/tflops_per_device")),
     ]
-    if scaling := _scaling(runs):
-        found.insert(2, scaling)
-    return found
+    found = [replace(chart, events=events) for chart in found]
+    return [*found[:2], *_scaling(runs), *found[2:]]
 
 
 def _from_zero(title: str, y: str, lines: Sequence[Line]) -> Chart:
@@ -158,26 +195,41 @@ def _share(run: Run) -> Points:
     return [(x, 100 * y / steps[x]) for x, y in exposed if steps.get(x)]
 
 
-def _scaling(runs: Sequence[Run]) -> Chart | None:
-    """Tokens a second over ranks, where runs differ in them."""
-    points = sorted(
-        (float(run.summary["world_size"]), float(run.summary["tokens_per_s"]))
-        for run in runs
-        if run.summary.get("world_size") and run.summary.get("tokens_per_s")
-    )
-    if len({x for x, _ in points}) < 2:
-        return None
-    (first, rate), last = points[0], points[-1][0]
+def _scaled(runs: Sequence[Run]) -> dict[Path, tuple[float, float, float]]:
+    """(ranks, tokens a second, efficiency in %) of each run that has a summary, where they differ
+    in ranks; else {}. Efficiency is a rank's tokens a second, as a share of those of the best run
+    with the fewest ranks."""
+    found = {}
+    for run in runs:
+        ranks, rate = run.summary.get("world_size"), run.summary.get("tokens_per_s")
+        if isinstance(ranks, int) and isinstance(rate, int | float) and ranks > 0 < rate:
+            found[run.path] = (float(ranks), float(rate))
+    if len({ranks for ranks, _ in found.values()}) < 2:
+        return {}
+    fewest, best = min(found.values(), key=lambda each: (each[0], -each[1]))
+    return {path: (n, r, 100 * r / n / (best / fewest)) for path, (n, r) in found.items()}
+
+
+def _scaling(runs: Sequence[Run]) -> list[Chart]:
+    """Tokens a second and efficiency over ranks, where runs differ in them."""
+    points = sorted(_scaled(runs).values(), key=lambda each: (each[0], -each[1]))
+    if not points:
+        return []
+    (first, rate, _), last = points[0], points[-1][0]
+    joined = len({ranks for ranks, *_ in points}) == len(points)
+    measured = Line(name="measured", points=[], marks=True, joined=joined)
     linear = [(first, rate), (last, rate * last / first)]
-    return Chart(
-        title="Tokens a second over ranks",
-        x="ranks",
-        lines=[
-            Line(name="measured", points=points, marks=True),
-            Line(name=f"in proportion to {first:g} rank(s)", points=linear, color=1, dashed=True),
-        ],
-        from_zero=True,
+    lines = [
+        replace(measured, points=[(ranks, rate) for ranks, rate, _ in points]),
+        Line(name=f"in proportion to {first:g} rank(s)", points=linear, color=1, dashed=True),
+    ]
+    shares = [replace(measured, points=[(ranks, share) for ranks, _, share in points])]
+    unit = f"% of a rank's tokens a second with {first:g} rank(s)"
+    charts = (
+        _from_zero("Tokens a second over ranks", "of all ranks", lines),
+        _from_zero("Efficiency", unit, shares),
     )
+    return [replace(chart, x="ranks") for chart in charts]
 
 
 # -- words ----------------------------------------------------------------------------------------
@@ -195,9 +247,9 @@ def figures_of(run: Run) -> list[tuple[str, str]]:
     shown = [(name, _shown(value)) for name, value in found if isinstance(value, int | float)]
     fraction = summary.get("exposed_comm_fraction")
     if isinstance(fraction, int | float) and math.isfinite(fraction):
-        shown.append(("of the time in exposed communication", f"{100 * fraction:.1f} %"))
+        shown.append(("exposed communication", f"{100 * fraction:.1f} %"))
     if (memory := run.last("mem/max_reserved_gib")) is not None:
-        shown.append(("GiB at most in a rank", _shown(memory)))
+        shown.append(("GiB, peak of rank 0", _shown(memory)))
     if isinstance(summary.get("weights_sha256"), str):
         shown.append(("SHA-256 of the weights", f"{summary['weights_sha256'][:8]}…"))
     return shown
@@ -213,7 +265,16 @@ def _about(run: Run) -> str:
     cards = "".join(
         f"<div><b>{escape(v)}</b><span>{escape(n)}</span></div>" for n, v in figures_of(run)
     )
-    return f'<p class="sub">{_sentence(run)}</p><div class="cards">{cards}</div><h2>Curves</h2>'
+    return f'<p class="sub">{_sentence(run)}</p><div class="cards">{cards}</div>'
+
+
+def _happened(run: Run, *, alone: bool) -> str:
+    """The run's events, by their numbers in the charts."""
+    listed = "".join(
+        f"<li{' class=bad' if event.bad else ''}>{escape(event.words)}</li>" for event in run.events
+    )
+    title = "Interruptions" if alone else f"Interruptions of {escape(run.name)}"
+    return f"<h2>{title}</h2><ol>{listed}</ol>" if listed else ""
 
 
 def _sentence(run: Run) -> str:
@@ -230,13 +291,18 @@ def _sentence(run: Run) -> str:
 
 def _compared(runs: Sequence[Run]) -> str:
     names = list(dict.fromkeys(name for run in runs for name, _ in figures_of(run)))
-    head = "".join(f"<th>{escape(name)}</th>" for name in ("run", *names, "ended"))
+    scaled = _scaled(runs)
+    names += ["efficiency"] if scaled else []
+    head = "".join(f'<th class="n">{escape(name)}</th>' for name in names)
+    head = f"<th>run</th>{head}<th>ended</th>"
     rows = []
     for run in runs:
         values = dict(figures_of(run))
+        if run.path in scaled:
+            values["efficiency"] = f"{scaled[run.path][2]:.1f} %"
         cells = "".join(f'<td class="n">{escape(values.get(name, ""))}</td>' for name in names)
         rows.append(f"<tr><td>{escape(run.name)}</td>{cells}<td>{escape(run.outcome)}</td></tr>")
-    return f'<div class="wide"><table><tr>{head}</tr>{"".join(rows)}</table></div><h2>Curves</h2>'
+    return f'<div class="wide"><table><tr>{head}</tr>{"".join(rows)}</table></div>'
 
 
 def _differences(runs: Sequence[Run]) -> str:
@@ -262,12 +328,55 @@ def _details(run: Run, *, alone: bool) -> str:
         parts.append(f"<h2>Could not be read</h2><ul>{listed}</ul>")
     if said:
         parts.append(f"<h2>Warnings and errors</h2><pre>{escape(chr(10).join(said))}</pre>")
-    parts += [
-        _folded("Numbers", _numbers(run)),
-        _folded("Settings", _table(("", ""), _pairs(run.config))),
+    known = [
+        _folded("Settings", _table(("", ""), _pairs(_set(run.config)))),
         _folded("Environment", _table(("", ""), _pairs(run.environment))),
     ]
+    on_screen = [_folded("Numbers", _numbers(run)), *([] if alone else known)]
+    parts += [f'<div class="screen">{"".join(on_screen)}</div>', *(known if alone else [])]
     return "".join(parts)
+
+
+def _matrix(document: Mapping[str, Any]) -> str:
+    """What `gradsync verify --json` found: a row for each strategy and dtype, then each failure."""
+    cells = document["cells"]
+    sizes = sorted({cell["world_size"] for cell in cells})
+    rows = []
+    for strategy, dtype in dict.fromkeys((cell["strategy"], cell["dtype"]) for cell in cells):
+        row = [cell for cell in cells if (cell["strategy"], cell["dtype"]) == (strategy, dtype)]
+        marks = (_mark([cell for cell in row if cell["world_size"] == size]) for size in sizes)
+        rows.append((strategy, dtype, str(row[0].get("promise", "")), *marks))
+    failed = [cell for cell in (*cells, *document["cross_load"]) if _failed(cell)]
+    listed = "".join(f"<li class=bad>{escape(_told(cell))}</li>" for cell in failed)
+    kind, words = ("bad", f"{len(failed)} failed") if failed else ("good", "all as promised")
+    head = ("strategy", "dtype", "promise", *(f"{size} rank(s)" for size in sizes))
+    version = document["versions"].get("gradsync", "?")
+    return (
+        f"<h2>Strategies against one rank</h2><p class=sub>gradsync verify {escape(str(version))}: "
+        f"{len(cells)} cells, <span class={kind}>{words}</span></p>{_table(head, rows)}"
+        f"<ul>{listed}</ul>"
+    )
+
+
+def _told(cell: Mapping[str, Any]) -> str:
+    loaded = f" from {cell['loaded_from']}" if cell.get("loaded_from") else ""
+    name = f"{cell['strategy']} W={cell['world_size']} {cell.get('model', '')} {cell['dtype']}"
+    return f"{name}{loaded}: {cell.get('sentence', '')}"
+
+
+def _failed(cell: Mapping[str, Any]) -> bool:
+    return cell.get("status") != "passed"
+
+
+def _mark(cells: Sequence[Mapping[str, Any]]) -> str:
+    """One word for some cells: the worst of them; "" for none."""
+    if not cells:
+        return ""
+    if bad := [str(cell.get("status")) for cell in cells if _failed(cell)]:
+        return "error" if "error" in bad else bad[0]
+    if all(cell.get("bitwise") for cell in cells):
+        return "bitwise"
+    return "lossy" if cells[0].get("promise") == "lossy" else "rounding"
 
 
 def log_lines(run: Run) -> list[str]:
@@ -282,18 +391,26 @@ def log_lines(run: Run) -> list[str]:
 
 def _numbers(run: Run) -> str:
     steps = sorted({x for points in run.metrics.values() for x, _ in points})
-    shown = steps if len(steps) <= 200 else steps[:: -(-len(steps) // 200)]
+    shown = steps[:-1][:: -(-len(steps) // 200) or 1] + steps[-1:]
     names = list(run.metrics)
     values = {name: dict(points) for name, points in run.metrics.items()}
     rows = [
-        (f"{step:g}", *(number(values[n][step]) if step in values[n] else "" for n in names))
+        (f"{step:.0f}", *(f"{values[n][step]:.6g}" if step in values[n] else "" for n in names))
         for step in shown
     ]
     return _table(("step", *names), rows, right=True)
 
 
+def _set(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings that have a value: most are not set in most runs."""
+    return {name: value for name, value in config.items() if value not in (None, "")}
+
+
 def _pairs(document: Mapping[str, Any]) -> list[tuple[str, str]]:
-    return [(name, str(value)) for name, value in document.items()]
+    return [
+        (name, shlex.join(map(str, value)) if isinstance(value, list) else str(value))
+        for name, value in document.items()
+    ]
 
 
 def _folded(title: str, content: str) -> str:
@@ -305,5 +422,5 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]], *, right: bool = 
     body = "".join(
         "<tr>" + "".join(f"<td{kind}>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
     )
-    top = "".join(f"<th>{escape(cell)}</th>" for cell in head) if any(head) else ""
+    top = "".join(f"<th{kind}>{escape(cell)}</th>" for cell in head) if any(head) else ""
     return f'<div class="wide"><table>{f"<tr>{top}</tr>" if top else ""}{body}</table></div>'

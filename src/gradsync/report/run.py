@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from gradsync.core.files import one_line, open_regular, read_object
 from gradsync.errors import ConfigError
+from gradsync.report.charts import Event
 
 Points = list[tuple[float, float]]
+_LONGEST_REASON = 300
+_STOPPED = 75  # Exit code of a run that a signal stopped, with a checkpoint written
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,6 +29,8 @@ class Run:
     exit: Mapping[str, Any]
     environment: Mapping[str, Any]
     config: Mapping[str, Any]
+    starts: list[dict[str, Any]] = field(default_factory=list)
+    """Each start of the run, as `RunDir.begin` notes it."""
     problems: list[str] = field(default_factory=list)
     """Lines that could not be read, and files that are missing."""
 
@@ -46,10 +52,39 @@ class Run:
     @property
     def outcome(self) -> str:
         """How it ended, in words."""
-        if not self.exit:
-            return "still running, or killed"
-        code, reason = self.exit.get("exit_code"), self.exit.get("reason", "")
-        return one_line(reason) if code == 0 else f"exit code {code}: {one_line(reason)}"
+        return _ended(self.exit) if self.exit else "still running, or killed"
+
+    @property
+    def events(self) -> list[Event]:
+        """Where the run went on after it had ended, and where it ended early, in their order."""
+        found = []
+        # A run may have begun before its starts were noted.
+        known = self.starts if self.starts and not self.starts[0]["step"] else [{}, *self.starts]
+        for before, start in pairwise(known):
+            step, ended = start["step"], start.get("before")
+            ended = ended if isinstance(ended, Mapping) else {}
+            reached = start["reached"] if isinstance(start.get("reached"), int | float) else step
+            words = f"after step {reached:g}: {_ended(ended) if ended else 'killed'}; went on from "
+            words += f"step {step:g} with {start['world_size']:g} rank(s)"
+            if (ranks := before.get("world_size", start["world_size"])) != start["world_size"]:
+                words += f" in place of {ranks:g}"
+            found.append(Event(step, words, ended.get("exit_code") not in (0, _STOPPED)))
+        code, last = self.exit.get("exit_code", 0), self.last_step
+        if code != 0 and last is not None:
+            words = f"after step {last:g}: {self.outcome}"
+            found.append(Event(last, words, code != _STOPPED))
+        return found
+
+    @property
+    def planned_memory(self) -> Points:
+        """GiB of a rank by `gradsync plan`'s formulas, from each start to the next."""
+        ends = [start["step"] for start in self.starts[1:]] + [self.last_step or 0.0]
+        return [
+            (float(x), float(start["planned_gib"]))
+            for start, end in zip(self.starts, ends, strict=False)
+            if isinstance(start.get("planned_gib"), int | float)
+            for x in (max(start["step"], 1), max(start["step"], end))
+        ]
 
 
 def read_run(path: Path) -> Run:
@@ -61,7 +96,15 @@ def read_run(path: Path) -> Run:
     if not (path / "metrics.jsonl").is_file():
         raise ConfigError(f"{path}: no run directory (no metrics.jsonl in it)")
     problems: list[str] = []
-    metrics = _metrics(path / "metrics.jsonl", problems)
+    metrics: dict[str, Points] = {}
+    for step, entry in _lines(path / "metrics.jsonl", ("step",), problems):
+        for name, value in entry.items():
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                metrics.setdefault(name, []).append((step, float(value)))
+    starts = []
+    if (path / "starts.jsonl").is_file():
+        read = _lines(path / "starts.jsonl", ("step", "world_size"), problems)
+        starts = [entry | {"step": step} for step, entry in read]
     found = {name: read_object(path / f"{name}.json") for name in ("summary", "exit", "env")}
     config = found["summary"].get("config") or _config(path / "config.yaml", problems)
     return Run(
@@ -71,8 +114,33 @@ def read_run(path: Path) -> Run:
         exit=found["exit"],
         environment=found["env"],
         config=flat(config),
+        starts=starts,
         problems=problems,
     )
+
+
+def read_verified(path: Path) -> dict[str, Any]:
+    """What `gradsync verify --json` printed into the file `path`.
+
+    Raises:
+        ConfigError: it is not there, or not that.
+    """
+    found = read_object(path)
+    cells, loaded = found.get("cells"), found.setdefault("cross_load", [])
+    named = (
+        isinstance(found.setdefault("versions", {}), Mapping)
+        and isinstance(cells, list)
+        and isinstance(loaded, list)
+        and all(
+            isinstance(cell, Mapping)
+            and isinstance(cell.get("world_size"), int)
+            and all(isinstance(cell.get(name), str) for name in ("strategy", "dtype", "status"))
+            for cell in (*cells, *loaded)
+        )
+    )
+    if not named:
+        raise ConfigError(f"{path}: not a document of gradsync verify --json (no cells in it)")
+    return found
 
 
 def flat(document: Mapping[str, Any], before: str = "") -> dict[str, Any]:
@@ -86,20 +154,30 @@ def flat(document: Mapping[str, Any], before: str = "") -> dict[str, Any]:
     return found
 
 
-def _metrics(path: Path, problems: list[str]) -> dict[str, Points]:
-    found: dict[str, Points] = {}
+def _ended(exit_file: Mapping[str, Any]) -> str:
+    code, reason = exit_file.get("exit_code"), one_line(exit_file.get("reason", ""))
+    if code in (0, _STOPPED):
+        return reason
+    error = one_line(str(exit_file.get("error", "")).partition("\n")[0])[:_LONGEST_REASON]
+    return f"exit code {code}: {reason}" + (f", {error}" if error else "")
+
+
+def _lines(
+    path: Path, numbers: Sequence[str], problems: list[str]
+) -> Iterator[tuple[float, dict[str, Any]]]:
+    """(step, the rest) of each line that is an object with these `numbers`."""
     with open_regular(path) as file:
         for number, line in enumerate(file, 1):
             try:
                 entry = json.loads(line)
-                step = float(entry.pop("step"))
+                entry |= {name: float(entry[name]) for name in numbers}
+                step = entry.pop("step")
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                problems.append(f"metrics.jsonl, line {number}: not an object with a step")
-                continue
-            for name, value in entry.items():
-                if isinstance(value, int | float) and not isinstance(value, bool):
-                    found.setdefault(name, []).append((step, float(value)))
-    return found
+                problems.append(
+                    f"{path.name}, line {number}: not an object with a {' and '.join(numbers)}"
+                )
+            else:
+                yield step, entry
 
 
 def _config(path: Path, problems: list[str]) -> dict[str, Any]:

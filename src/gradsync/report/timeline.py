@@ -76,7 +76,7 @@ def timeline(run: Path) -> str:
         return ""
     kinds = [kind for kind in _COLORS if any(span.kind == kind for span in spans)]
     names = "".join(
-        f'<span><i style="background:var(--c{_COLORS[kind]})"></i>'
+        f'<span><i style="color:var(--c{_COLORS[kind]})"></i>'
         f"{escape(_WORDS.get(kind, kind))}</span>"
         for kind in kinds
     )
@@ -118,7 +118,9 @@ def _svg(spans: Sequence[Span]) -> str:
     step = _tick(end / 1e3)
     for mark in range(int(end / 1e3 / step) + 1):
         x = _LEFT + mark * step * 1e3 * scale
-        parts.append(f'<text x="{x:.1f}" y="{height - 6:g}">{mark * step:g}</text>')
+        parts.append(
+            f'<text x="{x:.1f}" y="{height - 6:g}" text-anchor="middle">{mark * step:g}</text>'
+        )
     return "".join([*parts, "</svg>"])
 
 

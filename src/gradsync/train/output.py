@@ -29,6 +29,7 @@ from gradsync.core.files import (
     open_regular,
     parse_json,
     printable,
+    read_object,
     replace_text,
 )
 from gradsync.errors import ConfigError, RunError, UsageError
@@ -176,19 +177,44 @@ class RunDir:
         self._metrics: TextIO | None = None
         self._trackers = Trackers()
 
-    def begin(self, config: TrainConfig, world: World, *, threads: int, done_steps: int) -> None:
+    def begin(
+        self,
+        config: TrainConfig,
+        world: World,
+        *,
+        threads: int,
+        done_steps: int,
+        planned_gib: float | None = None,
+    ) -> None:
         """Write what is known at the start; drop metrics of steps that will be done again; start
-        the trackers."""
+        the trackers.
+
+        `starts.jsonl` keeps how the run before ended and how far it had come.
+        """
         self.write_json("env.json", describe_environment(world, threads))
         metrics = self.path / "metrics.jsonl"
         with self._writing():
+            before = read_object(self.path / "exit.json")
             (self.path / "exit.json").unlink(missing_ok=True)
             write_config(config, self.path / "config.yaml")
-            kept = []
-            if done_steps and metrics.exists():
+            lines: list[str] = []
+            if metrics.exists():
                 with open_regular(metrics) as file:
                     lines = file.read().decode(errors="replace").splitlines(keepends=True)
-                kept = [line for line in lines if _step_of(line) <= done_steps]
+            steps = [_step_of(line) for line in lines]
+            start = {
+                "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+                "step": done_steps,
+                "world_size": world.world_size,
+                "planned_gib": planned_gib,
+                "reached": max((step for step in steps if step < sys.maxsize), default=None),
+                "before": before or None,
+            }
+            with append_private(self.path / "starts.jsonl") as file:
+                file.write(json.dumps(start) + "\n")
+            kept = [
+                ln for ln, n in zip(lines, steps, strict=True) if done_steps and n <= done_steps
+            ]
             replace_text(metrics, "".join(kept), mode=PRIVATE)
             self._metrics = append_private(metrics)
         self._trackers.start(config.track, self.path, asdict(config), done_steps)

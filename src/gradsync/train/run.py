@@ -15,9 +15,11 @@ from gradsync.comm.base import Communicator
 from gradsync.comm.groups import communicator
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
 from gradsync.core.files import read_object
-from gradsync.errors import GradsyncError, RunError, UsageError
+from gradsync.errors import ConfigError, GradsyncError, RunError, UsageError
 from gradsync.models.config import GPTConfig
 from gradsync.models.gpt import GPT, generate
+from gradsync.plan.memory import memory_need
+from gradsync.plan.workload import Split, Workload
 from gradsync.runtime.signals import StopRequest
 from gradsync.train.check import check_size
 from gradsync.train.config import TrainConfig
@@ -97,7 +99,13 @@ def train(
         if resumed.source and resumed.step >= config.steps:
             return _already_done(trainer, resumed)
         if world.is_main:
-            run_dir.begin(config, world, threads=threads, done_steps=resumed.step)
+            run_dir.begin(
+                config,
+                world,
+                threads=threads,
+                done_steps=resumed.step,
+                planned_gib=_planned_gib(trainer),
+            )
         if fault is not None:
             fault.plant(trainer)
         progress.start(resumed.step)
@@ -117,6 +125,31 @@ def _learner(config: TrainConfig, world: World, shape: GPTConfig, comm: Communic
     from gradsync.train.split import build_split_learner
 
     return build_split_learner(config, layout, world, shape, comm)
+
+
+def _planned_gib(trainer: Trainer) -> float | None:
+    """Memory that `gradsync plan` says the rank with most will take; None where it says nothing."""
+    config, world = trainer.config, trainer.world
+    work = Workload(
+        model=trainer.learner.model.config,
+        micro_batch_size=config.micro_batch_size,
+        seq_len=config.sequence_length,
+        num_leaves=trainer.data.plan.num_leaves,
+        dtype=config.dtype,
+        activation_checkpointing=config.activation_checkpointing,
+        loss_rows=config.loss_rows,
+        kind="cuda" if world.device.startswith("cuda") else "cpu",
+    )
+    split = Split(
+        strategy=config.sync,
+        layout=config.layout(world.world_size),
+        schedule=config.pipeline_schedule,
+        shared_weights=isinstance(trainer.learner.sync.comm, SharedMemoryCommunicator),
+    )
+    try:
+        return memory_need(work, split).total / 2**30
+    except ConfigError:
+        return None
 
 
 def _introduce(trainer: Trainer, resumed: Resumed, threads: int, notes: Sequence[str]) -> None:

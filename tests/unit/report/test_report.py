@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 import math
 import re
+import struct
+import subprocess
+from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -16,6 +20,7 @@ from gradsync.report.charts import Chart, Line, figure, number, svg, thinned, ti
 from gradsync.report.page import charts_of, page
 from gradsync.report.run import read_run
 from gradsync.report.timeline import read_spans, timeline_svg
+from support.requirements import require
 
 STEPS = 30
 
@@ -24,7 +29,7 @@ def make_run(folder: Path, *, ranks: int = 2, name: str = "first", **config: obj
     """A run's files, as `gradsync train` leaves them."""
     path = folder / name
     (path / "logs").mkdir(parents=True)
-    lines = [
+    lines: list[dict[str, object]] = [
         {
             "step": step,
             "train/loss": 5 / step,
@@ -115,6 +120,152 @@ def test_points_are_those_of_the_metrics(tmp_path: Path) -> None:
     assert charts["Communication that nothing hides"].lines[0].points[-1] == (STEPS, 20)
 
 
+def add_start(run: Path, **fields: object) -> None:
+    with (run / "starts.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 0, "world_size": 2, "planned_gib": 0.5, **fields}) + "\n")
+
+
+FAILED = {"exit_code": 1, "reason": "failed", "error": "rank 1 vanished\nmore"}
+
+
+def test_interruptions_stand_in_a_list_and_in_each_chart(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    add_start(run)
+    add_start(run, step=10, world_size=1, reached=14, before=FAILED, planned_gib=0.75)
+    add_start(run, step=20, world_size=1, reached=20, before={"exit_code": 75, "reason": "a stop"})
+    add_start(run, step=25, world_size=1, reached=27)
+    add_start(run, step="x")
+    (run / "exit.json").write_text(json.dumps({"exit_code": 124, "reason": "too late"}))
+    found = read_run(run)
+    assert found.events == [
+        (
+            10,
+            "after step 14: exit code 1: failed, rank 1 vanished; went on from step 10 with 1 "
+            "rank(s) in place of 2",
+            True,
+        ),
+        (20, "after step 20: a stop; went on from step 20 with 1 rank(s)", False),
+        (25, "after step 27: killed; went on from step 25 with 1 rank(s)", True),
+        (30, "after step 30: exit code 124: too late", True),
+    ]
+    assert found.problems == ["starts.jsonl, line 5: not an object with a step and world_size"]
+    assert found.planned_memory[:4] == [(1, 0.5), (10, 0.5), (10, 0.75), (20, 0.75)]
+    charts = charts_of([found])
+    assert all(chart.events == found.events for chart in charts)
+    text = page([found])
+    assert text.count('<line class="event') == 4 * sum(bool(svg(chart)) for chart in charts)
+    assert "after step 14: exit code 1" in read_page(text).text
+    older = make_run(tmp_path, name="older")  # than the file of starts
+    add_start(older, step=10, reached=12)
+    (event,) = read_run(older).events
+    assert event.words == "after step 12: killed; went on from step 10 with 2 rank(s)"
+    assert "Interruptions" not in page([read_run(make_run(tmp_path, name="whole"))])
+
+
+def test_every_number_of_the_page_is_one_of_the_metrics(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:  # figures without a pattern
+        row |= {k: v * (1 + 0.1 * math.sin(7 * row["step"])) for k, v in row.items() if k != "step"}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = page([read_run(run)])
+    of = {(k, row["step"]): v for row in rows for k, v in row.items()}
+    told = re.findall(r"<title>([^<]*?): (\S+) at (\d+)</title>", text)
+    names = {
+        "training": [("train/loss", 1.0)],
+        "validation": [("val/loss", 1.0)],
+        "communication that nothing hides": [("comm/exposed_s", 1e3)],
+        "waiting for data": [("perf/data_s", 1e3)],
+        "measured": [("mem/max_reserved_gib", 1.0)],
+    }
+    seen = set()
+    for name, value, step in told:
+        for metric, by in names.get(name, ()):
+            seen.add((metric, int(step)))
+            assert float(value) == pytest.approx(of[metric, int(step)] * by, rel=1e-3)
+    assert len(seen) == 4 * STEPS + 1
+    numbers = text[text.index("<summary>Numbers") : text.index("<summary>Settings")]
+    head = re.findall(r"<th[^>]*>([^<]*)</th>", numbers)
+    cells = re.findall(r"<td[^>]*>([^<]*)</td>", numbers)
+    table = [cells[n : n + len(head)] for n in range(0, len(cells), len(head))]
+    assert len(table) == STEPS
+    for line in table:
+        for name, cell in zip(head[1:], line[1:], strict=True):
+            if cell:
+                assert float(cell) == pytest.approx(of[name, int(line[0])], rel=1e-5)
+            else:
+                assert (name, int(line[0])) not in of
+
+
+def test_the_table_of_a_long_run_is_thinned_and_ends_with_its_last_step(tmp_path: Path) -> None:
+    lines = [json.dumps({"step": step, "train/loss": 1.0}) + "\n" for step in range(1, 1002)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    numbers = page([read_run(tmp_path)]).partition("<summary>Numbers")[2]
+    steps = re.findall(r'<tr><td class="n">(\d+)<', numbers)
+    assert len(steps) < 210
+    assert (steps[0], steps[-1]) == ("1", "1001")
+
+
+def test_scaling_is_against_the_fewest_ranks(tmp_path: Path) -> None:
+    runs = [read_run(make_run(tmp_path, ranks=n, name=f"run-{n}")) for n in (2, 4)]
+    summary = runs[1].path / "summary.json"
+    rate = json.loads(summary.read_text()) | {"tokens_per_s": 3000.0}  # 750 a rank, 1,000 before
+    summary.write_text(json.dumps(rate))
+    runs = [read_run(run.path) for run in runs]
+    charts = {chart.title: chart for chart in charts_of(runs)}
+    assert charts["Efficiency"].lines[0].points == [(2, 100), (4, 75)]
+    measured, linear = charts["Tokens a second over ranks"].lines
+    assert (measured.points, linear.points) == ([(2, 2000), (4, 3000)], [(2, 2000), (4, 4000)])
+    assert "75.0 %" in read_page(page(runs)).text
+    assert "Efficiency" not in page(runs[:1] * 2)
+
+
+def cell(strategy: str, world_size: int, **fields: object) -> dict[str, object]:
+    base = {"strategy": strategy, "world_size": world_size, "dtype": "fp32", "status": "passed"}
+    return {**base, "promise": "rounding", "bitwise": False, "model": "mlp", **fields}
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_what_verify_found_is_a_table(tmp_path: Path, given: bool) -> None:
+    run = make_run(tmp_path)
+    cells = [
+        cell("ring", 2),
+        cell("ring", 3, status="failed", sentence="step 1: <wrong>"),
+        cell("invariant", 2, bitwise=True),
+    ]
+    where = tmp_path / "v.json" if given else run / "verify.json"
+    where.write_text(json.dumps({"cells": cells, "versions": {"gradsync": "0.1"}}))
+    out = tmp_path / "page.html"
+    more = ["--verify", str(where)] if given else []
+    assert main(["report", str(run), "--out", str(out), *more]) == 0
+    text = out.read_text("utf-8")
+    rows = [re.findall(r"<td>([^<]*)</td>", row) for row in text.split("<tr>")]
+    assert ["ring", "fp32", "rounding", "rounding", "failed"] in rows
+    assert ["invariant", "fp32", "rounding", "bitwise", ""] in rows
+    assert "ring W=3 mlp fp32: step 1: <wrong>" in read_page(text).text
+    assert "3 cells, 1 failed" in read_page(text).text
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        "",
+        "[]",
+        '{"cells": 3}',
+        '{"cells": [], "versions": 1}',
+        '{"cells": [{}]}',
+        '{"cells": [{"strategy": "ring"}]}',
+    ],
+)
+def test_what_is_no_document_of_verify_is_refused(
+    tmp_path: Path, document: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = tmp_path / "v.json"
+    where.write_text(document)
+    assert main(["report", str(make_run(tmp_path)), "--verify", str(where)]) == 2
+    assert "not a document of gradsync verify --json" in capsys.readouterr().err
+
+
 def test_several_runs_stand_side_by_side(tmp_path: Path) -> None:
     paths = [make_run(tmp_path, ranks=n, name=f"run-{n}", seed=n) for n in (1, 2, 4)]
     out = tmp_path / "all.html"
@@ -133,6 +284,7 @@ def test_charts_as_files(tmp_path: Path) -> None:
     files = sorted(path.name for path in folder.iterdir())
     assert "loss.svg" in files
     assert len(files) == 7  # no arithmetic was logged
+    assert "validation" in (folder / "loss.svg").read_text()
     for path in folder.iterdir():
         assert ElementTree.parse(path).getroot().tag == "{http://www.w3.org/2000/svg}svg"
 
@@ -181,6 +333,22 @@ def test_text_from_files_is_text(tmp_path: Path) -> None:
 def test_bad_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", *arguments]) == 2
     assert "run directory" in capsys.readouterr().err
+
+
+def test_pictures_take_a_browser(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    run = make_run(tmp_path)
+    for kind in ("png", "pdf"):
+        assert main(["report", str(run), "--format", kind, "--out", str(tmp_path / "out")]) == 1
+        assert "no browser on PATH" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    broken = tmp_path / "chromium"
+    broken.write_text("#!/bin/sh\necho no display >&2\nexit 3\n")
+    broken.chmod(0o755)
+    assert main(["report", str(run), "--format", "pdf"]) == 1
+    assert capsys.readouterr().err.endswith("chromium exited with 3: no display\n")
 
 
 # -- timeline --------------------------------------------------------------------------------------
@@ -295,3 +463,101 @@ def test_areas_stand_on_each_other() -> None:
 )
 def test_numbers_are_short(value: float, text: str) -> None:
     assert number(value) == text
+
+
+# -- in a browser ----------------------------------------------------------------------------------
+
+LOOK = """<script>addEventListener("load", () => {
+  const all = name => [...document.querySelectorAll(name)];
+  const box = each => each.getBoundingClientRect();
+  const style = getComputedStyle(document.body);
+  parent.document.documentElement.setAttribute("data-seen", JSON.stringify({
+    inner: innerWidth,
+    wide: document.documentElement.scrollWidth,
+    loads: performance.getEntriesByType("resource").map(each => each.name),
+    drawn: all("path.line, path.area, figure.all rect").filter(each => box(each).width > 0).length,
+    outside: all(".charts svg, .cards div, h1, li, pre").filter(
+      each => box(each).right > innerWidth || box(each).left < 0).length,
+    letters: all(".charts svg").map(each => each.clientWidth / each.viewBox.baseVal.width
+      * parseFloat(getComputedStyle(each.querySelector("text")).fontSize)),
+    paper: style.backgroundColor,
+    line: getComputedStyle(document.querySelector("path.line")).stroke,
+  }));
+});</script>"""
+"""Measures the page, which has no script of its own."""
+
+
+def look(page: Path, tmp_path: Path, *, width: int, dark: bool) -> tuple[dict[str, Any], list[str]]:
+    """What a browser measured, and the lines of its console.
+
+    The page lies in a frame: a window is at least 500 pixels wide.
+    """
+    require("chromium")
+    text = page.read_text("utf-8").replace("</body>", f"{LOOK}</body>")
+    copy = tmp_path / "looked-at.html"
+    frame = f'<iframe style="width:{width}px;height:800px;border:0" srcdoc="{escape(text)}">'
+    copy.write_text(f'<meta name="color-scheme" content="light dark">{frame}</iframe>', "utf-8")
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+    command += ["--enable-logging=stderr", "--v=0", "--proxy-server=127.0.0.1:9"]
+    command += ["--no-first-run", f"--user-data-dir={tmp_path / 'profile'}"]
+    command += ["--window-size=1300,900"]
+    command += [f"--blink-settings=preferredColorScheme={0 if dark else 1}", copy.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    seen = re.search(r'data-seen="([^"]*)"', done.stdout)
+    assert seen, done.stderr
+    complaints = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    return json.loads(seen[1].replace("&quot;", '"')), complaints
+
+
+def full_run(folder: Path, name: str = "first", ranks: int = 2) -> Path:
+    """A run with a long name in its log, an interruption and a trace."""
+    run = make_run(folder, name=name, ranks=ranks)
+    add_start(run)
+    add_start(run, step=10, world_size=1, reached=14, before=FAILED)
+    (run / "logs" / "rank_00001.log").write_text(f"WARNING {'long' * 80}\n")
+    make_trace(run, 0, [event("forward", 0, 500), event("in 0", 100, 300)])
+    return run
+
+
+@pytest.mark.parametrize(("width", "dark"), [(390, True), (1180, False)])
+@pytest.mark.parametrize("runs", [1, 2])
+def test_a_page_in_a_browser(tmp_path: Path, width: int, dark: bool, runs: int) -> None:
+    paths = [full_run(tmp_path, f"run-{n}", n) for n in range(1, runs + 1)]
+    page = tmp_path / "page.html"
+    assert main(["report", *map(str, paths), "--out", str(page)]) == 0
+    seen, complaints = look(page, tmp_path, width=width, dark=dark)
+    assert complaints == []
+    assert seen["loads"] == []
+    assert seen["inner"] == width
+    assert seen["wide"] <= width
+    assert seen["outside"] == 0
+    assert seen["drawn"] > 10
+    assert min(seen["letters"]) >= 9  # pixels
+    assert seen["paper"] == ("rgb(20, 23, 28)" if dark else "rgb(255, 255, 255)")
+    assert seen["line"] == ("rgb(110, 163, 255)" if dark else "rgb(47, 111, 223)")
+
+
+def test_a_page_that_loads_or_overflows_would_be_noticed(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    assert main(["report", str(full_run(tmp_path)), "--out", str(page)]) == 0
+    bad = '<img src="http://example.invalid/x.png"><div style="width:900px">wide</div>'
+    bad += "<script>console.error('oh')</script></body>"
+    page.write_text(page.read_text("utf-8").replace("</body>", bad), "utf-8")
+    seen, complaints = look(page, tmp_path, width=390, dark=False)
+    assert seen["wide"] > 390
+    assert seen["loads"] == ["http://example.invalid/x.png"]
+    assert len(complaints) == 1
+
+
+def test_the_page_as_pdf_and_a_chart_as_png(tmp_path: Path) -> None:
+    require("chromium")
+    run = make_run(tmp_path)
+    with (run / "metrics.jsonl").open("w") as file:
+        file.writelines(f'{{"step": {n}, "optim/lr": {n}}}\n' for n in (1, 2))
+    assert main(["report", str(run), "--format", "pdf"]) == 0
+    assert (run / "report.pdf").read_bytes().startswith(b"%PDF-")
+    assert main(["report", str(run), "--format", "png", "--out", str(tmp_path / "charts")]) == 0
+    (chart,) = (tmp_path / "charts").iterdir()
+    head = chart.read_bytes()[:24]
+    assert head.startswith(b"\x89PNG")
+    assert struct.unpack(">II", head[16:])[0] == 960

@@ -168,9 +168,9 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "runs" / "one"
 
 
-def begin(path: Path, *, done_steps: int = 0) -> RunDir:
+def begin(path: Path, *, done_steps: int = 0, world: World = WORLD) -> RunDir:
     run_dir = RunDir(path)
-    run_dir.begin(CONFIG, WORLD, threads=3, done_steps=done_steps)
+    run_dir.begin(CONFIG, world, threads=3, done_steps=done_steps)
     return run_dir
 
 
@@ -193,7 +193,7 @@ def test_the_beginning_is_written_down(path: Path) -> None:
     (path / "exit.json").write_text("{}")  # the end of an earlier run is forgotten
     (path / "metrics.jsonl").write_text('{"step": 0}\n')
     begin(path).close()
-    assert sorted(os.listdir(path)) == ["config.yaml", "env.json", "metrics.jsonl"]
+    assert sorted(os.listdir(path)) == ["config.yaml", "env.json", "metrics.jsonl", "starts.jsonl"]
     assert parse_config([str(path / "config.yaml")]) == CONFIG
     described = json.loads((path / "env.json").read_text())
     assert described == describe_environment(WORLD, 3)
@@ -226,6 +226,25 @@ def test_steps_done_again_and_a_torn_line_are_dropped(path: Path, torn: str) -> 
     resumed.log_metrics({"step": 3})
     resumed.close()
     assert steps(path) == [1, 2, 2, 3]
+
+
+def test_each_start_says_how_the_run_before_ended_and_how_far_it_had_come(path: Path) -> None:
+    first = begin(path)
+    for step in (1, 2, 3):
+        first.log_metrics({"step": step})
+    first.write_json("exit.json", {"exit_code": 1, "reason": "failed", "error": "rank 1"})
+    first.close()
+    begin(path, done_steps=2, world=replace(WORLD, world_size=2)).close()
+    begin(path, done_steps=2).close()
+    starts = [json.loads(line) for line in (path / "starts.jsonl").read_text().splitlines()]
+    assert [start.pop("time")[:2] for start in starts] == ["20"] * 3
+    failed = {"exit_code": 1, "reason": "failed", "error": "rank 1"}
+    common = {"world_size": 4, "planned_gib": None}
+    assert starts == [
+        {**common, "step": 0, "reached": None, "before": None},
+        {**common, "step": 2, "reached": 3, "before": failed, "world_size": 2},
+        {**common, "step": 2, "reached": 2, "before": None},
+    ]
 
 
 def test_a_small_file_is_whole_or_the_old_one(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,7 +289,7 @@ def test_it_is_its_users_alone(path: Path) -> None:
     tensors = {"model": {"w": torch.ones(1)}}
     CheckpointStore(path / "checkpoints").save(Snapshot(step=1, tensors=tensors, state={}))
     modes = {entry: stat.S_IMODE(entry.stat().st_mode) for entry in (path, *path.rglob("*"))}
-    assert len(modes) == 12
+    assert len(modes) == 13
     for entry, mode in modes.items():
         assert mode == (0o700 if entry.is_dir() else 0o600), entry
 

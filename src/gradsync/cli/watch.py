@@ -1,0 +1,54 @@
+"""`gradsync watch`: follow a run that is going on."""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from gradsync.cli.arguments import parse
+from gradsync.errors import ConfigError
+from gradsync.report.serve import serving
+from gradsync.report.watch import Follower, follow
+
+_LOOK_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WatchOptions:
+    """Follow a run in the terminal by the files of its directory: steps, loss, speed, time left,
+    checkpoints, warnings; a line each where the output is no terminal. It ends when the run does,
+    with the run's exit code; Ctrl-C ends only the watching.
+    """
+
+    path: Annotated[str, tyro.conf.Positional] = ""
+    """Run directory."""
+    http: str = ""
+    """[HOST:]PORT: serve the page of gradsync report too, while watching; without HOST only to this
+    machine. 0 takes any free port."""
+
+
+def run(argv: list[str]) -> int:
+    """Carry out `gradsync watch ARGV`; returns the exit code.
+
+    Raises:
+        ConfigError: no run directory is named, or it is none.
+    """
+    options = parse(WatchOptions, argv, "watch", pairs=False)
+    if not options.path:
+        raise ConfigError("watch: name a run directory: gradsync watch runs/first")
+    follower = Follower(Path(options.path))
+    with ExitStack() as stack:
+        if options.http:
+            address = stack.enter_context(serving(Path(options.path), options.http))
+            print(f"page: {address}", flush=True)
+        try:
+            return follow(follower, sys.stdout, lambda: time.sleep(_LOOK_S))
+        except KeyboardInterrupt:
+            print("no longer watching; the run goes on", flush=True)
+            return 130

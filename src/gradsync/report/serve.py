@@ -1,0 +1,75 @@
+"""The current page of a run over HTTP, read-only, for as long as it is watched."""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from urllib.parse import urlsplit
+
+from gradsync.errors import ConfigError, GradsyncError
+from gradsync.report.page import page
+from gradsync.report.run import read_run
+
+_AGAIN_S = 10
+_HEADERS = {
+    "Content-Type": "text/html; charset=utf-8",
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'",
+    "Cache-Control": "no-store",
+}
+
+
+@contextmanager
+def serving(run: Path, where: str) -> Iterator[str]:
+    """Serve the page of `run` at `where`, [HOST:]PORT, in a thread; gives the address to open.
+
+    The address has a token, also on loopback: a run's directory is its user's alone, and a port is
+    open to all users of a host and to the pages that its browsers show.
+
+    Raises:
+        ConfigError: no port, or it cannot be had.
+    """
+    host, _, port = where.rpartition(":")
+    host = host or "127.0.0.1"
+    if not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f"--http: [HOST:]PORT expected, such as 8000; got {where!r}")
+    token = secrets.token_urlsafe(16)
+
+    class Handler(BaseHTTPRequestHandler):
+        timeout = 10.0  # Of a connection on which nothing comes
+
+        def do_GET(self) -> None:
+            path = urlsplit(self.path).path
+            if not hmac.compare_digest(path.encode(), f"/{token}/".encode()):
+                self.send_error(404)
+                return
+            try:
+                body = page([read_run(run)], again_s=_AGAIN_S).encode()
+            except (GradsyncError, OSError) as error:
+                self.send_error(503, explain=str(error))
+                return
+            self.send_response(200)
+            for name, value in {**_HEADERS, "Content-Length": str(len(body))}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+            """Nothing: the terminal is the run's."""
+
+    try:
+        server = ThreadingHTTPServer((host, int(port)), Handler)
+    except OSError as error:
+        raise ConfigError(f"--http {where}: cannot listen there: {error.strerror}") from None
+    thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True)
+    thread.start()
+    try:
+        yield f"http://{host}:{server.server_address[1]}/{token}/"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

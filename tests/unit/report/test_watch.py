@@ -1,0 +1,237 @@
+"""`gradsync watch`: what a run's directory gains is told once, and the run is left alone."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gradsync.cli import watch as command
+from gradsync.cli.main import main
+from gradsync.errors import ConfigError
+from gradsync.report.serve import serving
+from gradsync.report.watch import Follower, follow
+
+FAILED = {"exit_code": 1, "reason": "failed", "error": "rank 1 vanished"}
+
+
+def record(step: int, **fields: object) -> dict[str, object]:
+    return {
+        "step": step,
+        "train/loss": 4.0 / step,
+        "perf/tokens_per_s": 12_345.6,
+        "perf/step_s": 2.0,
+        **fields,
+    }
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run of 100 steps that has done two."""
+    path = tmp_path / "run"
+    (path / "logs").mkdir(parents=True)
+    (path / "config.yaml").write_text("steps: 100\nlog_every: 1\n")
+    (path / "env.json").write_text('{"world_size": 2}')
+    (path / "logs" / "rank_00001.log").write_text("10:00 INFO started\n10:01 WARNING slow\n")
+    add(path, record(1), record(2))
+    (path / "starts.jsonl").write_text('{"step": 0, "world_size": 2}\n')
+    return path
+
+
+def add(path: Path, *records: object) -> None:
+    with (path / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(each) + "\n" for each in records)
+
+
+def end(path: Path, code: int = 0, **fields: object) -> None:
+    document = {"exit_code": code, "reason": "done", **fields}
+    (path / "exit.json").write_text(json.dumps(document))
+
+
+def watched(run: Path, *happenings: Callable[[], object], stream: io.StringIO) -> int:
+    """The watch's exit code where these things happen, one after each look."""
+    due = iter(happenings)
+
+    def happen() -> None:
+        next(due)()
+
+    return follow(Follower(run), stream, happen)
+
+
+def test_each_record_is_a_line_on_a_pipe(run: Path) -> None:
+    def torn() -> None:
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 5, "train')
+
+    def whole() -> None:
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write('/loss": null}\nno json\n[1]\n')
+
+    stream = io.StringIO()
+    code = watched(
+        run,
+        lambda: add(run, record(3), record(4), {"step": 4, "val/loss": 0.5}),
+        lambda: (run / "checkpoints" / "step-00000004").mkdir(parents=True),
+        torn,
+        whole,
+        lambda: (run / "logs" / "rank_00000.log").write_text("11:00 ERROR \x1b[31mred\n"),
+        lambda: end(run, 75, reason="stopped by SIGTERM"),
+        stream=stream,
+    )
+    assert code == 75
+    assert stream.getvalue().splitlines() == [
+        "step 2/100  loss 2.0000  12,346 tok/s  eta 0:03:16",  # only the newest of the first look
+        "rank 1: 10:01 WARNING slow",
+        "step 3/100  loss 1.3333  12,346 tok/s  eta 0:03:14",
+        "step 4/100  loss 1.0000  12,346 tok/s  eta 0:03:12",
+        "step 4: validation loss 0.5000",
+        "checkpoint of step 4",
+        "step 5/100  loss ?",
+        "rank 0: 11:00 ERROR \\x1b[31mred",
+        "the run has ended: stopped by SIGTERM",
+    ]
+
+
+def test_a_run_that_starts_again_is_told_from_there(run: Path) -> None:
+    held_out = {"step": 2, "val/loss": 0.75}
+    add(run, held_out)
+
+    def start_again() -> None:
+        with (run / "starts.jsonl").open("a") as file:
+            file.write('{"step": 2, "world_size": 1}\n')
+        (run / "config.yaml").write_text("steps: 50\n")
+        (run / "env.json").write_text('{"world_size": 1}')
+        fresh = run.parent / "fresh"
+        fresh.mkdir()
+        add(fresh, record(1), record(2), held_out, record(3, more="x" * 1000))
+        os.replace(fresh / "metrics.jsonl", run / "metrics.jsonl")
+
+    stream = io.StringIO()
+    code = watched(
+        run,
+        lambda: add(run, record(3), record(4)),
+        start_again,
+        lambda: add(run, record(4)),
+        lambda: end(run, 1, **{k: v for k, v in FAILED.items() if k != "exit_code"}),
+        stream=stream,
+    )
+    assert code == 1
+    told = [line.partition("  ")[0] for line in stream.getvalue().splitlines()]
+    assert told == [
+        *("step 2/100", "step 2: validation loss 0.7500", "rank 1: 10:01 WARNING slow"),
+        *("step 3/100", "step 4/100", "started again from step 2 with 1 rank(s)"),
+        *("step 3/50", "step 4/50"),
+        "the run has ended: exit code 1: failed, rank 1 vanished",
+    ]
+
+
+def test_a_quiet_run_is_said_once(run: Path) -> None:
+    os.utime(run / "metrics.jsonl", (1, 1))
+    stream = io.StringIO()
+    assert watched(run, lambda: None, lambda: None, lambda: end(run), stream=stream) == 0
+    assert len(re.findall("no record for", stream.getvalue())) == 1
+
+
+def test_a_terminal_has_a_panel(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    add(run, {"step": 2, "val/loss": 0.75})
+    stream = Terminal()
+    assert watched(run, lambda: end(run), stream=stream) == 0
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
+    for row in ("2 of 100", "0.7500", "12,346 tokens/s by 2 rank(s)", "none yet", "0:03:16"):
+        assert row in shown
+
+
+def test_the_command_ends_with_the_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    end(run, 124, reason="too late")
+    assert main(["watch", str(run)]) == 124
+    assert capsys.readouterr().out.endswith("the run has ended: exit code 124: too late\n")
+
+
+def test_ctrl_c_leaves_the_run_alone(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    monkeypatch.setattr(command.time, "sleep", lambda _: signal.raise_signal(signal.SIGINT))
+    assert main(["watch", str(run), "--http", "0"]) == 130
+    assert capsys.readouterr().out.endswith("no longer watching; the run goes on\n")
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "name a run directory"),
+        (["nowhere"], "no run directory"),
+        (["RUN", "--http", "x"], "PORT expected"),
+        (["RUN", "--http", "70000"], "PORT expected"),
+        (["RUN", "--http", "192.0.2.1:0"], "cannot listen there"),
+    ],
+)
+def test_bad_arguments(
+    run: Path, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["watch", *(str(run) if a == "RUN" else a for a in arguments)]) == 2
+    assert said in capsys.readouterr().err
+
+
+# -- over HTTP ------------------------------------------------------------------------------------
+
+
+def get(address: str, method: str = "GET") -> tuple[int, str]:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    request = urllib.request.Request(address, method=method)
+    try:
+        with opener.open(request, timeout=10) as answer:
+            assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def test_the_page_is_the_current_one_and_asks_for_itself_again(run: Path) -> None:
+    with serving(run, "0") as address:
+        assert re.fullmatch(r"http://127\.0\.0\.1:\d+/[\w-]{20,}/", address)
+        status, text = get(address)
+        assert status == 200
+        assert '<meta http-equiv="refresh" content="10">' in text
+        assert "9.8750" not in text
+        add(run, record(3, **{"train/loss": 9.875}))
+        assert "9.8750" in get(address)[1]
+
+
+@pytest.mark.parametrize("path", ["", "x/", "../", "TOKEN/../", "TOKEN/exit.json", "TOKEN"])
+def test_nothing_else_is_served(run: Path, path: str) -> None:
+    with serving(run, "127.0.0.1:0") as address:
+        root, token = address[:-1].rsplit("/", 1)
+        status, text = get(f"{root}/{path.replace('TOKEN', token)}")
+        assert status == 404
+        assert token not in text or "TOKEN" in path
+        assert get(address, "POST")[0] == 501
+
+
+def test_a_run_that_vanished_is_an_error_page(run: Path) -> None:
+    with serving(run, "0") as address:
+        shutil.rmtree(run)
+        assert get(address)[0] == 503
+
+
+def test_a_port_that_is_taken_is_refused(run: Path) -> None:
+    with serving(run, "0") as address:
+        port = address.split(":")[2].partition("/")[0]
+        with pytest.raises(ConfigError, match="in use"), serving(run, port):
+            pass

@@ -267,7 +267,7 @@ def wrapper_on_one_rank(s: Script) -> Iterator[ast.AST]:
 
 
 def saved_by_all(s: Script) -> Iterator[ast.AST]:
-    """Files that every rank writes under one name."""
+    """Files that every rank writes under one name; not memory."""
     if not s.is_distributed:
         return
     for call in s.calls("save", "save_pretrained", "save_file"):
@@ -276,7 +276,9 @@ def saved_by_all(s: Script) -> Iterator[ast.AST]:
             continue
         guarded = s.on_one_rank(call) or keyword(call, "is_main_process") is not None
         where = call.args[0 if last(call.func) == "save_pretrained" else 1 :]
-        own = any(s.is_rank(n) or last(n) == "rank" for arg in where for n in ast.walk(arg))
+        named = [each for arg in where for each in (arg, *s.values(dotted(arg)))]
+        parts = [n for each in named for n in ast.walk(each)]
+        own = any(s.is_rank(n) or last(n) in ("rank", "BytesIO") for n in parts)
         if not guarded and not own and not _called_by_one_rank(s, call):
             yield call
 

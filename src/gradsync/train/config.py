@@ -28,7 +28,7 @@ AUTO = "auto"  # Stands for the strategy and options that `gradsync tune` found 
 
 
 _LEAST = {
-    0: ("num_workers", "sample_tokens", "check_replicas_every", "audit_every"),
+    0: ("num_workers", "sample_tokens", "check_replicas_every", "audit_every", "profile"),
     1: (
         *("steps", "tokens_per_update", "micro_batch_size", "log_every", "silence_s"),
         *("threads", "nproc_per_node", "seq_len", "loss_rows"),

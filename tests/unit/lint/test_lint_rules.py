@@ -277,6 +277,12 @@ WRONG: dict[str, list[str]] = {
 }
 
 RIGHT: dict[str, str] = {
+    "saved into memory, or under a name of the rank's own": """
+        buffer = io.BytesIO()
+        torch.save(model.state_dict(), buffer)
+        path = f"model-{rank}.pt"
+        torch.save(model.state_dict(), path)
+        """,
     "accumulation as it should be": """
         ddp = DDP(model)
         for i, (x, y) in enumerate(loader):

@@ -94,6 +94,8 @@ def test_frozen_and_a_change_is_validated_too() -> None:
             part(1)
     with pytest.raises(ConfigError, match="steps must be at least 1"):
         replace(TrainConfig(), steps=0)
+    with pytest.raises(ConfigError, match="profile must be at least 0; got -1"):
+        TrainConfig(profile=-1)
 
 
 def test_every_field_is_explained() -> None:

@@ -1,0 +1,37 @@
+"""One step of the naive trainer on a GPT: its block of figures, and what each rank computes.
+
+torchrun --nproc-per-node 2 examples/claims/naive.py tiny
+"""
+
+import sys
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import gradsync as gs
+from gradsync.models.config import preset
+from gradsync.models.gpt import GPT
+
+BATCH, TOKENS, STEPS = 4, 128, 3
+
+with gs.init(seed=0, threads=1) as world:
+    config = preset(sys.argv[1])
+    model = GPT(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    trainer = gs.NaiveDDPTrainer(model, optimizer, world.rank, world.world_size, world.device)
+    tokens = torch.randint(config.vocab_size, (BATCH, TOKENS + 1))
+    shard = gs.shard_batch((tokens[:, :-1], tokens[:, 1:]), world.rank, world.world_size)
+    with FlopCounterMode(display=False) as counter:
+        trainer.train_step(*shard)
+    steps = [trainer.train_step(*shard) for _ in range(STEPS)]
+    total, compute, comm = (
+        1e3 * sum(step[part] for step in steps) / STEPS
+        for part in ("total_time", "compute_time", "comm_time")
+    )
+    if world.is_main:
+        state = [t for s in optimizer.state.values() for t in s.values()]
+        held = sum(t.nbytes for t in [*model.parameters(), *state])
+        held += sum(p.nbytes for p in model.parameters())
+        print(f"total {total:,.0f} ms, compute {compute:,.0f}, communication {comm:,.0f}")
+        print(f"overhead {comm / total:.0%}, {steps[0]['num_comm_ops']} all-reduces")
+        print(f"a rank: {counter.get_total_flops():,} FLOPs, {held:,} bytes")

@@ -37,6 +37,4 @@ with gs.init(threads=1) as world:
         apart = model.module.weight.detach() * (1 - 2 * world.rank)
         dist.all_reduce(apart)
         if world.is_main:
-            print(
-                f"flag {when}: replicas {apart.abs().max():.1e} apart, {len(sent)} all-reduces in 10 steps"
-            )
+            print(f"flag {when}: {apart.abs().max():.1e} apart, {len(sent)} all-reduces")

@@ -32,6 +32,8 @@ with gs.init(seed=0, threads=1) as world:
         state = [t for s in optimizer.state.values() for t in s.values()]
         held = sum(t.nbytes for t in [*model.parameters(), *state])
         held += sum(p.nbytes for p in model.parameters())
-        print(f"total {total:,.0f} ms, compute {compute:,.0f}, communication {comm:,.0f}")
-        print(f"overhead {comm / total:.0%}, {steps[0]['num_comm_ops']} all-reduces")
-        print(f"a rank: {counter.get_total_flops():,} FLOPs, {held:,} bytes")
+        print(
+            f"total {total:,.0f} ms: compute {compute / total:.0%}, all-reduce {comm / total:.0%}"
+        )
+        count = steps[0]["num_comm_ops"]
+        print(f"a rank: {counter.get_total_flops():,} FLOPs, {held:,} bytes, {count} all-reduces")

@@ -27,7 +27,7 @@ def steps(find_unused: bool) -> None:
             dist.all_gather(both, used.weight.grad)
             said = f"no error, gradients in use {float((both[0] - both[1]).abs().max()):.2f} apart"
         except RuntimeError as error:
-            said = f"RuntimeError: {str(error).partition(' prior')[0]}"
+            said = f"RuntimeError: {str(error).partition(' in the')[0]}"
         if dist.get_rank() == 0:
             print(f"{name}, step {number}: {said}")
 

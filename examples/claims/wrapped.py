@@ -19,7 +19,6 @@ def different(mine: Tensor) -> str:
 
 
 with gs.init(threads=1) as world:
-    found = []
     model = DistributedDataParallel(nn.Linear(64, 64))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with torch.no_grad():
@@ -27,7 +26,7 @@ with gs.init(threads=1) as world:
     for _ in range(3):
         model(torch.randn(8, 64)).square().mean().backward()
         optimizer.step()
-    found.append(f"3 steps after rank 0 has edited 64: {different(model.module.weight)} differ")
+    found = [f"3 steps after rank 0 has edited 64: {different(model.module.weight)} differ"]
     for words, seed in (("the same seed", 0), ("seed + rank", world.rank)):
         torch.manual_seed(seed)
         mask = nn.functional.dropout(torch.ones(10_000))

@@ -3,7 +3,8 @@
     python tools/claims.py            writes the page
     python tools/claims.py --check    exits with 1 when the page is not what the data give
 
-The test of the page runs each command that has no `skip`, and looks for the lines of `prints`.
+The test of the page runs each command that has no `skip`, and looks for the lines of `prints`; a
+command with a `page` has them there.
 """
 
 from __future__ import annotations
@@ -26,10 +27,13 @@ NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?")
 
 
 def load(root: Path = ROOT) -> dict[str, Any]:
-    """The data; ValueError for an unknown verdict or document, or a figure no command printed."""
+    """The data; ValueError for an unknown verdict or document, or a figure that was not printed."""
     data = tomllib.loads((root / DATA).read_text(encoding="utf-8"))
     for show in data["show"]:
         printed = "\n".join(run["prints"] for run in show["run"])
+        for run in show["run"]:
+            if "page" in run and missing(run["prints"], (root / run["page"]).read_text("utf-8")):
+                raise ValueError(f"{run['command']}: {run['page']} has other lines now")
         for claim in show["claim"]:
             if claim["verdict"] not in VERDICTS:
                 raise ValueError(f"{claim['says']}: the verdict is one of {', '.join(VERDICTS)}")
@@ -70,7 +74,7 @@ def render(data: Mapping[str, Any]) -> str:
     """The page."""
     claims = [claim for show in data["show"] for claim in show["claim"]]
     count = Counter(claim["verdict"] for claim in claims)
-    verdicts = ", ".join(f"{count[verdict]} {verdict}" for verdict in VERDICTS)
+    verdicts = ", ".join(f"{verdict} {count[verdict]}" for verdict in VERDICTS)
     lines = ["# Published claims, tried", "", data["intro"].strip(), ""]
     lines += _table(("document", "about"), data["document"].items())
     lines += ["", f"{len(claims)} claims: {verdicts}.", "", data["verdicts"].strip()]
@@ -98,9 +102,9 @@ def render(data: Mapping[str, Any]) -> str:
 
 def _caption(run: Mapping[str, Any]) -> str:
     if "skip" in run:
-        return f"does not run it: {run['skip']}"
+        return f"does not run this: {run['skip']}"
     within = f"to {run['tolerance']:.0%}" if "tolerance" in run else "exactly"
-    return f"runs it and compares all numbers, {within}"
+    return f"runs this and compares all numbers, {within}"
 
 
 def _table(head: Sequence[str], rows: Any) -> list[str]:

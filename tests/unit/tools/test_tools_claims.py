@@ -15,8 +15,10 @@ WORDS = (
 
 
 def folder_with(tmp_path: Path, data: str) -> Path:
-    """A project that has only `data`."""
+    """A project that has only `data`, and the page that they quote."""
     (tmp_path / "docs" / "guide").mkdir(parents=True)
+    quoted = "docs/guide/strategies.md"
+    (tmp_path / quoted).write_text((claims.ROOT / quoted).read_text())
     (tmp_path / claims.DATA).write_text(data)
     return tmp_path
 
@@ -41,6 +43,7 @@ def test_check_tells_an_old_page_and_changes_nothing(
     [
         ('verdict = "corrected"', 'verdict = "wrong"', "the verdict is one of"),
         ('in = ["tutorial"]', 'in = ["elsewhere"]', "unknown document elsewhere"),
+        ("| 58.2 |", "| 58.3 |", "strategies.md has other lines now"),
         ('figure = "1.333 S"', 'figure = "1.334 S"', "no command printed '1.334 S'"),
     ],
 )

@@ -117,7 +117,10 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="change nothing")
     check = parser.parse_args(argv).check
-    page, path = render(load(root)), root / PAGE
+    try:
+        page, path = render(load(root)), root / PAGE
+    except ValueError as error:
+        parser.error(str(error))
     old = not path.exists() or path.read_text(encoding="utf-8") != page
     if old and check:
         print(f"{PAGE} is not what {DATA} gives; run tools/claims.py")

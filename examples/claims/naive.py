@@ -1,4 +1,4 @@
-"""One step of the naive trainer on a GPT: its block of figures, and what each rank computes.
+"""Steps of the naive trainer on a GPT: the block of figures, and what each rank computes and holds.
 
 torchrun --nproc-per-node 2 examples/claims/naive.py tiny
 """
@@ -30,8 +30,8 @@ with gs.init(seed=0, threads=1) as world:
     )
     if world.is_main:
         state = [t for s in optimizer.state.values() for t in s.values()]
-        held = sum(t.nbytes for t in [*model.parameters(), *state])
-        held += sum(p.nbytes for p in model.parameters())
+        weights = list(model.parameters())  # and as many gradients
+        held = sum(t.nbytes for t in [*weights, *weights, *state])
         print(
             f"total {total:,.0f} ms: compute {compute / total:.0%}, all-reduce {comm / total:.0%}"
         )

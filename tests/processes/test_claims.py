@@ -14,18 +14,18 @@ RUNS = [run for show in claims.load()["show"] for run in show["run"] if "skip" n
 
 
 def printed(command: str) -> str:
-    """Standard output of a command of the page; torchrun's ranks are forked, rank 0 speaks."""
+    """What a command of the page prints; torchrun's ranks are forked, and rank 0 speaks."""
     words = shlex.split(command)
-    variables = [{}]
+    variables: list[dict[str, str]] = [{}]
     while "=" in words[0]:
         name, _, value = words.pop(0).partition("=")
         variables[0][name] = value
     if words[0] == "torchrun":
         assert words[1] == "--nproc-per-node"
         variables, words = torch_ranks(int(words[2])), words[2:]
-    program = {"gradsync": ["-m", "gradsync"]}.get(words[0], [])
-    done = run_forked([*program, *words[1:]], variables, cwd=claims.ROOT)
-    return done[0].ok().stdout + "".join(done[0].stderr for _ in program)
+    program = ["-m", "gradsync"] if words[0] == "gradsync" else []
+    done = [each.ok() for each in run_forked([*program, *words[1:]], variables, cwd=claims.ROOT)]
+    return done[0].stdout + done[0].stderr
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run["command"])

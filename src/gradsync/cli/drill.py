@@ -242,7 +242,7 @@ def _show(seconds: float, line: str) -> None:
 
 
 def _watched(folder: Path, name: str, start: Callable[[], int]) -> Ended:
-    """What a run in the run directory `folder`/`name` came to; `start` starts and awaits it."""
+    """Result of a run in the run directory `folder`/`name`; `start` starts and awaits it."""
     out, temporary, mark = folder / name, folder / "tmp", secrets.token_hex(8)
     temporary.mkdir(exist_ok=True)
     summary, before, lines = out / "summary.json", _ports() | _shared_memory(), []

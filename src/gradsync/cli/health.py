@@ -151,7 +151,7 @@ def _host_facts(world: World) -> dict[str, Any]:
 
 
 def _mpi_facts(launcher: str) -> list[str] | None:
-    """What starts ranks, what mpi4py loads, and why it loads nothing; None where no MPI is used.
+    """Launchers found, what mpi4py loads, and why it loads nothing; None where no MPI is used.
     Asked in processes of their own: MPI may end the one that loads it."""
     if not version_of("mpi4py") or launcher not in ("python", "openmpi", "mvapich2", "hydra"):
         return None

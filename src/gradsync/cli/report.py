@@ -36,7 +36,7 @@ class ReportOptions:
     """html, pdf: the page. svg, png: one file for each chart. png and pdf take a chromium that is
     on PATH."""
     verify: str = ""
-    """What `gradsync verify --json` printed, to be shown as a table; default: verify.json in the
+    """Output of `gradsync verify --json`, to be shown as a table; default: verify.json in the
     first run's directory, if there."""
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print the figures as one JSON document, and write nothing."""

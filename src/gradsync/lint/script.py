@@ -84,7 +84,7 @@ class Script:
                 yield node
 
     def parents(self, node: ast.AST) -> Iterator[ast.AST]:
-        """What encloses a node, from the inside out."""
+        """Nodes around a node, from the inside out."""
         while (above := self._parents.get(node)) is not None:
             yield above
             node = above
@@ -107,7 +107,7 @@ class Script:
 
     @cached_property
     def _values(self) -> dict[str, list[ast.expr]]:
-        """What is assigned to each name."""
+        """Expressions that are assigned to each name."""
         found: dict[str, list[ast.expr]] = {}
 
         def take(target: ast.expr, value: ast.expr) -> None:

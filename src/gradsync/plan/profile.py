@@ -226,7 +226,7 @@ Conditions = dict[str, Any]
 
 
 def machine_conditions(device: str, threads: int) -> Conditions:
-    """What any measurement here depends on: the machine, and a rank's intra-op threads."""
+    """Conditions of any measurement here: the machine, and a rank's intra-op threads."""
     accelerator = "cpu"
     if device.startswith("cuda"):
         import torch
@@ -237,7 +237,7 @@ def machine_conditions(device: str, threads: int) -> Conditions:
 
 
 def profile_conditions(work: Workload, *, device: str, threads: int) -> Conditions:
-    """What the profile of `work` depends on; the number of leaves is nothing to it."""
+    """Conditions of the profile of `work`; the number of leaves is nothing to it."""
     about = {k: v for k, v in asdict(work).items() if k not in ("num_leaves", "kind")}
     return machine_conditions(device, threads) | about
 

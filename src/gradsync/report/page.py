@@ -167,7 +167,7 @@ def _from_zero(title: str, y: str, lines: Sequence[Line]) -> Chart:
 
 
 def _step_parts(run: Run, behind: str) -> Chart:
-    """What a step's time goes into, by the intervals between logged steps."""
+    """Parts of a step's time, by the intervals between logged steps."""
     whole, data, exposed = (
         run.metrics.get(name, []) for name in ("perf/step_s", "perf/data_s", "comm/exposed_s")
     )
@@ -338,7 +338,7 @@ def _details(run: Run, *, alone: bool) -> str:
 
 
 def _matrix(document: Mapping[str, Any]) -> str:
-    """What `gradsync verify --json` found: a row for each strategy and dtype, then each failure."""
+    """Result of `gradsync verify --json`: a row for each strategy and dtype, then each failure."""
     cells = document["cells"]
     sizes = sorted({cell["world_size"] for cell in cells})
     rows = []

@@ -120,7 +120,7 @@ def read_run(path: Path) -> Run:
 
 
 def read_verified(path: Path) -> dict[str, Any]:
-    """What `gradsync verify --json` printed into the file `path`.
+    """The document that `gradsync verify --json` printed into the file `path`.
 
     Raises:
         ConfigError: it is not there, or not that.

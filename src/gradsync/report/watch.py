@@ -39,7 +39,7 @@ class _Tail:
         self.modified = 0.0
 
     def lines(self) -> list[str]:
-        """Those since the last call; all of them where the file is another one by now."""
+        """Lines since the last call; all of them where the file is another one by now."""
         try:
             with open_regular(self._path) as file:
                 found = os.fstat(file.fileno())
@@ -55,7 +55,7 @@ class _Tail:
         return whole.decode(errors="replace").splitlines()
 
     def objects(self) -> Iterator[dict[str, Any]]:
-        """Those of `lines` that are JSON objects with a step."""
+        """The `lines` that are JSON objects with a step."""
         for line in self.lines():
             try:
                 entry = json.loads(line)
@@ -90,7 +90,7 @@ class Follower:
         self._log_every = every if isinstance(every, int) else 1
 
     def news(self) -> list[str]:
-        """What came since the last look, a line each; the first look tells only the newest."""
+        """News since the last look, a line each; the first look tells only the newest."""
         # First: a run writes its end after everything else.
         self.ended = read_object(self._path / "exit.json")
         found = [*self._restarts(), *self._records(), *self._new_checkpoint(), *self._warnings()]

@@ -1,4 +1,4 @@
-"""What a rank's main thread is doing: in a collective, or in which line of the user's program.
+"""A rank's main thread: whether it is in a collective, or in which line of the user's program.
 
 A rank's watch thread samples the stack of the main thread at each heartbeat and publishes the
 result with it. So a rank that waits can say whom it waits for and where that rank is, and the
@@ -59,7 +59,7 @@ _IDLE = 0.2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Activity:
-    """What a rank was doing at its last heartbeat."""
+    """A rank's activity at its last heartbeat."""
 
     beat: int
     """Number of the heartbeat; one that stands still means that the rank is stopped or has gone."""
@@ -82,7 +82,7 @@ class Activity:
 
 
 def read_activity(record: bytes) -> Activity:
-    """What a rank published, with control characters taken out; beat -1 when it is unreadable."""
+    """A rank's published activity without control characters; beat -1 when it is unreadable."""
     kinds = {field.name: type(getattr(_UNKNOWN, field.name)) for field in fields(Activity)}
     with suppress(ValueError, TypeError, RecursionError):
         found = json.loads(record) if len(record) <= _RECORD_LIMIT else None

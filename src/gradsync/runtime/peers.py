@@ -38,7 +38,7 @@ class Peers:
         self.processes = processes or {}
         here = socket.gethostname()
         self.pids = {other: it.pid for other, it in self.processes.items() if it.host == here}
-        """Of the ranks on this host."""
+        """Process numbers of the ranks on this host."""
 
     def beats(self) -> dict[int, bytes]:
         """The last heartbeats; b"" for none yet. A stranger can put an old one back: it does not
@@ -51,7 +51,7 @@ class Peers:
         return {rank: self._newest[rank][1] for rank in self._others}
 
     def activities(self) -> dict[int, Activity]:
-        """What they published last."""
+        """The activities that they published last."""
         return {rank: read_activity(beat) for rank, beat in self.beats().items()}
 
     def has_noticed(self, rank: int) -> bool:

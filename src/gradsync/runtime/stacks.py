@@ -36,7 +36,7 @@ class StackFiles:
     def __init__(self, folder: str = "") -> None:
         self.folder = folder
         self.private_name = ""
-        """Of the private folder: the same on all ranks, and not to be guessed."""
+        """Name of the private folder: the same on all ranks, and not to be guessed."""
         self._kept = ""
 
     def keep(self, peers: Peers, silent: Iterable[int], error: BaseException | None = None) -> str:

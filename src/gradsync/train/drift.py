@@ -26,7 +26,7 @@ def keep(run_dir: RunDir, step: int, error: DriftError) -> None:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """What `keep` wrote: `step`, and by rank the hash of each tensor; {} for nothing readable."""
+    """Document of `keep`: `step`, and by rank the hash of each tensor; {} for nothing readable."""
     found = read_object(folder / _FILE)
     ranks = found.get("ranks")
     readable = isinstance(ranks, list) and all(isinstance(each, dict) for each in ranks)

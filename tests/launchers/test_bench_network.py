@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from gradsync.bench.network import namespaces
 from gradsync.errors import RunError
 from support.fork_server import run_forked
+from support.launchers import run_python
 
 _FOLDER = Path("/run/netns")
 
@@ -46,4 +48,20 @@ def test_what_the_kernel_refuses_is_said_and_leaves_nothing(tmp_path: Path) -> N
         with pytest.raises(RunError, match="File exists"), namespaces(2, 1000):
             pass
         assert other not in left()
+    assert left() == []
+
+
+KILLED = """
+import os, sys
+from gradsync.bench.network import namespaces
+with namespaces(1, 1000):
+    os.kill(os.getpid(), int(sys.argv[1]))
+"""
+
+
+@pytest.mark.launcher("namespaces")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_leaves_nothing(number: signal.Signals) -> None:
+    done = run_python(["-c", KILLED, str(int(number))])
+    assert done.returncode in (128 + number, -number)
     assert left() == []

@@ -14,6 +14,7 @@ import os
 import secrets
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import tyro
 
@@ -167,6 +168,8 @@ def namespaces(hosts: int, rate_mbit: int, delay_ms: float = 0.0) -> Iterator[li
     name = f"gradsync-bench-{os.getpid()}"
     switch, members = f"{name}-switch", [f"{name}-{number}" for number in range(hosts)]
     with ExitStack() as undo:
+        for ending in (signal.SIGTERM, signal.SIGHUP):  # nothing else would remove them
+            undo.callback(signal.signal, ending, signal.signal(ending, _leave))
         for each in (switch, *members):
             _ip("netns", "add", each)
             undo.callback(_ip, "netns", "delete", each)
@@ -183,6 +186,10 @@ def namespaces(hosts: int, rate_mbit: int, delay_ms: float = 0.0) -> Iterator[li
             _limit(host, "eth0", rate_mbit, delay_ms)
             _limit(switch, port, rate_mbit, 0.0)
         yield members
+
+
+def _leave(number: int, _: object) -> NoReturn:
+    raise SystemExit(128 + number)
 
 
 def _limit(namespace: str, interface: str, rate_mbit: int, delay_ms: float) -> None:

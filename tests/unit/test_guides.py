@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from gradsync.comm.reductions import ALGORITHMS
+from gradsync.lint.rules import RULES, lint
+from gradsync.lint.script import Script
 from gradsync.sync.options import Recipe
 from gradsync.sync.registry import STRATEGIES
 from support.launchers import run_python
@@ -42,6 +44,16 @@ def test_python_runs_on_one_rank(guide: Path) -> None:
     program = PROCESS_GROUP + python_of(guide.read_text()) + EPILOGUE
     done = run_python(["-W", "error", "-c", program]).ok()
     assert done.stdout == ""
+
+
+def test_scripts_that_people_come_from() -> None:
+    """They are Python without known mistakes, and the rules named beside them exist."""
+    page = next(path for path in GUIDES if path.name == "moving.md").read_text()
+    scripts = re.findall(r"^```py\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    assert len(scripts) == 4
+    for script in scripts:
+        assert {found.rule.level for found in lint(Script("theirs", script))} <= {"note"}
+    assert set(re.findall(r"\bGS\d+", page)) <= {rule.id for rule in RULES}
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

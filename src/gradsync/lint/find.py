@@ -247,8 +247,8 @@ def collective_on_one_rank(s: Script) -> Iterator[ast.AST]:
     """Collectives under a condition on the rank."""
     for call in s.calls(*_COLLECTIVES):
         owner = dotted(call.func.value) if isinstance(call.func, ast.Attribute) else ""
-        ours = owner in ("dist", "torch.distributed", "distributed", "accelerator", "fabric")
-        if ours and s.on_some_ranks(call):
+        theirs = owner in ("dist", "torch.distributed", "distributed", "accelerator", "fabric")
+        if (theirs or owner in ("gs", "gradsync")) and s.on_some_ranks(call):
             yield call
 
 

@@ -168,6 +168,11 @@ WRONG: dict[str, list[str]] = {
     ],
     "GS401": [
         """
+        with gs.init() as world:
+            if world.is_main:
+                total = gs.all_reduce(total)  # GS401
+        """,
+        """
         if rank == 0:
             dist.barrier()  # GS401
         """,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import signal
 import socket
@@ -192,3 +193,19 @@ def test_the_words_of_quoted_messages_are_in_the_source(said: str, sources: list
         said = re.sub(re.escape(piece).join(edges), "#", said)
     left = [word for word in said.split() if re.fullmatch("[a-z]{3,}[,;:.]?", word)]
     assert set(left) <= {"nan"}
+
+
+# -- commands --------------------------------------------------------------------------------------
+
+COMMANDS = json.loads((ROOT / "tools" / "commands.json").read_text())["commands"]
+
+
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.name)
+def test_flags_belong_to_their_commands(guide: Path) -> None:
+    """Those of a program after `--` are its own."""
+    for line in re.findall(r"\bgradsync [^`#\n]+", guide.read_text()):
+        for part in line.split(" -- "):
+            words = part.removeprefix("gradsync ").split()
+            name = " ".join(words[: 2 if words[:1] == ["bench"] else 1])
+            flags = {word.partition("=")[0] for word in words if word.startswith("--")}
+            assert flags <= set(COMMANDS.get(f"gradsync {name}", flags)), line

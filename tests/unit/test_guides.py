@@ -62,6 +62,11 @@ def test_python_runs_on_one_rank(guide: Path) -> None:
     assert len(done.stdout.splitlines()) == program.count("print(")
 
 
+def test_the_first_loop_is_the_example() -> None:
+    page = next(path for path in GUIDES if path.name == "start-here.md").read_text()
+    assert python_of(page) in (ROOT / "examples" / "minimal.py").read_text()
+
+
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_each_strategy_has_its_section(name: str) -> None:
     """With a picture, costs, its promise, options and a measured line."""

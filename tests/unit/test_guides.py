@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import re
-from dataclasses import fields
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 
 from gradsync.comm.reductions import ALGORITHMS
+from gradsync.data.batch_plan import solve_batch_plan
+from gradsync.errors import GradsyncError
+from gradsync.launch.local import obituary
 from gradsync.lint.rules import RULES, lint
 from gradsync.lint.script import Script
+from gradsync.models.config import preset
+from gradsync.runtime.coordinator import plan_coordinator
+from gradsync.runtime.device import check_not_shared, device_name
+from gradsync.runtime.rendezvous import meet
+from gradsync.runtime.resolve import resolve
+from gradsync.runtime.store import host_store
 from gradsync.sync.options import Recipe
 from gradsync.sync.registry import STRATEGIES
+from gradsync.train.check import check_size
 from support.launchers import run_python
 
-GUIDES = sorted((Path(__file__).parents[2] / "docs" / "guide").glob("*.md"))
+ROOT = Path(__file__).parents[2]
+GUIDES = sorted((ROOT / "docs" / "guide").glob("*.md"))
 STRATEGIES_PAGE = next(path for path in GUIDES if path.name == "strategies.md").read_text()
 PROCESS_GROUP = """
 import torch.distributed as dist
@@ -43,7 +61,12 @@ def test_python_runs_on_one_rank(guide: Path) -> None:
     """In the order of the page, each block with the names of those before it."""
     program = PROCESS_GROUP + python_of(guide.read_text()) + EPILOGUE
     done = run_python(["-W", "error", "-c", program]).ok()
-    assert done.stdout == ""
+    assert len(done.stdout.splitlines()) == program.count("print(")
+
+
+def test_the_first_loop_is_the_example() -> None:
+    page = next(path for path in GUIDES if path.name == "start-here.md").read_text()
+    assert python_of(page) in (ROOT / "examples" / "minimal.py").read_text()
 
 
 def test_scripts_that_people_come_from() -> None:
@@ -95,3 +118,111 @@ def test_the_table_of_algorithms_is_the_code() -> None:
     """The bytes in it are counted in tests/ranks/test_p2p_collectives.py."""
     table = STRATEGIES_PAGE.partition("| `backend` |")[2].partition("\n\n")[0]
     assert re.findall(r"^\| `(\w+)` \|", f"| `backend` |{table}", re.M) == list(ALGORITHMS)
+
+
+# -- messages that the page of troubles quotes -----------------------------------------------------
+
+TROUBLES = next(path for path in GUIDES if path.name == "troubleshooting.md").read_text()
+QUOTED = [
+    (said, sources.split())
+    for sources, block in re.findall(
+        r"^(?:<!-- said in ([\w/. ]+) -->\n)?```\n((?:gradsync: .+\n)+)```", TROUBLES, re.MULTILINE
+    )
+    for said in re.findall(r"^gradsync: (?:error: |WARNING: )?(.+)$", block, re.MULTILINE)
+]
+HALF = {"RANK": "0"}
+BY_HAND = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+ONE_HOST = {**BY_HAND, "LOCAL_WORLD_SIZE": "4"}
+
+
+def under_mpi(rank: int, size: int, here: int) -> dict[str, str]:
+    parts = {"RANK": rank, "SIZE": size, "LOCAL_RANK": rank, "LOCAL_SIZE": here}
+    return {f"OMPI_COMM_WORLD_{name}": str(number) for name, number in parts.items()}
+
+
+def without_mpi4py() -> None:
+    env = under_mpi(0, 4, 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "mpi4py", None)
+        meet(env, resolve(env), deadline_s=time.monotonic())
+
+
+def on_a_taken_port() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        host_store("127.0.0.1", other.getsockname()[1], one_host=True)
+
+
+GPU = "5e3c1f0a-9b1d-4c57-8a3e-2f6d0b7c9e41"
+RAISED: tuple[Callable[[], object], ...] = (
+    lambda: resolve(HALF),
+    lambda: plan_coordinator(BY_HAND, resolve(BY_HAND)),
+    lambda: resolve(ONE_HOST | under_mpi(1, 2, 2)),
+    on_a_taken_port,
+    without_mpi4py,
+    lambda: device_name("cuda", 0, 0),
+    lambda: check_not_shared(["node-a"] * 3, [GPU, "", GPU]),
+    lambda: check_size(replace(preset("2.7b"), hidden_dim=10**9), device="cpu", num_nodes=1),
+    lambda: solve_batch_plan(
+        tokens_per_update=524_288, seq_len=2_048, micro_batch_size=3, world_size=4
+    ),
+    lambda: solve_batch_plan(global_batch_size=8, micro_batch_size=4, world_size=4),
+)
+
+
+def without_values(said: str) -> str:
+    """The first line up to an ellipsis, without numbers; Python's own words for what is missing."""
+    said = said.replace("import of mpi4py halted; None in sys.modules", "No module named 'mpi4py'")
+    return re.sub(r"\d[\d,.]*(e[+-]\d+)?", "#", re.split(r" …$|\n", said)[0])
+
+
+def messages() -> Iterator[str]:
+    """What the code says where it is cheap to make it speak."""
+    for call in RAISED:
+        with pytest.raises(GradsyncError) as caught:
+            call()
+        yield str(caught.value)
+    yield obituary(1, signal.SIGKILL)
+    yield from resolve({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}).warnings
+
+
+def test_quoted_messages_are_raised() -> None:
+    """Those without a source, up to numbers; and each that is raised here is quoted."""
+    quoted = {without_values(said) for said, sources in QUOTED if not sources}
+    assert quoted == {without_values(said) for said in messages()}
+
+
+def constants_of(path: Path) -> Iterator[str]:
+    """All text of a module's strings that is no docstring, in the pieces between its values."""
+    tree = ast.parse(path.read_text())
+    docs = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in docs:
+            yield from (piece.strip() for piece in re.split("%[rsd]", node.value))
+
+
+@pytest.mark.parametrize(("said", "sources"), [quote for quote in QUOTED if quote[1]])
+def test_the_words_of_quoted_messages_are_in_the_source(said: str, sources: list[str]) -> None:
+    """Every lower-case word of three letters is in a piece of text of the files that are named."""
+    pieces = {piece for source in sources for piece in constants_of(ROOT / source)}
+    assert any(piece in said for piece in pieces if " " in piece)
+    for piece in sorted(filter(None, pieces), key=len, reverse=True):
+        edges = ["(?<![a-z])" * piece[0].isalpha(), "(?![a-z])" * piece[-1].isalpha()]
+        said = re.sub(re.escape(piece).join(edges), "#", said)
+    left = [word for word in said.split() if re.fullmatch("[a-z]{3,}[,;:.]?", word)]
+    assert set(left) <= {"nan"}
+
+
+# -- commands --------------------------------------------------------------------------------------
+
+COMMANDS = json.loads((ROOT / "tools" / "commands.json").read_text())["commands"]
+
+
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.name)
+def test_flags_belong_to_their_commands(guide: Path) -> None:
+    """Those of a program after `--` are its own."""
+    for line in re.findall(r"\bgradsync [^`#\n]+", guide.read_text()):
+        for part in line.split(" -- "):
+            words = part.removeprefix("gradsync ").split()
+            name = " ".join(words[: 2 if words[:1] == ["bench"] else 1])
+            flags = {word.partition("=")[0] for word in words if word.startswith("--")}
+            assert flags <= set(COMMANDS.get(f"gradsync {name}", flags)), line

@@ -52,16 +52,17 @@ def test_what_the_kernel_refuses_is_said_and_leaves_nothing(tmp_path: Path) -> N
 
 
 KILLED = """
-import os, sys
+import os, signal, sys
 from gradsync.bench.network import namespaces
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
 with namespaces(1, 1000):
     os.kill(os.getpid(), int(sys.argv[1]))
 """
 
 
 @pytest.mark.launcher("namespaces")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_leaves_nothing(number: signal.Signals) -> None:
     done = run_python(["-c", KILLED, str(int(number))])
-    assert done.returncode in (128 + number, -number)
+    assert done.returncode == 128 + number
     assert left() == []

@@ -19,8 +19,9 @@ from support.namespaces import Host, program, two_hosts
 from support.small_run import OneRank, small_config
 
 MEET = """
-import os
+import os, tempfile
 os.environ |= {"MPI_LOCALNRANKS": "1", "MPI_LOCALRANKID": "0"}  # alone on its host, it believes
+os.environ["TMPDIR"] = tempfile.mkdtemp()  # two lone Open MPIs race for one session directory
 from gradsync.errors import RendezvousError
 from gradsync.runtime.rendezvous import meet
 from gradsync.runtime.resolve import resolve

@@ -51,9 +51,9 @@ def test_a_rank_takes_what_the_formulas_say(case: MemoryCase, nothing: int, tmp_
         return need.total == pytest.approx(found[-1], rel=0.1)
 
     found: list[float] = []
-    # FSDP gathers ahead as its threads happen to run: one run in ten peaks 12 % higher. So two of
-    # three are to agree, and the third is left out where the first two do.
-    tries = 3 if case.strategy == "fsdp" else 1
+    # FSDP gathers ahead as its threads happen to run: one run in ten peaks 12 % higher, more on a
+    # busy machine. So three of five are to agree; no more are made than that takes.
+    tries = 5 if case.strategy == "fsdp" else 1
     agreed = 0
     while len(found) < tries and agreed <= tries // 2:
         agreed += agrees()

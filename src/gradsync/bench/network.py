@@ -169,7 +169,8 @@ def namespaces(hosts: int, rate_mbit: int, delay_ms: float = 0.0) -> Iterator[li
     switch, members = f"{name}-switch", [f"{name}-{number}" for number in range(hosts)]
     with ExitStack() as undo:
         for ending in (signal.SIGTERM, signal.SIGHUP):  # nothing else would remove them
-            undo.callback(signal.signal, ending, signal.signal(ending, _leave))
+            if signal.getsignal(ending) is not signal.SIG_IGN:  # nohup
+                undo.callback(signal.signal, ending, signal.signal(ending, _leave))
         for each in (switch, *members):
             _ip("netns", "add", each)
             undo.callback(_ip, "netns", "delete", each)

@@ -62,7 +62,9 @@ class StopRequest:
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
             for number in HANDLED:
-                self._previous[number] = signal.signal(number, self._on_signal)
+                # nohup: the terminal goes, the run does not.
+                if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                    self._previous[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -165,7 +164,11 @@ def test_ctrl_c_leaves_the_run_alone(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    monkeypatch.setattr(command.time, "sleep", lambda _: signal.raise_signal(signal.SIGINT))
+
+    def interrupted(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command.time, "sleep", interrupted)
     assert main(["watch", str(run), "--http", "0"]) == 130
     assert capsys.readouterr().out.endswith("no longer watching; the run goes on\n")
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before

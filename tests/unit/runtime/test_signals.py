@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,6 +26,23 @@ from support.launchers import run_python
 
 def handlers() -> list[object]:
     return [signal.getsignal(number) for number in HANDLED]
+
+
+@pytest.fixture(autouse=True)
+def _hangups_end_programs() -> Iterator[None]:
+    """Whatever the tests were started by: nohup ignores them."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+def test_a_hangup_that_is_ignored_stays_ignored() -> None:
+    """nohup: the terminal goes, the run does not."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with StopRequest() as stop:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert not stop.requested
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP"])

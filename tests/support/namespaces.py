@@ -12,6 +12,7 @@ import ctypes
 import functools
 import os
 import shutil
+import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,6 +22,7 @@ from pathlib import Path
 _PREFIX = "gradsync"
 _FOLDER = Path("/run/netns")
 _CLONE_NEWNET = 0x40000000
+_CLONE_NEWUTS = 0x04000000
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,16 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
             for interface in ("lo", host.interface):
                 _ip("-netns", host.namespace, "link", "set", interface, "up")
         yield first, second
+
+
+def become_host(namespace: str) -> None:
+    """Move this process into a network namespace, under a host name of its own: ranks on one host
+    look at each other's processes, ranks on two must not."""
+    enter(namespace)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_CLONE_NEWUTS):
+        raise OSError(ctypes.get_errno(), "unshare")
+    socket.sethostname(namespace)
 
 
 def enter(namespace: str) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a program, without pytest's path
 
 from gradsync.cli.main import main as gradsync
-from support.namespaces import enter
+from support.namespaces import become_host
 
 WARM = ("torch._dynamo", "gradsync.train.run")
 """What every rank would import; the first optimizer step does the former."""
@@ -90,7 +90,7 @@ def _forked(log: Path, argv: list[str], variables: dict[str, str], namespace: st
             os.dup2(file.fileno(), 2)
         logging.basicConfig(level=logging.INFO)  # the choices are part of the test
         if namespace:
-            enter(namespace)
+            become_host(namespace)
         os.environ.update(variables)
         code = gradsync(argv)
     except BaseException:

@@ -91,7 +91,7 @@ def mark(
 
 
 def unmark(parameters: Iterable[nn.Parameter]) -> None:
-    """Make ordinary parameters of those that are marked."""
+    """Turn marked parameters back into ordinary ones; leave others as they are."""
     for parameter in filter(is_pending, parameters):
         parameter.__class__ = nn.Parameter
         vars(parameter).pop(_ARRIVE, None)

@@ -189,7 +189,7 @@ class Trackers:
 
     @expect_wait
     def start(self, track: str, folder: Path, config: Mapping[str, Any], done_steps: int) -> None:
-        """Make those that `track` names."""
+        """Start the trackers named in `track`; one that fails is left out with a warning."""
         for name in tracker_names(track):
             with self._left_alone_if_it_fails(name):
                 self._working[name] = KINDS[name](folder, config, done_steps)

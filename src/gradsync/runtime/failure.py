@@ -3,7 +3,9 @@
     rank 1 raises            -> writes its traceback to the store, waits for answers, leaves
     rank 0, in Python code   -> its watcher sees the note; after a grace the process ends
     rank 0, in a collective  -> the connection closes, the collective raises; the note says why
-    rank 1 is killed (-9)    -> no note; the heartbeat that stopped says who
+    rank 1 is killed (-9)    -> no note; ranks of its host look at its process in each beat, and
+                                write it down for the others; else its heartbeat that stopped says
+                                who
     rank 1's host is cut off -> as killed, once its connections have timed out (`silence_s`)
     rank 1 left              -> rank 0's collective raises, says so, is written down
     rank 1 is late           -> rank 0 says after ten seconds where rank 1 is (waiting.py); after
@@ -57,7 +59,8 @@ REPORT_S = 10.0
 log = logging.getLogger("gradsync")
 
 _POLL_S = 0.25
-_GRACE_S = 5.0
+_GRACE_S = 1.5
+_EXCUSED_GRACES = 5  # a checkpoint that is nearly written is worth some seconds
 _SILENT_S, _HEARD_S = 2.0, 5.0
 _LAST_WORDS_S = 2.0
 _WRITTEN_S = _ECHO_S = 0.5
@@ -172,10 +175,10 @@ class FailureWatch:
     Args:
         store: the rendezvous's records, by a connection that nothing else blocks on.
         hosted_by_agent: the launcher serves the store, not rank 0.
-        connections: to the other ranks; looked after from here on.
-        grace_s: how long the main thread may take to notice by itself before the process ends.
+        grace_s: how long the main thread may take to notice by itself; five times that in a save.
         stacks: where to write down what this rank is doing; None: nowhere.
-        hosts, processes, report_s, num_issued: see `Peers`, `WaitReport` and `Sampler`.
+        hosts, processes, connections: see `Peers`.
+        report_s, num_issued: see `WaitReport` and `Sampler`.
     """
 
     def __init__(
@@ -202,20 +205,23 @@ class FailureWatch:
         self._stacks = stacks
         self._hosted_by_agent = hosted_by_agent
         self._peers = Peers(
-            store, rank=rank, world_size=world_size, processes=processes, hosts=hosts
+            store,
+            rank=rank,
+            world_size=world_size,
+            processes=processes,
+            hosts=hosts,
+            connections=connections,
         )
         self._sampler = Sampler(threading.get_ident(), num_issued)
         self._doing = Activity(beat=0)
         self._waits = WaitReport(self._peers, report_s=report_s)
         self._stop_seen: float | None = None
-        self._connections = connections
         self._grace_s = grace_s
         self._interval_s = max(_POLL_S, world_size / 1000)  # many ranks share one store
         self._stop = threading.Event()
         self._seen: Failure | None = None
         self._store_lost: Exception | None = None
         self._server_left = False
-        self._last_look: dict[int, bytes] = {}
         self._thread = threading.Thread(target=self._run, name="gradsync-watch", daemon=True)
 
     def start(self) -> None:
@@ -276,8 +282,7 @@ class FailureWatch:
                 lives = not self._peers.ended() and all(r in self._peers.pids for r in silent)
                 code = LatePeerError.exit_code if lives and _is_late(trouble) else 1
                 # For ranks without a connection to the silent ones, who would only see us leave.
-                told = asdict(Failure(-1, "", _shortened(said), "", code, stuck=True))
-                self._store.claim("failure", json.dumps(told).encode())
+                self._claim_for(said, code)
                 self._peers.settle(len(silent), time.monotonic() + _SILENT_S)
                 return _because(PeerError(f"{said}; {seen}", exit_code=code), error)
             late = _is_late(trouble) and self._waits.lateness(self._doing)
@@ -325,6 +330,11 @@ class FailureWatch:
             wait_until(all_heard, time.monotonic() + _HEARD_S)
         return None
 
+    def _claim_for(self, said: str, code: int = 1) -> None:
+        """Write down what is `said` of ranks that went without a word."""
+        told = asdict(Failure(-1, "", _shortened(said), "", code, stuck=True))
+        self._store.claim("failure", json.dumps(told).encode())
+
     def _read(self) -> Failure | None:
         if self._seen is None and (record := self._store.get("failure")) is not None:
             self._seen = read_failure(record)
@@ -347,7 +357,8 @@ class FailureWatch:
                 if mishaps == 1:
                     log.exception("rank %d: the failure watch stumbled", self._rank)
                 continue
-            if message and not self._stop.wait(self._grace_s):
+            grace_s = self._grace_s * (_EXCUSED_GRACES if self._doing.excused else 1)
+            if message and not self._stop.wait(grace_s):
                 self._end_process(message, 1 if self._seen is None else self._seen.exit_code)
             if message or self._store_lost is not None:
                 return
@@ -369,7 +380,11 @@ class FailureWatch:
                 self._end_process(str(late), late.exit_code)
             if not self._hosted_by_agent:
                 self._server_left = self._peers.has_left(0)
-            if beat % _BEATS_A_LOOK == 0 and (lost := self._look_around()):
+            if dead := self._peers.dead():
+                self._claim_for(said := self._peers.obituary(dead))
+                self._read()  # tells the others that this rank knows
+                return said + self._keep_stacks(dead)
+            if beat % _BEATS_A_LOOK == 0 and (lost := self._peers.cut_off()):
                 return self._peers.obituary(lost) + self._keep_stacks(lost)
         except self._store_gone as gone:
             self._store_lost = gone
@@ -390,18 +405,6 @@ class FailureWatch:
             f"{self._waits.places(self._waits.stuck)}; ended without another checkpoint"
             f"{self._keep_stacks()}"
         )
-
-    def _look_around(self) -> list[int]:
-        """Ranks that went without a word, should the main thread not notice: Gloo does not always
-        wake who waits on a connection that ends. Ranks that leave in good order say so before."""
-        if self._connections is None:
-            return []
-        self._connections.keep_up()
-        ended = self._connections.num_ended()
-        if not ended or ended <= self._peers.num_gone():
-            return []
-        before, self._last_look = self._last_look, self._peers.beats()
-        return self._peers.silent_since(before) if before else []
 
     def _server_gone(self, error: BaseException) -> str:
         return self._peers.server_obituary(server_name(self._hosted_by_agent), error)

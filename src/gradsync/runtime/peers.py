@@ -11,7 +11,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 from gradsync.runtime.activity import Activity, read_activity
+from gradsync.runtime.network import PeerConnections
 from gradsync.runtime.store import HEARD, LEFT, SETTLED, Presence, SignedStore, wait_until
+
+_STILL_CALLS = 3
 
 
 class Peers:
@@ -21,6 +24,7 @@ class Peers:
         store: records of the rendezvous.
         processes: of those ranks, as far as they are known.
         hosts: host name of each rank, if they sit on several.
+        connections: to those ranks; looked after from here on.
     """
 
     def __init__(
@@ -31,14 +35,20 @@ class Peers:
         world_size: int,
         processes: Mapping[int, Presence] | None = None,
         hosts: Sequence[str] = (),
+        connections: PeerConnections | None = None,
     ) -> None:
         self._store, self.rank, self.hosts = store, rank, hosts
+        self._connections = connections
+        self._last_look: dict[int, bytes] = {}
         self._newest: dict[int, tuple[int, bytes]] = {}
         self._others = [other for other in range(world_size) if other != rank]
         self.processes = processes or {}
         here = socket.gethostname()
         self.pids = {other: it.pid for other, it in self.processes.items() if it.host == here}
         """Process numbers of the ranks on this host."""
+        # Another host may have this one's name: what was never seen here cannot end here.
+        self._seen = {rank for rank, pid in self.pids.items() if process_state(pid) != "ended"}
+        self._ended: dict[int, tuple[bytes, int]] = {}
 
     def beats(self) -> dict[int, bytes]:
         """The last heartbeats; b"" for none yet. A stranger can put an old one back: it does not
@@ -114,6 +124,30 @@ class Peers:
         """Ranks of this host whose process has ended, and that did not say why."""
         gone = (rank for rank, pid in self.pids.items() if process_state(pid) == "ended")
         return [rank for rank in gone if not self.has_noticed(rank)]
+
+    def dead(self) -> list[int]:
+        """Ranks of this host whose process has ended without a word, and whose heartbeat stood
+        still in the last three calls: that of a rank on another host of this name goes on."""
+        ended = self._seen.intersection(self.ended())
+        beats = self.beats() if ended else {}
+        before, self._ended = self._ended, {}
+        for rank in ended:
+            beat, calls = before.get(rank, (b"", 0))
+            self._ended[rank] = (beats[rank], calls + 1 if beats[rank] == beat else 1)
+        return sorted(rank for rank, (_, calls) in self._ended.items() if calls >= _STILL_CALLS)
+
+    def cut_off(self) -> list[int]:
+        """Ranks whose connection has ended and whose heartbeat stood still since the call before:
+        Gloo does not always wake who waits on a connection that ends. Ranks that leave in good
+        order say so before."""
+        if self._connections is None:
+            return []
+        self._connections.keep_up()
+        ended = self._connections.num_ended()
+        if not ended or ended <= self.num_gone():
+            return []
+        before, self._last_look = self._last_look, self.beats()
+        return self.silent_since(before) if before else []
 
     def silent_since(self, before: Mapping[int, bytes]) -> list[int]:
         """Ranks whose heartbeat has stood still since then, and that did not say why: who has only

@@ -6,6 +6,8 @@ import ctypes
 import json
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -333,6 +335,47 @@ def test_a_stopped_process_is_not_called_dead(monkeypatch: pytest.MonkeyPatch) -
     assert "vanished" not in str(cause)
     assert isinstance(cause, PeerError)
     assert cause.exit_code == 124  # it was late; a rank that has gone is no such thing
+
+
+@pytest.mark.parametrize(
+    ("peer", "word", "host", "told"),
+    [
+        ("silent", None, socket.gethostname(), True),
+        ("alive", None, socket.gethostname(), False),  # on another host of this name
+        ("silent", LEFT, socket.gethostname(), False),
+        ("silent", NOTICED, socket.gethostname(), False),  # it is about to say why
+        ("silent", None, "there", False),
+    ],
+)
+def test_a_death_is_told_while_the_main_thread_computes(
+    peer: str, word: bytes | None, host: str, told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that share memory have no connection that ends, and meet at a step's end only."""
+    said: list[str] = []
+    monkeypatch.setattr(FailureWatch, "_end_process", lambda _, message, code: said.append(message))
+    store = Store(peer)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        watch = watch_of(store, grace_s=0.0, processes={1: Presence(host, "", process.pid)})
+        if word is not None:
+            store.values["noticed/1"] = word
+        process.kill()
+        watch.start()
+        assert wait_until(lambda: bool(said), time.monotonic() + (5.0 if told else 0.1)) is told
+        watch.stop()
+    record = store.values.get("failure")
+    assert (record is not None) is told  # ranks on other hosts read of it
+    if told:
+        assert "rank(s) 1 vanished without a word" in said[0]
+        assert str(read_failure(record or b"")).count("rank(s) 1 vanished") == 1
+
+
+def test_a_process_that_was_never_here_does_not_end_here() -> None:
+    """Its host has this one's name; it holds Python's lock, so no heartbeat comes."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait()
+        elsewhere = {1: Presence(socket.gethostname(), "", process.pid)}
+        others = peers.Peers(Store("silent"), rank=0, world_size=2, processes=elsewhere)  # type: ignore
+        assert [others.dead() for _ in range(5)] == 5 * [[]]
 
 
 # -- records --------------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from gradsync.runtime import network
 from gradsync.runtime.activity import Activity
-from gradsync.runtime.failure import FailureWatch
 from gradsync.runtime.network import PeerConnections, interface_towards, own_address
+from gradsync.runtime.peers import Peers
 from gradsync.runtime.store import LEFT, SignedStore
 
 BOUND_MS = 7_000
@@ -136,13 +136,13 @@ class Ended:
 def looks(ended: int, *, left: int = 0, beats: tuple[int, int] = (1, 9)) -> list[int]:
     """What rank 0 of 3 makes of two looks; between them, ranks 1 and 2 beat as told."""
     store = SignedStore(dist.HashStore(), b"", "")
-    watch = FailureWatch(store, rank=0, world_size=3, connections=Ended(ended))  # type: ignore
+    peers = Peers(store, rank=0, world_size=3, connections=Ended(ended))  # type: ignore
     for rank in range(left):
         store.set(f"noticed/{rank + 1}", LEFT)
     for now in ((1, 1), beats):
         for rank, beat in enumerate(now, 1):
             store.set(f"beat/{rank}", Activity(beat=beat).record())
-        found = watch._look_around()
+        found = peers.cut_off()
         assert found == [] or now is beats
     return found
 

@@ -1,0 +1,148 @@
+"""`gradsync demo`: what is promised, tried on this machine by the other commands, one by one.
+
+train      one rank, then two: one hash of the weights?
+drill      one of two ranks is killed: named, and resumed to that same hash?
+verify     strategies beside one rank
+bench      steps beside ranks that never communicate, and beside DDP
+report     a page about both runs
+"""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gradsync.cli.arguments import parse
+from gradsync.cli.ranks import Signals, until_stopped
+from gradsync.core.files import read_object
+from gradsync.errors import ConfigError, RunError
+from gradsync.runtime import environ
+from gradsync.runtime.resolve import resolve
+
+Document = Mapping[str, Any]
+
+_TRAIN = ("tiny", "--device", "cpu", "--dtype", "fp32", "--sample-tokens", "0")
+_SIZES = ("--steps", "60", "--tokens-per-update", "2048", "--optim.warmup-steps", "5")
+_SIZES += ("--eval.every", "60", "--checkpoint.every", "20")
+_QUICK = ("--steps", "6", "--tokens-per-update", "256", "--model.block-size", "64")
+_QUICK += ("--eval.max-tokens", "1024", "--checkpoint.every", "2")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DemoOptions:
+    """Try here what gradsync promises, on two cores in a few minutes: train a small GPT on one rank
+    and on two, kill one of two ranks, hold strategies against one rank, time them, and write a page
+    about it. Ends with what that proved. Ranks are on the CPU.
+
+    Each command is printed before it runs. Exit code 1: something was not as promised.
+    """
+
+    out: str = ""
+    """Folder to make, with the runs and all results; default: runs/demo-DATE-TIME."""
+    quick: bool = False
+    """Fewer steps and strategies: half a minute."""
+
+
+def run(argv: list[str]) -> int:
+    """Carry out `gradsync demo ARGV`: 0 when all was as promised, else 1.
+
+    Raises:
+        ConfigError: the folder is there already; started by a launcher.
+        RunError: a command failed.
+    """
+    options = parse(DemoOptions, argv, "demo")
+    world = resolve(environ.snapshot()).world
+    if world.launcher != "python":
+        raise ConfigError(f"{world.launcher} has started ranks: gradsync demo starts its own")
+    out = Path(options.out or f"runs/demo-{time.strftime('%Y%m%d-%H%M%S')}")
+    if out.exists():
+        raise ConfigError(f"--out {out}: is there already; name a new folder")
+    out.mkdir(parents=True)
+
+    def carry_out() -> int:
+        started = time.monotonic()
+        with Signals(), environ.exported({"CUDA_VISIBLE_DEVICES": ""}):
+            holds, lines = _carry_out(out, quick=options.quick)
+        title = "as promised:" if holds else "NOT as promised:"
+        print("\n".join(["", title, *lines, f"took       {time.monotonic() - started:.0f} s"]))
+        return 0 if holds else 1
+
+    return until_stopped(world, carry_out)
+
+
+def _carry_out(out: Path, *, quick: bool) -> tuple[bool, list[str]]:
+    """Run the commands; whether all is as promised, and the summary."""
+    flags = (*_TRAIN, *(_QUICK if quick else _SIZES))
+    runs = [str(out / "one-rank"), str(out / "two-ranks")]
+    one = _ask(out / "one-rank.json", "train", *flags, "--out", runs[0])
+    two = _ask(out / "two-ranks.json", "train", *flags, "--nproc-per-node=2", "--out", runs[1])
+    weights = one["weights_sha256"]
+    step = "3" if quick else "30"
+    drill = ("--fault", "kill", "--step", step, "--expect", weights)
+    killed = _ask(out / "drill.json", "drill", *drill, after=("--", *flags))
+    some = ("invariant", "mlp") if quick else ("invariant,bucketed,zero1,ddp", "mlp,gpt")
+    cells = ("--strategies", some[0], "--models", some[1], "--world-size=2", "--dtype=fp32")
+    verified = _ask(out / "verify.json", "verify", *cells)
+    turns = ("--rounds=2", "--num-steps=2", "--num-warmup=1", "--context-length=64")
+    bench = ("sync", "--model-size=tiny", "--strategies=invariant,torch_ddp", "--device=cpu")
+    timed = _ask(out / "bench.json", "bench", *bench, *(turns if quick else ("--rounds=3",)))
+    page = str(out / "report.html")
+    _run(None, "report", *runs, "--verify", str(out / "verify.json"), "--out", page)
+    return _summary(one, two, killed, verified, timed, page)
+
+
+def _ask(file: Path, *words: str, after: Sequence[str] = ()) -> Document:
+    """The JSON document that a command prints, which is kept in `file`."""
+    code = _run(file, *words, "--json", *after)
+    if code > 1 or not file.stat().st_size:
+        raise RunError(f"gradsync {words[0]} ended with exit code {code}; it has said why above")
+    return read_object(file)
+
+
+def _run(file: Path | None, *words: str) -> int:
+    """Exit code of a command; its standard output goes to `file`."""
+    print(f"\n$ gradsync {shlex.join(words)}", flush=True)
+    with open(file or "/dev/stderr", "w", encoding="utf-8") as output:
+        child = subprocess.Popen([sys.executable, "-m", "gradsync", *words], stdout=output)
+        try:
+            return child.wait()
+        except KeyboardInterrupt:
+            child.terminate()  # its ranks, too, are stopped by itself
+            child.wait()
+            raise
+
+
+def _summary(
+    one: Document, two: Document, killed: Document, verified: Document, timed: Document, page: str
+) -> tuple[bool, list[str]]:
+    same = one["weights_sha256"] == two["weights_sha256"]
+    resumed = f"resumed from step {killed['went_on_from']} to "
+    resumed += "the same hash" if killed["same_weights"] else "ANOTHER hash"
+    passed = [cell for cell in verified["cells"] if cell["status"] == "passed"]
+    names = ", ".join(dict.fromkeys(cell["strategy"] for cell in verified["cells"]))
+    steps = [
+        f"{row['contestant']} {row['total_ms']['median']:.1f} ms ({row['ratio']['median']:.2f})"
+        for row in timed["rows"]
+        if not row["contestant"].startswith("none")
+    ]
+    rows = {
+        "weights": f"{'one hash' if same else 'NOT one hash'} on 1 and 2 ranks after "
+        f"{one['steps']} steps: {one['weights_sha256'][:16]}… {two['weights_sha256'][:16]}…",
+        "failure": f"a killed rank was named after {killed['named_s']} s "
+        f"({killed['line'].partition(';')[0].removeprefix('gradsync: error: ')}); {resumed}",
+        "strategies": f"{len(passed)} of {len(verified['cells'])} comparisons with one rank passed "
+        f"({names})",
+        "speed": f"a step on 2 ranks: {', '.join(steps)}; in brackets: times one that sends "
+        "nothing (a few steps only: gradsync bench sync takes more)",
+        "loss": f"{one['val_loss']:.2f} nats on validation text ({one['unigram_entropy']:.2f} by "
+        "counting bytes)",
+        "report": page,
+    }
+    holds = same and not killed["broken"] and verified["passed"]
+    return holds, [f"{name:<11}{text}" for name, text in rows.items()]

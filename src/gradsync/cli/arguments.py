@@ -29,7 +29,7 @@ def parse(options: type[T], argv: Sequence[str], command: str) -> T:
         options,
         args=argv,
         prog=f"gradsync {command}",
-        config=() if command.split()[0] in PAIRED else (tyro.conf.FlagCreatePairsOff,),
+        config=() if command.split(maxsplit=1)[0] in PAIRED else (tyro.conf.FlagCreatePairsOff,),
     )
     check_numbers(parsed, lambda name: f"--{name.replace('_', '-')}")
     return parsed

@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from gradsync.cli.arguments import parse
 from gradsync.cli.ranks import Signals, until_stopped
@@ -46,7 +46,7 @@ class DemoOptions:
     out: str = ""
     """Folder to make, with the runs and all results; default: runs/demo-DATE-TIME."""
     quick: bool = False
-    """Fewer steps and strategies: half a minute."""
+    """Fewer steps and strategies: about a minute."""
 
 
 def run(argv: list[str]) -> int:
@@ -77,66 +77,69 @@ def run(argv: list[str]) -> int:
 
 
 def _carry_out(out: Path, *, quick: bool) -> tuple[bool, list[str]]:
-    """Run the commands; whether all is as promised, and the summary."""
+    """Run the commands; see `_summary`."""
     flags = (*_TRAIN, *(_QUICK if quick else _SIZES))
     runs = [str(out / "one-rank"), str(out / "two-ranks")]
     one = _ask(out / "one-rank.json", "train", *flags, "--out", runs[0])
     two = _ask(out / "two-ranks.json", "train", *flags, "--nproc-per-node=2", "--out", runs[1])
-    weights = one["weights_sha256"]
-    step = "3" if quick else "30"
-    drill = ("--fault", "kill", "--step", step, "--expect", weights)
-    killed = _ask(out / "drill.json", "drill", *drill, after=("--", *flags))
-    some = ("invariant", "mlp") if quick else ("invariant,bucketed,zero1,ddp", "mlp,gpt")
-    cells = ("--strategies", some[0], "--models", some[1], "--world-size=2", "--dtype=fp32")
-    verified = _ask(out / "verify.json", "verify", *cells)
+    fault = ("--fault=kill", f"--step={3 if quick else 30}", "--expect", one["weights_sha256"])
+    drill = _ask(out / "drill.json", "drill", *fault, after=("--", *flags))
+    cells = ("--strategies=invariant,bucketed,zero1,ddp", "--models=mlp,gpt")
+    cells = ("--strategies=invariant", "--models=mlp") if quick else cells
+    verified = _ask(out / "verify.json", "verify", *cells, "--world-size=2", "--dtype=fp32")
     turns = ("--rounds=2", "--num-steps=2", "--num-warmup=1", "--context-length=64")
-    bench = ("sync", "--model-size=tiny", "--strategies=invariant,torch_ddp", "--device=cpu")
-    timed = _ask(out / "bench.json", "bench", *bench, *(turns if quick else ("--rounds=3",)))
+    bench = ("--model-size=tiny", "--strategies=invariant,torch_ddp", "--device=cpu")
+    bench += turns if quick else ("--rounds=3",)
+    timed = _ask(out / "bench.json", "bench", "sync", *bench)
     page = str(out / "report.html")
-    _run(None, "report", *runs, "--verify", str(out / "verify.json"), "--out", page)
-    return _summary(one, two, killed, verified, timed, page)
+    if code := _run(["report", *runs, "--verify", str(out / "verify.json"), "--out", page]):
+        raise RunError(f"gradsync report ended with exit code {code}; it has said why above")
+    found = {"one": one, "two": two, "drill": drill, "verify": verified, "bench": timed}
+    return _summary(found, page)
 
 
 def _ask(file: Path, *words: str, after: Sequence[str] = ()) -> Document:
     """The JSON document that a command prints, which is kept in `file`."""
-    code = _run(file, *words, "--json", *after)
-    if code > 1 or not file.stat().st_size:
+    with file.open("w", encoding="utf-8") as output:
+        code = _run([*words, "--json", *after], output)
+    document = read_object(file)
+    if code > 1 or not document:
         raise RunError(f"gradsync {words[0]} ended with exit code {code}; it has said why above")
-    return read_object(file)
+    return document
 
 
-def _run(file: Path | None, *words: str) -> int:
-    """Exit code of a command; its standard output goes to `file`."""
+def _run(words: Sequence[str], output: IO[str] | None = None) -> int:
+    """Exit code of a command, which is printed first."""
     print(f"\n$ gradsync {shlex.join(words)}", flush=True)
-    with open(file or "/dev/stderr", "w", encoding="utf-8") as output:
-        child = subprocess.Popen([sys.executable, "-m", "gradsync", *words], stdout=output)
-        try:
-            return child.wait()
-        except KeyboardInterrupt:
-            child.terminate()  # its ranks, too, are stopped by itself
-            child.wait()
-            raise
+    child = subprocess.Popen([sys.executable, "-m", "gradsync", *words], stdout=output)
+    try:
+        return child.wait()
+    except KeyboardInterrupt:
+        child.terminate()  # it ends its ranks itself
+        child.wait()
+        raise
 
 
-def _summary(
-    one: Document, two: Document, killed: Document, verified: Document, timed: Document, page: str
-) -> tuple[bool, list[str]]:
+def _summary(found: Mapping[str, Document], page: str) -> tuple[bool, list[str]]:
+    """Whether all is as promised, and a line for each thing tried; `found` by command."""
+    one, two, kill, cells = (found[name] for name in ("one", "two", "drill", "verify"))
     same = one["weights_sha256"] == two["weights_sha256"]
-    resumed = f"resumed from step {killed['went_on_from']} to "
-    resumed += "the same hash" if killed["same_weights"] else "ANOTHER hash"
-    passed = [cell for cell in verified["cells"] if cell["status"] == "passed"]
-    names = ", ".join(dict.fromkeys(cell["strategy"] for cell in verified["cells"]))
+    said = kill["line"].partition(";")[0].removeprefix("gradsync: error: ")
+    resumed = "the same hash" if kill["same_weights"] else "ANOTHER hash"
+    broken = "".join(f"; NOT as promised: {problem}" for problem in kill["broken"])
+    passed = [cell for cell in cells["cells"] if cell["status"] == "passed"]
+    names = ", ".join(dict.fromkeys(cell["strategy"] for cell in cells["cells"]))
     steps = [
         f"{row['contestant']} {row['total_ms']['median']:.1f} ms ({row['ratio']['median']:.2f})"
-        for row in timed["rows"]
+        for row in found["bench"]["rows"]
         if not row["contestant"].startswith("none")
     ]
     rows = {
         "weights": f"{'one hash' if same else 'NOT one hash'} on 1 and 2 ranks after "
         f"{one['steps']} steps: {one['weights_sha256'][:16]}… {two['weights_sha256'][:16]}…",
-        "failure": f"a killed rank was named after {killed['named_s']} s "
-        f"({killed['line'].partition(';')[0].removeprefix('gradsync: error: ')}); {resumed}",
-        "strategies": f"{len(passed)} of {len(verified['cells'])} comparisons with one rank passed "
+        "failure": f"a killed rank was named after {kill['named_s']} s ({said}); resumed from "
+        f"step {kill['went_on_from']} to {resumed}{broken}",
+        "strategies": f"{len(passed)} of {len(cells['cells'])} comparisons with one rank passed "
         f"({names})",
         "speed": f"a step on 2 ranks: {', '.join(steps)}; in brackets: times one that sends "
         "nothing (a few steps only: gradsync bench sync takes more)",
@@ -144,5 +147,5 @@ def _summary(
         "counting bytes)",
         "report": page,
     }
-    holds = same and not killed["broken"] and verified["passed"]
+    holds = same and not kill["broken"] and cells["passed"]
     return holds, [f"{name:<11}{text}" for name, text in rows.items()]

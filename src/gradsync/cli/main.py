@@ -109,7 +109,7 @@ def _run_command(name: str, arguments: list[str]) -> int:
     except SystemExit as stop:
         if not stop.code and not {"-h", "--help"}.isdisjoint(arguments) and not _rank():
             below = " ".join([name, *arguments[:1]])
-            print(examples(below if below in EXAMPLES else name))
+            print(f"\n{examples(below if below in EXAMPLES else name)}")
         raise
     except GradsyncError as error:
         return _fail(error)

@@ -25,9 +25,11 @@ from gradsync.train.config import AUTO, TrainConfig
 SHELLS = ("bash", "zsh", "tcsh")
 PROGRAMS = ("drill", "launch", "submit")
 """Commands that take another command line after `--`."""
-_TRAIN = {"dry-run": False, "json": False, "elastic": False, "ddp": False}
-_TRAIN |= {"nodes": True, "gpus-per-node": True}
-"""Flags of train that are no fields, and whether a value follows."""
+_OF_TRAIN = {
+    "store_true": ("dry-run", "json", "elastic", "ddp"),
+    "store": ("nodes", "gpus-per-node"),
+}
+"""Flags that are no fields, by what is done with them."""
 
 
 def completion(shell: str, commands: Mapping[str, str]) -> str:
@@ -63,8 +65,9 @@ def make_parser(commands: Mapping[str, str]) -> ArgumentParser:
         elif name == "train":
             _value(parser, "preset", choices=PRESETS, nargs="?")
             _add(parser, TrainConfig, paired=True)
-            for flag, takes_value in _TRAIN.items():
-                parser.add_argument(f"--{flag}", action="store" if takes_value else "store_true")
+            for action, flags in _OF_TRAIN.items():
+                for flag in flags:
+                    parser.add_argument(f"--{flag}", action=action)
         else:
             options = getattr(import_module(f"gradsync.cli.{name}"), f"{name.title()}Options")
             _add(parser, options, paired=name in PAIRED)

@@ -11,10 +11,7 @@ EXAMPLES = {
         "gradsync train tiny --nproc-per-node 2 --out runs/first",
         "torchrun --nproc-per-node 2 -m gradsync train tiny",
     ),
-    "prepare": (
-        "gradsync prepare my_texts/ --out data/",
-        "gradsync prepare lines.jsonl --out data/ --tokenizer bpe --vocab-size 4096",
-    ),
+    "prepare": ("gradsync prepare my_texts/ lines.jsonl --out data/ --tokenizer bpe",),
     "sample": ("gradsync sample runs/first --prompt 'def ' --tokens 100",),
     "export": ("gradsync export runs/first --out first-hf",),
     "report": (
@@ -27,19 +24,13 @@ EXAMPLES = {
         "mpirun -np 4 gradsync verify --strategies all",
     ),
     "bench": ("gradsync bench sync", "gradsync bench scaling"),
-    "bench sync": (
-        "gradsync bench sync --model-size mini --strategies invariant,torch_ddp",
-        "gradsync bench sync --out results/ --plot steps.svg",
-    ),
+    "bench sync": ("gradsync bench sync --model-size mini --strategies invariant,torch_ddp",),
     "bench collectives": ("gradsync bench collectives --operations all_reduce --max-bytes 64M",),
     "bench memory": ("gradsync bench memory --strategies invariant,zero1",),
     "bench scaling": ("gradsync bench scaling --world-sizes 1,2 --mode weak",),
     "bench network": ("sudo gradsync bench network --rates 1000,10000 --hosts 2",),
     "bench simulation": ("gradsync bench simulation --world-sizes 2 --strategies invariant",),
-    "drill": (
-        "gradsync drill --fault kill -- tiny",
-        "gradsync drill --fault stop --rank 0 --step 5 -- tiny --sync bucketed",
-    ),
+    "drill": ("gradsync drill --fault stop --rank 0 --step 5 -- tiny --sync bucketed",),
     "demo": ("gradsync demo", "gradsync demo --quick --out runs/demo"),
     "tune": ("gradsync tune mini --world-size 2",),
     "plan": ("gradsync plan", "gradsync plan xl --hardware h100x4"),

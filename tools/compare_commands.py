@@ -54,7 +54,7 @@ def help_of(words: list[str]) -> str:
 
 def read_help(text: str) -> Command:
     """The flags in a help text: those in its lists, and those that stand in the words above."""
-    plain = text.translate(_NO_FRAMES)
+    plain = re.split(r"^examples?:$", text.translate(_NO_FRAMES), maxsplit=1, flags=re.MULTILINE)[0]
     usage, _, words = re.split(r"^.*\n +-{9,} *$", plain, maxsplit=1, flags=re.M)[0].partition("\n")
     found = {"usage": usage} | dict.fromkeys(_FLAG.findall(_SUB_COMMAND.sub("", words)), "")
     for entry in re.findall(r"^  (--?[a-z].*(?:\n    .*)*)", plain, re.MULTILINE):

@@ -43,6 +43,8 @@ MISSING: dict[str, Callable[[], list[str]]] = {
     "namespaces": namespaces.missing,
     "chromium": lambda: _program("chromium"),
     "import-linter": lambda: _module("importlinter"),
+    "hatchling": lambda: _module("hatchling"),
+    "shtab": lambda: _module("shtab"),
     "cuda": _cuda,
 }
 """Component -> what of it is not there."""

@@ -9,15 +9,17 @@ import tyro
 
 from gradsync.runtime.bounds import check_numbers
 
+PAIRED = ("train", "sample", "verify", "bench", "tune", "plan")
+"""Commands of which each switch has its opposite, `--no-NAME`."""
+
 T = TypeVar("T")
 
 
-def parse(options: type[T], argv: Sequence[str], command: str, *, pairs: bool = True) -> T:
+def parse(options: type[T], argv: Sequence[str], command: str) -> T:
     """The dataclass `options` as `argv` has it; the last of several equal flags counts.
 
     Args:
         command: as typed, such as "bench sync".
-        pairs: each switch has its opposite, `--no-NAME`.
 
     Raises:
         ConfigError: a number that cannot be used whatever it is for.
@@ -27,7 +29,7 @@ def parse(options: type[T], argv: Sequence[str], command: str, *, pairs: bool = 
         options,
         args=argv,
         prog=f"gradsync {command}",
-        config=() if pairs else (tyro.conf.FlagCreatePairsOff,),
+        config=() if command.split(maxsplit=1)[0] in PAIRED else (tyro.conf.FlagCreatePairsOff,),
     )
     check_numbers(parsed, lambda name: f"--{name.replace('_', '-')}")
     return parsed

@@ -60,7 +60,7 @@ def run(argv: list[str]) -> int:
         ConfigError: one part only was asked for, but two were named.
         RunError: a rank that is not the main one could not meet the others.
     """
-    options = parse(DoctorOptions, argv, "doctor", pairs=False)
+    options = parse(DoctorOptions, argv, "doctor")
     if options.launcher and options.hardware:
         raise ConfigError("--launcher and --hardware each show one part only; leave one out")
     env = environ.snapshot()

@@ -109,7 +109,7 @@ def run(argv: list[str]) -> int:
         work = read_object(Path(argv[1]))
         return train(work["flags"], FaultPlan(**work["fault"]) if work["fault"] else None)
     own, flags = split(argv)
-    options = parse(DrillOptions, own, "drill", pairs=False)
+    options = parse(DrillOptions, own, "drill")
     world = resolve(environ.snapshot()).world
     if world.launcher != "python":
         raise ConfigError(f"{world.launcher} has started ranks: gradsync drill starts its own")

@@ -21,8 +21,6 @@ from gradsync.errors import UsageError
 class ExportOptions:
     """Write a trained model as a folder that transformers opens: `config.json`,
     `model.safetensors` and the tokenizer. The logits are the same (up to the last bits).
-
-    gradsync export runs/first --out first-hf
     """
 
     path: Annotated[Positional[str], tyro.conf.arg(metavar="PATH")]
@@ -44,7 +42,7 @@ def run(argv: list[str]) -> int:
         UsageError: the folder holds something already.
         CheckpointError, DataError: nothing there that could be exported.
     """
-    options = parse(ExportOptions, argv, "export", pairs=False)
+    options = parse(ExportOptions, argv, "export")
     written = export(Path(options.path), Path(options.out) if options.out else None, options.data)
     print(json.dumps({"folder": str(written)}) if options.as_json else f"written to {written}")
     return 0

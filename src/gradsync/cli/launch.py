@@ -49,7 +49,7 @@ def run(argv: list[str]) -> int:
         RendezvousError: another node did not come.
     """
     own, words = split(argv)
-    options = parse(LaunchOptions, own, "launch", pairs=False)
+    options = parse(LaunchOptions, own, "launch")
     plan = plan_of(options, parse_program(words))
     if options.as_json or options.dry_run or (plan.nnodes > 1 and plan.node_rank is None):
         print(_as_json(plan) if options.as_json else _as_text(plan))

@@ -43,7 +43,7 @@ def run(argv: list[str]) -> int:
     Raises:
         ConfigError: no path, one that is not there, or a file that is not Python.
     """
-    options = parse(LintOptions, argv, "lint", pairs=False)
+    options = parse(LintOptions, argv, "lint")
     if options.rules:
         listed = [{name: getattr(rule, name) for name in _TOLD} for rule in RULES]
         lines = [f"{r['id']}  {r['level']:8} {r['says']}" for r in listed]

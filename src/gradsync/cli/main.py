@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module
 
-from gradsync import __version__
+from gradsync.cli.examples import EXAMPLES, examples
 from gradsync.core.files import one_line, printable
 from gradsync.errors import ConfigError, DivergenceError, GradsyncError, PeerError, UsageError
 from gradsync.runtime import environ
@@ -33,6 +33,7 @@ COMMANDS = {
     "verify": "prove every strategy right against one rank, or say why it is not",
     "bench": "measure strategies and collectives beside their limits and their peers",
     "drill": "break one rank on purpose: who is named, when, and what is lost",
+    "demo": "train, verify, bench and report in a few minutes, and say what that proved",
     "tune": "measure which way to synchronise is fastest here, for train --sync auto",
     "plan": "say which strategy, batch and split fit a machine, here or anywhere",
     "lint": "find known mistakes in a training script, without running it",
@@ -54,7 +55,10 @@ Data-parallel training for PyTorch: the same script on 1..N ranks.
 commands:
 {commands}
 
-`gradsync COMMAND --help` says more; `gradsync --version` names the version.
+`gradsync COMMAND --help` says more; `gradsync --version` names torch, devices and launchers too;
+`gradsync --print-completion bash` (zsh, tcsh) prints a script that completes all of this.
+
+{examples}
 """
 
 
@@ -82,20 +86,31 @@ def _main(argv: Sequence[str] | None) -> int:
         print(_help(), end="")
         return 0 if arguments else 2
     if arguments[0] in ("-V", "--version"):
-        print(f"gradsync {__version__}")
+        from gradsync.cli.version import describe
+
+        print(describe())
         return 0
     return _run_command(arguments[0], arguments[1:])
 
 
 def _run_command(name: str, arguments: list[str]) -> int:
-    if name not in COMMANDS:
-        near = get_close_matches(name, COMMANDS, n=1)
-        hint = f"; perhaps you meant {near[0]!r}" if near else ""
-        return _fail(
-            ConfigError(f"unknown command {name!r}{hint} (there are: {', '.join(COMMANDS)})")
-        )
     try:
+        if name.partition("=")[0] == "--print-completion":
+            from gradsync.cli.completion import completion
+
+            shell = name.partition("=")[2] or "".join(arguments[:1])
+            print(completion(shell, COMMANDS))
+            return 0
+        if name not in COMMANDS:
+            near = get_close_matches(name, COMMANDS, n=1)
+            hint = f"; perhaps you meant {near[0]!r}" if near else ""
+            raise ConfigError(f"unknown command {name!r}{hint} (there are: {', '.join(COMMANDS)})")
         return import_module(f"gradsync.cli.{name}").run(arguments)
+    except SystemExit as stop:
+        if not stop.code and not {"-h", "--help"}.isdisjoint(arguments) and not _rank():
+            below = " ".join([name, *arguments[:1]])
+            print(f"\n{examples(below if below in EXAMPLES else name)}")
+        raise
     except GradsyncError as error:
         return _fail(error)
     except OSError as error:
@@ -133,7 +148,7 @@ class _PrintableFormatter(logging.Formatter):
 def _help() -> str:
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {summary}" for name, summary in COMMANDS.items()]
-    return _HELP.format(commands="\n".join(lines))
+    return _HELP.format(commands="\n".join(lines), examples=examples(""))
 
 
 def _rank() -> int:

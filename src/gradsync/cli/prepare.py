@@ -38,7 +38,7 @@ class PrepareOptions:
 
 def run(argv: list[str]) -> int:
     """See `gradsync prepare --help`."""
-    options = parse(PrepareOptions, argv, "prepare", pairs=False)
+    options = parse(PrepareOptions, argv, "prepare")
     meta = prepare(
         options.paths,
         options.out,

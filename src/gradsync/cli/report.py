@@ -23,8 +23,6 @@ from gradsync.report.timeline import timeline_svg
 class ReportOptions:
     """Write one HTML page about a run, or several side by side: losses, speed, where each step's
     time went, memory, settings. It needs no network and no script, and prints.
-
-    gradsync report runs/first runs/second --out compared.html
     """
 
     paths: Annotated[list[str], tyro.conf.Positional] = field(default_factory=list)
@@ -48,7 +46,7 @@ def run(argv: list[str]) -> int:
     Raises:
         ConfigError: no run directory is named, or one is none.
     """
-    options = parse(ReportOptions, argv, "report", pairs=False)
+    options = parse(ReportOptions, argv, "report")
     if not options.paths:
         raise ConfigError("report: name a run directory: gradsync report runs/first")
     runs = [read_run(Path(path)) for path in options.paths]

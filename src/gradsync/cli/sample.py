@@ -17,7 +17,7 @@ from gradsync.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SampleConfig:
+class SampleOptions:
     """Generate text from a checkpoint."""
 
     path: Annotated[Positional[str], tyro.conf.arg(metavar="PATH")]
@@ -46,7 +46,7 @@ class SampleConfig:
 
 def run(argv: list[str]) -> int:
     """See `gradsync sample --help`."""
-    arguments = parse(SampleConfig, argv, "sample")
+    arguments = parse(SampleOptions, argv, "sample")
     checkpoint, text = sample(Path(arguments.path), arguments)
     if arguments.json:
         print(json.dumps({"checkpoint": str(checkpoint), "text": text}))
@@ -55,7 +55,7 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def sample(path: Path, config: SampleConfig) -> tuple[Path, str]:
+def sample(path: Path, config: SampleOptions) -> tuple[Path, str]:
     """Continue `config.prompt` with the model under `path`: the checkpoint used, and prompt and
     continuation as text."""
     from gradsync.checkpoint.store import CheckpointStore, resolve

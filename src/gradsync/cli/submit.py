@@ -59,7 +59,7 @@ def run(argv: list[str]) -> int:
         RunError: Slurm refused the job (its own words), or the script cannot be written.
     """
     own, words = split(argv)
-    options = parse(SubmitOptions, own, "submit", pairs=False)
+    options = parse(SubmitOptions, own, "submit")
     if options.status is not None:
         return _show_status(options.status, as_json=options.as_json)
     plan = plan_of(options, words)

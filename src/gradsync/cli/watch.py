@@ -39,7 +39,7 @@ def run(argv: list[str]) -> int:
     Raises:
         ConfigError: no run directory is named, or it is none.
     """
-    options = parse(WatchOptions, argv, "watch", pairs=False)
+    options = parse(WatchOptions, argv, "watch")
     if not options.path:
         raise ConfigError("watch: name a run directory: gradsync watch runs/first")
     follower = Follower(Path(options.path))

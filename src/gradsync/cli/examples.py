@@ -1,0 +1,54 @@
+"""Examples that end the help of every command; a test parses each."""
+
+from __future__ import annotations
+
+EXAMPLES = {
+    "": (
+        "gradsync demo                              # five minutes: what it does, proved here",
+        "gradsync train tiny --nproc-per-node 2     # a small GPT on two ranks of this machine",
+    ),
+    "train": (
+        "gradsync train tiny --nproc-per-node 2 --out runs/first",
+        "torchrun --nproc-per-node 2 -m gradsync train tiny",
+    ),
+    "prepare": ("gradsync prepare my_texts/ lines.jsonl --out data/ --tokenizer bpe",),
+    "sample": ("gradsync sample runs/first --prompt 'def ' --tokens 100",),
+    "export": ("gradsync export runs/first --out first-hf",),
+    "report": (
+        "gradsync report runs/first",
+        "gradsync report runs/first runs/second --out compared.html",
+    ),
+    "watch": ("gradsync watch runs/first", "gradsync watch runs/first --http 8000"),
+    "verify": (
+        "gradsync verify --strategies invariant,bucketed --world-size 2",
+        "mpirun -np 4 gradsync verify --strategies all",
+    ),
+    "bench": ("gradsync bench sync", "gradsync bench scaling"),
+    "bench sync": ("gradsync bench sync --model-size mini --strategies invariant,torch_ddp",),
+    "bench collectives": ("gradsync bench collectives --operations all_reduce --max-bytes 64M",),
+    "bench memory": ("gradsync bench memory --strategies invariant,zero1",),
+    "bench scaling": ("gradsync bench scaling --world-sizes 1,2 --mode weak",),
+    "bench network": ("sudo gradsync bench network --rates 1000,10000 --hosts 2",),
+    "bench simulation": ("gradsync bench simulation --world-sizes 2 --strategies invariant",),
+    "drill": ("gradsync drill --fault stop --rank 0 --step 5 -- tiny --sync bucketed",),
+    "demo": ("gradsync demo", "gradsync demo --quick --out runs/demo"),
+    "tune": ("gradsync tune mini --world-size 2",),
+    "plan": ("gradsync plan", "gradsync plan xl --hardware h100x4"),
+    "lint": ("gradsync lint train.py", "gradsync lint --rules"),
+    "launch": (
+        "gradsync launch --nproc-per-node 4 -- my_script.py --lr 0.1",
+        "gradsync launch --nnodes 2 --nproc-per-node 8 -- train mini",
+    ),
+    "submit": (
+        "gradsync submit --nodes 2 --gpus-per-node 4 --time 72:00:00 -- train mini",
+        "gradsync submit --status",
+    ),
+    "doctor": ("gradsync doctor", "mpirun -np 2 gradsync doctor"),
+}
+"""By command, as typed."""
+
+
+def examples(command: str) -> str:
+    """The end of the help of `command`."""
+    shown = EXAMPLES[command]
+    return "\n".join([f"example{'s' * (len(shown) > 1)}:", *(f"  {line}" for line in shown)])

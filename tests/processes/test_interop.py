@@ -1,15 +1,18 @@
 """Beside Hugging Face Accelerate and Lightning Fabric, where installed: communication hooks reach
 the DDP inside, and `gs.replicate` refuses models that another mechanism synchronises.
 
-`GRADSYNC_TEST_REQUIRE=interop` makes a missing package fail; `all` does not ask for them.
+`GRADSYNC_TEST_REQUIRE=interop` makes a missing package fail, and runs the examples around those
+libraries; `all` does not ask for them.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,14 +24,20 @@ from gradsync.comm.groups import SingleCommunicator
 from gradsync.errors import ConfigError
 from gradsync.sync.comm_hook import comm_hook
 from gradsync.sync.replicate import replicate
+from support.fork_server import run_forked, torch_ranks
 from support.rank_session import open_session
 
 PACKAGES = {"accelerate": "accelerate", "fabric": "lightning_fabric"}
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def _is_required() -> bool:
+    return "interop" in os.environ.get("GRADSYNC_TEST_REQUIRE", "").split(",")
 
 
 def _require(package: str) -> None:
     if importlib.util.find_spec(PACKAGES[package]) is None:
-        if "interop" in os.environ.get("GRADSYNC_TEST_REQUIRE", "").split(","):
+        if _is_required():
             pytest.fail(f"{package} is not installed", pytrace=False)
         pytest.skip(f"{package} is not installed")
 
@@ -204,3 +213,38 @@ def test_data_parallel_is_named(caplog: pytest.LogCaptureFixture) -> None:
     sync.close()
     (record,) = caplog.records
     assert record.getMessage().startswith("torch's DataParallel splits each leaf over all GPUs")
+
+
+# -- examples --------------------------------------------------------------------------------------
+
+
+def _printed(name: str, world_size: int, *arguments: object) -> str:
+    """What rank 0 of an example prints under variables as torchrun sets them."""
+    ranks = [
+        each | {"LOCAL_RANK": each["RANK"], "LOCAL_WORLD_SIZE": each["WORLD_SIZE"]}
+        for each in torch_ranks(world_size)
+    ]
+    elastic = {"TORCHELASTIC_RUN_ID": "interop", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+    first, *others = run_forked([EXAMPLES / name, *arguments], [each | elastic for each in ranks])
+    assert all(other.ok().stdout == "" for other in others)
+    return first.ok().stdout
+
+
+@pytest.mark.parametrize("name", ["fabric_strategy.py", "accelerate_loop.py"])
+def test_a_loop_of_another_library_learns_on_equal_replicas(name: str) -> None:
+    compile((EXAMPLES / name).read_text(), name, "exec")
+    for sync in ["invariant", "bucketed"] if _is_required() else []:
+        printed = _printed(name, 2, sync)
+        (loss,) = re.findall(r"loss ([0-9.]+), 1 kind\(s\) of weights", printed)
+        assert float(loss) < 0.05
+
+
+def test_a_loop_like_torchtitans_goes_on_with_other_ranks(tmp_path: Path) -> None:
+    name = "titan_loop.py"
+    compile((EXAMPLES / name).read_text(), name, "exec")
+    for sync in ["fsdp", "invariant"] if _is_required() else []:
+        _printed(name, 2, sync, tmp_path / sync)
+        later = {_printed(name, ranks, sync, tmp_path / f"{sync}-30") for ranks in (2, 3)}
+        (said,) = later  # the same losses
+        (loss,) = re.findall(r"step 60, loss [0-9.]+ to ([0-9.]+)", said)
+        assert float(loss) < 1.0

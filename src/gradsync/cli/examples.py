@@ -13,7 +13,10 @@ EXAMPLES = {
     ),
     "prepare": ("gradsync prepare my_texts/ lines.jsonl --out data/ --tokenizer bpe",),
     "sample": ("gradsync sample runs/first --prompt 'def ' --tokens 100",),
-    "export": ("gradsync export runs/first --out first-hf",),
+    "export": (
+        "gradsync export runs/first --out first-hf",
+        "gradsync export runs/first --to dcp",
+    ),
     "report": (
         "gradsync report runs/first",
         "gradsync report runs/first runs/second --out compared.html",

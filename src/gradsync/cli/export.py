@@ -1,13 +1,15 @@
-"""`gradsync export`: a trained model as a folder that transformers opens."""
+"""`gradsync export`: a trained model for other programs: transformers, safetensors, torch's DCP."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 from tyro.conf import Positional
@@ -16,19 +18,28 @@ from gradsync.cli.arguments import parse
 from gradsync.cli.sample import tokenizer_of
 from gradsync.errors import UsageError
 
+if TYPE_CHECKING:
+    from gradsync.checkpoint.store import Snapshot
+
+_SUFFIX = ".safetensors"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportOptions:
-    """Write a trained model as a folder that transformers opens: `config.json`,
-    `model.safetensors` and the tokenizer. The logits are the same (up to the last bits).
-    """
+    """Write a trained model for other programs. Weights are the checkpoint's, bit for bit, whatever
+    strategy saved it."""
 
     path: Annotated[Positional[str], tyro.conf.arg(metavar="PATH")]
-    """Run directory or checkpoint."""
-    to: Literal["hf"] = "hf"
-    """hf: AutoModelForCausalLM.from_pretrained(FOLDER) and AutoTokenizer."""
+    """Run directory or checkpoint; for --to safetensors also a DCP folder, for --to dcp also a
+    .safetensors file."""
+    to: Literal["hf", "safetensors", "dcp"] = "hf"
+    """hf: a folder for transformers: config.json, model.safetensors, tokenizer; its logits are the
+    same up to the last bits. safetensors: one file of weights. dcp: a folder for
+    torch.distributed.checkpoint.load, with weights under model, the optimizer's state under
+    optimizer."""
     out: str = ""
-    """Folder to make, which must not hold files yet; default: hf beside the run's checkpoints."""
+    """Folder or file to make, which must not hold anything yet; default: hf, model.safetensors or
+    dcp in the run directory; beside PATH where that is no run."""
     data: str = ""
     """Data directory for its tokenizer; empty takes the one the run was trained on."""
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
@@ -43,8 +54,13 @@ def run(argv: list[str]) -> int:
         CheckpointError, DataError: nothing there that could be exported.
     """
     options = parse(ExportOptions, argv, "export")
-    written = export(Path(options.path), Path(options.out) if options.out else None, options.data)
-    print(json.dumps({"folder": str(written)}) if options.as_json else f"written to {written}")
+    path, out = Path(options.path), Path(options.out) if options.out else None
+    if options.to == "hf":
+        written = export(path, out, options.data)
+    else:
+        written = convert(path, out, options.to)
+    kind = "folder" if written.is_dir() else "file"
+    print(json.dumps({kind: str(written)}) if options.as_json else f"written to {written}")
     return 0
 
 
@@ -52,32 +68,79 @@ def export(path: Path, out: Path | None, data: str = "") -> Path:
     """Write the model under `path` for transformers; returns the folder."""
     from safetensors.torch import save_file
 
-    from gradsync.checkpoint.store import CheckpointStore, resolve
     from gradsync.models.llama import llama_config, to_llama
     from gradsync.train.state import check_state, saved_model
 
-    checkpoint, _ = resolve(path)
-    snapshot = CheckpointStore(checkpoint.parent).load(checkpoint)
+    checkpoint, snapshot = _load(path)
     check_state(snapshot, checkpoint)
     tokenizer = tokenizer_of(snapshot.state, data)
-    folder = out or checkpoint.parent.parent / "hf"
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UsageError(f"{folder} holds something already: name another --out, or empty it")
     shape = saved_model(snapshot, checkpoint)
     config = llama_config(shape, end_of_text=tokenizer.end_of_text_id)
     weights = to_llama(snapshot.tensors["model"])
     documents = _tokenizer_files(tokenizer, shape.block_size) | {"config.json": config}
-    part = folder.with_name(f".{folder.name}-{os.getpid()}")  # whole, or not there
-    part.mkdir(parents=True)
-    try:
+    folder = out or checkpoint.parent.parent / "hf"
+    with _whole(folder) as part:
+        part.mkdir()
         for name, document in documents.items():
             text = json.dumps(document, indent=2, ensure_ascii=False)
             (part / name).write_text(f"{text}\n", encoding="utf-8")
         save_file(weights, part / "model.safetensors", metadata={"format": "pt"})
-        part.replace(folder)
+    return folder
+
+
+def convert(path: Path, out: Path | None, to: str) -> Path:
+    """Write the weights under `path` as one file, or with the optimizer's state for DCP."""
+    from safetensors.torch import save_file
+
+    from gradsync.checkpoint.dcp import is_dcp, optimizer_of, read_dcp, write_dcp
+    from gradsync.checkpoint.optimizer_state import check_packed
+    from gradsync.checkpoint.tensor_file import read_tensors, split_aliases
+
+    state: dict[str, Any] = {}
+    target = path.with_name(path.stem + (_SUFFIX if to == "safetensors" else "-dcp"))
+    if to == "safetensors" and is_dcp(path):
+        weights = read_dcp(path)
+    elif to == "dcp" and path.suffix == _SUFFIX:
+        weights = read_tensors(path, {})
+    else:
+        checkpoint, snapshot = _load(path)
+        target = checkpoint.parent.parent / (f"model{_SUFFIX}" if to == "safetensors" else "dcp")
+        weights = dict(snapshot.tensors["model"])
+        if "optimizer" in snapshot.state:
+            check_packed(snapshot.state["optimizer"])
+            kept = snapshot.tensors.get("optimizer", {})
+            state["optimizer"] = optimizer_of(kept, snapshot.state["optimizer"])
+    target = out or target
+    with _whole(target, file=to == "safetensors") as part:
+        if to == "dcp":
+            write_dcp(part, {"model": weights, **state})
+        else:  # tied tensors once, their other names as safetensors' own `save_model` notes them
+            once, aliases = split_aliases(weights)
+            save_file(once, part, metadata={"format": "pt", **aliases})
+    return target
+
+
+def _load(path: Path) -> tuple[Path, Snapshot]:
+    from gradsync.checkpoint.store import CheckpointStore, resolve
+
+    checkpoint, _ = resolve(path)
+    return checkpoint, CheckpointStore(checkpoint.parent).load(checkpoint)
+
+
+@contextmanager
+def _whole(target: Path, *, file: bool = False) -> Iterator[Path]:
+    """Where to write `target`, so that it is whole or not there."""
+    if target.exists() and (file or not target.is_dir() or any(target.iterdir())):
+        raise UsageError(f"{target} holds something already: name another --out, or empty it")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(f".{target.name}-{os.getpid()}")
+    try:
+        yield part
+        part.replace(target)
     finally:
         shutil.rmtree(part, ignore_errors=True)
-    return folder
+        if part.exists():
+            part.unlink()
 
 
 def _tokenizer_files(tokenizer: Any, longest: int) -> dict[str, Any]:

@@ -27,7 +27,7 @@ COMMANDS = {
     "train": "train a GPT on 1..N ranks, from any launcher",
     "prepare": "turn files, folders or JSONL into train.bin and val.bin",
     "sample": "generate text from a checkpoint",
-    "export": "write a trained model as a folder that transformers opens",
+    "export": "write a trained model for transformers, as safetensors or as torch's DCP",
     "report": "write a page about a run, or several: curves, times, settings",
     "watch": "follow a run that is going on, in the terminal or a browser",
     "verify": "prove every strategy right against one rank, or say why it is not",
@@ -38,7 +38,7 @@ COMMANDS = {
     "plan": "say which strategy, batch and split fit a machine, here or anywhere",
     "lint": "find known mistakes in a training script, without running it",
     "launch": "start ranks on this host, or say what to start on each of several",
-    "submit": "write, check and submit a Slurm job",
+    "submit": "write, check and submit a Slurm job, or write one for Kubernetes",
     "doctor": "say whether this machine is ready, and what gradsync sees",
 }
 

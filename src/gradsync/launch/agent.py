@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -64,6 +66,7 @@ END_S = 10.0
 _TORCH_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 _LOOPBACK = "127.0.0.1"
 _KNOCK_S = 1.0
+_NAME_S = 60.0  # name servers remember for half a minute that a name was unknown
 
 
 class RankLogs(LogsSpecs):
@@ -269,6 +272,7 @@ class AgentRendezvous(RendezvousHandler):
     def _open(self, plan: LaunchPlan, deadline_s: float) -> Any:
         node = _node_of(plan)
         if node == 0:
+            self._wait_for_name(plan.master_addr, min(deadline_s, time.monotonic() + _NAME_S))
             return host_store(plan.master_addr, plan.master_port, one_host=False)
         while True:  # in short tries: a signal must be noticed in between
             slice_s = min(deadline_s, time.monotonic() + _KNOCK_S)
@@ -277,6 +281,19 @@ class AgentRendezvous(RendezvousHandler):
             except RendezvousError:
                 if self.stopped() or time.monotonic() >= deadline_s:
                     raise self._vain(plan, "node 0 does not answer") from None
+
+    def _wait_for_name(self, name: str, deadline_s: float) -> None:
+        """A pod of Kubernetes starts before its name is known."""
+        told = False
+        while not self.stopped() and time.monotonic() < deadline_s:
+            with suppress(OSError):
+                socket.getaddrinfo(name, None)
+                return
+            if not told:
+                said = f"gradsync: {name} does not resolve; trying for {_NAME_S:.0f} s"
+                print(said, file=sys.stderr, flush=True)
+            told = True
+            time.sleep(_KNOCK_S)
 
     def _wait_for_nodes(self, plan: LaunchPlan, store: SignedStore, deadline_s: float) -> None:
         keys = [f"here/{node}" for node in range(plan.nnodes)]

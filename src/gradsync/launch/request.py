@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import get_close_matches
 
 from gradsync.errors import ConfigError
@@ -22,6 +22,9 @@ LAUNCHERS = ("srun", "mpirun", "torchrun")
 
 DEFAULT_PORT = 29_500
 """Port of the first node where ranks of several nodes meet; torch's own default."""
+
+WAIT_S = 300.0
+"""How long nodes wait for each other at the start unless told otherwise, seconds."""
 
 _HOST = re.compile(r"[A-Za-z0-9._:%-]{1,255}")
 
@@ -122,7 +125,7 @@ class LaunchRequest:
     """Start all ranks again so many times after a failure; on one node."""
     log_dir: str = ""
     """Keep the standard output of ranks above 0 in this folder; otherwise it is dropped."""
-    wait_s: float = 300.0
+    wait_s: float = WAIT_S
     """How long nodes wait for each other at the start, seconds."""
 
 
@@ -165,14 +168,18 @@ class LaunchPlan(LaunchRequest):
 
     def line(self, node_rank: int) -> str:
         """Command for node `node_rank`, ready for a shell."""
-        plan = replace(self, node_rank=node_rank)
-        words = ["gradsync", "launch", "--nproc-per-node", str(plan.nproc_per_node)]
-        if plan.nnodes > 1:
-            words += ["--nnodes", str(plan.nnodes), "--node-rank", str(node_rank)]
-            words += ["--master-addr", plan.master_addr, "--master-port", str(plan.master_port)]
-        command = plan.program.words[2:] if plan.program.command else None
-        given = ("python", *plan.program.words) if plan.program.by_python else plan.program.words
-        return shlex.join([*words, "--", *(command or given)])
+        return shlex.join(["gradsync", *self.words(str(node_rank))])
+
+    def words(self, node_rank: str) -> list[str]:
+        """Arguments of `gradsync` for node `node_rank`."""
+        words = ["launch", "--nproc-per-node", str(self.nproc_per_node)]
+        if self.nnodes > 1:
+            words += ["--nnodes", str(self.nnodes), "--node-rank", node_rank]
+            words += ["--master-addr", self.master_addr, "--master-port", str(self.master_port)]
+            words += [] if self.wait_s == WAIT_S else ["--wait-s", f"{self.wait_s:g}"]
+        command = self.program.words[2:] if self.program.command else None
+        given = ("python", *self.program.words) if self.program.by_python else self.program.words
+        return [*words, "--", *(command or given)]
 
 
 def may_restart(failures: Sequence[int]) -> bool:

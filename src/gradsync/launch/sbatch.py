@@ -111,6 +111,36 @@ class JobRequest:
         given = self.ntasks_per_node
         return max(self.gpus_per_node, 1) if given is None else given
 
+    def check_numbers(self) -> None:
+        """Raise ConfigError for numbers that cannot be, or ranks that do not fit the GPUs."""
+        for flag, value, smallest in (
+            ("--nodes", self.nodes, 1),
+            ("--ntasks-per-node", self.ntasks_per_node, 1),
+            ("--gpus-per-node", self.gpus_per_node, 0),
+            ("--cpus-per-task", self.cpus_per_task, 1),
+            ("--warn-s", self.warn_s, 1),
+            ("--fruitless-turns", self.fruitless_turns, 1),
+        ):
+            require(
+                value is None or value >= smallest,
+                f"{flag} must be at least {smallest}; got {value}",
+            )
+        require(
+            not self.mem or _MEMORY.fullmatch(self.mem) is not None,
+            f"--mem must be a number with K, M, G or T after it (64G); got {self.mem[:80]!r}",
+        )
+        if self.gpus_per_node and self.ranks_per_node != self.gpus_per_node:
+            more = self.ranks_per_node > self.gpus_per_node
+            raise ConfigError(
+                f"{self.ranks_per_node} rank(s) on the {self.gpus_per_node} GPU(s) of a node: "
+                + (
+                    "two ranks would share a GPU"
+                    if more
+                    else f"{self.gpus_per_node - self.ranks_per_node} would be paid for and idle"
+                )
+                + "; --ntasks-per-node must equal --gpus-per-node (or leave it out)"
+            )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SbatchPlan(JobRequest):
@@ -124,20 +154,9 @@ class SbatchPlan(JobRequest):
     python: str = "python"  # interpreter on the nodes
 
     def __post_init__(self) -> None:
-        self._check_numbers()
+        self.check_numbers()
         self._check_words()
         self._check_time()
-        if self.gpus_per_node and self.ranks_per_node != self.gpus_per_node:
-            more = self.ranks_per_node > self.gpus_per_node
-            raise ConfigError(
-                f"{self.ranks_per_node} rank(s) on the {self.gpus_per_node} GPU(s) of a node: "
-                + (
-                    "two ranks would share a GPU"
-                    if more
-                    else f"{self.gpus_per_node - self.ranks_per_node} would be paid for and idle"
-                )
-                + "; --ntasks-per-node must equal --gpus-per-node (or leave it out)"
-            )
 
     @property
     def world_size(self) -> int:
@@ -156,22 +175,8 @@ class SbatchPlan(JobRequest):
             return None
         return self.cpus_per_task * (self.ranks_per_node // self.tasks_per_node)
 
-    def _check_numbers(self) -> None:
-        for flag, value, smallest in (
-            ("--nodes", self.nodes, 1),
-            ("--ntasks-per-node", self.ntasks_per_node, 1),
-            ("--gpus-per-node", self.gpus_per_node, 0),
-            ("--cpus-per-task", self.cpus_per_task, 1),
-            ("--warn-s", self.warn_s, 1),
-            ("--fruitless-turns", self.fruitless_turns, 1),
-        ):
-            _require(
-                value is None or value >= smallest,
-                f"{flag} must be at least {smallest}; got {value}",
-            )
-
     def _check_words(self) -> None:
-        _require(
+        require(
             self.launcher in LAUNCHERS,
             f"--launcher must be one of {', '.join(LAUNCHERS)}; got {self.launcher!r}",
         )
@@ -180,37 +185,33 @@ class SbatchPlan(JobRequest):
         _check_name("--qos", self.qos)
         for part in self.partition.split(","):
             _check_name("--partition", part, may_be_empty=not self.partition)
-        _require(
-            not self.mem or _MEMORY.fullmatch(self.mem) is not None,
-            f"--mem must be a number with K, M, G or T after it (64G); got {self.mem[:80]!r}",
-        )
-        _require(
+        require(
             not self.array or _ARRAY.fullmatch(self.array) is not None,
             f"--array must be numbers such as 0-9, 1,3,5 or 0-99%4; got {self.array[:80]!r}",
         )
-        _require(
+        require(
             not self.array or not self.run_dir or TASK in self.run_dir,
             f"all tasks of the array would write into {self.run_dir}; put {TASK} into its name, "
             "which becomes the task's number, or leave --out away",
         )
         for flag, value in (("--output", self.output), ("--run-dir", self.run_dir)):
             _check_line(flag, value)
-        _require(self.output != "", "--output must name a folder")
-        _require("\\" not in self.output, f"--output {self.output!r}: Slurm reads a backslash")
+        require(self.output != "", "--output must name a folder")
+        require("\\" not in self.output, f"--output {self.output!r}: Slurm reads a backslash")
         for module in self.module:
             _check_line("--module", module)
-            _require(bool(module) and module[0] != "-", f"--module {module!r} is no module's name")
+            require(bool(module) and module[0] != "-", f"--module {module!r} is no module's name")
         for line in self.setup:
-            _require("\0" not in line, "--setup holds a zero byte")
+            require("\0" not in line, "--setup holds a zero byte")
         for word in (self.python, *self.program.words):
-            _require("\0" not in word, "an argument holds a zero byte; no program can get it")
+            require("\0" not in word, "an argument holds a zero byte; no program can get it")
         for directive in self.sbatch_arg:
             _check_directive(directive)
 
     def _check_time(self) -> None:
         seconds = seconds_of(self.time)
         shortest = self.warn_s + _SLURM_IS_EARLY_S
-        _require(
+        require(
             seconds > shortest,
             f"--time {self.time} is {seconds} s: Slurm may warn {shortest} s before the end (it is "
             "up to a minute early), so the run would be told to stop as soon as it begins; ask for "
@@ -230,13 +231,14 @@ def seconds_of(time: str) -> int:
     )
 
 
-def _require(holds: bool, message: str) -> None:
+def require(holds: bool, message: str) -> None:
+    """Raise ConfigError with `message` unless it holds."""
     if not holds:
         raise ConfigError(message)
 
 
 def _check_name(flag: str, value: str, *, may_be_empty: bool = True) -> None:
-    _require(
+    require(
         (may_be_empty and not value) or _NAME.fullmatch(value) is not None,
         f"{flag} must be 1 to 64 letters, digits, dots, dashes or underscores; got {value[:80]!r}",
     )
@@ -244,7 +246,7 @@ def _check_name(flag: str, value: str, *, may_be_empty: bool = True) -> None:
 
 def _check_line(flag: str, value: str) -> None:
     """Slurm reads directives line by line: nothing may end a line, or begin another directive."""
-    _require(
+    require(
         value.isprintable() and "#SBATCH" not in value,
         f"{flag} must be one printable line without #SBATCH in it; got {value[:80]!r}",
     )
@@ -252,12 +254,12 @@ def _check_line(flag: str, value: str) -> None:
 
 def _check_directive(directive: str) -> None:
     _check_line("--sbatch-arg", directive)
-    _require(
+    require(
         _DIRECTIVE.fullmatch(directive) is not None and "\\" not in directive,
         f"--sbatch-arg must look like --constraint=h100; got {directive[:80]!r}",
     )
     name = directive[2:].partition("=")[0]
-    _require(
+    require(
         name not in _WRITTEN,
         f"--sbatch-arg --{name}: submit writes this one itself, from its flags",
     )

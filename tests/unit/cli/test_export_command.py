@@ -1,24 +1,37 @@
-"""`gradsync export`: transformers opens the folder, and computes the same."""
+"""`gradsync export`: transformers opens the folder, and computes the same; safetensors and DCP hold
+the checkpoint's very bits."""
 
 from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as torch_dcp
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from gradsync.checkpoint.store import CheckpointStore, resolve
+from gradsync.checkpoint.dcp import read_dcp, write_dcp
+from gradsync.checkpoint.optimizer_state import pack_optimizer, unpack_optimizer
+from gradsync.checkpoint.pieces import FlatPiece, part_stem, piece_of_run, places_of, whole_piece
+from gradsync.checkpoint.store import CheckpointStore, Snapshot, resolve
 from gradsync.checkpoint.weights import load_weights
 from gradsync.cli.main import main
 from gradsync.data.meta import read_meta
 from gradsync.data.prepare import prepare
 from gradsync.data.tokenizer import load_tokenizer
-from gradsync.errors import ConfigError
+from gradsync.errors import CheckpointError, ConfigError
 from gradsync.models.config import GPTConfig
 from gradsync.models.gpt import GPT
 from gradsync.models.llama import from_llama, llama_config, shape_of, to_llama
@@ -150,3 +163,133 @@ def test_a_folder_that_holds_something_is_left_alone(
     assert os.listdir(tmp_path) == ["notes.txt"]
     assert main(["export", str(tmp_path)]) == 2
     assert "no checkpoint there" in capsys.readouterr().err
+
+
+# -- safetensors and torch's distributed checkpoints -----------------------------------------------
+
+
+def snapshot_of(run: Path) -> Snapshot:
+    checkpoint, _ = resolve(run)
+    return CheckpointStore(checkpoint.parent).load(checkpoint)
+
+
+def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def in_shares(whole: Snapshot, directory: Path, kinds: tuple[str, ...]) -> Path:
+    """A checkpoint of the same state as two ranks write it under `zero1` or `fsdp`: each tensor of
+    these kinds is cut at an odd element."""
+    files: dict[str, dict[str, Tensor]] = {part_stem(rank, 2): {} for rank in range(2)}
+    places = {}
+    for rank, (stem, held) in enumerate(files.items()):
+        pieces = {}
+        for kind in kinds:
+            for name, tensor in whole.tensors[kind].items():
+                half = tensor.numel() // 2 | 1
+                run = (half, tensor.numel()) if rank else (0, half)
+                shape = tuple(tensor.shape)
+                if tensor.dim():
+                    piece = piece_of_run(shape, *run)
+                elif rank:
+                    continue
+                else:
+                    piece = whole_piece(())
+                pieces[f"{kind}/{name}"] = piece
+                flat = tensor.view(-1)[slice(*run)]
+                held[f"{kind}/{name}"] = (
+                    flat if isinstance(piece, FlatPiece) else flat.view(piece.shape)
+                )
+        places[stem] = places_of(pieces)
+    others = {kind: each for kind, each in whole.tensors.items() if kind not in kinds}
+    cut = replace(whole, tensors=others | files, places=places)
+    return CheckpointStore(directory).save(cut)
+
+
+@pytest.mark.parametrize("kinds", [(), ("optimizer",), ("model", "optimizer")])
+def test_the_bits_go_to_safetensors_and_dcp_and_back(
+    run: Path, tmp_path: Path, kinds: tuple[str, ...]
+) -> None:
+    whole = snapshot_of(run)
+    source = in_shares(whole, tmp_path / "run" / "checkpoints", kinds) if kinds else run
+    weights = dict(whole.tensors["model"])
+    file, folder = tmp_path / "w.safetensors", tmp_path / "w.dcp"
+    assert main(["export", str(source), "--to", "safetensors", "--out", str(file)]) == 0
+    assert same_bits(load_file(file), weights)
+    assert main(["export", str(source), "--to", "dcp", "--out", str(folder)]) == 0
+    back = tmp_path / "back.safetensors"
+    assert main(["export", str(folder), "--to", "safetensors", "--out", str(back)]) == 0
+    assert same_bits(load_file(back), weights)
+    assert main(["export", str(back), "--to", "dcp"]) == 0
+    assert same_bits(read_dcp(tmp_path / "back-dcp"), weights)
+    assert main(["export", str(back), "--to", "dcp"]) == 2  # there is something by now
+
+
+def test_tied_weights_of_any_model(tmp_path: Path) -> None:
+    tied = torch.ones(2, 3)
+    snapshot = Snapshot(step=1, tensors={"model": {"a.w": tied, "b.w": tied}}, state={})
+    CheckpointStore(tmp_path / "checkpoints").save(snapshot)
+    for kind in ("safetensors", "dcp"):
+        assert main(["export", str(tmp_path), "--to", kind]) == 0
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert (list(file.keys()), file.metadata()) == (["a.w"], {"format": "pt", "b.w": "a.w"})
+    assert same_bits(read_dcp(tmp_path / "dcp"), {"a.w": tied, "b.w": tied})
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torch_loads_model_and_optimizer(run: Path) -> None:
+    """Into an optimizer as a user makes it, whose next step has the bits of the run's own."""
+    assert main(["export", str(run), "--to", "dcp"]) == 0
+    found = snapshot_of(run)
+    state = found.state["optimizer"]
+
+    def trained(by_torch: bool) -> dict[str, Tensor]:
+        model = GPT(GPTConfig(**found.state["model"]))
+        names = dict(model.named_parameters())
+        groups = [{"params": [names[n] for n in group["params"]]} for group in state["groups"]]
+        optimizer = torch.optim.AdamW(groups, lr=7.0)
+        if by_torch:
+            wanted = {"model": model.state_dict()}
+            wanted["optimizer"] = get_optimizer_state_dict(model, optimizer)
+            torch_dcp.load(wanted, checkpoint_id=run / "dcp", no_dist=True)
+            model.load_state_dict(wanted["model"])
+            set_optimizer_state_dict(model, optimizer, wanted["optimizer"])
+        else:
+            load_weights(model, found.tensors["model"])
+            unpack_optimizer(optimizer, names.items(), found.tensors["optimizer"], state)
+        kept, packed = pack_optimizer(optimizer, names.items())
+        assert packed == state
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 0.01)
+        optimizer.step()
+        return model.state_dict() | kept
+
+    assert same_bits(trained(by_torch=True), trained(by_torch=False))
+    shutil.rmtree(run / "dcp")
+
+
+class Stranger:
+    """Would make a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, tuple[Path, str]]:
+        return Path.write_text, (self.path, "unpickled")
+
+
+def test_nothing_strange_is_unpickled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, made = tmp_path / "x.dcp", tmp_path / "made"
+    write_dcp(folder, {"a": torch.ones(2), "n": 5, "b": {"c": torch.zeros(1, 0)}})
+    assert {name: tuple(t.shape) for name, t in read_dcp(folder).items()} == {
+        "a": (2,),
+        "b.c": (1, 0),
+    }
+    for strange in (Stranger(made), ["a list"], os.system, torch.load):
+        (folder / ".metadata").write_bytes(pickle.dumps(strange))
+        with pytest.raises(CheckpointError, match="not readable as DCP"):
+            read_dcp(folder)
+    assert not made.exists()
+    assert main(["export", str(folder), "--to", "safetensors"]) == 1
+    assert "which no checkpoint needs" in capsys.readouterr().err
+    assert sorted(os.listdir(tmp_path)) == ["x.dcp"]

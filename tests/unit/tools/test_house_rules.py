@@ -111,6 +111,13 @@ def test_one_module_may_touch_private_names_of_torch() -> None:
     assert check_safety(Path("src/gradsync/sync/torch_private.py"), text) != []
 
 
+def test_one_module_may_derive_an_unpickler() -> None:
+    text = "from pickle import Unpickler, UnpicklingError"
+    assert check_safety(Path("src/gradsync/checkpoint/dcp.py"), text) == []
+    assert check_safety(Path("src/gradsync/checkpoint/store.py"), text) != []
+    assert check_safety(Path("src/gradsync/checkpoint/dcp.py"), "from pickle import load") != []
+
+
 def test_the_command_prints_and_fails(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("import pickle\n")
     done = run_python([REPOSITORY / "tools" / "check_safety.py", tmp_path])

@@ -280,9 +280,7 @@ class Trackers:
                     self._fed.append(fed)
                     continue
             fed.end(failed=True)  # should it start after all
-            log.warning(
-                "tracker %s did not start within %s s; going on without it", name, _START_S
-            )
+            log.warning("tracker %s did not start within %s s; going on without it", name, _START_S)
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Give them a record of `metrics.jsonl`, without what is null in it."""

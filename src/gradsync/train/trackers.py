@@ -251,7 +251,8 @@ class _Fed(Thread):
     def _put(self, call: Callable[[Tracker], None]) -> None:
         while self.is_alive():
             with suppress(Full):
-                return self._waiting.put_nowait(call)
+                self._waiting.put_nowait(call)
+                return
             with suppress(Empty):
                 self._waiting.get_nowait()
             if not self._missed:

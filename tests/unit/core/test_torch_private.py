@@ -74,6 +74,10 @@ CANARIES: dict[str, tuple[Callable[[], object], str]] = {
     "_version": (lambda: torch.Tensor, "weights and buffers written between steps are noticed"),
     "_storage_Use_Count": (lambda: torch._C, "between hosts every step waits for its weights"),
     "_cdata": (lambda: torch.zeros(1).untyped_storage(), "the same"),
+    "_use_count": (
+        lambda: torch.Tensor,
+        "a weight that waits can be swapped for another, and both lost",
+    ),
     "_base": (lambda: torch.Tensor, "zero1 takes its own views for a stranger's, and waits"),
     "_python_dispatch": (lambda: torch.utils, "between hosts every step waits for its weights"),
     "_disable_current_modes": (lambda: torch.utils._python_dispatch, "the same"),

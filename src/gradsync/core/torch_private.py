@@ -54,16 +54,11 @@ storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
 storage_address: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 
 
-def wait_before_swap(cls: type[Tensor], wait: Callable[[Any], object]) -> None:
+def wait_before_swap(cls: Any, wait: Callable[[Any], object]) -> None:
     """Let `torch.utils.swap_tensors` call `wait` with a tensor of `cls` before it changes anything:
     it counts uses first, in C++, so `__torch_function__` is not asked."""
     count = cls._use_count
-
-    def counted(tensor: Any) -> int:
-        wait(tensor)
-        return count(tensor)
-
-    cls._use_count = counted
+    cls._use_count = lambda tensor: (wait(tensor), count(tensor))[1]
 
 
 without_dispatch_modes = torch.utils._python_dispatch._disable_current_modes

@@ -148,6 +148,31 @@ def active_ddp() -> DistributedDataParallel | None:
     return DistributedDataParallel._active_ddp_module
 
 
+# -- FSDP2 ----------------------------------------------------------------------------------------
+
+
+def reduce_unused_params(unit: Any) -> None:
+    """Let a module that `fully_shard` has sharded send zeros for parameters that its forward used
+    and that got no gradient: torch 2.13 has a switch for it."""
+    if (switch := getattr(unit, "set_reduce_scatter_unused_params", None)) is not None:
+        return switch(True, recurse=False)
+    if (params := unit._get_fsdp_state()._fsdp_param_group) is None:
+        return None
+    reduce = params.post_backward
+
+    def post_backward(*given: Any) -> None:
+        for each in params.fsdp_params if params.reduce_grads else ():
+            whole: Any = getattr(each, "_unsharded_param", None)
+            if whole is None or not whole.requires_grad:
+                continue
+            if whole.grad is each.unsharded_accumulated_grad is None:
+                whole.grad = torch.zeros_like(whole)
+        reduce(*given)
+
+    params.post_backward = post_backward
+    return None
+
+
 # -- process groups -------------------------------------------------------------------------------
 
 _KINDS = {"cpu": dist.ProcessGroup.BackendType.GLOO, "cuda": dist.ProcessGroup.BackendType.NCCL}
